@@ -6,7 +6,6 @@ and the chunk positions. Overwriting values in place changes none of these.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -60,11 +59,20 @@ class FileChanges:
         open_name: str = "",
         may_grow: bool = False,
     ) -> None:
-        """Check a file at a path, or an open one; see `require_same_index`."""
+        """Raise ReadError if a file lacks the indexed data; the message names the difference.
+
+        Parameters
+        ----------
+        path, before, now
+            The file, and its former and present stamps.
+        open_name
+            The name of a file that is open: another one may lie at its path by now.
+        may_grow
+            Whether a writer appends by SWMR: datasets may be longer, and rewritten chunks lie
+            elsewhere, but the old ones are still there.
+        """
         try:
-            require_same_index(
-                path, open_name or path, now.nbytes, self._of(path), may_grow=may_grow
-            )
+            self._require_same(path, now.nbytes, open_name or path, may_grow)
         except ReadError as error:
             if now.has_content_of(before) and isinstance(_cause(error), PermissionError):
                 return  # only its mode changed; the open file can be read
@@ -82,6 +90,24 @@ class FileChanges:
                     f"{path} was changed while a reader has it open; its chunks still lie where"
                     " they did, so the reader goes on, and gives new values from now on"
                 )
+
+    def _require_same(self, path: str, nbytes: int, open_name: str, may_grow: bool) -> None:
+        layouts = self._of(path)
+        for layout in layouts:
+            end = layout.offset + layout.nbytes
+            if layout.indexed is None and nbytes < end:  # of an external file, without an index
+                raise changed(path, f"it has {nbytes} bytes, but its values end at byte {end}")
+        layouts = [layout for layout in layouts if layout.indexed is not None]
+        if not layouts:
+            return
+        try:
+            file = open_hdf5(open_name, in_use=True)
+        except H5AsyncError as error:
+            text = str(error).replace(open_name, path)
+            raise changed(path, f"it cannot be opened to be checked ({text})") from error
+        with file:
+            for layout in layouts:
+                _require_same(file, layout, path, may_grow or file.swmr_mode)
 
     def take_warnings(self) -> tuple[str, ...]:
         """Return warnings that were not taken yet."""
@@ -115,47 +141,6 @@ def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
             yield layout
         yield from _all_of(layout.sources)
         yield from _all_of(part.source for part in layout.parts)
-
-
-def require_same_index(
-    path: str, open_name: str, nbytes: int, layouts: Iterable[DatasetLayout], *, may_grow: bool
-) -> None:
-    """Check that a file still holds the indexed data.
-
-    Parameters
-    ----------
-    path, open_name
-        The file, and the name by which it is opened: another file may lie at the path by now.
-    nbytes
-        Its size.
-    layouts
-        Of datasets whose values lie in the file.
-    may_grow
-        Whether a writer appends by SWMR: datasets may be longer, and rewritten chunks lie
-        elsewhere, but the old ones are still there.
-
-    Raises
-    ------
-    ReadError
-        If it does not; the message names the difference.
-    """
-    layouts = list(layouts)
-    raw = [layout for layout in layouts if layout.indexed is None]
-    for layout in raw:  # of an external file, which has no index
-        end = layout.offset + layout.nbytes
-        if nbytes < end:
-            raise changed(path, f"it has {nbytes} bytes, but its values end at byte {end}")
-    if len(raw) == len(layouts):
-        return
-    with contextlib.ExitStack() as files:
-        try:
-            file = files.enter_context(open_hdf5(open_name, in_use=True))
-        except H5AsyncError as error:
-            text = str(error).replace(open_name, path)
-            raise changed(path, f"it cannot be opened to be checked ({text})") from error
-        for layout in layouts:
-            if layout.indexed is not None:
-                _require_same(file, layout, path, may_grow or file.swmr_mode)
 
 
 def _require_same(file: HDF5File, layout: DatasetLayout, path: str, may_grow: bool) -> None:

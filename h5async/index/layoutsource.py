@@ -9,11 +9,10 @@ from types import MappingProxyType
 
 from h5async.config import Field
 from h5async.config.files import FileName, is_index
-from h5async.index.consulted import Consulted
 from h5async.index.groups import Grouping
 from h5async.index.indexcache import open_cache
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.savedindex import NamedIndex, Wanted
 

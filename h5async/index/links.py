@@ -3,7 +3,7 @@
 Links are followed one by one, before HDF5 sees them: it would open any file that a link, a virtual
 dataset or external storage names. A file is permitted if it lies in the directory of the referring
 file, or below; any other must lie below a root given by the caller. Symbolic links are resolved
-first.
+first. What was used is recorded: layouts hold as long as none of it changes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import h5py
 
 from h5async.config.files import FileName
 from h5async.errors import DatasetError, ReadError, UnsafeFileError
-from h5async.index.consulted import Consulted, NotRecorded
 from h5async.index.room import Room
 from h5async.io.localfiles import IoMode
 from h5async.io.stamps import FileStamp
-from h5async.io.stores import LOCAL, HDF5File, open_hdf5, settled_stamp, store_of
+from h5async.io.stores import LOCAL, HDF5File, absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.names import name_bytes, name_text
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
@@ -36,6 +35,73 @@ class MissingError(DatasetError):
 
 
 _METADATA_NBYTES = 256 * 1024  # cached by HDF5 while a file is indexed
+
+
+class Consulted:
+    """The dependencies of layouts. Used by one thread.
+
+    Attributes
+    ----------
+    files
+        Paths as used, and the stamps of the files there.
+    absent
+        Paths at which nothing was found.
+    variables
+        Environment variables that were read, with their values.
+    folder
+        The current directory, if a name was relative to it; else None.
+    is_stable
+        Whether later changes can be detected.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, FileStamp] = {}
+        self.absent: set[str] = set()
+        self.variables: dict[str, str] = {}
+        self.folder: str | None = None
+        self.is_stable = True
+
+    def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
+        """Record a file.
+
+        Parameters
+        ----------
+        path, stamp
+            The file.
+        is_written
+            Whether this process has it open for writing, so that facts from HDF5 may not be in the
+            file yet.
+        """
+        name = self._name(path)
+        if is_written or self.files.setdefault(name, stamp) != stamp:
+            self.is_stable = False
+
+    def missed(self, path: Path) -> None:
+        """Record that there was nothing at a path."""
+        self.absent.add(self._name(path))
+
+    def asked(self, variable: str) -> None:
+        """Record that an environment variable was read."""
+        self.variables[variable] = os.environ.get(variable, "")
+
+    def _name(self, path: FileName) -> str:
+        name = absolute_name(path)
+        if name != str(path):
+            self.folder = os.getcwd()
+        return name
+
+
+class NotRecorded(Consulted):
+    """Accepts records and drops them."""
+
+    def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
+        """Do nothing."""
+
+    def missed(self, path: Path) -> None:
+        """Do nothing."""
+
+    def asked(self, variable: str) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)

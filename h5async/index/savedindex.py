@@ -14,10 +14,9 @@ import numpy as np
 
 from h5async.config import Field
 from h5async.errors import ConfigError, ReadError
-from h5async.index.consulted import Consulted
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach
 from h5async.index.portable import NotPortableError, natural, naturals, text
 from h5async.index.savedfile import SavedIndexError, read_saved, write_saved
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError

@@ -1,4 +1,4 @@
 """Opens sources of rows by their names, and makes memory.
 
-A name and byte ranges enter; bytes in the caller's memory leave. Stamps identify a state of a source.
+A name and byte ranges enter; bytes in the caller's memory leave. Stamps identify states of sources.
 """

@@ -33,10 +33,9 @@ from h5async import (
 from h5async.cli import app
 from h5async.config import Field
 from h5async.index import indexcache, layoutsource
-from h5async.index.consulted import Consulted
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout, Part
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.savedfile import FORMAT, read_saved, write_saved
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index

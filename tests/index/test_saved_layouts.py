@@ -19,10 +19,9 @@ from h5async import H5AsyncError
 from h5async.codec.filters import Filter
 from h5async.config import Field
 from h5async.index.chunktable import ChunkTable, grid_of
-from h5async.index.consulted import Consulted
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout, Indexed, Part
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
 from h5async.index.slabs import Blocks, Slab
 from h5async.io.stamps import FileStamp
