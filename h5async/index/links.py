@@ -85,10 +85,9 @@ class Consulted:
         self.variables[variable] = os.environ.get(variable, "")
 
     def _name(self, path: FileName) -> str:
-        name = absolute_name(path)
-        if name != str(path):
+        if store_of(path).is_local and not Path(path).is_absolute():
             self.folder = os.getcwd()
-        return name
+        return absolute_name(path)
 
 
 class NotRecorded(Consulted):

@@ -16,7 +16,7 @@ from h5async.config import Field
 from h5async.errors import ConfigError, ReadError
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Consulted, Reach
+from h5async.index.links import Consulted, Reach, require_local
 from h5async.index.portable import NotPortableError, natural, naturals, text
 from h5async.index.savedfile import SavedIndexError, read_saved, write_saved
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
@@ -391,8 +391,10 @@ class NamedIndex(SavedIndex):
         primary = set(self._primary)
         for number, others in self._needs.items():
             holder = Path(self.paths[number])
-            for other in set(others) - primary:
-                reach.permitted(Path(self._files[other][0]), holder, f"{self._path}: {holder}")
+            for name in (self._files[other][0] for other in set(others) - primary):
+                for one in (self.paths[number], name):
+                    require_local(one, name, f"{self._path}: {holder}")
+                reach.permitted(Path(name), holder, f"{self._path}: {holder}")
         known = primary.union(*self._needs.values())
         if len(known) < len(self._files):
             raise self._not_usable(SavedIndexError("it names a file that no other refers to"))

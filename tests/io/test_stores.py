@@ -22,7 +22,11 @@ from typer.testing import CliRunner
 
 import h5async
 from h5async import AsyncReader, DatasetError, H5AsyncError, ReadError, UnsafeFileError, cli
+from h5async.config import Field
 from h5async.index import indexcache
+from h5async.index.links import Consulted, Reach
+from h5async.index.metadata import read_layouts
+from h5async.index.savedindex import IndexedFile, Wanted, write_index
 from h5async.io.openfailure import SIGNATURE
 from h5async.io.stores import LOCAL, FileObject, absolute_name, settled_stamp, store_of
 from h5async.samples.sparse import Csr
@@ -335,6 +339,21 @@ def test_other_stores_lead_to_no_local_file(kind, allowed, several, store, tmp_p
     more = {"allow_external": [tmp_path]} if allowed else {}
     with pytest.raises(UnsafeFileError, match="only local files may refer to others"):
         reader_of(source, **more)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_an_index_does_not_lead_from_store_to_store(is_local, several, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths, sources = several
+    path, other = (str(paths[0]), sources[1]) if is_local else (sources[0], str(paths[1]))
+    consulted, index = Consulted(), tmp_path / "a.h5idx"
+    fields = {name: Field(name) for name in FIELDS}
+    layouts = read_layouts(path, fields, Reach(consulted=consulted))
+    consulted.found(other, store_of(other).stamp(other))
+    known = {Wanted.of(field): layouts[name] for name, field in fields.items()}
+    write_index(index, [IndexedFile(path, known, consulted)], Reach())
+    with pytest.raises(UnsafeFileError, match="only local files may refer to others"):
+        reader_of(str(index), allow_external=[tmp_path])
 
 
 def refer(file: h5py.File, kind: str, name: str) -> None:
