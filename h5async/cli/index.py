@@ -17,7 +17,7 @@ from h5async.cli.progressbars import opening
 from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, FileName, home_path, with_variables
-from h5async.index.groups import Grouping
+from h5async.index.contents import Grouping
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach

@@ -27,13 +27,11 @@ from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import FileName, is_index, with_variables
 from h5async.core.binding import load_core, why_no_core
+from h5async.index.groupfields import column, sparse_group
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
-from h5async.index.metadata import list_layouts
-from h5async.index.references import references
+from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
-from h5async.index.sparsegroup import sparse_group
-from h5async.index.tablecolumns import column
 from h5async.opening.filefacts import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, shape_of
 from h5async.opening.filevalues import reach_of
 from h5async.opening.raggedcolumns import heap_layout

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.chunktable import ChunkTable, grid_of
-from h5async.index.hdf5 import B_TREE_V1, EXTENSIBLE_ARRAY, FIXED_ARRAY, IMPLICIT
-from h5async.index.obstacles import NotDirectError
+from h5async.index.hdf5 import B_TREE_V1, EXTENSIBLE_ARRAY, FIXED_ARRAY, IMPLICIT, NotDirectError
 from h5async.index.opendataset import Opened
 from h5async.index.visits import (
     MISREPORTED,

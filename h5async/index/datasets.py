@@ -23,7 +23,6 @@ from h5async.index.chunkindex import (
     without_filters,
 )
 from h5async.index.composition import Part, with_parts
-from h5async.index.elements import Element, element_of, has_objects
 from h5async.index.external import attached, external_layout
 from h5async.index.filterpipeline import (
     converted,
@@ -38,16 +37,18 @@ from h5async.index.filterpipeline import (
     unavailable,
     undecodable,
 )
+from h5async.index.hdf5 import COLUMNS_REASON, NotDirectError, OtherKindError, stored_compact
 from h5async.index.layout import DatasetLayout, Storage, normal_axis
 from h5async.index.layoutfacts import Indexed
 from h5async.index.links import LastGroup, Located, Reach
-from h5async.index.objectheader import stored_compact
-from h5async.index.obstacles import COLUMNS_REASON, NotDirectError, OtherKindError
 from h5async.index.opendataset import (
+    Element,
     Opened,
+    element_of,
     fill_reference,
     fill_value,
     has_no_values,
+    has_objects,
     indexed,
     member_fill,
     require_fill,

@@ -16,9 +16,9 @@ import h5py
 from h5async.core.binding import load_core
 from h5async.errors import ReadError, UnsafeFileError
 from h5async.index.composition import Part, with_parts
+from h5async.index.hdf5 import NotDirectError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, require_in_place, require_local
-from h5async.index.obstacles import NotDirectError
 from h5async.index.slabs import Slab
 from h5async.io.stores import LOCAL, settled_stamp
 from h5async.spelling import named

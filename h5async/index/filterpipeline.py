@@ -20,9 +20,8 @@ from h5async.core.binding import can_decode
 from h5async.errors import DatasetError, ReadError
 from h5async.index.chunkindex import TooManyChunksError, applies_any
 from h5async.index.chunktable import ChunkTable, repeated
-from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, chunk_options
+from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, NotDirectError, chunk_options
 from h5async.index.layout import DatasetLayout
-from h5async.index.obstacles import NotDirectError
 from h5async.index.opendataset import Opened
 from h5async.system.interruptions import suppressing
 

@@ -17,12 +17,11 @@ from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.composition import with_parts
 from h5async.index.filterpipeline import left_to_hdf5
+from h5async.index.hdf5 import NotDirectError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, MissingError, Reach, locate, open_permitted
-from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_series
-from h5async.index.obstacles import NotDirectError
 from h5async.index.slabs import TooManyRunsError
-from h5async.index.virtual import virtual_parts
+from h5async.index.virtual import Mapping, mapped_files, read_mappings, source_series, virtual_parts
 from h5async.io.stores import HDF5File, absolute_name
 from h5async.spelling import named
 from h5async.system.interruptions import interruption

@@ -21,16 +21,14 @@ from h5async.core.heap import NOWHERE
 from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.index.datasettable import table_of
 from h5async.index.filterpipeline import left_to_hdf5
-from h5async.index.heapelements import Sequences
+from h5async.index.groupfields import row_offsets, sparse_group
 from h5async.index.joined import with_lengths
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import HeapFile
 from h5async.index.links import Reach, open_index
-from h5async.index.metadata import indexer_at, value_layout
-from h5async.index.references import references
+from h5async.index.metadata import indexer_at, references, value_layout
 from h5async.index.room import files_of
-from h5async.index.sparsegroup import row_offsets, sparse_group
-from h5async.index.variablelength import VariableLength
+from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.stamps import FileStamp
 from h5async.read.whole import read_blocks
 from h5async.samples.columns import INDICES, SparseShape

@@ -26,9 +26,8 @@ from hypothesis import strategies as st
 from h5async.core.binding import address
 from h5async.core.structures import IO_MODES, Event, FileStruct
 from h5async.errors import ReadError
-from h5async.index.heapelements import Sequences
-from h5async.index.obstacles import NotDirectError
-from h5async.index.variablelength import VariableLength, variable_length
+from h5async.index.hdf5 import NotDirectError
+from h5async.index.variablelength import Sequences, VariableLength, variable_length
 from h5async.io.localfiles import FileEventError, LocalFile
 from h5async.io.stamps import FileStamp
 
