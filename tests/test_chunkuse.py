@@ -244,7 +244,7 @@ def test_a_window_is_not_proposed_where_few_of_a_chunk_are_selected(path: Path) 
 
 
 def test_no_cache_is_proposed_that_does_not_fit(path: Path, monkeypatch: Any) -> None:
-    from h5async.system.freememory import MemoryLeft
+    from h5async.system.resources import MemoryLeft
 
     left = [MemoryLeft(2 * 400 * 3072 - 1, "a test")]
     monkeypatch.setattr("h5async.observe.chunkuse.free_memory", lambda: left)
@@ -254,7 +254,7 @@ def test_no_cache_is_proposed_that_does_not_fit(path: Path, monkeypatch: Any) ->
 
 
 def test_no_window_is_proposed_that_does_not_fit(tmp_path: Path, monkeypatch: Any) -> None:
-    from h5async.system.freememory import MemoryLeft
+    from h5async.system.resources import MemoryLeft
 
     monkeypatch.setattr("h5async.opening.limits._KEPT_WHOLE_NBYTES", 0)
     path = tmp_path / "f.h5"

@@ -18,11 +18,10 @@ ROOT = Path(__file__).parents[1]
 MODULES = (
     "h5async.reader.batch",
     "h5async.config.field",
-    "h5async.config.indices",
+    "h5async.config.parts",
     "h5async.config.keywords",
     "h5async.config.kinds",
     "h5async.config.readerconfig",
-    "h5async.config.sequenceoptions",
     "h5async.errors",
     "h5async.samples.images",
     "h5async.samples.ragged",

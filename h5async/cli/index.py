@@ -15,8 +15,7 @@ from h5async.cli.documents import Json, print_document
 from h5async.cli.options import fields_of, number_or_name, spell_in_shell, table, takes_options
 from h5async.cli.progressbars import opening
 from h5async.cli.text import safe
-from h5async.config.configfile import map_paths
-from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
+from h5async.config.files import INDEX_SUFFIX, home_path, map_paths, with_variables
 from h5async.index.consulted import Consulted
 from h5async.index.groups import Grouping
 from h5async.index.indexcache import cache_folder, clear_cache

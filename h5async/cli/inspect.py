@@ -25,8 +25,7 @@ from h5async.cli.options import takes_options
 from h5async.cli.patterns import is_meant
 from h5async.cli.rowlisting import Listing
 from h5async.cli.text import safe
-from h5async.config.configfile import map_paths
-from h5async.config.files import INDEX_SUFFIX, with_variables
+from h5async.config.files import INDEX_SUFFIX, map_paths, with_variables
 from h5async.core.binding import load_core, why_no_core
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index

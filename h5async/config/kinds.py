@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
 from pydantic import Field as Bound
 
-from h5async.config.field import KINDS, Field
+from h5async.config.field import KINDS, Field, FieldOptions
 from h5async.config.frozen import documented, option
-from h5async.config.indices import Values, plain_selection
-from h5async.config.values import Bool, Name, Natural
-
-if TYPE_CHECKING:
-    from h5async.config.partkeywords import (
-        DatasetPath,
-        ImageFieldOptions,
-        RaggedFieldOptions,
-        SparseFieldOptions,
-    )
+from h5async.config.parts import Values, plain_selection
+from h5async.config.values import Bool, DatasetPath, Integer, Name, Natural
 
 _Pixels = Annotated[int, Bound(ge=1, le=1 << 14)]
 _Positive = Annotated[float, Bound(gt=0, allow_inf_nan=False)]
 
 
-@documented
+class RaggedFieldOptions(FieldOptions, total=False):
+    """The parameters of `RaggedField` except its path."""
+
+    offsets: DatasetPath | None
+    """Path of the dataset that tells where samples begin, if the values have no variable-length
+    datatype.
+    """
+    offsets_kind: Literal["offsets", "ends", "lengths"]
+    """Contents of that dataset. `offsets`: where each sample begins and, as one more number, where
+    the last one ends. `ends`: where each sample ends. `lengths`: the number of values of each
+    sample.
+    """
+    pad_to: Integer | None
+    """Deliver an array (samples, pad_to, ...) instead of `Ragged`: shorter samples end with zeros,
+    longer ones are cut off. The batch also has `NAME_mask`: bool (samples, pad_to), True for values
+    of the sample.
+    """
+
+
+@documented(RaggedFieldOptions)
 class RaggedField(Field):
     """Samples of varying lengths, delivered as `Ragged`.
 
@@ -55,23 +68,9 @@ class RaggedField(Field):
 
         def __init__(self, path: DatasetPath, **options: Unpack[RaggedFieldOptions]) -> None: ...
 
-    offsets: Name | None = option(
-        None,
-        "Path of the dataset that tells where samples begin, if the values have no"
-        " variable-length datatype.",
-    )
-    offsets_kind: Literal["offsets", "ends", "lengths"] = option(
-        "offsets",
-        "Contents of that dataset. `offsets`: where each sample begins and, as one more number,"
-        " where the last one ends. `ends`: where each sample ends. `lengths`: the number of"
-        " values of each sample.",
-    )
-    pad_to: Natural | None = option(
-        None,
-        "Deliver an array (samples, pad_to, ...) instead of `Ragged`: shorter samples end with"
-        " zeros, longer ones are cut off. The batch also has `NAME_mask`: bool (samples,"
-        " pad_to), True for values of the sample.",
-    )
+    offsets: Name | None = None
+    offsets_kind: Literal["offsets", "ends", "lengths"] = "offsets"
+    pad_to: Natural | None = None
 
     @model_validator(mode="after")
     def _check_ragged(self) -> RaggedField:
@@ -83,6 +82,34 @@ class RaggedField(Field):
         return self
 
 
+class ImageFieldOptions(RaggedFieldOptions, total=False):
+    """The parameters of `ImageField` except its path."""
+
+    size: int | Sequence[int] | None
+    """Resize images to this height and width (a number: both), with OpenCV. None: images keep their
+    sizes, and a batch of images of varying sizes is `Images`.
+    """
+    crop: Literal["center", "random"]
+    """The part to resize to `size`. `center`: the largest one in the middle with its aspect ratio.
+    `random`: one of random area, aspect ratio and place, chosen like torchvision's
+    RandomResizedCrop.
+    """
+    crop_scale: Sequence[float]
+    """Bounds of the area of a random part, relative to the image's area."""
+    crop_ratio: Sequence[float]
+    """Bounds of its width divided by its height."""
+    flip: bool
+    """Flip images left to right at random, half of them on average."""
+    interpolation: Literal["auto", "linear", "area"]
+    """How OpenCV resizes. `linear`: between neighbours. `area`: the mean of an area, free of
+    aliasing, but slower. `auto`: `area` if an image shrinks to less than half, else `linear`.
+    """
+    on_error: Literal["raise", "zero"]
+    """How to treat an image that cannot be decoded. `raise`: the batch raises `ReadError`. `zero`:
+    it is black, and counted in `ReaderStats.broken_images`; this needs `size`.
+    """
+
+
 def _size(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return value, value
@@ -91,7 +118,7 @@ def _size(value: object) -> object:
     return value
 
 
-@documented
+@documented(ImageFieldOptions)
 class ImageField(RaggedField):
     """Encoded images (JPEG or PNG), delivered as RGB pixels (samples, height, width, 3).
 
@@ -122,37 +149,15 @@ class ImageField(RaggedField):
 
         def __init__(self, path: DatasetPath, **options: Unpack[ImageFieldOptions]) -> None: ...
 
-    size: Annotated[tuple[_Pixels, _Pixels] | None, BeforeValidator(_size)] = option(
-        None,
-        "Resize images to this height and width (a number: both), with OpenCV. None: images"
-        " keep their sizes, and a batch of images of varying sizes is `Images`.",
-    )
-    crop: Literal["center", "random"] = option(
-        "center",
-        "The part to resize to `size`. `center`: the largest one in the middle with its aspect"
-        " ratio. `random`: one of random area, aspect ratio and place, chosen like torchvision's"
-        " RandomResizedCrop.",
-    )
-    crop_scale: tuple[_Positive, _Positive] = option(
-        (0.08, 1.0), "Bounds of the area of a random part, relative to the image's area."
-    )
+    size: Annotated[tuple[_Pixels, _Pixels] | None, BeforeValidator(_size)] = None
+    crop: Literal["center", "random"] = "center"
+    crop_scale: tuple[_Positive, _Positive] = (0.08, 1.0)
     crop_ratio: tuple[_Positive, _Positive] = option(
-        (3 / 4, 4 / 3),
-        "Bounds of its width divided by its height.",
-        default_text="`(3 / 4, 4 / 3)`",
+        (3 / 4, 4 / 3), default_text="`(3 / 4, 4 / 3)`"
     )
-    flip: Bool = option(False, "Flip images left to right at random, half of them on average.")
-    interpolation: Literal["auto", "linear", "area"] = option(
-        "auto",
-        "How OpenCV resizes. `linear`: between neighbours. `area`: the mean of an area, free of"
-        " aliasing, but slower. `auto`: `area` if an image shrinks to less than half, else"
-        " `linear`.",
-    )
-    on_error: Literal["raise", "zero"] = option(
-        "raise",
-        "How to treat an image that cannot be decoded. `raise`: the batch raises `ReadError`."
-        " `zero`: it is black, and counted in `ReaderStats.broken_images`; this needs `size`.",
-    )
+    flip: Bool = False
+    interpolation: Literal["auto", "linear", "area"] = "auto"
+    on_error: Literal["raise", "zero"] = "raise"
 
     @model_validator(mode="after")
     def _check_image(self) -> ImageField:
@@ -178,6 +183,23 @@ class ImageField(RaggedField):
         return self
 
 
+class SparseFieldOptions(FieldOptions, total=False):
+    """The parameters of `SparseField` except its path."""
+
+    dense: bool
+    """Deliver dense arrays (samples, columns), with the values' dtype unless `dtype` is given.
+    `offset` is added everywhere, even if no value is stored.
+    """
+    columns: ArrayLike | Sequence[str] | None
+    """The columns to deliver, in this order: their numbers, a mask, or names, which are looked up
+    in each file in `var/_index`; in a file of 10x Genomics, names or ids of `features`.
+    """
+    missing: Literal["zero", "error"]
+    """How to treat a column, chosen by name, that a file lacks. `zero`: it is 0 there, if another
+    file has it. `error`: raise `DatasetError`.
+    """
+
+
 def _columns(value: object) -> object:
     if value is None or isinstance(value, Values):
         return value
@@ -200,7 +222,7 @@ def _plain_columns(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else plain_selection(value)
 
 
-@documented
+@documented(SparseFieldOptions)
 class SparseField(Field):
     """Rows of a sparse matrix in compressed form (CSR), delivered as `Csr`, or as dense rows.
 
@@ -228,27 +250,14 @@ class SparseField(Field):
 
         def __init__(self, path: DatasetPath, **options: Unpack[SparseFieldOptions]) -> None: ...
 
-    dense: Bool = option(
-        False,
-        "Deliver dense arrays (samples, columns), with the values' dtype unless `dtype` is"
-        " given. `offset` is added everywhere, even if no value is stored.",
-    )
+    dense: Bool = False
     columns: Annotated[
         Any,
         PlainValidator(_columns),
         PlainSerializer(_plain_columns, when_used="json-unless-none"),
-    ] = option(
-        None,
-        "The columns to deliver, in this order: their numbers, a mask, or names, which are"
-        " looked up in each file in `var/_index`; in a file of 10x Genomics, names or ids of"
-        " `features`.",
-    )
+    ] = None
 
-    missing: Literal["zero", "error"] = option(
-        "zero",
-        "How to treat a column, chosen by name, that a file lacks. `zero`: it is 0 there, if"
-        " another file has it. `error`: raise `DatasetError`.",
-    )
+    missing: Literal["zero", "error"] = "zero"
 
     @model_validator(mode="after")
     def _check_sparse(self) -> SparseField:

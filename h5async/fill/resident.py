@@ -18,7 +18,7 @@ from h5async.core.binding import address, load_core
 from h5async.order.selection import Selection
 from h5async.order.spans import SpanRows
 from h5async.plan.records import GatherPlan, GatherRunsPlan, Int64s
-from h5async.system.freememory import free_memory
+from h5async.system.resources import free_memory
 
 _HOST_SHARE = 0.5  # of free memory, if no budget is given
 

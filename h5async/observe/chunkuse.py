@@ -23,7 +23,7 @@ from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
 from h5async.samples.columns import INDICES, Rows
 from h5async.spelling import named
-from h5async.system.freememory import free_memory
+from h5async.system.resources import free_memory
 
 _CACHED_SHARE = 0.5  # of the free memory, for a dataset or a window that is kept
 _LEAST_CHUNK_NBYTES = 10_000  # reading smaller chunks costs more than it saves

@@ -45,7 +45,7 @@ from h5async.read.fallback import span_nbytes
 from h5async.read.scratch import ScratchSize
 from h5async.samples.columns import Rows
 from h5async.spelling import named
-from h5async.system.freememory import free_memory, local_ranks
+from h5async.system.resources import free_memory, local_ranks
 
 # Measured: bytes kept per piece of a sample and per dimension, and bytes of a plan per piece of a
 # batch.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField, SparseField
-from h5async.config.indices import Values
+from h5async.config.parts import Values
 from h5async.core.binding import load_core
 from h5async.core.heap import NOWHERE
 from h5async.errors import ConfigError, DatasetError, ReadError

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from h5async.config import Field, ReaderConfig, Split
-from h5async.config.indices import Values, slice_of
+from h5async.config.parts import Values, slice_of
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
 from h5async.index.room import files_of

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from numpy.typing import ArrayLike
 
 from h5async.config import ReaderConfig, check_timeout
+from h5async.config.describe import takes_options
 from h5async.config.files import paths_text
-from h5async.config.signature import takes_options
 from h5async.errors import ConfigError, DatasetError, FileChangedWarning, ReadError
 from h5async.html import Bar, Cell, box, grid, size_text
 from h5async.names import printable
