@@ -25,8 +25,8 @@ from test_ragged import (
 import h5async.fill.resident
 from h5async import AsyncReader, ConfigError, DatasetError, ImageField, RaggedField, SparseField
 from h5async.fill.resident import Budget, HostCache, open_host_cache
+from h5async.order.rows import SpanRows
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows
 
 SEED = 20120704
 

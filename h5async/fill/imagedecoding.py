@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,16 +25,17 @@ from h5async.codec.imageformats import (
     header_rows,
     read_header,
 )
-from h5async.config import Field, ImageField
+from h5async.config import ImageField
 from h5async.core.binding import Core, address
 from h5async.errors import DatasetError, ReadError, needs_package
-from h5async.fill.reading import transformer
+from h5async.fill.reading import Slots, transformer
 from h5async.index.layout import DatasetLayout
 from h5async.io.growing import Growing, plain_memory
-from h5async.order.spans import StepSpans
+from h5async.opening.dataset import OpenedDataset
+from h5async.order.rows import StepSpans
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes, random_numbers
 from h5async.plan.transform import RowTransform, image_transform, sized_nbytes
-from h5async.samples.columns import Rows, SlotMemory
+from h5async.samples.columns import Rows
 from h5async.samples.images import Images
 from h5async.samples.ragged import Ragged
 
@@ -52,62 +53,61 @@ class ImageDecoder:
 
     Parameters
     ----------
-    fields, layouts
-        By name; layouts of all columns.
-    spans
+    opened
+        The dataset.
+    rows
         By column: the images of each sample.
-    seed
-        Of the reader.
     core
         The compiled core, if there is one.
-    slots, rows
-        Memory of the slots, and samples that fit into each.
+    slots
+        To be filled.
     threads
         Threads that decode at the same time, in all processes.
     limit_nbytes
         The limit for pixels in all slots, and for the memory that decoding takes beside them.
     left
         Names of fields whose pixels a device transforms: batches have them as decoded.
-    new_memory
-        Returns host memory for the pixels of a slot.
     """
 
     def __init__(
         self,
-        fields: Mapping[str, Field],
-        layouts: Mapping[str, DatasetLayout],
-        spans: Mapping[str, Rows],
-        seed: int,
+        opened: OpenedDataset,
+        rows: Sequence[Rows],
         core: Core | None,
-        *,
-        slots: Sequence[SlotMemory],
-        rows: int,
+        slots: Slots,
         threads: int,
         limit_nbytes: int,
         left: Collection[str] = (),
-        new_memory: Empty = plain_memory,
     ) -> None:
-        self._seed = seed
-        self._of_batch = limit_nbytes // max(1, len(slots))
-        of_image = limit_nbytes // max(1, threads)
-        self.fields = {
-            number: ImageFieldDecoder(field, layouts[name], spans[name], core, of_image)
-            for number, (name, field) in enumerate(fields.items())
+        self._seed = opened.config.seed
+        self._of_batch = limit_nbytes // max(1, len(slots.memory))
+        spans = dict(zip(opened.layouts, rows, strict=True))
+
+        def decoder(name: str, field: ImageField) -> ImageFieldDecoder:
+            of_image = limit_nbytes // max(1, threads)
+            return ImageFieldDecoder(field, opened.layouts[name], spans[name], core, of_image)
+
+        several = [
+            (number, name, field)
+            for number, (name, field) in enumerate(opened.config.batch_fields.items())
             if isinstance(field, ImageField)
-        }
+        ]
+        self.fields = {number: decoder(name, field) for number, name, field in several}
         self._of_slots = self.fields | {
-            number: ImageFieldDecoder(as_decoded(field), layouts[name], spans[name], core, of_image)
-            for number, (name, field) in enumerate(fields.items())
-            if isinstance(field, ImageField) and name in left
+            number: decoder(name, as_decoded(field))
+            for number, name, field in several
+            if name in left
         }
         self._memory = [
             {
                 number: Growing(
-                    new_memory, one.sized_nbytes(rows), slot.made[number] if slot.made else None
+                    slots.new_memory,
+                    one.sized_nbytes(slots.rows),
+                    slot.made[number] if slot.made else None,
                 )
                 for number, one in self._of_slots.items()
             }
-            for slot in slots
+            for slot in slots.memory
         ]
         self._lock = threading.Lock()
         self._broken = 0

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
-from h5async.order.requests import FillRequest
-from h5async.order.spans import SpanRows
+from h5async.order.rows import SpanRows
+from h5async.order.sampling import FillRequest
 from h5async.samples.columns import Rows, steps_of
 from h5async.samples.samplearrays import SampleArrays
 from h5async.spelling import named

@@ -10,22 +10,22 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection as Names
 from contextlib import ExitStack, contextmanager
 from ctypes import c_int32
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, CoreTrace
 from h5async.errors import taking_memory
-from h5async.fill.resident import HostCache
-from h5async.index.layout import DatasetLayout
-from h5async.order.requests import FillRequest
+from h5async.fill.resident import HostCache, Residency
+from h5async.io.growing import plain_memory
+from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
+from h5async.order.sampling import FillRequest
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows, StepSpans
-from h5async.order.steps import NO_ROW, StepRows
 from h5async.plan.records import (
     BatchItems,
     GatherPlan,
@@ -45,28 +45,18 @@ from h5async.read.transform import NativeTransform, native_transform
 from h5async.read.unpack import native_unpack
 from h5async.samples.columns import Rows, SlotMemory
 from h5async.spelling import named
-from h5async.system.counts import StageTimes, ThreadCounts
-from h5async.system.timeline import NO_FIELD, Recorder
+from h5async.system.timeline import NO_FIELD, Recorder, StageTimes, ThreadCounts
 
 BatchPlan = Sequence[ReadPlan | Ranges]  # of one batch, by field; at the end, of several
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
 
-class ColumnReader(Protocol):
-    """Reads some columns of a batch for a device, in place of their rows."""
-
-    def plan(
-        self,
-        collection: Collection,
-        batch: SlotBatch,
-        request: FillRequest,
-        index: NDArray[np.int64],
-    ) -> Mapping[int, Ranges]:
-        """Return the ranges to read of a batch, by column; of other columns, rows are read.
-
-        `collection` and `batch` plan the rows if necessary; `index` are the samples of the request.
-        """
+# Plans ranges that a device reads of a batch instead of rows, by column. The collection and the
+# batch plan rows if necessary.
+PlanColumns = Callable[
+    [Collection, SlotBatch, FillRequest, NDArray[np.int64]], Mapping[int, Ranges]
+]
 
 
 class LeftRows(NamedTuple):
@@ -96,6 +86,47 @@ class _Batches(NamedTuple):
     of_rows: dict[int, SlotBatch]
 
 
+@dataclass(eq=False)
+class Slots:
+    """The memory of the slots that a filler fills.
+
+    Attributes
+    ----------
+    memory
+        Of each slot; empty after the end, as the caller may still hold a batch.
+    rows
+        Samples that fit into a slot.
+    new_memory
+        Returns host memory for pixels, from which a device uploads.
+    are_writable
+        Whether nothing has to be done before a slot is filled, so that `before_fill` need not be
+        called.
+    """
+
+    memory: Sequence[SlotMemory]
+    rows: int
+    new_memory: Callable[[int], NDArray[np.uint8]] = plain_memory
+    are_writable: bool = False
+
+
+class OnDevice(NamedTuple):
+    """What a device does instead of the filler.
+
+    Attributes
+    ----------
+    left
+        Names of fields that it assembles.
+    plan_columns
+        Plans what is read instead of rows; None: all rows are read.
+    cache
+        The samples that it keeps, and that need not be read again; None: it keeps none.
+    """
+
+    left: Names[str] = ()
+    plan_columns: PlanColumns | None = None
+    cache: Residency | None = None
+
+
 class BatchReader:
     """Reads batches, in many threads. To be closed after the last read.
 
@@ -103,89 +134,82 @@ class BatchReader:
 
     Parameters
     ----------
-    core
-        The compiled core, if there is one.
-    layouts, transforms
-        In field order.
-    column_reader
-        Says what is read in place of the rows of some fields; None: nothing is.
-    cache
-        Gathers rows that are in memory, if there is one.
     executors
         Makes the executors of the fields; closed by its owner.
+    transforms
+        In field order.
+    steps
+        By field: the rows of its dataset that make up each sample; None: one row.
+    slots
+        To be filled.
     num_threads
         Threads for which scratch memory is allocated.
-    slots
-        Memory of each slot.
-    steps
-        By field: the rows of its dataset that make up each sample; None: one row. Empty: None for
-        all.
-    rows
-        Samples that fit into a slot; None means the rows of its first array.
     recorder
-        Records what is done, if given.
+        Records what is done.
+    plan_columns
+        See `OnDevice`.
+    cache
+        Gathers rows that are in memory, if there is one.
 
     Attributes
     ----------
     times
         Of the stage "transform", and stages that the caller adds.
+    file
+        The first file, for messages.
     """
 
     def __init__(
         self,
-        core: Core | None,
-        layouts: Sequence[DatasetLayout],
-        transforms: Sequence[RowTransform],
-        column_reader: ColumnReader | None,
-        cache: HostCache | None,
         executors: Executors,
+        transforms: Sequence[RowTransform],
+        steps: Sequence[Rows],
+        slots: Slots,
         num_threads: int,
-        slots: Sequence[SlotMemory],
-        steps: Sequence[Rows] = (),
-        rows: int | None = None,
-        recorder: Recorder | None = None,
+        recorder: Recorder,
+        plan_columns: PlanColumns | None,
+        cache: HostCache | None,
     ) -> None:
-        self._core = core
+        self._core, self._layouts = executors.core, executors.layouts
+        self.file = str(self._layouts[0].file)
         self.times = StageTimes()
-        self._recorder = Recorder() if recorder is None else recorder
+        self.row_transforms = transforms
+        self.take_warnings = executors.changes.take_warnings
+        self._recorder = recorder
         self._trace: CoreTrace | None = None
-        self._steps = steps or [None] * len(layouts)
-        self._slots = slots
-        self._layouts = layouts
-        self._row_transforms = transforms
-        self._transforms = [transformer(core, transform.of_one_row) for transform in transforms]
-        self._cache = cache
+        self._steps, self._slots = steps, slots
+        self._transforms = [transformer(self._core, one.of_one_row) for one in transforms]
+        self._cache, self._plan_columns = cache, plan_columns
         self._factory = executors
         self._num_threads = num_threads
-        self._collection = executors.open_collection(self._at_once(slots[0]), steps)
+        self._collection = executors.open_collection(self._at_once(slots.memory[0]), steps)
         self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
         self._batches: list[_Batches] = []
         if self._collection is not None:
+            pairs = enumerate(zip(self._collection.can_read, self._collection.shares, strict=True))
+            self._told = [field for field, is_told in pairs if all(is_told)]
             new = self._collection.new_batch
-            self._batches = [
-                _Batches(
-                    new(slot.raw, slot.out, rows),
-                    {
-                        field: new(slot.raw, slot.out, len(slot.raw[field]))
-                        for field in self._told_fields(self._collection)
-                    },
-                )
-                for slot in slots
-            ]
-        self._column_reader = column_reader
-        self._size = ScratchSize.of(layouts)
+            self._batches = [self._new_batches(new, slot, slots.rows) for slot in slots.memory]
+        self._size = ScratchSize.of(self._layouts)
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
-        what = f"{layouts[0].file}: scratch of {num_threads} threads, for chunks to be decoded"
+        what = f"{self.file}: scratch of {num_threads} threads, for chunks to be decoded"
         with taking_memory(what, f"make {named('num_threads')} smaller, or store smaller chunks"):
             self._free = deque(self._new_scratch() for _ in range(num_threads))
+
+    def _new_batches(
+        self, new: Callable[..., SlotBatch], memory: SlotMemory, rows: int
+    ) -> _Batches:
+        raw, out, _ = memory
+        told = {field: new(raw, out, len(raw[field])) for field in self._told}
+        return _Batches(new(raw, out, rows), told)
 
     def open_queue(self, selection: Selection) -> BatchQueue | None:
         """Return a queue of batches that the core reads alone; None if it does not read all.
 
         Positions that are submitted are those of `selection`.
         """
-        if self._collection is None or not all(self._collection.reads) or self._column_reader:
+        if self._collection is None or not all(self._collection.reads) or self._plan_columns:
             return None
         batches = [batches.batch for batches in self._batches]
         return self._collection.open_queue(batches, self._num_threads, selection)
@@ -197,7 +221,7 @@ class BatchReader:
             done or transform.is_identity
             for done, transform in zip(
                 self._collection.transforms if self._collection else [],
-                self._row_transforms,
+                self.row_transforms,
                 strict=True,
             )
         )
@@ -220,9 +244,9 @@ class BatchReader:
         """
         batches = self._batches[request.slot] if self._batches else None
         others: Mapping[int, Ranges] = {}
-        if self._collection is not None and batches is not None and self._column_reader is not None:
-            others = self._column_reader.plan(self._collection, batches.batch, request, index)
-        return self._plan(index, self._slots[request.slot], batches, others)
+        if self._collection is not None and batches is not None and self._plan_columns is not None:
+            others = self._plan_columns(self._collection, batches.batch, request, index)
+        return self._plan(index, self._slots.memory[request.slot], batches, others)
 
     def _plan(
         self,
@@ -255,14 +279,6 @@ class BatchReader:
             )
         return [*plans, *more]
 
-    @staticmethod
-    def _told_fields(collection: Collection) -> list[int]:
-        return [
-            field
-            for field, can in enumerate(collection.can_read)
-            if can and collection.shares[field]
-        ]
-
     def _plan_told(self, field: int, index: NDArray[np.int64], batch: SlotBatch) -> BatchItems:
         """Have the core plan a field whose rows, or elements, it is told."""
         steps, layout, collection = self._steps[field], self._layouts[field], self._collection
@@ -291,7 +307,7 @@ class BatchReader:
 
     def _rows(self, field: int, batch: NDArray[Any]) -> NDArray[Any]:
         """Return an array of samples as one of rows of the dataset."""
-        return self._row_transforms[field].rows(batch)
+        return self.row_transforms[field].rows(batch)
 
     def left(self, plans: BatchPlan) -> list[LeftRows | Refused]:
         """Return what the core has left of a batch after the last share, for several threads."""
@@ -340,13 +356,9 @@ class BatchReader:
         with ExitStack() as lent:
             batches = None
             if self._collection is not None:
-                take = partial(self._collection.lent_batch, memory.raw, memory.out)
-                batches = _Batches(
-                    lent.enter_context(take(index.size)),
-                    {
-                        field: lent.enter_context(take(len(memory.raw[field])))
-                        for field in self._told_fields(self._collection)
-                    },
+                lend = self._collection.lent_batch
+                batches = self._new_batches(
+                    lambda *of: lent.enter_context(lend(*of)), memory, index.size
                 )
             plans = self._plan(index, memory, batches, {})
             share = [PlanSlice(i, 0, plan.num_items) for i, plan in enumerate(plans)]
@@ -442,7 +454,7 @@ class BatchReader:
         """Transform rows of a field, of the samples `index`, from `raw` to `out`."""
         steps = self._steps[field]
         # Which attributes apply depends on the rows.
-        if isinstance(steps, StepRows) and self._row_transforms[field].cf is not None:
+        if isinstance(steps, StepRows) and self.row_transforms[field].cf is not None:
             rows = steps.rows(index)  # zeros count as packed like the sample's own row
             index = np.where(rows == NO_ROW, np.repeat(index, steps.size), rows)
         self._transform_rows(field, self._rows(field, raw), self._rows(field, out), index)
@@ -486,8 +498,8 @@ class BatchReader:
         """Release all memory. No thread is reading. Idempotent."""
         self._scratches.clear()
         self._free.clear()
-        self._h5py_rows, self._column_reader, self._cache = [], None, None
-        self._collection, self._batches, self._slots = None, [], ()
+        self._h5py_rows, self._plan_columns, self._cache = [], None, None
+        self._collection, self._batches = None, []
 
     def _new_scratch(self) -> Scratch:
         scratch = Scratch.allocate(*self._size, self._stop)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
+from h5async.order.rows import SpanRows
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows
 from h5async.plan.records import GatherPlan, GatherRunsPlan, Int64s
 from h5async.system.resources import free_memory
 

@@ -42,9 +42,8 @@ from h5async.opening.progress import on_indexed
 from h5async.opening.raggedcolumns import SparseShapes, indices_of_one_dtype, is_ragged, limit_of
 from h5async.opening.samplelengths import lengths_of
 from h5async.opening.selecting import Chosen, choose, step_rows
-from h5async.order.requests import FillRequest
-from h5async.order.sampling import Order, OrderKey, Sampling
-from h5async.order.spans import LengthRows, SpanRows, StepSpans
+from h5async.order.rows import LengthRows, SpanRows, StepSpans
+from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling
 from h5async.samples.columns import (
     INDICES,
     Categories,
@@ -74,8 +73,8 @@ class OpenedDataset(NamedTuple):
 
     config: ReaderConfig
     layouts: dict[str, DatasetLayout]
-    shapes: dict[str, SparseShape]
-    categories: dict[str, Categories]
+    shapes: Mapping[str, SparseShape]
+    categories: Mapping[str, Categories]
 
 
 def open_dataset(config: ReaderConfig) -> OpenedDataset:

@@ -36,8 +36,8 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.room import MEMORY_SHARE, Room, files_of
 from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
+from h5async.order.rows import StepRows
 from h5async.order.selection import Selection
-from h5async.order.steps import StepRows
 from h5async.plan.parts import needs_scratch, scratch_nbytes
 from h5async.plan.transform import RowTransform, sized_nbytes
 from h5async.read.executors import method_of

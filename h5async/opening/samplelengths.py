@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from h5async.config import Field, ImageField, RaggedField, ReaderConfig, SparseField
 from h5async.errors import ConfigError, taking_memory
 from h5async.index.layout import DatasetLayout
-from h5async.order.spans import SpanRows
+from h5async.order.rows import SpanRows
 from h5async.samples.columns import spans_of
 from h5async.spelling import named
 
@@ -33,8 +33,10 @@ def lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Le
     option = "bucket" if config.batch_values is None else "batch_values"
     if getattr(config, option) is None:
         return None
-    from h5async.order.cutting import NO_LIMIT
-    from h5async.order.lengths import Lengths  # only needed here
+    from h5async.order.lengths import (
+        NO_LIMIT,
+        Lengths,  # only needed here
+    )
 
     spans, fields = spans_of(layouts, {}), config.batch_fields
     counting = [name for name in fields if name in spans and _counts(fields[name])]

@@ -16,7 +16,7 @@ from h5async.config import ReaderConfig, Sequences
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.opening.filevalues import FileValues, check_length
-from h5async.order.sequences import SequenceTable
+from h5async.order.rows import SequenceTable
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from h5async.config import Field, ImageField, ReaderConfig
 from h5async.index.layout import DatasetLayout
 from h5async.opening.dataset import Samplings
-from h5async.order.spans import SpanRows
+from h5async.order.rows import SpanRows
 from h5async.plan.transform import RowTransform, row_transform, sized_nbytes
 from h5async.samples.columns import columns_of
 

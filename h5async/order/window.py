@@ -30,9 +30,9 @@ from h5async.core.binding import address, load_core
 from h5async.core.tablestructures import WindowStruct
 from h5async.index.layout import DatasetLayout
 from h5async.order.permutation import keyed_hash, permute, permute_each, round_keys
+from h5async.order.rows import StepRows
 from h5async.order.sampling import Order, dealt
 from h5async.order.selection import Selection
-from h5async.order.steps import StepRows
 
 Int64s = NDArray[np.int64]
 

@@ -28,11 +28,11 @@ from h5async.errors import (
     taking_memory,
 )
 from h5async.fill.filling import Filler
-from h5async.fill.outcomes import FillerStats, FillOutcome
+from h5async.fill.outcomes import Calls, FillerStats, FillOutcome
 from h5async.fill.pool import THREAD_NAME
 from h5async.fill.postprocess import masks_of
+from h5async.fill.reading import OnDevice, Slots
 from h5async.fill.resident import Budget, Residency
-from h5async.index.layout import DatasetLayout
 from h5async.observe.readerlog import (
     log_long_samples,
     log_memory,
@@ -43,17 +43,17 @@ from h5async.observe.readerlog import (
 from h5async.observe.readerstats import ReaderCounts, Way, Work
 from h5async.observe.stats import ReaderStats
 from h5async.observe.trace import Trace
-from h5async.opening.dataset import Samplings, open_dataset
+from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.opening.limits import MemoryBudget, free_memory_nbytes, wanted_kept_nbytes
 from h5async.opening.slotsizes import pixels_nbytes, samples_of_slot, slot_transforms
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.order.schedule import Schedule
 from h5async.reader import lifetime
 from h5async.reader.checkpoint import Checkpoints
 from h5async.reader.givensamples import GivenSamples
 from h5async.reader.position import ReaderPosition
 from h5async.reader.submitting import Submitter
-from h5async.samples.columns import Categories, SparseShape
+from h5async.samples.columns import Categories
 from h5async.samples.devicefields import outlines_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing
@@ -109,7 +109,7 @@ class Engine:
                 opened = open_dataset(self.config)
                 self.config = opened.config
                 self.categories = opened.categories
-                self._open(opened.layouts, None, opened.shapes)
+                self._open(opened, None)
             else:
                 from h5async.process.helper import HelperFiller
 
@@ -118,15 +118,12 @@ class Engine:
                 if found.fields is not None:
                     self.config = self.config.model_copy(update={"fields": found.fields})
                 self.categories = found.categories
-                self._open(found.layouts, helper, found.shapes)
+                opened = OpenedDataset(self.config, found.layouts, found.shapes, found.categories)
+                self._open(opened, helper)
 
-    def _open(
-        self,
-        layouts: Mapping[str, DatasetLayout],
-        helper: HelperFiller | None,
-        shapes: Mapping[str, SparseShape],
-    ) -> None:
-        config, fields = self.config, self.config.batch_fields
+    def _open(self, opened: OpenedDataset, helper: HelperFiller | None) -> None:
+        config, layouts, shapes, _ = opened
+        fields = config.batch_fields
         self.layouts = layouts
         samplings = self.samplings = Samplings(
             config, layouts, None if helper is None else helper.chosen
@@ -185,27 +182,19 @@ class Engine:
         if config.cache == "device":
             self.cache = self.device.open_cache(samplings.selection, config.cache_bytes)
         device_cache = self.cache if isinstance(self.cache, Residency) else None
+        calls = Calls(self._next_requests, self._wait_writable, self._on_done, self.ring.fail)
         if helper is None:
+            device = self.device
+            left = frozenset(outline.name for outline in outlines if outline.is_left)
             filler = self.filler = Filler(
-                config,
+                opened,
                 samplings,
-                self.layouts,
                 transforms,
-                memory,
-                memory_plan=memory_plan,
-                shapes=shapes,
-                categories=self.categories,
-                rows=rows,
-                left=frozenset(outline.name for outline in outlines if outline.is_left),
-                new_memory=self.device.host_memory,
-                device_cache=device_cache,
-                column_reader=self.device_policy.column_reader,
-                next_requests=self._next_requests,
-                before_fill=self._wait_writable,
-                on_done=self._on_done,
-                on_crash=self.ring.fail,
-                may_submit=self.device.is_writable_at_once,
-                recorder=self._recorder,
+                Slots(memory, rows, device.host_memory, device.is_writable_at_once),
+                memory_plan,
+                calls,
+                OnDevice(left, self.device_policy.plan_columns, device_cache),
+                self._recorder,
             )
             if filler.submissions is not None:
                 self._submitter = Submitter(self.ring, filler.submissions, self._recorder)
@@ -218,10 +207,7 @@ class Engine:
                 pixels_nbytes=pixels_nbytes(fields, rows, most_pixels),
                 memory_plan=memory_plan,
                 device_cache=device_cache,
-                next_requests=self._next_requests,
-                before_fill=self._wait_writable,
-                on_done=self._on_done,
-                on_crash=self.ring.fail,
+                calls=calls,
             )
         # A helper process always has one; without any, the caller does the work.
         of_each = min(config.filler_threads, memory_plan.most_threads)

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from h5async.config import Field, ImageField, RaggedField, SparseField
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
-from h5async.order.spans import LengthRows, SpanRows, StepSpans
-from h5async.order.steps import StepRows
+from h5async.order.rows import LengthRows, SpanRows, StepRows, StepSpans
 from h5async.samples.ragged import Ragged, put_padded
 from h5async.samples.sparse import Csr
 

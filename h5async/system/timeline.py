@@ -1,4 +1,6 @@
-"""Records when each thread did what, on request.
+"""Counts what threads do, sums up the times of stages, and records on request when each did what.
+
+`h5async.observe.stats` explains the stages.
 
 A `Recorder` lives as long as a reader, and has a `Timeline` while recording. All parts report to
 the recorder, which otherwise does nothing. The compiled core records its own work
@@ -10,12 +12,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import groupby
 from struct import Struct
 from threading import get_ident
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
 
+STAGES = ("plan", "read", "decode", "place", "transform", "postprocess", "upload")
 # Names of the core's stages, by its numbers.
 CORE_STAGES = ("plan", "read", "decode", "place", "transform")
 
@@ -32,6 +36,62 @@ _pack_fetch, _pack_wait = _FETCH.pack, _WAIT.pack
 
 _OFF = nullcontext()
 _RANGE = "h5async: "  # prefix of stages in other tools
+
+
+@dataclass
+class ThreadCounts:
+    """Counts of one thread; only that thread writes them."""
+
+    read_ns: int = 0
+    decode_ns: int = 0
+    place_ns: int = 0
+    gil_wait_ns: int = 0
+    read_nbytes: int = 0
+    decoded_chunks: int = 0
+    decoded_nbytes: int = 0
+    h5py_decoded_nbytes: int = 0  # by HDF5, from chunks that only h5py reads
+
+    def plus(self, other: ThreadCounts) -> ThreadCounts:
+        """Return the sum of all counts."""
+        return ThreadCounts(
+            self.read_ns + other.read_ns,
+            self.decode_ns + other.decode_ns,
+            self.place_ns + other.place_ns,
+            self.gil_wait_ns + other.gil_wait_ns,
+            self.read_nbytes + other.read_nbytes,
+            self.decoded_chunks + other.decoded_chunks,
+            self.decoded_nbytes + other.decoded_nbytes,
+            self.h5py_decoded_nbytes + other.h5py_decoded_nbytes,
+        )
+
+    @contextmanager
+    def timed(self, counter: str) -> Iterator[None]:
+        """Add the time that a block takes to a counter."""
+        begin = perf_counter_ns()
+        try:
+            yield
+        finally:
+            setattr(self, counter, getattr(self, counter) + perf_counter_ns() - begin)
+
+
+class StageTimes:
+    """Times of stages, summed over threads. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ns = dict.fromkeys(STAGES, 0)
+
+    def add(self, stage: str, begin_ns: int) -> None:
+        """Add the time since `begin_ns`, of `perf_counter_ns`, to a stage."""
+        taken = perf_counter_ns() - begin_ns
+        with self._lock:
+            self._ns[stage] += taken
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time of each stage, in thread seconds."""
+        with self._lock:
+            found = dict(self._ns)
+        return {stage: ns / 1e9 for stage, ns in found.items()}
 
 
 class Event(NamedTuple):

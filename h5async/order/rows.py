@@ -1,19 +1,74 @@
-"""Defines `SpanRows`: the rows of each sample of a field whose number of rows varies. Pure."""
+"""Defines which rows each sample consists of. Pure.
+
+A sample is a row of the dataset, or a run of rows of any length (`SpanRows`). A field with steps
+(`StepRows`) delivers rows around it, at fixed offsets, which never leave the sample's sequence: an
+episode, a trajectory, a recording (`SequenceTable`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.order.steps import NO_ROW, StepRows
+from h5async.order.selection import Selection
 
 Int64s = NDArray[np.int64]
+Pad = Literal["drop", "edge", "zero"]
 
+NO_ROW = -1  # instead of a row number: zeros
 _BLOCK = 1 << 20  # samples at a time, to bound memory
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The rows of each sample of a field with steps.
+
+    Attributes
+    ----------
+    offsets
+        Offsets of the rows, from the sample's row.
+    pad
+        Replacement for rows outside of the sequence. ``"edge"``: its first or last row; ``"zero"``:
+        zeros; ``"drop"``: such samples do not exist.
+    starts, ends
+        int64 (n,), non-decreasing: first row of each sequence, and one past its last row.
+    """
+
+    offsets: tuple[int, ...]
+    pad: Pad
+    starts: Int64s
+    ends: Int64s
+
+    @property
+    def size(self) -> int:
+        """Number of rows of a sample."""
+        return len(self.offsets)
+
+    def rows(self, samples: Int64s) -> Int64s:
+        """Return the rows of samples, int64 (samples * size,); `NO_ROW` for zeros."""
+        first, last, wanted = self._wanted(samples)
+        rows = np.clip(wanted, first, last)
+        if self.pad == "zero":
+            rows[rows != wanted] = NO_ROW
+        return rows.reshape(-1)
+
+    def are_there(self, samples: Int64s) -> NDArray[np.bool_]:
+        """Return which rows of each sample are in its sequence: bool (samples, size)."""
+        first, last, wanted = self._wanted(samples)
+        return (first <= wanted) & (wanted <= last)
+
+    def _wanted(self, samples: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the first and last row of each sample's sequence, and the requested rows."""
+        number = np.searchsorted(self.starts, samples, side="right") - 1
+        wanted = samples[:, np.newaxis] + np.array(self.offsets, np.int64)
+        return self.starts[number, np.newaxis], self.ends[number, np.newaxis] - 1, wanted
 
 
 class SpanRows:
@@ -197,3 +252,101 @@ def starts_of(lengths: NDArray[Any]) -> Int64s:
     found = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=found[1:])
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTable:
+    """Sequences of rows in ascending order; some rows may be in none.
+
+    Attributes
+    ----------
+    starts, ends
+        int64 (n,), non-decreasing: first row of each sequence, and one past its last row.
+    lengths
+        Per field name, int64 (n,): rows of each sequence that the field has, if not all.
+    """
+
+    starts: Int64s
+    ends: Int64s
+    lengths: Mapping[str, Int64s] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, bounds: Sequence[Int64s]) -> SequenceTable:
+        """Join tables given as starts and the last end, concatenated in one array per table."""
+        starts, ends = [one[:-1] for one in bounds], [one[1:] for one in bounds]
+        return cls(np.concatenate(starts), np.concatenate(ends))
+
+    @property
+    def size(self) -> int:
+        """Number of sequences."""
+        return self.starts.size
+
+    def numbers(self, samples: Int64s) -> Int64s:
+        """Return the sequence number of each sample."""
+        return np.searchsorted(self.starts, samples, side="right") - 1
+
+    def steps(self, samples: Int64s) -> Int64s:
+        """Return each sample's row within its sequence."""
+        return samples - self.starts[self.numbers(samples)]
+
+    def step_rows(
+        self, steps: Mapping[str, tuple[tuple[int, ...], Pad] | None]
+    ) -> list[StepRows | None]:
+        """Return the rows that samples consist of, per field; equal ones share an object.
+
+        `steps` maps a field name to its offsets and padding.
+        """
+        made: dict[tuple[object, ...], StepRows] = {}
+        found: list[StepRows | None] = []
+        for name, given in steps.items():
+            if given is None:
+                found.append(None)
+                continue
+            lengths = self.lengths.get(name)
+            key = *given, None if lengths is None else lengths.tobytes()
+            if key not in made:
+                ends = self.ends if lengths is None else self.starts + lengths
+                made[key] = StepRows(*given, self.starts, ends)
+            found.append(made[key])
+        return found
+
+    def samples(self, rows: Sequence[StepRows], every: int = 1) -> Selection:
+        """Return the samples: rows that all fields have, and whose steps stay in the sequence.
+
+        Of `rows`, only those with ``pad="drop"`` count. Takes every `every`-th row of a sequence,
+        from its first one on.
+        """
+        first = 0
+        behind = functools.reduce(np.minimum, [self.ends - self.starts, *self.lengths.values()])
+        for one in rows:
+            if one.pad == "drop":
+                first = max(first, -min(one.offsets))
+                behind = np.minimum(behind, one.ends - self.starts - max(one.offsets))
+        first = -(-first // every) * every
+        count = np.maximum(0, -(-(behind - first) // every))
+        begin = (self.starts + first)[count > 0]
+        count = count[count > 0]
+        if not begin.size:
+            return Selection.of_range(range(0))
+        # Adjacent runs with the same step are a single run.
+        if (begin[1:] == begin[:-1] + every * count[:-1]).all():
+            total = int(count.sum())
+            return Selection(int(begin[0]), every, total)
+        found = np.arange(int(count.sum()), dtype=np.int64)
+        found -= np.repeat(np.cumsum(count) - count, count)
+        found *= every
+        found += np.repeat(begin, count)
+        return Selection.of_numbers(found)
+
+    def is_same(self, other: SequenceTable) -> bool:
+        """Tell whether two tables are equal."""
+        return self.digest() == other.digest()
+
+    def digest(self) -> str:
+        """Return a short text that only equal tables share."""
+        found = hashlib.blake2b(self.starts.astype("<i8").tobytes(), digest_size=16)
+        found.update(self.ends.astype("<i8").tobytes())
+        for name, lengths in sorted(self.lengths.items()):
+            found.update(name.encode(errors="surrogateescape") + b"\0")
+            found.update(lengths.astype("<i8").tobytes())
+        return found.hexdigest()
