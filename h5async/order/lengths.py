@@ -10,6 +10,7 @@ Users rely on these batches to repeat a run: changing them is a breaking change.
 
 from __future__ import annotations
 
+import functools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
@@ -198,8 +199,10 @@ class SamplingByLength(Sampling):
         a, b = dealt_or_repeated(end - begin, self.rank - of_batch, behind - of_batch)
         return begin + a, begin + b
 
-    def _is_computed(self) -> bool:
-        return self.lengths.bucket is None and Sampling._is_computed(self)
+    @functools.cached_property
+    def is_computed(self) -> bool:
+        """Whether the core computes them."""
+        return self.lengths.bucket is None and super().is_computed
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
@@ -383,7 +386,7 @@ def cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s
 def _cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s, Int64s]:
     """Compute the same without the core."""
     sizes = np.diff(windows, prepend=0)
-    order = _longest_first(lengths, np.repeat(np.arange(windows.size), sizes))
+    order = np.lexsort((-lengths, np.repeat(np.arange(windows.size), sizes)))
     longest = lengths[order]
     most = np.full(lengths.size, limits.samples, np.int64)
     np.floor_divide(limits.values, longest, out=most, where=longest > 0)
@@ -395,25 +398,6 @@ def _cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64
         at = ends[at]
         found.append(at)
     return order, np.array(found, np.int64)
-
-
-def _longest_first(lengths: Int64s, window: Int64s) -> Int64s:
-    """Return samples sorted by window, then by length, descending, then by number."""
-    if not lengths.size:
-        return np.zeros(0, np.int64)
-    longest = int(lengths.max())
-    number_bits = (lengths.size - 1).bit_length()
-    length_bits = longest.bit_length()
-    if number_bits + length_bits + int(window[-1]).bit_length() > 63:
-        return np.lexsort((-lengths, window))
-    # Sorting single integers takes a fraction of the time.
-    keys = window << length_bits
-    keys |= longest - lengths
-    keys <<= number_bits
-    keys |= np.arange(lengths.size)
-    keys.sort()
-    keys &= (1 << number_bits) - 1
-    return keys
 
 
 def shuffled(hashes: NDArray[np.uint64], window: int) -> Int64s:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from h5async.core.binding import address, load_core
 
 Int64s = NDArray[np.int64]
+Uint64s = NDArray[np.uint64]
 
 _GOLDEN = 0.6180339887498949  # its multiples are spread evenly, modulo 1
 _ROUNDING = 1e-9
@@ -41,35 +42,33 @@ _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # o
 _HALF = np.uint64(32)
 
 
-def permute(
-    positions: NDArray[np.int64], num_samples: int, seed: int, epoch: int
-) -> NDArray[np.int64]:
+def permute(positions: Int64s, num_samples: int, seed: int, epoch: int) -> Int64s:
     """Map positions to samples by the permutation of all samples keyed by seed and epoch.
 
     `positions` are int64, from 0 to ``num_samples - 1``. Time and memory are proportional to their
     number, and bounded up to `SORTED_UP_TO` samples.
     """
     if num_samples <= SORTED_UP_TO:
-        keys = round_keys(seed, epoch)
-        hashes = keyed_hash(np.arange(num_samples, dtype=np.uint64), keys[0], keys[1])
-        return np.argsort(hashes, kind="stable")[positions]
-    _, a, b, *_ = numbers = permutation(num_samples, seed, epoch)
-    keys = numbers[3:]
-    result = positions.astype(np.uint64)
+        return _sorted_order(num_samples, seed, epoch)[positions]
+    numbers, result = permutation(num_samples, seed, epoch), positions.astype(np.uint64)
     core = load_core()
-    if core is not None:
-        core.permute(address(result), result.size, num_samples, int(a), int(b), address(keys))
-        return result.view(np.int64)
-    result = _feistel(result, a, b, keys)
-    outside = np.flatnonzero(result >= num_samples)
-    while outside.size:
-        result[outside] = _feistel(result[outside], a, b, keys)
-        outside = outside[result[outside] >= num_samples]
-    return result.astype(np.int64)
+    if core is None:
+        each = np.broadcast_to(numbers[:, np.newaxis], (numbers.size, result.size))
+        return _permuted(result, each[0], each[1], each[2], each[3:])
+    a, b = int(numbers[1]), int(numbers[2])
+    core.permute(address(result), result.size, num_samples, a, b, address(numbers[3:]))
+    return result.view(np.int64)
 
 
 @functools.lru_cache(maxsize=8)
-def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+def _sorted_order(num_samples: int, seed: int, epoch: int) -> Int64s:
+    keys = round_keys(seed, epoch)
+    hashes = keyed_hash(np.arange(num_samples, dtype=np.uint64), keys[0], keys[1])
+    return np.argsort(hashes, kind="stable")
+
+
+@functools.lru_cache(maxsize=8)
+def permutation(num_samples: int, seed: int, epoch: int) -> Uint64s:
     """Return the parameters of `permute` for more than `SORTED_UP_TO` samples.
 
     uint64 (9,): the number of samples, the numbers of left and right halves, the round keys.
@@ -82,11 +81,11 @@ def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.uint64]:
 
 
 def permute_each(
-    positions: NDArray[np.int64],
-    counts: NDArray[np.int64],
+    positions: Int64s,
+    counts: Int64s,
     names: NDArray[Any],
-    keys: NDArray[np.uint64],
-) -> NDArray[np.int64]:
+    keys: Uint64s,
+) -> Int64s:
     """Map each position by a permutation of its own, of `counts` numbers.
 
     Parameters
@@ -103,34 +102,43 @@ def permute_each(
     b = (above + a - np.uint64(1)) // a
     result, names = positions.astype(np.uint64), names.astype(np.uint64)
     each = keyed_hash(names, keys[0], keys[1]) + keys[:, None]
-    result = _feistel(result, a, b, each)
+    return _permuted(result, above, a, b, each)
+
+
+def _permuted(
+    numbers: Uint64s,
+    above: Uint64s,
+    a: Uint64s,
+    b: Uint64s,
+    keys: Uint64s,
+) -> Int64s:
+    """Permute numbers until each is below its bound in `above`; `keys` are (_ROUNDS, n)."""
+    result = _feistel(numbers, a, b, keys)
     outside = np.flatnonzero(result >= above)
     while outside.size:
-        result[outside] = _feistel(result[outside], a[outside], b[outside], each[:, outside])
+        result[outside] = _feistel(result[outside], a[outside], b[outside], keys[:, outside])
         outside = outside[result[outside] >= above[outside]]
     return result.astype(np.int64)
 
 
-def round_keys(seed: int, epoch: int, purpose: str = "") -> NDArray[np.uint64]:
+def round_keys(seed: int, epoch: int, purpose: str = "") -> Uint64s:
     """Hash (seed, epoch) to `_ROUNDS` keys, the same on every machine."""
     name = f"h5async {seed} {epoch} {purpose}".rstrip()
     digest = hashlib.blake2b(name.encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
-def keyed_hash(
-    numbers: NDArray[np.uint64], first: np.uint64, second: np.uint64
-) -> NDArray[np.uint64]:
+def keyed_hash(numbers: Uint64s, first: np.uint64, second: np.uint64) -> Uint64s:
     """Hash numbers to pseudorandom ones, in a new array."""
     return _hash(_hash(numbers + first) ^ second)
 
 
 def _feistel(
-    numbers: NDArray[np.uint64],
-    a: np.uint64 | NDArray[np.uint64],
-    b: np.uint64 | NDArray[np.uint64],
-    keys: NDArray[np.uint64],
-) -> NDArray[np.uint64]:
+    numbers: Uint64s,
+    a: Uint64s,
+    b: Uint64s,
+    keys: Uint64s,
+) -> Uint64s:
     """Permute numbers below ``a * b``, where `a` and `b` are below 2**32."""
     right, left = np.divmod(numbers, a)
     for i in range(0, _ROUNDS, 2):
@@ -142,10 +150,10 @@ def _feistel(
 
 
 def _shift(
-    half: NDArray[np.uint64],
-    other: NDArray[np.uint64],
-    modulus: np.uint64 | NDArray[np.uint64],
-    key: np.uint64 | NDArray[np.uint64],
+    half: Uint64s,
+    other: Uint64s,
+    modulus: Uint64s,
+    key: Uint64s,
 ) -> None:
     """Add a keyed hash of the other half to `half`, modulo `modulus`."""
     shift = _hash(other + key)
@@ -156,7 +164,7 @@ def _shift(
     np.minimum(half, half - modulus, out=half)  # a negative difference wraps round
 
 
-def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _hash(x: Uint64s) -> Uint64s:
     """Hash in place; the upper half of the result looks random."""
     x *= _MULTIPLIERS[0]
     x ^= x >> _HALF

@@ -19,8 +19,6 @@ from h5async.order.permutation import SORTED_UP_TO, permutation, permute
 from h5async.order.selection import Selection
 from h5async.order.weighted import WeightedOrder
 
-_BLOCK = 1024
-
 Shuffle = Literal[False, "full", "window"]
 
 # Identifies an order of a reader's samples: rank and world size; and an epoch that was begun with
@@ -129,13 +127,8 @@ class Sampling:
         full, rest = divmod(max(0, self.num_samples - start), self.step_samples)
         return full + (rest > 0 and not self.drop_last)
 
-    @property
-    def epoch_samples(self) -> int:
-        """Number of samples in an epoch, of all ranks, without dropped last batches."""
-        return self.samples_in(0)
-
     def samples_in(self, epoch: int) -> int:
-        """Return the same for any epoch."""
+        """Return the number of samples in an epoch, of all ranks, without dropped last batches."""
         return min(self.num_samples, self.num_batches * self.step_samples)
 
     def step_at(self, epoch: int, start: int, passed: int) -> tuple[int, int]:
@@ -163,9 +156,6 @@ class Sampling:
     @functools.cached_property
     def is_computed(self) -> bool:
         """Whether positions equal those of the selection, or `mapping_of` maps them."""
-        return self._is_computed()
-
-    def _is_computed(self) -> bool:
         if self.draws is not None:
             return True
         if self.order is not None:
@@ -195,17 +185,7 @@ class Sampling:
             return self.order.samples(epoch, start, stop)
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        if stop - start >= _BLOCK:
-            return permute(np.arange(start, stop), self.num_samples, self.seed, epoch)
-        # Small batches are slices of blocks: a block costs little more than a batch of 32.
-        first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
-        key = (self.num_samples, self.seed, epoch)
-        if first == last:
-            return _permuted_block(*key, first)[
-                start - first * _BLOCK : stop - first * _BLOCK
-            ].copy()
-        blocks = [_permuted_block(*key, number) for number in range(first, last + 1)]
-        return np.concatenate(blocks)[start - first * _BLOCK : stop - first * _BLOCK]
+        return permute(np.arange(start, stop), self.num_samples, self.seed, epoch)
 
 
 def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -217,10 +197,3 @@ def dealt_or_repeated(count: int, rank: int, world_size: int) -> tuple[int, int]
     """Return the same; a rank without a share repeats an item of another one."""
     begin, end = dealt(count, rank, world_size)
     return (begin, end) if begin < end else (rank % count, rank % count + 1)
-
-
-@functools.lru_cache(maxsize=8)
-def _permuted_block(num_samples: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
-    """Return the samples at `_BLOCK` positions. Shared: do not modify."""
-    positions = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, num_samples), dtype=np.int64)
-    return permute(positions, num_samples, seed, epoch)
