@@ -26,7 +26,7 @@ from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Refused, Slot
 from h5async.fill.resident import HostCache, Residency
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_SAMPLES, FillRequest
-from h5async.plan.records import GatherPlan, GatherRunsPlan
+from h5async.plan.records import GatherPlan
 from h5async.plan.shares import PlanSlice, cut
 from h5async.samples.columns import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
@@ -202,13 +202,13 @@ class Phases:
 
     def _begin_keep(self, batch: _Fill) -> None:
         cache, index = self._cache, batch.index
-        is_gathered = any(isinstance(p, GatherPlan | GatherRunsPlan) for p in batch.plans[:1])
+        is_gathered = any(isinstance(p, GatherPlan) for p in batch.plans[:1])
         if cache is None or batch.error is not None or is_gathered:
             self._begin_transform(batch)
             return
         raws = self._slots.memory[batch.request.slot].raw
         works = [
-            partial(cache.keep, column, plan, a, b, raws[column])
+            partial(cache.columns[column].keep, plan, a, b, raws[column])
             for column, plan in enumerate(cache.plans(index))
             for a, b in self._row_shares(plan.num_items, plan.item_nbytes)
         ]

@@ -29,7 +29,6 @@ from h5async.order.selection import Selection
 from h5async.plan.records import (
     BatchItems,
     GatherPlan,
-    GatherRunsPlan,
     IncludedPlan,
     ReadPlan,
     SamplesPlan,
@@ -403,11 +402,11 @@ class BatchReader:
             assert self._collection is not None
             self._work_on(NO_FIELD, scratch)
             self._collection.read(plan.batch, start, stop, scratch)
-        elif isinstance(plan, GatherPlan | GatherRunsPlan):
+        elif isinstance(plan, GatherPlan):
             assert self._cache is not None
             self._work_on(field, scratch, "memory")
             with scratch.timed("read_ns"):
-                self._cache.gather(field, plan, start, stop, memory.raw[field])
+                self._cache.columns[field].gather(plan, start, stop, memory.raw[field])
         elif isinstance(plan, Ranges):
             assert self._collection is not None
             self._work_on(field, scratch)
