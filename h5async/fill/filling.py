@@ -42,32 +42,12 @@ from h5async.system.timeline import Recorder, Timeline
 class Filler:
     """Fills slots in a pool of threads or, without threads, in the caller of `run_next`.
 
+    Requests refer to `samplings`; `transforms` are by column, in order; `memory_plan` is the memory
+    that is left; `recorder` records what is done, if given. The consumer may submit batches to
+    `submissions` itself; if that is None, threads ask for requests.
+
     Raises `ConfigError` if a ``"module:function"`` cannot be imported, and `OutOfMemoryError` if
     the system refuses memory for the threads.
-
-    Parameters
-    ----------
-    opened
-        The dataset.
-    samplings
-        The orders of samples to which requests refer.
-    transforms
-        By column, in order.
-    slots
-        To be filled.
-    memory_plan
-        The remaining memory that may be used.
-    calls
-        Called in workers. `before_fill` may block.
-    device
-        What the device does itself.
-    recorder
-        Records what is done, if given.
-
-    Attributes
-    ----------
-    submissions
-        Where the consumer submits batches itself; None: threads ask for requests.
     """
 
     def __init__(

@@ -34,6 +34,7 @@ from h5async.io.growing import Growing, plain_memory
 from h5async.opening.dataset import OpenedDataset
 from h5async.order.rows import StepSpans
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes, random_numbers
+from h5async.plan.records import Int64s
 from h5async.plan.transform import RowTransform, image_transform, sized_nbytes
 from h5async.samples.columns import Rows
 from h5async.samples.images import Images
@@ -49,24 +50,11 @@ ImageWork = Callable[[], bool]  # decodes an image; returns False if it was brok
 class ImageDecoder:
     """Decodes the fields of batches that are images. Safe to use from many threads.
 
-    Raises as `ImageFieldDecoder`.
+    `rows` are the images of each sample, by column. `threads`, in all processes, decode at the same
+    time. `limit_nbytes` limits the pixels in all slots, and the memory that decoding takes beside
+    them. A device transforms the pixels of the fields `left`: batches have them as decoded.
 
-    Parameters
-    ----------
-    opened
-        The dataset.
-    rows
-        By column: the images of each sample.
-    core
-        The compiled core, if there is one.
-    slots
-        To be filled.
-    threads
-        Threads that decode at the same time, in all processes.
-    limit_nbytes
-        The limit for pixels in all slots, and for the memory that decoding takes beside them.
-    left
-        Names of fields whose pixels a device transforms: batches have them as decoded.
+    Raises as `ImageFieldDecoder`.
     """
 
     def __init__(
@@ -102,7 +90,7 @@ class ImageDecoder:
             {
                 number: Growing(
                     slots.new_memory,
-                    one.sized_nbytes(slots.rows),
+                    sized_nbytes(one.field, slots.rows),
                     slot.made[number] if slot.made else None,
                 )
                 for number, one in self._of_slots.items()
@@ -123,23 +111,13 @@ class ImageDecoder:
             self._broken += 1
 
     def batch(
-        self, arrays: tuple[Any, ...], index: NDArray[np.int64], epoch: int, slot: int | None
+        self, arrays: tuple[Any, ...], index: Int64s, epoch: int, slot: int | None
     ) -> BatchImages:
         """Begin to decode a batch; `BatchImages.work` does it.
 
-        `ReadError` is raised if a header must be read, and is broken, or images take too much
-        memory.
-
-        Parameters
-        ----------
-        arrays
-            Of all fields; those of images are encoded.
-        index
-            int64 (n,): sample numbers.
-        epoch
-            Random numbers depend on it.
-        slot
-            Whose memory is used; None: new memory, and pixels are always transformed.
+        `arrays` are those of all fields; random numbers depend on `epoch` and `index`. Without a
+        `slot`, memory is new, and pixels are always transformed. `ReadError` is raised if a header
+        must be read, and is broken, or images take too much memory.
         """
         found, most = list(arrays), self._of_batch
         todo: list[ImageWork] = []
@@ -158,23 +136,13 @@ class ImageDecoder:
 
 
 class BatchImages:
-    """The images of one batch while they are decoded.
+    """The images of one batch while `work` decodes them to the delivered `arrays`.
 
-    Parameters
-    ----------
-    arrays
-        The delivered arrays, by field; those of images are filled by `work`.
-    works
-        One per image; made before any is decoded, as a loop over all is fastest.
-    note_broken
-        Called for each image that is replaced.
+    There is one of `works` per image, made before any is decoded, as a loop over all is fastest.
     """
 
     def __init__(
-        self,
-        arrays: tuple[Any, ...],
-        works: list[ImageWork],
-        note_broken: Callable[[], None],
+        self, arrays: tuple[Any, ...], works: list[ImageWork], note_broken: Callable[[], None]
     ) -> None:
         self.arrays = arrays
         self.count = len(works)
@@ -202,26 +170,15 @@ class _Scratch(threading.local):
     """Memory of the calling thread."""
 
     def __init__(self) -> None:
-        self._decoded, self._resized = Growing(plain_memory), Growing(plain_memory)
-
-    def decoded(self, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-        """Return memory for a decoded image."""
-        found: NDArray[np.uint8] = self._decoded.of(math.prod(shape)).reshape(shape)
-        return found
-
-    def resized(self, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-        """Return memory for a resized image."""
-        found: NDArray[np.uint8] = self._resized.of(math.prod(shape)).reshape(shape)
-        return found
+        self.decoded, self.resized = Growing(plain_memory), Growing(plain_memory)
 
 
 class ImageFieldDecoder:
     """Decodes the images of one field. Safe to use from many threads.
 
-    `spans` are the images of each sample; `limit_nbytes` is the limit for the memory of an image
-    while it is decoded. `is_random` says whether random numbers are needed. `DatasetError` is
-    raised if the dataset does not hold bytes, `MissingPackageError` if OpenCV is needed and not
-    installed.
+    `spans` are the images of each sample; an image takes at most `limit_nbytes` while it is
+    decoded. `DatasetError` is raised if the dataset does not hold bytes, `MissingPackageError` if
+    OpenCV is needed and not installed.
     """
 
     def __init__(
@@ -237,7 +194,7 @@ class ImageFieldDecoder:
                 f'{layout.file}: dataset "{layout.path}": images are bytes (uint8), found'
                 f" {layout.dtype}{list(layout.row_shape) or ''}; give the dataset of encoded images"
             )
-        self._field = field
+        self.field = field
         self._layout = layout
         self._spans = spans
         self._limit_nbytes = limit_nbytes
@@ -249,57 +206,33 @@ class ImageFieldDecoder:
         self._cv2: Any = None if field.size is None and not field.flip else _opencv()
         counts = [count for _, count in layout.file_samples]
         self._ends = np.cumsum(counts or [layout.sample_count])
-        # Shapes repeat, but there may be very many.
-        self._transforms = lru_cache(256)(partial(self._new_transform, core))
-
-    def _new_transform(self, core: Core | None, shape: tuple[int, int, int]) -> Any:
-        transform = image_transform(self._field, shape)
-        return transform, transformer(core, transform)
-
-    def transform(self, shape: tuple[int, int, int]) -> RowTransform:
-        """Return how pixels of a shape are delivered."""
-        found: RowTransform = self._transforms(shape)[0]
-        return found
-
-    def sized_nbytes(self, rows: int) -> int:
-        """Return the bytes of `rows` resized images; 0 if they are not resized."""
-        return sized_nbytes(self._field, rows)
+        # Of pixels, by shape. Shapes repeat, but there may be very many.
+        self._transforms = lru_cache(256)(partial(_transforms, field, core))
 
     def begin(
         self,
         encoded: Ragged,
-        index: NDArray[np.int64],
+        index: Int64s,
         numbers: NDArray[np.float64] | None,
         empty: Empty,
         most_nbytes: int,
     ) -> tuple[Any, list[ImageWork]]:
         """Return the array or `Images` of a batch, and the work that fills it with pixels.
 
-        `ReadError` is raised as in `ImageDecoder.batch`.
-
-        Parameters
-        ----------
-        encoded
-            The bytes of images; if samples consist of steps, those of the batch's runs.
-        index
-            int64 (n,): sample numbers.
-        numbers
-            Their random numbers, if needed.
-        empty
-            Returns memory.
-        most_nbytes
-            The limit for pixels.
+        `encoded` are the bytes of images; if samples consist of steps, those of the batch's runs.
+        `numbers` are the samples' random numbers, if needed. Pixels take at most `most_nbytes`.
+        Raises as `ImageDecoder.batch`.
         """
         encoded = Ragged(encoded.values.view(np.uint8), encoded.offsets)
-        runs: NDArray[np.int64] = index
-        images: NDArray[np.int64] = np.arange(index.size)  # the image of each place
+        runs: Int64s = index
+        images: Int64s = np.arange(index.size)  # the image of each place
         if isinstance(self._spans, StepSpans):
             runs, images = self._spans.places(index)
         headers = self._headers(encoded, runs)
-        if self._field.size is None:
+        if self.field.size is None:
             delivered = outs = self._unsized(headers, index, empty, most_nbytes)
         else:
-            transform = self.transform((*self._field.size, CHANNELS))
+            transform, _ = self._transforms((*self.field.size, CHANNELS))
             block = empty(transform.nbytes * images.size)
             delivered = np.ndarray((*images.shape, *transform.row), transform.dtype, block)
             outs = delivered.reshape(-1, *transform.row)
@@ -321,14 +254,12 @@ class ImageFieldDecoder:
             works.append(partial(self._blacken, [outs[place] for place in missing.tolist()], True))
         return delivered, works
 
-    def _unsized(
-        self, headers: NDArray[np.int64], index: NDArray[np.int64], empty: Empty, most_nbytes: int
-    ) -> Any:
+    def _unsized(self, headers: Int64s, index: Int64s, empty: Empty, most_nbytes: int) -> Any:
         """Return an array for images that keep their sizes; `Images` if these differ."""
         shapes = headers[:, 1:3]
         are_equal = bool((shapes == shapes[0]).all())
         kinds = shapes[:1] if are_equal else shapes
-        transforms = [self.transform((*shape, CHANNELS)) for shape in kinds.tolist()]
+        transforms = [self._transforms((*shape, CHANNELS))[0] for shape in kinds.tolist()]
         first, total = transforms[0], sum(transform.nbytes for transform in transforms)
         total = index.size * total if are_equal else total
         if total > most_nbytes:
@@ -345,7 +276,7 @@ class ImageFieldDecoder:
         rows = np.array([transform.row for transform in transforms], np.int64)
         return Images(block.view(first.dtype), offsets, rows)
 
-    def _headers(self, encoded: Ragged, runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _headers(self, encoded: Ragged, runs: Int64s) -> Int64s:
         """Return the headers of images as rows; zeros for those that are to be replaced.
 
         `ReadError` is raised if one is broken or too large, and is not to be replaced.
@@ -369,14 +300,14 @@ class ImageFieldDecoder:
         return rows
 
     def _cuts(
-        self, headers: NDArray[np.int64], numbers: NDArray[np.float64] | None
+        self, headers: Int64s, numbers: NDArray[np.float64] | None
     ) -> Sequence[list[int] | None]:
         """Return, per image, the delivered part; None means all of it, unchanged.
 
         A part is bounds (top, bottom, left, right), how it is resized, and whether it is flipped.
         `headers` has a row per image; `numbers` has rows of `random_numbers`, if needed.
         """
-        field = self._field
+        field = self.field
         if field.size is None and not field.flip:
             return [None] * len(headers)
         cuts = np.zeros((len(headers), 6), np.int64)
@@ -412,11 +343,11 @@ class ImageFieldDecoder:
         `ReadError` is raised if it is broken, and not to be replaced.
         """
         first = outs[0]
-        goes_there = self._is_plain and self._field.size is None
+        goes_there = self._is_plain and self.field.size is None
         try:
             if not header.height:
                 raise ValueError("has no header")
-            pixels = first if goes_there else self._own.decoded(header.shape)
+            pixels = first if goes_there else _image(self._own.decoded, header.shape)
             decode_rgb(data, header, pixels)
         except ValueError as error:
             if not self._replaces:
@@ -436,10 +367,10 @@ class ImageFieldDecoder:
     ) -> NDArray[np.uint8]:
         """Cut, resize and flip decoded pixels; return the result, in `out` if it is final."""
         top, bottom, left, right, how, is_flipped = cut
-        size = self._field.size
+        size = self.field.size
         if size is not None:
             part, shape = pixels[top:bottom, left:right], (*size, CHANNELS)
-            pixels = out if self._is_plain else self._own.resized(shape)
+            pixels = out if self._is_plain else _image(self._own.resized, shape)
             self._cv2.resize(part, size[::-1], pixels, 0, 0, how)
         if is_flipped:
             self._cv2.flip(pixels, 1, pixels)
@@ -447,8 +378,8 @@ class ImageFieldDecoder:
 
     def _blacken(self, several: Sequence[NDArray[Any]], found: bool) -> bool:
         """Fill in zeros in place of images that are resized; return `found`."""
-        assert self._field.size is not None
-        pixels = np.zeros((*self._field.size, CHANNELS), np.uint8)
+        assert self.field.size is not None
+        pixels = np.zeros((*self.field.size, CHANNELS), np.uint8)
         for out in several:
             self._deliver(pixels, out)
         return found
@@ -486,6 +417,18 @@ class ImageFieldDecoder:
 
 
 _REMEDY = 'mend the file, leave the sample out by indices, or set on_error="zero" and a size'
+
+
+def _transforms(
+    field: ImageField, core: Core | None, shape: tuple[int, int, int]
+) -> tuple[RowTransform, Callable[..., None]]:
+    transform = image_transform(field, shape)
+    return transform, transformer(core, transform)
+
+
+def _image(memory: Growing, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    found: NDArray[np.uint8] = memory.of(math.prod(shape)).reshape(shape)
+    return found
 
 
 def as_decoded(field: ImageField) -> ImageField:

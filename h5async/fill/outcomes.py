@@ -32,16 +32,9 @@ from h5async.system.timeline import (
 class Calls(NamedTuple):
     """Functions of the owner of slots, which a filler calls in its threads.
 
-    Attributes
-    ----------
-    next_requests
-        Returns, after `kick`, what is to be filled now.
-    before_fill
-        Returns when a slot may be written to.
-    on_done
-        Takes the outcome of each request, once, unless the filler is closed before.
-    on_crash
-        Takes an error that belongs to no batch; the thread goes on.
+    `next_requests` returns, after `kick`, what is to be filled now; `before_fill` returns when a
+    slot may be written to; `on_done` takes the outcome of each request, once, unless the filler is
+    closed before; `on_crash` takes an error that belongs to no batch.
     """
 
     next_requests: Callable[[], Sequence[FillRequest]]
@@ -65,16 +58,14 @@ class FillOutcome(NamedTuple):
     index
         int64 (n,): sample numbers of the batch.
     arrays
-        The batch, in field order: views of n rows of the slot's `out`, or the result of
-        `postprocess`, or, once uploaded, arrays on a device.
-    error
-        What went wrong, if anything; `arrays` are undefined then.
+        In field order: views of n rows of the slot's `out`, or the result of `postprocess`, or,
+        once uploaded, arrays on a device. Undefined after an `error`.
     is_resident
         Nothing was read, because the device has the rows.
     busy_seconds
         The time that threads spent on it, summed up.
     warnings
-        Warnings for the consumer, each reported once.
+        For the consumer, each reported once.
     """
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a tuple's method of that name)

@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,46 +36,25 @@ from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
 
+@dataclass(slots=True, eq=False)
 class _Fill:
     """One batch on its way."""
 
-    __slots__ = (
-        "busy_ns",
-        "error",
-        "generation",
-        "images",
-        "index",
-        "is_resident",
-        "plans",
-        "request",
-        "shares_left",
-    )
-
-    def __init__(self, request: FillRequest) -> None:
-        self.request = request
-        self.index: NDArray[np.int64] = NO_SAMPLES
-        self.plans: BatchPlan = []
-        self.busy_ns = 0
-        self.is_resident = False
-        self.generation = 0  # see `Residency`
-        self.images: BatchImages | None = None
-        self.shares_left = 0
-        self.error: BaseException | None = None
+    request: FillRequest
+    index: NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES)
+    plans: BatchPlan = ()
+    busy_ns: int = 0
+    is_resident: bool = False
+    generation: int = 0  # see `Residency`
+    images: BatchImages | None = None
+    shares_left: int = 0
+    error: BaseException | None = None
 
 
 class Delivery(NamedTuple):
     """What makes the delivered arrays of a slot's memory.
 
-    Attributes
-    ----------
-    assembly
-        Makes the arrays of fields.
-    left
-        Names of fields that a device assembles.
-    images
-        Decodes images; None if no field has any.
-    postprocess
-        The user's function, if there is one.
+    `assembly` makes those of fields, except the ones `left` to a device.
     """
 
     assembly: Assembly
@@ -86,12 +66,7 @@ class Delivery(NamedTuple):
 class Phases:
     """The phases of a batch, from its request to its outcome. Safe to use from many threads.
 
-    Parameters
-    ----------
-    samplings
-        The orders of samples to which requests refer.
-    resident
-        The samples that are in memory and need not be read; None: nothing is kept.
+    The samples that are `resident` in memory need not be read.
     """
 
     def __init__(

@@ -30,6 +30,7 @@ from h5async.plan.records import (
     BatchItems,
     GatherPlan,
     IncludedPlan,
+    Int64s,
     ReadPlan,
     SamplesPlan,
 )
@@ -53,19 +54,14 @@ _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake
 
 # Plans ranges that a device reads of a batch instead of rows, by column. The collection and the
 # batch plan rows if necessary.
-PlanColumns = Callable[
-    [Collection, SlotBatch, FillRequest, NDArray[np.int64]], Mapping[int, Ranges]
-]
+PlanColumns = Callable[[Collection, SlotBatch, FillRequest, Int64s], Mapping[int, Ranges]]
 
 
 class LeftRows(NamedTuple):
-    """Rows of a batch that the core has left to h5py.
-
-    `rows` are int64 (n,), ascending: rows of the memory of field number `field`.
-    """
+    """Rows of a field's memory that the core has left to h5py: int64 (n,), ascending."""
 
     field: int
-    rows: NDArray[np.int64]
+    rows: Int64s
 
 
 class Refused(NamedTuple):
@@ -75,11 +71,7 @@ class Refused(NamedTuple):
 
 
 class _Batches(NamedTuple):
-    """The core's plans of a slot.
-
-    `batch` is for all fields whose rows the core finds. `of_rows` has, by number, those of fields
-    whose rows it is told.
-    """
+    """The core's plans of a slot: of all fields whose rows it finds; of each that it is told."""
 
     batch: SlotBatch
     of_rows: dict[int, SlotBatch]
@@ -87,19 +79,11 @@ class _Batches(NamedTuple):
 
 @dataclass(eq=False)
 class Slots:
-    """The memory of the slots that a filler fills.
+    """The slots that a filler fills: the `memory` of each, with room for `rows` samples.
 
-    Attributes
-    ----------
-    memory
-        Of each slot; empty after the end, as the caller may still hold a batch.
-    rows
-        Samples that fit into a slot.
-    new_memory
-        Returns host memory for pixels, from which a device uploads.
-    are_writable
-        Whether nothing has to be done before a slot is filled, so that `before_fill` need not be
-        called.
+    `memory` is empty after the end, as the caller may still hold a batch. `new_memory` returns host
+    memory for pixels, from which a device uploads. If slots `are_writable` at any time,
+    `before_fill` need not be called.
     """
 
     memory: Sequence[SlotMemory]
@@ -111,14 +95,8 @@ class Slots:
 class OnDevice(NamedTuple):
     """What a device does instead of the filler.
 
-    Attributes
-    ----------
-    left
-        Names of fields that it assembles.
-    plan_columns
-        Plans what is read instead of rows; None: all rows are read.
-    cache
-        The samples that it keeps, and that need not be read again; None: it keeps none.
+    It assembles the fields `left`; `plan_columns` plans what is read for it instead of rows; the
+    samples in its `cache` need not be read again.
     """
 
     left: Names[str] = ()
@@ -129,33 +107,12 @@ class OnDevice(NamedTuple):
 class BatchReader:
     """Reads batches, in many threads. To be closed after the last read.
 
+    `transforms` and `steps`, the rows that make up each sample, are in field order. Scratch memory
+    is for `num_threads`. For `plan_columns` see `OnDevice`; `cache` gathers rows that are in
+    memory. `executors` are closed by their owner. Callers add the times of stages to `times`;
+    `file`, the first one, is for messages.
+
     `OutOfMemoryError` is raised if the system refuses memory for the threads.
-
-    Parameters
-    ----------
-    executors
-        Makes the executors of the fields; closed by its owner.
-    transforms
-        In field order.
-    steps
-        By field: the rows of its dataset that make up each sample; None: one row.
-    slots
-        To be filled.
-    num_threads
-        Threads for which scratch memory is allocated.
-    recorder
-        Records what is done.
-    plan_columns
-        See `OnDevice`.
-    cache
-        Gathers rows that are in memory, if there is one.
-
-    Attributes
-    ----------
-    times
-        Of the stage "transform", and stages that the caller adds.
-    file
-        The first file, for messages.
     """
 
     def __init__(
@@ -204,10 +161,7 @@ class BatchReader:
         return _Batches(new(raw, out, rows), told)
 
     def open_queue(self, selection: Selection) -> BatchQueue | None:
-        """Return a queue of batches that the core reads alone; None if it does not read all.
-
-        Positions that are submitted are those of `selection`.
-        """
+        """Return a queue of batches of `selection` that the core reads alone; None if it cannot."""
         if self._collection is None or not all(self._collection.reads) or self._plan_columns:
             return None
         batches = [batches.batch for batches in self._batches]
@@ -216,14 +170,9 @@ class BatchReader:
     @property
     def transforms_all(self) -> bool:
         """Whether the core transforms all rows as it reads them, so that they can be delivered."""
-        return all(
-            done or transform.is_identity
-            for done, transform in zip(
-                self._collection.transforms if self._collection else [],
-                self.row_transforms,
-                strict=True,
-            )
-        )
+        done = self._collection.transforms if self._collection else []
+        pairs = zip(done, self.row_transforms, strict=True)
+        return all(is_done or transform.is_identity for is_done, transform in pairs)
 
     def take(self, work: Callable[[Scratch], int]) -> int:
         """Lend a thread its scratch memory for a call of `BatchQueue`; return the call's result."""
@@ -236,7 +185,7 @@ class BatchReader:
         batch, included = self._batches[slot].batch, [IncludedPlan()] * len(self._layouts)
         return [*included, _batch_items(batch, batch.plan.num_items, batch.plan.nbytes)]
 
-    def plan(self, index: NDArray[np.int64], request: FillRequest) -> BatchPlan:
+    def plan(self, index: Int64s, request: FillRequest) -> BatchPlan:
         """Plan how the samples `index` of a batch are read, to the slot of the request.
 
         Returns one plan per field and, if the core reads several fields at once, one more.
@@ -249,7 +198,7 @@ class BatchReader:
 
     def _plan(
         self,
-        index: NDArray[np.int64],
+        index: Int64s,
         memory: SlotMemory,
         batches: _Batches | None,
         others: Mapping[int, Ranges],
@@ -273,12 +222,11 @@ class BatchReader:
             assert collection is not None
             assert batches is not None
             batch = batches.batch
-            more.append(
-                _batch_items(batch, *collection.plan(batch, index, wanted, self._num_threads))
-            )
+            found = collection.plan(batch, index, wanted, self._num_threads)
+            more.append(_batch_items(batch, *found))
         return [*plans, *more]
 
-    def _plan_told(self, field: int, index: NDArray[np.int64], batch: SlotBatch) -> BatchItems:
+    def _plan_told(self, field: int, index: Int64s, batch: SlotBatch) -> BatchItems:
         """Have the core plan a field whose rows, or elements, it is told."""
         steps, layout, collection = self._steps[field], self._layouts[field], self._collection
         assert collection is not None
@@ -289,7 +237,7 @@ class BatchReader:
         found = collection.plan(batch, rows, wanted, self._num_threads, count)
         return _batch_items(batch, *found)
 
-    def _plan_rows(self, field: int, index: NDArray[np.int64], raw: NDArray[Any]) -> SamplesPlan:
+    def _plan_rows(self, field: int, index: Int64s, raw: NDArray[Any]) -> SamplesPlan:
         """Plan a field for h5py; rows that do not exist are set to zeros here."""
         steps, layout = self._steps[field], self._layouts[field]
         if layout.heaps and isinstance(steps, SpanRows):
@@ -322,9 +270,7 @@ class BatchReader:
                 found += [LeftRows(field, some) for some in np.array_split(rows, parts)]
         return found
 
-    def read_left(
-        self, left: LeftRows | Refused, index: NDArray[np.int64], memory: SlotMemory
-    ) -> None:
+    def read_left(self, left: LeftRows | Refused, index: Int64s, memory: SlotMemory) -> None:
         """Read what the core has left; `H5AsyncError` if bytes cannot be read or decoded."""
         if isinstance(left, Refused):
             with self._scratch() as scratch:
@@ -335,23 +281,16 @@ class BatchReader:
         steps, layout = self._steps[field], self._layouts[field]
         wanted = index if steps is None else steps.rows(index)
         plan = SamplesPlan(wanted[rows], rows, rows.size * layout.row_nbytes)
-        self._read_through_h5py(field, plan, memory)
+        with self._scratch() as scratch:
+            self._read_items(plan, field, 0, 1, memory, scratch)
         if self._collection is not None and self._collection.transforms[field]:
             raw, out = self._rows(field, memory.raw[field]), self._rows(field, memory.out[field])
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
                 run = slice(some[0], some[-1] + 1)
                 self._transform_rows(field, raw[run], out[run], wanted[run])
 
-    def _read_through_h5py(self, field: int, plan: SamplesPlan, memory: SlotMemory) -> None:
-        with self._scratch() as scratch:
-            self._work_on(field, scratch)
-            self._h5py_rows[field].execute(plan, self._rows(field, memory.raw[field]), scratch)
-
-    def read_rows(self, index: NDArray[np.int64], memory: SlotMemory) -> None:
-        """Read and transform samples in the calling thread, to memory of the same number of rows.
-
-        `H5AsyncError` is raised if bytes cannot be read or decoded.
-        """
+    def read_rows(self, index: Int64s, memory: SlotMemory) -> None:
+        """Read and transform samples in the calling thread, to memory with as many rows."""
         with ExitStack() as lent:
             batches = None
             if self._collection is not None:
@@ -371,7 +310,7 @@ class BatchReader:
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are also transformed if that costs no copy.
 
-        `H5AsyncError` is raised if bytes cannot be read or decoded.
+        `H5AsyncError` is raised if bytes cannot be read or decoded, here as in the methods above.
         """
         with self._scratch() as scratch:
             for field, start, stop in share:
@@ -412,9 +351,8 @@ class BatchReader:
             self._work_on(field, scratch)
             self._collection.read_ranges(plan, start, stop, scratch)
         elif isinstance(plan, SamplesPlan):
-            raw = self._rows(field, memory.raw[field])
             self._work_on(field, scratch)
-            self._h5py_rows[field].execute(plan, raw, scratch)
+            self._h5py_rows[field].execute(plan, self._rows(field, memory.raw[field]), scratch)
 
     def _work_on(self, field: int, scratch: Scratch, source: str | None = None) -> None:
         """Record which field this thread reads, and from which source."""
@@ -447,9 +385,7 @@ class BatchReader:
             for transform, raw, out in zip(self._transforms, memory.raw, memory.out, strict=True)
         ]
 
-    def transform(
-        self, field: int, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64]
-    ) -> None:
+    def transform(self, field: int, raw: NDArray[Any], out: NDArray[Any], index: Int64s) -> None:
         """Transform rows of a field, of the samples `index`, from `raw` to `out`."""
         steps = self._steps[field]
         # Which attributes apply depends on the rows.
@@ -459,7 +395,7 @@ class BatchReader:
         self._transform_rows(field, self._rows(field, raw), self._rows(field, out), index)
 
     def _transform_rows(
-        self, field: int, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64]
+        self, field: int, raw: NDArray[Any], out: NDArray[Any], index: Int64s
     ) -> None:
         begin = time.perf_counter_ns()
         with self._recorder.ranges("transform"):
@@ -478,7 +414,7 @@ class BatchReader:
     @property
     def source_path(self) -> Callable[[int], int | str]:
         """A function that returns the path of a source of the core, also after this is closed."""
-        return _no_path if self._collection is None else self._collection.source_path
+        return (lambda source: source) if self._collection is None else self._collection.source_path
 
     def transform_seconds(self) -> float:
         """Return the time that the core transformed rows as it read them, in all threads."""
@@ -511,13 +447,9 @@ def _batch_items(batch: SlotBatch, count: int, nbytes: int) -> BatchItems:
     return BatchItems(batch, count, nbytes // max(1, count))
 
 
-def _no_path(source: int) -> int | str:
-    return source
-
-
 def transformer(
     core: Core | None, transform: RowTransform
-) -> Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64]], None]:
+) -> Callable[[NDArray[Any], NDArray[Any], Int64s], None]:
     """Return what transforms rows: the compiled core, or NumPy if the core cannot."""
     if core is None:
         return transform.apply

@@ -37,11 +37,7 @@ _NO_NUMBERS: _Numbers = 0, 0, None, NO_SAMPLES
 
 
 class _Submission(NamedTuple):
-    """The last submission for a slot.
-
-    `numbers` are its sample numbers, or what they are computed from; `error` says why it could not
-    be submitted.
-    """
+    """The last submission for a slot; `error` says why it could not be submitted."""
 
     request: FillRequest
     numbers: _Numbers

@@ -28,17 +28,11 @@ _BLOCK = 1 << 20  # samples at a time, to bound memory
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """The rows of each sample of a field with steps.
+    """The rows of each sample of a field with steps, at `offsets` from the sample's row.
 
-    Attributes
-    ----------
-    offsets
-        Offsets of the rows, from the sample's row.
-    pad
-        Replacement for rows outside of the sequence. ``"edge"``: its first or last row; ``"zero"``:
-        zeros; ``"drop"``: such samples do not exist.
-    starts, ends
-        int64 (n,), non-decreasing: first row of each sequence, and one past its last row.
+    `pad` replaces rows outside of the sequence. ``"edge"``: by its first or last row; ``"zero"``:
+    by zeros; ``"drop"``: such samples do not exist. `starts` and `ends`, int64 (n,),
+    non-decreasing, are the first row of each sequence, and one past its last row.
     """
 
     offsets: tuple[int, ...]
@@ -82,38 +76,43 @@ class SpanRows:
 
     @property
     def starts(self) -> Int64s:
-        """First row of each sample, and one past the last row."""
+        """First row of each run, and one past the last row."""
         return self._starts
 
     @property
     def size(self) -> int:
-        """Number of samples."""
+        """Number of runs."""
         return self._starts.size - 1
-
-    def lengths(self, samples: Int64s) -> Int64s:
-        """Return the number of rows of each sample."""
-        return self._starts[samples + 1] - self._starts[samples]
-
-    def total(self, samples: Int64s) -> int:
-        """Return the number of rows in a batch of samples."""
-        return int(self.lengths(samples).sum())
 
     def runs(self, samples: Int64s) -> Int64s:
         """Return the runs of a batch: its samples."""
         return samples
 
+    def lengths(self, samples: Int64s) -> Int64s:
+        """Return the number of rows of each sample."""
+        return self._starts[samples + 1] - self._starts[samples]
+
+    def all_lengths(self, begin: int = 0, end: int | None = None) -> NDArray[Any]:
+        """Return the number of rows of every run, or of some: int64 or uint32 (n,)."""
+        return np.diff(self._starts[begin : None if end is None else end + 1])
+
+    def run_lengths(self, samples: Int64s) -> Int64s:
+        """Return the number of rows of each run in a batch of samples."""
+        return self.lengths(samples)
+
+    def total(self, samples: Int64s) -> int:
+        """Return the number of rows in a batch of samples."""
+        return int(self.run_lengths(samples).sum())
+
     def offsets(self, samples: Int64s) -> Int64s:
-        """Return where each sample's rows begin in their concatenation, and the total number."""
-        found = np.zeros(samples.size + 1, np.int64)
-        np.cumsum(self.lengths(samples), out=found[1:])
-        return found
+        """Return where each run's rows begin in their concatenation, and the total number."""
+        return starts_of(self.run_lengths(samples))
 
     def rows(self, samples: Int64s) -> Int64s:
-        """Return the rows of samples, concatenated."""
+        """Return the rows in a batch of samples, concatenated."""
         offsets = self.offsets(samples)
-        lengths = np.diff(offsets)
         found = np.arange(int(offsets[-1]), dtype=np.int64)
-        found += np.repeat(self.starts[samples] - offsets[:-1], lengths)
+        found += np.repeat(self.starts[samples] - offsets[:-1], np.diff(offsets))
         return found
 
     def are_there(self, length: int, samples: Int64s) -> NDArray[np.bool_]:
@@ -126,9 +125,9 @@ class SpanRows:
         if not self.size or not count:
             return 0
         if may_repeat or count == 1:
-            return max(int(lengths.max()) for lengths in self._all_lengths()) * count
+            return max(int(lengths.max()) for lengths in self._blocks()) * count
         longest: NDArray[Any] = np.zeros(0, np.int64)
-        for lengths in self._all_lengths():
+        for lengths in self._blocks():
             if longest.size == count:  # few are longer
                 lengths = lengths[lengths > longest.min()]
             longest = np.concatenate((longest, lengths))
@@ -138,17 +137,12 @@ class SpanRows:
 
     def likely(self, count: int) -> int:
         """Return the mean number of rows of `count` samples, plus a quarter."""
-        rows = sum(int(lengths.sum(dtype=np.int64)) for lengths in self._all_lengths())
+        rows = sum(int(lengths.sum(dtype=np.int64)) for lengths in self._blocks())
         return -(-5 * count * rows // (4 * self.size)) if self.size else 0
 
-    def all_lengths(self) -> NDArray[Any]:
-        """Return the number of rows of every sample: int64 or uint32 (n,)."""
-        return np.diff(self._starts)
-
-    def _all_lengths(self) -> Iterator[NDArray[Any]]:
-        """Yield the same in blocks."""
+    def _blocks(self) -> Iterator[NDArray[Any]]:
         for begin in range(0, self.size, _BLOCK):
-            yield np.diff(self._starts[begin : begin + _BLOCK + 1])
+            yield self.all_lengths(begin, min(begin + _BLOCK, self.size))
 
 
 class LengthRows(SpanRows):
@@ -174,13 +168,9 @@ class LengthRows(SpanRows):
         """Return the number of rows of each sample."""
         return self._stored[samples].astype(np.int64)
 
-    def all_lengths(self) -> NDArray[Any]:
-        """Return the number of rows of every sample."""
-        return self._stored
-
-    def _all_lengths(self) -> Iterator[NDArray[Any]]:
-        for begin in range(0, self.size, _BLOCK):
-            yield self._stored[begin : begin + _BLOCK]
+    def all_lengths(self, begin: int = 0, end: int | None = None) -> NDArray[Any]:
+        """Return the number of rows of every sample, or of some."""
+        return self._stored[begin:end]
 
 
 class StepSpans(SpanRows):
@@ -190,8 +180,7 @@ class StepSpans(SpanRows):
     """
 
     def __init__(self, spans: SpanRows, steps: StepRows) -> None:
-        self.spans = spans
-        self.steps = steps
+        self.spans, self.steps = spans, steps
 
     @property
     def starts(self) -> Int64s:
@@ -202,18 +191,6 @@ class StepSpans(SpanRows):
     def size(self) -> int:
         """Number of runs."""
         return self.spans.size
-
-    def lengths(self, samples: Int64s) -> Int64s:
-        """Return the number of rows of each sample, all steps together."""
-        runs = self.steps.rows(samples)
-        found = self.spans.lengths(np.maximum(runs, 0))
-        found[runs == NO_ROW] = 0
-        total: Int64s = found.reshape(samples.size, self.steps.size).sum(axis=1)
-        return total
-
-    def total(self, samples: Int64s) -> int:
-        """Return the number of rows in a batch of samples."""
-        return self.spans.total(self.runs(samples))
 
     def runs(self, samples: Int64s) -> Int64s:
         """Return the runs in a batch of samples."""
@@ -230,9 +207,17 @@ class StepSpans(SpanRows):
             return runs[1:], places - 1
         return runs, places
 
-    def offsets(self, samples: Int64s) -> Int64s:
-        """Return where the rows of each run in a batch of samples begin."""
-        return self.spans.offsets(self.runs(samples))
+    def lengths(self, samples: Int64s) -> Int64s:
+        """Return the number of rows of each sample, all steps together."""
+        runs = self.steps.rows(samples)
+        found = self.spans.lengths(np.maximum(runs, 0))
+        found[runs == NO_ROW] = 0
+        total: Int64s = found.reshape(samples.size, self.steps.size).sum(axis=1)
+        return total
+
+    def run_lengths(self, samples: Int64s) -> Int64s:
+        """Return the number of rows of each run in a batch of samples."""
+        return self.spans.lengths(self.runs(samples))
 
     def rows(self, samples: Int64s) -> Int64s:
         """Return the rows in a batch of samples."""

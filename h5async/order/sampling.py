@@ -26,22 +26,16 @@ Shuffle = Literal[False, "full", "window"]
 OrderKey = tuple[int, ...]
 
 
+Int64s = NDArray[np.int64]
+
 NO_SAMPLES = np.zeros(0, np.int64)
 
 
 class FillRequest(NamedTuple):
-    """A request to fill a slot with a batch.
+    """A request to fill a slot with a batch; the lowest `serial` is the most urgent.
 
-    Attributes
-    ----------
-    serial
-        Urgency: the lowest comes first.
-    start
-        Position in the epoch's order at which the batch's step begins.
-    order
-        Key of that order.
-    samples
-        int64 (n,): the samples of a batch outside of epochs.
+    Its step begins at position `start` of the epoch's `order`. `samples`, int64 (n,), are those of
+    a batch outside of epochs.
     """
 
     slot: int
@@ -50,7 +44,7 @@ class FillRequest(NamedTuple):
     number: int
     start: int
     order: OrderKey = (0, 1)
-    samples: NDArray[np.int64] | None = None
+    samples: Int64s | None = None
 
     def is_same(self, other: FillRequest) -> bool:
         """Tell whether this is a copy of the same request."""
@@ -65,7 +59,7 @@ class FillRequest(NamedTuple):
 class Order(Protocol):
     """An order of all samples."""
 
-    def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
 
 
@@ -86,8 +80,7 @@ class Sampling:
         False: the order of the selection; ``"full"``: a uniform permutation of it, keyed by `seed`
         and epoch; otherwise `order` applies.
     resumed
-        An epoch that was begun with another `batch_size` or `world_size`, and its `order`, which
-        depends on them.
+        An epoch that was begun with another `batch_size` or `world_size`, and its `order`.
     selection
         Maps positions to samples; None if positions are sample numbers.
     draws
@@ -136,11 +129,11 @@ class Sampling:
         start += passed * self.step_samples
         return start // self.step_samples, start
 
-    def batch(self, epoch: int, number: int) -> NDArray[np.int64]:
+    def batch(self, epoch: int, number: int) -> Int64s:
         """Return the sample numbers of a batch, in order, as a new array."""
         return self.batch_at(epoch, self.step_at(epoch, 0, number)[1])
 
-    def batch_at(self, epoch: int, start: int) -> NDArray[np.int64]:
+    def batch_at(self, epoch: int, start: int) -> Int64s:
         """Return the samples of this rank's batch in the step at `start`."""
         return self.samples(epoch, *self.dealt_at(epoch, start))
 
@@ -171,12 +164,12 @@ class Sampling:
             return self.draws.mapping(epoch)
         return permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
 
-    def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
         found = self._positions(epoch, start, stop)
         return found if self.selection is None else self.selection.samples(found)
 
-    def _positions(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+    def _positions(self, epoch: int, start: int, stop: int) -> Int64s:
         if self.draws is not None:
             return self.draws.samples(epoch, start, stop)
         if self.order is not None:
