@@ -36,15 +36,7 @@ _EPOCHS_KEPT = 2  # the current one and the one read ahead
 
 
 class Limits(NamedTuple):
-    """Limits of a batch or a window.
-
-    Attributes
-    ----------
-    samples
-        Maximum number of samples.
-    values
-        Maximum number of values; a single sample may exceed it.
-    """
+    """The maximum numbers of samples and of values, which a single sample may exceed."""
 
     samples: int
     values: int = NO_LIMIT
@@ -62,14 +54,8 @@ class Limits(NamedTuple):
 class Lengths:
     """The values that samples count, and the limits on them.
 
-    Attributes
-    ----------
-    of_sample
-        (samples of the dataset,), uint32 or int64: values per sample.
-    values
-        Maximum number of values in a batch; None means no limit.
-    bucket
-        Number of batches in a window of sorted samples; None means no sorting.
+    `of_sample` has the values of each sample of the dataset, uint32 or int64; a batch has at most
+    `values`, unless None; samples are sorted in windows of `bucket` batches, unless None.
     """
 
     of_sample: NDArray[Any]
@@ -111,16 +97,9 @@ class Lengths:
 class _Epoch(NamedTuple):
     """The batches of an epoch, laid end to end.
 
-    Attributes
-    ----------
-    order
-        The position in the selection per place; None if places are those of the epoch's order.
-    bounds
-        int64 (batches + 1,): the place at which each batch begins.
-    number, steps
-        Number of the first step; count of steps.
-    sampling
-        The sampling that this order belongs to.
+    `order` has the position in the selection per place; None if places are those of the epoch's
+    order, of `sampling`. `bounds`, int64 (batches + 1,), are the places at which batches begin.
+    `number` is that of the first step, and `steps` their count.
     """
 
     order: NDArray[Any] | None
@@ -138,14 +117,9 @@ class SamplingByLength(Sampling):
     fewer batches than ranks are left at the end, they are divided among the ranks. `drop_last`
     leaves these out, and a last batch that is short for want of samples.
 
-    Parameters
-    ----------
-    lengths
-        Values per sample.
-    begun
-        An epoch that was begun with another `batch_size` or `world_size`, or in the middle of a
-        step; the place where it goes on; and its original sampling. The rest keeps its batches and
-        their order, except that too large ones are divided.
+    `begun` is an epoch that was begun with another `batch_size` or `world_size`, or in the middle
+    of a step; the place where it goes on; and its original sampling. The rest keeps its batches and
+    their order, except that too large ones are divided.
     """
 
     lengths: Lengths
@@ -359,19 +333,8 @@ def _cut(lengths: Int64s, limits: Limits) -> Int64s:
 def cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s, Int64s]:
     """Sort samples by length within windows, longest first, and cut them into batches.
 
-    The values of a batch are its samples times the longest length.
-
-    Parameters
-    ----------
-    lengths
-        int64 (n,): values per sample.
-    windows
-        int64: where the windows end; the last one ends at n.
-
-    Returns
-    -------
-    order, ends
-        int64 (n,): the sorted samples; equal lengths keep their order. int64: where batches end.
+    The values of a batch are its samples times the longest length. `windows` is where these end.
+    Returns the sorted samples, int64 (n,), and where batches end; equal lengths keep their order.
     """
     core = load_core()
     if core is not None and lengths.size:

@@ -86,16 +86,9 @@ def permute_each(
     names: NDArray[Any],
     keys: Uint64s,
 ) -> Int64s:
-    """Map each position by a permutation of its own, of `counts` numbers.
+    """Map each position by a permutation of its own, of `counts` numbers; all are int64 (n,).
 
-    Parameters
-    ----------
-    positions, counts
-        int64 (n,): positions from 0 to ``count - 1``.
-    names
-        int64 (n,): which permutation. Equal names have equal counts.
-    keys
-        From `round_keys`.
+    Equal `names` mean the same permutation, and have equal counts. `keys` are from `round_keys`.
     """
     above = counts.astype(np.uint64)
     a = np.ceil(np.sqrt(counts)).astype(np.uint64)
@@ -180,17 +173,11 @@ def part_of(
     groups: NDArray[Any] | None = None,
     classes: NDArray[Any] | None = None,
 ) -> Int64s:
-    """Return the samples of part `number`, int64 (n,), ascending.
+    """Return the samples of part `number`, int64 (n,), ascending; the shares sum up to at most 1.
 
-    Parameters
-    ----------
-    shares
-        Shares of all parts; their sum is at most 1.
-    groups
-        (num_samples,), of any sortable dtype: equal values stay together.
-    classes
-        (num_samples,), likewise: each part has its share of each value. A group has the value of
-        most of its samples; ties go to the smallest.
+    `groups` and `classes` are (num_samples,), of any sortable dtype. Equal groups stay together.
+    Each part has its share of each class; a group has the class of most of its samples, and of
+    several such, the smallest.
     """
     begin, end = _edge(shares[:number]), _edge(shares[: number + 1])
     if groups is None and classes is None:

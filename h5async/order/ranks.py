@@ -34,15 +34,10 @@ class Rank(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A source that tells the rank of this process.
+    """A source that tells the rank of this process: the variables or functions in `found`.
 
-    Attributes
-    ----------
-    found
-        The variables or functions that it was found in.
-    level
-        A launcher starts only launchers of higher levels. None means any level, such as for
-        variables set by hand or in the description of a pod.
+    A launcher starts only launchers of higher levels. None means any level, such as for variables
+    set by hand or in the description of a pod.
     """
 
     rank: Rank

@@ -243,12 +243,8 @@ def starts_of(lengths: NDArray[Any]) -> Int64s:
 class SequenceTable:
     """Sequences of rows in ascending order; some rows may be in none.
 
-    Attributes
-    ----------
-    starts, ends
-        int64 (n,), non-decreasing: first row of each sequence, and one past its last row.
-    lengths
-        Per field name, int64 (n,): rows of each sequence that the field has, if not all.
+    `starts` and `ends` are as in `StepRows`; `lengths` has, by the name of a field, int64 (n,): the
+    rows of each sequence that the field has, if not all.
     """
 
     starts: Int64s

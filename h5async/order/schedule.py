@@ -35,16 +35,10 @@ _position = functools.partial(tuple.__new__, Position)  # takes half the time
 
 @dataclass(frozen=True)
 class Schedule:
-    """A mapping between serial numbers and batches. Thread-safe.
+    """A mapping between serial numbers and batches, of which an epoch has some. Thread-safe.
 
-    Attributes
-    ----------
-    sampling
-        Tells the number of batches in an epoch: at least one.
-    serial, epoch, start
-        The first batch: its serial number, its epoch, and the position in the epoch's order.
-    others
-        Ascending serial numbers, from `serial` on, of batches outside of epochs.
+    The first batch has the number `serial`, and begins at position `start` of `epoch`. `others` are
+    ascending serial numbers, from `serial` on, of batches outside of epochs.
     """
 
     sampling: Sampling
@@ -135,17 +129,10 @@ class Schedule:
 class Course(NamedTuple):
     """Where a reader goes on, and in which order: one value, so that it changes as a whole.
 
-    Attributes
-    ----------
-    place
-        Where to go on once the rank is known: epoch, position, and the batch and world size with
-        which the epoch was begun, if known.
-    origin
-        An epoch, and the batch and world size with which it was begun.
-    order
-        Key of the resulting order.
-    given
-        Samples of batches outside of epochs, by serial number.
+    `place` is where to go on once the rank is known: epoch, position, and the batch and world size
+    with which the epoch was begun, if known. `origin` is an epoch, and the batch and world size
+    with which it was begun; `order`, the key of the resulting order; `given`, the samples of
+    batches outside of epochs, by serial number.
     """
 
     rank: Rank

@@ -28,14 +28,8 @@ _BITS = np.uint64(11)  # dropped: a float64 has 53
 class WeightedOrder:
     """Positions drawn with replacement. Thread-safe.
 
-    `weights` is (n,), finite, not negative, and not all 0: one per position.
-
-    Attributes
-    ----------
-    digest
-        A short hash of all weights.
-    table
-        See `alias_table`.
+    `weights` is (n,), finite, not negative, and not all 0: one per position. `digest` is a short
+    hash of them, and `table` their `alias_table`.
     """
 
     def __init__(self, weights: NDArray[np.float64], seed: int) -> None:
