@@ -42,18 +42,9 @@ class Tickets(Protocol):
 class WorkPool:
     """Threads that do work, or, without threads, the caller of `run_next`.
 
-    Once `is_stopped`, work that is added is dropped.
-
-    Parameters
-    ----------
-    num_threads
-        Threads to start; 0: none.
-    find_work
-        Returns work with its serial numbers. Called by a worker that finds none.
-    on_crash
-        Called by a thread with an exception of its work. The thread goes on.
-    tickets
-        What threads wait for; None: a simple queue.
+    Once `is_stopped`, work that is added is dropped. A worker that finds no work calls `find_work`,
+    which returns some with its serial numbers, and `on_crash` with an exception of its work, after
+    which it goes on. Threads wait for `tickets`; None: a simple queue.
     """
 
     def __init__(

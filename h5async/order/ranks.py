@@ -67,11 +67,6 @@ _STEP = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
 _NOT_BY_SRUN = "4294967290", "4294967291", "4294967292"  # steps: interactive, batch, extern
 
 
-def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return the rank of this process; see `find_source`."""
-    return find_source(environment).rank
-
-
 def find_source(environment: Mapping[str, str] = os.environ) -> Source:
     """Return the rank of this process and its source.
 

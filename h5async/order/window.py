@@ -49,8 +49,8 @@ _IN_FLIGHT_SHARE = 1 / 4  # of the memory, for batches in preparation
 class _Table(NamedTuple):
     """Tables that an epoch's order is computed from, and the same for the core.
 
-    `unit`, int64 (n,), has the units in the order in which they start; `skip` and `counts`,
-    each unit's samples that belong to the piece before, and to this one; `begin`, int64 (blocks + 1,),
+    `unit`, int64 (n,), has the units in the order in which they start; `skip` and `counts`, each
+    unit's samples that belong to the piece before, and to this one; `begin`, int64 (blocks + 1,),
     the first position of each block.
     """
 

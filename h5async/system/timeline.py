@@ -53,16 +53,8 @@ class ThreadCounts:
 
     def plus(self, other: ThreadCounts) -> ThreadCounts:
         """Return the sum of all counts."""
-        return ThreadCounts(
-            self.read_ns + other.read_ns,
-            self.decode_ns + other.decode_ns,
-            self.place_ns + other.place_ns,
-            self.gil_wait_ns + other.gil_wait_ns,
-            self.read_nbytes + other.read_nbytes,
-            self.decoded_chunks + other.decoded_chunks,
-            self.decoded_nbytes + other.decoded_nbytes,
-            self.h5py_decoded_nbytes + other.h5py_decoded_nbytes,
-        )
+        names = self.__dataclass_fields__
+        return ThreadCounts(*(getattr(self, name) + getattr(other, name) for name in names))
 
     @contextmanager
     def timed(self, counter: str) -> Iterator[None]:
@@ -95,22 +87,11 @@ class StageTimes:
 
 
 class Event(NamedTuple):
-    """A period in which a thread did something.
+    """A period in which a thread, of `threading.get_ident`, did a stage.
 
-    Attributes
-    ----------
-    stage
-        What it did.
-    begin_ns, end_ns
-        Of `time.perf_counter_ns`.
-    thread
-        Of `threading.get_ident`.
-    batch
-        Serial number of the batch; `NO_BATCH` for given samples.
-    field
-        Number of the column, or name of the field; `NO_FIELD` for none or several.
-    source
-        What was read: the number of a source in the core, or a name.
+    `batch` is a serial number, or `NO_BATCH` for given samples; `field`, the number of a column, or
+    the name of a field, or `NO_FIELD` for none or several; `source`, what was read: the number of a
+    source in the core, or a name.
     """
 
     stage: str
@@ -132,24 +113,10 @@ class ThreadName(NamedTuple):
 class Timeline:
     """A record of what threads do. Thread-safe.
 
-    The consumer's events are packed instead of being objects: with small batches, a microsecond
-    counts.
-
-    Parameters
-    ----------
-    max_events
-        Number of events to keep: the first ones. Others are counted.
-    open_ranges
-        Functions of other tools, called when Python code begins something.
-
-    Attributes
-    ----------
-    dropped
-        Number of events not kept so far.
-    threads
-        Names of the events' threads, by `threading.get_ident`.
-    batches
-        Epoch and number of batches up to the last `take_events`, by serial number.
+    The first `max_events` are kept, and others counted as `dropped`. The consumer's are packed
+    instead of being objects: with small batches, a microsecond counts. `open_ranges`, functions of
+    other tools, are called when Python code begins something. `threads` has the names of the
+    events' threads; `batches`, the epoch and number of batches up to the last `take_events`.
     """
 
     def __init__(self, max_events: int, open_ranges: Sequence[OpenRange] = ()) -> None:
