@@ -9,7 +9,7 @@ import scipy.sparse as sp
 from hdf5files import write_csr
 
 import h5async.opening.limits
-import h5async.samples.columns
+import h5async.samples.sparsekind
 from h5async import AsyncReader, RaggedField, SparseField
 from h5async.errors import DatasetError
 
@@ -69,7 +69,7 @@ def test_the_core_checks_indices_as_it_reads_them(
     def not_in_python(*_):
         raise AssertionError("Python checks what the core has checked")
 
-    monkeypatch.setattr(h5async.samples.columns, "_are_outside", not_in_python)
+    monkeypatch.setattr(h5async.samples.sparsekind, "_are_outside", not_in_python)
     matrix = matrix_of()
     for number in range(2):
         write_csr(tmp_path / f"{number}.h5", matrix, index_dtype=index, **STORAGES[storage])

@@ -13,16 +13,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ImageField, ReaderConfig
+from h5async.config import ReaderConfig
 from h5async.core.binding import Core, load_core, mapping_mode
 from h5async.errors import ReaderClosedError
-from h5async.fill.imagedecoding import ImageDecoder
+from h5async.fill.imagedecoding import BatchDecoder
 from h5async.fill.outcomes import FillerStats, FillOutcome, SlotFiller
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
@@ -39,7 +38,8 @@ from h5async.order.requests import FillRequest
 from h5async.order.spans import SpanRows
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
-from h5async.samples.columns import Assembly, Categories, Rows, SlotMemory, SparseShape
+from h5async.samples.fieldkind import FieldKind, Rows
+from h5async.samples.kinds import Assembly, SlotMemory, kinds_of
 from h5async.system.timeline import Recorder, Timeline
 
 
@@ -61,8 +61,8 @@ class Filler(SlotFiller):
         Memory of each slot.
     memory_plan
         The remaining memory that may be used.
-    shapes, categories
-        Of sparse and of categorical fields, by name.
+    kinds
+        Of fields, by name; None means those of the options.
     rows
         Samples that fit into a slot; None means the rows of its first array.
     left
@@ -98,8 +98,7 @@ class Filler(SlotFiller):
         slots: Sequence[SlotMemory],
         *,
         memory_plan: MemoryPlan,
-        shapes: Mapping[str, SparseShape] = MappingProxyType({}),
-        categories: Mapping[str, Categories] = MappingProxyType({}),
+        kinds: Mapping[str, FieldKind] | None = None,
         rows: int | None = None,
         left: Collection[str] = (),
         new_memory: Callable[[int], NDArray[np.uint8]] = plain_memory,
@@ -116,10 +115,11 @@ class Filler(SlotFiller):
         self._file = str(self._layouts[0].file)
         self._opens_ahead = not config.names_index
         function = load_function(config.postprocess)
-        assembly = new_assembly(config, samplings, layouts, shapes, categories)
+        kinds = kinds_of(config.batch_fields) if kinds is None else kinds
+        assembly = new_assembly(samplings, layouts, kinds)
         postprocess = None
         if function is not None:
-            masks = masks_of(config.batch_fields, layouts, samplings.rows)
+            masks = masks_of(kinds, layouts, samplings.rows)
             postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
         self._cache = _open_cache(config, samplings, several, memory_plan)
         self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache
@@ -151,8 +151,9 @@ class Filler(SlotFiller):
                 rows,
                 recorder,
             )
-            self._images = _image_decoder(
+            self._images = _batch_decoder(
                 config,
+                kinds,
                 layouts,
                 dict(zip(layouts, samplings.rows, strict=True)),
                 core,
@@ -318,8 +319,9 @@ class Filler(SlotFiller):
         self._next_requests = list  # whose owner holds this object
 
 
-def _image_decoder(
+def _batch_decoder(
     config: ReaderConfig,
+    kinds: Mapping[str, FieldKind],
     layouts: Mapping[str, DatasetLayout],
     spans: Mapping[str, Rows],
     core: Core | None,
@@ -329,13 +331,10 @@ def _image_decoder(
     memory_plan: MemoryPlan,
     left: Collection[str],
     new_memory: Callable[[int], NDArray[np.uint8]],
-) -> ImageDecoder | None:
-    """Return the decoder of images, if a field has any."""
-    fields = config.batch_fields
-    if not any(isinstance(field, ImageField) for field in fields.values()):
-        return None
-    return ImageDecoder(
-        fields,
+) -> BatchDecoder | None:
+    """Return what decodes encoded samples, if a field has any."""
+    decoder = BatchDecoder(
+        kinds,
         layouts,
         spans,
         config.seed,
@@ -347,21 +346,17 @@ def _image_decoder(
         left=left,
         new_memory=new_memory,
     )
+    return decoder if decoder.fields else None
 
 
 def new_assembly(
-    config: ReaderConfig,
-    samplings: Samplings,
-    layouts: Mapping[str, DatasetLayout],
-    shapes: Mapping[str, SparseShape],
-    categories: Mapping[str, Categories],
+    samplings: Samplings, layouts: Mapping[str, DatasetLayout], kinds: Mapping[str, FieldKind]
 ) -> Assembly:
     """Return the `Assembly` that makes arrays of fields from those of columns."""
     first = next(iter(layouts.values()))
     counts = [count for _, count in first.file_samples] or [first.sample_count]
     first_samples = np.cumsum([0, *counts], dtype=np.int64)
-    limited = [name for name, layout in layouts.items() if layout.limit is not None]
-    return Assembly(config.batch_fields, samplings.rows, shapes, first_samples, categories, limited)
+    return Assembly(kinds, samplings.rows, first_samples)
 
 
 def _open_cache(

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
-from h5async.fill.imagedecoding import BatchImages, ImageDecoder
+from h5async.fill.imagedecoding import BatchDecoder, DecodedBatch
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, postprocessed
@@ -29,7 +29,7 @@ from h5async.order.requests import NO_SAMPLES, FillRequest
 from h5async.plan.records import GatherPlan, GatherRunsPlan
 from h5async.plan.shares import PlanSlice, cut
 from h5async.plan.transform import RowTransform
-from h5async.samples.columns import Assembly, SlotMemory
+from h5async.samples.kinds import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder
 
@@ -58,7 +58,7 @@ class _Fill:
         self.busy_ns = 0
         self.is_resident = False
         self.generation = 0  # see `Residency`
-        self.images: BatchImages | None = None
+        self.images: DecodedBatch | None = None
         self.shares_left = 0
         self.error: BaseException | None = None
 
@@ -79,7 +79,7 @@ class Phases:
     left
         Names of fields that a device assembles.
     images
-        Decodes images; None if no field has any.
+        Decodes encoded samples; None if no field has any.
     resident
         The samples that are in memory and need not be read; None: nothing is kept.
     before_fill, on_done
@@ -99,7 +99,7 @@ class Phases:
         slots: Sequence[SlotMemory],
         assembly: Assembly,
         left: Collection[str],
-        images: ImageDecoder | None,
+        images: BatchDecoder | None,
         resident: Residency | None,
         postprocess: Postprocess | None,
         before_fill: Callable[[int], None],
@@ -276,7 +276,7 @@ class Phases:
             meanwhile = [self._pool.begin_next]
         self._begin(batch, works, self._finish, meanwhile)
 
-    def _decode_images(self, batch: _Fill, images: BatchImages, end: int) -> None:
+    def _decode_images(self, batch: _Fill, images: DecodedBatch, end: int) -> None:
         begin = time.perf_counter_ns()
         with self._recorder.ranges("decode"):
             images.work(lambda: batch.error is not None or self._pool.is_stopped, end)

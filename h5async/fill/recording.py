@@ -14,7 +14,7 @@ import numpy as np
 
 from h5async.core.binding import Core, CoreTrace
 from h5async.fill.reading import BatchReader
-from h5async.samples.columns import INDICES
+from h5async.samples.fieldkind import field_of
 from h5async.system.timeline import CORE_STAGES, Event, Recorder, ThreadName, Timeline
 
 
@@ -47,7 +47,7 @@ class Recording:
     ) -> None:
         self.timeline = timeline
         self._recorder = recorder
-        self._fields = [name.removesuffix(INDICES) for name in columns]
+        self._fields = list(map(field_of, columns))
         self._reader: BatchReader | None = reader
         self._source_path = reader.source_path
         self._paths: dict[int, int | str] = {-1: -1}

@@ -25,7 +25,8 @@ from h5async.observe.stats import ChunkAdvice, ReaderStats, Waits, WaitTotals
 from h5async.order.selection import Selection
 from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
-from h5async.samples.columns import Rows, by_field
+from h5async.samples.fieldkind import Rows
+from h5async.samples.kinds import by_field
 from h5async.system.counts import STAGES, StageTimes
 
 _KEPT_EPOCHS = 256

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from h5async.config import Field, RaggedField, ReaderConfig, SparseField
+from h5async.config import Field, ReaderConfig
 from h5async.config.files import INDEX_SUFFIX
 from h5async.errors import ConfigError, DatasetError, H5AsyncError
 from h5async.index.groups import Grouping
@@ -18,7 +18,9 @@ from h5async.index.references import may_be_variable_length
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.index.sparsegroup import sparse_group
 from h5async.index.tablecolumns import column
-from h5async.opening.filefacts import CATEGORIES, HEAP, NULLABLE, SHAPE
+from h5async.samples.codeskind import CodesKind
+from h5async.samples.fieldkind import CATEGORIES, HEAP, NULLABLE, SHAPE, FieldKind
+from h5async.samples.kinds import FOUND_AS, kinds_of
 from h5async.system.interruptions import suppressing
 
 _WORDS = {
@@ -37,12 +39,12 @@ class Kinds(NamedTuple):
     ----------
     config
         The options, with fields of those kinds; the same object if nothing changed.
-    columns
-        Of categorical fields, by name: the path of the column.
+    of_fields
+        By name.
     """
 
     config: ReaderConfig
-    columns: dict[str, str]
+    of_fields: dict[str, FieldKind]
 
 
 class _Found(NamedTuple):
@@ -93,18 +95,17 @@ def with_kinds(
     for name, field in fields.items():
         kind, values = known[name]
         options = {key: getattr(field, key) for key in field.model_fields_set}
-        if kind == SHAPE:
-            found[name] = SparseField(**options)
-        elif kind == HEAP:
-            found[name] = RaggedField(**options)
+        if kind in FOUND_AS:
+            found[name] = FOUND_AS[kind](**options)
         elif kind in (CATEGORIES, NULLABLE):
             found |= _column_fields(name, field, kind, values, config)
             if kind == CATEGORIES:
                 columns[name] = field.path
-    if not found:
-        return Kinds(config, columns)
-    fields_now = dict(config.batch_fields) | found
-    return Kinds(config.model_copy(update={"fields": fields_now}), columns)
+    if found:
+        config = config.model_copy(update={"fields": dict(config.batch_fields) | found})
+    kinds = kinds_of(config.batch_fields)
+    codes = {name: CodesKind(name, kinds[name].field, path) for name, path in columns.items()}
+    return Kinds(config, kinds | codes)
 
 
 def require_alike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> None:

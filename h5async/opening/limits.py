@@ -39,11 +39,11 @@ from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.order.selection import Selection
 from h5async.order.steps import StepRows
 from h5async.plan.parts import needs_scratch, scratch_nbytes
-from h5async.plan.transform import RowTransform, sized_nbytes
+from h5async.plan.transform import RowTransform
 from h5async.read.executors import method_of
 from h5async.read.fallback import span_nbytes
 from h5async.read.scratch import ScratchSize
-from h5async.samples.columns import Rows
+from h5async.samples.fieldkind import Rows
 from h5async.spelling import named
 from h5async.system.resources import free_memory, local_ranks
 
@@ -107,7 +107,7 @@ class MemoryBudget:
     rows
         The number of samples in a slot.
     made_nbytes
-        By field name: bytes per row of an array made of samples of differing lengths.
+        By field name: bytes of a slot for what is made of the rows that are read.
     selection
         The samples; None means all.
     fewer_threads_do
@@ -282,8 +282,7 @@ class MemoryBudget:
             * (
                 t.slot_rows(self._rows)
                 * (t.raw_nbytes if t.is_identity else raws * t.raw_nbytes + t.nbytes)
-                + sized_nbytes(self._config.batch_fields.get(name), self._rows)
-                + self._made_nbytes.get(name, 0) * self._rows
+                + self._made_nbytes.get(name, 0)
             )
             for name, t in self._transforms.items()
         }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from h5async.config import Field, ImageField, ReaderConfig
+from h5async.config import ReaderConfig
 from h5async.index.layout import DatasetLayout
 from h5async.opening.dataset import Samplings
 from h5async.order.spans import SpanRows
-from h5async.plan.transform import RowTransform, row_transform, sized_nbytes
-from h5async.samples.columns import columns_of
+from h5async.plan.transform import RowTransform, row_transform
+from h5async.samples.fieldkind import FieldKind, Outline
+from h5async.samples.kinds import columns_of, kinds_of
 
 
 def samples_of_slot(config: ReaderConfig, samplings: Samplings) -> int:
@@ -25,7 +26,7 @@ def slot_transforms(
 
     ConfigError if the options of a field do not fit its dataset.
     """
-    columns = columns_of(config.batch_fields)
+    columns = columns_of(kinds_of(config.batch_fields))
     transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
     may_repeat = _may_repeat(config, samplings)
     room: dict[SpanRows, tuple[int, int]] = {}  # columns of a field share it
@@ -46,12 +47,23 @@ def _may_repeat(config: ReaderConfig, samplings: Samplings) -> bool:
     return is_drawn or samplings.selection.has_repeats
 
 
-def pixels_nbytes(fields: Mapping[str, Field], rows: int, most: int) -> list[int]:
-    """Return, per field, the maximum size of the pixels of a batch of images; 0 for other fields.
+def made_nbytes(
+    kinds: Mapping[str, FieldKind], outlines: Sequence[Outline], rows: int
+) -> dict[str, int]:
+    """Return, by field, the bytes of a slot that the host makes of the rows of its columns."""
+    return {
+        one.name: rows * one.made_on_host_nbytes + kinds[one.name].decoded_nbytes(rows)
+        for one in outlines
+    }
 
-    `rows` is the number of samples, and `most` the limit for images of any size.
+
+def shared_nbytes(
+    kinds: Mapping[str, FieldKind], outlines: Sequence[Outline], rows: int, most: int
+) -> list[int]:
+    """Return, per field, the memory that helper processes share for decoded samples of a batch.
+
+    `rows` is the number of samples, and `most` the limit for samples of any size.
     """
     return [
-        (sized_nbytes(field, rows) if field.size else most) if isinstance(field, ImageField) else 0
-        for field in fields.values()
+        kinds[one.name].decoded_nbytes(rows) or most if one.is_encoded else 0 for one in outlines
     ]

@@ -1,0 +1,286 @@
+"""Defines `FieldKind`: what a field reads, how its slot is laid out, and what is delivered of it.
+
+The rooms above ask a field's kind, and know no other difference between fields. This base is the
+kind of plain fields: one dataset, with a row, or steps of them, per sample. Each other kind has a
+module of its own, and a line in `kinds.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import Field, ReaderConfig
+from h5async.index.joined import join_layouts
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.order.spans import SpanRows, StepSpans
+from h5async.order.steps import StepRows
+from h5async.plan.transform import RowTransform
+
+if TYPE_CHECKING:
+    from h5async.core.binding import Core
+    from h5async.samples.raggedkind import FieldDecoder
+
+Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
+Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # of sample numbers
+Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
+
+INDICES = "\0indices"  # suffix of a field's name: its column of indices
+
+# Kinds of facts, as in `Wanted`: elements of variable length, the rows, the shape and the names of
+# a sparse matrix, what codes of a column stand for, and that a column has a mask.
+HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
+CATEGORIES, NULLABLE = "categories", "nullable"
+
+
+class Fact(NamedTuple):
+    """What must be known of each file: a path, and a kind as in `Wanted`."""
+
+    path: str
+    kind: str
+
+
+class Categories(NamedTuple):
+    """The categories of a field.
+
+    Attributes
+    ----------
+    names
+        Of all files together: code c stands for ``names[c]``.
+    tables
+        Per file: int64 (categories of the file + 1,): the united code of each of its codes; the
+        last one is -1. None if the codes need no mapping.
+    where
+        Per file: the name of the column in messages.
+    """
+
+    names: tuple[Any, ...]
+    tables: tuple[NDArray[np.int64], ...] | None = None
+    where: tuple[str, ...] = ()
+
+
+class Outline(NamedTuple):
+    """How a field is assembled from its columns, and what of it a device does.
+
+    Attributes
+    ----------
+    name
+        Of the field.
+    columns
+        The numbers of its columns.
+    is_varying
+        Whether samples have different numbers of values.
+    is_encoded
+        Whether its column is delivered as other arrays: images are decoded.
+    made
+        Row shape and dtype of the plain array made of samples of differing lengths; None if there
+        is none.
+    pixels
+        How decoded images of one size are delivered, if a device does that.
+    is_left
+        Whether a device makes that array, or delivers the pixels.
+    added
+        The number added to all values of dense rows, of their dtype, or None.
+    """
+
+    name: str
+    columns: tuple[int, ...]
+    is_varying: bool = False
+    is_encoded: bool = False
+    made: tuple[tuple[int, ...], np.dtype[Any]] | None = None
+    pixels: RowTransform | None = None
+    is_left: bool = False
+    added: NDArray[Any] | None = None
+
+    @property
+    def made_on_host_nbytes(self) -> int:
+        """Bytes of a row of the plain array, if the host makes it."""
+        if self.made is None or self.is_left:
+            return 0
+        return math.prod(self.made[0]) * self.made[1].itemsize
+
+
+class Filled(NamedTuple):
+    """The rows of a field of a batch, in a slot.
+
+    Attributes
+    ----------
+    columns
+        The memory of its columns, which may have room for more rows.
+    rows, samples
+        Which rows each sample consists of, and the sample numbers.
+    made
+        Memory for a plain array; None if there is none, or a device makes it.
+    is_left
+        Whether a device pads samples or makes them dense.
+    is_checked
+        Whether the core has checked indices that have a limit.
+    first_samples
+        int64 (files + 1,): the first sample of each file.
+    """
+
+    columns: Sequence[NDArray[Any]]
+    rows: Rows
+    samples: NDArray[np.int64]
+    made: NDArray[Any] | None
+    is_left: bool
+    is_checked: bool
+    first_samples: NDArray[np.int64]
+
+    def files(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of each sample's file."""
+        return np.searchsorted(self.first_samples, samples, side="right") - 1
+
+
+class FieldKind:
+    """A plain field, and the base of all kinds. Immutable once `join` was called; picklable.
+
+    Attributes
+    ----------
+    of
+        The class of the options.
+    found_as
+        The kind of the fact that has a plain `Field` be of this kind; "" if none does.
+    is_ragged
+        Whether samples may differ in their number of values.
+    table_column, categories
+        The path of the column of a table whose codes these are, and what they stand for.
+    is_mapped
+        Whether the host makes other values of those read.
+    """
+
+    of: ClassVar[type[Field]] = Field
+    found_as: ClassVar[str] = ""
+    is_ragged: ClassVar[bool] = False
+    table_column = ""
+    categories: Categories | None = None
+    is_mapped = False
+
+    def __init__(self, name: str, field: Field) -> None:
+        self.name, self.field = name, field
+
+    # --- what is read -----------------------------------------------------------------------------
+
+    @property
+    def columns(self) -> dict[str, Field]:
+        """The datasets that rows are read of, by name; the first one has the field's name."""
+        return {self.name: self.field}
+
+    def facts(self) -> dict[str, Fact]:
+        """Return what else must be known of each file, or of its columns, by name."""
+        return {}
+
+    def join(self, known: Known, config: ReaderConfig, reach: Reach) -> dict[str, DatasetLayout]:
+        """Return the layouts of the columns across all files; keep what the facts say.
+
+        H5AsyncError if the files do not fit together.
+        """
+        layout = join_layouts(known[self.name])
+        return {self.name: layout if self.field.steps is None else layout.shared()}
+
+    def is_same(self, other: FieldKind) -> bool:
+        """Return whether `join` kept the same for both."""
+        return True
+
+    # --- how a slot is laid out -------------------------------------------------------------------
+
+    def outline(
+        self,
+        columns: tuple[int, ...],
+        transforms: Sequence[RowTransform],
+        can_transform: Callable[[RowTransform], bool] | None,
+    ) -> Outline:
+        """Return how the field is assembled.
+
+        Parameters
+        ----------
+        columns, transforms
+            The numbers, and the transforms, of its columns.
+        can_transform
+            Whether a device supports a transform; None if the host does everything.
+        """
+        return Outline(self.name, columns, transforms[0].capacity is not None)
+
+    def decoded_nbytes(self, rows: int) -> int:
+        """Return the bytes of `rows` decoded samples; 0 if they are not decoded, or of any size."""
+        return 0
+
+    def decoder(
+        self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int, *, left: bool
+    ) -> FieldDecoder | None:
+        """Return what decodes the samples; None if they are not encoded.
+
+        Parameters
+        ----------
+        layout, rows
+            Of the column.
+        core
+            The compiled core, if there is one.
+        limit_nbytes
+            The limit for the memory of a sample while it is decoded.
+        left
+            Whether a device transforms what is decoded.
+        """
+        return None
+
+    # --- what is delivered ------------------------------------------------------------------------
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an array is delivered as it lies in the slot, with a row per sample."""
+        return True
+
+    @property
+    def needs_work(self) -> bool:
+        """Whether more than views must be made."""
+        return not self.is_plain
+
+    def deliver(self, filled: Filled) -> Any:
+        """Return the array, or the samples, of a batch; views of the slot's memory if possible.
+
+        DatasetError if the values read cannot be right.
+        """
+        return filled.columns[0][: filled.samples.size]
+
+    def masks(self, rows: Rows) -> dict[str, Mask]:
+        """Return what makes the masks of a batch, by their names."""
+        steps, name = steps_of(rows), self.field.pad_mask
+        return {} if steps is None or name is None else {name: steps.are_there}
+
+    def counted(self, rows: SpanRows) -> NDArray[Any] | int | None:
+        """Return the number of values of each sample for `batch_values`; None if none count."""
+        return None
+
+
+def field_of(column: str) -> str:
+    """Return the name of the field that a column is of."""
+    return column.removesuffix(INDICES)
+
+
+def steps_of(rows: Rows) -> StepRows | None:
+    """Return the steps of the samples of a column; None if it has none."""
+    if isinstance(rows, StepSpans):
+        return rows.steps
+    return rows if isinstance(rows, StepRows) else None
+
+
+def values_of(fact: DatasetLayout) -> NDArray[Any]:
+    """Return the values of a fact."""
+    assert fact.values is not None
+    return fact.values.view(fact.dtype)
+
+
+def texts_of(fact: DatasetLayout) -> tuple[Any, ...]:
+    """Return the names, or the numbers, of a fact."""
+    values = values_of(fact)
+    if fact.spans is None:
+        return tuple(values.tolist())
+    pairs = itertools.pairwise(fact.spans.tolist())
+    data = values.tobytes()
+    return tuple(data[a:b].decode("utf-8", "surrogateescape") for a, b in pairs)
