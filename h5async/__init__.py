@@ -4,6 +4,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from h5async.config import (
+    AudioField,
     Field,
     ImageField,
     RaggedField,
@@ -72,6 +73,7 @@ def _version() -> str:
 
 __all__ = [
     "AsyncReader",
+    "AudioField",
     "Batch",
     "BatchExpiredError",
     "BatchTimeoutError",

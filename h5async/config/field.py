@@ -35,6 +35,7 @@ _BY_USE = (
     "ragged",
     "sparse",
     "image",
+    "audio",
 )  # kinds of fields, in the order in which messages suggest them
 KINDS: dict[str, type[Field]] = {}  # by name; `kinds.py` defines them
 _RESERVED_NAMES = frozenset(

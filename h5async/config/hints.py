@@ -115,6 +115,15 @@ _IMAGE = _Hint(
         " --config",
     },
 )
+_AUDIO = _Hint(
+    "it is an option of a field: {}",
+    "fields",
+    spelled={
+        "keyword": 'fields={"audio": AudioField("flac", sample_rate=16000)}',
+        "toml": 'fields.audio = {path = "flac", kind = "audio", sample_rate = 16000}',
+        "shell": 'fields.audio = {path = "flac", kind = "audio"} in the file of --config',
+    },
+)
 _SEED = _Hint("the order depends only on {}", "seed", 0)
 
 _HINTS: dict[str, tuple[_Hint, ...]] = {
@@ -145,6 +154,7 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
         ("offsets offsets_kind pad_to", (_RAGGED,)),
         ("dense columns missing", (_SPARSE,)),
         ("crop crop_scale crop_ratio flip interpolation", (_IMAGE,)),
+        ("channels mono sample_rate sampling_rate sr", (_AUDIO,)),
         ("generator random_state random_seed", (_SEED,)),
     )
     for name in names.split()

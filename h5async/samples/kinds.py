@@ -17,6 +17,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.order.spans import LengthRows, SpanRows, StepSpans
 from h5async.order.steps import StepRows
 from h5async.plan.transform import RowTransform
+from h5async.samples.audiokind import AudioKind
 from h5async.samples.fieldkind import FieldKind, Filled, Outline, Rows, field_of
 from h5async.samples.imagekind import ImageKind
 from h5async.samples.raggedkind import RaggedKind
@@ -24,7 +25,7 @@ from h5async.samples.sparsekind import SparseKind
 
 T = TypeVar("T")
 
-KINDS: tuple[type[FieldKind], ...] = (FieldKind, RaggedKind, ImageKind, SparseKind)
+KINDS: tuple[type[FieldKind], ...] = (FieldKind, RaggedKind, SparseKind, ImageKind, AudioKind)
 _BY_OPTIONS = {kind.of: kind for kind in KINDS}
 # What is found at the path of a plain field -> its options.
 FOUND_AS = {kind.found_as: kind.of for kind in KINDS if kind.found_as}
