@@ -376,4 +376,4 @@ def _require_first_dimension(field: Field) -> None:
         raise ValueError(f"num_dim must be 0 for this kind of field, found {field.num_dim}")
 
 
-KINDS.update(audio=AudioField, image=ImageField, ragged=RaggedField, sparse=SparseField)
+KINDS.update(ragged=RaggedField, sparse=SparseField, image=ImageField, audio=AudioField)

@@ -19,9 +19,9 @@ from h5async.core.binding import Core
 from h5async.errors import ReadError, needs_package
 from h5async.index.layout import DatasetLayout
 from h5async.plan.crops import random_start
-from h5async.samples.fieldkind import Rows
+from h5async.samples.fieldkind import DecodingWork, Empty, FieldDecoder, Rows
 from h5async.samples.ragged import Ragged
-from h5async.samples.raggedkind import DecodingWork, Empty, EncodedKind, FieldDecoder
+from h5async.samples.raggedkind import EncodedKind
 
 _MIXED_NBYTES = 1 << 20  # of several channels, decoded at a time
 

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field, ReaderConfig
+from h5async.core.binding import Core
+from h5async.errors import DatasetError
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.order.spans import SpanRows, StepSpans
 from h5async.order.steps import StepRows
 from h5async.plan.transform import RowTransform
-
-if TYPE_CHECKING:
-    from h5async.core.binding import Core
-    from h5async.samples.raggedkind import FieldDecoder
+from h5async.samples.ragged import Ragged
 
 Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
 Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # of sample numbers
 Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
+
+Empty = Callable[[int], NDArray[np.uint8]]  # returns new memory
+DecodingWork = Callable[[], bool]  # decodes a sample; returns False if it was broken and replaced
 
 INDICES = "\0indices"  # suffix of a field's name: its column of indices
 
@@ -136,6 +139,85 @@ class Filled(NamedTuple):
     def files(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of each sample's file."""
         return np.searchsorted(self.first_samples, samples, side="right") - 1
+
+
+class FieldDecoder(ABC):
+    """Decodes the samples of one field. Safe to use from many threads.
+
+    DatasetError if the dataset does not hold bytes.
+
+    Parameters
+    ----------
+    what
+        A sample, in messages.
+    layout, rows
+        Of the column of bytes.
+
+    Attributes
+    ----------
+    is_random
+        Whether random numbers are needed.
+    """
+
+    is_random = False
+
+    def __init__(self, what: str, layout: DatasetLayout, rows: Rows) -> None:
+        if layout.dtype.kind not in "iu" or layout.row_nbytes != 1:
+            raise DatasetError(
+                f'{layout.file}: dataset "{layout.path}": {what}s are bytes (uint8), found'
+                f" {layout.dtype}{list(layout.row_shape) or ''}; give the dataset of encoded"
+                f" {what}s"
+            )
+        self._what = what
+        self._layout = layout
+        self._spans = rows
+        counts = [count for _, count in layout.file_samples]
+        self._ends = np.cumsum(counts or [layout.sample_count])
+
+    def sized_nbytes(self, rows: int) -> int:
+        """Return the bytes of `rows` decoded samples; 0 if they are of any size."""
+        return 0
+
+    @abstractmethod
+    def begin(
+        self,
+        encoded: Ragged,
+        index: NDArray[np.int64],
+        numbers: NDArray[np.float64] | None,
+        empty: Empty,
+        most_nbytes: int,
+    ) -> tuple[Any, list[DecodingWork]]:
+        """Return what is delivered of a batch, and the work that fills it.
+
+        Parameters
+        ----------
+        encoded
+            The bytes of samples; if these consist of steps, those of the batch's runs.
+        index
+            int64 (n,): sample numbers.
+        numbers
+            Their random numbers (`plan/crops.py`), if needed.
+        empty
+            Returns memory.
+        most_nbytes
+            The limit for what is decoded.
+
+        Raises
+        ------
+        ReadError
+            If a sample is broken, or they take too much memory.
+        """
+
+    def _where(self, sample: int) -> str:
+        layout, number = self._layout, int(np.searchsorted(self._ends, sample, side="right"))
+        if layout.sequences is not None and layout.heaps:  # each of a dataset of its own
+            heap = [one for one in layout.heaps if one.first_sample <= sample][-1]
+            element = sample - heap.first_sample
+            return f"{heap.elements.where}: the {self._what} of element {element} (sample {sample})"
+        file = layout.file_samples[number][0] if layout.file_samples else layout.file
+        first = int(self._ends[number - 1]) if number else 0
+        among = f" (sample {sample - first} of this file)" if first else ""
+        return f'{file}: dataset "{layout.path}": the {self._what} of sample {sample}{among}'
 
 
 class FieldKind:

@@ -33,10 +33,10 @@ from h5async.order.spans import StepSpans
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes
 from h5async.plan.transform import RowTransform, factor_of
 from h5async.read.transform import native_transform
-from h5async.samples.fieldkind import Outline, Rows
+from h5async.samples.fieldkind import DecodingWork, Empty, FieldDecoder, Outline, Rows
 from h5async.samples.images import Images
 from h5async.samples.ragged import Ragged
-from h5async.samples.raggedkind import DecodingWork, Empty, EncodedKind, FieldDecoder
+from h5async.samples.raggedkind import EncodedKind
 
 # The shrinking factor above which all pixels are averaged: above 2, neighbours do not suffice.
 _AREA_ABOVE = {"auto": 2.0, "area": 0.0, "linear": math.inf}
