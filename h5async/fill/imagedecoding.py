@@ -18,7 +18,7 @@ from h5async.core.binding import Core
 from h5async.index.layout import DatasetLayout
 from h5async.io.growing import Growing, plain_memory
 from h5async.plan.crops import random_numbers
-from h5async.samples.fieldkind import DecodingWork, FieldDecoder, FieldKind, Rows
+from h5async.samples.fieldkind import DecodingWork, Empty, FieldDecoder, FieldKind, Rows
 from h5async.samples.kinds import SlotMemory
 
 
