@@ -18,7 +18,14 @@ from h5async.core.binding import Core
 from h5async.index.layout import DatasetLayout
 from h5async.io.growing import Growing, plain_memory
 from h5async.plan.crops import random_numbers
-from h5async.samples.fieldkind import DecodingWork, Empty, FieldDecoder, FieldKind, Rows
+from h5async.samples.fieldkind import (
+    DecodingWork,
+    Empty,
+    EncodedBatch,
+    FieldDecoder,
+    FieldKind,
+    Rows,
+)
 from h5async.samples.kinds import SlotMemory
 
 
@@ -68,22 +75,22 @@ class BatchDecoder:
         self._of_batch = limit_nbytes // max(1, len(slots))
         of_sample = limit_nbytes // max(1, threads)
 
-        def decoders(names: Collection[str], *, left: bool) -> dict[int, FieldDecoder]:
-            several = {
-                number: kinds[name].decoder(layouts[name], spans[name], core, of_sample, left=left)
-                for number, name in enumerate(kinds)
-                if name in names
-            }
-            return {number: one for number, one in several.items() if one is not None}
+        of_slots = {n: kind.as_decoded if n in left else kind for n, kind in kinds.items()}
 
-        self.fields = decoders(kinds, left=False)
-        self._of_slots = self.fields | decoders(left, left=True)
+        def decoders(several: Mapping[str, FieldKind]) -> dict[int, FieldDecoder]:
+            found = {
+                number: kind.decoder(layouts[name], spans[name], core, of_sample)
+                for number, (name, kind) in enumerate(several.items())
+            }
+            return {number: one for number, one in found.items() if one is not None}
+
+        self.fields = decoders(kinds)
+        self._of_slots = decoders(of_slots) if left else self.fields
+        sizes = [kind.decoded_nbytes(rows) for kind in of_slots.values()]
         self._memory = [
             {
-                number: Growing(
-                    new_memory, one.sized_nbytes(rows), slot.made[number] if slot.made else None
-                )
-                for number, one in self._of_slots.items()
+                number: Growing(new_memory, sizes[number], slot.made[number] if slot.made else None)
+                for number in self._of_slots
             }
             for slot in slots
         ]
@@ -126,7 +133,8 @@ class BatchDecoder:
             numbers = random_numbers(self._seed, epoch, index)
         for number, field in (self.fields if slot is None else self._of_slots).items():
             memory = Growing(plain_memory) if slot is None else self._memory[slot][number]
-            found[number], works = field.begin(arrays[number], index, numbers, memory.of, most)
+            encoded = EncodedBatch(arrays[number], index, numbers, memory.of, most)
+            found[number], works = field.begin(encoded)
             todo += works
         return DecodedBatch(tuple(found), todo, self.note_broken)
 

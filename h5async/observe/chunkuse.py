@@ -17,7 +17,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.similardatasets import AlikeParts, kinds_of
 from h5async.names import printable
 from h5async.observe.stats import ChunkAdvice, Remedy
-from h5async.opening.limits import wanted_kept_nbytes
+from h5async.opening.slotsizes import wanted_kept_nbytes
 from h5async.order.selection import Selection
 from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows

@@ -44,12 +44,13 @@ from h5async.observe.readerstats import ReaderCounts, Way, Work
 from h5async.observe.stats import ReaderStats
 from h5async.observe.trace import Trace
 from h5async.opening.dataset import Samplings, open_dataset
-from h5async.opening.limits import MemoryBudget, free_memory_nbytes, wanted_kept_nbytes
+from h5async.opening.limits import MemoryBudget, free_memory_nbytes
 from h5async.opening.slotsizes import (
     made_nbytes,
     samples_of_slot,
     shared_nbytes,
     slot_transforms,
+    wanted_kept_nbytes,
 )
 from h5async.order.requests import FillRequest
 from h5async.order.schedule import Schedule

@@ -19,7 +19,7 @@ from h5async.core.binding import Core
 from h5async.errors import ReadError, needs_package
 from h5async.index.layout import DatasetLayout
 from h5async.plan.crops import random_start
-from h5async.samples.fieldkind import DecodingWork, Empty, FieldDecoder, Rows
+from h5async.samples.fieldkind import DecodingWork, EncodedBatch, FieldDecoder, Rows
 from h5async.samples.ragged import Ragged
 from h5async.samples.raggedkind import EncodedKind
 
@@ -34,18 +34,16 @@ class AudioKind(EncodedKind):
 
     def decoded_nbytes(self, rows: int) -> int:
         """Return the bytes of parts of one length; 0 if lengths differ."""
-        return rows * _row_nbytes(self.field) if self.field.dense else 0
+        field = self.field
+        if field.frames is None or not field.dense:
+            return 0
+        return rows * field.frames * field.channels * field.decoded_dtype.itemsize
 
     def decoder(
-        self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int, *, left: bool
+        self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int
     ) -> FieldDecoder:
         """Return the decoder; MissingPackageError if soundfile is not installed."""
         return _AudioDecoder(self.field, layout, rows)
-
-
-def _row_nbytes(field: AudioField) -> int:
-    assert field.frames is not None
-    return field.frames * field.channels * field.decoded_dtype.itemsize
 
 
 class _AudioDecoder(FieldDecoder):
@@ -59,25 +57,15 @@ class _AudioDecoder(FieldDecoder):
         # Of a frame: one channel has no dimension of its own, as of soundfile.
         self._frame = () if field.channels == 1 else (field.channels,)
 
-    def sized_nbytes(self, rows: int) -> int:
-        """Return the bytes of parts of one length; 0 if lengths differ."""
-        return rows * _row_nbytes(self._field) if self._field.dense else 0
-
-    def begin(
-        self,
-        encoded: Ragged,
-        index: NDArray[np.int64],
-        numbers: NDArray[np.float64] | None,
-        empty: Empty,
-        most_nbytes: int,
-    ) -> tuple[Any, list[DecodingWork]]:
+    def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
         """Return the array or `Ragged` of a batch, and the work that fills it with frames."""
+        index, numbers = batch.samples, batch.numbers
         starts = np.zeros(index.size) if numbers is None else random_start(numbers)
-        several = list(zip(encoded, index.tolist(), starts.tolist(), strict=True))
+        several = list(zip(batch.encoded, index.tolist(), starts.tolist(), strict=True))
         dtype = self._field.decoded_dtype
         if self._field.dense:
-            shape = index.size, self._field.frames, *self._frame
-            rows = np.ndarray(shape, dtype, empty(self.sized_nbytes(index.size)))
+            shape = index.size, self._field.frames or 0, *self._frame
+            rows = np.ndarray(shape, dtype, batch.empty(math.prod(shape) * dtype.itemsize))
             return rows, [
                 partial(self._open_and_decode, data, row, sample, start)
                 for (data, sample, start), row in zip(several, rows, strict=True)
@@ -85,13 +73,13 @@ class _AudioDecoder(FieldDecoder):
         files = [self._open(data, sample) for data, sample, _ in several]
         ends = list(itertools.accumulate(map(self._count, files), initial=0))
         nbytes = ends[-1] * math.prod(self._frame) * dtype.itemsize
-        if nbytes > most_nbytes:
+        if nbytes > batch.most_nbytes:
             raise ReadError(
                 f"{self._where(int(index[0]))} and the others of its batch declare {nbytes:,} bytes"
-                f" of audio, more than the {most_nbytes:,} that they may take; make batch_size"
-                " smaller, give frames, or set max_batch_bytes if you trust the file"
+                f" of audio, more than the {batch.most_nbytes:,} that they may take; make"
+                " batch_size smaller, give frames, or set max_batch_bytes if you trust the file"
             )
-        values: NDArray[Any] = np.ndarray((ends[-1], *self._frame), dtype, empty(nbytes))
+        values: NDArray[Any] = np.ndarray((ends[-1], *self._frame), dtype, batch.empty(nbytes))
         works: list[DecodingWork] = [
             partial(self._decode, file, values[a:b], sample, start)
             for file, (a, b), (_, sample, start) in zip(

@@ -55,7 +55,7 @@ class CodesKind(FieldKind):
             where = tuple(f'{one.file}: column "{one.path}"' for one in facts)
             _check_mapping(self.name, self.field, config, where)
             self.categories = Categories(names, tuple(tables), where)
-            self.is_mapped = True
+            self.is_mapped = self.needs_work = True
         return joined
 
     def is_same(self, other: FieldKind) -> bool:
@@ -63,11 +63,6 @@ class CodesKind(FieldKind):
         assert isinstance(other, CodesKind)
         one, two = self.categories, other.categories
         return one.names == two.names and are_all_equal(one.tables, two.tables)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether codes are those of the files."""
-        return not self.is_mapped
 
     def deliver(self, filled: Filled) -> Any:
         """Return the codes in the united categories of all files."""

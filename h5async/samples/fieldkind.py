@@ -29,6 +29,8 @@ from h5async.samples.ragged import Ragged
 
 Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
 Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # of sample numbers
+Transforms = Sequence[RowTransform]  # of the columns of a field
+CanTransform = Callable[[RowTransform], bool] | None  # of a device; None: the host does everything
 Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
 
 Empty = Callable[[int], NDArray[np.uint8]]  # returns new memory
@@ -141,22 +143,35 @@ class Filled(NamedTuple):
         return np.searchsorted(self.first_samples, samples, side="right") - 1
 
 
-class FieldDecoder(ABC):
-    """Decodes the samples of one field. Safe to use from many threads.
-
-    DatasetError if the dataset does not hold bytes.
-
-    Parameters
-    ----------
-    what
-        A sample, in messages.
-    layout, rows
-        Of the column of bytes.
+class EncodedBatch(NamedTuple):
+    """The encoded samples of a batch, for `FieldDecoder.begin`.
 
     Attributes
     ----------
-    is_random
-        Whether random numbers are needed.
+    encoded
+        The bytes of samples; if these consist of steps, those of the batch's runs.
+    samples
+        int64 (n,): sample numbers.
+    numbers
+        Their random numbers (`plan/crops.py`), if needed.
+    empty
+        Returns memory for what is decoded.
+    most_nbytes
+        The limit for that.
+    """
+
+    encoded: Ragged
+    samples: NDArray[np.int64]
+    numbers: NDArray[np.float64] | None
+    empty: Empty
+    most_nbytes: int
+
+
+class FieldDecoder(ABC):
+    """Decodes the samples of one field. Safe to use from many threads.
+
+    DatasetError if the dataset does not hold bytes. `what` is a sample, in messages; `layout` and
+    `rows` are those of the column of bytes. `is_random` says whether random numbers are needed.
     """
 
     is_random = False
@@ -174,38 +189,11 @@ class FieldDecoder(ABC):
         counts = [count for _, count in layout.file_samples]
         self._ends = np.cumsum(counts or [layout.sample_count])
 
-    def sized_nbytes(self, rows: int) -> int:
-        """Return the bytes of `rows` decoded samples; 0 if they are of any size."""
-        return 0
-
     @abstractmethod
-    def begin(
-        self,
-        encoded: Ragged,
-        index: NDArray[np.int64],
-        numbers: NDArray[np.float64] | None,
-        empty: Empty,
-        most_nbytes: int,
-    ) -> tuple[Any, list[DecodingWork]]:
+    def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
         """Return what is delivered of a batch, and the work that fills it.
 
-        Parameters
-        ----------
-        encoded
-            The bytes of samples; if these consist of steps, those of the batch's runs.
-        index
-            int64 (n,): sample numbers.
-        numbers
-            Their random numbers (`plan/crops.py`), if needed.
-        empty
-            Returns memory.
-        most_nbytes
-            The limit for what is decoded.
-
-        Raises
-        ------
-        ReadError
-            If a sample is broken, or they take too much memory.
+        ReadError if a sample is broken, or they take too much memory.
         """
 
     def _where(self, sample: int) -> str:
@@ -235,6 +223,8 @@ class FieldKind:
         The path of the column of a table whose codes these are, and what they stand for.
     is_mapped
         Whether the host makes other values of those read.
+    needs_work
+        Whether more than views must be made of what is read.
     """
 
     of: ClassVar[type[Field]] = Field
@@ -243,6 +233,7 @@ class FieldKind:
     table_column = ""
     categories: Categories | None = None
     is_mapped = False
+    needs_work = False
 
     def __init__(self, name: str, field: Field) -> None:
         self.name, self.field = name, field
@@ -273,41 +264,27 @@ class FieldKind:
     # --- how a slot is laid out -------------------------------------------------------------------
 
     def outline(
-        self,
-        columns: tuple[int, ...],
-        transforms: Sequence[RowTransform],
-        can_transform: Callable[[RowTransform], bool] | None,
+        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
     ) -> Outline:
-        """Return how the field is assembled.
-
-        Parameters
-        ----------
-        columns, transforms
-            The numbers, and the transforms, of its columns.
-        can_transform
-            Whether a device supports a transform; None if the host does everything.
-        """
+        """Return how the field is assembled of its columns, whose numbers are given."""
         return Outline(self.name, columns, transforms[0].capacity is not None)
 
     def decoded_nbytes(self, rows: int) -> int:
         """Return the bytes of `rows` decoded samples; 0 if they are not decoded, or of any size."""
         return 0
 
+    @property
+    def as_decoded(self) -> FieldKind:
+        """The same field as a device expects it that transforms what is decoded."""
+        return self
+
     def decoder(
-        self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int, *, left: bool
+        self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int
     ) -> FieldDecoder | None:
         """Return what decodes the samples; None if they are not encoded.
 
-        Parameters
-        ----------
-        layout, rows
-            Of the column.
-        core
-            The compiled core, if there is one.
-        limit_nbytes
-            The limit for the memory of a sample while it is decoded.
-        left
-            Whether a device transforms what is decoded.
+        `layout` and `rows` are those of the column, and `limit_nbytes` is the limit for the memory
+        that a sample takes while it is decoded.
         """
         return None
 
@@ -316,12 +293,7 @@ class FieldKind:
     @property
     def is_plain(self) -> bool:
         """Whether an array is delivered as it lies in the slot, with a row per sample."""
-        return True
-
-    @property
-    def needs_work(self) -> bool:
-        """Whether more than views must be made."""
-        return not self.is_plain
+        return not (self.is_ragged or self.is_mapped)
 
     def deliver(self, filled: Filled) -> Any:
         """Return the array, or the samples, of a batch; views of the slot's memory if possible.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -33,7 +33,16 @@ from h5async.order.spans import StepSpans
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes
 from h5async.plan.transform import RowTransform, factor_of
 from h5async.read.transform import native_transform
-from h5async.samples.fieldkind import DecodingWork, Empty, FieldDecoder, Outline, Rows
+from h5async.samples.fieldkind import (
+    CanTransform,
+    DecodingWork,
+    EncodedBatch,
+    FieldDecoder,
+    FieldKind,
+    Outline,
+    Rows,
+    Transforms,
+)
 from h5async.samples.images import Images
 from h5async.samples.ragged import Ragged
 from h5async.samples.raggedkind import EncodedKind
@@ -50,10 +59,7 @@ class ImageKind(EncodedKind):
     field: ImageField
 
     def outline(
-        self,
-        columns: tuple[int, ...],
-        transforms: Sequence[RowTransform],
-        can_transform: Callable[[RowTransform], bool] | None,
+        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
     ) -> Outline:
         """Return how the field is assembled; a device transforms pixels of one size if it can."""
         outline, field = super().outline(columns, transforms, can_transform), self.field
@@ -65,18 +71,24 @@ class ImageKind(EncodedKind):
         return outline._replace(pixels=pixels, is_left=True)
 
     def decoded_nbytes(self, rows: int) -> int:
-        """Return the bytes of resized images; 0 if they keep their sizes."""
-        return _sized_nbytes(self.field, rows)
+        """Return the bytes of resized images, and of their steps; 0 if they keep their sizes."""
+        field = self.field
+        if field.size is None:
+            return 0
+        steps = 1 if field.steps is None else len(field.steps)
+        return rows * steps * _pixel_transform(field, (*field.size, CHANNELS)).nbytes
+
+    @property
+    def as_decoded(self) -> FieldKind:
+        """The images, whose pixels a device transforms."""
+        as_decoded = {"axes": None, "dtype": None, "scale": None, "offset": None}
+        return ImageKind(self.name, self.field.model_copy(update=as_decoded))
 
     def decoder(
-        self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int, *, left: bool
+        self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int
     ) -> FieldDecoder:
         """Return the decoder; MissingPackageError if OpenCV is needed and not installed."""
-        field = self.field
-        if left:  # pixels are delivered as decoded
-            as_decoded = {"axes": None, "dtype": None, "scale": None, "offset": None}
-            field = field.model_copy(update=as_decoded)
-        return _ImageDecoder(field, layout, rows, core, limit_nbytes)
+        return _ImageDecoder(self.field, layout, rows, core, limit_nbytes)
 
 
 class _Scratch(threading.local):
@@ -124,35 +136,24 @@ class _ImageDecoder(FieldDecoder):
         in_core = None if core is None else native_transform(core, transform)
         return transform, in_core or transform.apply
 
-    def transform(self, shape: tuple[int, int, int]) -> RowTransform:
-        """Return how pixels of a shape are delivered."""
+    def _transform(self, shape: tuple[int, int, int]) -> RowTransform:
         found: RowTransform = self._transforms(shape)[0]
         return found
 
-    def sized_nbytes(self, rows: int) -> int:
-        """Return the bytes of `rows` resized images; 0 if they are not resized."""
-        return _sized_nbytes(self._field, rows)
-
-    def begin(
-        self,
-        encoded: Ragged,
-        index: NDArray[np.int64],
-        numbers: NDArray[np.float64] | None,
-        empty: Empty,
-        most_nbytes: int,
-    ) -> tuple[Any, list[DecodingWork]]:
+    def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
         """Return the array or `Images` of a batch, and the work that fills it with pixels."""
-        encoded = Ragged(encoded.values.view(np.uint8), encoded.offsets)
+        index, numbers = batch.samples, batch.numbers
+        encoded = Ragged(batch.encoded.values.view(np.uint8), batch.encoded.offsets)
         runs: NDArray[np.int64] = index
         images: NDArray[np.int64] = np.arange(index.size)  # the image of each place
         if isinstance(self._spans, StepSpans):
             runs, images = self._spans.places(index)
         headers = self._headers(encoded, runs)
         if self._field.size is None:
-            delivered = outs = self._unsized(headers, index, empty, most_nbytes)
+            delivered = outs = self._unsized(headers, batch)
         else:
-            transform = self.transform((*self._field.size, CHANNELS))
-            block = empty(transform.nbytes * images.size)
+            transform = self._transform((*self._field.size, CHANNELS))
+            block = batch.empty(transform.nbytes * images.size)
             delivered = np.ndarray((*images.shape, *transform.row), transform.dtype, block)
             outs = delivered.reshape(-1, *transform.row)
         if numbers is not None and images.ndim > 1:  # the same for all steps of a sample
@@ -173,14 +174,12 @@ class _ImageDecoder(FieldDecoder):
             works.append(partial(self._blacken, [outs[place] for place in missing.tolist()], True))
         return delivered, works
 
-    def _unsized(
-        self, headers: NDArray[np.int64], index: NDArray[np.int64], empty: Empty, most_nbytes: int
-    ) -> Any:
+    def _unsized(self, headers: NDArray[np.int64], batch: EncodedBatch) -> Any:
         """Return an array for images that keep their sizes; `Images` if these differ."""
-        shapes = headers[:, 1:3]
+        shapes, index, most_nbytes = headers[:, 1:3], batch.samples, batch.most_nbytes
         are_equal = bool((shapes == shapes[0]).all())
         kinds = shapes[:1] if are_equal else shapes
-        transforms = [self.transform((*shape, CHANNELS)) for shape in kinds.tolist()]
+        transforms = [self._transform((*shape, CHANNELS)) for shape in kinds.tolist()]
         first, total = transforms[0], sum(transform.nbytes for transform in transforms)
         total = index.size * total if are_equal else total
         if total > most_nbytes:
@@ -190,7 +189,7 @@ class _ImageDecoder(FieldDecoder):
                 " take; make batch_size smaller, give a size, or set max_batch_bytes if you trust"
                 " the file"
             )
-        block = empty(total)
+        block = batch.empty(total)
         if are_equal:
             return np.ndarray((index.size, *first.row), first.dtype, block)
         offsets = np.cumsum([0, *(math.prod(transform.row) for transform in transforms)])
@@ -345,14 +344,6 @@ def _pixel_transform(field: ImageField, shape: tuple[int, int, int]) -> RowTrans
         scale=factor_of(field.scale, row, dtype, where),
         offset=factor_of(field.offset, row, dtype, where),
     )
-
-
-def _sized_nbytes(field: ImageField, rows: int) -> int:
-    """Return the bytes of resized images, and of their steps; 0 if they keep their sizes."""
-    if field.size is None:
-        return 0
-    steps = 1 if field.steps is None else len(field.steps)
-    return rows * steps * _pixel_transform(field, (*field.size, CHANNELS)).nbytes
 
 
 def _opencv() -> Any:

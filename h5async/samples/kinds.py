@@ -18,7 +18,7 @@ from h5async.order.spans import LengthRows, SpanRows, StepSpans
 from h5async.order.steps import StepRows
 from h5async.plan.transform import RowTransform
 from h5async.samples.audiokind import AudioKind
-from h5async.samples.fieldkind import FieldKind, Filled, Outline, Rows, field_of
+from h5async.samples.fieldkind import CanTransform, FieldKind, Filled, Outline, Rows, field_of
 from h5async.samples.imagekind import ImageKind
 from h5async.samples.raggedkind import RaggedKind
 from h5async.samples.sparsekind import SparseKind
@@ -100,7 +100,7 @@ def spans_of(
 def outlines_of(
     kinds: Mapping[str, FieldKind],
     transforms: Mapping[str, RowTransform],
-    can_transform: Callable[[RowTransform], bool] | None,
+    can_transform: CanTransform,
 ) -> tuple[Outline, ...]:
     """Return how each field is assembled; parameters as of `FieldKind.outline`, by column."""
     found: list[Outline] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,8 +11,17 @@ from numpy.typing import NDArray
 from h5async.config import Field, RaggedField
 from h5async.index.savedindex import Wanted
 from h5async.order.spans import SpanRows
-from h5async.plan.transform import RowTransform
-from h5async.samples.fieldkind import HEAP, Fact, FieldKind, Filled, Mask, Outline, Rows
+from h5async.samples.fieldkind import (
+    HEAP,
+    CanTransform,
+    Fact,
+    FieldKind,
+    Filled,
+    Mask,
+    Outline,
+    Rows,
+    Transforms,
+)
 from h5async.samples.ragged import Ragged, put_padded
 
 
@@ -25,6 +33,10 @@ class RaggedKind(FieldKind):
     is_ragged = True
     field: RaggedField
 
+    def __init__(self, name: str, field: Field) -> None:
+        super().__init__(name, field)
+        self.needs_work = self.field.pad_to is not None
+
     def facts(self) -> dict[str, Fact]:
         """Return the elements of variable length, or the values and their offsets."""
         offsets, kind = self.field.offsets, HEAP
@@ -33,10 +45,7 @@ class RaggedKind(FieldKind):
         return {self.name: Fact(self.field.path, kind)}
 
     def outline(
-        self,
-        columns: tuple[int, ...],
-        transforms: Sequence[RowTransform],
-        can_transform: Callable[[RowTransform], bool] | None,
+        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
     ) -> Outline:
         """Return how the field is assembled."""
         outline = super().outline(columns, transforms, can_transform)
@@ -44,16 +53,6 @@ class RaggedKind(FieldKind):
             return outline
         made = (self.field.pad_to, *transforms[0].row), transforms[0].dtype
         return outline._replace(made=made, is_left=can_transform is not None)
-
-    @property
-    def is_plain(self) -> bool:
-        """False: samples differ in length."""
-        return False
-
-    @property
-    def needs_work(self) -> bool:
-        """Whether samples are padded."""
-        return self.field.pad_to is not None
 
     def deliver(self, filled: Filled) -> Any:
         """Return `Ragged`, or an array of padded samples."""
@@ -85,6 +84,10 @@ class EncodedKind(RaggedKind):
 
     found_as = ""
 
+    def __init__(self, name: str, field: Field) -> None:
+        super().__init__(name, field)
+        self.needs_work = True
+
     @property
     def columns(self) -> dict[str, Field]:
         """The bytes; the other options concern what is decoded."""
@@ -95,18 +98,10 @@ class EncodedKind(RaggedKind):
         return {self.name: encoded}
 
     def outline(
-        self,
-        columns: tuple[int, ...],
-        transforms: Sequence[RowTransform],
-        can_transform: Callable[[RowTransform], bool] | None,
+        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
     ) -> Outline:
         """Return how the field is assembled: on the host."""
         return Outline(self.name, columns, transforms[0].capacity is not None, is_encoded=True)
-
-    @property
-    def needs_work(self) -> bool:
-        """True: samples are decoded."""
-        return True
 
     def counted(self, rows: SpanRows) -> NDArray[Any] | int | None:
         """Return None: the number of bytes says little of what is delivered."""

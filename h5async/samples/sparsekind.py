@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,17 +20,18 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.room import files_of
 from h5async.order.spans import SpanRows
-from h5async.plan.transform import RowTransform
 from h5async.samples.fieldkind import (
     INDICES,
     ROWS,
     SHAPE,
     TEXTS,
+    CanTransform,
     Fact,
     FieldKind,
     Filled,
     Known,
     Outline,
+    Transforms,
     texts_of,
     values_of,
 )
@@ -123,6 +124,7 @@ class SparseKind(FieldKind):
         if self.shape.places is None:
             indices = indices.changed(limit=_limit_of(indices, self.shape.columns))
         self._has_limit = indices.limit is not None
+        self.needs_work = self.field.dense or self.shape.places is not None
         return {self.name: values, self.name + INDICES: indices}
 
     def is_same(self, other: FieldKind) -> bool:
@@ -132,10 +134,7 @@ class SparseKind(FieldKind):
         return one.columns == two.columns and are_all_equal(one.places, two.places)
 
     def outline(
-        self,
-        columns: tuple[int, ...],
-        transforms: Sequence[RowTransform],
-        can_transform: Callable[[RowTransform], bool] | None,
+        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
     ) -> Outline:
         """Return how the field is assembled; ConfigError for complex dense rows on a GPU."""
         outline, field = super().outline(columns, transforms, can_transform), self.field
@@ -155,16 +154,6 @@ class SparseKind(FieldKind):
 
     def _dense_dtype(self, values: np.dtype[Any]) -> np.dtype[Any]:
         return self.field.delivered_dtype or values.newbyteorder("=")
-
-    @property
-    def is_plain(self) -> bool:
-        """False: samples have several arrays."""
-        return False
-
-    @property
-    def needs_work(self) -> bool:
-        """Whether rows are made dense, or some columns are chosen."""
-        return self.field.dense or self.shape.places is not None
 
     def deliver(self, filled: Filled) -> Any:
         """Return `Csr`, or dense rows; DatasetError if an index is not a column."""
