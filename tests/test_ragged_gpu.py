@@ -24,7 +24,7 @@ from h5async import (
     RaggedField,
     SparseField,
 )
-from h5async.samples.images import Images
+from h5async.samples.ragged import Images
 
 pytestmark = pytest.mark.gpu
 

@@ -23,11 +23,10 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.portable import NotPortableError
 from h5async.index.savedindex import IndexedFile, Wanted, write_index
-from h5async.opening.dataset import grouping_of
+from h5async.opening.dataset import grouping_of, on_indexed
 from h5async.opening.fieldkinds import with_kinds
 from h5async.opening.filefacts import Need, list_known, needs_of, read_known
 from h5async.opening.filevalues import reach_of
-from h5async.opening.progress import on_indexed
 from h5async.samples.fieldkind import CATEGORIES, NULLABLE, SHAPE, TEXTS
 
 _Files = Annotated[
@@ -113,7 +112,7 @@ def _indexed(
     grouping = grouping_of(config, reach)
     needs: dict[str, Need] = {}
     if config.fields is not None:
-        needs = needs_of(with_kinds(config, reach, grouping, {}).of_fields, grouping)
+        needs = needs_of(with_kinds(config, reach, grouping, {})[1], grouping)
     for number, path in enumerate(paths, 1):
         consulted = Consulted()
         recorded = replace(reach, consulted=consulted)

@@ -238,7 +238,7 @@ def kind_of(name: object) -> type[Field]:
     if name is None:
         return Field
     if name not in KINDS:
-        raise ConfigError(f"kind: must be one of {', '.join(KINDS)}, found {shown(name)}")
+        raise ConfigError(f"kind: must be one of {', '.join(sorted(KINDS))}, found {shown(name)}")
     return KINDS[str(name)]
 
 

@@ -6,7 +6,8 @@ Options enter; the layout of each field across all files leaves, and the distrib
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,10 +26,9 @@ from h5async.index.obstacles import OtherKindError
 from h5async.index.savedindex import NamedIndex
 from h5async.index.sequenced import aligned
 from h5async.io.localfile import read_ahead
-from h5async.opening.fieldkinds import Kinds, require_alike, with_kinds
+from h5async.opening.fieldkinds import require_alike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
-from h5async.opening.progress import on_indexed
 from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.requests import FillRequest
 from h5async.order.sampling import Order, OrderKey, Sampling
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from h5async.order.drawn import SamplerOrder
     from h5async.order.lengths import Lengths
     from h5async.order.weighted import WeightedOrder
+
+
+# Called after each file with the number of indexed files and the total.
+on_indexed: ContextVar[Callable[[int, int], None] | None] = ContextVar("on_indexed", default=None)
 
 
 class OpenedDataset(NamedTuple):
@@ -77,7 +81,7 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
             return OpenedDataset(config, _plain_layouts(config, kinds, reach, grouping), kinds)
         except OtherKindError:  # the kinds were not given
             found = with_kinds(config, reach, grouping, indices)
-            if found.config is config:
+            if found[0] is config:
                 require_alike(config, reach, grouping)
                 raise
             return _open_alike(config, found, reach, grouping, indices)
@@ -87,7 +91,7 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
 def _open_alike(
     config: ReaderConfig,
-    found: Kinds,
+    found: tuple[ReaderConfig, dict[str, FieldKind]],
     reach: Reach,
     grouping: Grouping | None,
     indices: Mapping[Path, NamedIndex],
@@ -101,7 +105,10 @@ def _open_alike(
 
 
 def _open_kinds(
-    found: Kinds, reach: Reach, grouping: Grouping | None, indices: Mapping[Path, NamedIndex]
+    found: tuple[ReaderConfig, dict[str, FieldKind]],
+    reach: Reach,
+    grouping: Grouping | None,
+    indices: Mapping[Path, NamedIndex],
 ) -> OpenedDataset:
     """Open a dataset whose fields' kinds are known."""
     config, kinds = found

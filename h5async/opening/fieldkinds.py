@@ -32,21 +32,6 @@ _WORDS = {
 }
 
 
-class Kinds(NamedTuple):
-    """The objects at the paths of fields.
-
-    Attributes
-    ----------
-    config
-        The options, with fields of those kinds; the same object if nothing changed.
-    of_fields
-        By name.
-    """
-
-    config: ReaderConfig
-    of_fields: dict[str, FieldKind]
-
-
 class _Found(NamedTuple):
     """The object at a path: `kind` as in `Wanted`, empty for a plain dataset or nothing.
 
@@ -62,24 +47,14 @@ def with_kinds(
     reach: Reach,
     grouping: Grouping | None,
     indices: Mapping[Path, NamedIndex],
-) -> Kinds:
-    """Return the options with fields of the kinds found in the first file.
+) -> tuple[ReaderConfig, dict[str, FieldKind]]:
+    """Return the options with fields of the kinds found in the first file, and these kinds.
 
-    Parameters
-    ----------
-    config, reach
-        The options, and which files links may lead to.
-    grouping
-        Which groups of the files are sequences: the first one determines the kinds.
-    indices
-        Saved indices among the files: the first one determines the kinds that it knows.
+    The options are the same object if nothing changed.
 
-    Raises
-    ------
-    ConfigError
-        If the name of a mask is taken, or a kind does not go together with other options.
-    H5AsyncError
-        If a field is of a kind that cannot be read.
+    The first group of `grouping`, and the first saved index among the files, determine the kinds.
+    ConfigError if the name of a mask is taken, or a kind does not go together with other options;
+    H5AsyncError if a field is of a kind that cannot be read.
     """
     fields = {name: field for name, field in config.batch_fields.items() if type(field) is Field}
     index = indices.get(config.files[0])
@@ -105,16 +80,13 @@ def with_kinds(
         config = config.model_copy(update={"fields": dict(config.batch_fields) | found})
     kinds = kinds_of(config.batch_fields)
     codes = {name: CodesKind(name, kinds[name].field, path) for name, path in columns.items()}
-    return Kinds(config, kinds | codes)
+    return config, kinds | codes
 
 
 def require_alike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> None:
     """Check, after an error, that the paths of fields lead to the same kinds in all files.
 
-    Raises
-    ------
-    DatasetError
-        If they do not; the message says where they differ.
+    DatasetError if they do not; the message says where they differ.
     """
     files = [path for path in config.files if path.suffix != INDEX_SUFFIX]
     if len(files) < 2:

@@ -61,17 +61,10 @@ T = TypeVar("T")
 
 
 class Need(NamedTuple):
-    """The facts to read of each file for one field.
+    """A fact to read of each file for a field: `wanted`, as the module docstring says.
 
-    Attributes
-    ----------
-    name, field
-        The field.
-    wanted
-        See the module docstring.
-    column
-        The path of a categorical column, if these are its codes. Which dataset holds them depends
-        on the version of AnnData that wrote the file.
+    `column` is the path of a categorical column, if these are its codes: which dataset holds them
+    depends on the version of AnnData that wrote the file.
     """
 
     name: str
@@ -101,21 +94,9 @@ def read_known(
     reach: Reach,
     grouping: Grouping | None,
 ) -> dict[str, DatasetLayout]:
-    """Read the facts of a file.
+    """Read the facts of a file, by the names of their needs; columns of groups are joined.
 
-    Parameters
-    ----------
-    path, reach
-        The file, and which others it may refer to.
-    needs
-        By name.
-    grouping
-        Which groups are sequences whose columns are joined.
-
-    Raises
-    ------
-    H5AsyncError
-        If the file is missing, damaged, or does not match the fields.
+    H5AsyncError if the file is missing, damaged, or does not match the fields.
     """
     found: dict[str, DatasetLayout] = {}
     plain = {name: need.field for name, need in needs.items() if not need.wanted.kind}

@@ -158,18 +158,9 @@ class MemoryBudget:
     def plan(self, device_nbytes: int, wanted: Sequence[int]) -> MemoryPlan:
         """Check that all needs of a reader fit together, and divide the rest.
 
-        Parameters
-        ----------
-        device_nbytes
-            Host memory that the device adds to the slots.
-        wanted
-            Per field: bytes of decoded chunks worth keeping in each filler, from
-            `wanted_kept_nbytes`.
-
-        Raises
-        ------
-        BudgetError
-            If they do not fit; the message lists the shares.
+        `device_nbytes` is the host memory that the device adds to the slots; `wanted` are, per
+        field, the bytes worth keeping in each filler, from `wanted_kept_nbytes`. BudgetError if
+        they do not fit; the message lists the shares.
         """
         config, layouts = self._config, list(self._layouts.values())
         threads = max(1, config.filler_threads)

@@ -39,12 +39,8 @@ _MOST_OFFSET = (1 << 63) - 1
 def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
     """Return the layout of the values of a variable-length dataset at a path of a file.
 
-    Raises
-    ------
-    DatasetError
-        If there is none, it cannot be read, or it has too many elements.
-    ReadError
-        If an element cannot be as long as declared.
+    DatasetError if there is none, it cannot be read, or it has too many elements; ReadError if an
+    element cannot be as long as declared.
     """
     layout, forms = references(path, at, reach)
     where = f'{layout.file}: dataset "{layout.path}"'
@@ -131,12 +127,7 @@ def _cut(
 def _files_of_samples(layout: DatasetLayout) -> tuple[Int64s, list[tuple[str, FileStamp]]]:
     """Return which file holds the values of each run of samples, by their references.
 
-    Returns
-    -------
-    begin
-        int64 (runs + 1,): where runs begin, and the number of samples.
-    files
-        The file of each run.
+    The first array has where runs begin, and the number of samples; the list has a file per run.
     """
     known: dict[tuple[str, FileStamp], int] = {}
     number = _numbers_of_files(layout, np.arange(layout.num_samples), known)
@@ -166,21 +157,8 @@ def with_spans(
 ) -> DatasetLayout:
     """Return the layout of flat values with the extent of each sample.
 
-    Parameters
-    ----------
-    layout
-        Of the values.
-    kind, offsets
-        `offsets_kind` of their field, and the path of the dataset of offsets.
-    path, reach
-        The file, and which others it may refer to.
-
-    Raises
-    ------
-    DatasetError
-        If the dataset of offsets is missing, or does not fit.
-    H5AsyncError
-        If it cannot be read.
+    `kind` and `offsets` are the `offsets_kind` of their field, and the path of the dataset of
+    offsets. H5AsyncError if that is missing, does not fit, or cannot be read.
     """
     where = f'{path}: dataset "{offsets}" (offsets of "{layout.path}")'
     found = value_layout(path, offsets, _MOST_OFFSETS, reach)
@@ -248,12 +226,7 @@ def sparse_layouts(
 ) -> tuple[dict[str, DatasetLayout], tuple[int, int]]:
     """Return the layouts of the columns of a sparse field in one file, and its shape.
 
-    Raises
-    ------
-    DatasetError
-        If there is no sparse matrix at the path, or it is damaged.
-    H5AsyncError
-        If it cannot be read.
+    H5AsyncError if there is no sparse matrix at the path, it is damaged, or cannot be read.
     """
     with open_index(path) as file:
         group = sparse_group(file, at, reach)

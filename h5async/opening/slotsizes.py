@@ -93,18 +93,8 @@ def wanted_kept_nbytes(
 ) -> list[int]:
     """Return, per field, how much memory for later batches saves work.
 
-    Parameters
-    ----------
-    config
-        The options.
-    layouts
-        By field.
-    rows
-        Per field: which rows each sample consists of.
-    selected
-        The share of all samples that are in an epoch.
-    in_window
-        Assume ``shuffle="window"``, whatever the options say.
+    `rows` are those of each field's samples, and `selected` is the share of all samples that are in
+    an epoch. `in_window` assumes ``shuffle="window"``, whatever the options say.
     """
     several, wanted = list(layouts.values()), []
     in_window |= config.shuffle == "window"
@@ -144,23 +134,13 @@ def _is_in_order(config: ReaderConfig) -> bool:
 def _in_order_nbytes(
     config: ReaderConfig, layout: DatasetLayout, reach: int, selected: float, most: int
 ) -> int:
-    """Return the memory for keeping chunks when samples come in order.
+    """Return the memory for keeping chunks when samples come in order; at most `most`.
 
     It is for data that consecutive batches share, beyond the chunk or two that are kept in any
     case: groups of chunks that split the same rows, which several batches in flight may need; and
-    chunks that multi-step samples reach back to. If several threads decode one group, it stays
-    until all have got to it, so those of all batches that may be in flight together are kept.
-
-    Parameters
-    ----------
-    config, layout
-        The options, and one field.
-    reach
-        See `_reach`.
-    selected
-        The share of all samples that are in an epoch.
-    most
-        The maximum; the result is 0 if that is too little to be useful.
+    chunks that multi-step samples reach back to (`_reach`). If several threads decode one group, it
+    stays until all have got to it, so those of all batches that may be in flight together are kept.
+    The result is 0 if `most` is too little to be useful.
     """
     wanted, threads = 0, max(1, config.filler_threads)
     spanned = config.batch_size / max(selected, 1e-9)  # rows, by a batch

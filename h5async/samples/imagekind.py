@@ -43,8 +43,7 @@ from h5async.samples.fieldkind import (
     Rows,
     Transforms,
 )
-from h5async.samples.images import Images
-from h5async.samples.ragged import Ragged
+from h5async.samples.ragged import Images, Ragged
 from h5async.samples.raggedkind import EncodedKind
 
 # The shrinking factor above which all pixels are averaged: above 2, neighbours do not suffice.

@@ -284,23 +284,10 @@ class _SparseShapes:
         self._others: set[str] = set()
 
     def add(self, columns: int, where: str, names: Sequence[str]) -> None:
-        """Add the matrix of the next file.
+        """Add the matrix of the next file: its columns, its name in messages, and their names.
 
-        Parameters
-        ----------
-        columns
-            Its number of columns.
-        where
-            Its name in messages.
-        names
-            Of the columns, if they are chosen by name.
-
-        Raises
-        ------
-        DatasetError
-            If it has other columns than the first one, or lacks a required one.
-        ConfigError
-            If there are no such columns.
+        These are only needed if columns are chosen by name. DatasetError if the matrix has other
+        columns than the first one, or lacks a required one; ConfigError if there are no such ones.
         """
         field = self._field
         if not self._where:
