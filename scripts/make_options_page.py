@@ -111,7 +111,7 @@ def _parameters(field: type[Field], but: Collection[str] = ()) -> list[tuple[str
 def _kind(kind: str, field: type[Field]) -> str:
     meaning = (field.__doc__ or "").partition("\n")[0]
     of_all = [option.name for option in options_of(Field)]
-    page = "images.md" if kind == "image" else "ragged.md"
+    page = {"image": "images.md", "audio": "audio.md"}.get(kind, "ragged.md")
     return KIND.format(name=field.__name__, meaning=meaning, kind=kind, page=page) + _table(
         ("parameter", "default", "meaning"), _parameters(field, of_all)
     )

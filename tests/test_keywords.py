@@ -21,6 +21,7 @@ from hdf5files import type_for_h5py
 import h5async
 from h5async import (
     AsyncReader,
+    AudioField,
     Field,
     ImageField,
     RaggedField,
@@ -33,10 +34,17 @@ from h5async import (
 from h5async.config.describe import options_of
 
 ROOT = Path(__file__).parents[1]
-MODELS = (ReaderConfig, Field, RaggedField, ImageField, SparseField, Sequences, Split)
+MODELS = (ReaderConfig, Field, RaggedField, AudioField, ImageField, SparseField, Sequences, Split)
 DESCRIBED = {keywords: model for model in MODELS for keywords in model.keywords}
 POSITIONAL = dict.fromkeys(
-    ("FieldOptions", "RaggedFieldOptions", "ImageFieldOptions", "SparseFieldOptions"), ("path",)
+    (
+        "FieldOptions",
+        "RaggedFieldOptions",
+        "AudioFieldOptions",
+        "ImageFieldOptions",
+        "SparseFieldOptions",
+    ),
+    ("path",),
 ) | {"SplitOptions": ("name", "parts")}
 
 

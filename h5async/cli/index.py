@@ -23,20 +23,11 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.portable import NotPortableError
 from h5async.index.savedindex import IndexedFile, Wanted, write_index
-from h5async.opening.dataset import grouping_of
+from h5async.opening.dataset import grouping_of, on_indexed
 from h5async.opening.fieldkinds import with_kinds
-from h5async.opening.filefacts import (
-    CATEGORIES,
-    NULLABLE,
-    SHAPE,
-    TEXTS,
-    Need,
-    list_known,
-    needs_of,
-    read_known,
-)
+from h5async.opening.filefacts import Need, list_known, needs_of, read_known
 from h5async.opening.filevalues import reach_of
-from h5async.opening.progress import on_indexed
+from h5async.samples.fieldkind import CATEGORIES, NULLABLE, SHAPE, TEXTS
 
 _Files = Annotated[
     list[str] | None, typer.Argument(metavar="FILES...", help="HDF5 files, or globs.")
@@ -121,8 +112,7 @@ def _indexed(
     grouping = grouping_of(config, reach)
     needs: dict[str, Need] = {}
     if config.fields is not None:
-        kinds = with_kinds(config, reach, grouping, {})
-        needs = needs_of(kinds.config.batch_fields, kinds.columns, grouping)
+        needs = needs_of(with_kinds(config, reach, grouping, {})[1], grouping)
     for number, path in enumerate(paths, 1):
         consulted = Consulted()
         recorded = replace(reach, consulted=consulted)

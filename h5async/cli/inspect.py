@@ -34,9 +34,9 @@ from h5async.index.references import references
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.index.sparsegroup import sparse_group
 from h5async.index.tablecolumns import column
-from h5async.opening.filefacts import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, shape_of
 from h5async.opening.filevalues import reach_of
 from h5async.opening.raggedcolumns import heap_layout
+from h5async.samples.fieldkind import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, values_of
 from h5async.system.interruptions import suppressing
 
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
@@ -199,7 +199,8 @@ def _known(wanted: Wanted, layouts: Mapping[Wanted, DatasetLayout], file: Path) 
     if wanted.kind == SHAPE:
         parts = [part("data", ROWS), part("indices", ROWS)]
         there = [one for one in parts if one is not None]
-        return sparse_dataset(wanted.path, file, there, shape_of(layout)) if all(parts) else None
+        rows, columns = values_of(layout).tolist()
+        return sparse_dataset(wanted.path, file, there, (rows, columns)) if all(parts) else None
     if wanted.kind in (CATEGORIES, NULLABLE):
         is_codes = wanted.kind == CATEGORIES
         parts = [part("codes")] if is_codes else [part("values"), part("mask")]

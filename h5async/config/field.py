@@ -31,12 +31,8 @@ if TYPE_CHECKING:
     from h5async.config.hints import Where
 
 _NOT_GIVEN: Any = object()
-_BY_USE = (
-    "ragged",
-    "sparse",
-    "image",
-)  # kinds of fields, in the order in which messages suggest them
-KINDS: dict[str, type[Field]] = {}  # by name; `kinds.py` defines them
+# By name, in the order in which messages suggest them; `kinds.py` defines them.
+KINDS: dict[str, type[Field]] = {}
 _RESERVED_NAMES = frozenset(
     {"copy", "count", "epoch", "index", "keys", "last", "number", "sequence", "size", "step"}
 )
@@ -242,7 +238,7 @@ def kind_of(name: object) -> type[Field]:
     if name is None:
         return Field
     if name not in KINDS:
-        raise ConfigError(f"kind: must be one of {', '.join(KINDS)}, found {shown(name)}")
+        raise ConfigError(f"kind: must be one of {', '.join(sorted(KINDS))}, found {shown(name)}")
     return KINDS[str(name)]
 
 
@@ -250,7 +246,7 @@ def _kind_with(option: str, chosen: type[Field]) -> str | None:
     """Return a kind of field that has an option which the chosen one lacks, if any."""
     if option in chosen.model_fields:
         return None
-    return next((name for name in _BY_USE if option in KINDS[name].model_fields), None)
+    return next((name for name, kind in KINDS.items() if option in kind.model_fields), None)
 
 
 def _of_other_kind(option: str, kind: str, spell: Spell) -> str:

@@ -101,6 +101,12 @@ _IMAGE = _of_field(
     'path = "jpeg", kind = "image", size = [224, 224], flip = true',
     "image",
 )
+_AUDIO = _of_field(
+    _OF_FIELD,
+    'AudioField("flac", sample_rate=16000)',
+    'path = "flac", kind = "audio", sample_rate = 16000',
+    "audio",
+)
 _SEED = _Hint("the order depends only on {}", "seed", 0)
 
 _HINTS: dict[str, tuple[_Hint, ...]] = {
@@ -131,6 +137,7 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
         ("offsets offsets_kind pad_to", (_RAGGED,)),
         ("dense columns missing", (_SPARSE,)),
         ("crop crop_scale crop_ratio flip interpolation", (_IMAGE,)),
+        ("channels mono sample_rate sampling_rate sr", (_AUDIO,)),
         ("generator random_state random_seed", (_SEED,)),
     )
     for name in names.split()

@@ -13,7 +13,7 @@ from pydantic import Field as Bound
 from h5async.config.field import KINDS, Field, FieldOptions
 from h5async.config.frozen import documented, option
 from h5async.config.parts import Values, plain_selection
-from h5async.config.values import Bool, DatasetPath, Integer, Name, Natural
+from h5async.config.values import Bool, DatasetPath, Integer, Name, Natural, Positive
 
 _Pixels = Annotated[int, Bound(ge=1, le=1 << 14)]
 _Positive = Annotated[float, Bound(gt=0, allow_inf_nan=False)]
@@ -183,6 +183,93 @@ class ImageField(RaggedField):
         return self
 
 
+class AudioFieldOptions(RaggedFieldOptions, total=False):
+    """The parameters of `AudioField` except its path."""
+
+    channels: Integer
+    """The number of channels that each recording must have. If there are several, a frame is an
+    array of them.
+    """
+    mono: bool
+    """Deliver the mean of all channels, however many there are."""
+    sample_rate: Integer | None
+    """The sample rate in Hz that each recording must have. None: any. Nothing is resampled."""
+    frames: Integer | None
+    """The most frames to deliver of each recording. None: all of them."""
+    crop: Literal["start", "random"]
+    """The part of a longer recording to deliver. `start`: its first frames. `random`: any other,
+    which seed, epoch and sample determine.
+    """
+    dense: bool
+    """Deliver an array (samples, frames), or (samples, frames, channels), instead of `Ragged`:
+    shorter recordings end with zeros. This needs `frames`.
+    """
+
+
+@documented(AudioFieldOptions)
+class AudioField(RaggedField):
+    """Encoded audio (WAV, FLAC, OGG and what else libsndfile reads), delivered as `Ragged` frames.
+
+    The bytes of a recording are an element of a variable-length dataset, or flat values with
+    `offsets`. `dtype` is float32 (the default), float64, int16 or int32, as soundfile converts
+    them.
+
+    Raises
+    ------
+    ConfigError
+        If a value is invalid.
+
+    Examples
+    --------
+    >>> import io, soundfile
+    >>> with h5py.File("speech.h5", "w") as file:
+    ...     flac = file.create_dataset("flac", (3,), h5py.vlen_dtype(np.uint8))
+    ...     for number in range(3):
+    ...         encoded = io.BytesIO()
+    ...         soundfile.write(encoded, np.zeros(400 + number), 16000, format="FLAC")
+    ...         flac[number] = np.frombuffer(encoded.getvalue(), np.uint8)
+    >>> with AsyncReader(hdf5_path="speech.h5", fields={"audio": AudioField("flac")}) as reader:
+    ...     reader.get_next_batch().audio
+    <Ragged: 3 samples, 1,203 values of float32>
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, path: DatasetPath, **options: Unpack[AudioFieldOptions]) -> None: ...
+
+    channels: Positive = 1
+    mono: Bool = False
+    sample_rate: Positive | None = None
+    frames: Positive | None = None
+    crop: Literal["start", "random"] = "start"
+    dense: Bool = False
+
+    @model_validator(mode="after")
+    def _check_audio(self) -> AudioField:
+        for name in ("axes", "scale", "offset", "decode_cf"):
+            if getattr(self, name) not in (None, False):
+                raise ValueError(f"{name} cannot be used with audio; compute in postprocess")
+        if self.pad_to is not None:
+            raise ValueError("pad_to is for ragged fields; give audio frames, and dense=True")
+        if self.decoded_dtype.name not in ("float32", "float64", "int16", "int32"):
+            raise ValueError(
+                f"dtype of audio must be float32, float64, int16 or int32, found {self.dtype}"
+            )
+        if self.mono and self.channels != 1:
+            raise ValueError("mono delivers one channel; leave out channels")
+        if self.mono and self.decoded_dtype.kind != "f":
+            raise ValueError(f"mono delivers means, which need a float dtype, found {self.dtype}")
+        for name, is_given in (('crop="random"', self.crop == "random"), ("dense", self.dense)):
+            if is_given and self.frames is None:
+                raise ValueError(f"{name} needs frames: how many to deliver of each recording")
+        return self
+
+    @property
+    def decoded_dtype(self) -> np.dtype[Any]:
+        """The delivered dtype."""
+        return np.dtype(np.float32) if self.dtype is None else self.dtype
+
+
 class SparseFieldOptions(FieldOptions, total=False):
     """The parameters of `SparseField` except its path."""
 
@@ -289,4 +376,4 @@ def _require_first_dimension(field: Field) -> None:
         raise ValueError(f"num_dim must be 0 for this kind of field, found {field.num_dim}")
 
 
-KINDS.update(image=ImageField, ragged=RaggedField, sparse=SparseField)
+KINDS.update(ragged=RaggedField, sparse=SparseField, image=ImageField, audio=AudioField)

@@ -28,7 +28,7 @@ from h5async.io.growing import plain_memory
 from h5async.io.shared import SharedMemory, page_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
-from h5async.samples.devicefields import Outline
+from h5async.samples.fieldkind import Outline
 
 _BYTE = np.dtype(np.uint8)
 

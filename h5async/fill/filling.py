@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ImageField, ReaderConfig
+from h5async.config import ReaderConfig
 from h5async.core.binding import load_core, mapping_mode
 from h5async.errors import ReaderClosedError
-from h5async.fill.imagedecoding import ImageDecoder
+from h5async.fill.imagedecoding import BatchDecoder
 from h5async.fill.outcomes import Calls, FillerStats, Recorded, Recording
 from h5async.fill.phases import Delivery, Phases
 from h5async.fill.pool import Work, WorkPool
@@ -35,7 +35,7 @@ from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
-from h5async.samples.columns import Assembly, SlotMemory
+from h5async.samples.kinds import Assembly, SlotMemory
 from h5async.system.timeline import Recorder, Timeline
 
 
@@ -69,7 +69,7 @@ class Filler:
         self._next_requests = calls.next_requests
         function, postprocess = load_function(config.postprocess), None
         if function is not None:
-            masks = masks_of(config.batch_fields, opened.layouts, samplings.rows)
+            masks = masks_of(opened.kinds, opened.layouts, samplings.rows)
             postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
         self._cache = _open_cache(config, samplings, several, memory_plan)
         cache = self._cache if isinstance(self._cache, HostCache) else None
@@ -99,11 +99,10 @@ class Filler:
             )
             decoding = max(1, num_threads) * max(1, config.num_helpers)
             limit_nbytes = memory_plan.limit_nbytes
-            self._images = None
-            if any(isinstance(field, ImageField) for field in config.batch_fields.values()):
-                self._images = ImageDecoder(
-                    opened, samplings.rows, self._core, slots, decoding, limit_nbytes, device.left
-                )
+            decoder = BatchDecoder(
+                opened, samplings.rows, self._core, slots, decoding, limit_nbytes, device.left
+            )
+            self._decoder = decoder if decoder.fields else None
             assembly = new_assembly(opened, samplings)
             self.submissions: Submissions | None = None
             selection = samplings.selection
@@ -122,7 +121,7 @@ class Filler:
                 self._reader,
                 samplings,
                 slots,
-                Delivery(assembly, device.left, self._images, postprocess),
+                Delivery(assembly, device.left, self._decoder, postprocess),
                 self._resident,
                 calls,
                 recorder,
@@ -189,7 +188,7 @@ class Filler:
             self._reader.counts(),
             self._executors.fallback_reads,
             str(self._cache or "none"),
-            0 if self._images is None else self._images.broken_images,
+            0 if self._decoder is None else self._decoder.broken_images,
         )
 
     def record(self, timeline: Timeline | None) -> None:
@@ -249,12 +248,10 @@ class Filler:
 
 def new_assembly(opened: OpenedDataset, samplings: Samplings) -> Assembly:
     """Return the `Assembly` that makes arrays of fields from those of columns."""
-    config, layouts, shapes, categories = opened
-    first = next(iter(layouts.values()))
+    first = next(iter(opened.layouts.values()))
     counts = [count for _, count in first.file_samples] or [first.sample_count]
     first_samples = np.cumsum([0, *counts], dtype=np.int64)
-    limited = [name for name, layout in layouts.items() if layout.limit is not None]
-    return Assembly(config.batch_fields, samplings.rows, shapes, first_samples, categories, limited)
+    return Assembly(opened.kinds, samplings.rows, first_samples)
 
 
 def _open_cache(

@@ -1,60 +1,41 @@
-"""Decodes the images of a batch, in parallel in all threads, resizes and transforms them.
+"""Decodes the encoded samples of a batch, such as images, in parallel in all threads.
 
-Encoded images enter, as `Ragged` bytes; arrays of pixels leave, or `Images` if sizes differ. Pixels
-are in memory of the slot, which is allocated once if their size is known, and else grows with the
-largest batch. If several samples of a batch share an image by their steps, it is decoded once.
+Encoded samples enter, as `Ragged` bytes; what their kinds deliver leaves. It lies in memory of the
+slot, which is allocated once if its size is known, and else grows with the largest batch.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import threading
-from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.imageformats import (
-    CHANNELS,
-    MOST_NBYTES,
-    ImageHeader,
-    decode_rgb,
-    header_rows,
-    read_header,
-)
-from h5async.config import ImageField
-from h5async.core.binding import Core, address
-from h5async.errors import DatasetError, ReadError, needs_package
-from h5async.fill.reading import Slots, transformer
-from h5async.index.layout import DatasetLayout
+from h5async.core.binding import Core
+from h5async.fill.reading import Slots
 from h5async.io.growing import Growing, plain_memory
 from h5async.opening.dataset import OpenedDataset
-from h5async.order.rows import StepSpans
-from h5async.plan.crops import are_flipped, center_boxes, random_boxes, random_numbers
-from h5async.plan.records import Int64s
-from h5async.plan.transform import RowTransform, image_transform, sized_nbytes
-from h5async.samples.columns import Rows
-from h5async.samples.images import Images
-from h5async.samples.ragged import Ragged
-
-# The shrinking factor above which all pixels are averaged: above 2, neighbours do not suffice.
-_AREA_ABOVE = {"auto": 2.0, "area": 0.0, "linear": math.inf}
-
-Empty = Callable[[int], NDArray[np.uint8]]  # returns new memory
-ImageWork = Callable[[], bool]  # decodes an image; returns False if it was broken and replaced
+from h5async.plan.crops import random_numbers
+from h5async.samples.fieldkind import (
+    DecodingWork,
+    EncodedBatch,
+    FieldDecoder,
+    FieldKind,
+    Rows,
+)
 
 
-class ImageDecoder:
-    """Decodes the fields of batches that are images. Safe to use from many threads.
+class BatchDecoder:
+    """Decodes the encoded fields of batches. Safe to use from many threads.
 
-    `rows` are the images of each sample, by column. `threads`, in all processes, decode at the same
-    time. `limit_nbytes` limits the pixels in all slots, and the memory that decoding takes beside
-    them. A device transforms the pixels of the fields `left`: batches have them as decoded.
+    `rows` are those that each sample consists of, by column. `threads`, in all processes, decode at
+    the same time. `limit_nbytes` limits the decoded samples in all slots, and what decoding takes
+    beside them. A device transforms the fields `left`: batches have them as decoded.
 
-    Raises as `ImageFieldDecoder`.
+    Raises as `FieldKind.decoder`.
     """
 
     def __init__(
@@ -69,31 +50,27 @@ class ImageDecoder:
     ) -> None:
         self._seed = opened.config.seed
         self._of_batch = limit_nbytes // max(1, len(slots.memory))
-        spans = dict(zip(opened.layouts, rows, strict=True))
+        of_sample = limit_nbytes // max(1, threads)
+        kinds, layouts = opened.kinds, opened.layouts
+        spans = dict(zip(layouts, rows, strict=True))
+        of_slots = {n: kind.as_decoded if n in left else kind for n, kind in kinds.items()}
 
-        def decoder(name: str, field: ImageField) -> ImageFieldDecoder:
-            of_image = limit_nbytes // max(1, threads)
-            return ImageFieldDecoder(field, opened.layouts[name], spans[name], core, of_image)
+        def decoders(several: Mapping[str, FieldKind]) -> dict[int, FieldDecoder]:
+            found = {
+                number: kind.decoder(layouts[name], spans[name], core, of_sample)
+                for number, (name, kind) in enumerate(several.items())
+            }
+            return {number: one for number, one in found.items() if one is not None}
 
-        several = [
-            (number, name, field)
-            for number, (name, field) in enumerate(opened.config.batch_fields.items())
-            if isinstance(field, ImageField)
-        ]
-        self.fields = {number: decoder(name, field) for number, name, field in several}
-        self._of_slots = self.fields | {
-            number: decoder(name, as_decoded(field))
-            for number, name, field in several
-            if name in left
-        }
+        self.fields = decoders(kinds)
+        self._of_slots = decoders(of_slots) if left else self.fields
+        sizes = [kind.decoded_nbytes(slots.rows) for kind in of_slots.values()]
         self._memory = [
             {
                 number: Growing(
-                    slots.new_memory,
-                    sized_nbytes(one.field, slots.rows),
-                    slot.made[number] if slot.made else None,
+                    slots.new_memory, sizes[number], slot.made[number] if slot.made else None
                 )
-                for number, one in self._of_slots.items()
+                for number in self._of_slots
             }
             for slot in slots.memory
         ]
@@ -102,59 +79,60 @@ class ImageDecoder:
 
     @property
     def broken_images(self) -> int:
-        """The number of images replaced so far."""
+        """The number of samples replaced so far."""
         return self._broken
 
     def note_broken(self) -> None:
-        """Count an image that was replaced."""
+        """Count a sample that was replaced."""
         with self._lock:
             self._broken += 1
 
     def batch(
-        self, arrays: tuple[Any, ...], index: Int64s, epoch: int, slot: int | None
-    ) -> BatchImages:
-        """Begin to decode a batch; `BatchImages.work` does it.
+        self, arrays: tuple[Any, ...], index: NDArray[np.int64], epoch: int, slot: int | None
+    ) -> DecodedBatch:
+        """Begin to decode a batch; `DecodedBatch.work` does it.
 
         `arrays` are those of all fields; random numbers depend on `epoch` and `index`. Without a
-        `slot`, memory is new, and pixels are always transformed. `ReadError` is raised if a header
-        must be read, and is broken, or images take too much memory.
+        `slot`, memory is new, and the device transforms nothing. `ReadError` is raised if a header
+        must be read, and is broken, or samples take too much memory.
         """
         found, most = list(arrays), self._of_batch
-        todo: list[ImageWork] = []
+        todo: list[DecodingWork] = []
         numbers = None
         if any(field.is_random for field in self.fields.values()):
             numbers = random_numbers(self._seed, epoch, index)
         for number, field in (self.fields if slot is None else self._of_slots).items():
             memory = Growing(plain_memory) if slot is None else self._memory[slot][number]
-            found[number], works = field.begin(arrays[number], index, numbers, memory.of, most)
+            encoded = EncodedBatch(arrays[number], index, numbers, memory.of, most)
+            found[number], works = field.begin(encoded)
             todo += works
-        return BatchImages(tuple(found), todo, self.note_broken)
+        return DecodedBatch(tuple(found), todo, self.note_broken)
 
     def close(self) -> None:
         """Release the memory."""
         self._memory = []
 
 
-class BatchImages:
-    """The images of one batch while `work` decodes them to the delivered `arrays`.
+class DecodedBatch:
+    """The encoded samples of one batch while `work` decodes them to the delivered `arrays`.
 
-    There is one of `works` per image, made before any is decoded, as a loop over all is fastest.
+    There is one of `works` per sample, made before any is decoded, as a loop over all is fastest.
     """
 
     def __init__(
-        self, arrays: tuple[Any, ...], works: list[ImageWork], note_broken: Callable[[], None]
+        self, arrays: tuple[Any, ...], works: list[DecodingWork], note_broken: Callable[[], None]
     ) -> None:
         self.arrays = arrays
         self.count = len(works)
         self._works = works
         self._note_broken = note_broken
-        # Threads take images one by one, because decoding times differ much.
+        # Threads take samples one by one, because decoding times differ much.
         self._todo = itertools.count()
 
     def work(self, must_end: Callable[[], bool], end: int) -> None:
-        """Decode images until `end` were begun, or `must_end` is true; any number of threads may.
+        """Decode samples until `end` were begun, or `must_end` is true; any number of threads may.
 
-        `ReadError` is raised if an image is broken.
+        `ReadError` is raised if one is broken.
         """
         while not must_end():
             number = next(self._todo)
@@ -164,279 +142,3 @@ class BatchImages:
                 self._note_broken()
             if number + 1 >= end:
                 return
-
-
-class _Scratch(threading.local):
-    """Memory of the calling thread."""
-
-    def __init__(self) -> None:
-        self.decoded, self.resized = Growing(plain_memory), Growing(plain_memory)
-
-
-class ImageFieldDecoder:
-    """Decodes the images of one field. Safe to use from many threads.
-
-    `spans` are the images of each sample; an image takes at most `limit_nbytes` while it is
-    decoded. `DatasetError` is raised if the dataset does not hold bytes, `MissingPackageError` if
-    OpenCV is needed and not installed.
-    """
-
-    def __init__(
-        self,
-        field: ImageField,
-        layout: DatasetLayout,
-        spans: Rows,
-        core: Core | None,
-        limit_nbytes: int,
-    ) -> None:
-        if layout.dtype.kind not in "iu" or layout.row_nbytes != 1:
-            raise DatasetError(
-                f'{layout.file}: dataset "{layout.path}": images are bytes (uint8), found'
-                f" {layout.dtype}{list(layout.row_shape) or ''}; give the dataset of encoded images"
-            )
-        self.field = field
-        self._layout = layout
-        self._spans = spans
-        self._limit_nbytes = limit_nbytes
-        self.is_random = field.flip or field.crop == "random"
-        self._replaces = field.on_error == "zero" and field.size is not None
-        self._is_plain = image_transform(field, (1, 1, CHANNELS)).is_identity
-        self._core = core
-        self._own = _Scratch()
-        self._cv2: Any = None if field.size is None and not field.flip else _opencv()
-        counts = [count for _, count in layout.file_samples]
-        self._ends = np.cumsum(counts or [layout.sample_count])
-        # Of pixels, by shape. Shapes repeat, but there may be very many.
-        self._transforms = lru_cache(256)(partial(_transforms, field, core))
-
-    def begin(
-        self,
-        encoded: Ragged,
-        index: Int64s,
-        numbers: NDArray[np.float64] | None,
-        empty: Empty,
-        most_nbytes: int,
-    ) -> tuple[Any, list[ImageWork]]:
-        """Return the array or `Images` of a batch, and the work that fills it with pixels.
-
-        `encoded` are the bytes of images; if samples consist of steps, those of the batch's runs.
-        `numbers` are the samples' random numbers, if needed. Pixels take at most `most_nbytes`.
-        Raises as `ImageDecoder.batch`.
-        """
-        encoded = Ragged(encoded.values.view(np.uint8), encoded.offsets)
-        runs: Int64s = index
-        images: Int64s = np.arange(index.size)  # the image of each place
-        if isinstance(self._spans, StepSpans):
-            runs, images = self._spans.places(index)
-        headers = self._headers(encoded, runs)
-        if self.field.size is None:
-            delivered = outs = self._unsized(headers, index, empty, most_nbytes)
-        else:
-            transform, _ = self._transforms((*self.field.size, CHANNELS))
-            block = empty(transform.nbytes * images.size)
-            delivered = np.ndarray((*images.shape, *transform.row), transform.dtype, block)
-            outs = delivered.reshape(-1, *transform.row)
-        if numbers is not None and images.ndim > 1:  # the same for all steps of a sample
-            numbers = np.repeat(numbers, images.size // index.size, axis=0)
-        places = np.argsort(images, axis=None, kind="stable")  # by image; first those without
-        first = np.searchsorted(images.ravel()[places], np.arange(runs.size + 1))
-        places, missing, first = places[first[0] :], places[: first[0]], first - first[0]
-        numbers = None if numbers is None else numbers[places]
-        cuts = self._cuts(headers[images.ravel()[places]], numbers)
-        several = [outs[place] for place in places.tolist()]
-        works: list[ImageWork] = [
-            partial(self._decode, data, ImageHeader._make(header), several[a:b], cuts[a:b], run)
-            for data, header, (a, b), run in zip(
-                encoded, headers.tolist(), itertools.pairwise(first.tolist()), runs, strict=True
-            )
-        ]
-        if missing.size:
-            works.append(partial(self._blacken, [outs[place] for place in missing.tolist()], True))
-        return delivered, works
-
-    def _unsized(self, headers: Int64s, index: Int64s, empty: Empty, most_nbytes: int) -> Any:
-        """Return an array for images that keep their sizes; `Images` if these differ."""
-        shapes = headers[:, 1:3]
-        are_equal = bool((shapes == shapes[0]).all())
-        kinds = shapes[:1] if are_equal else shapes
-        transforms = [self._transforms((*shape, CHANNELS))[0] for shape in kinds.tolist()]
-        first, total = transforms[0], sum(transform.nbytes for transform in transforms)
-        total = index.size * total if are_equal else total
-        if total > most_nbytes:
-            raise ReadError(
-                f"{self._where(int(index[0]))} and the others of its batch have"
-                f" {total:,} bytes of pixels, more than the {most_nbytes:,} that they may"
-                " take; make batch_size smaller, give a size, or set max_batch_bytes if you trust"
-                " the file"
-            )
-        block = empty(total)
-        if are_equal:
-            return np.ndarray((index.size, *first.row), first.dtype, block)
-        offsets = np.cumsum([0, *(math.prod(transform.row) for transform in transforms)])
-        rows = np.array([transform.row for transform in transforms], np.int64)
-        return Images(block.view(first.dtype), offsets, rows)
-
-    def _headers(self, encoded: Ragged, runs: Int64s) -> Int64s:
-        """Return the headers of images as rows; zeros for those that are to be replaced.
-
-        `ReadError` is raised if one is broken or too large, and is not to be replaced.
-        """
-        values, offsets = map(np.ascontiguousarray, (encoded.values, encoded.offsets))
-        core = self._core
-        if core is None:
-            rows = header_rows(values, offsets)
-        else:
-            rows = np.empty((runs.size, len(ImageHeader._fields)), np.int64)
-            core.image_headers(*map(address, (values, offsets, rows)), values.size, runs.size)
-        nbytes = rows[:, 1].astype(np.float64) * rows[:, 2] * MOST_NBYTES
-        is_strange = (nbytes == 0) | (nbytes > self._limit_nbytes)
-        for number in np.flatnonzero(is_strange).tolist():
-            try:
-                rows[number] = self._header(encoded[number], int(runs[number]))
-            except ReadError:
-                if not self._replaces:
-                    raise
-                rows[number] = 0
-        return rows
-
-    def _cuts(
-        self, headers: Int64s, numbers: NDArray[np.float64] | None
-    ) -> Sequence[list[int] | None]:
-        """Return, per image, the delivered part; None means all of it, unchanged.
-
-        A part is bounds (top, bottom, left, right), how it is resized, and whether it is flipped.
-        `headers` has a row per image; `numbers` has rows of `random_numbers`, if needed.
-        """
-        field = self.field
-        if field.size is None and not field.flip:
-            return [None] * len(headers)
-        cuts = np.zeros((len(headers), 6), np.int64)
-        heights, widths = np.maximum(headers[:, 1:3].T, 1)  # 0 for those to be replaced
-        if field.size is not None:
-            if field.crop == "center":
-                boxes = center_boxes(heights, widths, field.size)
-            else:
-                assert numbers is not None
-                bounds = field.crop_scale, field.crop_ratio
-                boxes = random_boxes(heights, widths, *bounds, numbers)
-            cuts[:, 0:4:2] = boxes[:, :2]
-            cuts[:, 1:4:2] = boxes[:, :2] + boxes[:, 2:]
-            shrinks = (boxes[:, 2:] / field.size).max(axis=1)
-            by_area = shrinks > _AREA_ABOVE[field.interpolation]
-            cuts[:, 4] = np.where(by_area, self._cv2.INTER_AREA, self._cv2.INTER_LINEAR)
-        if field.flip:
-            assert numbers is not None
-            cuts[:, 5] = are_flipped(numbers)
-        found: list[list[int]] = cuts.tolist()
-        return found
-
-    def _decode(
-        self,
-        data: NDArray[np.uint8],
-        header: ImageHeader,
-        outs: Sequence[NDArray[Any]],
-        cuts: Sequence[list[int] | None],
-        run: np.int64,
-    ) -> bool:
-        """Decode an image to its places, each with a cut of its own; False if it was replaced.
-
-        `ReadError` is raised if it is broken, and not to be replaced.
-        """
-        first = outs[0]
-        goes_there = self._is_plain and self.field.size is None
-        try:
-            if not header.height:
-                raise ValueError("has no header")
-            pixels = first if goes_there else _image(self._own.decoded, header.shape)
-            decode_rgb(data, header, pixels)
-        except ValueError as error:
-            if not self._replaces:
-                raise ReadError(f"{self._where(int(run))} {error}; {_REMEDY}") from error
-            return self._blacken(outs, False)
-        for out, cut in zip(outs, cuts, strict=True):
-            if out is not first and not self.is_random:
-                np.copyto(out, first)
-                continue
-            part = pixels if cut is None else self._cut(pixels, out, cut)
-            if part is not out:
-                self._deliver(part, out)
-        return True
-
-    def _cut(
-        self, pixels: NDArray[np.uint8], out: NDArray[Any], cut: list[int]
-    ) -> NDArray[np.uint8]:
-        """Cut, resize and flip decoded pixels; return the result, in `out` if it is final."""
-        top, bottom, left, right, how, is_flipped = cut
-        size = self.field.size
-        if size is not None:
-            part, shape = pixels[top:bottom, left:right], (*size, CHANNELS)
-            pixels = out if self._is_plain else _image(self._own.resized, shape)
-            self._cv2.resize(part, size[::-1], pixels, 0, 0, how)
-        if is_flipped:
-            self._cv2.flip(pixels, 1, pixels)
-        return pixels
-
-    def _blacken(self, several: Sequence[NDArray[Any]], found: bool) -> bool:
-        """Fill in zeros in place of images that are resized; return `found`."""
-        assert self.field.size is not None
-        pixels = np.zeros((*self.field.size, CHANNELS), np.uint8)
-        for out in several:
-            self._deliver(pixels, out)
-        return found
-
-    def _header(self, data: NDArray[np.uint8], sample: int) -> ImageHeader:
-        try:
-            header = read_header(data)
-        except ValueError as error:
-            raise ReadError(f"{self._where(sample)} {error}; {_REMEDY}") from error
-        if header.nbytes > self._limit_nbytes:
-            raise ReadError(
-                f"{self._where(sample)} declares {header.height:,} x {header.width:,} pixels, which"
-                f" take {header.nbytes:,} bytes, more than the {self._limit_nbytes:,} that a thread"
-                " may take for one; set max_batch_bytes if you trust the file"
-            )
-        return header
-
-    def _deliver(self, pixels: NDArray[np.uint8], out: NDArray[Any]) -> None:
-        if self._is_plain:
-            np.copyto(out, pixels)
-        else:
-            apply = self._transforms(pixels.shape)[1]
-            apply(pixels[np.newaxis], out[np.newaxis], np.zeros(1, np.int64))
-
-    def _where(self, sample: int) -> str:
-        layout, number = self._layout, int(np.searchsorted(self._ends, sample, side="right"))
-        if layout.sequences is not None and layout.heaps:  # each of a dataset of its own
-            heap = [one for one in layout.heaps if one.first_sample <= sample][-1]
-            element = sample - heap.first_sample
-            return f"{heap.elements.where}: the image of element {element} (sample {sample})"
-        file = layout.file_samples[number][0] if layout.file_samples else layout.file
-        first = int(self._ends[number - 1]) if number else 0
-        among = f" (sample {sample - first} of this file)" if first else ""
-        return f'{file}: dataset "{layout.path}": the image of sample {sample}{among}'
-
-
-_REMEDY = 'mend the file, leave the sample out by indices, or set on_error="zero" and a size'
-
-
-def _transforms(
-    field: ImageField, core: Core | None, shape: tuple[int, int, int]
-) -> tuple[RowTransform, Callable[..., None]]:
-    transform = image_transform(field, shape)
-    return transform, transformer(core, transform)
-
-
-def _image(memory: Growing, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    found: NDArray[np.uint8] = memory.of(math.prod(shape)).reshape(shape)
-    return found
-
-
-def as_decoded(field: ImageField) -> ImageField:
-    """Return a field whose pixels are delivered as decoded."""
-    return field.model_copy(update={"axes": None, "dtype": None, "scale": None, "offset": None})
-
-
-def _opencv() -> Any:
-    with needs_package("opencv-python-headless", "images that are resized or flipped"):
-        import cv2
-    return cv2

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from h5async.core.binding import Core, CoreTrace
 from h5async.fill.reading import BatchReader
 from h5async.order.sampling import FillRequest
-from h5async.samples.columns import INDICES
+from h5async.samples.fieldkind import field_of
 from h5async.system.timeline import (
     CORE_STAGES,
     STAGES,
@@ -131,7 +131,7 @@ class Recording:
     ) -> None:
         self.timeline = timeline
         self._recorder = recorder
-        self._fields = [name.removesuffix(INDICES) for name in columns]
+        self._fields = list(map(field_of, columns))
         self._reader: BatchReader | None = reader
         self._source_path = reader.source_path
         self._paths: dict[int, int | str] = {-1: -1}

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
-from h5async.fill.imagedecoding import BatchImages, ImageDecoder
+from h5async.fill.imagedecoding import BatchDecoder, DecodedBatch
 from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, postprocessed
@@ -29,7 +29,7 @@ from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.plan.records import GatherPlan
 from h5async.plan.shares import PlanSlice, cut
-from h5async.samples.columns import Assembly, SlotMemory
+from h5async.samples.kinds import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder
 
@@ -46,7 +46,7 @@ class _Fill:
     busy_ns: int = 0
     is_resident: bool = False
     generation: int = 0  # see `Residency`
-    images: BatchImages | None = None
+    images: DecodedBatch | None = None
     shares_left: int = 0
     error: BaseException | None = None
 
@@ -59,7 +59,7 @@ class Delivery(NamedTuple):
 
     assembly: Assembly
     left: Collection[str]
-    images: ImageDecoder | None
+    images: BatchDecoder | None
     postprocess: Postprocess | None
 
 
@@ -243,7 +243,7 @@ class Phases:
             meanwhile = [self._pool.begin_next]
         self._begin(batch, works, self._finish, meanwhile)
 
-    def _decode_images(self, batch: _Fill, images: BatchImages, end: int) -> None:
+    def _decode_images(self, batch: _Fill, images: DecodedBatch, end: int) -> None:
         begin = time.perf_counter_ns()
         with self._recorder.ranges("decode"):
             images.work(lambda: batch.error is not None or self._pool.is_stopped, end)

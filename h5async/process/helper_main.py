@@ -46,7 +46,7 @@ from h5async.process.messages import (
     portable,
 )
 from h5async.process.sharedslots import HelperSlots
-from h5async.samples.columns import first_columns_of
+from h5async.samples.kinds import first_columns_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 from h5async.system.timeline import Timeline
@@ -246,8 +246,7 @@ def _told(config: ReaderConfig, opened: OpenedDataset, chosen: Chosen) -> Opened
         else layout
         for name, layout in opened.layouts.items()
     }
-    fields = None if opened.config is config else opened.config.batch_fields
-    return Opened(layouts, chosen, fields, opened.shapes, opened.categories)
+    return Opened(layouts, chosen, opened.kinds, opened.config is not config)
 
 
 def _give_up(error: BaseException) -> None:

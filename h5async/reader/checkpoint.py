@@ -16,8 +16,7 @@ from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
-from h5async.opening.dataset import Samplings
-from h5async.opening.samplelengths import digest
+from h5async.opening.dataset import Samplings, digest
 from h5async.reader.position import SavedPosition
 
 _VERSION = 1

@@ -30,7 +30,7 @@ SPLIT: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5async.opening.limits._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.opening.slotsizes._KEPT_WHOLE_NBYTES", 0)
 
 
 def write(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], seed: int = 0) -> Any:
