@@ -248,8 +248,8 @@ def window_order(
     The field with the largest units decides what a unit is; neighbouring units are merged if rows
     are ragged, or if samples have `steps` within a sequence. The window holds as many decoded units
     as fit into `window_nbytes`, with room for others, and at most half of all units (of a rank).
-    With several ranks, the order depends on `batch_size`. `selection` is ascending, and its
-    positions are ordered; afterwards, samples may be moved by `moved_samples`.
+    With several ranks, the order depends on `batch_size`. Positions of `selection`, ascending, are
+    ordered; afterwards, samples may be moved by `moved_samples`.
     """
     leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
     bounds = leader.sample_bounds()
