@@ -16,7 +16,7 @@ from h5async.observe.chunkuse import ChunkFacts
 from h5async.observe.stats import ChunkAdvice, Remedy
 from h5async.opening.slotsizes import wanted_kept_nbytes
 from h5async.spelling import as_keyword, spelled
-from h5async.system.counts import STAGES
+from h5async.system.timeline import STAGES
 
 ROW = (32, 32, 3)
 GZIP: dict[str, Any] = {"compression": "gzip", "compression_opts": 1}

@@ -23,25 +23,11 @@ _PLAIN_TYPES = (bool, int, float, str, Path)
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a configuration.
+    """One option of a configuration; `default_text`, `values` and `shell` are as in `option`.
 
-    Attributes
-    ----------
-    description, shell
-        Its meaning, and its meaning on the command line.
-    type
-        The type of one value on a command line: bool, int, float, str or Path. It is str for
-        numbers with a syntax of their own, which `values` shows.
-    choices
-        The only values, except None, and numbers if `type` is one; empty means any.
-    is_list, is_mapping, is_function
-        Whether it takes several values, whether these have names, and whether it takes a function.
-    takes_names
-        Whether it takes a name instead of an integer.
-    default_text
-        The default in words, if its value does not tell; else empty.
-    values
-        Syntax of its values, if `type` and `choices` do not tell; else empty.
+    `type` is that of one value on a command line: bool, int, float, str or Path. It is str for
+    numbers with a syntax of their own. `choices` are the only values, except None, and numbers if
+    `type` is one; empty means any. A mapping is a list of values with names.
     """
 
     name: str

@@ -57,10 +57,7 @@ class Frozen(BaseModel):
 
     @classmethod
     def check_names(cls, names: Iterable[str], where: Where = "keyword") -> None:
-        """Check that names are options; `where` tells how messages spell them.
-
-        Raises `ConfigError` for an unknown name, and suggests the one meant.
-        """
+        """Check that names are options; else raise `ConfigError`, spelled as in `where`."""
         known = list(cls.model_fields)
         for name in names:
             if name not in known:
@@ -88,10 +85,7 @@ Frozen.copy = _Absent()  # type: ignore[assignment,method-assign]
 
 @dataclass(frozen=True)
 class Words:
-    """Texts for the help and the options page beside an option's description; see `option`.
-
-    They are metadata of the option's type, which pydantic ignores.
-    """
+    """Texts about an option, see `option`: metadata of its type, which pydantic ignores."""
 
     default_text: str = ""
     values: str = ""
@@ -106,20 +100,11 @@ def option(
     values: str = "",
     shell: str = "",
 ) -> Any:
-    """Declare an option.
+    """Declare an option, with its default or `REQUIRED`.
 
-    Parameters
-    ----------
-    default
-        Its default, or `REQUIRED`.
-    description
-        Its meaning, unless a docstring tells; see `documented`.
-    default_text
-        The default in words, if its value does not tell.
-    values
-        Syntax of its values, if its type does not tell: ``"auto|cpu|cuda"``.
-    shell
-        Its meaning on the command line, if different from `description`.
+    `description` is its meaning, unless a docstring tells; see `documented`. `shell` is its meaning
+    on the command line, if different; `default_text`, the default in words, if its value does not
+    tell; `values`, the syntax of its values, if its type does not tell: ``"auto|cpu|cuda"``.
     """
     declared = Bound(default, description=description or None)
     declared.metadata.append(Words(default_text, values, shell))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.samples.fieldkind import FieldKind, Mask, Rows
 from h5async.samples.samplearrays import SampleArrays
 from h5async.spelling import named
@@ -56,20 +56,9 @@ def masks_of(
 class Postprocess:
     """A user's function to call for batches. As thread-safe as the function.
 
-    It gets the arrays in field order or, if its parameters have the names of all fields, by name.
-    It also gets those of ``rng``, ``index``, ``epoch`` and ``number`` that are among its further
-    parameters, by name.
-
-    Parameters
-    ----------
-    function
-        Returns the same number of arrays, or None if it worked in place.
-    names
-        Of the fields, in order.
-    seed
-        Of the reader.
-    masks
-        By name, functions from sample numbers to masks, for parameters of these names.
+    It gets the arrays in field order or, if its parameters have the `names` of all fields, by name.
+    Of ``rng``, ``index``, ``epoch``, ``number`` and `masks`, it also gets those that are among its
+    further parameters, by name. `masks` are made of sample numbers.
     """
 
     def __init__(

@@ -18,9 +18,8 @@ from h5async.index.similardatasets import AlikeParts, kinds_of
 from h5async.names import printable
 from h5async.observe.stats import ChunkAdvice, Remedy
 from h5async.opening.slotsizes import wanted_kept_nbytes
+from h5async.order.rows import SpanRows, StepRows
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows
-from h5async.order.steps import StepRows
 from h5async.samples.fieldkind import Rows, field_of
 from h5async.spelling import named
 from h5async.system.resources import free_memory

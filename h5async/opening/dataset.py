@@ -30,9 +30,8 @@ from h5async.opening.fieldkinds import require_alike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
 from h5async.opening.selecting import Chosen, choose, step_rows
-from h5async.order.requests import FillRequest
-from h5async.order.sampling import Order, OrderKey, Sampling
-from h5async.order.spans import LengthRows, SpanRows, StepSpans
+from h5async.order.rows import LengthRows, SpanRows, StepSpans
+from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling
 from h5async.samples.fieldkind import FieldKind, Known, Rows, steps_of
 from h5async.samples.kinds import columns_of, kinds_of, spans_of
 from h5async.spelling import named
@@ -403,8 +402,10 @@ def _lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> L
     option = "bucket" if config.batch_values is None else "batch_values"
     if getattr(config, option) is None:
         return None
-    from h5async.order.cutting import NO_LIMIT
-    from h5async.order.lengths import Lengths  # only needed here
+    from h5async.order.lengths import (
+        NO_LIMIT,
+        Lengths,  # only needed here
+    )
 
     first, counts = next(iter(layouts.values())), None
     kinds = kinds_of(config.batch_fields)

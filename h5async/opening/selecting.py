@@ -18,10 +18,9 @@ from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
 from h5async.index.room import files_of
 from h5async.opening.filevalues import FileValues, check_length
+from h5async.order.permutation import part_of
+from h5async.order.rows import SequenceTable, StepRows
 from h5async.order.selection import Selection
-from h5async.order.sequences import SequenceTable
-from h5async.order.splits import part_of
-from h5async.order.steps import StepRows
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]

@@ -13,8 +13,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.similardatasets import kinds_of as groups_of
 from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.opening.dataset import Samplings
-from h5async.order.spans import SpanRows
-from h5async.order.steps import StepRows
+from h5async.order.rows import SpanRows, StepRows
 from h5async.plan.transform import RowTransform, row_transform
 from h5async.samples.fieldkind import FieldKind, Outline, Rows
 from h5async.samples.kinds import columns_of, kinds_of

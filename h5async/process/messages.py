@@ -18,8 +18,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from h5async import errors
 from h5async.config import ReaderConfig
 from h5async.errors import H5AsyncError
-from h5async.fill.outcomes import FillerStats
-from h5async.fill.recording import Recorded
+from h5async.fill.outcomes import FillerStats, Recorded
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import ArraySpec
 from h5async.opening.limits import MemoryPlan

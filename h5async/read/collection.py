@@ -47,9 +47,8 @@ from h5async.io.localfile import LocalFile
 from h5async.io.localfiles import FileEventError, LocalFiles
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
+from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows, StepSpans
-from h5async.order.steps import StepRows
 from h5async.read.failures import Chunk, Extent, Reason, error_of, error_of_element, find_chunk
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import CLOSED, Scratch

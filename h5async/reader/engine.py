@@ -28,11 +28,11 @@ from h5async.errors import (
     taking_memory,
 )
 from h5async.fill.filling import Filler
-from h5async.fill.outcomes import FillerStats, FillOutcome
+from h5async.fill.outcomes import Calls, FillerStats, FillOutcome
 from h5async.fill.pool import THREAD_NAME
 from h5async.fill.postprocess import masks_of
+from h5async.fill.reading import OnDevice, Slots
 from h5async.fill.resident import Budget, Residency
-from h5async.index.layout import DatasetLayout
 from h5async.observe.readerlog import (
     log_long_samples,
     log_memory,
@@ -43,7 +43,7 @@ from h5async.observe.readerlog import (
 from h5async.observe.readerstats import ReaderCounts, Way, Work
 from h5async.observe.stats import ReaderStats
 from h5async.observe.trace import Trace
-from h5async.opening.dataset import Samplings, open_dataset
+from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.opening.limits import MemoryBudget, free_memory_nbytes
 from h5async.opening.slotsizes import (
     made_nbytes,
@@ -52,7 +52,7 @@ from h5async.opening.slotsizes import (
     slot_transforms,
     wanted_kept_nbytes,
 )
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.order.schedule import Schedule
 from h5async.reader import lifetime
 from h5async.reader.checkpoint import Checkpoints
@@ -114,22 +114,21 @@ class Engine:
             if self.config.workers == "thread":
                 opened = open_dataset(self.config)
                 self.config = opened.config
-                self.kinds = opened.kinds
-                self._open(opened.layouts, None)
+                self._open(opened, None)
             else:
                 from h5async.process.helper import HelperFiller
 
                 helper = self.filler = HelperFiller(self.config)
                 found = helper.open()
-                self.kinds = found.kinds
                 if found.are_found:
                     fields = {name: kind.field for name, kind in found.kinds.items()}
                     self.config = self.config.model_copy(update={"fields": fields})
-                self._open(found.layouts, helper)
+                opened = OpenedDataset(self.config, found.layouts, found.kinds)
+                self._open(opened, helper)
 
-    def _open(self, layouts: Mapping[str, DatasetLayout], helper: HelperFiller | None) -> None:
-        config, kinds = self.config, self.kinds
-        self.layouts = layouts
+    def _open(self, opened: OpenedDataset, helper: HelperFiller | None) -> None:
+        config, layouts, kinds = opened
+        self.layouts, self.kinds = layouts, kinds
         samplings = self.samplings = Samplings(
             config, layouts, None if helper is None else helper.chosen
         )
@@ -185,26 +184,19 @@ class Engine:
         if config.cache == "device":
             self.cache = self.device.open_cache(samplings.selection, config.cache_bytes)
         device_cache = self.cache if isinstance(self.cache, Residency) else None
+        calls = Calls(self._next_requests, self._wait_writable, self._on_done, self.ring.fail)
         if helper is None:
+            device = self.device
+            left = frozenset(outline.name for outline in outlines if outline.is_left)
             filler = self.filler = Filler(
-                config,
+                opened,
                 samplings,
-                self.layouts,
                 transforms,
-                memory,
-                memory_plan=memory_plan,
-                kinds=kinds,
-                rows=rows,
-                left=frozenset(outline.name for outline in outlines if outline.is_left),
-                new_memory=self.device.host_memory,
-                device_cache=device_cache,
-                column_reader=self.device_policy.column_reader,
-                next_requests=self._next_requests,
-                before_fill=self._wait_writable,
-                on_done=self._on_done,
-                on_crash=self.ring.fail,
-                may_submit=self.device.is_writable_at_once,
-                recorder=self._recorder,
+                Slots(memory, rows, device.host_memory, device.is_writable_at_once),
+                memory_plan,
+                calls,
+                OnDevice(left, self.device_policy.plan_columns, device_cache),
+                self._recorder,
             )
             if filler.submissions is not None:
                 self._submitter = Submitter(self.ring, filler.submissions, self._recorder)
@@ -217,10 +209,7 @@ class Engine:
                 pixels_nbytes=shared_nbytes(kinds, outlines, rows, most_pixels),
                 memory_plan=memory_plan,
                 device_cache=device_cache,
-                next_requests=self._next_requests,
-                before_fill=self._wait_writable,
-                on_done=self._on_done,
-                on_crash=self.ring.fail,
+                calls=calls,
             )
         # A helper process always has one; without any, the caller does the work.
         of_each = min(config.filler_threads, memory_plan.most_threads)

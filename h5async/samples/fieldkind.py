@@ -22,8 +22,7 @@ from h5async.errors import DatasetError
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
-from h5async.order.spans import SpanRows, StepSpans
-from h5async.order.steps import StepRows
+from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
 from h5async.samples.ragged import Ragged
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.index.layout import DatasetLayout
-from h5async.order.spans import LengthRows, SpanRows, StepSpans
-from h5async.order.steps import StepRows
+from h5async.order.rows import LengthRows, SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
 from h5async.samples.audiokind import AudioKind
 from h5async.samples.fieldkind import CanTransform, FieldKind, Filled, Outline, Rows, field_of

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField
 from h5async.index.savedindex import Wanted
-from h5async.order.spans import SpanRows
+from h5async.order.rows import SpanRows
 from h5async.samples.fieldkind import (
     HEAP,
     CanTransform,

@@ -19,7 +19,7 @@ from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.room import files_of
-from h5async.order.spans import SpanRows
+from h5async.order.rows import SpanRows
 from h5async.samples.fieldkind import (
     INDICES,
     ROWS,

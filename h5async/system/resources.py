@@ -69,10 +69,7 @@ def usable_cores() -> int:
 def free_memory(
     root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> list[MemoryLeft]:
-    """Return what each limit leaves this process, the tightest first; there is at least one.
-
-    `root` is the folder with ``proc`` and ``sys``.
-    """
+    """Return what each limit leaves this process, the tightest first; there is at least one."""
     ranks = local_ranks(environment)
     shared = [_of_machine(root), *memory_left(root)]
     found = [MemoryLeft(nbytes // ranks, limit) for nbytes, limit in shared]

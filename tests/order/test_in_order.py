@@ -15,7 +15,7 @@ from h5async import AsyncReader, Field
 from h5async.config import ReaderConfig
 from h5async.index.metadata import read_layouts
 from h5async.opening import limits
-from h5async.order.steps import StepRows
+from h5async.order.rows import StepRows
 
 GZIP = {"compression": "gzip", "compression_opts": 1}
 # By name: the shape, the chunks, and the sample dimension.

@@ -146,7 +146,7 @@ def test_the_batches_of_an_epoch_hold_each_sample_once(
     sampling = Sampling(num_samples, batch_size, "window", 4, drop_last, order)
     batches = [sampling.batch(2, number) for number in range(sampling.num_batches)]
     sizes = [batch.size for batch in batches]
-    assert sum(sizes) == sampling.epoch_samples
+    assert sum(sizes) == sampling.samples_in(0)
     assert all(size == batch_size for size in sizes[:-1])
     together = np.concatenate([np.zeros(0, np.int64), *batches])
     assert np.array_equal(together, whole(order, num_samples, 2)[: together.size])

@@ -11,88 +11,62 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from h5async.core.binding import Core
-from h5async.index.layout import DatasetLayout
+from h5async.fill.reading import Slots
 from h5async.io.growing import Growing, plain_memory
+from h5async.opening.dataset import OpenedDataset
 from h5async.plan.crops import random_numbers
-from h5async.samples.fieldkind import (
-    DecodingWork,
-    Empty,
-    EncodedBatch,
-    FieldDecoder,
-    FieldKind,
-    Rows,
-)
-from h5async.samples.kinds import SlotMemory
+from h5async.plan.records import Int64s
+from h5async.samples.fieldkind import DecodingWork, EncodedBatch, FieldDecoder, FieldKind, Rows
 
 
 class BatchDecoder:
     """Decodes the encoded fields of batches. Safe to use from many threads.
 
-    Raises as `FieldKind.decoder`.
+    `rows` are those of each sample, by column. `threads`, in all processes, decode at the same
+    time. `limit_nbytes` limits what is decoded in all slots, and the memory that decoding takes
+    beside that. A device transforms the fields `left`: batches have them as decoded.
 
-    Parameters
-    ----------
-    kinds, layouts
-        By name; layouts of all columns.
-    spans
-        By column: which rows each sample consists of.
-    seed
-        Of the reader.
-    core
-        The compiled core, if there is one.
-    slots, rows
-        Memory of the slots, and samples that fit into each.
-    threads
-        Threads that decode at the same time, in all processes.
-    limit_nbytes
-        The limit for decoded samples in all slots, and for what decoding takes beside them.
-    left
-        Names of fields that a device transforms: batches have them as decoded.
-    new_memory
-        Returns host memory for the decoded samples of a slot.
+    Raises as `FieldKind.decoder`.
     """
 
     def __init__(
         self,
-        kinds: Mapping[str, FieldKind],
-        layouts: Mapping[str, DatasetLayout],
-        spans: Mapping[str, Rows],
-        seed: int,
+        opened: OpenedDataset,
+        rows: Sequence[Rows],
         core: Core | None,
-        *,
-        slots: Sequence[SlotMemory],
-        rows: int,
+        slots: Slots,
         threads: int,
         limit_nbytes: int,
         left: Collection[str] = (),
-        new_memory: Empty = plain_memory,
     ) -> None:
-        self._seed = seed
-        self._of_batch = limit_nbytes // max(1, len(slots))
-        of_sample = limit_nbytes // max(1, threads)
+        self._seed = opened.config.seed
+        self._of_batch = limit_nbytes // max(1, len(slots.memory))
+        spans = dict(zip(opened.layouts, rows, strict=True))
 
-        of_slots = {n: kind.as_decoded if n in left else kind for n, kind in kinds.items()}
+        of_slots = {
+            name: kind.as_decoded if name in left else kind for name, kind in opened.kinds.items()
+        }
 
-        def decoders(several: Mapping[str, FieldKind]) -> dict[int, FieldDecoder]:
+        def decoders(kinds: Mapping[str, FieldKind]) -> dict[int, FieldDecoder]:
+            of_sample = limit_nbytes // max(1, threads)
             found = {
-                number: kind.decoder(layouts[name], spans[name], core, of_sample)
-                for number, (name, kind) in enumerate(several.items())
+                number: kind.decoder(opened.layouts[name], spans[name], core, of_sample)
+                for number, (name, kind) in enumerate(kinds.items())
             }
             return {number: one for number, one in found.items() if one is not None}
 
-        self.fields = decoders(kinds)
+        self.fields = decoders(opened.kinds)
         self._of_slots = decoders(of_slots) if left else self.fields
-        sizes = [kind.decoded_nbytes(rows) for kind in of_slots.values()]
+        sizes = [kind.decoded_nbytes(slots.rows) for kind in of_slots.values()]
         self._memory = [
             {
-                number: Growing(new_memory, sizes[number], slot.made[number] if slot.made else None)
+                number: Growing(
+                    slots.new_memory, sizes[number], slot.made[number] if slot.made else None
+                )
                 for number in self._of_slots
             }
-            for slot in slots
+            for slot in slots.memory
         ]
         self._lock = threading.Lock()
         self._broken = 0
@@ -108,23 +82,13 @@ class BatchDecoder:
             self._broken += 1
 
     def batch(
-        self, arrays: tuple[Any, ...], index: NDArray[np.int64], epoch: int, slot: int | None
+        self, arrays: tuple[Any, ...], index: Int64s, epoch: int, slot: int | None
     ) -> DecodedBatch:
         """Begin to decode a batch; `DecodedBatch.work` does it.
 
-        `ReadError` is raised if a header must be read, and is broken, or samples take too much
-        memory.
-
-        Parameters
-        ----------
-        arrays
-            Of all fields; those to decode are encoded.
-        index
-            int64 (n,): sample numbers.
-        epoch
-            Random numbers depend on it.
-        slot
-            Whose memory is used; None: new memory, and the device transforms nothing.
+        `arrays` are those of all fields; random numbers depend on `epoch` and `index`. Without a
+        `slot`, memory is new, and the device transforms nothing. `ReadError` is raised if a header
+        must be read, and is broken, or samples take too much memory.
         """
         found, most = list(arrays), self._of_batch
         todo: list[DecodingWork] = []
@@ -144,23 +108,13 @@ class BatchDecoder:
 
 
 class DecodedBatch:
-    """The encoded samples of one batch while they are decoded.
+    """The encoded samples of one batch while `work` decodes them to the delivered `arrays`.
 
-    Parameters
-    ----------
-    arrays
-        The delivered arrays, by field; those of encoded samples are filled by `work`.
-    works
-        One per sample; made before any is decoded, as a loop over all is fastest.
-    note_broken
-        Called for each sample that is replaced.
+    There is one of `works` per sample, made before any is decoded, as a loop over all is fastest.
     """
 
     def __init__(
-        self,
-        arrays: tuple[Any, ...],
-        works: list[DecodingWork],
-        note_broken: Callable[[], None],
+        self, arrays: tuple[Any, ...], works: list[DecodingWork], note_broken: Callable[[], None]
     ) -> None:
         self.arrays = arrays
         self.count = len(works)
