@@ -35,7 +35,7 @@ from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
-from h5async.samples.kinds import Assembly, SlotMemory
+from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.timeline import Recorder, Timeline
 
 

@@ -32,8 +32,8 @@ from h5async.opening.filevalues import reach_of, read_names
 from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.rows import LengthRows, SpanRows, StepSpans
 from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling
+from h5async.samples.assembly import columns_of, kinds_of, spans_of
 from h5async.samples.fieldkind import FieldKind, Known, Rows, steps_of
-from h5async.samples.kinds import columns_of, kinds_of, spans_of
 from h5async.spelling import named
 
 if TYPE_CHECKING:

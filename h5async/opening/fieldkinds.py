@@ -18,9 +18,9 @@ from h5async.index.references import may_be_variable_length
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.index.sparsegroup import sparse_group
 from h5async.index.tablecolumns import column
+from h5async.samples.assembly import FOUND_AS, kinds_of
 from h5async.samples.codeskind import CodesKind
 from h5async.samples.fieldkind import CATEGORIES, HEAP, NULLABLE, SHAPE, FieldKind
-from h5async.samples.kinds import FOUND_AS, kinds_of
 from h5async.system.interruptions import suppressing
 
 _WORDS = {

@@ -15,8 +15,8 @@ from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
 from h5async.plan.transform import RowTransform, row_transform
+from h5async.samples.assembly import columns_of, kinds_of
 from h5async.samples.fieldkind import FieldKind, Outline, Rows
-from h5async.samples.kinds import columns_of, kinds_of
 
 # A dataset of encoded chunks that decodes to at most this (labels, for example) is decoded once; as
 # much of small datasets is kept.

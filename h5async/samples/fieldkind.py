@@ -2,7 +2,7 @@
 
 The rooms above ask a field's kind, and know no other difference between fields. This base is the
 kind of plain fields: one dataset, with a row, or steps of them, per sample. Each other kind has a
-module of its own, and a line in `kinds.py`.
+module of its own, and a line in `assembly.py`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ class FieldDecoder(ABC):
     is_random = False
 
     def __init__(self, what: str, layout: DatasetLayout, rows: Rows) -> None:
-        if layout.dtype.kind not in "iu" or layout.row_nbytes != 1:
+        is_plain = layout.dtype.kind in "iuV" and layout.dtype.names is None  # V: opaque
+        if not is_plain or layout.row_nbytes != 1:
             raise DatasetError(
                 f'{layout.file}: dataset "{layout.path}": {what}s are bytes (uint8), found'
                 f" {layout.dtype}{list(layout.row_shape) or ''}; give the dataset of encoded"
