@@ -101,14 +101,11 @@ _IMAGE = _of_field(
     'path = "jpeg", kind = "image", size = [224, 224], flip = true',
     "image",
 )
-_AUDIO = _Hint(
-    "it is an option of a field: {}",
-    "fields",
-    spelled={
-        "keyword": 'fields={"audio": AudioField("flac", sample_rate=16000)}',
-        "toml": 'fields.audio = {path = "flac", kind = "audio", sample_rate = 16000}',
-        "shell": 'fields.audio = {path = "flac", kind = "audio"} in the file of --config',
-    },
+_AUDIO = _of_field(
+    _OF_FIELD,
+    'AudioField("flac", sample_rate=16000)',
+    'path = "flac", kind = "audio", sample_rate = 16000',
+    "audio",
 )
 _SEED = _Hint("the order depends only on {}", "seed", 0)
 

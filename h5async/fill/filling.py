@@ -102,7 +102,7 @@ class Filler:
             decoder = BatchDecoder(
                 opened, samplings.rows, self._core, slots, decoding, limit_nbytes, device.left
             )
-            self._images = decoder if decoder.fields else None
+            self._decoder = decoder if decoder.fields else None
             assembly = new_assembly(opened, samplings)
             self.submissions: Submissions | None = None
             selection = samplings.selection
@@ -121,7 +121,7 @@ class Filler:
                 self._reader,
                 samplings,
                 slots,
-                Delivery(assembly, device.left, self._images, postprocess),
+                Delivery(assembly, device.left, self._decoder, postprocess),
                 self._resident,
                 calls,
                 recorder,
@@ -188,7 +188,7 @@ class Filler:
             self._reader.counts(),
             self._executors.fallback_reads,
             str(self._cache or "none"),
-            0 if self._images is None else self._images.broken_images,
+            0 if self._decoder is None else self._decoder.broken_images,
         )
 
     def record(self, timeline: Timeline | None) -> None:

@@ -113,22 +113,22 @@ class Engine:
         with taking_memory(f"{paths_text(self.config.hdf5_path)} cannot be opened", _REMEDY):
             if self.config.workers == "thread":
                 opened = open_dataset(self.config)
-                self.config = opened.config
                 self._open(opened, None)
             else:
                 from h5async.process.helper import HelperFiller
 
                 helper = self.filler = HelperFiller(self.config)
                 found = helper.open()
+                config = self.config
                 if found.are_found:
                     fields = {name: kind.field for name, kind in found.kinds.items()}
-                    self.config = self.config.model_copy(update={"fields": fields})
-                opened = OpenedDataset(self.config, found.layouts, found.kinds)
-                self._open(opened, helper)
+                    config = config.model_copy(update={"fields": fields})
+                self._open(OpenedDataset(config, found.layouts, found.kinds), helper)
 
     def _open(self, opened: OpenedDataset, helper: HelperFiller | None) -> None:
         config, layouts, kinds = opened
-        self.layouts, self.kinds = layouts, kinds
+        self.config, self.kinds = config, kinds
+        self.layouts = layouts
         samplings = self.samplings = Samplings(
             config, layouts, None if helper is None else helper.chosen
         )
