@@ -47,14 +47,10 @@ on_indexed: ContextVar[Callable[[int, int], None] | None] = ContextVar("on_index
 
 
 class OpenedDataset(NamedTuple):
-    """An open dataset: `config` is the options with the kinds of all fields.
+    """An open dataset.
 
-    Attributes
-    ----------
-    layouts
-        By column name, in order.
-    kinds
-        Of the fields, by name.
+    `config` is the options with the kinds of all fields; `layouts` are by column name, in order;
+    `kinds` are by field name.
     """
 
     config: ReaderConfig
@@ -197,32 +193,13 @@ def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
 class Samplings:
     """The orders of the samples of a dataset, each made once. Thread-safe.
 
-    Parameters
-    ----------
-    config, layouts
-        What they depend on.
-    chosen
-        The samples of an epoch, if already known.
+    `chosen` are the samples of an epoch, if already known; `selection` and `sequences` are of it.
+    `rows` says, per column, which rows each sample consists of; None means its own. An epoch's
+    order has `epoch_samples` positions: samples selected, or drawn. `draws` and `sampler` are the
+    orders of the options `weights` and `sampler`, if given; `lengths` are the numbers of values
+    that samples count, if batches depend on them.
 
-    Attributes
-    ----------
-    selection
-        The samples of an epoch.
-    sequences
-        The sequences of rows that steps never leave.
-    rows
-        Per column: which rows each sample consists of; None means its own.
-    epoch_samples
-        The number of positions in an epoch's order: samples selected, or drawn.
-    draws, sampler
-        The orders of the options `weights` and `sampler`, if given.
-    lengths
-        The number of values that samples count, if batches depend on it.
-
-    Raises
-    ------
-    H5AsyncError
-        If the datasets that select samples do not fit the dataset, or cannot be read.
+    H5AsyncError if the datasets that select samples do not fit the dataset, or cannot be read.
     """
 
     def __init__(
