@@ -32,7 +32,7 @@ from h5async.opening.filevalues import reach_of, read_names
 from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.rows import LengthRows, SpanRows, StepSpans
 from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling
-from h5async.samples.assembly import columns_of, kinds_of, spans_of
+from h5async.samples.assembly import columns_of, field_kinds, spans_of
 from h5async.samples.fieldkind import FieldKind, Known, Rows, steps_of
 from h5async.spelling import named
 
@@ -68,7 +68,7 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
     indices = {
         path: NamedIndex(path, reach) for path in config.files if path.suffix == INDEX_SUFFIX
     }
-    kinds = kinds_of(config.batch_fields)
+    kinds = field_kinds(config.batch_fields)
     if any(kind.is_ragged for kind in kinds.values()):
         _check_ragged(config, kinds)
     elif not indices:
@@ -385,7 +385,7 @@ def _lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> L
     )
 
     first, counts = next(iter(layouts.values())), None
-    kinds = kinds_of(config.batch_fields)
+    kinds = field_kinds(config.batch_fields)
     with taking_memory(f"{first.file}: lengths of samples", f"leave out {named(option)}"):
         for name, rows in spans_of(layouts, {}).items():
             counted = kinds[name].counted(rows) if name in kinds else None

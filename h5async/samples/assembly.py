@@ -30,7 +30,7 @@ _BY_OPTIONS = {kind.of: kind for kind in KINDS}
 FOUND_AS = {kind.found_as: kind.of for kind in KINDS if kind.found_as}
 
 
-def kinds_of(fields: Mapping[str, Field]) -> dict[str, FieldKind]:
+def field_kinds(fields: Mapping[str, Field]) -> dict[str, FieldKind]:
     """Return the kinds of fields, by name."""
     return {name: _BY_OPTIONS[type(field)](name, field) for name, field in fields.items()}
 
