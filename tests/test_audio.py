@@ -127,6 +127,21 @@ def test_flat_bytes_with_offsets(tmp_path, several):
         assert_same_bits(frames, by_soundfile(data[number]))
 
 
+def test_opaque_bytes(tmp_path, several):
+    data = several[1][:4]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["audio"] = np.frombuffer(b"".join(data), "V1")
+        file["ends"] = np.cumsum([len(one) for one in data])
+        node = file.create_dataset("elements", (len(data),), h5py.vlen_dtype(np.dtype("V1")))
+        for number, one in enumerate(data):
+            node[number] = np.frombuffer(one, "V1")
+        file["labels"] = np.arange(len(data))
+    flat = AudioField("audio", offsets="ends", offsets_kind="ends")
+    for field in (flat, AudioField("elements")):
+        for number, frames in all_of(tmp_path / "a.h5", field)[0].items():
+            assert_same_bits(frames, by_soundfile(data[number]))
+
+
 def test_the_first_frames(several):
     path, data = several
     for number, frames in all_of(path, AudioField("audio", frames=310))[0].items():

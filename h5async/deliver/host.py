@@ -24,8 +24,8 @@ from h5async.io.growing import plain_memory
 from h5async.io.shared import SharedMemory, page_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
+from h5async.samples.assembly import SlotMemory
 from h5async.samples.fieldkind import Outline
-from h5async.samples.kinds import SlotMemory
 from h5async.samples.samplearrays import memory_of
 from h5async.spelling import named
 

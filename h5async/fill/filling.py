@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.core.binding import load_core, mapping_mode
 from h5async.errors import ReaderClosedError
-from h5async.fill.imagedecoding import BatchDecoder
+from h5async.fill.batchdecoding import BatchDecoder
 from h5async.fill.outcomes import Calls, FillerStats, Recorded, Recording
 from h5async.fill.phases import Delivery, Phases
 from h5async.fill.pool import Work, WorkPool
@@ -35,7 +35,7 @@ from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
-from h5async.samples.kinds import Assembly, SlotMemory
+from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.timeline import Recorder, Timeline
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
-from h5async.fill.imagedecoding import BatchDecoder, DecodedBatch
+from h5async.fill.batchdecoding import BatchDecoder, DecodedBatch
 from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, postprocessed
@@ -29,7 +29,7 @@ from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.plan.records import GatherPlan
 from h5async.plan.shares import PlanSlice, cut
-from h5async.samples.kinds import Assembly, SlotMemory
+from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder
 

@@ -43,8 +43,8 @@ from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.read.transform import NativeTransform, native_transform
 from h5async.read.unpack import native_unpack
+from h5async.samples.assembly import SlotMemory
 from h5async.samples.fieldkind import Rows
-from h5async.samples.kinds import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import NO_FIELD, Recorder, StageTimes, ThreadCounts
 

@@ -24,7 +24,7 @@ from h5async.fill.reading import BatchReader, Slots
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue
-from h5async.samples.kinds import Assembly
+from h5async.samples.assembly import Assembly
 from h5async.system.interruptions import interruption
 
 # Called with a request, its sample numbers, and whether it was planned.

@@ -24,8 +24,8 @@ from h5async.observe.chunkuse import ChunkFacts, Used
 from h5async.observe.stats import ChunkAdvice, ReaderStats, Waits, WaitTotals
 from h5async.order.rows import SpanRows, StepRows
 from h5async.order.selection import Selection
+from h5async.samples.assembly import by_field
 from h5async.samples.fieldkind import Rows
-from h5async.samples.kinds import by_field
 from h5async.system.timeline import STAGES, StageTimes
 
 _KEPT_EPOCHS = 256

@@ -32,8 +32,8 @@ from h5async.opening.filevalues import reach_of, read_names
 from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.rows import LengthRows, SpanRows, StepSpans
 from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling
+from h5async.samples.assembly import columns_of, field_kinds, spans_of
 from h5async.samples.fieldkind import FieldKind, Known, Rows, steps_of
-from h5async.samples.kinds import columns_of, kinds_of, spans_of
 from h5async.spelling import named
 
 if TYPE_CHECKING:
@@ -47,14 +47,10 @@ on_indexed: ContextVar[Callable[[int, int], None] | None] = ContextVar("on_index
 
 
 class OpenedDataset(NamedTuple):
-    """An open dataset: `config` is the options with the kinds of all fields.
+    """An open dataset.
 
-    Attributes
-    ----------
-    layouts
-        By column name, in order.
-    kinds
-        Of the fields, by name.
+    `config` is the options with the kinds of all fields; `layouts` are by column name, in order;
+    `kinds` are by field name.
     """
 
     config: ReaderConfig
@@ -72,7 +68,7 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
     indices = {
         path: NamedIndex(path, reach) for path in config.files if path.suffix == INDEX_SUFFIX
     }
-    kinds = kinds_of(config.batch_fields)
+    kinds = field_kinds(config.batch_fields)
     if any(kind.is_ragged for kind in kinds.values()):
         _check_ragged(config, kinds)
     elif not indices:
@@ -197,32 +193,13 @@ def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
 class Samplings:
     """The orders of the samples of a dataset, each made once. Thread-safe.
 
-    Parameters
-    ----------
-    config, layouts
-        What they depend on.
-    chosen
-        The samples of an epoch, if already known.
+    `chosen` are the samples of an epoch, if already known; `selection` and `sequences` are of it.
+    `rows` says, per column, which rows each sample consists of; None means its own. An epoch's
+    order has `epoch_samples` positions: samples selected, or drawn. `draws` and `sampler` are the
+    orders of the options `weights` and `sampler`, if given; `lengths` are the numbers of values
+    that samples count, if batches depend on them.
 
-    Attributes
-    ----------
-    selection
-        The samples of an epoch.
-    sequences
-        The sequences of rows that steps never leave.
-    rows
-        Per column: which rows each sample consists of; None means its own.
-    epoch_samples
-        The number of positions in an epoch's order: samples selected, or drawn.
-    draws, sampler
-        The orders of the options `weights` and `sampler`, if given.
-    lengths
-        The number of values that samples count, if batches depend on it.
-
-    Raises
-    ------
-    H5AsyncError
-        If the datasets that select samples do not fit the dataset, or cannot be read.
+    H5AsyncError if the datasets that select samples do not fit the dataset, or cannot be read.
     """
 
     def __init__(
@@ -408,7 +385,7 @@ def _lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> L
     )
 
     first, counts = next(iter(layouts.values())), None
-    kinds = kinds_of(config.batch_fields)
+    kinds = field_kinds(config.batch_fields)
     with taking_memory(f"{first.file}: lengths of samples", f"leave out {named(option)}"):
         for name, rows in spans_of(layouts, {}).items():
             counted = kinds[name].counted(rows) if name in kinds else None

@@ -18,9 +18,9 @@ from h5async.index.references import may_be_variable_length
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.index.sparsegroup import sparse_group
 from h5async.index.tablecolumns import column
+from h5async.samples.assembly import FOUND_AS, field_kinds
 from h5async.samples.codeskind import CodesKind
 from h5async.samples.fieldkind import CATEGORIES, HEAP, NULLABLE, SHAPE, FieldKind
-from h5async.samples.kinds import FOUND_AS, kinds_of
 from h5async.system.interruptions import suppressing
 
 _WORDS = {
@@ -78,7 +78,7 @@ def with_kinds(
                 columns[name] = field.path
     if found:
         config = config.model_copy(update={"fields": dict(config.batch_fields) | found})
-    kinds = kinds_of(config.batch_fields)
+    kinds = field_kinds(config.batch_fields)
     codes = {name: CodesKind(name, kinds[name].field, path) for name, path in columns.items()}
     return config, kinds | codes
 

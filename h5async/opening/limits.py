@@ -55,16 +55,10 @@ _LEAST_NBYTES = 1 << 20  # always allowed for a list of chunks
 class MemoryPlan(NamedTuple):
     """The memory that a reader may take beyond its needs.
 
-    Attributes
-    ----------
-    most_threads
-        The maximum number of threads per filler, by their scratch memory; at least 1.
-    kept_nbytes
-        Per field: for decoded chunks that later batches of a filler may need.
-    left_nbytes
-        Still free beside all that: for the rows of all samples, for example.
-    limit_nbytes
-        The maximum for any single thing whose size is known when it is read: a batch of images.
+    By their scratch memory there may be `most_threads` per filler, at least 1. `kept_nbytes` are,
+    per field, for decoded chunks that later batches of a filler may need. `left_nbytes` are still
+    free beside all that: for the rows of all samples, for example. `limit_nbytes` is the maximum
+    for any single thing whose size is known when it is read: a batch of images.
     """
 
     most_threads: int
@@ -87,20 +81,10 @@ def free_memory_nbytes() -> int:
 class MemoryBudget:
     """The memory that a reader with some options may take. Made before it takes any.
 
-    Parameters
-    ----------
-    config
-        The options.
-    layouts, transforms
-        By field name, in field order.
-    rows
-        The number of samples in a slot.
-    made_nbytes
-        By field name: bytes of a slot for what is made of the rows that are read.
-    selection
-        The samples; None means all.
-    fewer_threads_do
-        Whether there may be fewer threads than configured.
+    `layouts` and `transforms` are by column name, in order. Slots have `rows` samples;
+    `made_nbytes` are, by field name, the bytes of a slot for what is made of the rows that are
+    read. `selection` are the samples; None means all. `fewer_threads_do` says whether there may be
+    fewer threads than configured.
     """
 
     def __init__(

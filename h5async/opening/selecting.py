@@ -31,16 +31,8 @@ _LISTED_NBYTES = 8  # a number for each sample
 class Chosen(NamedTuple):
     """The samples of an epoch.
 
-    Attributes
-    ----------
-    selection
-        The samples.
-    weights
-        float64 (size,): how often each of them is drawn; None if there are no weights.
-    sequences
-        The sequences of rows that steps never leave.
-    possible
-        All rows that can be samples.
+    `weights` say how often each sample of `selection` is drawn, float64 (size,), if there are any.
+    Steps never leave `sequences` of rows. `possible` are all rows that can be samples.
     """
 
     selection: Selection

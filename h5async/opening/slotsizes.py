@@ -10,13 +10,13 @@ import numpy as np
 from h5async.config import ReaderConfig
 from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
 from h5async.index.layout import DatasetLayout
-from h5async.index.similardatasets import kinds_of as groups_of
+from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
 from h5async.plan.transform import RowTransform, row_transform
+from h5async.samples.assembly import columns_of, field_kinds
 from h5async.samples.fieldkind import FieldKind, Outline, Rows
-from h5async.samples.kinds import columns_of, kinds_of
 
 # A dataset of encoded chunks that decodes to at most this (labels, for example) is decoded once; as
 # much of small datasets is kept.
@@ -39,7 +39,7 @@ def slot_transforms(
 
     ConfigError if the options of a field do not fit its dataset.
     """
-    columns = columns_of(kinds_of(config.batch_fields))
+    columns = columns_of(field_kinds(config.batch_fields))
     transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
     may_repeat = _may_repeat(config, samplings)
     room: dict[SpanRows, tuple[int, int]] = {}  # columns of a field share it
@@ -120,7 +120,7 @@ def _window_nbytes(
     from h5async.order.window import kept_nbytes
 
     nbytes = kept_nbytes(layout, layouts, config.window_bytes)
-    least = min((leaf.chunk_nbytes for leaf, _ in groups_of(layout) if leaf.filters), default=0)
+    least = min((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.filters), default=0)
     return nbytes + nbytes // max(1, least) * KEPT_OVERHEAD_NBYTES
 
 
@@ -144,7 +144,7 @@ def _in_order_nbytes(
     wanted, threads = 0, max(1, config.filler_threads)
     spanned = config.batch_size / max(selected, 1e-9)  # rows, by a batch
     at_once = max(2, min(config.prefetch, threads))
-    for leaf, _ in groups_of(layout):
+    for leaf, _ in kinds_of(layout):
         if not leaf.unit_nbytes or (leaf.num_pieces == 1 and not reach):
             continue
         pieces, samples = leaf.num_pieces, leaf.chunk_shape[leaf.sample_axis]

@@ -34,7 +34,7 @@ from h5async.process.child import HelperProcess, check_interpreter, refusal
 from h5async.process.crew import Crew
 from h5async.process.messages import Opened, Opening, Starting, dump_opening
 from h5async.process.sharedslots import ReaderSlots
-from h5async.samples.kinds import SlotMemory, first_columns_of
+from h5async.samples.assembly import SlotMemory, first_columns_of
 from h5async.spelling import named
 from h5async.system.timeline import Timeline
 from h5async.system.waiting import Once, Patience, join_threads

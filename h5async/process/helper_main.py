@@ -46,7 +46,7 @@ from h5async.process.messages import (
     portable,
 )
 from h5async.process.sharedslots import HelperSlots
-from h5async.samples.kinds import first_columns_of
+from h5async.samples.assembly import first_columns_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 from h5async.system.timeline import Timeline

@@ -112,7 +112,7 @@ class AsyncReader:
 
         For a sparse field, this is the layout of the stored values.
         """
-        from h5async.samples.kinds import by_field  # a slow import
+        from h5async.samples.assembly import by_field  # a slow import
 
         return by_field(self._engine.layouts, lambda values, indices: values)
 

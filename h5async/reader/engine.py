@@ -59,8 +59,8 @@ from h5async.reader.checkpoint import Checkpoints
 from h5async.reader.givensamples import GivenSamples
 from h5async.reader.position import ReaderPosition
 from h5async.reader.submitting import Submitter
+from h5async.samples.assembly import outlines_of
 from h5async.samples.fieldkind import FieldKind
-from h5async.samples.kinds import outlines_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing
 from h5async.system.timeline import Recorder

@@ -2,7 +2,7 @@
 
 The rooms above ask a field's kind, and know no other difference between fields. This base is the
 kind of plain fields: one dataset, with a row, or steps of them, per sample. Each other kind has a
-module of its own, and a line in `kinds.py`.
+module of its own, and a line in `assembly.py`.
 """
 
 from __future__ import annotations
@@ -53,15 +53,9 @@ class Fact(NamedTuple):
 class Categories(NamedTuple):
     """The categories of a field.
 
-    Attributes
-    ----------
-    names
-        Of all files together: code c stands for ``names[c]``.
-    tables
-        Per file: int64 (categories of the file + 1,): the united code of each of its codes; the
-        last one is -1. None if the codes need no mapping.
-    where
-        Per file: the name of the column in messages.
+    `names` are those of all files together: code c stands for ``names[c]``. `tables` are, per file,
+    the united code of each of its codes, int64 (categories of the file + 1,), of which the last one
+    is -1; None if the codes need no mapping. `where` names the column of each file in messages.
     """
 
     names: tuple[Any, ...]
@@ -72,25 +66,11 @@ class Categories(NamedTuple):
 class Outline(NamedTuple):
     """How a field is assembled from its columns, and what of it a device does.
 
-    Attributes
-    ----------
-    name
-        Of the field.
-    columns
-        The numbers of its columns.
-    is_varying
-        Whether samples have different numbers of values.
-    is_encoded
-        Whether its column is delivered as other arrays: images are decoded.
-    made
-        Row shape and dtype of the plain array made of samples of differing lengths; None if there
-        is none.
-    pixels
-        How decoded images of one size are delivered, if a device does that.
-    is_left
-        Whether a device makes that array, or delivers the pixels.
-    added
-        The number added to all values of dense rows, of their dtype, or None.
+    `columns` are their numbers. If the number of values `is_varying` between samples, `made` is the
+    row shape and dtype of the plain array that is made of them, if any. If its column `is_encoded`,
+    other arrays are delivered: images are decoded. `pixels` says how those of one size are
+    delivered, if a device does that. `is_left` says whether a device makes that array, or delivers
+    the pixels; it then adds `added`, if given, to all values of dense rows.
     """
 
     name: str
@@ -113,20 +93,10 @@ class Outline(NamedTuple):
 class Filled(NamedTuple):
     """The rows of a field of a batch, in a slot.
 
-    Attributes
-    ----------
-    columns
-        The memory of its columns, which may have room for more rows.
-    rows, samples
-        Which rows each sample consists of, and the sample numbers.
-    made
-        Memory for a plain array; None if there is none, or a device makes it.
-    is_left
-        Whether a device pads samples or makes them dense.
-    is_checked
-        Whether the core has checked indices that have a limit.
-    first_samples
-        int64 (files + 1,): the first sample of each file.
+    The memory of its `columns` may have room for more rows; `rows` says which ones each of the
+    `samples` consists of. `made` is memory for a plain array, if there is one; if it `is_left`, a
+    device pads samples or makes them dense. If it `is_checked`, the core has checked indices that
+    have a limit. `first_samples`, int64 (files + 1,), are the first ones of each file.
     """
 
     columns: Sequence[NDArray[Any]]
@@ -145,18 +115,9 @@ class Filled(NamedTuple):
 class EncodedBatch(NamedTuple):
     """The encoded samples of a batch, for `FieldDecoder.begin`.
 
-    Attributes
-    ----------
-    encoded
-        The bytes of samples; if these consist of steps, those of the batch's runs.
-    samples
-        int64 (n,): sample numbers.
-    numbers
-        Their random numbers (`plan/crops.py`), if needed.
-    empty
-        Returns memory for what is decoded.
-    most_nbytes
-        The limit for that.
+    `encoded` are their bytes; if they consist of steps, those of the batch's runs. `numbers` are
+    the random numbers of `samples` (`plan/crops.py`), if needed. `empty` returns memory for what is
+    decoded: at most `most_nbytes`.
     """
 
     encoded: Ragged
@@ -176,7 +137,8 @@ class FieldDecoder(ABC):
     is_random = False
 
     def __init__(self, what: str, layout: DatasetLayout, rows: Rows) -> None:
-        if layout.dtype.kind not in "iu" or layout.row_nbytes != 1:
+        is_plain = layout.dtype.kind in "iuV" and layout.dtype.names is None  # V: opaque
+        if not is_plain or layout.row_nbytes != 1:
             raise DatasetError(
                 f'{layout.file}: dataset "{layout.path}": {what}s are bytes (uint8), found'
                 f" {layout.dtype}{list(layout.row_shape) or ''}; give the dataset of encoded"
@@ -210,20 +172,10 @@ class FieldDecoder(ABC):
 class FieldKind:
     """A plain field, and the base of all kinds. Immutable once `join` was called; picklable.
 
-    Attributes
-    ----------
-    of
-        The class of the options.
-    found_as
-        The kind of the fact that has a plain `Field` be of this kind; "" if none does.
-    is_ragged
-        Whether samples may differ in their number of values.
-    table_column, categories
-        The path of the column of a table whose codes these are, and what they stand for.
-    is_mapped
-        Whether the host makes other values of those read.
-    needs_work
-        Whether more than views must be made of what is read.
+    `of` is the class of its options; `found_as` is the kind of the fact that has a plain `Field` be
+    of this kind. If it `is_ragged`, samples may differ in their number of values; if it
+    `is_mapped`, the host makes other values of those read; if it `needs_work`, more than views must
+    be made of them. A column of a table whose codes these are has the path `table_column`.
     """
 
     of: ClassVar[type[Field]] = Field

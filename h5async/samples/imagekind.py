@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.io.growing import Growing, plain_memory
 from h5async.order.rows import StepSpans
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes
+from h5async.plan.records import Int64s
 from h5async.plan.transform import RowTransform, factor_of
 from h5async.read.transform import native_transform
 from h5async.samples.fieldkind import (
@@ -94,17 +95,7 @@ class _Scratch(threading.local):
     """Memory of the calling thread."""
 
     def __init__(self) -> None:
-        self._decoded, self._resized = Growing(plain_memory), Growing(plain_memory)
-
-    def decoded(self, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-        """Return memory for a decoded image."""
-        found: NDArray[np.uint8] = self._decoded.of(math.prod(shape)).reshape(shape)
-        return found
-
-    def resized(self, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-        """Return memory for a resized image."""
-        found: NDArray[np.uint8] = self._resized.of(math.prod(shape)).reshape(shape)
-        return found
+        self.decoded, self.resized = Growing(plain_memory), Growing(plain_memory)
 
 
 class _ImageDecoder(FieldDecoder):
@@ -127,31 +118,22 @@ class _ImageDecoder(FieldDecoder):
         self._core = core
         self._own = _Scratch()
         self._cv2: Any = None if field.size is None and not field.flip else _opencv()
-        # Shapes repeat, but there may be very many.
-        self._transforms = lru_cache(256)(partial(self._new_transform, core))
-
-    def _new_transform(self, core: Core | None, shape: tuple[int, int, int]) -> Any:
-        transform = _pixel_transform(self._field, shape)
-        in_core = None if core is None else native_transform(core, transform)
-        return transform, in_core or transform.apply
-
-    def _transform(self, shape: tuple[int, int, int]) -> RowTransform:
-        found: RowTransform = self._transforms(shape)[0]
-        return found
+        # Of pixels, by shape. Shapes repeat, but there may be very many.
+        self._transforms = lru_cache(256)(partial(_transforms, field, core))
 
     def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
         """Return the array or `Images` of a batch, and the work that fills it with pixels."""
         index, numbers = batch.samples, batch.numbers
         encoded = Ragged(batch.encoded.values.view(np.uint8), batch.encoded.offsets)
-        runs: NDArray[np.int64] = index
-        images: NDArray[np.int64] = np.arange(index.size)  # the image of each place
+        runs: Int64s = index
+        images: Int64s = np.arange(index.size)  # the image of each place
         if isinstance(self._spans, StepSpans):
             runs, images = self._spans.places(index)
         headers = self._headers(encoded, runs)
         if self._field.size is None:
             delivered = outs = self._unsized(headers, batch)
         else:
-            transform = self._transform((*self._field.size, CHANNELS))
+            transform, _ = self._transforms((*self._field.size, CHANNELS))
             block = batch.empty(transform.nbytes * images.size)
             delivered = np.ndarray((*images.shape, *transform.row), transform.dtype, block)
             outs = delivered.reshape(-1, *transform.row)
@@ -173,12 +155,12 @@ class _ImageDecoder(FieldDecoder):
             works.append(partial(self._blacken, [outs[place] for place in missing.tolist()], True))
         return delivered, works
 
-    def _unsized(self, headers: NDArray[np.int64], batch: EncodedBatch) -> Any:
+    def _unsized(self, headers: Int64s, batch: EncodedBatch) -> Any:
         """Return an array for images that keep their sizes; `Images` if these differ."""
         shapes, index, most_nbytes = headers[:, 1:3], batch.samples, batch.most_nbytes
         are_equal = bool((shapes == shapes[0]).all())
         kinds = shapes[:1] if are_equal else shapes
-        transforms = [self._transform((*shape, CHANNELS)) for shape in kinds.tolist()]
+        transforms = [self._transforms((*shape, CHANNELS))[0] for shape in kinds.tolist()]
         first, total = transforms[0], sum(transform.nbytes for transform in transforms)
         total = index.size * total if are_equal else total
         if total > most_nbytes:
@@ -195,7 +177,7 @@ class _ImageDecoder(FieldDecoder):
         rows = np.array([transform.row for transform in transforms], np.int64)
         return Images(block.view(first.dtype), offsets, rows)
 
-    def _headers(self, encoded: Ragged, runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _headers(self, encoded: Ragged, runs: Int64s) -> Int64s:
         """Return the headers of images as rows; zeros for those that are to be replaced.
 
         `ReadError` is raised if one is broken or too large, and is not to be replaced.
@@ -219,7 +201,7 @@ class _ImageDecoder(FieldDecoder):
         return rows
 
     def _cuts(
-        self, headers: NDArray[np.int64], numbers: NDArray[np.float64] | None
+        self, headers: Int64s, numbers: NDArray[np.float64] | None
     ) -> Sequence[list[int] | None]:
         """Return, per image, the delivered part; None means all of it, unchanged.
 
@@ -266,7 +248,7 @@ class _ImageDecoder(FieldDecoder):
         try:
             if not header.height:
                 raise ValueError("has no header")
-            pixels = first if goes_there else self._own.decoded(header.shape)
+            pixels = first if goes_there else _image(self._own.decoded, header.shape)
             decode_rgb(data, header, pixels)
         except ValueError as error:
             if not self._replaces:
@@ -289,7 +271,7 @@ class _ImageDecoder(FieldDecoder):
         size = self._field.size
         if size is not None:
             part, shape = pixels[top:bottom, left:right], (*size, CHANNELS)
-            pixels = out if self._is_plain else self._own.resized(shape)
+            pixels = out if self._is_plain else _image(self._own.resized, shape)
             self._cv2.resize(part, size[::-1], pixels, 0, 0, how)
         if is_flipped:
             self._cv2.flip(pixels, 1, pixels)
@@ -343,6 +325,19 @@ def _pixel_transform(field: ImageField, shape: tuple[int, int, int]) -> RowTrans
         scale=factor_of(field.scale, row, dtype, where),
         offset=factor_of(field.offset, row, dtype, where),
     )
+
+
+def _transforms(
+    field: ImageField, core: Core | None, shape: tuple[int, int, int]
+) -> tuple[RowTransform, Callable[..., None]]:
+    transform = _pixel_transform(field, shape)
+    in_core = None if core is None else native_transform(core, transform)
+    return transform, in_core or transform.apply
+
+
+def _image(memory: Growing, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    found: NDArray[np.uint8] = memory.of(math.prod(shape)).reshape(shape)
+    return found
 
 
 def _opencv() -> Any:

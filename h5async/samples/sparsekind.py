@@ -48,15 +48,9 @@ ID = "\0"  # separates name and id in the names of columns
 class SparseShape:
     """The columns of a sparse field.
 
-    Attributes
-    ----------
-    columns
-        The number of delivered columns.
-    places
-        Per file: int64 (columns of the file,): the delivered position of each, or -1 if it is not
-        delivered. None means all columns in their own order.
-    where
-        Per file: the name of the matrix in messages.
+    `columns` is the number of those delivered. `places` are, per file, the delivered position of
+    each of its columns, int64, or -1 if it is not delivered; None means all in their own order.
+    `where` names the matrix of each file in messages.
     """
 
     columns: int
@@ -67,10 +61,7 @@ class SparseShape:
 class SparseKind(FieldKind):
     """Rows of a sparse matrix, which have two columns in a slot: values and indices.
 
-    Attributes
-    ----------
-    shape
-        What `join` found; has no columns before.
+    `shape` is what `join` found; it has no columns before.
     """
 
     of: ClassVar[type[Field]] = SparseField

@@ -11,29 +11,21 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from h5async.core.binding import Core
 from h5async.fill.reading import Slots
 from h5async.io.growing import Growing, plain_memory
 from h5async.opening.dataset import OpenedDataset
 from h5async.plan.crops import random_numbers
-from h5async.samples.fieldkind import (
-    DecodingWork,
-    EncodedBatch,
-    FieldDecoder,
-    FieldKind,
-    Rows,
-)
+from h5async.plan.records import Int64s
+from h5async.samples.fieldkind import DecodingWork, EncodedBatch, FieldDecoder, FieldKind, Rows
 
 
 class BatchDecoder:
     """Decodes the encoded fields of batches. Safe to use from many threads.
 
-    `rows` are those that each sample consists of, by column. `threads`, in all processes, decode at
-    the same time. `limit_nbytes` limits the decoded samples in all slots, and what decoding takes
-    beside them. A device transforms the fields `left`: batches have them as decoded.
+    `rows` are those of each sample, by column. `threads`, in all processes, decode at the same
+    time. `limit_nbytes` limits what is decoded in all slots, and the memory that decoding takes
+    beside that. A device transforms the fields `left`: batches have them as decoded.
 
     Raises as `FieldKind.decoder`.
     """
@@ -50,19 +42,21 @@ class BatchDecoder:
     ) -> None:
         self._seed = opened.config.seed
         self._of_batch = limit_nbytes // max(1, len(slots.memory))
-        of_sample = limit_nbytes // max(1, threads)
-        kinds, layouts = opened.kinds, opened.layouts
-        spans = dict(zip(layouts, rows, strict=True))
-        of_slots = {n: kind.as_decoded if n in left else kind for n, kind in kinds.items()}
+        spans = dict(zip(opened.layouts, rows, strict=True))
 
-        def decoders(several: Mapping[str, FieldKind]) -> dict[int, FieldDecoder]:
+        of_slots = {
+            name: kind.as_decoded if name in left else kind for name, kind in opened.kinds.items()
+        }
+
+        def decoders(kinds: Mapping[str, FieldKind]) -> dict[int, FieldDecoder]:
+            of_sample = limit_nbytes // max(1, threads)
             found = {
-                number: kind.decoder(layouts[name], spans[name], core, of_sample)
-                for number, (name, kind) in enumerate(several.items())
+                number: kind.decoder(opened.layouts[name], spans[name], core, of_sample)
+                for number, (name, kind) in enumerate(kinds.items())
             }
             return {number: one for number, one in found.items() if one is not None}
 
-        self.fields = decoders(kinds)
+        self.fields = decoders(opened.kinds)
         self._of_slots = decoders(of_slots) if left else self.fields
         sizes = [kind.decoded_nbytes(slots.rows) for kind in of_slots.values()]
         self._memory = [
@@ -88,7 +82,7 @@ class BatchDecoder:
             self._broken += 1
 
     def batch(
-        self, arrays: tuple[Any, ...], index: NDArray[np.int64], epoch: int, slot: int | None
+        self, arrays: tuple[Any, ...], index: Int64s, epoch: int, slot: int | None
     ) -> DecodedBatch:
         """Begin to decode a batch; `DecodedBatch.work` does it.
 

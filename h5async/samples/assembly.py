@@ -30,7 +30,7 @@ _BY_OPTIONS = {kind.of: kind for kind in KINDS}
 FOUND_AS = {kind.found_as: kind.of for kind in KINDS if kind.found_as}
 
 
-def kinds_of(fields: Mapping[str, Field]) -> dict[str, FieldKind]:
+def field_kinds(fields: Mapping[str, Field]) -> dict[str, FieldKind]:
     """Return the kinds of fields, by name."""
     return {name: _BY_OPTIONS[type(field)](name, field) for name, field in fields.items()}
 
@@ -38,17 +38,10 @@ def kinds_of(fields: Mapping[str, Field]) -> dict[str, FieldKind]:
 class SlotMemory(NamedTuple):
     """The host arrays of a slot, one of each kind per column.
 
-    Attributes
-    ----------
-    raw
-        (batch, *raw_row): rows as read.
-    out
-        (batch, *row): rows as delivered; the array of `raw` itself if the filler transforms
-        nothing.
-    made
-        Per field, if there are any: (batch, ...), plain arrays made of samples of differing
-        lengths; in helper processes also uint8 memory for the pixels of images. None if nothing is
-        made, or if it gets memory of its own.
+    `raw`, (batch, *raw_row), are rows as read; `out`, (batch, *row), are rows as delivered: the
+    array of `raw` itself if the filler transforms nothing. `made` are, per field, if there are any,
+    plain arrays (batch, ...) made of samples of differing lengths; in helper processes also uint8
+    memory for what is decoded; None if nothing is made, or if it gets memory of its own.
     """
 
     raw: tuple[NDArray[Any], ...]
@@ -114,21 +107,9 @@ def outlines_of(
 class Assembly:
     """Turns the arrays of columns into delivered values. Thread-safe.
 
-    Parameters
-    ----------
-    kinds
-        By name, in the order of delivery.
-    rows
-        Per column: which rows each sample consists of.
-    first_samples
-        int64 (files + 1,): the first sample of each file.
-
-    Attributes
-    ----------
-    is_plain
-        Whether each field is one array with a row per sample, as it lies in the slot.
-    needs_work
-        Whether more than views must be made.
+    `rows` says, per column, which rows each sample consists of; `first_samples`, int64
+    (files + 1,), are the first ones of each file. If it `is_plain`, each field is one array with a
+    row per sample, as it lies in the slot; if it `needs_work`, more than views must be made.
     """
 
     def __init__(
@@ -163,19 +144,9 @@ class Assembly:
     ) -> tuple[Any, ...]:
         """Return the arrays of a batch, per field; views of a slot's memory if possible.
 
-        Parameters
-        ----------
-        memory, index
-            Memory and sample numbers of the batch.
-        left
-            Names of fields that a device pads or makes dense.
-        are_checked
-            Whether the core has read the whole batch, and has checked indices that have a limit.
-
-        Raises
-        ------
-        DatasetError
-            If an index of a sparse row is not a column, or a code is not a category.
+        A device pads the fields `left`, or makes them dense. If `are_checked`, the core has read
+        the whole batch, and has checked indices that have a limit. DatasetError if an index of a
+        sparse row is not a column, or a code is not a category.
         """
         if self.is_plain:
             return tuple([out[: index.size] for out in memory.out])
