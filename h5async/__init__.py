@@ -4,6 +4,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from h5async.config import (
+    AudioField,
     Field,
     ImageField,
     RaggedField,
@@ -31,8 +32,7 @@ from h5async.observe.stats import ReaderStats
 from h5async.observe.trace import Trace
 from h5async.reader.asyncreader import AsyncReader
 from h5async.reader.batch import Batch
-from h5async.samples.images import Images
-from h5async.samples.ragged import Ragged
+from h5async.samples.ragged import Images, Ragged
 from h5async.samples.sparse import Csr
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def _version() -> str:
 
 __all__ = [
     "AsyncReader",
+    "AudioField",
     "Batch",
     "BatchExpiredError",
     "BatchTimeoutError",

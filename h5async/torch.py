@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from h5async.config import ReaderConfig
-from h5async.config.signature import takes_options
+from h5async.config.describe import takes_options
 from h5async.errors import ConfigError, DatasetError, ReaderClosedError
 from h5async.reader.asyncreader import AsyncReader
 from h5async.reader.batch import Batch

@@ -1,38 +1,20 @@
 """Makes docs/options.md, the page of all options, out of `ReaderConfig` and `Field`.
 
 .venv/bin/python scripts/make_options_page.py
-
-It writes the same descriptions below the names of the options in h5async/config/keywords.py and
-partkeywords.py, where editors find them.
 """
 
 from __future__ import annotations
 
-import ast
-import itertools
-import textwrap
 from collections.abc import Collection
 from pathlib import Path
 
-from h5async import Field, ImageField, RaggedField, ReaderConfig, Sequences, SparseField, Split
+from h5async import Field, ReaderConfig
 from h5async.cli.options import flag
 from h5async.config.describe import Option, options_of
 from h5async.config.kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "options.md"
-KEYWORDS = [ROOT / "h5async" / "config" / f"{name}.py" for name in ("keywords", "partkeywords")]
-# The classes there, and those that describe the same names.
-DESCRIBED = {
-    "ReaderOptions": ReaderConfig,
-    "StepsOptions": Field,
-    "FieldOptions": Field,
-    "RaggedFieldOptions": RaggedField,
-    "ImageFieldOptions": ImageField,
-    "SparseFieldOptions": SparseField,
-    "SequencesOptions": Sequences,
-    "SplitOptions": Split,
-}
 
 HEAD = """\
 # Options
@@ -129,7 +111,7 @@ def _parameters(field: type[Field], but: Collection[str] = ()) -> list[tuple[str
 def _kind(kind: str, field: type[Field]) -> str:
     meaning = (field.__doc__ or "").partition("\n")[0]
     of_all = [option.name for option in options_of(Field)]
-    page = "images.md" if kind == "image" else "ragged.md"
+    page = {"image": "images.md", "audio": "audio.md"}.get(kind, "ragged.md")
     return KIND.format(name=field.__name__, meaning=meaning, kind=kind, page=page) + _table(
         ("parameter", "default", "meaning"), _parameters(field, of_all)
     )
@@ -173,31 +155,5 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
-def keywords(source: str) -> str:
-    """Return the module of keywords with the descriptions below its names."""
-    lines = source.splitlines()
-    for found in reversed(ast.parse(source).body):
-        if isinstance(found, ast.ClassDef):
-            described = {o.name: o.description for o in options_of(DESCRIBED[found.name])}
-            followed = [*found.body[1:], None]
-            pairs = list(itertools.pairwise(followed))
-            for line, after in reversed(pairs):
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    old = after.end_lineno if isinstance(after, ast.Expr) else line.end_lineno
-                    lines[line.end_lineno : old] = _docstring(described[line.target.id])
-    return "\n".join([*lines, ""])
-
-
-def _docstring(text: str) -> list[str]:
-    indent = "    "
-    if len(text) <= 100 - len(indent) - 6:
-        return [f'{indent}"""{text}"""']
-    first, *others = textwrap.wrap(text, 100 - len(indent) - 3)
-    rest = textwrap.wrap(" ".join(others), 100 - len(indent))
-    return [f'{indent}"""{first}', *(indent + line for line in rest), f'{indent}"""']
-
-
 if __name__ == "__main__":
     PAGE.write_text(page())
-    for module in KEYWORDS:
-        module.write_text(keywords(module.read_text()))

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from h5async import ReaderConfig, cli
 from h5async.codec.filters import Filter
 from h5async.core.binding import can_decode, load_core
-from h5async.system.counts import STAGES
+from h5async.system.timeline import STAGES
 
 HAS_SCALEOFFSET = can_decode(Filter(6, (2, 32), "scaleoffset"))
 BY_HDF5 = "h5py: filter 6 (scaleoffset) is decoded by HDF5"

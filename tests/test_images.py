@@ -22,9 +22,9 @@ from h5async import AsyncReader, Field, ImageField, Images, MissingPackageError
 from h5async.codec import imageformats
 from h5async.codec.imageformats import decode_rgb, read_header
 from h5async.errors import BudgetError, ConfigError, DatasetError, ReadError
-from h5async.fill import imagedecoding
-from h5async.fill.imagedecoding import BatchImages, ImageDecoder
+from h5async.fill.batchdecoding import BatchDecoder, DecodedBatch
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes, random_numbers
+from h5async.samples import imagekind
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 cv2 = pytest.importorskip("cv2", reason="needs OpenCV")
@@ -593,7 +593,7 @@ def test_damaged_bytes_are_what_pillow_makes_of_them_or_an_error():
 
 def test_the_next_batch_is_read_before_all_images_of_one_are_decoded(equal, monkeypatch, core):
     parts, decoded, begun = threading.local(), [], threading.Event()
-    work, batch, decode = BatchImages.work, ImageDecoder.batch, imagedecoding.decode_rgb
+    work, batch, decode = DecodedBatch.work, BatchDecoder.batch, imagekind.decode_rgb
 
     def noted_work(self, must_end, end):
         parts.is_half = end < self.count
@@ -611,9 +611,9 @@ def test_the_next_batch_is_read_before_all_images_of_one_are_decoded(equal, monk
         decode(*args)
         decoded.append(0)
 
-    monkeypatch.setattr(BatchImages, "work", noted_work)
-    monkeypatch.setattr(ImageDecoder, "batch", noted_batch)
-    monkeypatch.setattr(imagedecoding, "decode_rgb", slow_decode)
+    monkeypatch.setattr(DecodedBatch, "work", noted_work)
+    monkeypatch.setattr(BatchDecoder, "batch", noted_batch)
+    monkeypatch.setattr(imagekind, "decode_rgb", slow_decode)
     with reading(equal[0], batch_size=8, num_threads=2, prefetch=3) as reader:
         for number, one in enumerate(itertools.islice(reader, 2)):
             for image, pixels in zip(one.image, equal[1][8 * number :], strict=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pydoc
-import runpy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +19,32 @@ from conftest import require_extra
 from hdf5files import type_for_h5py
 
 import h5async
-from h5async import AsyncReader, ReaderConfig, ReaderOptions
-from h5async.config import keywords, partkeywords
+from h5async import (
+    AsyncReader,
+    AudioField,
+    Field,
+    ImageField,
+    RaggedField,
+    ReaderConfig,
+    ReaderOptions,
+    Sequences,
+    SparseField,
+    Split,
+)
 from h5async.config.describe import options_of
 
 ROOT = Path(__file__).parents[1]
-MADE = runpy.run_path(str(ROOT / "scripts" / "make_options_page.py"))
+MODELS = (ReaderConfig, Field, RaggedField, AudioField, ImageField, SparseField, Sequences, Split)
+DESCRIBED = {keywords: model for model in MODELS for keywords in model.keywords}
 POSITIONAL = dict.fromkeys(
-    ("FieldOptions", "RaggedFieldOptions", "ImageFieldOptions", "SparseFieldOptions"), ("path",)
+    (
+        "FieldOptions",
+        "RaggedFieldOptions",
+        "AudioFieldOptions",
+        "ImageFieldOptions",
+        "SparseFieldOptions",
+    ),
+    ("path",),
 ) | {"SplitOptions": ("name", "parts")}
 
 
@@ -47,10 +65,11 @@ def choices(annotation: Any) -> set[object]:
     return {one for part in get_args(annotation) for one in choices(part)}
 
 
-@pytest.mark.parametrize("name", MADE["DESCRIBED"])
-def test_keywords_are_the_options_with_their_choices_and_none(name):
-    described = {option.name: option for option in options_of(MADE["DESCRIBED"][name])}
-    hints = get_type_hints(getattr(keywords if hasattr(keywords, name) else partkeywords, name))
+@pytest.mark.parametrize("keywords", DESCRIBED, ids=lambda keywords: keywords.__name__)
+def test_keywords_are_the_options_with_their_choices_and_none(keywords):
+    name = keywords.__name__
+    described = {option.name: option for option in options_of(DESCRIBED[keywords])}
+    hints = get_type_hints(keywords)
     if name == "StepsOptions":  # a part of FieldOptions
         assert set(hints) < set(described)
     else:
@@ -68,13 +87,20 @@ def test_the_readers_keywords_have_the_order_of_its_options():
     assert ReaderOptions.__total__ is False
 
 
-def test_descriptions_of_keywords_are_up_to_date():
-    source, of_parts = (module.read_text() for module in MADE["KEYWORDS"])
-    assert MADE["keywords"](source) == source, "run scripts/make_options_page.py"
-    assert MADE["keywords"](of_parts) == of_parts, "run scripts/make_options_page.py"
-    bare = source.replace('    """Samples in a batch."""\n', "")
-    assert bare != source
-    assert MADE["keywords"](bare) == source
+@pytest.mark.parametrize("keywords", DESCRIBED, ids=lambda keywords: keywords.__name__)
+def test_editors_and_help_show_the_same_descriptions(keywords):
+    described = {option.name: option.description for option in options_of(DESCRIBED[keywords])}
+    source = inspect.getsource(keywords)
+    for name in re.findall(r"^    ([a-z_]+): ", source, re.MULTILINE):
+        assert re.match(r"[A-Z].*\.$", described[name]), name
+        told = source.partition(f"\n    {name}: ")[2].split('"""')[1]
+        assert " ".join(told.split()) == described[name]
+
+
+def test_the_json_schema_has_the_descriptions():
+    properties = ReaderConfig.model_json_schema()["properties"]
+    for option in options_of(ReaderConfig):
+        assert properties[option.name]["description"] == option.description
 
 
 @pytest.mark.parametrize("name", ["AsyncReader", "H5Dataset"])

@@ -672,7 +672,7 @@ def test_kinds_in_toml(tmp_path):
     options.write_text(
         f'hdf5_path = \'{tmp_path / "a.h5"}\'\nfields.x = {{path = "X", kind = "rugged"}}\n'
     )
-    with pytest.raises(ConfigError, match=r"kind: must be one of image, ragged, sparse"):
+    with pytest.raises(ConfigError, match=r"kind: must be one of audio, image, ragged, sparse"):
         AsyncReader(options)
 
 

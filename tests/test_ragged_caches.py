@@ -25,8 +25,8 @@ from test_ragged import (
 import h5async.fill.resident
 from h5async import AsyncReader, ConfigError, DatasetError, ImageField, RaggedField, SparseField
 from h5async.fill.resident import Budget, HostCache, open_host_cache
+from h5async.order.rows import SpanRows
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows
 
 SEED = 20120704
 
@@ -249,9 +249,9 @@ def test_runs_that_were_kept_come_back(has_core, data):
             for column, (plan, array) in enumerate(zip(plans, (raw, plain), strict=True)):
                 cut = data.draw(st.integers(0, index.size))
                 for a, b in ((0, cut), (cut, index.size)):
-                    cache.keep(column, plan, a, b, array)
+                    cache.columns[column].keep(plan, a, b, array)
                 for a, b in ((cut, index.size), (0, cut)):
-                    cache.gather(column, plan, a, b, out[column])
+                    cache.columns[column].gather(plan, a, b, out[column])
             cache.add(index)
             assert cache.has(index)
             assert np.array_equal(out[0], raw)

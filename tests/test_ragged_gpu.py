@@ -12,6 +12,7 @@ from conftest import assert_same_bits, require_extra
 
 from h5async import (
     AsyncReader,
+    AudioField,
     BatchExpiredError,
     ConfigError,
     Csr,
@@ -23,7 +24,7 @@ from h5async import (
     RaggedField,
     SparseField,
 )
-from h5async.samples.images import Images
+from h5async.samples.ragged import Images
 
 pytestmark = pytest.mark.gpu
 
@@ -635,6 +636,29 @@ def test_images(cupy, images, batch_size, num_threads):
     options = {"batch_size": batch_size, "num_threads": num_threads}
     compare(cupy, images, IMAGES, 2, **options)
     compare(cupy, images, IMAGES, postprocess=lambda *arrays: None, **options)
+
+
+AUDIO = {
+    "mono": AudioField("audio", mono=True),
+    "both": AudioField("audio", dtype="i2", channels=2, frames=30, crop="random"),
+    "dense": AudioField("audio", channels=2, frames=40, dense=True),
+    "label": "labels",
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 20])
+def test_audio(cupy, tmp_path, batch_size):
+    soundfile = require_extra("soundfile")
+    rng = np.random.default_rng(SEED)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        node = file.create_dataset("audio", (20,), h5py.vlen_dtype("u1"))
+        for number in range(20):
+            stream = io.BytesIO()
+            soundfile.write(stream, rng.uniform(-1, 1, (25 + number, 2)), 8000, format="WAV")
+            node[number] = np.frombuffer(stream.getvalue(), np.uint8)
+        file["labels"] = np.arange(20)
+    compare(cupy, tmp_path / "a.h5", AUDIO, 2, batch_size=batch_size)
+    compare(cupy, tmp_path / "a.h5", AUDIO, postprocess=lambda *arrays: None, batch_size=batch_size)
 
 
 def test_images_behind_slow_kernels(cupy, spin, images):

@@ -8,8 +8,8 @@ import pytest
 import scipy.sparse as sp
 from hdf5files import write_csr
 
-import h5async.opening.limits
-import h5async.samples.columns
+import h5async.opening.slotsizes
+import h5async.samples.sparsekind
 from h5async import AsyncReader, RaggedField, SparseField
 from h5async.errors import DatasetError
 
@@ -31,7 +31,7 @@ def reader_of(path, **options):
 @pytest.mark.parametrize("compression", ["gzip", None])
 def test_a_window_decodes_each_chunk_of_ragged_rows_about_once(tmp_path, monkeypatch, compression):
     """Nearly every chunk ends within a row, for which the next chunk is needed, too."""
-    monkeypatch.setattr(h5async.opening.limits, "_KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr(h5async.opening.slotsizes, "_KEPT_WHOLE_NBYTES", 0)
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 60, 4000)
     values = np.arange(lengths.sum())
@@ -69,7 +69,7 @@ def test_the_core_checks_indices_as_it_reads_them(
     def not_in_python(*_):
         raise AssertionError("Python checks what the core has checked")
 
-    monkeypatch.setattr(h5async.samples.columns, "_are_outside", not_in_python)
+    monkeypatch.setattr(h5async.samples.sparsekind, "_are_outside", not_in_python)
     matrix = matrix_of()
     for number in range(2):
         write_csr(tmp_path / f"{number}.h5", matrix, index_dtype=index, **STORAGES[storage])

@@ -20,7 +20,7 @@ from h5async import (
     Sequences,
     SparseField,
 )
-from h5async.fill import imagedecoding
+from h5async.samples import imagekind
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 cv2 = pytest.importorskip("cv2", reason="needs OpenCV")
@@ -228,8 +228,8 @@ def test_each_image_is_decoded_once_for_a_batch(demos, monkeypatch):
         decoded.append(data.size)
         return real(data, header, out)
 
-    real = imagedecoding.decode_rgb
-    monkeypatch.setattr(imagedecoding, "decode_rgb", counting)
+    real = imagekind.decode_rgb
+    monkeypatch.setattr(imagekind, "decode_rgb", counting)
     field = ImageField("image", size=SIZE, steps=range(-3, 1), pad="edge")
     with AsyncReader(
         hdf5_path=folder / "flat.h5", fields={"image": field}, batch_size=17, num_threads=0

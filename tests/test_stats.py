@@ -18,7 +18,7 @@ from h5async import AsyncReader, Field, ReadError, ReaderStats
 from h5async.codec.filters import Filter
 from h5async.core.binding import can_decode, load_core
 from h5async.observe.stats import Waits, WaitTotals, percentile
-from h5async.system.counts import STAGES, StageTimes, ThreadCounts
+from h5async.system.timeline import STAGES, StageTimes, ThreadCounts
 
 BY_US = "core" if load_core() else "h5py"
 PACKED = "core" if can_decode(Filter(6, (2, 32), "scaleoffset")) else "h5py"  # what scaleoffset is

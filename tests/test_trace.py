@@ -31,7 +31,7 @@ from h5async import (
     ReadError,
 )
 from h5async.core.binding import CoreTrace, load_core
-from h5async.fill.recording import Recorded
+from h5async.fill.outcomes import Recorded
 from h5async.observe.chrometrace import write_trace
 from h5async.system.timeline import CORE_STAGES, Event, Recorder, ThreadName, Timeline
 
@@ -551,7 +551,7 @@ def test_memory_for_events_may_be_refused(path: Path, monkeypatch: pytest.Monkey
     trace = path.with_name("t.json")
     with AsyncReader(hdf5_path=path) as reader:
         with monkeypatch.context() as patch:
-            patch.setattr("h5async.fill.recording.CoreTrace", refuse)
+            patch.setattr("h5async.fill.outcomes.CoreTrace", refuse)
             patch.setattr(
                 "h5async.system.timeline.Timeline.note_threads", refuse
             )  # without the core

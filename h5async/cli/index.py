@@ -15,8 +15,7 @@ from h5async.cli.documents import Json, print_document
 from h5async.cli.options import fields_of, number_or_name, spell_in_shell, table, takes_options
 from h5async.cli.progressbars import opening
 from h5async.cli.text import safe
-from h5async.config.configfile import map_paths
-from h5async.config.files import INDEX_SUFFIX, FileName, home_path, with_variables
+from h5async.config.files import INDEX_SUFFIX, FileName, home_path, map_paths, with_variables
 from h5async.index.contents import Grouping
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.layout import DatasetLayout
@@ -24,20 +23,11 @@ from h5async.index.links import Consulted, Reach
 from h5async.index.portable import NotPortableError
 from h5async.index.savedindex import IndexedFile, Wanted, write_index
 from h5async.io.stores import absolute_name
-from h5async.opening.dataset import grouping_of
+from h5async.opening.dataset import grouping_of, on_indexed
 from h5async.opening.fieldkinds import with_kinds
-from h5async.opening.filefacts import (
-    CATEGORIES,
-    NULLABLE,
-    SHAPE,
-    TEXTS,
-    Need,
-    list_known,
-    needs_of,
-    read_known,
-)
+from h5async.opening.filefacts import Need, list_known, needs_of, read_known
 from h5async.opening.filevalues import reach_of
-from h5async.opening.progress import on_indexed
+from h5async.samples.fieldkind import CATEGORIES, NULLABLE, SHAPE, TEXTS
 
 _Files = Annotated[
     list[str] | None, typer.Argument(metavar="FILES...", help="HDF5 files, or globs.")
@@ -122,8 +112,7 @@ def _indexed(
     grouping = grouping_of(config, reach)
     needs: dict[str, Need] = {}
     if config.fields is not None:
-        kinds = with_kinds(config, reach, grouping, {})
-        needs = needs_of(kinds.config.batch_fields, kinds.columns, grouping)
+        needs = needs_of(with_kinds(config, reach, grouping, {})[1], grouping)
     for number, path in enumerate(paths, 1):
         consulted = Consulted()
         recorded = replace(reach, consulted=consulted)

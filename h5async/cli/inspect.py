@@ -24,17 +24,16 @@ from h5async.cli.options import takes_options
 from h5async.cli.patterns import is_meant
 from h5async.cli.rowlisting import Listing
 from h5async.cli.text import safe
-from h5async.config.configfile import map_paths
-from h5async.config.files import FileName, is_index, with_variables
+from h5async.config.files import FileName, is_index, map_paths, with_variables
 from h5async.core.binding import load_core, why_no_core
 from h5async.index.groupfields import column, sparse_group
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
-from h5async.opening.filefacts import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, shape_of
 from h5async.opening.filevalues import reach_of
 from h5async.opening.raggedcolumns import heap_layout
+from h5async.samples.fieldkind import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, values_of
 from h5async.system.interruptions import suppressing
 
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
@@ -200,7 +199,8 @@ def _known(
     if wanted.kind == SHAPE:
         parts = [part("data", ROWS), part("indices", ROWS)]
         there = [one for one in parts if one is not None]
-        return sparse_dataset(wanted.path, file, there, shape_of(layout)) if all(parts) else None
+        rows, columns = values_of(layout).tolist()
+        return sparse_dataset(wanted.path, file, there, (rows, columns)) if all(parts) else None
     if wanted.kind in (CATEGORIES, NULLABLE):
         is_codes = wanted.kind == CATEGORIES
         parts = [part("codes")] if is_codes else [part("values"), part("mask")]

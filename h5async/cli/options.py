@@ -20,9 +20,8 @@ import typer
 from pydantic import BaseModel
 
 from h5async import ConfigError, ReaderConfig
-from h5async.config.configfile import kind_of_file, load_file, map_paths
 from h5async.config.describe import Option, options_of
-from h5async.config.files import with_variables
+from h5async.config.files import kind_of_file, load_file, map_paths, with_variables
 from h5async.names import shell_word
 from h5async.spelling import as_keyword, in_file, named, spelled
 

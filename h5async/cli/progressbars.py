@@ -9,7 +9,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from h5async.opening.progress import on_indexed
+from h5async.opening.dataset import on_indexed
 
 REFRESH_SECONDS = 0.1
 _PATIENCE_SECONDS = 2.0  # before a bar for indexing is shown

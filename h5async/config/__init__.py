@@ -5,13 +5,13 @@ when it is opened, with the same type of error.
 """
 
 from h5async.config.field import Field
-from h5async.config.indices import Split
-from h5async.config.kinds import ImageField, RaggedField, SparseField
+from h5async.config.kinds import AudioField, ImageField, RaggedField, SparseField
+from h5async.config.parts import Sequences, Split
 from h5async.config.readerconfig import ReaderConfig
-from h5async.config.sequenceoptions import Sequences
 from h5async.config.values import check_timeout
 
 __all__ = [
+    "AudioField",
     "Field",
     "ImageField",
     "RaggedField",

@@ -1,42 +1,33 @@
-"""Describes the options of a configuration class, for the command line and the options page."""
+"""Describes options: for the command line, the options page, help(), ? and completion.
+
+Editors, which do not run the program, get the same from `ReaderOptions`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from h5async.config.frozen import Words
+from h5async.config.frozen import Words, describe, descriptions
+from h5async.config.readerconfig import ReaderConfig
 
 _PLAIN_TYPES = (bool, int, float, str, Path)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a configuration.
+    """One option of a configuration; `default_text`, `values` and `shell` are as in `option`.
 
-    Attributes
-    ----------
-    description, shell
-        Its meaning, and its meaning on the command line.
-    type
-        The type of one value on a command line: bool, int, float, str or Path. It is str for
-        numbers with a syntax of their own, which `values` shows.
-    choices
-        The only values, except None, and numbers if `type` is one; empty means any.
-    is_list, is_mapping, is_function
-        Whether it takes several values, whether these have names, and whether it takes a function.
-    takes_names
-        Whether it takes a name instead of an integer.
-    default_text
-        The default in words, if its value does not tell; else empty.
-    values
-        Syntax of its values, if `type` and `choices` do not tell; else empty.
+    `type` is that of one value on a command line: bool, int, float, str or Path. It is str for
+    numbers with a syntax of their own. `choices` are the only values, except None, and numbers if
+    `type` is one; empty means any. A mapping is a list of values with names.
     """
 
     name: str
@@ -56,17 +47,17 @@ class Option:
 
 def options_of(model: type[BaseModel]) -> list[Option]:
     """Return the options of a configuration, in order."""
-    return [_option(name, field) for name, field in model.model_fields.items()]
+    fields = model.model_fields
+    return [_option(name, fields[name], text) for name, text in descriptions(model).items()]
 
 
-def _option(name: str, field: Any) -> Option:
+def _option(name: str, field: Any, description: str) -> Option:
     kinds = list(_kinds(field.annotation))
     origins = [get_origin(kind) for kind in kinds]
     items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
     found = [kind for item in [*kinds, *items] for kind in _kinds(item) if kind in _PLAIN_TYPES]
     is_mapping = Mapping in origins
     words = next((one for one in field.metadata if isinstance(one, Words)), Words())
-    description = field.description or ""
     return Option(
         name=name,
         description=description,
@@ -94,3 +85,33 @@ def _kinds(annotation: Any) -> Iterator[Any]:
             yield from _kinds(member)
     elif annotation is not NoneType:
         yield annotation
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def takes_options(cls: Class) -> Class:
+    """Add the options of `ReaderConfig` to the docstring and the signature of a class.
+
+    Its ``__init__`` takes them as ``**options``. Both are made on access.
+    """
+    describe(cls, "Other Parameters", ReaderConfig)
+    described: Any = cls
+    described.__signature__ = _Signature(cls)
+    return cls
+
+
+class _Signature:
+    def __init__(self, cls: type) -> None:
+        self._of = cls
+
+    def __get__(self, _: object, cls: type) -> Signature:
+        if cls is not self._of:
+            raise AttributeError("a subclass has a signature of its own")
+        of_init: Any = cls
+        own = list(signature(of_init.__init__).parameters.values())[1:-1]
+        options = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=... if f.is_required() else f.default)
+            for name, f in ReaderConfig.model_fields.items()
+        ]
+        return Signature([*(p.replace(annotation=Parameter.empty) for p in own), *options])

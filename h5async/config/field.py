@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, TypedDict, Unpack
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.values import (
     Bool,
+    DatasetPath,
+    DimensionLike,
     Dimensions,
     DType,
     Name,
     Number,
     SampleDimension,
+    SampleDimensionLike,
     Steps,
     shown,
 )
@@ -24,29 +28,59 @@ from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike
-
     from h5async.config.hints import Where
-    from h5async.config.partkeywords import (
-        DatasetPath,
-        DimensionLike,
-        SampleDimensionLike,
-        StepsOptions,
-    )
 
 _NOT_GIVEN: Any = object()
-_BY_USE = (
-    "ragged",
-    "sparse",
-    "image",
-)  # kinds of fields, in the order in which messages suggest them
-KINDS: dict[str, type[Field]] = {}  # by name; `kinds.py` defines them
+# By name, in the order in which messages suggest them; `kinds.py` defines them.
+KINDS: dict[str, type[Field]] = {}
 _RESERVED_NAMES = frozenset(
     {"copy", "count", "epoch", "index", "keys", "last", "number", "sequence", "size", "step"}
 )
 
 
-@documented
+class StepsOptions(TypedDict, total=False):
+    """The keyword-only parameters of `Field`."""
+
+    steps: str | ArrayLike | range | None
+    """Rows to deliver for each sample, counted from its own: `range(-3, 1)`, or a list; in a TOML
+    file also `"-3:1"`. A batch is then (samples, steps, ...).
+    """
+    pad: Literal["drop", "edge", "zero"]
+    """How to treat steps that leave the sequence. `drop`: there are no such samples. `edge`: repeat
+    its first or last row. `zero`: deliver zeros, before `scale` and `offset`.
+    """
+    pad_mask: DatasetPath | None
+    """Name of another field of the batch, which tells the steps inside the sequence: bool (samples,
+    steps).
+    """
+
+
+class FieldOptions(StepsOptions, total=False):
+    """The parameters of `Field` except its path."""
+
+    num_dim: SampleDimensionLike | None
+    """The dimension that counts the samples, by number, or by name if the file names its
+    dimensions; or a pair: those of sequences and of their steps.
+    """
+    axes: Sequence[DimensionLike] | None
+    """The dataset's dimensions in the order of delivery, by number or name, the sample dimension
+    first. None: the sample dimension, then the others in the file's order.
+    """
+    dtype: DTypeLike | None
+    """Delivered dtype. None: the file's, in native byte order; float32 with a `scale` or `offset`.
+    """
+    scale: ArrayLike | None
+    """A factor, or one per channel (index along the second delivered axis)."""
+    offset: ArrayLike | None
+    """A number to add after scaling, or one per channel."""
+    decode_cf: bool
+    """Unpack the values by the dataset's own attributes (CF conventions): apply `scale_factor` and
+    `add_offset`; replace `_FillValue`, `missing_value` and values outside `valid_range` by NaN.
+    Without a `dtype`: float32 or float64, as xarray chooses.
+    """
+
+
+@documented(FieldOptions, StepsOptions)
 class Field(Frozen):
     """A dataset, and how its samples are delivered.
 
@@ -70,48 +104,15 @@ class Field(Frozen):
     """
 
     path: Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")
-    num_dim: SampleDimension = option(
-        0,
-        "The dimension that counts the samples, by number, or by name if the file names its"
-        " dimensions; or a pair: those of sequences and of their steps.",
-        default_text="0, or the first of `axes`",
-    )
-    axes: Dimensions | None = option(
-        None,
-        "The dataset's dimensions in the order of delivery, by number or name, the sample"
-        " dimension first. None: the sample dimension, then the others in the file's order.",
-    )
-    dtype: DType = option(
-        None,
-        "Delivered dtype. None: the file's, in native byte order; float32 with a `scale` or"
-        " `offset`.",
-    )
-    scale: Number | None = option(
-        None, "A factor, or one per channel (index along the second delivered axis)."
-    )
-    offset: Number | None = option(None, "A number to add after scaling, or one per channel.")
-    decode_cf: Bool = option(
-        False,
-        "Unpack the values by the dataset's own attributes (CF conventions): apply"
-        " `scale_factor` and `add_offset`; replace `_FillValue`, `missing_value` and values"
-        " outside `valid_range` by NaN. Without a `dtype`: float32 or float64, as xarray"
-        " chooses.",
-    )
-    steps: Steps = option(
-        None,
-        "Rows to deliver for each sample, counted from its own: `range(-3, 1)`, or a list; in a"
-        ' TOML file also `"-3:1"`. A batch is then (samples, steps, ...).',
-    )
-    pad: Literal["drop", "edge", "zero"] = option(
-        "drop",
-        "How to treat steps that leave the sequence. `drop`: there are no such samples. `edge`:"
-        " repeat its first or last row. `zero`: deliver zeros, before `scale` and `offset`.",
-    )
-    pad_mask: Name | None = option(
-        None,
-        "Name of another field of the batch, which tells the steps inside the sequence: bool"
-        " (samples, steps).",
-    )
+    num_dim: SampleDimension = option(0, default_text="0, or the first of `axes`")
+    axes: Dimensions | None = None
+    dtype: DType = None
+    scale: Number | None = None
+    offset: Number | None = None
+    decode_cf: Bool = False
+    steps: Steps = None
+    pad: Literal["drop", "edge", "zero"] = "drop"
+    pad_mask: Name | None = None
 
     def __init__(
         self,
@@ -237,7 +238,7 @@ def kind_of(name: object) -> type[Field]:
     if name is None:
         return Field
     if name not in KINDS:
-        raise ConfigError(f"kind: must be one of {', '.join(KINDS)}, found {shown(name)}")
+        raise ConfigError(f"kind: must be one of {', '.join(sorted(KINDS))}, found {shown(name)}")
     return KINDS[str(name)]
 
 
@@ -245,7 +246,7 @@ def _kind_with(option: str, chosen: type[Field]) -> str | None:
     """Return a kind of field that has an option which the chosen one lacks, if any."""
     if option in chosen.model_fields:
         return None
-    return next((name for name in _BY_USE if option in KINDS[name].model_fields), None)
+    return next((name for name, kind in KINDS.items() if option in kind.model_fields), None)
 
 
 def _of_other_kind(option: str, kind: str, spell: Spell) -> str:

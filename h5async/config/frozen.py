@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
 from pydantic import Field as Bound
+from pydantic_core import CoreSchema
 
 from h5async.config.hints import Where, hint_for
 from h5async.config.values import shown
 from h5async.errors import ConfigError
 from h5async.spelling import named
-from h5async.system.interruptions import interruption, raise_again
+from h5async.system.interruptions import interruption, raise_again, suppressing
 
 REQUIRED: Any = ...
 _ANCESTOR_NAMES = {"nthread": "num_threads", "njob": "prefetch", "cuda": "device"}
@@ -34,6 +38,8 @@ class _Absent:
 class Frozen(BaseModel):
     """A configuration: unknown options and invalid values raise `ConfigError`."""
 
+    keywords: ClassVar[tuple[type, ...]] = ()  # see `documented`
+
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
     )
@@ -51,14 +57,21 @@ class Frozen(BaseModel):
 
     @classmethod
     def check_names(cls, names: Iterable[str], where: Where = "keyword") -> None:
-        """Check that names are options; `where` tells how messages spell them.
-
-        Raises `ConfigError` for an unknown name, and suggests the one meant.
-        """
+        """Check that names are options; else raise `ConfigError`, spelled as in `where`."""
         known = list(cls.model_fields)
         for name in names:
             if name not in known:
                 raise ConfigError(cls.unknown_option(name, where))
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        made = handler(schema)
+        properties = handler.resolve_ref_schema(made).get("properties", {})
+        for name, description in descriptions(cls).items():
+            properties[name]["description"] = description
+        return made
 
     @classmethod
     def unknown_option(cls, name: str, where: Where) -> str:
@@ -72,10 +85,7 @@ Frozen.copy = _Absent()  # type: ignore[assignment,method-assign]
 
 @dataclass(frozen=True)
 class Words:
-    """Texts for the help and the options page beside an option's description; see `option`.
-
-    They are metadata of the option's type, which pydantic ignores.
-    """
+    """Texts about an option, see `option`: metadata of its type, which pydantic ignores."""
 
     default_text: str = ""
     values: str = ""
@@ -83,55 +93,82 @@ class Words:
 
 
 def option(
-    default: Any, description: str, *, default_text: str = "", values: str = "", shell: str = ""
+    default: Any,
+    description: str = "",
+    *,
+    default_text: str = "",
+    values: str = "",
+    shell: str = "",
 ) -> Any:
-    """Declare an option.
+    """Declare an option, with its default or `REQUIRED`.
 
-    Parameters
-    ----------
-    default
-        Its default, or `REQUIRED`.
-    description
-        Its meaning, for docstrings, the command line's help and the options page.
-    default_text
-        The default in words, if its value does not tell.
-    values
-        Syntax of its values, if its type does not tell: ``"auto|cpu|cuda"``.
-    shell
-        Its meaning on the command line, if different from `description`.
+    `description` is its meaning, unless a docstring tells; see `documented`. `shell` is its meaning
+    on the command line, if different; `default_text`, the default in words, if its value does not
+    tell; `values`, the syntax of its values, if its type does not tell: ``"auto|cpu|cuda"``.
     """
-    declared = Bound(default, description=description)
+    declared = Bound(default, description=description or None)
     declared.metadata.append(Words(default_text, values, shell))
     return declared
 
 
-def documented(model: type[Model]) -> type[Model]:
-    """Add the descriptions of all options to a class's docstring, before its section Raises."""
-    if model.__doc__ is not None:  # python -OO
-        model.__doc__ = cast("str", _Docstring(model.__doc__))
-    return model
+def documented(*keywords: type) -> Callable[[type[Model]], type[Model]]:
+    """Add the descriptions of all options to a class's docstring, before its section Raises.
+
+    They are the docstrings in `keywords`: in `TypedDict`s of the options, where editors find them.
+    """
+
+    def add(model: type[Model]) -> type[Model]:
+        cast("Any", model).keywords = keywords
+        describe(model, "Parameters", model)
+        return model
+
+    return add
+
+
+def describe(cls: type, section: str, model: type[BaseModel]) -> None:
+    """Add a section with the descriptions of a model's options to a class's docstring."""
+    if cls.__doc__ is not None:  # python -OO
+        cls.__doc__ = cast("str", _Docstring(cls.__doc__, section, model))
 
 
 class _Docstring:
     """A class's docstring, which is assembled on access."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str, section: str, model: type[BaseModel]) -> None:
+        self._of = text, section, model
 
-    def __get__(self, _: object, model: type[BaseModel]) -> str:
-        return with_descriptions(self._text, "Parameters", model)
+    def __get__(self, _: object, cls: type) -> str:
+        import textwrap
+
+        docstring, section, model = self._of
+        text, raises, rest = inspect.cleandoc(docstring).partition("Raises\n------")
+        lines = [section, "-" * len(section)]
+        for name, description in descriptions(model).items():
+            lines += [name, textwrap.indent(textwrap.fill(description, _LINE_LENGTH), "    ")]
+        return "\n".join([text + lines[0], *lines[1:], "", raises + rest])
 
 
-def with_descriptions(docstring: str, section: str, model: type[BaseModel]) -> str:
-    """Insert a section with the descriptions of all options before a docstring's Raises."""
-    import textwrap
+def descriptions(model: type[BaseModel]) -> dict[str, str]:
+    """Return the description of each option."""
+    told: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        for keywords in vars(base).get("keywords", ()):
+            told |= _docstrings(keywords)
+    fields = model.model_fields.items()
+    return {name: field.description or told.get(name, "") for name, field in fields}
 
-    text, raises, rest = inspect.cleandoc(docstring).partition("Raises\n------")
-    lines = [section, "-" * len(section)]
-    for name, field in model.model_fields.items():
-        description = textwrap.fill(field.description or "", _LINE_LENGTH)
-        lines += [name, textwrap.indent(description, "    ")]
-    return "\n".join([text + lines[0], *lines[1:], "", raises + rest])
+
+@functools.cache
+def _docstrings(keywords: type) -> dict[str, str]:
+    """Return the docstrings below the names of a `TypedDict`, which only its source has."""
+    found: dict[str, str] = {}
+    with suppressing(OSError):  # there is no source
+        (of_class,) = ast.parse(inspect.getsource(keywords)).body
+        assert isinstance(of_class, ast.ClassDef)
+        for name, text in itertools.pairwise(of_class.body):
+            if isinstance(name, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(name.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
 
 
 def _unknown_option(name: str, known: list[str], where: Where) -> str:

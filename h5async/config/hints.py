@@ -15,22 +15,24 @@ Where = spelling.Where | Literal["shell"]
 
 
 class _Hint(NamedTuple):
-    """A suggestion instead of an unknown name.
+    """A sentence instead of an unknown name; ``{}`` stands for an option with an example.
 
-    Attributes
-    ----------
-    text
-        A sentence; ``{}`` stands for the option.
-    option, value
-        The option, and an example of its value.
-    spelled
-        The option with its value, by place, unless it is just the one after the other.
+    `spelled` has the option with its value, by place, unless it is just the one after the other.
     """
 
     text: str
     option: str
     value: str | int | float = ""
     spelled: Mapping[Where, str] = {}
+
+
+def _of_field(text: str, keyword: str, toml: str, name: str = "x") -> _Hint:
+    """Return a hint at an option of a field, which the command line has only in a file."""
+    in_file = f"fields.{name} = {{{toml}}}"
+    keyword = f'fields={{"{name}": {keyword}}}'
+    in_shell = f"{in_file} in the file of --config"
+    spelled: dict[Where, str] = {"keyword": keyword, "toml": in_file, "shell": in_shell}
+    return _Hint(text, "fields", spelled=spelled)
 
 
 _SELECT = _Hint("{} selects the samples of an epoch, and so does a Split", "indices", "1000:")
@@ -52,14 +54,10 @@ _UNPACK = _Hint("values are unpacked by the attributes of their dataset: {}", "d
 _MIX = _Hint(
     "{} mixes the samples of several chunks, and window_bytes limits them", "shuffle", "window"
 )
-_STEPS = _Hint(
+_STEPS = _of_field(
     "steps of a Field say which rows each sample consists of: {}",
-    "fields",
-    spelled={
-        "keyword": 'fields={"x": Field("x", steps=range(0, 10))}',
-        "toml": 'fields.x = {path = "x", steps = "0:10"}',
-        "shell": 'fields.x = {path = "x", steps = "0:10"} in the file of --config',
-    },
+    'Field("x", steps=range(0, 10))',
+    'path = "x", steps = "0:10"',
 )
 _STEPS_OF_FIELD = _Hint(
     "{} delivers the row of each sample and the nine after it",
@@ -86,34 +84,28 @@ _VALUES = _Hint(
     65536,
 )
 _BUCKET = _Hint("{} groups samples of similar length", "bucket", 8)
-_RAGGED = _Hint(
-    "it is an option of a field: {}",
-    "fields",
-    spelled={
-        "keyword": 'fields={"x": RaggedField("x", offsets="ends", offsets_kind="ends")}',
-        "toml": 'fields.x = {path = "x", kind = "ragged", offsets = "ends", offsets_kind = "ends"}',
-        "shell": 'fields.x = {path = "x", kind = "ragged", offsets = "ends", offsets_kind = "ends"}'
-        " in the file of --config",
-    },
+_OF_FIELD = "it is an option of a field: {}"
+_RAGGED = _of_field(
+    _OF_FIELD,
+    'RaggedField("x", offsets="ends", offsets_kind="ends")',
+    'path = "x", kind = "ragged", offsets = "ends", offsets_kind = "ends"',
 )
-_SPARSE = _Hint(
-    "it is an option of a field: {}",
-    "fields",
-    spelled={
-        "keyword": 'fields={"x": SparseField("X", dense=True, columns=["GAPDH", "CD3E"])}',
-        "toml": 'fields.x = {path = "X", kind = "sparse", dense = true, columns = ["GAPDH"]}',
-        "shell": 'fields.x = {path = "X", kind = "sparse", dense = true} in the file of --config',
-    },
+_SPARSE = _of_field(
+    _OF_FIELD,
+    'SparseField("X", dense=True, columns=["GAPDH", "CD3E"])',
+    'path = "X", kind = "sparse", dense = true, columns = ["GAPDH"]',
 )
-_IMAGE = _Hint(
-    "it is an option of a field: {}",
-    "fields",
-    spelled={
-        "keyword": 'fields={"image": ImageField("jpeg", size=(224, 224), flip=True)}',
-        "toml": 'fields.image = {path = "jpeg", kind = "image", size = [224, 224], flip = true}',
-        "shell": 'fields.image = {path = "jpeg", kind = "image", size = [224, 224]} in the file of'
-        " --config",
-    },
+_IMAGE = _of_field(
+    _OF_FIELD,
+    'ImageField("jpeg", size=(224, 224), flip=True)',
+    'path = "jpeg", kind = "image", size = [224, 224], flip = true',
+    "image",
+)
+_AUDIO = _of_field(
+    _OF_FIELD,
+    'AudioField("flac", sample_rate=16000)',
+    'path = "flac", kind = "audio", sample_rate = 16000',
+    "audio",
 )
 _SEED = _Hint("the order depends only on {}", "seed", 0)
 
@@ -145,6 +137,7 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
         ("offsets offsets_kind pad_to", (_RAGGED,)),
         ("dense columns missing", (_SPARSE,)),
         ("crop crop_scale crop_ratio flip interpolation", (_IMAGE,)),
+        ("channels mono sample_rate sampling_rate sr", (_AUDIO,)),
         ("generator random_state random_seed", (_SEED,)),
     )
     for name in names.split()

@@ -1,8 +1,8 @@
-"""The keywords of readers, with the types of their values, for type checkers.
+"""Names and describes the keywords of readers, with the types that they take.
 
-``AsyncReader(**options: Unpack[ReaderOptions])`` tells editors the names and types. `ReaderConfig`
-and its parts declare the same for validated values, with a description of each option.
-``scripts/make_options_page.py`` copies these descriptions to here, and a test compares them.
+``AsyncReader(**options: Unpack[ReaderOptions])`` tells editors and type checkers. `ReaderConfig`
+declares the same names with the types of validated values. The docstrings are all descriptions:
+those of help, of the command line and of docs/options.md.
 """
 
 from __future__ import annotations
@@ -13,14 +13,8 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 from numpy.typing import ArrayLike
 
-from h5async.config.indices import Split
-from h5async.config.partkeywords import (
-    DatasetPath,
-    DimensionLike,
-    Integer,
-    SampleDimensionLike,
-)
-from h5async.config.sequenceoptions import Sequences
+from h5async.config.parts import Sequences, Split
+from h5async.config.values import DatasetPath, DimensionLike, Integer, SampleDimensionLike
 
 FilePath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 SizeLike: TypeAlias = Integer | str  # bytes, or "512MiB"

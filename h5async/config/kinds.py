@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
 from pydantic import Field as Bound
 
-from h5async.config.field import KINDS, Field
+from h5async.config.field import KINDS, Field, FieldOptions
 from h5async.config.frozen import documented, option
-from h5async.config.indices import Values, plain_selection
-from h5async.config.values import Bool, Name, Natural
-
-if TYPE_CHECKING:
-    from h5async.config.partkeywords import (
-        DatasetPath,
-        ImageFieldOptions,
-        RaggedFieldOptions,
-        SparseFieldOptions,
-    )
+from h5async.config.parts import Values, plain_selection
+from h5async.config.values import Bool, DatasetPath, Integer, Name, Natural, Positive
 
 _Pixels = Annotated[int, Bound(ge=1, le=1 << 14)]
 _Positive = Annotated[float, Bound(gt=0, allow_inf_nan=False)]
 
 
-@documented
+class RaggedFieldOptions(FieldOptions, total=False):
+    """The parameters of `RaggedField` except its path."""
+
+    offsets: DatasetPath | None
+    """Path of the dataset that tells where samples begin, if the values have no variable-length
+    datatype.
+    """
+    offsets_kind: Literal["offsets", "ends", "lengths"]
+    """Contents of that dataset. `offsets`: where each sample begins and, as one more number, where
+    the last one ends. `ends`: where each sample ends. `lengths`: the number of values of each
+    sample.
+    """
+    pad_to: Integer | None
+    """Deliver an array (samples, pad_to, ...) instead of `Ragged`: shorter samples end with zeros,
+    longer ones are cut off. The batch also has `NAME_mask`: bool (samples, pad_to), True for values
+    of the sample.
+    """
+
+
+@documented(RaggedFieldOptions)
 class RaggedField(Field):
     """Samples of varying lengths, delivered as `Ragged`.
 
@@ -55,23 +68,9 @@ class RaggedField(Field):
 
         def __init__(self, path: DatasetPath, **options: Unpack[RaggedFieldOptions]) -> None: ...
 
-    offsets: Name | None = option(
-        None,
-        "Path of the dataset that tells where samples begin, if the values have no"
-        " variable-length datatype.",
-    )
-    offsets_kind: Literal["offsets", "ends", "lengths"] = option(
-        "offsets",
-        "Contents of that dataset. `offsets`: where each sample begins and, as one more number,"
-        " where the last one ends. `ends`: where each sample ends. `lengths`: the number of"
-        " values of each sample.",
-    )
-    pad_to: Natural | None = option(
-        None,
-        "Deliver an array (samples, pad_to, ...) instead of `Ragged`: shorter samples end with"
-        " zeros, longer ones are cut off. The batch also has `NAME_mask`: bool (samples,"
-        " pad_to), True for values of the sample.",
-    )
+    offsets: Name | None = None
+    offsets_kind: Literal["offsets", "ends", "lengths"] = "offsets"
+    pad_to: Natural | None = None
 
     @model_validator(mode="after")
     def _check_ragged(self) -> RaggedField:
@@ -83,6 +82,34 @@ class RaggedField(Field):
         return self
 
 
+class ImageFieldOptions(RaggedFieldOptions, total=False):
+    """The parameters of `ImageField` except its path."""
+
+    size: int | Sequence[int] | None
+    """Resize images to this height and width (a number: both), with OpenCV. None: images keep their
+    sizes, and a batch of images of varying sizes is `Images`.
+    """
+    crop: Literal["center", "random"]
+    """The part to resize to `size`. `center`: the largest one in the middle with its aspect ratio.
+    `random`: one of random area, aspect ratio and place, chosen like torchvision's
+    RandomResizedCrop.
+    """
+    crop_scale: Sequence[float]
+    """Bounds of the area of a random part, relative to the image's area."""
+    crop_ratio: Sequence[float]
+    """Bounds of its width divided by its height."""
+    flip: bool
+    """Flip images left to right at random, half of them on average."""
+    interpolation: Literal["auto", "linear", "area"]
+    """How OpenCV resizes. `linear`: between neighbours. `area`: the mean of an area, free of
+    aliasing, but slower. `auto`: `area` if an image shrinks to less than half, else `linear`.
+    """
+    on_error: Literal["raise", "zero"]
+    """How to treat an image that cannot be decoded. `raise`: the batch raises `ReadError`. `zero`:
+    it is black, and counted in `ReaderStats.broken_images`; this needs `size`.
+    """
+
+
 def _size(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return value, value
@@ -91,7 +118,7 @@ def _size(value: object) -> object:
     return value
 
 
-@documented
+@documented(ImageFieldOptions)
 class ImageField(RaggedField):
     """Encoded images (JPEG or PNG), delivered as RGB pixels (samples, height, width, 3).
 
@@ -122,37 +149,15 @@ class ImageField(RaggedField):
 
         def __init__(self, path: DatasetPath, **options: Unpack[ImageFieldOptions]) -> None: ...
 
-    size: Annotated[tuple[_Pixels, _Pixels] | None, BeforeValidator(_size)] = option(
-        None,
-        "Resize images to this height and width (a number: both), with OpenCV. None: images"
-        " keep their sizes, and a batch of images of varying sizes is `Images`.",
-    )
-    crop: Literal["center", "random"] = option(
-        "center",
-        "The part to resize to `size`. `center`: the largest one in the middle with its aspect"
-        " ratio. `random`: one of random area, aspect ratio and place, chosen like torchvision's"
-        " RandomResizedCrop.",
-    )
-    crop_scale: tuple[_Positive, _Positive] = option(
-        (0.08, 1.0), "Bounds of the area of a random part, relative to the image's area."
-    )
+    size: Annotated[tuple[_Pixels, _Pixels] | None, BeforeValidator(_size)] = None
+    crop: Literal["center", "random"] = "center"
+    crop_scale: tuple[_Positive, _Positive] = (0.08, 1.0)
     crop_ratio: tuple[_Positive, _Positive] = option(
-        (3 / 4, 4 / 3),
-        "Bounds of its width divided by its height.",
-        default_text="`(3 / 4, 4 / 3)`",
+        (3 / 4, 4 / 3), default_text="`(3 / 4, 4 / 3)`"
     )
-    flip: Bool = option(False, "Flip images left to right at random, half of them on average.")
-    interpolation: Literal["auto", "linear", "area"] = option(
-        "auto",
-        "How OpenCV resizes. `linear`: between neighbours. `area`: the mean of an area, free of"
-        " aliasing, but slower. `auto`: `area` if an image shrinks to less than half, else"
-        " `linear`.",
-    )
-    on_error: Literal["raise", "zero"] = option(
-        "raise",
-        "How to treat an image that cannot be decoded. `raise`: the batch raises `ReadError`."
-        " `zero`: it is black, and counted in `ReaderStats.broken_images`; this needs `size`.",
-    )
+    flip: Bool = False
+    interpolation: Literal["auto", "linear", "area"] = "auto"
+    on_error: Literal["raise", "zero"] = "raise"
 
     @model_validator(mode="after")
     def _check_image(self) -> ImageField:
@@ -178,6 +183,110 @@ class ImageField(RaggedField):
         return self
 
 
+class AudioFieldOptions(RaggedFieldOptions, total=False):
+    """The parameters of `AudioField` except its path."""
+
+    channels: Integer
+    """The number of channels that each recording must have. If there are several, a frame is an
+    array of them.
+    """
+    mono: bool
+    """Deliver the mean of all channels, however many there are."""
+    sample_rate: Integer | None
+    """The sample rate in Hz that each recording must have. None: any. Nothing is resampled."""
+    frames: Integer | None
+    """The most frames to deliver of each recording. None: all of them."""
+    crop: Literal["start", "random"]
+    """The part of a longer recording to deliver. `start`: its first frames. `random`: any other,
+    which seed, epoch and sample determine.
+    """
+    dense: bool
+    """Deliver an array (samples, frames), or (samples, frames, channels), instead of `Ragged`:
+    shorter recordings end with zeros. This needs `frames`.
+    """
+
+
+@documented(AudioFieldOptions)
+class AudioField(RaggedField):
+    """Encoded audio (WAV, FLAC, OGG and what else libsndfile reads), delivered as `Ragged` frames.
+
+    The bytes of a recording are an element of a variable-length dataset, or flat values with
+    `offsets`. `dtype` is float32 (the default), float64, int16 or int32, as soundfile converts
+    them.
+
+    Raises
+    ------
+    ConfigError
+        If a value is invalid.
+
+    Examples
+    --------
+    >>> import io, soundfile
+    >>> with h5py.File("speech.h5", "w") as file:
+    ...     flac = file.create_dataset("flac", (3,), h5py.vlen_dtype(np.uint8))
+    ...     for number in range(3):
+    ...         encoded = io.BytesIO()
+    ...         soundfile.write(encoded, np.zeros(400 + number), 16000, format="FLAC")
+    ...         flac[number] = np.frombuffer(encoded.getvalue(), np.uint8)
+    >>> with AsyncReader(hdf5_path="speech.h5", fields={"audio": AudioField("flac")}) as reader:
+    ...     reader.get_next_batch().audio
+    <Ragged: 3 samples, 1,203 values of float32>
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, path: DatasetPath, **options: Unpack[AudioFieldOptions]) -> None: ...
+
+    channels: Positive = 1
+    mono: Bool = False
+    sample_rate: Positive | None = None
+    frames: Positive | None = None
+    crop: Literal["start", "random"] = "start"
+    dense: Bool = False
+
+    @model_validator(mode="after")
+    def _check_audio(self) -> AudioField:
+        for name in ("axes", "scale", "offset", "decode_cf"):
+            if getattr(self, name) not in (None, False):
+                raise ValueError(f"{name} cannot be used with audio; compute in postprocess")
+        if self.pad_to is not None:
+            raise ValueError("pad_to is for ragged fields; give audio frames, and dense=True")
+        if self.decoded_dtype.name not in ("float32", "float64", "int16", "int32"):
+            raise ValueError(
+                f"dtype of audio must be float32, float64, int16 or int32, found {self.dtype}"
+            )
+        if self.mono and self.channels != 1:
+            raise ValueError("mono delivers one channel; leave out channels")
+        if self.mono and self.decoded_dtype.kind != "f":
+            raise ValueError(f"mono delivers means, which need a float dtype, found {self.dtype}")
+        for name, is_given in (('crop="random"', self.crop == "random"), ("dense", self.dense)):
+            if is_given and self.frames is None:
+                raise ValueError(f"{name} needs frames: how many to deliver of each recording")
+        return self
+
+    @property
+    def decoded_dtype(self) -> np.dtype[Any]:
+        """The delivered dtype."""
+        return np.dtype(np.float32) if self.dtype is None else self.dtype
+
+
+class SparseFieldOptions(FieldOptions, total=False):
+    """The parameters of `SparseField` except its path."""
+
+    dense: bool
+    """Deliver dense arrays (samples, columns), with the values' dtype unless `dtype` is given.
+    `offset` is added everywhere, even if no value is stored.
+    """
+    columns: ArrayLike | Sequence[str] | None
+    """The columns to deliver, in this order: their numbers, a mask, or names, which are looked up
+    in each file in `var/_index`; in a file of 10x Genomics, names or ids of `features`.
+    """
+    missing: Literal["zero", "error"]
+    """How to treat a column, chosen by name, that a file lacks. `zero`: it is 0 there, if another
+    file has it. `error`: raise `DatasetError`.
+    """
+
+
 def _columns(value: object) -> object:
     if value is None or isinstance(value, Values):
         return value
@@ -200,7 +309,7 @@ def _plain_columns(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else plain_selection(value)
 
 
-@documented
+@documented(SparseFieldOptions)
 class SparseField(Field):
     """Rows of a sparse matrix in compressed form (CSR), delivered as `Csr`, or as dense rows.
 
@@ -228,27 +337,14 @@ class SparseField(Field):
 
         def __init__(self, path: DatasetPath, **options: Unpack[SparseFieldOptions]) -> None: ...
 
-    dense: Bool = option(
-        False,
-        "Deliver dense arrays (samples, columns), with the values' dtype unless `dtype` is"
-        " given. `offset` is added everywhere, even if no value is stored.",
-    )
+    dense: Bool = False
     columns: Annotated[
         Any,
         PlainValidator(_columns),
         PlainSerializer(_plain_columns, when_used="json-unless-none"),
-    ] = option(
-        None,
-        "The columns to deliver, in this order: their numbers, a mask, or names, which are"
-        " looked up in each file in `var/_index`; in a file of 10x Genomics, names or ids of"
-        " `features`.",
-    )
+    ] = None
 
-    missing: Literal["zero", "error"] = option(
-        "zero",
-        "How to treat a column, chosen by name, that a file lacks. `zero`: it is 0 there, if"
-        " another file has it. `error`: raise `DatasetError`.",
-    )
+    missing: Literal["zero", "error"] = "zero"
 
     @model_validator(mode="after")
     def _check_sparse(self) -> SparseField:
@@ -280,4 +376,4 @@ def _require_first_dimension(field: Field) -> None:
         raise ValueError(f"num_dim must be 0 for this kind of field, found {field.num_dim}")
 
 
-KINDS.update(image=ImageField, ragged=RaggedField, sparse=SparseField)
+KINDS.update(ragged=RaggedField, sparse=SparseField, image=ImageField, audio=AudioField)

@@ -17,13 +17,20 @@ from pydantic import (
     model_validator,
 )
 
-from h5async.config.configfile import kind_of_file, load_file
-from h5async.config.cores import usable_cores
 from h5async.config.field import Field, Fields, kind_of
-from h5async.config.files import FileName, Files, Folders, Place, is_index, matching_files
+from h5async.config.files import (
+    FileName,
+    Files,
+    Folders,
+    Place,
+    is_index,
+    kind_of_file,
+    load_file,
+    matching_files,
+)
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
-from h5async.config.indices import Indices, Sampler, Weights, plain_selection
-from h5async.config.sequenceoptions import SequencesOption
+from h5async.config.keywords import ReaderOptions
+from h5async.config.parts import Indices, Sampler, SequencesOption, Weights, plain_selection
 from h5async.config.values import (
     MOST_THREADS,
     AsInteger,
@@ -47,9 +54,7 @@ from h5async.errors import ConfigError
 from h5async.spelling import Where as Spelling
 from h5async.spelling import named
 from h5async.system.interruptions import passing
-
-if TYPE_CHECKING:
-    from h5async.config.keywords import ReaderOptions
+from h5async.system.resources import usable_cores
 
 MAX_WORLD_SIZE = 2**31 - 1  # MPI, PyTorch and JAX count processes by 32-bit integers
 
@@ -57,10 +62,11 @@ _WINDOW = (
     "`window`: chunks in random order, their samples mixed, so that each chunk is decoded once."
 )
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_OF_SAMPLER = ("indices", "weights", "shuffle", "rank", "drop_last", "batch_values", "bucket")
 _REPLACED_BY_FIELDS = ("data_field", "labels_field", "num_dim", "h_dim", "w_dim", "cha_dim")
 
 
-@documented
+@documented(ReaderOptions)
 class ReaderConfig(Frozen):
     """All options of a reader, validated once.
 
@@ -83,85 +89,33 @@ class ReaderConfig(Frozen):
 
         def __init__(self, **options: Unpack[ReaderOptions]) -> None: ...
 
-    hdf5_path: Files = option(
-        REQUIRED,
-        "A file, a list of files, or a glob, whose matches are sorted. Several files are"
-        " concatenated in this order. A saved index (`.h5idx`) stands for its files. `~` is the"
-        " user's home. In a configuration file, paths are relative to that file.",
-    )
-    data_field: Name = option("data", "Path of the dataset with the data.")
+    hdf5_path: Files = option(REQUIRED)
+    data_field: Name = "data"
     labels_field: Name | None = option(
-        "labels",
-        'Path of the dataset with the labels. None (in a TOML file `""`): no labels.',
-        shell="Path of the dataset that holds the labels (--no-labels: there are none).",
+        "labels", shell="Path of the dataset that holds the labels (--no-labels: there are none)."
     )
     fields: Fields | None = option(
         None,
-        "The fields of a batch, in order, instead of `data_field` and `labels_field`: a"
-        " mapping of names to paths, or to `Field` values, which say how samples are"
-        " delivered.",
         values="NAME=PATH",
         shell="Instead of `--data-field` and `--labels-field`: one field of a batch, by its"
         " name and its dataset's path.",
     )
-    num_dim: SampleDimension = option(
-        0,
-        "The dimension of the data that counts the samples, by number, or by name if the file"
-        " names its dimensions (`time`); or a pair (on the command line `0,1`): those of"
-        " sequences and of their steps.",
-        values="N|NAME|N,N",
-    )
-    h_dim: Dimension | None = option(
-        None,
-        "Dimension of an image's height; needs `w_dim`. The data is then delivered as (N, H,"
-        " W), or with `cha_dim` as (N, C, H, W).",
-        values="N|NAME",
-    )
-    w_dim: Dimension | None = option(
-        None, "Dimension of an image's width; needs `h_dim`.", values="N|NAME"
-    )
-    cha_dim: Dimension | None = option(
-        None, "Dimension of an image's channels; needs `h_dim` and `w_dim`.", values="N|NAME"
-    )
-    batch_size: Positive = option(
-        32, "Samples in a batch.", default_text="32; with batch_values, as many as fit"
-    )
-    batch_values: Positive | None = option(
-        None,
-        "Fill batches with samples of ragged and sparse fields up to this number of values;"
-        " `batch_size`, if given, remains a limit. A sample counts the values of its longest"
-        " field. With `bucket`, padding counts, too: samples times the values of the longest"
-        " one. A larger sample is a batch of its own.",
-    )
-    bucket: Positive | None = option(
-        None,
-        "Group ragged or sparse samples of similar length, to reduce padding: sort samples by"
-        " length within windows of this number of batches, and shuffle these batches, if samples"
-        " are shuffled.",
-    )
+    num_dim: SampleDimension = option(0, values="N|NAME|N,N")
+    h_dim: Dimension | None = option(None, values="N|NAME")
+    w_dim: Dimension | None = option(None, values="N|NAME")
+    cha_dim: Dimension | None = option(None, values="N|NAME")
+    batch_size: Positive = option(32, default_text="32; with batch_values, as many as fit")
+    batch_values: Positive | None = None
+    bucket: Positive | None = None
     shuffle: Literal[False, "full", "window"] = option(
         False,
-        "The order of the samples. False (on the command line `none`): as in the file. `full`,"
-        f" or True: a uniform permutation of all samples. {_WINDOW}",
         shell="The order of the samples. `none`: as in the file. `full`: a uniform permutation of"
         f" all samples. {_WINDOW}",
     )
-    window_bytes: Size = option(
-        256 << 20,
-        "Memory for the chunks whose samples `shuffle=window` mixes; without shuffling, the"
-        " maximum memory for chunks that several batches need.",
-        default_text="256 MiB",
-        values="SIZE",
-    )
-    seed: Int = option(
-        0, "Seed of the order, which depends only on the seed, the epoch and the position."
-    )
+    window_bytes: Size = option(256 << 20, default_text="256 MiB", values="SIZE")
+    seed: Int = 0
     indices: Indices | None = option(
         None,
-        "The samples of an epoch: a slice, also as text (`40000:`); a range; an array of"
-        " integers, or of bools, one per sample; the path of a `.npy` file with such an array,"
-        " or of a dataset in the file; or a `Split`. `batch.index` still has the dataset's"
-        " sample numbers.",
         default_text="all of them",
         values="A:B|PATH|{...}",
         shell="The samples of an epoch: a slice (`40000:`); the path of a .npy file of integers or"
@@ -170,139 +124,55 @@ class ReaderConfig(Frozen):
     )
     weights: Weights | None = option(
         None,
-        "Draw samples with replacement, in proportion to these weights: an array, or the path"
-        " of a dataset in the file, with a number per sample; `balanced`: all labels are equally"
-        " frequent; or a mapping of files to numbers.",
         values="PATH|balanced|{...}",
         shell="Draw samples with replacement: the path of a dataset in the file, with a number per"
         " sample; `balanced`: all labels are equally frequent; or a table of TOML of files and"
         " numbers.",
     )
-    epoch_samples: Positive | None = option(
-        None,
-        "With `weights`: the number of samples drawn in an epoch. With a `sampler`: the maximum"
-        " number of samples taken from it.",
-        default_text="as many as there are",
-    )
+    epoch_samples: Positive | None = option(None, default_text="as many as there are")
     sequences: SequencesOption = option(
         None,
-        "The sequences that steps never leave: `Sequences`, or a mapping of its parameters.",
         default_text="each file is one",
         values="{...}",
         shell="The sequences that steps never leave, as a table of TOML:"
         " `{groups = 'data/demo_*'}`.",
     )
-    sampler: Sampler = option(
-        None,
-        "An order of your own: an iterable of sample numbers, or of lists of them, which are"
-        " the batches, such as PyTorch's samplers. Each epoch iterates it again, after calling"
-        " its `set_epoch(epoch)`, if it has one. Each process has its own.",
-    )
-    drop_last: Bool = option(False, "Leave out the last batch of an epoch if it is short.")
+    sampler: Sampler = None
+    drop_last: Bool = False
     num_threads: Threads | None = option(
-        None,
-        f"Threads that read and decode, at most {MOST_THREADS:,}. 0: all work is done in"
-        " `get_next_batch()`, or by one thread of a helper process.",
-        default_text="usable cores, by affinity and CPU quota",
+        None, default_text="usable cores, by affinity and CPU quota"
     )
-    workers: Workers = option(
-        "thread",
-        "Where the threads run. `thread`: in this process. `process`: in one helper process. A"
-        " number, at most 256: in that many helper processes, which fill slots side by side and"
-        " share `num_threads`, for a `postprocess` that holds the GIL.",
-        values="thread|process|N",
-    )
-    prefetch: Positive = option(
-        2,
-        "Slots for batches, allocated once; 2 is double buffering. Several helper processes"
-        " need more: each fills one while another one waits for it, and the loop holds one.",
-        default_text="2; with workers=N, 2 N + 1",
-    )
-    device: str = option(
-        "auto",
-        "Where batches are delivered. `cpu`: as NumPy arrays. `cuda`, or `cuda:1`: as CuPy arrays"
-        " on a GPU. `auto`: on a GPU if there is one.",
-        values="auto|cpu|cuda|cuda:N",
-    )
-    pin_memory: Bool = option(
-        False,
-        "Keep batches on the host, in pinned memory, from which PyTorch copies to a GPU without"
-        " blocking.",
-    )
+    workers: Workers = option("thread", values="thread|process|N")
+    prefetch: Positive = option(2, default_text="2; with workers=N, 2 N + 1")
+    device: str = option("auto", values="auto|cpu|cuda|cuda:N")
+    pin_memory: Bool = False
     postprocess: Function = option(
         None,
-        "A function, or `module:function`, that workers call as `f(*arrays)` with the host arrays"
-        " of a batch. It returns the same number of arrays, each with the same number of rows, or"
-        " None if it changed the arrays in place.",
         values="MODULE:FUNCTION",
         shell="A function that workers call as `f(*arrays)` with the host arrays of a batch. It"
         " returns the same number of arrays, each with the same number of rows, or nothing if it"
         " changed the arrays in place.",
     )
-    timeout: Seconds = option(
-        None,
-        "Maximum seconds that `get_next_batch()` waits, up to 1,000,000,000.",
-        default_text="no limit",
-    )
+    timeout: Seconds = option(None, default_text="no limit")
     max_batch_bytes: Size | None = option(
-        None,
-        "Maximum memory for all slots together, and for any single chunk, row or list"
-        " of chunks that must be held as a whole; also for tables of samples that files"
-        " declare, if larger than 64 MiB and 64 times the bytes of the files.",
-        default_text="half of the free memory",
-        values="SIZE",
+        None, default_text="half of the free memory", values="SIZE"
     )
-    decode: Literal["auto", "host", "device"] = option(
-        "auto",
-        "Where chunks are decoded for a GPU. `host`: by the threads. `device`: on the GPU. `auto`:"
-        " where it is faster.",
-    )
-    cache: Literal["host", "device"] | None = option(
-        None, "Keep all rows for later epochs, in the memory of the host or of the GPU."
-    )
+    decode: Literal["auto", "host", "device"] = "auto"
+    cache: Literal["host", "device"] | None = None
     cache_bytes: SizeOrZero | None = option(
-        None,
-        "Maximum memory for the cache.",
-        default_text="half of the free memory; 0.8 of what the GPU has free",
-        values="SIZE",
+        None, default_text="half of the free memory; 0.8 of what the GPU has free", values="SIZE"
     )
-    debug_lifetimes: Bool = option(
-        False,
-        "Find batches that are used too late: each is a copy, which is overwritten when the"
-        " next batch is requested.",
-    )
-    copy: Bool = option(  # type: ignore[assignment]  # (which `Frozen` hides)
-        False,
-        "Deliver batches that own their memory and stay valid, as `batch.copy()` does.",
-    )
-    rank: Natural | None = option(
-        None, "The number of this process among `world_size`.", default_text="the launcher's"
-    )
+    debug_lifetimes: Bool = False
+    copy: Bool = False  # type: ignore[assignment]  # (which `Frozen` hides)
+    rank: Natural | None = option(None, default_text="the launcher's")
     world_size: Annotated[int, Bound(strict=True, ge=1, le=MAX_WORLD_SIZE), AsInteger] | None = (
-        option(
-            None, "The number of processes that share each epoch.", default_text="the launcher's"
-        )
+        option(None, default_text="the launcher's")
     )
-    io: Literal["auto", "pread", "map"] = option(
-        "auto",
-        "How files are read. `pread`: never through a memory map. `map`: always. `auto`: mapped on"
-        " local file systems.",
-    )
-    allow_external: Folders = option(
-        (),
-        "A file may refer to other files beside it, and below these folders.",
-        default_text="none",
-        values="FOLDER",
-    )
-    allow_missing: Bool = option(
-        False,
-        "Fill missing parts of a virtual dataset with its fill value, instead of raising an error.",
-    )
+    io: Literal["auto", "pread", "map"] = "auto"
+    allow_external: Folders = option((), default_text="none", values="FOLDER")
+    allow_missing: Bool = False
     index_cache: Place = option(
         True,
-        "Where to keep the index of the files, so that later readers open faster. True (on the"
-        " command line `default`): in the user's cache folder. False (`none`): nowhere. A path:"
-        " in that folder, or in that file, which ends in `.h5idx`.",
         default_text="the user's cache folder",
         values="none|default|PATH",
         shell="Where to keep the index of the files, so that later readers open faster.  `default`:"
@@ -357,8 +227,7 @@ class ReaderConfig(Frozen):
         if self.cache == "device" and self.postprocess is not None:
             raise ValueError(
                 f"{named('cache', 'device')} keeps rows on the GPU, and {named('postprocess')}"
-                " works on"
-                f" host arrays; use {named('cache', 'host')}"
+                f" works on host arrays; use {named('cache', 'host')}"
             )
         if self.decode == "device" and self.workers != "thread":
             raise ValueError(
@@ -366,8 +235,7 @@ class ReaderConfig(Frozen):
                 " decode what they read"
             )
         if self.decode == "device" and (self.postprocess is not None or self.cache == "host"):
-            by_cache = named("cache", "host")
-            who = by_cache if self.postprocess is None else named("postprocess")
+            who = named("cache", "host") if self.postprocess is None else named("postprocess")
             raise ValueError(
                 f"{named('decode', 'device')} leaves no rows on the host for {who}; use"
                 f" {named('decode', 'host')}"
@@ -378,25 +246,19 @@ class ReaderConfig(Frozen):
                 f' out cache={self.cache!r}, or use workers="process"'
             )
         if self.cache_bytes is not None and self.cache is None:
-            raise ValueError(
-                f"{named('cache_bytes')} needs {named('cache', 'host')} or"
-                f" {named('cache', 'device')}"
-            )
+            either = f"{named('cache', 'host')} or {named('cache', 'device')}"
+            raise ValueError(f"{named('cache_bytes')} needs {either}")
 
     def _check_order(self) -> None:
         if self.sampler is not None:
-            for name in (
-                *("indices", "weights", "shuffle", "rank", "drop_last"),
-                *("batch_values", "bucket"),
-            ):
+            for name in _OF_SAMPLER:
                 if getattr(self, name) not in (None, False):
                     raise ValueError(
                         f"a sampler decides which samples come, and when; leave out {named(name)}"
                     )
             if self.workers != "thread":
-                raise ValueError(
-                    f"a sampler runs in this process; use {named('workers', 'thread')}"
-                )
+                use = named("workers", "thread")
+                raise ValueError(f"a sampler runs in this process; use {use}")
         if self.weights is not None and self.shuffle == "window":
             raise ValueError(
                 f"samples are drawn in random order by {named('weights')}; leave out"
@@ -412,10 +274,8 @@ class ReaderConfig(Frozen):
                 " come from the launcher of this process"
             )
         if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
-            raise ValueError(
-                f"{named('rank')} must be below"
-                f" {named('world_size', self.world_size)}, found {self.rank}"
-            )
+            below = named("world_size", self.world_size)
+            raise ValueError(f"{named('rank')} must be below {below}, found {self.rank}")
 
     def _check_device(self) -> None:
         if self.pin_memory:
@@ -428,9 +288,8 @@ class ReaderConfig(Frozen):
                     )
         for name in ("cache", "decode"):
             if getattr(self, name) == "device" and self.device == "cpu":
-                raise ValueError(
-                    f"{named(name, 'device')} needs a GPU, found {named('device', 'cpu')}"
-                )
+                found = named("device", "cpu")
+                raise ValueError(f"{named(name, 'device')} needs a GPU, found {found}")
 
     def _check_fields(self) -> None:
         if self.fields is not None:
@@ -566,14 +425,16 @@ class ReaderConfig(Frozen):
 
         Raises `ReadError` if a glob matches nothing.
         """
-        several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
-        return matching_files(several)
+        return matching_files(self._paths)
 
     @property
     def names_index(self) -> bool:
         """Whether `hdf5_path` names a saved index, whose files are opened when needed."""
-        several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
-        return any(map(is_index, several))
+        return any(map(is_index, self._paths))
+
+    @property
+    def _paths(self) -> tuple[FileName, ...]:
+        return self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
 
     @property
     def thread_count(self) -> int:

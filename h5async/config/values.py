@@ -11,9 +11,9 @@ import numbers
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 from pydantic import (
@@ -230,6 +230,12 @@ def plain(value: object) -> object:
     """Return a value as JSON can hold it."""
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
+
+# What is taken, for type checkers.
+DatasetPath: TypeAlias = str | bytes
+Integer: TypeAlias = int | SupportsIndex  # NumPy's, too
+DimensionLike: TypeAlias = Integer | str
+SampleDimensionLike: TypeAlias = DimensionLike | Sequence[DimensionLike]
 
 # Bounds come before the check: pydantic makes no JSON schema of bounds around it.
 AsInteger = BeforeValidator(_integer)

@@ -36,9 +36,8 @@ from h5async.core.structures import (
 )
 from h5async.errors import ConfigError
 from h5async.io.localfiles import IoMode
-from h5async.system.counts import ThreadCounts
-from h5async.system.endings import call_when_gone
-from h5async.system.interruptions import suppressing
+from h5async.system.interruptions import call_when_gone, suppressing
+from h5async.system.timeline import ThreadCounts
 
 _COST = "everything is read through h5py, by one thread at a time; values are the same"
 

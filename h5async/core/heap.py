@@ -13,7 +13,7 @@ NOWHERE = -1
 
 
 class HeapStruct(Structure):
-    """Elements of a variable-length datatype; see `index.heapelements`."""
+    """Elements of a variable-length datatype; see `index.variablelength`."""
 
     _fields_ = [
         ("length", c_void_p),

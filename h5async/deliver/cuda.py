@@ -36,8 +36,7 @@ from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
-from h5async.samples.columns import INDICES
-from h5async.samples.devicefields import Outline
+from h5async.samples.fieldkind import Outline, field_of
 from h5async.samples.ragged import native
 from h5async.samples.samplearrays import memory_of, with_memory
 from h5async.spelling import named
@@ -69,7 +68,7 @@ class CudaDevice(SharedBySlots):
         `DeviceError` is raised if CuPy lacks a dtype, memory is short, or the GPU fails.
         """
         outlines = outlines or [Outline(name, (i,)) for i, name in enumerate(transforms)]
-        dtypes = {name.partition(INDICES)[0]: one.dtype for name, one in transforms.items()}
+        dtypes = {field_of(name): one.dtype for name, one in transforms.items()}
         dtypes |= {one.name: one.made[1] for one in outlines if one.made is not None}
         for name, dtype in dtypes.items():
             if not cupy_has(dtype):

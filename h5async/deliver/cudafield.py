@@ -24,7 +24,7 @@ from h5async.samples.samplearrays import memory_of, with_memory
 if TYPE_CHECKING:
     from h5async.deliver.gpu import Gpu
     from h5async.deliver.kernels import Kernels, RowChange
-    from h5async.samples.devicefields import Outline
+    from h5async.samples.fieldkind import Outline
 
 _CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
 

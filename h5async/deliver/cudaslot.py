@@ -27,7 +27,7 @@ from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import SharedMemory, page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
-from h5async.samples.devicefields import Outline
+from h5async.samples.fieldkind import Outline
 
 _BYTE = np.dtype(np.uint8)
 

@@ -26,7 +26,7 @@ from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import Blocks, Nvcomp, NvcompError, load_nvcomp
 from h5async.errors import DeviceError
 from h5async.index.layout import DatasetLayout
-from h5async.samples.columns import INDICES
+from h5async.samples.fieldkind import field_of
 from h5async.spelling import named
 
 EmptyPinned = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
@@ -286,7 +286,7 @@ def find_formats(
                 found = (
                     f"it takes {needed / 1e9:.2g} GB of {free_nbytes / 1e9:.2g} GB that are free"
                 )
-        reasons.append(f'field "{name.partition(INDICES)[0]}": {found}')
+        reasons.append(f'field "{field_of(name)}": {found}')
     if config.decode == "device" and reasons:
         raise DeviceError(
             f"{named('decode', 'device')} is not possible for {'; '.join(reasons)};"

@@ -21,9 +21,9 @@ from h5async.deliver.decodeplan import EncodedFormat, plan_encoded
 from h5async.deliver.device import Device, NotDecoded
 from h5async.errors import DeviceError
 from h5async.fill.outcomes import FillOutcome
-from h5async.fill.reading import ColumnReader
+from h5async.fill.reading import PlanColumns
 from h5async.index.layout import DatasetLayout
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.collection import Collection, Ranges
 from h5async.read.queue import SlotBatch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from h5async.deliver.cuda import CudaDevice
 
 
-class DevicePolicy(ColumnReader):
+class DevicePolicy:
     """Says what a device decodes, and for how long. Safe to use from many threads.
 
     `DeviceError` is raised if ``decode="device"`` was requested, and is not possible.
@@ -98,9 +98,9 @@ class DevicePolicy(ColumnReader):
         return self._choice.sentence
 
     @property
-    def column_reader(self) -> ColumnReader | None:
-        """What reads encoded chunks in place of rows; None if nothing is decoded there."""
-        return self if self._holds_memory else None
+    def plan_columns(self) -> PlanColumns | None:
+        """What plans encoded chunks instead of rows; None if nothing is decoded there."""
+        return self.plan if self._holds_memory else None
 
     @property
     def _gpu(self) -> CudaDevice:

@@ -23,8 +23,8 @@ from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory, page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
-from h5async.samples.columns import SlotMemory
-from h5async.samples.devicefields import Outline
+from h5async.samples.assembly import SlotMemory
+from h5async.samples.fieldkind import Outline
 from h5async.samples.samplearrays import memory_of
 from h5async.spelling import named
 

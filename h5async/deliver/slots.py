@@ -26,7 +26,7 @@ from h5async.deliver.slotrecords import (
     new_consumer,
 )
 from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
-from h5async.system.patience import Patience
+from h5async.system.waiting import Patience
 
 
 class SlotRing(Generic[Result]):

@@ -11,192 +11,120 @@ and reading of rows (`reading.py`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ImageField, ReaderConfig
-from h5async.core.binding import Core, load_core, mapping_mode
+from h5async.config import ReaderConfig
+from h5async.core.binding import load_core, mapping_mode
 from h5async.errors import ReaderClosedError
-from h5async.fill.imagedecoding import ImageDecoder
-from h5async.fill.outcomes import FillerStats, FillOutcome, SlotFiller
-from h5async.fill.phases import Phases
+from h5async.fill.batchdecoding import BatchDecoder
+from h5async.fill.outcomes import Calls, FillerStats, Recorded, Recording
+from h5async.fill.phases import Delivery, Phases
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, load_function, masks_of
-from h5async.fill.reading import BatchReader, ColumnReader
-from h5async.fill.recording import Recorded, Recording
+from h5async.fill.reading import BatchReader, OnDevice, Slots
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
-from h5async.index.layout import DatasetLayout
-from h5async.io.shared import plain_memory
-from h5async.opening.dataset import Samplings
+from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.opening.limits import MemoryPlan
-from h5async.order.requests import FillRequest
-from h5async.order.spans import SpanRows
+from h5async.order.rows import SpanRows
+from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
-from h5async.samples.columns import Assembly, Categories, Rows, SlotMemory, SparseShape
+from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.timeline import Recorder, Timeline
 
 
-class Filler(SlotFiller):
+class Filler:
     """Fills slots in a pool of threads or, without threads, in the caller of `run_next`.
+
+    Requests refer to `samplings`; `transforms` are by column, in order; `memory_plan` is the memory
+    that is left; `recorder` records what is done, if given. The consumer may submit batches to
+    `submissions` itself; if that is None, threads ask for requests.
 
     Raises `ConfigError` if a ``"module:function"`` cannot be imported, and `OutOfMemoryError` if
     the system refuses memory for the threads.
-
-    Parameters
-    ----------
-    config
-        Threads, postprocess.
-    samplings
-        The orders of samples to which requests refer.
-    layouts, transforms
-        By field name, in field order.
-    slots
-        Memory of each slot.
-    memory_plan
-        The remaining memory that may be used.
-    shapes, categories
-        Of sparse and of categorical fields, by name.
-    rows
-        Samples that fit into a slot; None means the rows of its first array.
-    left
-        Names of fields that the device assembles.
-    new_memory
-        Returns host memory for pixels, from which the device uploads.
-    device_cache
-        The samples that the device keeps, if it does, and that need not be read again.
-    column_reader
-        Says what the device reads in place of rows; None: all rows are read.
-    next_requests, before_fill, on_done, on_crash
-        As in `SlotFiller`, called in workers. `before_fill` may block until the slot's memory may
-        be overwritten. `on_done` is called once per request, unless the filler is closed before.
-        After `on_crash` the thread goes on.
-    may_submit
-        Whether the consumer may submit batches itself: nothing has to be done before a slot is
-        filled, and `before_fill` is not called then.
-    recorder
-        Records what is done, if given.
-
-    Attributes
-    ----------
-    submissions
-        Where the consumer submits batches itself; None: threads ask for requests.
     """
 
     def __init__(
         self,
-        config: ReaderConfig,
+        opened: OpenedDataset,
         samplings: Samplings,
-        layouts: Mapping[str, DatasetLayout],
         transforms: Mapping[str, RowTransform],
-        slots: Sequence[SlotMemory],
-        *,
+        slots: Slots,
         memory_plan: MemoryPlan,
-        shapes: Mapping[str, SparseShape] = MappingProxyType({}),
-        categories: Mapping[str, Categories] = MappingProxyType({}),
-        rows: int | None = None,
-        left: Collection[str] = (),
-        new_memory: Callable[[int], NDArray[np.uint8]] = plain_memory,
-        device_cache: Residency | None = None,
-        column_reader: ColumnReader | None = None,
-        next_requests: Callable[[], Sequence[FillRequest]],
-        before_fill: Callable[[int], None],
-        on_done: Callable[[FillRequest, FillOutcome], None],
-        on_crash: Callable[[BaseException], None],
-        may_submit: bool = False,
+        calls: Calls,
+        device: OnDevice | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self._layouts, several = list(layouts.values()), list(transforms.values())
-        self._file = str(self._layouts[0].file)
+        config, several = opened.config, list(transforms.values())
+        device = OnDevice() if device is None else device
+        recorder = self._recorder = Recorder() if recorder is None else recorder
+        self._columns, self._slots = list(opened.layouts), slots
         self._opens_ahead = not config.names_index
-        function = load_function(config.postprocess)
-        assembly = new_assembly(config, samplings, layouts, shapes, categories)
-        postprocess = None
+        self._next_requests = calls.next_requests
+        function, postprocess = load_function(config.postprocess), None
         if function is not None:
-            masks = masks_of(config.batch_fields, layouts, samplings.rows)
+            masks = masks_of(opened.kinds, opened.layouts, samplings.rows)
             postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
         self._cache = _open_cache(config, samplings, several, memory_plan)
-        self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache
+        cache = self._cache if isinstance(self._cache, HostCache) else None
+        self._resident = device.cache if cache is None else cache
         # Invalid after a change of a file; emptied at the end.
         self._residencies = [] if self._resident is None else [self._resident]
-        core = load_core()
-        recorder = self._recorder = Recorder() if recorder is None else recorder
+        self._core = load_core()
         self._executors = Executors(
-            core,
-            self._layouts,
+            self._core,
+            list(opened.layouts.values()),
             mapping_mode(config.io),
             memory_plan.kept_nbytes,
             partial(_forget, self._residencies),
             samplings.selection.size,
         )
         try:
-            self._next_requests = next_requests
             num_threads = min(config.thread_count, memory_plan.most_threads)
             self._reader = BatchReader(
-                core,
-                self._layouts,
-                several,
-                column_reader,
-                self._cache if isinstance(self._cache, HostCache) else None,
                 self._executors,
-                max(1, num_threads),
-                slots,
+                several,
                 samplings.rows,
-                rows,
-                recorder,
-            )
-            self._images = _image_decoder(
-                config,
-                layouts,
-                dict(zip(layouts, samplings.rows, strict=True)),
-                core,
                 slots,
-                rows,
                 max(1, num_threads),
-                memory_plan,
-                left,
-                new_memory,
+                recorder,
+                device.plan_columns,
+                cache,
             )
+            decoding = max(1, num_threads) * max(1, config.num_helpers)
+            limit_nbytes = memory_plan.limit_nbytes
+            decoder = BatchDecoder(
+                opened, samplings.rows, self._core, slots, decoding, limit_nbytes, device.left
+            )
+            self._decoder = decoder if decoder.fields else None
+            assembly = new_assembly(opened, samplings)
             self.submissions: Submissions | None = None
             selection = samplings.selection
-            queue = self._reader.open_queue(selection) if may_submit else None
+            queue = self._reader.open_queue(selection) if slots.are_writable else None
             if queue is not None and self._resident is None:
                 needs_python = postprocess is not None or not self._reader.transforms_all
                 needs_python |= assembly.needs_work
                 if samplings.draws is not None:
                     queue.draw_from(samplings.draws.table)
                 self.submissions = Submissions(
-                    queue,
-                    self._reader,
-                    samplings,
-                    slots,
-                    assembly,
-                    file=self._file,
-                    needs_python=needs_python,
+                    queue, self._reader, samplings, slots, assembly, needs_python
                 )
-            self._pool = WorkPool(num_threads, self._find_work, on_crash, self.submissions)
+            self._pool = WorkPool(num_threads, self._find_work, calls.on_crash, self.submissions)
             self._phases = Phases(
                 self._pool,
                 self._reader,
-                file=self._file,
-                samplings=samplings,
-                transforms=several,
-                slots=slots,
-                assembly=assembly,
-                left=left,
-                images=self._images,
-                resident=self._resident,
-                postprocess=postprocess,
-                before_fill=before_fill,
-                on_done=on_done,
-                take_warnings=self._executors.changes.take_warnings,
-                recorder=recorder,
+                samplings,
+                slots,
+                Delivery(assembly, device.left, self._decoder, postprocess),
+                self._resident,
+                calls,
+                recorder,
             )
             if self.submissions is not None:
                 self.submissions.resume = self._phases.resume
@@ -204,7 +132,6 @@ class Filler(SlotFiller):
             self._executors.close()  # it has no other owner yet
             raise
         self._final_stats: FillerStats | None = None
-        self._core, self._columns = core, list(layouts)
         self._recording: Recording | None = None
 
     def start(self) -> None:
@@ -214,7 +141,7 @@ class Filler(SlotFiller):
         """
         if self._opens_ahead:
             self._executors.open_ahead(lambda: self._pool.is_stopped)
-        self._pool.start(self._file)
+        self._pool.start(self._reader.file)
 
     @property
     def methods(self) -> list[str]:
@@ -261,7 +188,7 @@ class Filler(SlotFiller):
             self._reader.counts(),
             self._executors.fallback_reads,
             str(self._cache or "none"),
-            0 if self._images is None else self._images.broken_images,
+            0 if self._decoder is None else self._decoder.broken_images,
         )
 
     def record(self, timeline: Timeline | None) -> None:
@@ -308,6 +235,7 @@ class Filler(SlotFiller):
         """Release all that only workers use; called after the last of them."""
         self._executors.close()
         self._final_stats = self.stats()
+        self._slots.memory = ()  # the caller may still hold a batch
         self._reader.close()
         self._phases.close()
         if self.submissions is not None:
@@ -318,50 +246,12 @@ class Filler(SlotFiller):
         self._next_requests = list  # whose owner holds this object
 
 
-def _image_decoder(
-    config: ReaderConfig,
-    layouts: Mapping[str, DatasetLayout],
-    spans: Mapping[str, Rows],
-    core: Core | None,
-    slots: Sequence[SlotMemory],
-    rows: int | None,
-    threads: int,
-    memory_plan: MemoryPlan,
-    left: Collection[str],
-    new_memory: Callable[[int], NDArray[np.uint8]],
-) -> ImageDecoder | None:
-    """Return the decoder of images, if a field has any."""
-    fields = config.batch_fields
-    if not any(isinstance(field, ImageField) for field in fields.values()):
-        return None
-    return ImageDecoder(
-        fields,
-        layouts,
-        spans,
-        config.seed,
-        core,
-        slots=slots,
-        rows=config.batch_size if rows is None else rows,
-        threads=threads * max(1, config.num_helpers),
-        limit_nbytes=memory_plan.limit_nbytes,
-        left=left,
-        new_memory=new_memory,
-    )
-
-
-def new_assembly(
-    config: ReaderConfig,
-    samplings: Samplings,
-    layouts: Mapping[str, DatasetLayout],
-    shapes: Mapping[str, SparseShape],
-    categories: Mapping[str, Categories],
-) -> Assembly:
+def new_assembly(opened: OpenedDataset, samplings: Samplings) -> Assembly:
     """Return the `Assembly` that makes arrays of fields from those of columns."""
-    first = next(iter(layouts.values()))
+    first = next(iter(opened.layouts.values()))
     counts = [count for _, count in first.file_samples] or [first.sample_count]
     first_samples = np.cumsum([0, *counts], dtype=np.int64)
-    limited = [name for name, layout in layouts.items() if layout.limit is not None]
-    return Assembly(config.batch_fields, samplings.rows, shapes, first_samples, categories, limited)
+    return Assembly(opened.kinds, samplings.rows, first_samples)
 
 
 def _open_cache(

@@ -1,18 +1,53 @@
-"""Defines a filler's answers, and the interface of all fillers.
+"""Defines what fillers share with their owner: slots, functions, outcomes, statistics, recordings.
 
-Plain records, most of them picklable: helper processes use them, too.
+There are two fillers: `Filler` in this process, and `HelperFiller` in helper processes. What they
+answer is picklable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.order.requests import FillRequest
-from h5async.system.counts import STAGES, ThreadCounts
+from h5async.core.binding import Core, CoreTrace
+from h5async.fill.reading import BatchReader
+from h5async.order.sampling import FillRequest
+from h5async.samples.fieldkind import field_of
+from h5async.system.timeline import (
+    CORE_STAGES,
+    STAGES,
+    Event,
+    Recorder,
+    ThreadCounts,
+    ThreadName,
+    Timeline,
+)
+
+
+class Calls(NamedTuple):
+    """Functions of the owner of slots, which a filler calls in its threads.
+
+    `next_requests` returns, after `kick`, what is to be filled now; `before_fill` returns when a
+    slot may be written to; `on_done` takes the outcome of each request, once, unless the filler is
+    closed before; `on_crash` takes an error that belongs to no batch.
+    """
+
+    next_requests: Callable[[], Sequence[FillRequest]]
+    before_fill: Callable[[int], None]
+    on_done: Callable[[FillRequest, FillOutcome], None]
+    on_crash: Callable[[BaseException], None]
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+NO_CALLS = Calls(list, _do_nothing, _do_nothing, _do_nothing)  # after the end
 
 
 class FillOutcome(NamedTuple):
@@ -23,16 +58,14 @@ class FillOutcome(NamedTuple):
     index
         int64 (n,): sample numbers of the batch.
     arrays
-        The batch, in field order: views of n rows of the slot's `out`, or the result of
-        `postprocess`, or, once uploaded, arrays on a device.
-    error
-        What went wrong, if anything; `arrays` are undefined then.
+        In field order: views of n rows of the slot's `out`, or the result of `postprocess`, or,
+        once uploaded, arrays on a device. Undefined after an `error`.
     is_resident
         Nothing was read, because the device has the rows.
     busy_seconds
         The time that threads spent on it, summed up.
     warnings
-        Warnings for the consumer, each reported once.
+        For the consumer, each reported once.
     """
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a tuple's method of that name)
@@ -46,9 +79,8 @@ class FillOutcome(NamedTuple):
 class FillerStats(NamedTuple):
     """What a filler has done so far.
 
-    `stage_seconds` has the stages that `counts` has not; `fallback_reads` are reads through h5py;
-    `cache` says what is kept in memory, or why not; `broken_images` were replaced because they
-    cannot be decoded.
+    `stage_seconds` has the stages that `counts` has not; `fallback_reads` went through h5py;
+    `cache` says what is kept in memory, or why not; `broken_images` were replaced.
     """
 
     stage_seconds: Mapping[str, float]
@@ -69,43 +101,95 @@ class FillerStats(NamedTuple):
         )
 
 
-class SlotFiller(Protocol):
-    """Fills slots, in threads of this process (`Filler`) or in helper processes.
+class Recorded(NamedTuple):
+    """What was recorded in a process, by its ID in the system.
 
-    It is made with four functions that it calls in its threads: ``next_requests()`` returns, after
-    `kick`, what is to be filled now; ``before_fill(slot)`` returns when the slot may be written to;
-    ``on_done(request, outcome)`` takes the outcome of each request; ``on_crash(error)`` takes an
-    error that belongs to no batch.
+    `threads` are by `threading.get_ident` there; `events` have fields and sources by their names;
+    `dropped` is the number of events that were not kept.
     """
 
-    @property
-    def methods(self) -> list[str]:
-        """How each field is read, in field order; see `ReaderStats.ways`."""
+    process: int
+    threads: dict[int, ThreadName]
+    events: list[Event]
+    dropped: int
 
-    def kick(self) -> None:
-        """Have a worker ask for requests. Never blocks; extra calls are harmless."""
 
-    def fill(self, request: FillRequest) -> None:
-        """Fill a slot. Never blocks. Safe to call from any thread."""
+class Recording:
+    """Events of the threads of a filler, from now on until `stop`.
 
-    def run_next(self) -> bool:
-        """Do the most urgent work in the calling thread; return False if there is none."""
+    `timeline` records Python's events, and threads call `recorder`; `columns` are names.
+    """
 
-    def abandon(self) -> bool:
-        """Forget all work after an exception in `run_next`; return False if threads are at work."""
+    def __init__(
+        self,
+        timeline: Timeline,
+        recorder: Recorder,
+        core: Core | None,
+        reader: BatchReader,
+        columns: Sequence[str],
+    ) -> None:
+        self.timeline = timeline
+        self._recorder = recorder
+        self._fields = list(map(field_of, columns))
+        self._reader: BatchReader | None = reader
+        self._source_path = reader.source_path
+        self._paths: dict[int, int | str] = {-1: -1}
+        self._trace = None
+        if core is not None and timeline.max_events:
+            self._trace = CoreTrace(core, timeline.max_events)
+        self._taken = self._dropped = 0  # events of the core
+        self._lock = threading.RLock()
+        timeline.note_threads()
+        reader.record(self._trace)
+        recorder.timeline = timeline
 
-    def stats(self) -> FillerStats:
-        """Return what was done so far."""
+    def stop(self) -> None:
+        """Stop recording; work under way may note a little more. Idempotent."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self._recorder.timeline = None
+            reader.record(None)
 
-    def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
-        """Note that the device cache has the samples of the batch in a slot."""
+    def take(self, process: int) -> Recorded:
+        """Return what was recorded since the last call. Safe to call from many threads."""
+        with self._lock:
+            recorded = self._take(process)
+        return recorded
 
-    def stop(self, then: Callable[[], None]) -> None:
-        """Drop all requests; after work under way has ended, release everything and call `then`.
+    def _take(self, process: int) -> Recorded:
+        timeline = self.timeline
+        events = [self._named(event) for event in timeline.take_events(time.perf_counter_ns())]
+        dropped, timeline.dropped = timeline.dropped, 0
+        if self._trace is not None:
+            events += self._core_events(self._trace)
+            dropped += self._newly_dropped(self._trace)
+        return Recorded(process, dict(timeline.threads), events, dropped)
 
-        Never waits: the garbage collector may call it in any thread, which may hold a lock that a
-        worker waits for. Extra calls are harmless, and complete what an exception interrupted.
-        """
+    def _core_events(self, trace: CoreTrace) -> list[Event]:
+        found = trace.events(self._taken)
+        unfinished = np.flatnonzero(found["end_ns"] == 0)
+        if unfinished.size:  # it, and those after it, are left for the next call
+            found = found[: unfinished[0]]
+        self._taken += found.size
+        columns = (found[name].tolist() for name in _COLUMNS)
+        return [
+            self._named(Event(CORE_STAGES[stage], begin, end, thread, batch, field, source))
+            for begin, end, thread, batch, stage, field, source in zip(*columns, strict=True)
+        ]
 
-    def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until what `stop` requested is done; a worker does not wait for itself."""
+    def _newly_dropped(self, trace: CoreTrace) -> int:
+        before, self._dropped = self._dropped, max(0, trace.count - self.timeline.max_events)
+        return self._dropped - before
+
+    def _named(self, event: Event) -> Event:
+        field, source = event.field, event.source
+        if isinstance(field, int) and field >= 0:
+            field = self._fields[field]
+        if isinstance(source, int):
+            if source not in self._paths:
+                self._paths[source] = self._source_path(source)
+            source = self._paths[source]
+        return event._replace(field=field, source=source)
+
+
+_COLUMNS = ("begin_ns", "end_ns", "thread", "batch", "stage", "field", "source")

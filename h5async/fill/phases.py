@@ -11,119 +11,85 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
-from h5async.fill.imagedecoding import BatchImages, ImageDecoder
-from h5async.fill.outcomes import FillOutcome
+from h5async.fill.batchdecoding import BatchDecoder, DecodedBatch
+from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, postprocessed
-from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Refused
+from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Refused, Slots
 from h5async.fill.resident import HostCache, Residency
 from h5async.opening.dataset import Samplings
-from h5async.order.requests import NO_SAMPLES, FillRequest
-from h5async.plan.records import GatherPlan, GatherRunsPlan
+from h5async.order.sampling import NO_SAMPLES, FillRequest
+from h5async.plan.records import GatherPlan
 from h5async.plan.shares import PlanSlice, cut
-from h5async.plan.transform import RowTransform
-from h5async.samples.columns import Assembly, SlotMemory
+from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
 
+@dataclass(slots=True, eq=False)
 class _Fill:
     """One batch on its way."""
 
-    __slots__ = (
-        "busy_ns",
-        "error",
-        "generation",
-        "images",
-        "index",
-        "is_resident",
-        "plans",
-        "request",
-        "shares_left",
-    )
+    request: FillRequest
+    index: NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES)
+    plans: BatchPlan = ()
+    busy_ns: int = 0
+    is_resident: bool = False
+    generation: int = 0  # see `Residency`
+    images: DecodedBatch | None = None
+    shares_left: int = 0
+    error: BaseException | None = None
 
-    def __init__(self, request: FillRequest) -> None:
-        self.request = request
-        self.index: NDArray[np.int64] = NO_SAMPLES
-        self.plans: BatchPlan = []
-        self.busy_ns = 0
-        self.is_resident = False
-        self.generation = 0  # see `Residency`
-        self.images: BatchImages | None = None
-        self.shares_left = 0
-        self.error: BaseException | None = None
+
+class Delivery(NamedTuple):
+    """What makes the delivered arrays of a slot's memory.
+
+    `assembly` makes those of fields, except the ones `left` to a device.
+    """
+
+    assembly: Assembly
+    left: Collection[str]
+    images: BatchDecoder | None
+    postprocess: Postprocess | None
 
 
 class Phases:
     """The phases of a batch, from its request to its outcome. Safe to use from many threads.
 
-    Parameters
-    ----------
-    file
-        The first file, for messages.
-    samplings
-        The orders of samples to which requests refer.
-    transforms
-        In field order.
-    assembly
-        Makes the delivered arrays of a slot's memory.
-    left
-        Names of fields that a device assembles.
-    images
-        Decodes images; None if no field has any.
-    resident
-        The samples that are in memory and need not be read; None: nothing is kept.
-    before_fill, on_done
-        As for `Filler`.
-    take_warnings
-        Returns new warnings for the consumer.
+    The samples that are `resident` in memory need not be read.
     """
 
     def __init__(
         self,
         pool: WorkPool,
         reader: BatchReader,
-        *,
-        file: str,
         samplings: Samplings,
-        transforms: Sequence[RowTransform],
-        slots: Sequence[SlotMemory],
-        assembly: Assembly,
-        left: Collection[str],
-        images: ImageDecoder | None,
+        slots: Slots,
+        delivery: Delivery,
         resident: Residency | None,
-        postprocess: Postprocess | None,
-        before_fill: Callable[[int], None],
-        on_done: Callable[[FillRequest, FillOutcome], None],
-        take_warnings: Callable[[], tuple[str, ...]],
+        calls: Calls,
         recorder: Recorder,
     ) -> None:
-        self.slots = slots
         self._pool = pool
         self._reader = reader
-        self._file = file
         self._samplings = samplings
-        self._out_nbytes = [transform.nbytes for transform in transforms]
-        self._assembly = assembly
-        self._left = left
-        self._images = images
-        several = [] if images is None else list(images.fields)
+        self._slots = slots
+        self._assembly, self._left, self._images, self._postprocess = delivery
+        several = [] if self._images is None else list(self._images.fields)
         self._images_field = several[0] if len(several) == 1 else NO_FIELD
         self._resident = resident
         self._cache = resident if isinstance(resident, HostCache) else None
-        self._postprocess = postprocess
-        self._before_fill = before_fill
-        self._on_done = on_done
-        self._take_warnings = take_warnings
+        self._calls = calls
         self._recorder = recorder
         # For all batches, and made once: a lock takes memory.
         self._shares_lock = threading.Lock()
@@ -156,24 +122,23 @@ class Phases:
             arrays = images.arrays
         if self._postprocess is None:
             return arrays
-        where = f"{self._file}: postprocess of given samples"
+        where = f"{self._reader.file}: postprocess of given samples"
         call = partial(self._postprocess, arrays, _given(index), index)
         return postprocessed(call, arrays, where)
 
     def close(self) -> None:
         """Release memory, and functions whose owners hold this object."""
-        self.slots = ()  # the caller may still hold a batch; nothing else keeps its memory
         self._resident = self._cache = None
         if self._images is not None:
             self._images.close()
-        self._before_fill = self._on_done = _do_nothing
+        self._calls = NO_CALLS
         self._postprocess = None  # the caller's, who may hold the reader there
 
     # --- plan -------------------------------------------------------------------------------------
 
     def _cut_plans(self, batch: _Fill, shares: list[list[PlanSlice]]) -> None:
         request = batch.request
-        self._before_fill(request.slot)
+        self._calls.before_fill(request.slot)
         begin = time.perf_counter_ns()
         with self._recorder.ranges("plan"):
             batch.index = self._samplings.samples(request)
@@ -197,7 +162,7 @@ class Phases:
     # --- read and keep ----------------------------------------------------------------------------
 
     def _read(self, batch: _Fill, share: list[PlanSlice]) -> None:
-        self._reader.read(batch.plans, share, self.slots[batch.request.slot])
+        self._reader.read(batch.plans, share, self._slots.memory[batch.request.slot])
 
     def _begin_left(self, batch: _Fill) -> None:
         """Begin to read the rows that the core has left to Python."""
@@ -208,17 +173,17 @@ class Phases:
 
     def _read_left(self, batch: _Fill, left: LeftRows | Refused) -> None:
         # An error keeps the callers of this alive, so they must not hold the memory.
-        self._reader.read_left(left, batch.index, self.slots[batch.request.slot])
+        self._reader.read_left(left, batch.index, self._slots.memory[batch.request.slot])
 
     def _begin_keep(self, batch: _Fill) -> None:
         cache, index = self._cache, batch.index
-        is_gathered = any(isinstance(p, GatherPlan | GatherRunsPlan) for p in batch.plans[:1])
+        is_gathered = any(isinstance(p, GatherPlan) for p in batch.plans[:1])
         if cache is None or batch.error is not None or is_gathered:
             self._begin_transform(batch)
             return
-        raws = self.slots[batch.request.slot].raw
+        raws = self._slots.memory[batch.request.slot].raw
         works = [
-            partial(cache.keep, column, plan, a, b, raws[column])
+            partial(cache.columns[column].keep, plan, a, b, raws[column])
             for column, plan in enumerate(cache.plans(index))
             for a, b in self._row_shares(plan.num_items, plan.item_nbytes)
         ]
@@ -238,7 +203,7 @@ class Phases:
         if batch.error is not None or batch.is_resident:
             self._finish(batch)
             return
-        memory, reader = self.slots[batch.request.slot], self._reader
+        memory, reader = self._slots.memory[batch.request.slot], self._reader
         several = [
             (field, raw, out)
             for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True))
@@ -248,13 +213,15 @@ class Phases:
         works = [
             partial(reader.transform, field, raw[a:b], out[a:b], batch.index[a:b])
             for field, raw, out in several
-            for a, b in self._row_shares(sizes[field], self._out_nbytes[field])
+            for a, b in self._row_shares(sizes[field], reader.row_transforms[field].nbytes)
         ]
         self._begin(batch, works, self._begin_images)
 
     def _arrays(self, batch: _Fill) -> tuple[Any, ...]:
         """Return the arrays of a batch, as a device that assembles them expects them."""
-        return self._assembly.arrays(self.slots[batch.request.slot], batch.index, self._left)
+        return self._assembly.arrays(
+            self._slots.memory[batch.request.slot], batch.index, self._left
+        )
 
     # --- images -----------------------------------------------------------------------------------
 
@@ -276,7 +243,7 @@ class Phases:
             meanwhile = [self._pool.begin_next]
         self._begin(batch, works, self._finish, meanwhile)
 
-    def _decode_images(self, batch: _Fill, images: BatchImages, end: int) -> None:
+    def _decode_images(self, batch: _Fill, images: DecodedBatch, end: int) -> None:
         begin = time.perf_counter_ns()
         with self._recorder.ranges("decode"):
             images.work(lambda: batch.error is not None or self._pool.is_stopped, end)
@@ -297,7 +264,7 @@ class Phases:
         if self._postprocess is not None and batch.error is None:
             begin = time.perf_counter_ns()
             try:
-                where = f"{self._file}: postprocess of {batch.request}"
+                where = f"{self._reader.file}: postprocess of {batch.request}"
                 call = partial(self._postprocess, arrays, batch.request, batch.index)
                 with self._recorder.ranges("postprocess"):
                     arrays = postprocessed(call, arrays, where)
@@ -319,9 +286,9 @@ class Phases:
             batch.error,
             batch.is_resident,
             batch.busy_ns / 1e9,
-            self._take_warnings(),
+            self._reader.take_warnings(),
         )
-        self._on_done(batch.request, outcome)
+        self._calls.on_done(batch.request, outcome)
 
     # --- shares and errors ------------------------------------------------------------------------
 
@@ -389,7 +356,7 @@ class Phases:
         if interruption(error) is not None:
             raise error  # in the caller's thread, where it belongs
         if is_lack_of_memory(error):
-            error = out_of_memory(f"{self._file}: {batch.request} cannot be filled", error)
+            error = out_of_memory(f"{self._reader.file}: {batch.request} cannot be filled", error)
         batch.error = error
 
 
@@ -404,7 +371,3 @@ def _raised_by(work: Work) -> BaseException | None:
     except BaseException as error:
         return error
     return None
-
-
-def _do_nothing(*_: object) -> None:
-    pass

@@ -16,8 +16,7 @@ from typing import Protocol
 
 from h5async.errors import ReadError
 from h5async.spelling import named
-from h5async.system.patience import Patience
-from h5async.system.waiting import Once, join_threads, start_threads
+from h5async.system.waiting import Once, Patience, join_threads, start_threads
 
 Work = Callable[[], None]
 
@@ -25,17 +24,13 @@ THREAD_NAME = "h5async"
 
 
 class Tickets(Protocol):
-    """Brings threads their work. Safe to use from many threads."""
+    """Brings threads their work, and work of its own. Safe to use from many threads."""
 
     def put(self, ticket: bool) -> None:
         """Have one thread continue with work of the heap, or end (False). Never blocks."""
 
     def get(self) -> bool | Work:
         """Wait for a ticket, or for work that is not on the heap."""
-
-
-class OwnTickets(Tickets, Protocol):
-    """Tickets with work of their own."""
 
     def get_here(self) -> Work | None:
         """Return work that is not on the heap, without waiting; None if there is none."""
@@ -47,18 +42,9 @@ class OwnTickets(Tickets, Protocol):
 class WorkPool:
     """Threads that do work, or, without threads, the caller of `run_next`.
 
-    Once `is_stopped`, work that is added is dropped.
-
-    Parameters
-    ----------
-    num_threads
-        Threads to start; 0: none.
-    find_work
-        Returns work with its serial numbers. Called by a worker that finds none.
-    on_crash
-        Called by a thread with an exception of its work. The thread goes on.
-    tickets
-        What threads wait for; None: a simple queue.
+    Once `is_stopped`, work that is added is dropped. A worker that finds no work calls `find_work`,
+    which returns some with its serial numbers, and `on_crash` with an exception of its work, after
+    which it goes on. Threads wait for `tickets`; None: a simple queue.
     """
 
     def __init__(
@@ -66,7 +52,7 @@ class WorkPool:
         num_threads: int,
         find_work: Callable[[], Sequence[tuple[int, Work]]],
         on_crash: Callable[[BaseException], None],
-        tickets: OwnTickets | None = None,
+        tickets: Tickets | None = None,
     ) -> None:
         self.num_threads = num_threads
         self.is_stopped = False
@@ -82,7 +68,7 @@ class WorkPool:
         self._ending = Once()
         # True stands for work on the heap, False for the end. A ThreadPoolExecutor would cost the
         # caller's thread 15 us more per batch.
-        self._tickets: Tickets = queue.SimpleQueue() if tickets is None else tickets
+        self._tickets = queue.SimpleQueue[bool]() if tickets is None else tickets
         self._own_tickets = tickets
         self._threads: list[threading.Thread] = []
 

@@ -7,25 +7,20 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field, RaggedField
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
-from h5async.order.requests import FillRequest
-from h5async.order.spans import SpanRows
-from h5async.samples.columns import Rows, steps_of
+from h5async.order.sampling import FillRequest
+from h5async.samples.fieldkind import FieldKind, Mask, Rows
 from h5async.samples.samplearrays import SampleArrays
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 _FURTHER = ("rng", "index", "epoch", "number")
-
-Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
@@ -48,39 +43,22 @@ def load_function(function: Callable[..., Any] | str | None) -> Callable[..., An
 
 
 def masks_of(
-    fields: Mapping[str, Field], columns: Iterable[str], several: Sequence[Rows]
+    kinds: Mapping[str, FieldKind], columns: Iterable[str], several: Sequence[Rows]
 ) -> dict[str, Mask]:
     """Return, by the mask's name, a function from sample numbers to each mask of a batch."""
     rows = dict(zip(columns, several, strict=True))
     found: dict[str, Mask] = {}
-    for name, field in fields.items():
-        one = rows[name]
-        steps = steps_of(one)
-        if steps is not None and field.pad_mask is not None:
-            found[field.pad_mask] = steps.are_there
-        elif isinstance(one, SpanRows) and isinstance(field, RaggedField):
-            if field.pad_to is not None:
-                found[f"{name}_mask"] = partial(one.are_there, field.pad_to)
+    for name, kind in kinds.items():
+        found |= kind.masks(rows[name])
     return found
 
 
 class Postprocess:
     """A user's function to call for batches. As thread-safe as the function.
 
-    It gets the arrays in field order or, if its parameters have the names of all fields, by name.
-    It also gets those of ``rng``, ``index``, ``epoch`` and ``number`` that are among its further
-    parameters, by name.
-
-    Parameters
-    ----------
-    function
-        Returns the same number of arrays, or None if it worked in place.
-    names
-        Of the fields, in order.
-    seed
-        Of the reader.
-    masks
-        By name, functions from sample numbers to masks, for parameters of these names.
+    It gets the arrays in field order or, if its parameters have the `names` of all fields, by name.
+    Of ``rng``, ``index``, ``epoch``, ``number`` and `masks`, it also gets those that are among its
+    further parameters, by name. `masks` are made of sample numbers.
     """
 
     def __init__(

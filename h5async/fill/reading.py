@@ -10,27 +10,27 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection as Names
 from contextlib import ExitStack, contextmanager
 from ctypes import c_int32
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, CoreTrace
 from h5async.errors import taking_memory
-from h5async.fill.resident import HostCache
-from h5async.index.layout import DatasetLayout
-from h5async.order.requests import FillRequest
+from h5async.fill.resident import HostCache, Residency
+from h5async.io.shared import plain_memory
+from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
+from h5async.order.sampling import FillRequest
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows, StepSpans
-from h5async.order.steps import NO_ROW, StepRows
 from h5async.plan.records import (
     BatchItems,
     GatherPlan,
-    GatherRunsPlan,
     IncludedPlan,
+    Int64s,
     ReadPlan,
     SamplesPlan,
 )
@@ -43,40 +43,26 @@ from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.read.transform import NativeTransform, native_transform
 from h5async.read.unpack import native_unpack
-from h5async.samples.columns import Rows, SlotMemory
+from h5async.samples.assembly import SlotMemory
+from h5async.samples.fieldkind import Rows
 from h5async.spelling import named
-from h5async.system.counts import StageTimes, ThreadCounts
-from h5async.system.timeline import NO_FIELD, Recorder
+from h5async.system.timeline import NO_FIELD, Recorder, StageTimes, ThreadCounts
 
 BatchPlan = Sequence[ReadPlan | Ranges]  # of one batch, by field; at the end, of several
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
 
-class ColumnReader(Protocol):
-    """Reads some columns of a batch for a device, in place of their rows."""
-
-    def plan(
-        self,
-        collection: Collection,
-        batch: SlotBatch,
-        request: FillRequest,
-        index: NDArray[np.int64],
-    ) -> Mapping[int, Ranges]:
-        """Return the ranges to read of a batch, by column; of other columns, rows are read.
-
-        `collection` and `batch` plan the rows if necessary; `index` are the samples of the request.
-        """
+# Plans ranges that a device reads of a batch instead of rows, by column. The collection and the
+# batch plan rows if necessary.
+PlanColumns = Callable[[Collection, SlotBatch, FillRequest, Int64s], Mapping[int, Ranges]]
 
 
 class LeftRows(NamedTuple):
-    """Rows of a batch that the core has left to h5py.
-
-    `rows` are int64 (n,), ascending: rows of the memory of field number `field`.
-    """
+    """Rows of a field's memory that the core has left to h5py: int64 (n,), ascending."""
 
     field: int
-    rows: NDArray[np.int64]
+    rows: Int64s
 
 
 class Refused(NamedTuple):
@@ -86,125 +72,110 @@ class Refused(NamedTuple):
 
 
 class _Batches(NamedTuple):
-    """The core's plans of a slot.
-
-    `batch` is for all fields whose rows the core finds. `of_rows` has, by number, those of fields
-    whose rows it is told.
-    """
+    """The core's plans of a slot: of all fields whose rows it finds; of each that it is told."""
 
     batch: SlotBatch
     of_rows: dict[int, SlotBatch]
 
 
+@dataclass(eq=False)
+class Slots:
+    """The slots that a filler fills: the `memory` of each, with room for `rows` samples.
+
+    `memory` is empty after the end, as the caller may still hold a batch. `new_memory` returns host
+    memory for pixels, from which a device uploads. If slots `are_writable` at any time,
+    `before_fill` need not be called.
+    """
+
+    memory: Sequence[SlotMemory]
+    rows: int
+    new_memory: Callable[[int], NDArray[np.uint8]] = plain_memory
+    are_writable: bool = False
+
+
+class OnDevice(NamedTuple):
+    """What a device does instead of the filler.
+
+    It assembles the fields `left`; `plan_columns` plans what is read for it instead of rows; the
+    samples in its `cache` need not be read again.
+    """
+
+    left: Names[str] = ()
+    plan_columns: PlanColumns | None = None
+    cache: Residency | None = None
+
+
 class BatchReader:
     """Reads batches, in many threads. To be closed after the last read.
 
+    `transforms` and `steps`, the rows that make up each sample, are in field order. Scratch memory
+    is for `num_threads`. For `plan_columns` see `OnDevice`; `cache` gathers rows that are in
+    memory. `executors` are closed by their owner. Callers add the times of stages to `times`;
+    `file`, the first one, is for messages.
+
     `OutOfMemoryError` is raised if the system refuses memory for the threads.
-
-    Parameters
-    ----------
-    core
-        The compiled core, if there is one.
-    layouts, transforms
-        In field order.
-    column_reader
-        Says what is read in place of the rows of some fields; None: nothing is.
-    cache
-        Gathers rows that are in memory, if there is one.
-    executors
-        Makes the executors of the fields; closed by its owner.
-    num_threads
-        Threads for which scratch memory is allocated.
-    slots
-        Memory of each slot.
-    steps
-        By field: the rows of its dataset that make up each sample; None: one row. Empty: None for
-        all.
-    rows
-        Samples that fit into a slot; None means the rows of its first array.
-    recorder
-        Records what is done, if given.
-
-    Attributes
-    ----------
-    times
-        Of the stage "transform", and stages that the caller adds.
     """
 
     def __init__(
         self,
-        core: Core | None,
-        layouts: Sequence[DatasetLayout],
-        transforms: Sequence[RowTransform],
-        column_reader: ColumnReader | None,
-        cache: HostCache | None,
         executors: Executors,
+        transforms: Sequence[RowTransform],
+        steps: Sequence[Rows],
+        slots: Slots,
         num_threads: int,
-        slots: Sequence[SlotMemory],
-        steps: Sequence[Rows] = (),
-        rows: int | None = None,
-        recorder: Recorder | None = None,
+        recorder: Recorder,
+        plan_columns: PlanColumns | None,
+        cache: HostCache | None,
     ) -> None:
-        self._core = core
+        self._core, self._layouts = executors.core, executors.layouts
+        self.file = str(self._layouts[0].file)
         self.times = StageTimes()
-        self._recorder = Recorder() if recorder is None else recorder
+        self.row_transforms = transforms
+        self.take_warnings = executors.changes.take_warnings
+        self._recorder = recorder
         self._trace: CoreTrace | None = None
-        self._steps = steps or [None] * len(layouts)
-        self._slots = slots
-        self._layouts = layouts
-        self._row_transforms = transforms
-        self._transforms = [transformer(core, transform.of_one_row) for transform in transforms]
-        self._cache = cache
+        self._steps, self._slots = steps, slots
+        self._transforms = [transformer(self._core, one.of_one_row) for one in transforms]
+        self._cache, self._plan_columns = cache, plan_columns
         self._factory = executors
         self._num_threads = num_threads
-        self._collection = executors.open_collection(self._at_once(slots[0]), steps)
+        self._collection = executors.open_collection(self._at_once(slots.memory[0]), steps)
         self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
         self._batches: list[_Batches] = []
         if self._collection is not None:
+            tables = self._collection.tables
+            pairs = enumerate(zip(tables.can_read, tables.shares, strict=True))
+            self._told = [field for field, is_told in pairs if all(is_told)]
             new = self._collection.new_batch
-            self._batches = [
-                _Batches(
-                    new(slot.raw, slot.out, rows),
-                    {
-                        field: new(slot.raw, slot.out, len(slot.raw[field]))
-                        for field in self._told_fields(self._collection)
-                    },
-                )
-                for slot in slots
-            ]
-        self._column_reader = column_reader
-        self._size = ScratchSize.of(layouts)
+            self._batches = [self._new_batches(new, slot, slots.rows) for slot in slots.memory]
+        self._size = ScratchSize.of(self._layouts)
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
-        what = f"{layouts[0].file}: scratch of {num_threads} threads, for chunks to be decoded"
+        what = f"{self.file}: scratch of {num_threads} threads, for chunks to be decoded"
         with taking_memory(what, f"make {named('num_threads')} smaller, or store smaller chunks"):
             self._free = deque(self._new_scratch() for _ in range(num_threads))
 
-    def open_queue(self, selection: Selection) -> BatchQueue | None:
-        """Return a queue of batches that the core reads alone; None if it does not read all.
+    def _new_batches(
+        self, new: Callable[..., SlotBatch], memory: SlotMemory, rows: int
+    ) -> _Batches:
+        raw, out, _ = memory
+        told = {field: new(raw, out, len(raw[field])) for field in self._told}
+        return _Batches(new(raw, out, rows), told)
 
-        Positions that are submitted are those of `selection`.
-        """
-        if (
-            self._collection is None
-            or not all(self._collection.tables.reads)
-            or self._column_reader
-        ):
+    def open_queue(self, selection: Selection) -> BatchQueue | None:
+        """Return a queue of batches of `selection` that the core reads alone; None if it cannot."""
+        collection = self._collection
+        if collection is None or not all(collection.tables.reads) or self._plan_columns:
             return None
         batches = [batches.batch for batches in self._batches]
-        return self._collection.open_queue(batches, self._num_threads, selection)
+        return collection.open_queue(batches, self._num_threads, selection)
 
     @property
     def transforms_all(self) -> bool:
         """Whether the core transforms all rows as it reads them, so that they can be delivered."""
-        return all(
-            done or transform.is_identity
-            for done, transform in zip(
-                self._collection.tables.transforms if self._collection else [],
-                self._row_transforms,
-                strict=True,
-            )
-        )
+        done = self._collection.tables.transforms if self._collection else []
+        pairs = zip(done, self.row_transforms, strict=True)
+        return all(is_done or transform.is_identity for is_done, transform in pairs)
 
     def take(self, work: Callable[[Scratch], int]) -> int:
         """Lend a thread its scratch memory for a call of `BatchQueue`; return the call's result."""
@@ -217,20 +188,20 @@ class BatchReader:
         batch, included = self._batches[slot].batch, [IncludedPlan()] * len(self._layouts)
         return [*included, _batch_items(batch, batch.plan.num_items, batch.plan.nbytes)]
 
-    def plan(self, index: NDArray[np.int64], request: FillRequest) -> BatchPlan:
+    def plan(self, index: Int64s, request: FillRequest) -> BatchPlan:
         """Plan how the samples `index` of a batch are read, to the slot of the request.
 
         Returns one plan per field and, if the core reads several fields at once, one more.
         """
         batches = self._batches[request.slot] if self._batches else None
         others: Mapping[int, Ranges] = {}
-        if self._collection is not None and batches is not None and self._column_reader is not None:
-            others = self._column_reader.plan(self._collection, batches.batch, request, index)
-        return self._plan(index, self._slots[request.slot], batches, others)
+        if self._collection is not None and batches is not None and self._plan_columns is not None:
+            others = self._plan_columns(self._collection, batches.batch, request, index)
+        return self._plan(index, self._slots.memory[request.slot], batches, others)
 
     def _plan(
         self,
-        index: NDArray[np.int64],
+        index: Int64s,
         memory: SlotMemory,
         batches: _Batches | None,
         others: Mapping[int, Ranges],
@@ -254,20 +225,11 @@ class BatchReader:
             assert collection is not None
             assert batches is not None
             batch = batches.batch
-            more.append(
-                _batch_items(batch, *collection.plan(batch, index, wanted, self._num_threads))
-            )
+            found = collection.plan(batch, index, wanted, self._num_threads)
+            more.append(_batch_items(batch, *found))
         return [*plans, *more]
 
-    @staticmethod
-    def _told_fields(collection: Collection) -> list[int]:
-        return [
-            field
-            for field, can in enumerate(collection.tables.can_read)
-            if can and collection.tables.shares[field]
-        ]
-
-    def _plan_told(self, field: int, index: NDArray[np.int64], batch: SlotBatch) -> BatchItems:
+    def _plan_told(self, field: int, index: Int64s, batch: SlotBatch) -> BatchItems:
         """Have the core plan a field whose rows, or elements, it is told."""
         steps, layout, collection = self._steps[field], self._layouts[field], self._collection
         assert collection is not None
@@ -278,7 +240,7 @@ class BatchReader:
         found = collection.plan(batch, rows, wanted, self._num_threads, count)
         return _batch_items(batch, *found)
 
-    def _plan_rows(self, field: int, index: NDArray[np.int64], raw: NDArray[Any]) -> SamplesPlan:
+    def _plan_rows(self, field: int, index: Int64s, raw: NDArray[Any]) -> SamplesPlan:
         """Plan a field for h5py; rows that do not exist are set to zeros here."""
         steps, layout = self._steps[field], self._layouts[field]
         if layout.heaps and isinstance(steps, SpanRows):
@@ -295,7 +257,7 @@ class BatchReader:
 
     def _rows(self, field: int, batch: NDArray[Any]) -> NDArray[Any]:
         """Return an array of samples as one of rows of the dataset."""
-        return self._row_transforms[field].rows(batch)
+        return self.row_transforms[field].rows(batch)
 
     def left(self, plans: BatchPlan) -> list[LeftRows | Refused]:
         """Return what the core has left of a batch after the last share, for several threads."""
@@ -311,9 +273,7 @@ class BatchReader:
                 found += [LeftRows(field, some) for some in np.array_split(rows, parts)]
         return found
 
-    def read_left(
-        self, left: LeftRows | Refused, index: NDArray[np.int64], memory: SlotMemory
-    ) -> None:
+    def read_left(self, left: LeftRows | Refused, index: Int64s, memory: SlotMemory) -> None:
         """Read what the core has left; `H5AsyncError` if bytes cannot be read or decoded."""
         if isinstance(left, Refused):
             with self._scratch() as scratch:
@@ -324,33 +284,22 @@ class BatchReader:
         steps, layout = self._steps[field], self._layouts[field]
         wanted = index if steps is None else steps.rows(index)
         plan = SamplesPlan(wanted[rows], rows, rows.size * layout.row_nbytes)
-        self._read_through_h5py(field, plan, memory)
+        with self._scratch() as scratch:
+            self._read_items(plan, field, 0, 1, memory, scratch)
         if self._collection is not None and self._collection.tables.transforms[field]:
             raw, out = self._rows(field, memory.raw[field]), self._rows(field, memory.out[field])
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
                 run = slice(some[0], some[-1] + 1)
                 self._transform_rows(field, raw[run], out[run], wanted[run])
 
-    def _read_through_h5py(self, field: int, plan: SamplesPlan, memory: SlotMemory) -> None:
-        with self._scratch() as scratch:
-            self._work_on(field, scratch)
-            self._h5py_rows[field].execute(plan, self._rows(field, memory.raw[field]), scratch)
-
-    def read_rows(self, index: NDArray[np.int64], memory: SlotMemory) -> None:
-        """Read and transform samples in the calling thread, to memory of the same number of rows.
-
-        `H5AsyncError` is raised if bytes cannot be read or decoded.
-        """
+    def read_rows(self, index: Int64s, memory: SlotMemory) -> None:
+        """Read and transform samples in the calling thread, to memory with as many rows."""
         with ExitStack() as lent:
             batches = None
             if self._collection is not None:
-                take = partial(self._collection.lent_batch, memory.raw, memory.out)
-                batches = _Batches(
-                    lent.enter_context(take(index.size)),
-                    {
-                        field: lent.enter_context(take(len(memory.raw[field])))
-                        for field in self._told_fields(self._collection)
-                    },
+                lend = self._collection.lent_batch
+                batches = self._new_batches(
+                    lambda *of: lent.enter_context(lend(*of)), memory, index.size
                 )
             plans = self._plan(index, memory, batches, {})
             share = [PlanSlice(i, 0, plan.num_items) for i, plan in enumerate(plans)]
@@ -364,7 +313,7 @@ class BatchReader:
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are also transformed if that costs no copy.
 
-        `H5AsyncError` is raised if bytes cannot be read or decoded.
+        `H5AsyncError` is raised if bytes cannot be read or decoded, here as in the methods above.
         """
         with self._scratch() as scratch:
             for field, start, stop in share:
@@ -395,19 +344,18 @@ class BatchReader:
             assert self._collection is not None
             self._work_on(NO_FIELD, scratch)
             self._collection.read(plan.batch, start, stop, scratch)
-        elif isinstance(plan, GatherPlan | GatherRunsPlan):
+        elif isinstance(plan, GatherPlan):
             assert self._cache is not None
             self._work_on(field, scratch, "memory")
             with scratch.timed("read_ns"):
-                self._cache.gather(field, plan, start, stop, memory.raw[field])
+                self._cache.columns[field].gather(plan, start, stop, memory.raw[field])
         elif isinstance(plan, Ranges):
             assert self._collection is not None
             self._work_on(field, scratch)
             self._collection.read_ranges(plan, start, stop, scratch)
         elif isinstance(plan, SamplesPlan):
-            raw = self._rows(field, memory.raw[field])
             self._work_on(field, scratch)
-            self._h5py_rows[field].execute(plan, raw, scratch)
+            self._h5py_rows[field].execute(plan, self._rows(field, memory.raw[field]), scratch)
 
     def _work_on(self, field: int, scratch: Scratch, source: str | None = None) -> None:
         """Record which field this thread reads, and from which source."""
@@ -440,19 +388,17 @@ class BatchReader:
             for transform, raw, out in zip(self._transforms, memory.raw, memory.out, strict=True)
         ]
 
-    def transform(
-        self, field: int, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64]
-    ) -> None:
+    def transform(self, field: int, raw: NDArray[Any], out: NDArray[Any], index: Int64s) -> None:
         """Transform rows of a field, of the samples `index`, from `raw` to `out`."""
         steps = self._steps[field]
         # Which attributes apply depends on the rows.
-        if isinstance(steps, StepRows) and self._row_transforms[field].cf is not None:
+        if isinstance(steps, StepRows) and self.row_transforms[field].cf is not None:
             rows = steps.rows(index)  # zeros count as packed like the sample's own row
             index = np.where(rows == NO_ROW, np.repeat(index, steps.size), rows)
         self._transform_rows(field, self._rows(field, raw), self._rows(field, out), index)
 
     def _transform_rows(
-        self, field: int, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64]
+        self, field: int, raw: NDArray[Any], out: NDArray[Any], index: Int64s
     ) -> None:
         begin = time.perf_counter_ns()
         with self._recorder.ranges("transform"):
@@ -471,7 +417,8 @@ class BatchReader:
     @property
     def source_path(self) -> Callable[[int], int | str]:
         """A function that returns the path of a source of the core, also after this is closed."""
-        return _no_path if self._collection is None else self._collection.tables.source_path
+        collection = self._collection
+        return (lambda source: source) if collection is None else collection.tables.source_path
 
     def transform_seconds(self) -> float:
         """Return the time that the core transformed rows as it read them, in all threads."""
@@ -490,8 +437,8 @@ class BatchReader:
         """Release all memory. No thread is reading. Idempotent."""
         self._scratches.clear()
         self._free.clear()
-        self._h5py_rows, self._column_reader, self._cache = [], None, None
-        self._collection, self._batches, self._slots = None, [], ()
+        self._h5py_rows, self._plan_columns, self._cache = [], None, None
+        self._collection, self._batches = None, []
 
     def _new_scratch(self) -> Scratch:
         scratch = Scratch.allocate(*self._size, self._stop)
@@ -504,13 +451,9 @@ def _batch_items(batch: SlotBatch, count: int, nbytes: int) -> BatchItems:
     return BatchItems(batch, count, nbytes // max(1, count))
 
 
-def _no_path(source: int) -> int | str:
-    return source
-
-
 def transformer(
     core: Core | None, transform: RowTransform
-) -> Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64]], None]:
+) -> Callable[[NDArray[Any], NDArray[Any], Int64s], None]:
     """Return what transforms rows: the compiled core, or NumPy if the core cannot."""
     if core is None:
         return transform.apply

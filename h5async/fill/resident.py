@@ -8,17 +8,17 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
+from h5async.order.rows import SpanRows
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows
-from h5async.plan.records import GatherPlan, GatherRunsPlan, Int64s
-from h5async.system.freememory import free_memory
+from h5async.plan.records import GatherPlan, Int64s
+from h5async.system.resources import free_memory
 
 _HOST_SHARE = 0.5  # of free memory, if no budget is given
 
@@ -26,8 +26,8 @@ _HOST_SHARE = 0.5  # of free memory, if no budget is given
 class Residency:
     """The samples that are in memory, until all are forgotten. Safe to use from many threads.
 
-    `nbytes` is the memory of all samples of the selection; `where` is ``"host"`` or ``"device"``;
-    `generation` is the number of times that all samples were forgotten.
+    All samples of the selection take `nbytes`, on the ``"host"`` or the ``"device"``; `generation`
+    is the number of times that all were forgotten.
     """
 
     def __init__(self, selection: Selection, nbytes: int, where: str) -> None:
@@ -42,10 +42,7 @@ class Residency:
         return bool(self._is_kept[self._selection.positions(index)].all())
 
     def add(self, index: Int64s, generation: int | None = None) -> None:
-        """Note samples whose rows, of all fields, are there now.
-
-        `generation` is that of the time when they were read; if it has passed, they are not noted.
-        """
+        """Note samples whose rows are there now, unless the generation has passed since."""
         if generation is None or generation == self.generation:
             self._is_kept[self._selection.positions(index)] = True
 
@@ -60,11 +57,7 @@ class Residency:
 
 
 class Budget(NamedTuple):
-    """The bytes that a cache of all rows needs, and its limit.
-
-    `where` is ``"host"`` or ``"device"``. The limit is the option ``cache_bytes``, or a share of
-    free memory; `whose` says what sets it.
-    """
+    """The bytes that a cache of all rows needs, and its limit; `whose` says what sets it."""
 
     where: str
     nbytes: int
@@ -83,102 +76,79 @@ class Budget(NamedTuple):
         )
 
 
-class _KeptRows:
-    """The rows of a column in which each sample is one row."""
+class KeptColumn:
+    """The concatenated rows of all samples of a column, in ascending order of samples.
 
-    def __init__(self, size: int, row_nbytes: int) -> None:
-        self._rows = np.empty((size, row_nbytes), np.uint8)
-
-    def plan(self, index: Int64s, positions: Int64s) -> GatherPlan:
-        return GatherPlan(positions, self._rows.shape[1])
-
-    def keep(self, plan: Any, start: int, stop: int, raw: NDArray[Any]) -> None:
-        rows = _as_bytes(raw[start:stop], self._rows.shape[1])
-        self._rows[plan.sample[start:stop]] = rows
-
-    def gather(self, plan: Any, start: int, stop: int, raw: NDArray[Any]) -> None:
-        out = _as_bytes(raw[start:stop], plan.row_nbytes)
-        np.take(self._rows, plan.sample[start:stop], axis=0, out=out, mode="clip")
-
-
-class _KeptRuns:
-    """The concatenated rows of a column in which samples are runs of any length.
-
-    `starts`, int64 (samples + 1,), has the rows of each sample, counted from any number; `rows` are
-    the rows of each sample in the dataset.
+    `spans` are the rows of each sample in the dataset; None: each sample is one row. `nbytes` is
+    the memory that `allocate` takes.
     """
 
-    def __init__(self, starts: Int64s, rows: SpanRows, row_nbytes: int) -> None:
-        self._starts, self._spans, self._row_nbytes = starts, rows, row_nbytes
-        self._rows = np.empty(int(starts[-1] - starts[0]) * row_nbytes, np.uint8)
+    def __init__(self, selection: Selection, row_nbytes: int, spans: SpanRows | None) -> None:
+        self._spans, self._row_nbytes = spans, row_nbytes
+        self._starts: Int64s | None = None  # of samples, counted from any number
+        rows, ascending = selection.size, selection.ascending
+        if spans is not None:
+            if ascending.is_prefix and ascending.size == spans.size:
+                self._starts = spans.starts
+            else:
+                self._starts = spans.offsets(ascending.samples(np.arange(selection.size)))
+            rows = int(self._starts[-1] - self._starts[0])
+        self.nbytes, self._count = rows * row_nbytes, rows
 
-    def plan(self, index: Int64s, positions: Int64s) -> GatherRunsPlan:
-        begin = (self._starts[positions] - self._starts[0]) * self._row_nbytes
-        return GatherRunsPlan(begin, self._spans.offsets(index) * self._row_nbytes)
+    def allocate(self) -> None:
+        """Reserve the memory."""
+        self._bytes = np.empty(self.nbytes, np.uint8)
 
-    def keep(self, plan: Any, start: int, stop: int, raw: NDArray[Any]) -> None:
-        begins = plan.begin[start:stop], plan.offsets[start:stop]
-        _copy_runs(self._rows, _flat(raw), *begins, np.diff(plan.offsets[start : stop + 1]))
+    def plan(self, index: Int64s, positions: Int64s) -> GatherPlan:
+        """Return where samples, at these positions, are here and in a batch."""
+        offsets: Int64s
+        if self._starts is None or self._spans is None:
+            begin, offsets = positions, np.arange(index.size + 1)
+        else:
+            begin, offsets = self._starts[positions] - self._starts[0], self._spans.offsets(index)
+        return GatherPlan(begin * self._row_nbytes, offsets * self._row_nbytes)
 
-    def gather(self, plan: Any, start: int, stop: int, raw: NDArray[Any]) -> None:
-        begins = plan.offsets[start:stop], plan.begin[start:stop]
-        _copy_runs(_flat(raw), self._rows, *begins, np.diff(plan.offsets[start : stop + 1]))
+    def keep(self, plan: GatherPlan, start: int, stop: int, raw: NDArray[Any]) -> None:
+        """Keep items `start` to `stop` of a plan; call `add` once all of a batch are kept."""
+        here, there = plan.begin[start:stop], plan.offsets[start : stop + 1]
+        if self._spans is None:
+            self._rows[here // max(1, self._row_nbytes)] = self._rows_of(raw[start:stop])
+        else:
+            _copy_runs(self._bytes, _flat(raw), here, there[:-1], np.diff(there))
+
+    def gather(self, plan: GatherPlan, start: int, stop: int, raw: NDArray[Any]) -> None:
+        """Copy items `start` to `stop` of a plan, all of them kept, to the memory of a batch."""
+        here, there = plan.begin[start:stop], plan.offsets[start : stop + 1]
+        if self._spans is None:
+            numbers, out = here // max(1, self._row_nbytes), self._rows_of(raw[start:stop])
+            np.take(self._rows, numbers, axis=0, out=out, mode="clip")
+        else:
+            _copy_runs(_flat(raw), self._bytes, there[:-1], here, np.diff(there))
+
+    @property
+    def _rows(self) -> NDArray[np.uint8]:
+        return self._bytes.reshape(self._count, self._row_nbytes)
+
+    def _rows_of(self, raw: NDArray[Any]) -> NDArray[np.uint8]:
+        return _flat(raw).reshape(len(raw), self._row_nbytes)
 
 
 class HostCache(Residency):
     """The rows of all samples, in the memory of this machine. Safe to use from many threads.
 
-    Parameters
-    ----------
-    selection
-        The samples.
-    row_nbytes
-        Bytes of a row of each column, as read.
-    spans
-        By column: the rows of each sample if their number differs. Empty if it never does.
+    `MemoryError` is raised if the system does not give enough for the columns.
     """
 
-    def __init__(
-        self,
-        selection: Selection,
-        row_nbytes: Sequence[int],
-        spans: Sequence[SpanRows | None] = (),
-    ) -> None:
-        starts = _starts(selection, spans)
-        super().__init__(selection, _nbytes(selection, row_nbytes, spans, starts), "host")
-        self._columns: list[_KeptRows | _KeptRuns] = [
-            _KeptRows(selection.size, nbytes)
-            if one is None
-            else _KeptRuns(starts[one], one, nbytes)
-            for nbytes, one in zip(row_nbytes, spans or [None] * len(row_nbytes), strict=True)
-        ]
+    def __init__(self, selection: Selection, columns: Sequence[KeptColumn]) -> None:
+        super().__init__(selection, sum(column.nbytes for column in columns), "host")
+        self.columns = columns
+        for column in columns:
+            column.allocate()
 
-    def plans(self, index: Int64s) -> list[GatherPlan | GatherRunsPlan]:
+    def plans(self, index: Int64s) -> list[GatherPlan]:
         """Return how each column of a batch goes to memory, or comes out of it."""
         positions = self._selection.positions(index)
-        return [column.plan(index, positions) for column in self._columns]
-
-    def keep(
-        self,
-        column: int,
-        plan: GatherPlan | GatherRunsPlan,
-        start: int,
-        stop: int,
-        raw: NDArray[Any],
-    ) -> None:
-        """Keep items `start` to `stop` of a plan; call `add` once all of a batch are kept."""
-        self._columns[column].keep(plan, start, stop, raw)
-
-    def gather(
-        self,
-        column: int,
-        plan: GatherPlan | GatherRunsPlan,
-        start: int,
-        stop: int,
-        raw: NDArray[Any],
-    ) -> None:
-        """Copy items `start` to `stop` of a plan, all of them kept, to the memory of a batch."""
-        self._columns[column].gather(plan, start, stop, raw)
+        return [column.plan(index, positions) for column in self.columns]
 
 
 def open_host_cache(
@@ -192,61 +162,28 @@ def open_host_cache(
 
     All of it counts, though pages that were never touched cost nothing yet: an epoch touches them.
 
-    Parameters
-    ----------
-    selection, row_nbytes, spans
-        As for `HostCache`.
-    cache_bytes
-        The limit; None: half of free memory.
-    free_nbytes
-        Free memory beside all that the reader needs; None: memory that is free now.
+    `row_nbytes` and `spans` have, by column, the bytes of a row, as read, and the rows of each
+    sample if their number differs; `spans` is empty if it never does. `cache_bytes` is the limit,
+    by default half of free memory: `free_nbytes` beside all that the reader needs, by default what
+    is free now.
     """
     if free_nbytes is None:
         free_nbytes = free_memory()[0].nbytes
     if cache_bytes is None:
         cache_bytes = int(free_nbytes * _HOST_SHARE)
+    nbytes = 0
     try:
-        starts = _starts(selection, spans)
-    except MemoryError:
-        return Budget("host", 0, cache_bytes, ": the system does not give as much")
-    nbytes = _nbytes(selection, row_nbytes, spans, starts)
-    budget = Budget("host", nbytes, cache_bytes)
-    if not budget.suffices:
-        return budget
-    if nbytes + selection.size > free_nbytes:  # `Residency` takes a byte per sample
-        return Budget("host", nbytes, free_nbytes, ", which is what is free")
-    try:
-        return HostCache(selection, row_nbytes, spans)
+        several = zip(row_nbytes, spans or [None] * len(row_nbytes), strict=True)
+        columns = [KeptColumn(selection, size, one) for size, one in several]
+        nbytes = sum(column.nbytes for column in columns)
+        budget = Budget("host", nbytes, cache_bytes)
+        if not budget.suffices:
+            return budget
+        if nbytes + selection.size > free_nbytes:  # `Residency` takes a byte per sample
+            return Budget("host", nbytes, free_nbytes, ", which is what is free")
+        return HostCache(selection, columns)
     except MemoryError:
         return Budget("host", nbytes, cache_bytes, ": the system does not give as much")
-
-
-def _starts(selection: Selection, spans: Sequence[SpanRows | None]) -> dict[SpanRows, Int64s]:
-    """Return where the rows of each sample of a selection begin, in ascending order."""
-    found: dict[SpanRows, Int64s] = {}
-    ascending = selection.ascending
-    for one in spans:
-        if one is None or one in found:
-            continue
-        if ascending.is_prefix and ascending.size == one.size:
-            found[one] = one.starts
-        else:
-            found[one] = one.offsets(ascending.samples(np.arange(selection.size)))
-    return found
-
-
-def _nbytes(
-    selection: Selection,
-    row_nbytes: Sequence[int],
-    spans: Sequence[SpanRows | None],
-    starts: Mapping[SpanRows, Int64s],
-) -> int:
-    """Return the bytes of the rows of all samples."""
-    total = 0
-    for nbytes, one in zip(row_nbytes, spans or [None] * len(row_nbytes), strict=True):
-        rows = selection.size if one is None else int(starts[one][-1] - starts[one][0])
-        total += rows * nbytes
-    return total
 
 
 def _copy_runs(
@@ -269,10 +206,6 @@ def _copy_runs(
 
 def _flat(raw: NDArray[Any]) -> NDArray[np.uint8]:
     return raw.reshape(-1).view(np.uint8)
-
-
-def _as_bytes(raw: NDArray[Any], row_nbytes: int) -> NDArray[np.uint8]:
-    return raw.reshape(-1).view(np.uint8).reshape(len(raw), row_nbytes)
 
 
 def _gb(nbytes: int) -> str:

@@ -10,7 +10,7 @@ pool continues with it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, H5AsyncError, is_lack_of_memory, out_of_memory
 from h5async.fill.outcomes import FillOutcome
-from h5async.fill.pool import Tickets, Work
-from h5async.fill.reading import BatchReader
+from h5async.fill.pool import Work
+from h5async.fill.reading import BatchReader, Slots
 from h5async.opening.dataset import Samplings
-from h5async.order.requests import NO_SAMPLES, FillRequest
+from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue
-from h5async.samples.columns import Assembly, SlotMemory
+from h5async.samples.assembly import Assembly
 from h5async.system.interruptions import interruption
 
 # Called with a request, its sample numbers, and whether it was planned.
@@ -37,23 +37,18 @@ _NO_NUMBERS: _Numbers = 0, 0, None, NO_SAMPLES
 
 
 class _Submission(NamedTuple):
-    """The last submission for a slot.
-
-    `numbers` are its sample numbers, or what they are computed from; `error` says why it could not
-    be submitted.
-    """
+    """The last submission for a slot; `error` says why it could not be submitted."""
 
     request: FillRequest
     numbers: _Numbers
     error: BaseException | None = None
 
 
-class Submissions(Tickets):
+class Submissions:
     """Batches that the core fills. Safe to use from many threads.
 
     `reader` lends scratch memory to threads; `assembly` makes the delivered arrays of a slot's
-    memory; `file` is named in errors; `needs_python` says whether every batch has work left to
-    Python.
+    memory; `needs_python` says whether every batch has work left to Python.
     """
 
     def __init__(
@@ -61,20 +56,17 @@ class Submissions(Tickets):
         queue: BatchQueue,
         reader: BatchReader,
         samplings: Samplings,
-        slots: Sequence[SlotMemory],
+        slots: Slots,
         assembly: Assembly,
-        *,
-        file: str,
         needs_python: bool,
     ) -> None:
-        self._file = file
         self._queue = queue
         self._reader = reader
         self._samplings = samplings
         self._slots = slots
         self._assembly = assembly
         self._needs_python = needs_python
-        self._latest: list[_Submission | None] = [None] * len(slots)
+        self._latest: list[_Submission | None] = [None] * len(slots.memory)
         self._lock = threading.RLock()
         self.resume: Resume = _do_nothing  # continues a batch of which something is left
 
@@ -104,7 +96,7 @@ class Submissions(Tickets):
             return _Submission(request, _NO_NUMBERS, error)
 
     def _out_of_memory(self, request: FillRequest, error: BaseException) -> H5AsyncError:
-        return out_of_memory(f"{self._file}: {request} cannot be filled", error)
+        return out_of_memory(f"{self._reader.file}: {request} cannot be filled", error)
 
     def _numbers(self, request: FillRequest) -> _Numbers:
         if request.samples is not None:
@@ -125,7 +117,7 @@ class Submissions(Tickets):
             return FillOutcome(NO_SAMPLES, (), latest.error)
         if self._needs_python:
             return None
-        count, slots = latest.numbers[1], self._slots
+        count, slots = latest.numbers[1], self._slots.memory
         try:
             index = self._queue.ready(slot, serial, count)
             if index is None or not slots:  # or the reader was closed meanwhile
@@ -205,7 +197,6 @@ class Submissions(Tickets):
         """Release memory and functions. No thread is at work. Idempotent."""
         self._queue.close()
         self.resume = _do_nothing
-        self._slots = ()
         self._latest = [None] * len(self._latest)
 
 

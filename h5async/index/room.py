@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from h5async.errors import BudgetError
 from h5async.io.stamps import FileStamp
 from h5async.spelling import named
-from h5async.system.freememory import free_memory
+from h5async.system.resources import free_memory
 
 if TYPE_CHECKING:
     from h5async.index.layout import DatasetLayout

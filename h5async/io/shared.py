@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from h5async.errors import OutOfMemoryError
 from h5async.io.localfiles import owned
 from h5async.spelling import named
-from h5async.system.endings import call_when_gone
-from h5async.system.interruptions import suppressing
+from h5async.system.interruptions import call_when_gone, suppressing
 
 try:
     import fcntl

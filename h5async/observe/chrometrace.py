@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from h5async.fill.recording import Recorded
+from h5async.fill.outcomes import Recorded
 from h5async.system.interruptions import suppressing
 from h5async.system.timeline import NO_BATCH, Event
 

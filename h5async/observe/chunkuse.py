@@ -17,13 +17,12 @@ from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.names import printable
 from h5async.observe.stats import ChunkAdvice, Remedy
-from h5async.opening.limits import wanted_kept_nbytes
+from h5async.opening.slotsizes import wanted_kept_nbytes
+from h5async.order.rows import SpanRows, StepRows
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows
-from h5async.order.steps import StepRows
-from h5async.samples.columns import INDICES, Rows
+from h5async.samples.fieldkind import Rows, field_of
 from h5async.spelling import named
-from h5async.system.freememory import free_memory
+from h5async.system.resources import free_memory
 
 _CACHED_SHARE = 0.5  # of the free memory, for a dataset or a window that is kept
 _LEAST_CHUNK_NBYTES = 10_000  # reading smaller chunks costs more than it saves
@@ -127,9 +126,9 @@ class ChunkFacts:
 
     def _name_of(self, culprit: _Culprit | None) -> str:
         """Return the field's name if there are several fields."""
-        if culprit is None or len({name.removesuffix(INDICES) for name in self._layouts}) == 1:
+        if culprit is None or len(set(map(field_of, self._layouts))) == 1:
             return ""
-        return printable(culprit.name.removesuffix(INDICES))
+        return printable(field_of(culprit.name))
 
     def _unit_of(self, culprit: _Culprit | None) -> str:
         """Return the word for an item of a chunk."""
@@ -203,7 +202,7 @@ class ChunkFacts:
         ]
         if not across:
             return ()
-        name = printable(across[0].removesuffix(INDICES))
+        name = printable(field_of(across[0]))
         return (Remedy(f'store "{name}" with the dimension of its samples first'),)
 
     def _window_fits(self) -> bool:

@@ -22,11 +22,11 @@ from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.observe.chunkuse import ChunkFacts, Used
 from h5async.observe.stats import ChunkAdvice, ReaderStats, Waits, WaitTotals
+from h5async.order.rows import SpanRows, StepRows
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows
-from h5async.order.steps import StepRows
-from h5async.samples.columns import Rows, by_field
-from h5async.system.counts import STAGES, StageTimes
+from h5async.samples.assembly import by_field
+from h5async.samples.fieldkind import Rows
+from h5async.system.timeline import STAGES, StageTimes
 
 _KEPT_EPOCHS = 256
 

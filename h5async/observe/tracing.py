@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from h5async.errors import ConfigError, ReadError, out_of_memory
-from h5async.fill.recording import Recorded
+from h5async.fill.outcomes import Recorded
 from h5async.observe.chrometrace import write_trace
 from h5async.observe.ranges import nvtx_ranges, torch_ranges
 from h5async.observe.trace import Trace

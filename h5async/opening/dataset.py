@@ -5,77 +5,56 @@ Options enter; the layout of each field across all files leaves, and the distrib
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ReaderConfig, SparseField
+from h5async.config import ReaderConfig
 from h5async.config.files import FileName, is_index
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.contents import Grouping
-from h5async.index.datasettable import shared
 from h5async.index.hdf5 import OtherKindError
-from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutsource import known_of_files, layouts_of_files
 from h5async.index.links import Reach
-from h5async.index.room import files_of
 from h5async.index.savedindex import NamedIndex
 from h5async.index.sequenced import aligned
 from h5async.io.localfiles import read_ahead
-from h5async.opening.categories import categories_of, of_one_dtype, require_codes
-from h5async.opening.fieldkinds import Kinds, require_alike, with_kinds
-from h5async.opening.filefacts import (
-    CATEGORIES_OF,
-    NAMES_OF,
-    SHAPE_OF,
-    needs_of,
-    read_known,
-    shape_of,
-    texts_of,
-)
+from h5async.opening.fieldkinds import require_alike, with_kinds
+from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
-from h5async.opening.progress import on_indexed
-from h5async.opening.raggedcolumns import SparseShapes, indices_of_one_dtype, is_ragged, limit_of
-from h5async.opening.samplelengths import lengths_of
 from h5async.opening.selecting import Chosen, choose, step_rows
-from h5async.order.requests import FillRequest
-from h5async.order.sampling import Order, OrderKey, Sampling
-from h5async.order.spans import LengthRows, SpanRows, StepSpans
-from h5async.samples.columns import (
-    INDICES,
-    Categories,
-    Rows,
-    SparseShape,
-    columns_of,
-    spans_of,
-    steps_of,
-)
+from h5async.order.rows import LengthRows, SpanRows, StepSpans
+from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling
+from h5async.samples.assembly import columns_of, field_kinds, spans_of
+from h5async.samples.fieldkind import FieldKind, Known, Rows, steps_of
 from h5async.spelling import named
 
 if TYPE_CHECKING:
     from h5async.order.drawn import SamplerOrder
+    from h5async.order.lengths import Lengths
     from h5async.order.weighted import WeightedOrder
 
 
-class OpenedDataset(NamedTuple):
-    """An open dataset: `config` is the options with the kinds of all fields.
+# Called after each file with the number of indexed files and the total.
+on_indexed: ContextVar[Callable[[int, int], None] | None] = ContextVar("on_indexed", default=None)
 
-    Attributes
-    ----------
-    layouts
-        By column name, in order.
-    shapes, categories
-        Of sparse and of categorical fields, by name.
+
+class OpenedDataset(NamedTuple):
+    """An open dataset.
+
+    `config` is the options with the kinds of all fields; `layouts` are by column name, in order;
+    `kinds` are by field name.
     """
 
     config: ReaderConfig
     layouts: dict[str, DatasetLayout]
-    shapes: dict[str, SparseShape]
-    categories: dict[str, Categories]
+    kinds: dict[str, FieldKind]
 
 
 def open_dataset(config: ReaderConfig) -> OpenedDataset:
@@ -88,15 +67,15 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
     indices: dict[FileName, NamedIndex] = {
         path: NamedIndex(path, reach) for path in config.files if is_index(path)
     }
-    if any(map(is_ragged, config.batch_fields.values())):
-        _check_ragged(config)
+    kinds = field_kinds(config.batch_fields)
+    if any(kind.is_ragged for kind in kinds.values()):
+        _check_ragged(config, kinds)
     elif not indices:
         try:
-            layouts = _plain_layouts(config, reach, grouping)
-            return OpenedDataset(config, layouts, {}, {})
+            return OpenedDataset(config, _plain_layouts(config, kinds, reach, grouping), kinds)
         except OtherKindError:  # the kinds were not given
             found = with_kinds(config, reach, grouping, indices)
-            if found.config is config:
+            if found[0] is config:
                 require_alike(config, reach, grouping)
                 raise
             return _open_alike(config, found, reach, grouping, indices)
@@ -106,7 +85,7 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
 def _open_alike(
     config: ReaderConfig,
-    found: Kinds,
+    found: tuple[ReaderConfig, dict[str, FieldKind]],
     reach: Reach,
     grouping: Grouping | None,
     indices: Mapping[FileName, NamedIndex],
@@ -120,97 +99,47 @@ def _open_alike(
 
 
 def _open_kinds(
-    found: Kinds, reach: Reach, grouping: Grouping | None, indices: Mapping[FileName, NamedIndex]
+    found: tuple[ReaderConfig, dict[str, FieldKind]],
+    reach: Reach,
+    grouping: Grouping | None,
+    indices: Mapping[FileName, NamedIndex],
 ) -> OpenedDataset:
     """Open a dataset whose fields' kinds are known."""
-    config = found.config
-    if any(map(is_ragged, config.batch_fields.values())):
-        _check_ragged(config)
-    needs = needs_of(config.batch_fields, found.columns, grouping)
+    config, kinds = found
+    _check_ragged(config, kinds)
+    needs = needs_of(kinds, grouping)
 
     def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
         return read_known(path, {name: needs[name] for name in names}, reach, grouping)
 
     wanted = {name: need.wanted for name, need in needs.items()}
     several = known_of_files(config.files, wanted, read, reach, config.index_cache, indices)
-    names = list(columns_of(config.batch_fields))
-    columns: dict[str, list[DatasetLayout]] = {name: [] for name in names}
-    further: dict[str, list[DatasetLayout]] = {name: [] for name in needs if name not in columns}
+    columns = columns_of(kinds)
+    facts: dict[str, list[DatasetLayout]] = {name: [] for name in needs}
     for known in _telling(several, config):
-        layouts = aligned({name: known[name] for name in names})
+        layouts = aligned({name: known[name] for name in columns})
         _check_lengths(layouts)
-        for name, layout in layouts.items():
-            columns[name].append(layout)
-        for name, kept in further.items():
-            kept.append(known[name])
-    for name in found.columns:
-        columns[name] = of_one_dtype(columns[name], reach)
-    for name in columns:
-        if name.endswith(INDICES):
-            columns[name] = indices_of_one_dtype(columns[name])
-    joined, shapes = _joined(config, columns), _shapes(config, further, reach)
-    for name, shape in shapes.items():
-        if shape.places is None:
-            of_field = joined[name + INDICES]
-            joined[name + INDICES] = of_field.changed(limit=limit_of(of_field, shape.columns))
-    categories = _categories(config, found.columns, further)
-    for name, of_column in categories.items():
-        if of_column.tables is None:  # no mapping will find invalid ones
-            require_codes(joined[name], len(of_column.names), reach)
-    return OpenedDataset(config, joined, shapes, categories)
+        for name, layout in (known | layouts).items():
+            facts[name].append(layout)
+    return OpenedDataset(config, _joined(kinds, facts, config, reach), kinds)
 
 
 def _joined(
-    config: ReaderConfig, columns: Mapping[str, Sequence[DatasetLayout]]
+    kinds: Mapping[str, FieldKind], known: Known, config: ReaderConfig, reach: Reach
 ) -> dict[str, DatasetLayout]:
     """Return the layouts of columns across all files."""
-    joined = {name: join_layouts(several) for name, several in columns.items()}
-    for name, field in config.batch_fields.items():
-        if field.steps is not None:
-            joined[name] = shared(joined[name])
-        if name + INDICES in joined:  # its rows are those of the values: stored once
-            spans = joined[name].spans
-            joined[name + INDICES] = joined[name + INDICES].changed(spans=spans)
+    joined: dict[str, DatasetLayout] = {}
+    for kind in kinds.values():
+        joined |= kind.join(known, config, reach)
     return joined
 
 
-def _shapes(
-    config: ReaderConfig, further: Mapping[str, Sequence[DatasetLayout]], reach: Reach
-) -> dict[str, SparseShape]:
-    """Return the shapes of sparse fields across all files."""
-    found = {}
-    for name, field in config.batch_fields.items():
-        if isinstance(field, SparseField):
-            shapes = SparseShapes(name, field)
-            named_columns = further.get(name + NAMES_OF, [None] * len(further[name + SHAPE_OF]))
-            for shape, names in zip(further[name + SHAPE_OF], named_columns, strict=True):
-                where = f'{shape.file}: group "{shape.path}"'
-                columns = shape_of(shape)[1]
-                if field.columns is not None:
-                    what = f"{where}: {columns:,} columns, of which some are chosen,"
-                    reach.room.take(8 * columns, what, files_of(shape))
-                shapes.add(columns, where, () if names is None else texts_of(names))
-            found[name] = shapes.shape()
-    return found
-
-
-def _categories(
-    config: ReaderConfig,
-    columns: Mapping[str, str],
-    further: Mapping[str, Sequence[DatasetLayout]],
-) -> dict[str, Categories]:
-    """Return the categories of fields across all files."""
-    found = {}
-    for name in columns:
-        several = further[name + CATEGORIES_OF]
-        where = [f'{one.file}: column "{one.path}"' for one in several]
-        found[name] = categories_of(name, config, list(map(texts_of, several)), where)
-    return found
-
-
-def _check_ragged(config: ReaderConfig) -> None:
-    """Raise ConfigError for options that do not go together with ragged and sparse fields."""
-    name, field = next(item for item in config.batch_fields.items() if is_ragged(item[1]))
+def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:
+    """Raise ConfigError for options that do not go together with samples of differing lengths."""
+    kind = next((kind for kind in kinds.values() if kind.is_ragged), None)
+    if kind is None:
+        return
+    name, field = kind.name, kind.field
     for is_given, option, remedy in (
         (config.cache == "device", f'cache="{config.cache}"', 'set cache="host"'),
         (config.cache is not None and field.steps is not None, "cache with steps", "leave it out"),
@@ -223,7 +152,7 @@ def _check_ragged(config: ReaderConfig) -> None:
 
 
 def _plain_layouts(
-    config: ReaderConfig, reach: Reach, grouping: Grouping | None
+    config: ReaderConfig, kinds: Mapping[str, FieldKind], reach: Reach, grouping: Grouping | None
 ) -> dict[str, DatasetLayout]:
     """Return the layouts of fields of fixed shape, by name, across all files."""
     fields = config.batch_fields
@@ -238,7 +167,7 @@ def _plain_layouts(
             samples = config.batch_size * config.prefetch
             nbytes = samples * sum(layout.row_nbytes for layout in layouts.values())
             read_ahead(config.files[0], nbytes)
-    return _joined(config, found)
+    return _joined(kinds, found, config, reach)
 
 
 def _telling(
@@ -263,32 +192,13 @@ def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
 class Samplings:
     """The orders of the samples of a dataset, each made once. Thread-safe.
 
-    Parameters
-    ----------
-    config, layouts
-        What they depend on.
-    chosen
-        The samples of an epoch, if already known.
+    `chosen` are the samples of an epoch, if already known; `selection` and `sequences` are of it.
+    `rows` says, per column, which rows each sample consists of; None means its own. An epoch's
+    order has `epoch_samples` positions: samples selected, or drawn. `draws` and `sampler` are the
+    orders of the options `weights` and `sampler`, if given; `lengths` are the numbers of values
+    that samples count, if batches depend on them.
 
-    Attributes
-    ----------
-    selection
-        The samples of an epoch.
-    sequences
-        The sequences of rows that steps never leave.
-    rows
-        Per column: which rows each sample consists of; None means its own.
-    epoch_samples
-        The number of positions in an epoch's order: samples selected, or drawn.
-    draws, sampler
-        The orders of the options `weights` and `sampler`, if given.
-    lengths
-        The number of values that samples count, if batches depend on it.
-
-    Raises
-    ------
-    H5AsyncError
-        If the datasets that select samples do not fit the dataset, or cannot be read.
+    H5AsyncError if the datasets that select samples do not fit the dataset, or cannot be read.
     """
 
     def __init__(
@@ -307,7 +217,7 @@ class Samplings:
         steps = step_rows(config.batch_fields, self.sequences)
         spans = spans_of(layouts, steps)
         self.rows: list[Rows] = [spans.get(name, steps.get(name)) for name in layouts]
-        self.lengths = lengths_of(config, layouts)
+        self.lengths = _lengths_of(config, layouts)
         self.draws = None if weights is None else _weighted(weights, config.seed)
         self.sampler = None if config.sampler is None else self._sampler_order()
         self.epoch_samples = self.selection.size
@@ -455,6 +365,51 @@ class Samplings:
             list(filter(None, map(steps_of, self.rows))),
             0 if self.lengths is None else self.lengths.moved_samples(batch_size),
         )
+
+
+def _lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Lengths | None:
+    """Return the number of values per sample; None if batches do not depend on it.
+
+    A sample counts the delivered values of its longest field, so no field of a batch has more than
+    `batch_values`.
+
+    ConfigError if no field has samples of differing lengths.
+    """
+    option = "bucket" if config.batch_values is None else "batch_values"
+    if getattr(config, option) is None:
+        return None
+    from h5async.order.lengths import (
+        NO_LIMIT,
+        Lengths,  # only needed here
+    )
+
+    first, counts = next(iter(layouts.values())), None
+    kinds = field_kinds(config.batch_fields)
+    with taking_memory(f"{first.file}: lengths of samples", f"leave out {named(option)}"):
+        for name, rows in spans_of(layouts, {}).items():
+            counted = kinds[name].counted(rows) if name in kinds else None
+            if counted is not None:
+                counts = np.zeros(first.sample_count, np.int64) if counts is None else counts
+                np.maximum(counts, counted, out=counts)
+        if counts is not None and not counts.max(initial=0) >> 32:
+            counts = counts.astype(np.uint32)
+    if counts is None:
+        raise ConfigError(
+            f"{first.file}: {named(option)} is for fields that are delivered as samples of"
+            f" differing lengths, and none of {', '.join(kinds)} is; leave it out, and use"
+            f" {named('batch_size')}"
+        )
+    values = None if config.batch_values is None else min(NO_LIMIT, config.batch_values)
+    return Lengths(counts, values, config.bucket)
+
+
+def digest(lengths: Lengths) -> str:
+    """Return a short digest of the lengths of all samples."""
+    array = lengths.of_sample
+    found = hashlib.blake2b(digest_size=16)
+    for start in range(0, array.size, 1 << 20):
+        found.update(array[start : start + (1 << 20)].astype("<i8").tobytes())
+    return found.hexdigest()
 
 
 def _weighted(weights: NDArray[np.float64], seed: int) -> WeightedOrder:

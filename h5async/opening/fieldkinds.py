@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from h5async.config import Field, RaggedField, ReaderConfig, SparseField
+from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName, is_index
 from h5async.errors import ConfigError, DatasetError, H5AsyncError
 from h5async.index.contents import Grouping
@@ -16,7 +16,9 @@ from h5async.index.groupfields import column, sparse_group
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import may_be_variable_length
 from h5async.index.savedindex import NamedIndex, Wanted
-from h5async.opening.filefacts import CATEGORIES, HEAP, NULLABLE, SHAPE
+from h5async.samples.assembly import FOUND_AS, field_kinds
+from h5async.samples.codeskind import CodesKind
+from h5async.samples.fieldkind import CATEGORIES, HEAP, NULLABLE, SHAPE, FieldKind
 from h5async.system.interruptions import suppressing
 
 _WORDS = {
@@ -26,21 +28,6 @@ _WORDS = {
     CATEGORIES: "categorical column",
     NULLABLE: "column with a mask of missing values",
 }
-
-
-class Kinds(NamedTuple):
-    """The objects at the paths of fields.
-
-    Attributes
-    ----------
-    config
-        The options, with fields of those kinds; the same object if nothing changed.
-    columns
-        Of categorical fields, by name: the path of the column.
-    """
-
-    config: ReaderConfig
-    columns: dict[str, str]
 
 
 class _Found(NamedTuple):
@@ -58,24 +45,14 @@ def with_kinds(
     reach: Reach,
     grouping: Grouping | None,
     indices: Mapping[FileName, NamedIndex],
-) -> Kinds:
-    """Return the options with fields of the kinds found in the first file.
+) -> tuple[ReaderConfig, dict[str, FieldKind]]:
+    """Return the options with fields of the kinds found in the first file, and these kinds.
 
-    Parameters
-    ----------
-    config, reach
-        The options, and which files links may lead to.
-    grouping
-        Which groups of the files are sequences: the first one determines the kinds.
-    indices
-        Saved indices among the files: the first one determines the kinds that it knows.
+    The options are the same object if nothing changed.
 
-    Raises
-    ------
-    ConfigError
-        If the name of a mask is taken, or a kind does not go together with other options.
-    H5AsyncError
-        If a field is of a kind that cannot be read.
+    The first group of `grouping`, and the first saved index among the files, determine the kinds.
+    ConfigError if the name of a mask is taken, or a kind does not go together with other options;
+    H5AsyncError if a field is of a kind that cannot be read.
     """
     fields = {name: field for name, field in config.batch_fields.items() if type(field) is Field}
     index = indices.get(config.files[0])
@@ -91,27 +68,23 @@ def with_kinds(
     for name, field in fields.items():
         kind, values = known[name]
         options = {key: getattr(field, key) for key in field.model_fields_set}
-        if kind == SHAPE:
-            found[name] = SparseField(**options)
-        elif kind == HEAP:
-            found[name] = RaggedField(**options)
+        if kind in FOUND_AS:
+            found[name] = FOUND_AS[kind](**options)
         elif kind in (CATEGORIES, NULLABLE):
             found |= _column_fields(name, field, kind, values, config)
             if kind == CATEGORIES:
                 columns[name] = field.path
-    if not found:
-        return Kinds(config, columns)
-    fields_now = dict(config.batch_fields) | found
-    return Kinds(config.model_copy(update={"fields": fields_now}), columns)
+    if found:
+        config = config.model_copy(update={"fields": dict(config.batch_fields) | found})
+    kinds = field_kinds(config.batch_fields)
+    codes = {name: CodesKind(name, kinds[name].field, path) for name, path in columns.items()}
+    return config, kinds | codes
 
 
 def require_alike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> None:
     """Check, after an error, that the paths of fields lead to the same kinds in all files.
 
-    Raises
-    ------
-    DatasetError
-        If they do not; the message says where they differ.
+    DatasetError if they do not; the message says where they differ.
     """
     files = [path for path in config.files if not is_index(path)]
     if len(files) < 2:

@@ -17,14 +17,13 @@ a layout: also names and shapes, whose values lie in memory. What a `Wanted` of 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field, RaggedField, SparseField
+from h5async.config import Field
 from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.contents import Grouping
@@ -37,34 +36,33 @@ from h5async.index.savedindex import Wanted
 from h5async.index.sequenced import join_groups
 from h5async.io.stores import absolute_name, settled_stamp
 from h5async.names import name_text
-from h5async.opening.raggedcolumns import ID, heap_layout, sparse_layouts, with_spans
+from h5async.opening.raggedcolumns import heap_layout, sparse_layouts, with_spans
 from h5async.read.whole import read_whole
-from h5async.samples.columns import INDICES
+from h5async.samples.fieldkind import (
+    CATEGORIES,
+    HEAP,
+    INDICES,
+    NULLABLE,
+    ROWS,
+    SHAPE,
+    TEXTS,
+    FieldKind,
+    values_of,
+)
+from h5async.samples.sparsekind import ID, SHAPE_OF
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
-HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
-CATEGORIES, NULLABLE = "categories", "nullable"
-# Suffixes of a field's name for its other facts.
-SHAPE_OF, NAMES_OF, CATEGORIES_OF = "\0shape", "\0names", "\0categories"
 _MOST_NAMES = 1 << 24
 
 T = TypeVar("T")
-Texts = tuple[Any, ...]
 
 
 class Need(NamedTuple):
-    """The facts to read of each file for one field.
+    """A fact to read of each file for a field: `wanted`, as the module docstring says.
 
-    Attributes
-    ----------
-    name, field
-        The field.
-    wanted
-        See the module docstring.
-    column
-        The path of a categorical column, if these are its codes. Which dataset holds them depends
-        on the version of AnnData that wrote the file.
+    `column` is the path of a categorical column, if these are its codes: which dataset holds them
+    depends on the version of AnnData that wrote the file.
     """
 
     name: str
@@ -73,46 +71,19 @@ class Need(NamedTuple):
     column: str = ""
 
 
-def needs_of(
-    fields: Mapping[str, Field], columns: Mapping[str, str], grouping: Grouping | None
-) -> dict[str, Need]:
-    """Return the facts to read of each file: all columns by their names, and more.
-
-    Parameters
-    ----------
-    fields
-        By name.
-    columns
-        Paths of the table columns that are categorical fields, by field name.
-    grouping
-        Which groups are sequences.
-    """
+def needs_of(kinds: Mapping[str, FieldKind], grouping: Grouping | None) -> dict[str, Need]:
+    """Return the facts to read of each file: all columns by their names, and more."""
     found: dict[str, Need] = {}
-
-    def need(name: str, at: str, path: str, kind: str) -> None:
-        field, groups = fields[name], "" if grouping is None else str(grouping)
-        found[name + at] = Need(name, field, Wanted.at(path)._replace(groups=groups, kind=kind))
-
-    for name, field in fields.items():
-        if isinstance(field, SparseField):
-            need(name, "", f"{field.path}/data", ROWS)
-            need(name, INDICES, f"{field.path}/indices", ROWS)
-            need(name, SHAPE_OF, field.path, SHAPE)
-            if isinstance(field.columns, tuple):
-                need(name, NAMES_OF, field.path, TEXTS)
-        elif isinstance(field, RaggedField):
-            offsets = field.offsets
-            need(name, "", field.path, HEAP if offsets is None else _flat_kind(field, offsets))
-        else:
-            wanted = Wanted.of(field, grouping)
-            found[name] = Need(name, field, wanted, columns.get(name, ""))
-        if name in columns:
-            need(name, CATEGORIES_OF, columns[name], CATEGORIES)
+    groups = "" if grouping is None else str(grouping)
+    for name, kind in kinds.items():
+        facts = kind.facts()
+        if name not in facts:
+            wanted = Wanted.of(kind.field, grouping)
+            found[name] = Need(name, kind.field, wanted, kind.table_column)
+        for at, fact in facts.items():
+            wanted = Wanted.at(fact.path)._replace(groups=groups, kind=fact.kind)
+            found[at] = Need(name, kind.field, wanted)
     return found
-
-
-def _flat_kind(field: RaggedField, offsets: str) -> str:
-    return f"{field.offsets_kind} {Wanted.at(offsets).path}"
 
 
 def read_known(
@@ -121,21 +92,9 @@ def read_known(
     reach: Reach,
     grouping: Grouping | None,
 ) -> dict[str, DatasetLayout]:
-    """Read the facts of a file.
+    """Read the facts of a file, by the names of their needs; columns of groups are joined.
 
-    Parameters
-    ----------
-    path, reach
-        The file, and which others it may refer to.
-    needs
-        By name.
-    grouping
-        Which groups are sequences whose columns are joined.
-
-    Raises
-    ------
-    H5AsyncError
-        If the file is missing, damaged, or does not match the fields.
+    H5AsyncError if the file is missing, damaged, or does not match the fields.
     """
     found: dict[str, DatasetLayout] = {}
     plain = {name: need.field for name, need in needs.items() if not need.wanted.kind}
@@ -176,7 +135,7 @@ def _elsewhere(
 def _require_equal(parts: Sequence[DatasetLayout], need: Need) -> None:
     for one in parts:
         columns = slice(1, None) if need.wanted.kind == SHAPE else slice(None)
-        if not np.array_equal(_values(one)[columns], _values(parts[0])[columns]):
+        if not np.array_equal(values_of(one)[columns], values_of(parts[0])[columns]):
             raise DatasetError(
                 f'{one.file}: "{one.path}" ({need.name}) has other columns than "{parts[0].path}";'
                 " sparse matrices of several groups must have as many columns"
@@ -248,7 +207,7 @@ def _index_layout(path: FileName, prefix: str, matrix: str, reach: Reach) -> Dat
     return _texts_layout(path, at, names, reach)
 
 
-def _names(path: FileName, at: str, reach: Reach) -> Texts:
+def _names(path: FileName, at: str, reach: Reach) -> tuple[str, ...]:
     found = value_layout(path, at, _MOST_NAMES, reach)
     array = found if isinstance(found, np.ndarray) else read_whole(found, reach)
     return tuple(
@@ -278,7 +237,7 @@ def _categories_layout(path: FileName, at: str, found: Column, reach: Reach) -> 
 # --- values in memory ----------------------------------------------------------------------------
 
 
-def _texts_layout(path: FileName, at: str, names: Texts, reach: Reach) -> DatasetLayout:
+def _texts_layout(path: FileName, at: str, names: Sequence[str], reach: Reach) -> DatasetLayout:
     """Return names as flat bytes, and where each of them begins."""
     several = [name.encode("utf-8", "surrogateescape") for name in names]
     spans = np.zeros(len(several) + 1, np.int64)
@@ -303,27 +262,6 @@ def _in_memory(path: FileName, at: str, array: NDArray[Any], reach: Reach) -> Da
         fill=np.zeros((), array.dtype),
         values=np.ascontiguousarray(array).view(np.uint8) if array.dtype.kind == "b" else array,
     )
-
-
-def _values(layout: DatasetLayout) -> NDArray[Any]:
-    assert layout.values is not None
-    return layout.values.view(layout.dtype)
-
-
-def shape_of(layout: DatasetLayout) -> tuple[int, int]:
-    """Return the shape of a matrix from its stored fact."""
-    rows, columns = _values(layout).tolist()
-    return rows, columns
-
-
-def texts_of(layout: DatasetLayout) -> Texts:
-    """Return the names, or the numbers, from the stored fact of names or categories."""
-    values = _values(layout)
-    if layout.spans is None:
-        return tuple(values.tolist())
-    data, spans = values.tobytes(), layout.spans.tolist()
-    pairs = itertools.pairwise(spans)
-    return tuple(data[a:b].decode("utf-8", "surrogateescape") for a, b in pairs)
 
 
 # --- all of a file -------------------------------------------------------------------------------

@@ -29,17 +29,8 @@ _MOST_PER_SAMPLE = 16
 class FileValues:
     """Reads small datasets that the files of a reader have beside its fields.
 
-    Parameters
-    ----------
-    config
-        The options.
-    first
-        The layout of the first field, which has the number of samples per file.
-
-    Attributes
-    ----------
-    room
-        Limits the memory for the sizes that files declare.
+    `first` is the layout of the first field, which has the number of samples per file. `room`
+    limits the memory for the sizes that files declare.
     """
 
     def __init__(self, config: ReaderConfig, first: DatasetLayout) -> None:
@@ -104,10 +95,7 @@ class FileValues:
     def read(self, option: str, file: FileName, path: str, count: int) -> NDArray[Any]:
         """Return all values of a dataset of one file, which has `count` samples.
 
-        Raises
-        ------
-        H5AsyncError
-            If it is missing, has too many values or dimensions, or cannot be read.
+        H5AsyncError if it is missing, has too many values or dimensions, or cannot be read.
         """
         most = max(_MOST_VALUES, _MOST_PER_SAMPLE * count)
         try:
@@ -161,13 +149,7 @@ def reach_of(config: ReaderConfig) -> Reach:
 
 
 def read_names(reach: Reach, file: FileName, path: str) -> list[str]:
-    """Return the names in a dataset of strings.
-
-    Raises
-    ------
-    H5AsyncError
-        If it is missing, holds no strings, or cannot be read.
-    """
+    """Return the names in a dataset of strings; H5AsyncError if it cannot be read as such."""
     try:
         found = value_layout(file, path, _MOST_VALUES, reach)
     except DatasetError as error:

@@ -26,7 +26,6 @@ from h5async.config import ReaderConfig
 from h5async.core.binding import load_core
 from h5async.core.tablestructures import (
     HEAP_SCRATCH_NBYTES,
-    KEPT_OVERHEAD_NBYTES,
     PLANNED_ROW_NBYTES,
     PLANNED_SAMPLE_NBYTES,
 )
@@ -35,18 +34,15 @@ from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.room import MEMORY_SHARE, Room, files_of
-from h5async.index.smalldatasets import kept_whole_nbytes
-from h5async.index.units import most_units, unit_nbytes
+from h5async.index.units import most_units
 from h5async.order.selection import Selection
-from h5async.order.steps import StepRows
-from h5async.plan.transform import RowTransform, sized_nbytes
+from h5async.plan.transform import RowTransform
 from h5async.read.executors import method_of
 from h5async.read.fallback import span_nbytes
 from h5async.read.h5pyrows import needs_scratch, scratch_nbytes
 from h5async.read.scratch import ScratchSize
-from h5async.samples.columns import Rows
 from h5async.spelling import named
-from h5async.system.freememory import free_memory, local_ranks
+from h5async.system.resources import free_memory, local_ranks
 
 # Measured: bytes kept per piece of a sample and per dimension, and bytes of a plan per piece of a
 # batch.
@@ -55,28 +51,15 @@ _PIECE_NBYTES, _PIECE_AXIS_NBYTES, _PLANNED_NBYTES = 128, 80, 32
 _LENGTH_NBYTES = 4 + 2 * 4
 _UNIT_NBYTES = 128  # measured: bytes per unit of shuffle="window"
 _LEAST_NBYTES = 1 << 20  # always allowed for a list of chunks
-# A dataset of encoded chunks that decodes to at most this (labels, for example) is decoded once; as
-# much of small datasets is kept.
-_KEPT_WHOLE_NBYTES = 64 << 20
-# The number of groups of chunks that split the same rows and are shared by batches in order.
-_IN_ORDER_GROUPS = 4
-# The core cuts a batch into this number of items per thread if it has fewer groups (plan.h).
-_ITEMS_OF_THREAD = 4
 
 
 class MemoryPlan(NamedTuple):
     """The memory that a reader may take beyond its needs.
 
-    Attributes
-    ----------
-    most_threads
-        The maximum number of threads per filler, by their scratch memory; at least 1.
-    kept_nbytes
-        Per field: for decoded chunks that later batches of a filler may need.
-    left_nbytes
-        Still free beside all that: for the rows of all samples, for example.
-    limit_nbytes
-        The maximum for any single thing whose size is known when it is read: a batch of images.
+    By their scratch memory there may be `most_threads` per filler, at least 1. `kept_nbytes` are,
+    per field, for decoded chunks that later batches of a filler may need. `left_nbytes` are still
+    free beside all that: for the rows of all samples, for example. `limit_nbytes` is the maximum
+    for any single thing whose size is known when it is read: a batch of images.
     """
 
     most_threads: int
@@ -99,20 +82,10 @@ def free_memory_nbytes() -> int:
 class MemoryBudget:
     """The memory that a reader with some options may take. Made before it takes any.
 
-    Parameters
-    ----------
-    config
-        The options.
-    layouts, transforms
-        By field name, in field order.
-    rows
-        The number of samples in a slot.
-    made_nbytes
-        By field name: bytes per row of an array made of samples of differing lengths.
-    selection
-        The samples; None means all.
-    fewer_threads_do
-        Whether there may be fewer threads than configured.
+    `layouts` and `transforms` are by column name, in order. Slots have `rows` samples;
+    `made_nbytes` are, by field name, the bytes of a slot for what is made of the rows that are
+    read. `selection` are the samples; None means all. `fewer_threads_do` says whether there may be
+    fewer threads than configured.
     """
 
     def __init__(
@@ -170,18 +143,9 @@ class MemoryBudget:
     def plan(self, device_nbytes: int, wanted: Sequence[int]) -> MemoryPlan:
         """Check that all needs of a reader fit together, and divide the rest.
 
-        Parameters
-        ----------
-        device_nbytes
-            Host memory that the device adds to the slots.
-        wanted
-            Per field: bytes of decoded chunks worth keeping in each filler, from
-            `wanted_kept_nbytes`.
-
-        Raises
-        ------
-        BudgetError
-            If they do not fit; the message lists the shares.
+        `device_nbytes` is the host memory that the device adds to the slots; `wanted` are, per
+        field, the bytes worth keeping in each filler, from `wanted_kept_nbytes`. BudgetError if
+        they do not fit; the message lists the shares.
         """
         config, layouts = self._config, list(self._layouts.values())
         threads = max(1, config.filler_threads)
@@ -283,8 +247,7 @@ class MemoryBudget:
             * (
                 t.slot_rows(self._rows)
                 * (t.raw_nbytes if t.is_identity else raws * t.raw_nbytes + t.nbytes)
-                + sized_nbytes(self._config.batch_fields.get(name), self._rows)
-                + self._made_nbytes.get(name, 0) * self._rows
+                + self._made_nbytes.get(name, 0)
             )
             for name, t in self._transforms.items()
         }
@@ -318,158 +281,41 @@ class MemoryBudget:
             )
 
     def _check_row(self, layout: DatasetLayout) -> None:
-        """Check that a row that is held whole, to take pieces of it, is within the limit."""
-        limit = self._limit
-        if layout.row_nbytes > limit:
-            raise ConfigError(
-                f'{layout.file}: dataset "{layout.path}": only pieces of its samples are wanted,'
-                f" but each is read whole, and has {layout.row_nbytes:,} bytes, more than the"
-                f" {limit:,} that it may take ({self._whose(limit)}); set"
-                f" {named('max_batch_bytes')} if you"
-                " trust the file"
-            )
+        """Check a row that is held whole, to take pieces of it."""
+        found = "only pieces of its samples are wanted, but each is read whole, and has {} bytes"
+        self._require(layout.row_nbytes, layout, found)
 
     def _check_pieces(self, layout: DatasetLayout, rows: int) -> None:
-        """Check that the lists of chunks, including those of a batch, are within the limit."""
-        needed, limit = _lists_nbytes_of_leaf(layout, rows, 1), self._limit
-        if needed > max(limit, _LEAST_NBYTES):
-            raise ConfigError(
-                f'{layout.file}: dataset "{layout.path}": a sample of shape {layout.row_shape} lies'
-                f" in {layout.num_pieces:,} chunks of shape {layout.chunk_shape}; the list of"
-                f" those of a batch takes {needed:,} bytes, more than the {limit:,} that it may"
-                f" take ({self._whose(limit)}); make {named('batch_size')} smaller, store"
-                f" larger chunks, or set {named('max_batch_bytes')} if you trust the file"
+        """Check the lists of chunks, including those of a batch."""
+        needed = _lists_nbytes_of_leaf(layout, rows, 1)
+        if needed > _LEAST_NBYTES:
+            found = (
+                f"a sample of shape {layout.row_shape} lies in {layout.num_pieces:,} chunks of"
+                f" shape {layout.chunk_shape}; the list of those of a batch takes {{}} bytes"
             )
+            remedy = f"make {named('batch_size')} smaller, store larger chunks, or"
+            self._require(needed, layout, found, remedy)
 
     def _check_chunk(self, layout: DatasetLayout) -> None:
-        """Check that a chunk that must be held whole is within the limit."""
-        nbytes, limit = _whole_chunk_nbytes(layout), self._limit
-        if layout.chunk_shape and nbytes > limit:
-            what, remedy = "decodes to", ""
-            if not layout.filters:
-                what = "is held whole and has"
-            if not layout.filters and layout.sample_axis != 0:
-                remedy = " take its first dimension as that of the samples, or"
+        """Check a chunk that must be held whole."""
+        if not layout.chunk_shape:
+            return
+        what, remedy = "decodes to", ""
+        if not layout.filters:
+            what = "is held whole and has"
+            if layout.sample_axis != 0:
+                remedy = "take its first dimension as that of the samples, or"
+        found = f"a chunk of shape {layout.chunk_shape} {what} {{}} bytes"
+        self._require(_whole_chunk_nbytes(layout), layout, found, remedy)
+
+    def _require(self, nbytes: int, layout: DatasetLayout, found: str, remedy: str = "") -> None:
+        """Raise ConfigError if something that is held whole is above the limit."""
+        if nbytes > self._limit:
             raise ConfigError(
-                f'{layout.file}: dataset "{layout.path}": a chunk of shape {layout.chunk_shape}'
-                f" {what} {nbytes:,} bytes, more than the {limit:,} that it may take"
-                f" ({self._whose(limit)});{remedy} set {named('max_batch_bytes')} if you trust"
-                " the file"
+                f'{layout.file}: dataset "{layout.path}": {found.format(f"{nbytes:,}")}, more than'
+                f" the {self._limit:,} that it may take ({self._whose(self._limit)});"
+                f" {remedy}{' ' * bool(remedy)}set {named('max_batch_bytes')} if you trust the file"
             )
-
-
-def wanted_kept_nbytes(
-    config: ReaderConfig,
-    layouts: Mapping[str, DatasetLayout],
-    rows: Sequence[Rows] = (),
-    selected: float = 1.0,
-    *,
-    in_window: bool = False,
-) -> list[int]:
-    """Return, per field, how much memory for later batches saves work.
-
-    Parameters
-    ----------
-    config
-        The options.
-    layouts
-        By field.
-    rows
-        Per field: which rows each sample consists of.
-    selected
-        The share of all samples that are in an epoch.
-    in_window
-        Assume ``shuffle="window"``, whatever the options say.
-    """
-    several, wanted = list(layouts.values()), []
-    in_window |= config.shuffle == "window"
-    for number, layout in enumerate(several):
-        nbytes, small_nbytes = kept_whole_nbytes(layout)
-        if nbytes > _KEPT_WHOLE_NBYTES:
-            useful = 0
-            if in_window:
-                useful = _window_nbytes(config, layout, several)
-            elif _is_in_order(config):
-                reach = _reach(rows[number]) if rows else 0
-                most = _window_nbytes(config, layout, several)
-                useful = min(most, _in_order_nbytes(config, layout, reach, selected, most))
-            nbytes = min(nbytes, useful)  # never more than all chunks
-        elif nbytes + small_nbytes <= _KEPT_WHOLE_NBYTES:
-            nbytes += small_nbytes
-        wanted.append(nbytes)
-    return wanted
-
-
-def _window_nbytes(
-    config: ReaderConfig, layout: DatasetLayout, layouts: Sequence[DatasetLayout]
-) -> int:
-    from h5async.order.window import kept_nbytes
-
-    nbytes = kept_nbytes(layout, layouts, config.window_bytes)
-    least = min((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.filters), default=0)
-    return nbytes + nbytes // max(1, least) * KEPT_OVERHEAD_NBYTES
-
-
-def _is_in_order(config: ReaderConfig) -> bool:
-    """Return whether samples come in file order."""
-    mixed = config.shuffle, config.bucket, config.batch_values
-    return not any(mixed) and config.weights is None and config.sampler is None
-
-
-def _in_order_nbytes(
-    config: ReaderConfig, layout: DatasetLayout, reach: int, selected: float, most: int
-) -> int:
-    """Return the memory for keeping chunks when samples come in order.
-
-    It is for data that consecutive batches share, beyond the chunk or two that are kept in any
-    case: groups of chunks that split the same rows, which several batches in flight may need; and
-    chunks that multi-step samples reach back to. If several threads decode one group, it stays
-    until all have got to it, so those of all batches that may be in flight together are kept.
-
-    Parameters
-    ----------
-    config, layout
-        The options, and one field.
-    reach
-        See `_reach`.
-    selected
-        The share of all samples that are in an epoch.
-    most
-        The maximum; the result is 0 if that is too little to be useful.
-    """
-    wanted, threads = 0, max(1, config.filler_threads)
-    spanned = config.batch_size / max(selected, 1e-9)  # rows, by a batch
-    at_once = max(2, min(config.prefetch, threads))
-    for leaf, _ in kinds_of(layout):
-        if not unit_nbytes(leaf) or (leaf.num_pieces == 1 and not reach):
-            continue
-        pieces, samples = leaf.num_pieces, leaf.chunk_shape[leaf.sample_axis]
-        is_aligned = samples == 1 or (
-            leaf is layout and selected == 1 and config.batch_size % samples == 0
-        )
-        if is_aligned and not reach:
-            continue  # no two batches share a group
-        group = unit_nbytes(leaf) + pieces * KEPT_OVERHEAD_NBYTES
-        least = 2 + -(-reach // samples)
-        is_cut = spanned <= _ITEMS_OF_THREAD * threads * samples  # else a thread decodes a group
-        new = int(at_once * spanned) if reach or is_cut else 0
-        groups = min(_IN_ORDER_GROUPS + -(-(reach + new) // samples), most // group)
-        if groups >= least:
-            chunks = threads * (leaf.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
-            wanted = max(wanted, groups * group + chunks)
-    return wanted
-
-
-def _reach(rows: Rows) -> int:
-    """Return the number of rows whose chunks stay until no later sample needs them.
-
-    A row serves as one step of a sample, and later as the previous step of another one; meanwhile
-    all steps advance by the gap between the two.
-    """
-    if not isinstance(rows, StepRows) or rows.size < 2:
-        return 0
-    offsets = np.unique(rows.offsets)
-    return int(offsets[-1] - offsets[0] + np.diff(offsets).max(initial=1) - 1)
 
 
 def _sum(shares: Iterable[_Share]) -> int:

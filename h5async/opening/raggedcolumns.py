@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field, RaggedField, SparseField
 from h5async.config.files import FileName
-from h5async.config.indices import Values
 from h5async.core.binding import load_core
 from h5async.core.heap import NOWHERE
-from h5async.errors import ConfigError, DatasetError, ReadError
+from h5async.errors import DatasetError, ReadError
 from h5async.index.datasettable import table_of
-from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.groupfields import row_offsets, sparse_group
 from h5async.index.joined import with_lengths
 from h5async.index.layout import DatasetLayout
@@ -31,12 +25,10 @@ from h5async.index.room import files_of
 from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.stamps import FileStamp
 from h5async.read.whole import read_blocks
-from h5async.samples.columns import INDICES, SparseShape
+from h5async.samples.fieldkind import INDICES
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
-
-ID = "\0"  # separates name and id in the names of columns
 
 _MOST_OFFSETS = 1 << 33  # or elements of variable length, read as a reader is made
 _OBJECTS = 4096  # elements of variable length that h5py reads at a time
@@ -44,20 +36,11 @@ _RUN_NBYTES = 1024  # what a run of samples takes whose values lie in one file
 _MOST_OFFSET = (1 << 63) - 1
 
 
-def is_ragged(field: Field) -> bool:
-    """Return whether samples of a field may differ in their number of values."""
-    return isinstance(field, RaggedField | SparseField)
-
-
 def heap_layout(at: str, path: FileName, reach: Reach) -> DatasetLayout:
     """Return the layout of the values of a variable-length dataset at a path of a file.
 
-    Raises
-    ------
-    DatasetError
-        If there is none, it cannot be read, or it has too many elements.
-    ReadError
-        If an element cannot be as long as declared.
+    DatasetError if there is none, it cannot be read, or it has too many elements; ReadError if an
+    element cannot be as long as declared.
     """
     layout, forms = references(path, at, reach)
     where = f'{layout.file}: dataset "{layout.path}"'
@@ -145,12 +128,7 @@ def _cut(
 def _files_of_samples(layout: DatasetLayout) -> tuple[Int64s, list[tuple[str, FileStamp]]]:
     """Return which file holds the values of each run of samples, by their references.
 
-    Returns
-    -------
-    begin
-        int64 (runs + 1,): where runs begin, and the number of samples.
-    files
-        The file of each run.
+    The first array has where runs begin, and the number of samples; the list has a file per run.
     """
     known: dict[tuple[str, FileStamp], int] = {}
     number = _numbers_of_files(layout, np.arange(layout.num_samples), known)
@@ -177,21 +155,8 @@ def with_spans(
 ) -> DatasetLayout:
     """Return the layout of flat values with the extent of each sample.
 
-    Parameters
-    ----------
-    layout
-        Of the values.
-    kind, offsets
-        `offsets_kind` of their field, and the path of the dataset of offsets.
-    path, reach
-        The file, and which others it may refer to.
-
-    Raises
-    ------
-    DatasetError
-        If the dataset of offsets is missing, or does not fit.
-    H5AsyncError
-        If it cannot be read.
+    `kind` and `offsets` are the `offsets_kind` of their field, and the path of the dataset of
+    offsets. H5AsyncError if that is missing, does not fit, or cannot be read.
     """
     where = f'{path}: dataset "{offsets}" (offsets of "{layout.path}")'
     found = value_layout(path, offsets, _MOST_OFFSETS, reach)
@@ -259,12 +224,7 @@ def sparse_layouts(
 ) -> tuple[dict[str, DatasetLayout], tuple[int, int]]:
     """Return the layouts of the columns of a sparse field in one file, and its shape.
 
-    Raises
-    ------
-    DatasetError
-        If there is no sparse matrix at the path, or it is damaged.
-    H5AsyncError
-        If it cannot be read.
+    H5AsyncError if there is no sparse matrix at the path, it is damaged, or cannot be read.
     """
     with open_index(path) as file:
         group = sparse_group(file, at, reach)
@@ -277,187 +237,3 @@ def sparse_layouts(
         name + INDICES: group.indices.changed(spans=spans),
     }
     return layouts, group.shape
-
-
-def indices_of_one_dtype(layouts: Sequence[DatasetLayout]) -> list[DatasetLayout]:
-    """Return the indices of several files in the narrowest dtype that holds all of them.
-
-    Files with another dtype are read through h5py, which converts; there may be too many indices to
-    keep them.
-    """
-    dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
-    widest = np.result_type(*dtypes) if dtypes else None
-    if len(dtypes) < 2 or widest is None or widest.kind not in "iu":  # 64 bits, also unsigned
-        return list(layouts)
-    return [
-        layout
-        if layout.dtype.newbyteorder("=") == widest
-        else left_to_hdf5(
-            layout,
-            f"its indices are {layout.dtype}, and those of all files together {widest}; write them"
-            f" as {widest} to have them read directly",
-        ).changed(dtype=widest, fill=layout.fill.astype(widest))
-        for layout in layouts
-    ]
-
-
-def limit_of(indices: DatasetLayout, columns: int) -> int | None:
-    """Return the `DatasetLayout.limit` of the indices of a matrix with `columns` columns."""
-    dtype = indices.dtype
-    if not dtype.isnative or dtype.kind not in "iu" or dtype.itemsize not in (4, 8):
-        return None
-    if columns > 1 << (8 * dtype.itemsize - 1):
-        return None
-    # (Values that were never written are filled, not checked.)
-    leaves = indices.leaves()
-    are_good = (leaf.dtype == dtype and 0 <= int(leaf.raw_fill) < columns for leaf in leaves)
-    return columns if all(are_good) else None
-
-
-class SparseShapes:
-    """Finds the delivered columns of the sparse field `name`, file by file."""
-
-    def __init__(self, name: str, field: SparseField) -> None:
-        self._name, self._field = name, field
-        self._places: list[Int64s] = []
-        self._where: list[str] = []
-        self._columns = 0
-        # Of columns chosen by name: those that no file had so far, and the names that files have
-        # instead.
-        self._lacking = set(field.columns) if isinstance(field.columns, tuple) else set[str]()
-        self._others: set[str] = set()
-
-    def add(self, columns: int, where: str, names: Sequence[str]) -> None:
-        """Add the matrix of the next file.
-
-        Parameters
-        ----------
-        columns
-            Its number of columns.
-        where
-            Its name in messages.
-        names
-            Of the columns, if they are chosen by name.
-
-        Raises
-        ------
-        DatasetError
-            If it has other columns than the first one, or lacks a required one.
-        ConfigError
-            If there are no such columns.
-        """
-        field = self._field
-        if not self._where:
-            self._columns = columns
-        self._where.append(where)
-        if not isinstance(field.columns, tuple) and columns != self._columns:
-            raise DatasetError(
-                f"{where} has {columns:,} columns, and {self._where[0]} has"
-                f" {self._columns:,}; choose columns by their names"
-            )
-        if field.columns is None:
-            return
-        wanted = self._numbers(field, columns, where, names)
-        places = np.full(columns, -1, np.int64)
-        places[wanted[wanted >= 0]] = np.flatnonzero(wanted >= 0)
-        self._places.append(places)
-
-    def _numbers(
-        self, field: SparseField, columns: int, where: str, names: Sequence[str]
-    ) -> Int64s:
-        """Return the number of each delivered column; -1 if the file lacks it."""
-        if isinstance(field.columns, tuple):
-            if len(names) != columns:
-                raise DatasetError(
-                    f"{where}: there are {len(names):,} names of columns, and the matrix has"
-                    f" {columns:,}"
-                )
-            if len(set(field.columns)) < len(field.columns):
-                twice = next(name for name in field.columns if field.columns.count(name) > 1)
-                raise ConfigError(f'{self._name}: columns: "{twice}" comes twice')
-            numbers = self._numbered(field.columns, where, names)
-            missing = [name for name in field.columns if name not in numbers]
-            self._lacking.intersection_update(missing)
-            is_refused = bool(missing) and field.missing == "error"
-            if self._lacking or is_refused:
-                self._others.update(numbers)
-            if is_refused:
-                raise self._no_column(where, missing, f", or set {named('missing', 'zero')}")
-            found = np.array([numbers.get(name, -1) for name in field.columns], np.int64)
-            there = found[found >= 0]
-            if np.unique(there).size < there.size:  # by its name, and by its id
-                twice = np.flatnonzero(found == there[np.argmax(np.bincount(there)[there] > 1)])
-                one, other = (field.columns[number] for number in twice[:2])
-                raise ConfigError(
-                    f'{self._name}: columns: "{one}" and "{other}" are the same column of {where}'
-                )
-            return found
-        assert isinstance(field.columns, Values)
-        array: NDArray[Any] = field.columns.array
-        if array.dtype.kind == "b":
-            if array.size != columns:
-                raise ConfigError(
-                    f"{self._name}: columns: a mask must have a value for each of the {columns:,}"
-                    f" columns, and has {array.size:,}"
-                )
-            return np.flatnonzero(array)
-        if array.size and not 0 <= int(array.min()) <= int(array.max()) < columns:
-            raise ConfigError(
-                f"{self._name}: columns: must be numbers from 0 to {columns - 1}, found"
-                f" {array.min()} to {array.max()}"
-            )
-        found = array.astype(np.int64)
-        if np.unique(found).size < found.size:
-            raise ConfigError(f"{self._name}: columns: a column comes twice")
-        return found
-
-    @staticmethod
-    def _numbered(wanted: Sequence[str], where: str, texts: Sequence[str]) -> dict[str, int]:
-        """Return the number of each column by its name, or by its id if columns have one."""
-        pairs = [text.partition(ID) for text in texts]
-        names = [name for name, _, _ in pairs]
-        numbers = {one: number for number, (_, _, one) in enumerate(pairs) if one}
-        has_ids = bool(numbers)
-        numbers |= {name: number for number, name in enumerate(names)}
-        counts = Counter(names)
-        of_ids = Counter(one for _, _, one in pairs)
-        several = [name for name in wanted if (counts[name] or of_ids[name]) > 1]
-        if several:
-            ids = [one for name, _, one in pairs if several[0] in (name, one)]
-            has_ids = has_ids and counts[several[0]] > 1
-            remedy = (
-                f"give one of their ids ({', '.join(ids)})"
-                if has_ids
-                else "give the numbers of columns, or store names that are unique"
-                " (var_names_make_unique() of AnnData)"
-            )
-            raise DatasetError(
-                f'{where} has {len(ids)} columns of the name "{several[0]}"; {remedy}'
-            )
-        return numbers
-
-    def _no_column(self, where: str, missing: Sequence[str], remedy: str = "") -> DatasetError:
-        """Return the error for missing columns; it names the most similar ones."""
-        more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        similar = difflib.get_close_matches(missing[0], sorted(self._others))
-        similar_names = "; the most similar: " + ", ".join(similar) if similar else ""
-        return DatasetError(
-            f'{where} has no column "{missing[0]}"{more}{similar_names}; correct its name, or leave'
-            f" it out of columns{remedy}"
-        )
-
-    def shape(self) -> SparseShape:
-        """Return the result; DatasetError if no file has a column that was chosen by name."""
-        wanted = self._field.columns
-        if self._lacking and self._where:
-            where = self._where[0] + (", like all other files," if self._where[1:] else "")
-            lacking = [name for name in self._field.columns if name in self._lacking]
-            raise self._no_column(where, lacking)
-        if wanted is None:
-            return SparseShape(self._columns, where=tuple(self._where))
-        if isinstance(wanted, tuple):
-            count = len(wanted)
-        else:
-            is_mask = wanted.array.dtype.kind == "b"
-            count = int(np.count_nonzero(wanted.array)) if is_mask else wanted.array.size
-        return SparseShape(count, tuple(self._places), tuple(self._where))

@@ -1,6 +1,6 @@
-"""Determines the samples of an epoch and their weights: reads the data that the options name.
+"""Determines sequences, the samples of an epoch, and their weights: reads what the options name.
 
-Options and layouts enter; a `Selection` leaves, and the weight of each position in it.
+Options and layouts enter; `Chosen` leaves: a table of sequences, a selection, and its weights.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from h5async.config import Field, ReaderConfig, Split
-from h5async.config.indices import Values, slice_of
+from h5async.config import Field, ReaderConfig, Sequences, Split
+from h5async.config.files import FileName
+from h5async.config.parts import Values, slice_of
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
 from h5async.index.room import files_of
 from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
-from h5async.opening.sequencing import sequences_of
+from h5async.order.permutation import part_of
+from h5async.order.rows import SequenceTable, StepRows
 from h5async.order.selection import Selection
-from h5async.order.sequences import SequenceTable
-from h5async.order.splits import part_of
-from h5async.order.steps import StepRows
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
@@ -34,16 +33,8 @@ _LISTED_NBYTES = 8  # a number for each sample
 class Chosen(NamedTuple):
     """The samples of an epoch.
 
-    Attributes
-    ----------
-    selection
-        The samples.
-    weights
-        float64 (size,): how often each of them is drawn; None if there are no weights.
-    sequences
-        The sequences of rows that steps never leave.
-    possible
-        All rows that can be samples.
+    `weights` say how often each sample of `selection` is drawn, float64 (size,), if there are any.
+    Steps never leave `sequences` of rows. `possible` are all rows that can be samples.
     """
 
     selection: Selection
@@ -105,17 +96,106 @@ def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str
     return dict(zip(steps, sequences.step_rows(steps), strict=True))
 
 
+def sequences_of(
+    config: ReaderConfig, layouts: Mapping[str, DatasetLayout], values: FileValues
+) -> SequenceTable:
+    """Return the sequences of a dataset: each file is one unless the options say otherwise.
+
+    H5AsyncError if a dataset that the options name is missing, cannot be read, or does not fit the
+    number of samples.
+    """
+    first = next(iter(layouts.values()))
+    if first.sequences is not None:
+        return _of_layouts(layouts)
+    sequences = config.sequences
+    kind = None if sequences is None else sequences.kind
+    if sequences is None or kind is None:
+        counts = [count for _, count in first.file_samples] or [first.sample_count]
+        return SequenceTable.joined([np.cumsum([0, *counts], dtype=np.int64)])
+    bounds, begin = [], 0
+    for file, count in values.files():
+        bounds.append(_bounds(sequences, kind, values, file, count) + begin)
+        begin += count
+    return SequenceTable.joined(bounds)
+
+
+def _of_layouts(layouts: Mapping[str, DatasetLayout]) -> SequenceTable:
+    """Return the sequences that the layouts consist of: groups, or rows of two dimensions."""
+    lengths, room = {}, None
+    for name, layout in layouts.items():
+        assert layout.sequences is not None
+        room = layout.sequences.room
+        if not np.array_equal(layout.sequences.held, room):
+            lengths[name] = layout.sequences.held
+    assert room is not None
+    ends = np.cumsum(room, dtype=np.int64)
+    return SequenceTable(ends - room, ends, lengths)
+
+
+def _bounds(
+    sequences: Sequences, kind: str, values: FileValues, file: FileName, count: int
+) -> Int64s:
+    """Return where the sequences of one file begin, and where the last one ends: int64 (n + 1,)."""
+    if kind == "last":
+        paths = sequences.last or ()
+        several = [_of_rows(values, file, path, count) for path in paths]
+        for path, array in zip(paths, several, strict=True):
+            if array.dtype.kind not in "biu":
+                raise DatasetError(
+                    f'{file}: {named("sequences")}: dataset "{path}" must hold bools, or integers,'
+                    f" found {array.dtype}"
+                )
+        is_last = np.any([array.astype(np.bool_) for array in several], axis=0)
+        ends = np.flatnonzero(is_last) + 1
+        behind = [count] if count and (not ends.size or ends[-1] < count) else []
+        return np.concatenate(([0], ends, behind)).astype(np.int64)
+    path = getattr(sequences, kind)
+    if kind == "ids":
+        ids = _of_rows(values, file, path, count)
+        changes = np.flatnonzero(ids[1:] != ids[:-1]) + 1
+        return np.concatenate(([0], changes, [count] if count else [])).astype(np.int64)
+    array = values.read(named("sequences"), file, path, count)
+    where = f'{file}: {named("sequences")}: dataset "{path}"'
+    if array.dtype.kind not in "iu":
+        raise DatasetError(f"{where} must hold integers, found {array.dtype}")
+    numbers = array.astype(np.int64)
+    if kind == "lengths":
+        if numbers.size and numbers.min() < 0:
+            raise DatasetError(f"{where} has a length below 0: {numbers.min()}")
+        numbers = np.cumsum(np.concatenate(([0], numbers)), dtype=np.int64)
+    else:
+        before, behind = ([0], []) if kind == "ends" else ([], [count])
+        numbers = np.concatenate((before, numbers, behind)).astype(np.int64)
+    _check_bounds(numbers, count, where)
+    return numbers
+
+
+def _of_rows(values: FileValues, file: FileName, path: str, count: int) -> NDArray[Any]:
+    array = values.read(named("sequences"), file, path, count)
+    check_length(array, file, path, count)
+    return array
+
+
+def _check_bounds(bounds: Int64s, count: int, where: str) -> None:
+    odd = np.flatnonzero((bounds < 0) | (bounds > count))
+    if odd.size:
+        raise DatasetError(
+            f"{where} says that a sequence begins or ends at row {bounds[odd[0]]}, and the file has"
+            f" {count:,} rows"
+        )
+    falls = np.flatnonzero(np.diff(bounds) < 0)
+    if falls.size:
+        at = int(falls[0])
+        raise DatasetError(
+            f"{where} must ascend, and row {bounds[at]} comes before row {bounds[at + 1]}"
+        )
+
+
 class Selecting:
     """Reads the data that the options `indices` and `weights` name.
 
-    Parameters
-    ----------
-    config, layouts
-        The options, and the layout of each field.
-    values
-        Reads other datasets of the files.
-    sequences, possible
-        As in `Chosen`.
+    `sequences` and `possible` are as in `Chosen`. H5AsyncError if the data are missing, cannot be
+    read, or do not fit the dataset.
     """
 
     def __init__(
@@ -135,15 +215,7 @@ class Selecting:
         self._num_samples = self._first.sample_count
 
     def selection(self) -> Selection:
-        """Return the samples of an epoch.
-
-        Raises
-        ------
-        ConfigError
-            If they do not fit the dataset.
-        H5AsyncError
-            If their source is missing or cannot be read.
-        """
+        """Return the samples of an epoch."""
         with taking_memory(
             f"{self._first.file}: {named('indices')}", "select fewer, or use a slice"
         ):
@@ -246,20 +318,7 @@ class Selecting:
         return self._in_files.classes(named("indices"), path)[samples]
 
     def weights(self, selection: Selection) -> NDArray[np.float64] | None:
-        """Return the weight of each position of a selection; None if there are no weights.
-
-        Returns
-        -------
-        numpy.ndarray
-            float64 (size,).
-
-        Raises
-        ------
-        ConfigError
-            If they do not fit the dataset.
-        H5AsyncError
-            If their source is missing or cannot be read.
-        """
+        """Return the weight of each position of a selection; None if there are no weights."""
         weights = self._config.weights
         if weights is None or not selection.size:
             return None
@@ -340,21 +399,9 @@ def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:
 
 
 def sample_numbers(index: ArrayLike, count: int, where: str) -> Int64s:
-    """Return sample numbers given by a caller as a new array.
+    """Return sample numbers given by a caller, below `count`, as a new array.
 
-    Parameters
-    ----------
-    index
-        A sequence of integers.
-    count
-        The number of samples of the dataset.
-    where
-        The beginning of messages.
-
-    Raises
-    ------
-    ConfigError
-        If it is anything else, or there is no such sample.
+    ConfigError if they are anything else; the message begins with `where`.
     """
     try:
         found = np.array(index)

@@ -1,16 +1,31 @@
-"""Computes the sizes of slots from fields, layouts and orders of samples."""
+"""Computes what slots must have room for, and how much memory beside them saves work."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from h5async.config import Field, ImageField, ReaderConfig
+import numpy as np
+
+from h5async.config import ReaderConfig
+from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
+from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
+from h5async.index.smalldatasets import kept_whole_nbytes
+from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings
-from h5async.order.spans import SpanRows
-from h5async.plan.transform import RowTransform, row_transform, sized_nbytes
-from h5async.samples.columns import columns_of
+from h5async.order.rows import SpanRows, StepRows
+from h5async.plan.transform import RowTransform, row_transform
+from h5async.samples.assembly import columns_of, field_kinds
+from h5async.samples.fieldkind import FieldKind, Outline, Rows
+
+# A dataset of encoded chunks that decodes to at most this (labels, for example) is decoded once; as
+# much of small datasets is kept.
+_KEPT_WHOLE_NBYTES = 64 << 20
+# The number of groups of chunks that split the same rows and are shared by batches in order.
+_IN_ORDER_GROUPS = 4
+# The core cuts a batch into this number of items per thread if it has fewer groups (plan.h).
+_ITEMS_OF_THREAD = 4
 
 
 def samples_of_slot(config: ReaderConfig, samplings: Samplings) -> int:
@@ -25,7 +40,7 @@ def slot_transforms(
 
     ConfigError if the options of a field do not fit its dataset.
     """
-    columns = columns_of(config.batch_fields)
+    columns = columns_of(field_kinds(config.batch_fields))
     transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
     may_repeat = _may_repeat(config, samplings)
     room: dict[SpanRows, tuple[int, int]] = {}  # columns of a field share it
@@ -46,12 +61,117 @@ def _may_repeat(config: ReaderConfig, samplings: Samplings) -> bool:
     return is_drawn or samplings.selection.has_repeats
 
 
-def pixels_nbytes(fields: Mapping[str, Field], rows: int, most: int) -> list[int]:
-    """Return, per field, the maximum size of the pixels of a batch of images; 0 for other fields.
+def made_nbytes(
+    kinds: Mapping[str, FieldKind], outlines: Sequence[Outline], rows: int
+) -> dict[str, int]:
+    """Return, by field, the bytes of a slot that the host makes of the rows of its columns."""
+    return {
+        one.name: rows * one.made_on_host_nbytes + kinds[one.name].decoded_nbytes(rows)
+        for one in outlines
+    }
 
-    `rows` is the number of samples, and `most` the limit for images of any size.
+
+def shared_nbytes(
+    kinds: Mapping[str, FieldKind], outlines: Sequence[Outline], rows: int, most: int
+) -> list[int]:
+    """Return, per field, the memory that helper processes share for decoded samples of a batch.
+
+    `rows` is the number of samples, and `most` the limit for samples of any size.
     """
     return [
-        (sized_nbytes(field, rows) if field.size else most) if isinstance(field, ImageField) else 0
-        for field in fields.values()
+        kinds[one.name].decoded_nbytes(rows) or most if one.is_encoded else 0 for one in outlines
     ]
+
+
+def wanted_kept_nbytes(
+    config: ReaderConfig,
+    layouts: Mapping[str, DatasetLayout],
+    rows: Sequence[Rows] = (),
+    selected: float = 1.0,
+    *,
+    in_window: bool = False,
+) -> list[int]:
+    """Return, per field, how much memory for later batches saves work.
+
+    `rows` are those of each field's samples, and `selected` is the share of all samples that are in
+    an epoch. `in_window` assumes ``shuffle="window"``, whatever the options say.
+    """
+    several, wanted = list(layouts.values()), []
+    in_window |= config.shuffle == "window"
+    for number, layout in enumerate(several):
+        nbytes, small_nbytes = kept_whole_nbytes(layout)
+        if nbytes > _KEPT_WHOLE_NBYTES:
+            useful = 0
+            if in_window:
+                useful = _window_nbytes(config, layout, several)
+            elif _is_in_order(config):
+                reach = _reach(rows[number]) if rows else 0
+                most = _window_nbytes(config, layout, several)
+                useful = min(most, _in_order_nbytes(config, layout, reach, selected, most))
+            nbytes = min(nbytes, useful)  # never more than all chunks
+        elif nbytes + small_nbytes <= _KEPT_WHOLE_NBYTES:
+            nbytes += small_nbytes
+        wanted.append(nbytes)
+    return wanted
+
+
+def _window_nbytes(
+    config: ReaderConfig, layout: DatasetLayout, layouts: Sequence[DatasetLayout]
+) -> int:
+    from h5async.order.window import kept_nbytes
+
+    nbytes = kept_nbytes(layout, layouts, config.window_bytes)
+    least = min((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.filters), default=0)
+    return nbytes + nbytes // max(1, least) * KEPT_OVERHEAD_NBYTES
+
+
+def _is_in_order(config: ReaderConfig) -> bool:
+    """Return whether samples come in file order."""
+    mixed = config.shuffle, config.bucket, config.batch_values
+    return not any(mixed) and config.weights is None and config.sampler is None
+
+
+def _in_order_nbytes(
+    config: ReaderConfig, layout: DatasetLayout, reach: int, selected: float, most: int
+) -> int:
+    """Return the memory for keeping chunks when samples come in order; at most `most`.
+
+    It is for data that consecutive batches share, beyond the chunk or two that are kept in any
+    case: groups of chunks that split the same rows, which several batches in flight may need; and
+    chunks that multi-step samples reach back to (`_reach`). If several threads decode one group, it
+    stays until all have got to it, so those of all batches that may be in flight together are kept.
+    The result is 0 if `most` is too little to be useful.
+    """
+    wanted, threads = 0, max(1, config.filler_threads)
+    spanned = config.batch_size / max(selected, 1e-9)  # rows, by a batch
+    at_once = max(2, min(config.prefetch, threads))
+    for leaf, _ in kinds_of(layout):
+        if not unit_nbytes(leaf) or (leaf.num_pieces == 1 and not reach):
+            continue
+        pieces, samples = leaf.num_pieces, leaf.chunk_shape[leaf.sample_axis]
+        is_aligned = samples == 1 or (
+            leaf is layout and selected == 1 and config.batch_size % samples == 0
+        )
+        if is_aligned and not reach:
+            continue  # no two batches share a group
+        group = unit_nbytes(leaf) + pieces * KEPT_OVERHEAD_NBYTES
+        least = 2 + -(-reach // samples)
+        is_cut = spanned <= _ITEMS_OF_THREAD * threads * samples  # else a thread decodes a group
+        new = int(at_once * spanned) if reach or is_cut else 0
+        groups = min(_IN_ORDER_GROUPS + -(-(reach + new) // samples), most // group)
+        if groups >= least:
+            chunks = threads * (leaf.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
+            wanted = max(wanted, groups * group + chunks)
+    return wanted
+
+
+def _reach(rows: Rows) -> int:
+    """Return the number of rows whose chunks stay until no later sample needs them.
+
+    A row serves as one step of a sample, and later as the previous step of another one; meanwhile
+    all steps advance by the gap between the two.
+    """
+    if not isinstance(rows, StepRows) or rows.size < 2:
+        return 0
+    offsets = np.unique(rows.offsets)
+    return int(offsets[-1] - offsets[0] + np.diff(offsets).max(initial=1) - 1)

@@ -36,14 +36,9 @@ _END: Any = object()
 
 
 class _Epoch(NamedTuple):
-    """What was drawn for an epoch.
+    """What was drawn for an epoch, and the sampler's state at its beginning, if it has one.
 
-    Attributes
-    ----------
-    bounds
-        int64 (batches + 1,): where the batches begin, if the sampler draws batches.
-    state
-        The sampler's state at the beginning of the epoch; None if it has no state.
+    `bounds`, int64 (batches + 1,), is where the batches begin, if the sampler draws batches.
     """
 
     samples: Int64s
@@ -61,28 +56,10 @@ class _Epoch(NamedTuple):
 class SamplerOrder:
     """The order that a sampler draws. Thread-safe.
 
-    A batch drawn by the sampler stands for `batch_size` positions, though it may be shorter.
-
-    Parameters
-    ----------
-    sampler
-        An iterable of sample numbers, or of lists of them.
-    epoch_samples
-        Ends an epoch that the sampler has not ended before.
-    check
-        Raises for samples that the reader excludes.
-
-    Attributes
-    ----------
-    size
-        Positions of an epoch.
-    draws_batches
-        Whether the sampler draws lists of sample numbers.
-
-    Raises
-    ------
-    ConfigError
-        If the sampler draws invalid numbers or too large a batch, or never ends.
+    A batch drawn by the sampler stands for `batch_size` positions, though it may be shorter; `size`
+    is the number of positions of an epoch, which `epoch_samples` ends if the sampler has not.
+    `check` raises for samples that the reader excludes. Raises `ConfigError` if the sampler draws
+    invalid numbers or too large a batch, or never ends.
     """
 
     def __init__(

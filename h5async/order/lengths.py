@@ -10,7 +10,9 @@ Users rely on these batches to repeat a run: changing them is a breaking change.
 
 from __future__ import annotations
 
+import functools
 import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,16 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.order.cutting import (
-    NO_LIMIT,
-    Limits,
-    cut,
-    cut_sorted,
-    interleaved,
-    moved,
-    shuffled,
-    split,
-)
+from h5async.core.binding import address, load_core
 from h5async.order.permutation import keyed_hash, round_keys
 from h5async.order.sampling import Sampling, dealt, dealt_or_repeated
 from h5async.order.selection import Selection
@@ -37,21 +30,32 @@ from h5async.order.window import DealtOrder
 Int64s = NDArray[np.int64]
 
 _BLOCK = 1 << 18  # samples that are cut at a time
+NO_LIMIT = 1 << 62
+_MOVED = 1 << 16  # batches that are moved at a time
 _EPOCHS_KEPT = 2  # the current one and the one read ahead
+
+
+class Limits(NamedTuple):
+    """The maximum numbers of samples and of values, which a single sample may exceed."""
+
+    samples: int
+    values: int = NO_LIMIT
+
+    def times(self, count: int) -> Limits:
+        """Return the limits of `count` batches."""
+        return Limits(*(min(NO_LIMIT, limit * count) for limit in self))
+
+    def are_reached(self, samples: int, values: int) -> bool:
+        """Tell whether a batch is full, even if no sample follows."""
+        return samples >= self.samples or values >= self.values
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
     """The values that samples count, and the limits on them.
 
-    Attributes
-    ----------
-    of_sample
-        (samples of the dataset,), uint32 or int64: values per sample.
-    values
-        Maximum number of values in a batch; None means no limit.
-    bucket
-        Number of batches in a window of sorted samples; None means no sorting.
+    `of_sample` has the values of each sample of the dataset, uint32 or int64; a batch has at most
+    `values`, unless None; samples are sorted in windows of `bucket` batches, unless None.
     """
 
     of_sample: NDArray[Any]
@@ -93,16 +97,9 @@ class Lengths:
 class _Epoch(NamedTuple):
     """The batches of an epoch, laid end to end.
 
-    Attributes
-    ----------
-    order
-        The position in the selection per place; None if places are those of the epoch's order.
-    bounds
-        int64 (batches + 1,): the place at which each batch begins.
-    number, steps
-        Number of the first step; count of steps.
-    sampling
-        The sampling that this order belongs to.
+    `order` has the position in the selection per place; None if places are those of the epoch's
+    order, of `sampling`. `bounds`, int64 (batches + 1,), are the places at which batches begin.
+    `number` is that of the first step, and `steps` their count.
     """
 
     order: NDArray[Any] | None
@@ -120,14 +117,9 @@ class SamplingByLength(Sampling):
     fewer batches than ranks are left at the end, they are divided among the ranks. `drop_last`
     leaves these out, and a last batch that is short for want of samples.
 
-    Parameters
-    ----------
-    lengths
-        Values per sample.
-    begun
-        An epoch that was begun with another `batch_size` or `world_size`, or in the middle of a
-        step; the place where it goes on; and its original sampling. The rest keeps its batches and
-        their order, except that too large ones are divided.
+    `begun` is an epoch that was begun with another `batch_size` or `world_size`, or in the middle
+    of a step; the place where it goes on; and its original sampling. The rest keeps its batches and
+    their order, except that too large ones are divided.
     """
 
     lengths: Lengths
@@ -181,8 +173,10 @@ class SamplingByLength(Sampling):
         a, b = dealt_or_repeated(end - begin, self.rank - of_batch, behind - of_batch)
         return begin + a, begin + b
 
-    def _is_computed(self) -> bool:
-        return self.lengths.bucket is None and Sampling._is_computed(self)
+    @functools.cached_property
+    def is_computed(self) -> bool:
+        """Whether the core computes them."""
+        return self.lengths.bucket is None and super().is_computed
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
@@ -300,3 +294,128 @@ class SamplingByLength(Sampling):
         hashes = keyed_hash(np.arange(steps, dtype=np.uint64), keys[0], keys[1])
         in_steps = which[: steps * ranks].reshape(steps, ranks)
         return np.concatenate((in_steps[shuffled(hashes, bucket)].ravel(), which[steps * ranks :]))
+
+
+# --- cutting: pure ----------------------------------------------------------------------------
+
+
+def cut(lengths: Int64s, limits: Limits, *, is_end: bool) -> Int64s:
+    """Cut samples into runs, each as long as the limits allow; return where runs end (int64).
+
+    Unless `is_end`, more samples follow: the last run may go on and is left out. `lengths` is int64
+    (n,): values per sample.
+    """
+    core = load_core()
+    if core is None:
+        ends = _cut(lengths, limits)
+    else:
+        ends = np.empty(lengths.size, np.int64)
+        count = core.cut(address(lengths), address(ends), lengths.size, *limits)
+        ends = ends[:count].copy()
+    if ends.size and not is_end:
+        last = ends[-1] - (ends[-2] if ends.size > 1 else 0)
+        return ends[: ends.size - (last < limits.samples)]
+    return ends
+
+
+def _cut(lengths: Int64s, limits: Limits) -> Int64s:
+    """Compute the same without the core."""
+    total = np.cumsum(lengths, dtype=np.int64).data
+    found, at, before = [], 0, 0
+    while at < lengths.size:
+        most = min(at + limits.samples, lengths.size)
+        at = max(at + 1, bisect_right(total, before + limits.values, at, most))
+        before = total[at - 1]
+        found.append(at)
+    return np.array(found, np.int64)
+
+
+def cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s, Int64s]:
+    """Sort samples by length within windows, longest first, and cut them into batches.
+
+    The values of a batch are its samples times the longest length. `windows` is where these end.
+    Returns the sorted samples, int64 (n,), and where batches end; equal lengths keep their order.
+    """
+    core = load_core()
+    if core is not None and lengths.size:
+        order, ends = np.empty_like(lengths), np.empty_like(lengths)
+        arrays = map(address, (lengths, windows, order, ends))
+        count = core.cut_sorted(*arrays, windows.size, *limits)
+        if count >= 0:
+            return order, ends[:count].copy()
+    return _cut_sorted(lengths, windows, limits)
+
+
+def _cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s, Int64s]:
+    """Compute the same without the core."""
+    sizes = np.diff(windows, prepend=0)
+    order = np.lexsort((-lengths, np.repeat(np.arange(windows.size), sizes)))
+    longest = lengths[order]
+    most = np.full(lengths.size, limits.samples, np.int64)
+    np.floor_divide(limits.values, longest, out=most, where=longest > 0)
+    np.clip(most, 1, limits.samples, out=most)
+    most += np.arange(lengths.size)
+    np.minimum(most, np.repeat(windows, sizes), out=most)
+    ends, at, found = most.data, 0, []
+    while at < lengths.size:
+        at = ends[at]
+        found.append(at)
+    return order, np.array(found, np.int64)
+
+
+def shuffled(hashes: NDArray[np.uint64], window: int) -> Int64s:
+    """Return a permutation of numbers in which each stays in its window of `window` numbers.
+
+    `hashes` holds a random number for each of them.
+    """
+    size, window = hashes.size, max(1, min(window, hashes.size))
+    keys = np.full(-(-size // window) * window, np.iinfo(np.uint64).max, np.uint64)
+    keys[:size] = hashes >> np.uint64(1)  # below the padding
+    found = np.argsort(keys.reshape(-1, window), axis=1, kind="stable")
+    found += np.arange(0, keys.size, window)[:, np.newaxis]
+    return np.ascontiguousarray(found.ravel()[:size])
+
+
+def interleaved(counts: list[int]) -> Int64s:
+    """Return the batches of several lanes in turn while all lanes have some, then the rest.
+
+    Batches are numbered lane by lane; ``counts[i]`` is the number in lane i.
+    """
+    firsts, common = np.cumsum([0, *counts[:-1]]), min(counts)
+    in_turn = firsts + np.arange(common)[:, np.newaxis]
+    rest = [np.arange(first + common, first + n) for first, n in zip(firsts, counts, strict=True)]
+    return np.concatenate((in_turn.ravel(), *rest))
+
+
+def moved(
+    order: NDArray[Any], begins: Int64s, sizes: Int64s, which: Int64s
+) -> tuple[NDArray[Any], Int64s]:
+    """Lay the requested batches end to end in another order, and return them and their bounds.
+
+    Batch i is ``order[begins[i] : begins[i] + sizes[i]]``; `which` has the numbers of the requested
+    batches in their new order. Bounds are int64 (requested + 1,).
+    """
+    begins, sizes = begins[which], sizes[which]
+    bounds = np.zeros(which.size + 1, np.int64)
+    np.cumsum(sizes, out=bounds[1:])
+    found = np.empty(int(bounds[-1]), order.dtype)
+    for first in range(0, which.size, _MOVED):
+        some = slice(first, first + _MOVED)
+        begin, end = bounds[first], bounds[min(first + _MOVED, which.size)]
+        place = np.arange(begin, end)
+        place += np.repeat(begins[some] - bounds[:-1][some], sizes[some])
+        found[begin:end] = order[place]
+    return found, bounds
+
+
+def split(bounds: Int64s, most: int) -> Int64s:
+    """Return where batches begin if those of over `most` samples are cut into equal parts."""
+    sizes = np.diff(bounds)
+    if not (sizes > most).any():
+        return bounds
+    parts = -(-sizes // most)
+    number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
+    begins = np.repeat(bounds[:-1], parts) + number * np.repeat(sizes, parts) // np.repeat(
+        parts, parts
+    )
+    return np.append(begins, bounds[-1])

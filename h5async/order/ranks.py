@@ -34,15 +34,10 @@ class Rank(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A source that tells the rank of this process.
+    """A source that tells the rank of this process: the variables or functions in `found`.
 
-    Attributes
-    ----------
-    found
-        The variables or functions that it was found in.
-    level
-        A launcher starts only launchers of higher levels. None means any level, such as for
-        variables set by hand or in the description of a pod.
+    A launcher starts only launchers of higher levels. None means any level, such as for variables
+    set by hand or in the description of a pod.
     """
 
     rank: Rank
@@ -70,11 +65,6 @@ _LAUNCHERS = (
 # only `srun` sets the step's.
 _STEP = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
 _NOT_BY_SRUN = "4294967290", "4294967291", "4294967292"  # steps: interactive, batch, extern
-
-
-def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return the rank of this process; see `find_source`."""
-    return find_source(environment).rank
 
 
 def find_source(environment: Mapping[str, str] = os.environ) -> Source:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,6 @@ from h5async.order.permutation import SORTED_UP_TO, permutation, permute
 from h5async.order.selection import Selection
 from h5async.order.weighted import WeightedOrder
 
-_BLOCK = 1024
-
 Shuffle = Literal[False, "full", "window"]
 
 # Identifies an order of a reader's samples: rank and world size; and an epoch that was begun with
@@ -28,10 +26,41 @@ Shuffle = Literal[False, "full", "window"]
 OrderKey = tuple[int, ...]
 
 
+Int64s = NDArray[np.int64]
+
+_BLOCK = 1024
+NO_SAMPLES = np.zeros(0, np.int64)
+
+
+class FillRequest(NamedTuple):
+    """A request to fill a slot with a batch; the lowest `serial` is the most urgent.
+
+    Its step begins at position `start` of the epoch's `order`. `samples`, int64 (n,), are those of
+    a batch outside of epochs.
+    """
+
+    slot: int
+    serial: int
+    epoch: int
+    number: int
+    start: int
+    order: OrderKey = (0, 1)
+    samples: Int64s | None = None
+
+    def is_same(self, other: FillRequest) -> bool:
+        """Tell whether this is a copy of the same request."""
+        return self[:-1] == other[:-1]  # the samples go with the serial number
+
+    def __str__(self) -> str:
+        if self.samples is not None:
+            return "a batch of given samples"
+        return f"batch {self.number} of epoch {self.epoch}"
+
+
 class Order(Protocol):
     """An order of all samples."""
 
-    def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
 
 
@@ -44,20 +73,10 @@ class Sampling:
     would get nothing repeats a sample. So all ranks have the same number of batches, and after each
     step, all ranks together have had the first samples of the order.
 
-    Parameters
-    ----------
-    num_samples
-        Positions of an epoch's order: samples that are selected, or drawn.
-    shuffle
-        False: the order of the selection; ``"full"``: a uniform permutation of it, keyed by `seed`
-        and epoch; otherwise `order` applies.
-    resumed
-        An epoch that was begun with another `batch_size` or `world_size`, and its `order`, which
-        depends on them.
-    selection
-        Maps positions to samples; None if positions are sample numbers.
-    draws
-        Draws positions of the selection with replacement, instead of these orders.
+    An epoch has `num_samples` positions, which `selection` maps to samples, unless None. Without
+    `shuffle`, they are those of the selection; ``"full"`` is a uniform permutation of it, keyed by
+    `seed` and epoch; otherwise `order` applies. `draws` draws positions with replacement instead.
+    `resumed` is an epoch that was begun with another `batch_size` or `world_size`, and its order.
     """
 
     num_samples: int
@@ -93,13 +112,8 @@ class Sampling:
         full, rest = divmod(max(0, self.num_samples - start), self.step_samples)
         return full + (rest > 0 and not self.drop_last)
 
-    @property
-    def epoch_samples(self) -> int:
-        """Number of samples in an epoch, of all ranks, without dropped last batches."""
-        return self.samples_in(0)
-
     def samples_in(self, epoch: int) -> int:
-        """Return the same for any epoch."""
+        """Return the number of samples in an epoch, of all ranks, without dropped last batches."""
         return min(self.num_samples, self.num_batches * self.step_samples)
 
     def step_at(self, epoch: int, start: int, passed: int) -> tuple[int, int]:
@@ -107,11 +121,11 @@ class Sampling:
         start += passed * self.step_samples
         return start // self.step_samples, start
 
-    def batch(self, epoch: int, number: int) -> NDArray[np.int64]:
+    def batch(self, epoch: int, number: int) -> Int64s:
         """Return the sample numbers of a batch, in order, as a new array."""
         return self.batch_at(epoch, self.step_at(epoch, 0, number)[1])
 
-    def batch_at(self, epoch: int, start: int) -> NDArray[np.int64]:
+    def batch_at(self, epoch: int, start: int) -> Int64s:
         """Return the samples of this rank's batch in the step at `start`."""
         return self.samples(epoch, *self.dealt_at(epoch, start))
 
@@ -127,9 +141,6 @@ class Sampling:
     @functools.cached_property
     def is_computed(self) -> bool:
         """Whether positions equal those of the selection, or `mapping_of` maps them."""
-        return self._is_computed()
-
-    def _is_computed(self) -> bool:
         if self.draws is not None:
             return True
         if self.order is not None:
@@ -145,12 +156,12 @@ class Sampling:
             return self.draws.mapping(epoch)
         return permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
 
-    def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
         found = self._positions(epoch, start, stop)
         return found if self.selection is None else self.selection.samples(found)
 
-    def _positions(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+    def _positions(self, epoch: int, start: int, stop: int) -> Int64s:
         if self.draws is not None:
             return self.draws.samples(epoch, start, stop)
         if self.order is not None:
@@ -159,17 +170,17 @@ class Sampling:
             return self.order.samples(epoch, start, stop)
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        if stop - start >= _BLOCK:
-            return permute(np.arange(start, stop), self.num_samples, self.seed, epoch)
-        # Small batches are slices of blocks: a block costs little more than a batch of 32.
-        first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
-        key = (self.num_samples, self.seed, epoch)
-        if first == last:
-            return _permuted_block(*key, first)[
-                start - first * _BLOCK : stop - first * _BLOCK
-            ].copy()
-        blocks = [_permuted_block(*key, number) for number in range(first, last + 1)]
-        return np.concatenate(blocks)[start - first * _BLOCK : stop - first * _BLOCK]
+        # Batches are slices of blocks: a block costs little more than a batch of 32.
+        first, key = start // _BLOCK, (self.num_samples, self.seed, epoch)
+        blocks = [_permuted_block(*key, number) for number in range(first, -(-stop // _BLOCK))]
+        return np.concatenate([NO_SAMPLES, *blocks])[start - first * _BLOCK : stop - first * _BLOCK]
+
+
+@functools.lru_cache(maxsize=8)
+def _permuted_block(num_samples: int, seed: int, epoch: int, number: int) -> Int64s:
+    """Return the samples at `_BLOCK` positions. Shared: do not modify."""
+    positions = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, num_samples))
+    return permute(positions, num_samples, seed, epoch)
 
 
 def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -181,10 +192,3 @@ def dealt_or_repeated(count: int, rank: int, world_size: int) -> tuple[int, int]
     """Return the same; a rank without a share repeats an item of another one."""
     begin, end = dealt(count, rank, world_size)
     return (begin, end) if begin < end else (rank % count, rank % count + 1)
-
-
-@functools.lru_cache(maxsize=8)
-def _permuted_block(num_samples: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
-    """Return the samples at `_BLOCK` positions. Shared: do not modify."""
-    positions = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, num_samples), dtype=np.int64)
-    return permute(positions, num_samples, seed, epoch)

@@ -22,12 +22,8 @@ _LOOKED_AT = 1024  # the first numbers nearly always show if these are not a ran
 class Selection:
     """Some samples of a dataset, in an order. Positions and sample numbers are int64.
 
-    Attributes
-    ----------
-    start, step, size
-        Position p below `size` is sample ``start + step * p``.
-    numbers
-        int64 (size,), C-contiguous: the sample at each position, if they are not equidistant.
+    Position p below `size` is sample ``start + step * p`` or, if they are not equidistant,
+    ``numbers[p]``: C-contiguous.
     """
 
     start: int

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import weakref
 from typing import Any
 
 import numpy as np
@@ -29,40 +28,26 @@ _BITS = np.uint64(11)  # dropped: a float64 has 53
 class WeightedOrder:
     """Positions drawn with replacement. Thread-safe.
 
-    `weights` is (n,), finite, not negative, and not all 0: one per position.
-
-    Attributes
-    ----------
-    digest
-        A short hash of all weights.
-    table
-        See `alias_table`.
+    `weights` is (n,), finite, not negative, and not all 0: one per position. `digest` is a short
+    hash of them, and `table` their `alias_table`.
     """
 
     def __init__(self, weights: NDArray[np.float64], seed: int) -> None:
         self._seed = seed
         self.table = alias_table(weights)
         self.digest = hashlib.blake2b(weights.astype("<f8").tobytes(), digest_size=16).hexdigest()
-        own = weakref.proxy(self)  # or tables would live until a garbage collection
-        self._block = functools.lru_cache(maxsize=4)(
-            functools.partial(WeightedOrder._new_block, own)
-        )
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the draws at positions `start` to `stop` of an epoch, as a new array."""
-        core = load_core()
+        core, keys = load_core(), self.mapping(epoch)[3:]
         if core is not None:
             drawn = np.empty(stop - start, np.int64)
-            keys = self.mapping(epoch)[3:]
             where = address(self.table), address(keys), address(drawn)
             core.draw(*where, self.table.size, start, drawn.size)
             return drawn
-        first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
-        begin, end = start - first * _BLOCK, stop - first * _BLOCK
-        if first == last:
-            return self._block(epoch, first)[begin:end].copy()
-        found = [self._block(epoch, number) for number in range(first, last + 1)]
-        return np.concatenate(found)[begin:end]
+        first, behind = start // _BLOCK, -(-stop // _BLOCK)
+        found = [np.zeros(0, np.int64), *(self._drawn(keys, n) for n in range(first, behind))]
+        return np.concatenate(found)[start - first * _BLOCK : stop - first * _BLOCK]
 
     def mapping(self, epoch: int) -> NDArray[np.uint64]:
         """Return the parameters of an epoch's draws, beside the table, for the core.
@@ -71,8 +56,8 @@ class WeightedOrder:
         """
         return _mapping(self.table.size, self._seed, epoch)
 
-    def _new_block(self, epoch: int, number: int) -> Int64s:
-        keys = self.mapping(epoch)[3:]
+    def _drawn(self, keys: NDArray[np.uint64], number: int) -> Int64s:
+        """Draw a block without the core."""
         # Each count gives four numbers. (Multiplying by powers of two does not round.)
         random = np.random.Philox(counter=number * (_BLOCK // 2), key=keys[:2])
         raw = random.random_raw(2 * _BLOCK)

@@ -21,7 +21,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,9 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.units import sample_bounds
 from h5async.index.units import unit_nbytes as unit_nbytes_of
 from h5async.order.permutation import keyed_hash, permute, permute_each, round_keys
+from h5async.order.rows import StepRows
 from h5async.order.sampling import Order, dealt
 from h5async.order.selection import Selection
-from h5async.order.steps import StepRows
 
 Int64s = NDArray[np.int64]
 
@@ -49,47 +49,33 @@ _RAGGED_CHUNKS = 8
 _IN_FLIGHT_SHARE = 1 / 4  # of the memory, for batches in preparation
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Tables that an epoch's order is computed from.
+class _Table(NamedTuple):
+    """Tables that an epoch's order is computed from, and the same for the core.
 
-    Attributes
-    ----------
-    unit
-        (n,): units in the order in which they start.
-    skip, count
-        int64 (n,): each unit's samples that belong to the piece before, and to this one.
-    are_equal
-        Whether all counts are those of the largest unit.
-    begin
-        int64 (blocks + 1,): first position of each block.
+    `unit`, int64 (n,), has the units in the order in which they start; `skip` and `counts`, each
+    unit's samples that belong to the piece before, and to this one; `begin`, int64 (blocks + 1,),
+    the first position of each block.
     """
 
     unit: Int64s
     skip: Int64s
-    count: Int64s
-    are_equal: bool
+    counts: Int64s
     begin: Int64s
+    struct: WindowStruct
 
 
 class WindowOrder:
-    """The order of ``shuffle="window"``. Thread-safe.
+    """The order of ``shuffle="window"``, in which `window` units are mixed. Thread-safe.
 
-    Parameters
-    ----------
-    bounds
-        int64 (n + 1,), ascending from 0: unit i is samples ``bounds[i]`` to ``bounds[i + 1]``.
-    window
-        Number of units that are mixed with each other; 1 means one after the other.
-    piece, pieces
-        The units, in the order in which they start, are cut into `pieces` with equal numbers of
-        samples; this is the order of one. Only a unit at a cut belongs to two pieces.
+    Unit i is samples ``bounds[i]`` to ``bounds[i + 1]``: int64 (n + 1,), ascending from 0. The
+    units, in the order in which they start, are cut into `pieces` with equal numbers of samples;
+    this is the order of one. Only a unit at a cut belongs to two pieces.
     """
 
     def __init__(
         self, bounds: Int64s, window: int, seed: int, piece: int = 0, pieces: int = 1
     ) -> None:
-        self._bounds = bounds
+        self._bounds = np.ascontiguousarray(bounds, np.int64)
         self._counts = np.diff(bounds)
         self._size = size = int(self._counts.max(initial=1))
         self.window = window
@@ -110,9 +96,6 @@ class WindowOrder:
         self._piece, self._pieces = piece, pieces
         own = weakref.proxy(self)  # or tables would live until a garbage collection
         self._table = functools.lru_cache(maxsize=2)(functools.partial(WindowOrder._new_table, own))
-        self._struct = functools.lru_cache(maxsize=2)(
-            functools.partial(WindowOrder._new_struct, own)
-        )
         self._block = functools.lru_cache(maxsize=4)(functools.partial(WindowOrder._new_block, own))
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
@@ -139,7 +122,11 @@ class WindowOrder:
         begin = np.append(0, np.cumsum(size))[:: self._block_rounds]
         total = int(counts.sum())
         begin = begin if begin[-1] == total else np.append(begin, total)
-        return _Table(unit, skip, counts, not shorter.size, begin)
+        arrays = unit, skip, counts, self._bounds, self._delay
+        keys = round_keys(self._seed, epoch, "window").tolist()
+        sizes = count, self._size, self._group_rounds
+        struct = WindowStruct(*map(address, arrays), *sizes, tuple(keys))
+        return _Table(unit, skip, counts, begin, struct)
 
     def _subtract_missing(self, size: Int64s, shorter: Int64s, missing: Int64s) -> None:
         """Subtract the samples that shorter units lack from the sizes of rounds."""
@@ -174,24 +161,12 @@ class WindowOrder:
         core = load_core()
         if core is not None:
             samples = np.empty(self._block_rounds * self._size, np.int64)
-            begin, keep = number * self._block_rounds, self._struct(epoch)
-            count = core.window_block(
-                ctypes.byref(keep[0]), address(samples), begin, self._block_rounds
-            )
+            table, begin = self._table(epoch), number * self._block_rounds
+            struct = ctypes.byref(table.struct)
+            count = core.window_block(struct, address(samples), begin, self._block_rounds)
             if count >= 0:
                 return samples[:count]
         return self._numpy_block(epoch, number)
-
-    def _new_struct(self, epoch: int) -> tuple[WindowStruct, object]:
-        """Return an epoch's order as the core's structure, and the arrays that it points to."""
-        table = self._table(epoch)
-        arrays = [
-            np.ascontiguousarray(array, np.int64)
-            for array in (table.unit, table.skip, table.count, self._bounds, self._delay)
-        ]
-        keys = round_keys(self._seed, epoch, "window").tolist()
-        sizes = table.unit.size, self._size, self._group_rounds
-        return WindowStruct(*map(address, arrays), *sizes, tuple(keys)), arrays
 
     def _numpy_block(self, epoch: int, number: int) -> Int64s:
         """Compute the same without the core."""
@@ -203,9 +178,8 @@ class WindowOrder:
         place = np.where(is_there, place, 0)
         unit = table.unit[place]
         slot = np.broadcast_to(np.arange(size), unit.shape)
-        if not table.are_equal:
-            is_there &= slot < table.count[place]
-            slot = slot + table.skip[place]
+        is_there &= slot < table.counts[place]
+        slot = slot + table.skip[place]
         # Sorted by hash within each group; missing samples come last.
         group = self._group_rounds * size
         serial = np.arange(rounds[0] * size, rounds[0] * size + unit.size, dtype=np.uint64)
@@ -277,8 +251,8 @@ def window_order(
     The field with the largest units decides what a unit is; neighbouring units are merged if rows
     are ragged, or if samples have `steps` within a sequence. The window holds as many decoded units
     as fit into `window_nbytes`, with room for others, and at most half of all units (of a rank).
-    With several ranks, the order depends on `batch_size`. `selection` is ascending, and its
-    positions are ordered; afterwards, samples may be moved by `moved_samples`.
+    With several ranks, the order depends on `batch_size`. Positions of `selection`, ascending, are
+    ordered; afterwards, samples may be moved by `moved_samples`.
     """
     leader = max(layouts, key=lambda layout: (unit_nbytes_of(layout), layout.row_nbytes))
     bounds = sample_bounds(leader)

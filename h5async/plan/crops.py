@@ -1,4 +1,4 @@
-"""Chooses the parts of images to crop: sizes of images enter, boxes leave. Pure.
+"""Chooses the parts of images and recordings to crop: sizes enter, boxes leave. Pure.
 
 Random boxes are a function of the seed, the epoch and the sample's number alone. So they do not
 depend on threads, on the order of work, or on where a run was resumed, and several fields of images
@@ -93,6 +93,11 @@ def center_boxes(
     h = np.minimum(heights, np.maximum(1, np.rint(widths * size[0] / size[1])))
     w = np.minimum(widths, np.maximum(1, np.rint(heights * size[1] / size[0])))
     return np.stack(((heights - h) // 2, (widths - w) // 2, h, w), axis=1).astype(np.int64)
+
+
+def random_start(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return where a part of each recording begins: from 0, the first place, to below 1."""
+    return numbers[:, _LEFT]
 
 
 def are_flipped(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -1,7 +1,7 @@
 """Defines the plans of a batch: who reads which rows. Pure.
 
 The core holds its own plans, for which `BatchItems` stands. A `SamplesPlan` says which rows of a
-field h5py reads. A `GatherPlan`, or a `GatherRunsPlan`, needs no file.
+field h5py reads. A `GatherPlan` needs no file.
 
 Every plan has a number of items that do not depend on each other, so any thread can execute slices
 of it.
@@ -61,27 +61,6 @@ class SamplesPlan:
 class GatherPlan:
     """Samples whose rows a cache holds.
 
-    `sample` is int64 (n,): they go to the first n rows of the batch.
-    """
-
-    sample: Int64s
-    row_nbytes: int
-
-    @property
-    def num_items(self) -> int:
-        """Rows to copy."""
-        return self.sample.size
-
-    @property
-    def item_nbytes(self) -> int:
-        """The cost of an item, in bytes."""
-        return self.row_nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class GatherRunsPlan:
-    """Samples of differing lengths whose rows a cache holds.
-
     `begin`, int64 (n,), are their first bytes in the cache; `offsets`, int64 (n + 1,), the bytes of
     the batch to which they go.
     """
@@ -97,10 +76,10 @@ class GatherRunsPlan:
     @property
     def item_nbytes(self) -> int:
         """The mean cost of an item, in bytes."""
-        return int(self.offsets[-1]) // max(1, self.begin.size) + 1
+        return -(-int(self.offsets[-1]) // max(1, self.begin.size))
 
 
-ReadPlan = BatchItems | IncludedPlan | SamplesPlan | GatherPlan | GatherRunsPlan
+ReadPlan = BatchItems | IncludedPlan | SamplesPlan | GatherPlan
 
 
 class Plan(Protocol):

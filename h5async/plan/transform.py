@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.imageformats import CHANNELS
-from h5async.config import Field, ImageField
+from h5async.config import Field
 from h5async.errors import ConfigError
 from h5async.index.attributes import DimensionNames, numbered_axis
 from h5async.index.layout import DatasetLayout
@@ -206,33 +205,12 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
         row=row,
         dtype=dtype,
         permutation=tuple(raw_axes.index(axis) for axis in axes),
-        scale=_factor(field.scale, row, dtype, where),
-        offset=_factor(field.offset, row, dtype, where),
+        scale=factor_of(field.scale, row, dtype, where),
+        offset=factor_of(field.offset, row, dtype, where),
         text=layout.text,
         cf=cf,
     )
     return transform.of_steps(None if field.steps is None else len(field.steps))
-
-
-def image_transform(field: Field, shape: tuple[int, int, int]) -> RowTransform:
-    """Derive the transform of decoded images of a shape from the options of their field.
-
-    `ConfigError` is raised if a scale or offset has another length than the channels.
-    """
-    axes = field.axes or (0, 1, 2, 3)
-    order = tuple(axis for axis in axes if isinstance(axis, int))
-    row = tuple(shape[axis - 1] for axis in order[1:])
-    dtype = np.dtype(np.uint8) if field.delivered_dtype is None else field.delivered_dtype
-    where = f'images of "{field.path}"'
-    return RowTransform(
-        raw_row=shape,
-        raw_dtype=np.dtype(np.uint8),
-        row=row,
-        dtype=dtype,
-        permutation=order,
-        scale=_factor(field.scale, row, dtype, where),
-        offset=_factor(field.offset, row, dtype, where),
-    )
 
 
 def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[int, ...]:
@@ -262,9 +240,13 @@ def _convert(text: Text, out: NDArray[Any]) -> None:
             string *= np.logical_and.accumulate(string, axis=1)
 
 
-def _factor(
+def factor_of(
     value: float | tuple[float, ...] | None, row: tuple[int, ...], dtype: np.dtype[Any], where: str
 ) -> NDArray[Any] | None:
+    """Return a scale or an offset as an array that broadcasts over rows.
+
+    ConfigError if its length is not that of the channels.
+    """
     if value is None:
         return None
     if not isinstance(value, tuple):
@@ -275,20 +257,3 @@ def _factor(
             " give one number, or one for each index of the second delivered axis"
         )
     return np.asarray(value, dtype).reshape(-1, *(1,) * (len(row) - 1))
-
-
-def pixel_transform(field: ImageField) -> RowTransform | None:
-    """Return how pixels are delivered; None if images keep their sizes.
-
-    `ConfigError` is raised if a scale or offset has another length than the channels.
-    """
-    return None if field.size is None else image_transform(field, (*field.size, CHANNELS))
-
-
-def sized_nbytes(field: Field | None, rows: int) -> int:
-    """Return the bytes of a field's pixels in a slot if images are resized; else 0."""
-    transform = pixel_transform(field) if isinstance(field, ImageField) else None
-    if transform is None:
-        return 0
-    steps = 1 if field is None or field.steps is None else len(field.steps)
-    return rows * steps * transform.nbytes

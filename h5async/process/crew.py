@@ -10,10 +10,9 @@ import functools
 import threading
 from collections.abc import Callable
 
-from h5async.fill.outcomes import FillerStats, FillOutcome
-from h5async.fill.recording import Recorded
+from h5async.fill.outcomes import FillerStats, FillOutcome, Recorded
 from h5async.io.shared import SharedMemory
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.process.messages import NoteUploaded, Opened, Starting
 from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots

@@ -22,24 +22,22 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
-from h5async.fill.outcomes import FillerStats, FillOutcome
+from h5async.fill.outcomes import NO_CALLS, Calls, FillerStats, FillOutcome, Recorded
 from h5async.fill.pool import THREAD_NAME, start_all
-from h5async.fill.recording import Recorded
 from h5async.fill.resident import Residency
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import SharedMemory
 from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.process.child import HelperProcess, check_interpreter, refusal
 from h5async.process.crew import Crew
 from h5async.process.messages import Opened, Opening, Starting, dump_opening
 from h5async.process.sharedslots import ReaderSlots
-from h5async.samples.columns import SlotMemory, first_columns_of
+from h5async.samples.assembly import SlotMemory, first_columns_of
 from h5async.spelling import named
-from h5async.system.patience import Patience
 from h5async.system.timeline import Timeline
-from h5async.system.waiting import Once, join_threads
+from h5async.system.waiting import Once, Patience, join_threads
 
 
 class HelperFiller:
@@ -92,10 +90,7 @@ class HelperFiller:
         self._ending = Once()
         self._slots: ReaderSlots | None = None
         self._device_cache: Residency | None = None
-        self._next_requests: Callable[[], Sequence[FillRequest]] = list
-        self._before_fill: Callable[[int], None] = _nothing
-        self._on_done: Callable[[FillRequest, FillOutcome], None] = _nothing
-        self._on_crash: Callable[[BaseException], None] = _nothing
+        self._calls = NO_CALLS
         self._threads: list[threading.Thread] = []
         self._timeline: Timeline | None = None
 
@@ -145,10 +140,7 @@ class HelperFiller:
         pixels_nbytes: Sequence[int],
         memory_plan: MemoryPlan,
         device_cache: Residency | None,
-        next_requests: Callable[[], Sequence[FillRequest]],
-        before_fill: Callable[[int], None],
-        on_done: Callable[[FillRequest, FillOutcome], None],
-        on_crash: Callable[[BaseException], None],
+        calls: Calls,
     ) -> None:
         """Have slots filled from now on; parameters and errors are those of `Filler`.
 
@@ -160,16 +152,17 @@ class HelperFiller:
             The number of samples that a slot has room for.
         pixels_nbytes
             Per field: the maximum size of the pixels of a batch of images.
-        memory_plan, device_cache, next_requests, before_fill, on_done, on_crash
+        memory_plan, calls
             As in `Filler`. Functions are called in threads of this object.
+        device_cache
+            See `OnDevice`.
         """
         first_columns = first_columns_of(self.layouts)
         self._slots = ReaderSlots(self.shared, slots, rows, first_columns, pixels_nbytes)
-        self._next_requests, self._before_fill, self._on_done = next_requests, before_fill, on_done
-        self._on_crash = on_crash
+        self._calls = calls
         self._device_cache = device_cache
         starting = Starting(self._slots.specs, rows, memory_plan, device_cache is not None)
-        self._crew.start_filling(self._slots, starting, on_done)
+        self._crew.start_filling(self._slots, starting, calls.on_done)
         self._start_thread(self._send_all, "send")
         self._crew.await_started(self._config.timeout)
 
@@ -237,14 +230,14 @@ class HelperFiller:
         """Send notes, and each request once its slot may be written to; runs in its own thread."""
         while (ticket := self._tickets.get()) is not None:
             if isinstance(ticket, bool):
-                requests = self._next_requests() if ticket else ()
+                requests = self._calls.next_requests() if ticket else ()
             else:
                 requests = (ticket,)
             for request in requests:
                 try:
-                    self._before_fill(request.slot)
+                    self._calls.before_fill(request.slot)
                 except BaseException as error:
-                    self._on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
+                    self._calls.on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
                     continue
                 if not self._crew.request(request):
                     return
@@ -265,7 +258,7 @@ class HelperFiller:
             if not self._closed:
                 target()
         except BaseException as error:
-            self._on_crash(error)
+            self._calls.on_crash(error)
         finally:
             with self._lock:
                 self._working -= 1
@@ -278,7 +271,7 @@ class HelperFiller:
         self.shared.close()
         self._slots = None
         # These functions are bound to the owner of this object.
-        self._next_requests, self._before_fill, self._on_done = list, _nothing, _nothing
+        self._calls = NO_CALLS
         self._crew.release()
         self._then()
         self._then = _nothing

@@ -21,13 +21,14 @@ from typing import Any
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError
 from h5async.fill.filling import Filler
-from h5async.fill.outcomes import FillOutcome
+from h5async.fill.outcomes import Calls, FillOutcome
+from h5async.fill.reading import OnDevice, Slots
 from h5async.fill.resident import Residency
 from h5async.io.shared import SharedMemory
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.opening.selecting import Chosen, choose
 from h5async.opening.slotsizes import slot_transforms
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.process.channel import Channel, channel_of
 from h5async.process.messages import (
     Answer,
@@ -45,7 +46,7 @@ from h5async.process.messages import (
     portable,
 )
 from h5async.process.sharedslots import HelperSlots
-from h5async.samples.columns import first_columns_of
+from h5async.samples.assembly import first_columns_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 from h5async.system.timeline import Timeline
@@ -176,25 +177,17 @@ class _Helper:
         config, layouts = opened.config, opened.layouts
         samplings = Samplings(config, layouts, chosen)
         transforms = slot_transforms(config, layouts, samplings, starting.rows)
+        cache = Residency(samplings.selection, 0, "device") if starting.has_device_cache else None
         raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
         self._slots = HelperSlots(self._memory, starting.slots, raws, first_columns_of(layouts))
         self._filler = Filler(
-            config,
+            opened,
             samplings,
-            layouts,
             transforms,
-            self._slots.slots,
-            memory_plan=starting.memory_plan,
-            shapes=opened.shapes,
-            categories=opened.categories,
-            rows=starting.rows,
-            device_cache=(
-                Residency(samplings.selection, 0, "device") if starting.has_device_cache else None
-            ),
-            next_requests=list,
-            before_fill=lambda slot: None,
-            on_done=self._answer,
-            on_crash=_give_up,
+            Slots(self._slots.slots, starting.rows),
+            starting.memory_plan,
+            Calls(list, lambda slot: None, self._answer, _give_up),
+            OnDevice(cache=cache),
         )
         self._filler.start()
 
@@ -253,8 +246,7 @@ def _told(config: ReaderConfig, opened: OpenedDataset, chosen: Chosen) -> Opened
         else layout
         for name, layout in opened.layouts.items()
     }
-    fields = None if opened.config is config else opened.config.batch_fields
-    return Opened(layouts, chosen, fields, opened.shapes, opened.categories)
+    return Opened(layouts, chosen, opened.kinds, opened.config is not config)
 
 
 def _give_up(error: BaseException) -> None:

@@ -16,15 +16,14 @@ from typing import Any, NamedTuple, TypeAlias
 import cloudpickle  # type: ignore[import-untyped]
 
 from h5async import errors
-from h5async.config import Field, ReaderConfig
+from h5async.config import ReaderConfig
 from h5async.errors import H5AsyncError
-from h5async.fill.outcomes import FillerStats
-from h5async.fill.recording import Recorded
+from h5async.fill.outcomes import FillerStats, Recorded
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import ArraySpec
 from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
-from h5async.samples.columns import Categories, SparseShape
+from h5async.samples.fieldkind import FieldKind
 from h5async.system.interruptions import suppressing
 
 # Offset and size of the memory that helpers have added beside a slot, by its number. Immutable.
@@ -51,17 +50,16 @@ class Opened(NamedTuple):
     ----------
     layouts, chosen
         Layouts of all columns by name; those of variable-length elements lack their positions.
-    fields
-        The fields if their kinds were discovered; None means those of the options.
-    shapes, categories
-        Of sparse and of categorical fields, by name.
+    kinds
+        Of the fields, by name.
+    are_found
+        Whether some kinds are not those of the options.
     """
 
     layouts: dict[str, DatasetLayout]
     chosen: Chosen
-    fields: dict[str, Field] | None = None
-    shapes: Mapping[str, SparseShape] = {}
-    categories: Mapping[str, Categories] = {}
+    kinds: dict[str, FieldKind]
+    are_found: bool
 
 
 class SlotSpecs(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 
 MAX_DEATHS = 3  # of helpers that had, or were started for, the same request
 

@@ -37,30 +37,12 @@ def check_same(before: Opened, now: Opened, found: str = _FOUND) -> None:
         raise ReadError(
             f"{first.file}: what indices or weights are read from {found}; make a new reader"
         )
-    if not _has_same_columns(before, now):
+    kinds = zip(before.kinds.values(), now.kinds.values(), strict=True)
+    if not all(type(one) is type(other) and one.is_same(other) for one, other in kinds):
         first = next(iter(before.layouts.values()))
         raise ReadError(
             f"{first.file}: a table of categories or columns {found}; make a new reader"
         )
-
-
-def _has_same_columns(before: Opened, now: Opened) -> bool:
-    """Compare the meaning of codes, and which columns are delivered."""
-    if list(before.shapes) != list(now.shapes) or list(before.categories) != list(now.categories):
-        return False
-    shapes = zip(before.shapes.values(), now.shapes.values(), strict=True)
-    tables = zip(before.categories.values(), now.categories.values(), strict=True)
-    return all(
-        a.columns == b.columns and _are_all_equal(a.places, b.places) for a, b in shapes
-    ) and all(a.names == b.names and _are_all_equal(a.tables, b.tables) for a, b in tables)
-
-
-def _are_all_equal(
-    several: tuple[NDArray[Any], ...] | None, others: tuple[NDArray[Any], ...] | None
-) -> bool:
-    if several is None or others is None:
-        return several is others
-    return len(several) == len(others) and all(map(np.array_equal, several, others))
 
 
 def _is_same(one: DatasetLayout, other: DatasetLayout) -> bool:

@@ -20,7 +20,7 @@ from h5async.errors import OutOfMemoryError, PostprocessError
 from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import ArraySpec, SharedMemory
 from h5async.process.messages import Answer, Part, Rooms, SentField, SlotSpecs
-from h5async.samples.columns import SlotMemory
+from h5async.samples.assembly import SlotMemory
 from h5async.samples.samplearrays import KINDS, SampleArrays
 from h5async.spelling import named
 

@@ -31,10 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import BatchTimeoutError
-from h5async.fill.outcomes import FillerStats, FillOutcome
-from h5async.fill.recording import Recorded
+from h5async.fill.outcomes import FillerStats, FillOutcome, Recorded
 from h5async.io.shared import SharedMemory
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.process.child import HelperDied, HelperProcess
 from h5async.process.messages import (
     Answer,
@@ -48,10 +47,9 @@ from h5async.process.messages import (
 from h5async.process.outstanding import Outstanding
 from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots
-from h5async.system.counts import STAGES, ThreadCounts
 from h5async.system.interruptions import suppressing
-from h5async.system.patience import Patience
-from h5async.system.waiting import Gate
+from h5async.system.timeline import STAGES, ThreadCounts
+from h5async.system.waiting import Gate, Patience
 
 _log = logging.getLogger("h5async.process")
 _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")

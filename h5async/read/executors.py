@@ -21,8 +21,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.io.keptfiles import affordable_files
 from h5async.io.localfiles import IoMode, LocalFiles
 from h5async.io.stamps import FileStamp
-from h5async.order.spans import SpanRows
-from h5async.order.steps import StepRows
+from h5async.order.rows import SpanRows, StepRows
 from h5async.read.collection import Collection
 from h5async.read.coretables import CoreTables
 from h5async.read.fallback import FallbackReader
@@ -79,9 +78,9 @@ class Executors:
         on_change: Callable[[], None],
         samples: int | None = None,
     ) -> None:
-        self._core = core
+        self.core = core
         self._samples = samples
-        self._layouts = layouts
+        self.layouts = layouts
         self._kept_nbytes = kept_nbytes
         # Not a method: that would hold this object, and all that it holds.
         self._collections: list[Collection] = []  # one, or none
@@ -110,8 +109,8 @@ class Executors:
     def methods(self) -> list[str]:
         """How each field is read, in field order; see `ReaderStats.ways`."""
         return [
-            " and ".join(sorted({method_of(self._core, leaf) for leaf, _ in kinds_of(layout)}))
-            for layout in self._layouts
+            " and ".join(sorted({method_of(self.core, leaf) for leaf, _ in kinds_of(layout)}))
+            for layout in self.layouts
         ]
 
     @property
@@ -129,11 +128,11 @@ class Executors:
         `transforms` has, by field, the transform done while reading, if any; `steps` the rows of
         each sample, or None for its own.
         """
-        if self._core is None:
+        if self.core is None:
             return None
         tables = CoreTables(
-            self._core,
-            self._layouts,
+            self.core,
+            self.layouts,
             io=self._io,
             most_files=2 * self._kept_files,
             kept_nbytes=self._kept_nbytes,
@@ -141,13 +140,13 @@ class Executors:
             steps=steps,
             samples=self._samples,
         )
-        collection = Collection(self._core, tables)
+        collection = Collection(self.core, tables)
         self._collections.append(collection)
         return collection
 
     def h5py_rows(self) -> list[H5pyRows]:
         """Return what reads each field through h5py."""
-        return [H5pyRows(layout, self._fallback) for layout in self._layouts]
+        return [H5pyRows(layout, self._fallback) for layout in self.layouts]
 
     def read_again(self, batch: SlotBatch, scratch: Scratch) -> None:
         """Read items that the core has refused; see `Collection.read_again`."""
@@ -166,13 +165,13 @@ class Executors:
             if not collection.tables.open_ahead(is_closed) and not is_closed():
                 for source in collection.tables.first_files():
                     self._files_of(source).open(source.path, source.stamp)
-        for layout in self._layouts:
-            if all(method_of(self._core, leaf) != "h5py" for leaf, _ in kinds_of(layout)):
+        for layout in self.layouts:
+            if all(method_of(self.core, leaf) != "h5py" for leaf, _ in kinds_of(layout)):
                 continue
             for leaf in itertools.islice(layout.leaves(), self._kept_files):
                 if is_closed():
                     return
-                if method_of(self._core, leaf) == "h5py":
+                if method_of(self.core, leaf) == "h5py":
                     self._fallback.open(leaf)
 
     def close(self) -> None:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config.cores import usable_cores
 from h5async.core.binding import Core, address
 from h5async.core.tablestructures import BatchPlanStruct, FieldStruct
 from h5async.order.selection import Selection
 from h5async.read.scratch import Scratch
+from h5async.system.resources import usable_cores
 
 Int64s = NDArray[np.int64]
 Uint64s = NDArray[np.uint64]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from numpy.typing import ArrayLike
 
 from h5async.config import ReaderConfig, check_timeout
+from h5async.config.describe import takes_options
 from h5async.config.files import paths_text
-from h5async.config.signature import takes_options
 from h5async.errors import ConfigError, DatasetError, FileChangedWarning, ReadError
 from h5async.html import Bar, Cell, box, grid, size_text
 from h5async.names import printable
@@ -112,7 +112,7 @@ class AsyncReader:
 
         For a sparse field, this is the layout of the stored values.
         """
-        from h5async.samples.columns import by_field  # a slow import
+        from h5async.samples.assembly import by_field  # a slow import
 
         return by_field(self._engine.layouts, lambda values, indices: values)
 
@@ -132,7 +132,8 @@ class AsyncReader:
         ...     print(reader.get_next_batch().kind, reader.categories)
         [ 1  0 -1] {'kind': ('B', 'T')}
         """
-        return {name: one.names for name, one in self._engine.categories.items()}
+        kinds = self._engine.kinds.items()
+        return {n: kind.categories.names for n, kind in kinds if kind.categories is not None}
 
     @property
     def num_samples(self) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import BatchExpiredError, DatasetError, taking_memory
 from h5async.html import counted, table
-from h5async.order.sequences import SequenceTable
+from h5async.order.rows import SequenceTable
 from h5async.samples.ragged import preview
 from h5async.spelling import named
 

@@ -17,8 +17,7 @@ from h5async.errors import ConfigError, ReadError
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.index.units import unit_nbytes
-from h5async.opening.dataset import Samplings
-from h5async.opening.samplelengths import digest
+from h5async.opening.dataset import Samplings, digest
 from h5async.reader.position import SavedPosition
 
 _VERSION = 1

@@ -28,11 +28,11 @@ from h5async.errors import (
     taking_memory,
 )
 from h5async.fill.filling import Filler
-from h5async.fill.outcomes import FillerStats, FillOutcome
+from h5async.fill.outcomes import Calls, FillerStats, FillOutcome
 from h5async.fill.pool import THREAD_NAME
 from h5async.fill.postprocess import masks_of
+from h5async.fill.reading import OnDevice, Slots
 from h5async.fill.resident import Budget, Residency
-from h5async.index.layout import DatasetLayout
 from h5async.observe.readerlog import (
     log_long_samples,
     log_memory,
@@ -43,18 +43,24 @@ from h5async.observe.readerlog import (
 from h5async.observe.readerstats import ReaderCounts, Way, Work
 from h5async.observe.stats import ReaderStats
 from h5async.observe.trace import Trace
-from h5async.opening.dataset import Samplings, open_dataset
-from h5async.opening.limits import MemoryBudget, free_memory_nbytes, wanted_kept_nbytes
-from h5async.opening.slotsizes import pixels_nbytes, samples_of_slot, slot_transforms
-from h5async.order.requests import FillRequest
+from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
+from h5async.opening.limits import MemoryBudget, free_memory_nbytes
+from h5async.opening.slotsizes import (
+    made_nbytes,
+    samples_of_slot,
+    shared_nbytes,
+    slot_transforms,
+    wanted_kept_nbytes,
+)
+from h5async.order.sampling import FillRequest
 from h5async.order.schedule import Schedule
 from h5async.reader import lifetime
 from h5async.reader.checkpoint import Checkpoints
 from h5async.reader.givensamples import GivenSamples
 from h5async.reader.position import ReaderPosition
 from h5async.reader.submitting import Submitter
-from h5async.samples.columns import Categories, SparseShape
-from h5async.samples.devicefields import outlines_of
+from h5async.samples.assembly import outlines_of
+from h5async.samples.fieldkind import FieldKind
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing
 from h5async.system.timeline import Recorder
@@ -83,7 +89,7 @@ class Engine:
         self.filler: Filler | HelperFiller | None = None
         self.has_opened = Flag(True)  # set unless it is being opened
         self.slots: list[DeviceSlot] = []
-        self.categories: Mapping[str, Categories] = {}
+        self.kinds: Mapping[str, FieldKind] = {}
         self.device: Device = HostDevice()
         self._submitter: Submitter | None = None  # None if workers ask for requests
         self._recorder = Recorder()
@@ -107,26 +113,21 @@ class Engine:
         with taking_memory(f"{paths_text(self.config.hdf5_path)} cannot be opened", _REMEDY):
             if self.config.workers == "thread":
                 opened = open_dataset(self.config)
-                self.config = opened.config
-                self.categories = opened.categories
-                self._open(opened.layouts, None, opened.shapes)
+                self._open(opened, None)
             else:
                 from h5async.process.helper import HelperFiller
 
                 helper = self.filler = HelperFiller(self.config)
                 found = helper.open()
-                if found.fields is not None:
-                    self.config = self.config.model_copy(update={"fields": found.fields})
-                self.categories = found.categories
-                self._open(found.layouts, helper, found.shapes)
+                config = self.config
+                if found.are_found:
+                    fields = {name: kind.field for name, kind in found.kinds.items()}
+                    config = config.model_copy(update={"fields": fields})
+                self._open(OpenedDataset(config, found.layouts, found.kinds), helper)
 
-    def _open(
-        self,
-        layouts: Mapping[str, DatasetLayout],
-        helper: HelperFiller | None,
-        shapes: Mapping[str, SparseShape],
-    ) -> None:
-        config, fields = self.config, self.config.batch_fields
+    def _open(self, opened: OpenedDataset, helper: HelperFiller | None) -> None:
+        config, layouts, kinds = opened
+        self.config, self.kinds = config, kinds
         self.layouts = layouts
         samplings = self.samplings = Samplings(
             config, layouts, None if helper is None else helper.chosen
@@ -135,20 +136,18 @@ class Engine:
         self.device = find_device(config.device, config.pin_memory)
         is_on_gpu = self.device.name != "cpu"
         # A GPU makes them with the batch; on the host they are made when it is handed over.
-        self.masks = masks_of(fields, layouts, samplings.rows)
+        self.masks = masks_of(kinds, layouts, samplings.rows)
         self._masks_of_device = list(self.masks.values()) if is_on_gpu else []
         rows = samples_of_slot(config, samplings)
         transforms = slot_transforms(config, layouts, samplings, rows)
         leaves = is_on_gpu and helper is None and config.postprocess is None
-        outlines = outlines_of(
-            fields, shapes, transforms, self.device.can_transform if leaves else None
-        )
+        outlines = outlines_of(kinds, transforms, self.device.can_transform if leaves else None)
         budget = MemoryBudget(
             config,
             layouts,
             transforms,
             rows,
-            made_nbytes={one.name: one.made_on_host_nbytes for one in outlines},
+            made_nbytes=made_nbytes(kinds, outlines, rows),
             selection=samplings.selection,
             fewer_threads_do=self.fewer_threads_do,
         )
@@ -160,14 +159,14 @@ class Engine:
             transforms,
             rows,
             budget.beside_rows_nbytes,
-            [name for name, one in self.categories.items() if one.tables is not None],
+            [name for name, kind in kinds.items() if kind.is_mapped],
         )
         selected = self.num_samples / max(1, next(iter(layouts.values())).sample_count)
         wanted = wanted_kept_nbytes(config, layouts, samplings.rows, selected)
         memory_plan = budget.plan(self.device_policy.host_nbytes, wanted)
         self.position = ReaderPosition(config, samplings, self.ring)
         self.checkpoints = Checkpoints(config, layouts, samplings)
-        self.names = tuple(fields)
+        self.names = tuple(kinds)
         file = next(iter(layouts.values())).file
         what = f"{file}: {config.prefetch} batches of {rows} samples"
         with taking_memory(what, f"make {named('batch_size')} or {named('prefetch')} smaller"):
@@ -185,27 +184,19 @@ class Engine:
         if config.cache == "device":
             self.cache = self.device.open_cache(samplings.selection, config.cache_bytes)
         device_cache = self.cache if isinstance(self.cache, Residency) else None
+        calls = Calls(self._next_requests, self._wait_writable, self._on_done, self.ring.fail)
         if helper is None:
+            device = self.device
+            left = frozenset(outline.name for outline in outlines if outline.is_left)
             filler = self.filler = Filler(
-                config,
+                opened,
                 samplings,
-                self.layouts,
                 transforms,
-                memory,
-                memory_plan=memory_plan,
-                shapes=shapes,
-                categories=self.categories,
-                rows=rows,
-                left=frozenset(outline.name for outline in outlines if outline.is_left),
-                new_memory=self.device.host_memory,
-                device_cache=device_cache,
-                column_reader=self.device_policy.column_reader,
-                next_requests=self._next_requests,
-                before_fill=self._wait_writable,
-                on_done=self._on_done,
-                on_crash=self.ring.fail,
-                may_submit=self.device.is_writable_at_once,
-                recorder=self._recorder,
+                Slots(memory, rows, device.host_memory, device.is_writable_at_once),
+                memory_plan,
+                calls,
+                OnDevice(left, self.device_policy.plan_columns, device_cache),
+                self._recorder,
             )
             if filler.submissions is not None:
                 self._submitter = Submitter(self.ring, filler.submissions, self._recorder)
@@ -215,13 +206,10 @@ class Engine:
             helper.start(
                 memory,
                 rows=rows,
-                pixels_nbytes=pixels_nbytes(fields, rows, most_pixels),
+                pixels_nbytes=shared_nbytes(kinds, outlines, rows, most_pixels),
                 memory_plan=memory_plan,
                 device_cache=device_cache,
-                next_requests=self._next_requests,
-                before_fill=self._wait_writable,
-                on_done=self._on_done,
-                on_crash=self.ring.fail,
+                calls=calls,
             )
         # A helper process always has one; without any, the caller does the work.
         of_each = min(config.filler_threads, memory_plan.most_threads)

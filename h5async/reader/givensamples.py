@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,14 +17,16 @@ from h5async.config.files import paths_text
 from h5async.deliver.host import host_slot
 from h5async.errors import ConfigError, taking_memory
 from h5async.fill.filling import Filler
-from h5async.fill.outcomes import SlotFiller
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import plain_memory
 from h5async.opening.dataset import Samplings
 from h5async.opening.selecting import sample_numbers
-from h5async.order.spans import SpanRows
+from h5async.order.rows import SpanRows
 from h5async.plan.transform import RowTransform
 from h5async.spelling import named
+
+if TYPE_CHECKING:
+    from h5async.process.helper import HelperFiller
 
 
 class GivenSamples:
@@ -92,7 +94,7 @@ class GivenSamples:
         return found
 
     def read(
-        self, samples: NDArray[np.int64], filler: Filler | SlotFiller
+        self, samples: NDArray[np.int64], filler: Filler | HelperFiller
     ) -> tuple[NDArray[Any], ...]:
         """Read samples in the calling thread, to host arrays of their own."""
         if not isinstance(filler, Filler):

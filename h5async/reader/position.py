@@ -19,8 +19,7 @@ from h5async.deliver.slots import SlotRing
 from h5async.errors import ConfigError
 from h5async.opening.dataset import Samplings
 from h5async.order.ranks import Rank, Source, find_source, may_change
-from h5async.order.requests import FillRequest
-from h5async.order.sampling import Sampling
+from h5async.order.sampling import FillRequest, Sampling
 from h5async.order.schedule import Course, Schedule
 
 _log = logging.getLogger("h5async")

@@ -12,7 +12,7 @@ from h5async.deliver.slotrecords import Assignment
 from h5async.deliver.slots import SlotRing
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.submissions import Submissions
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.system.timeline import Recorder
 
 # Returns the requests for assigned slots.

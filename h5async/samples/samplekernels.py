@@ -102,16 +102,10 @@ class SampleKernels:
         )
 
     def dense(self, data: Any, indices: Any, indptr: Any, out: Any, bad: Any) -> None:
-        """Convert sparse rows to dense ones.
+        """Convert sparse rows to dense ones, in `out`: (rows, columns), C-contiguous.
 
-        Parameters
-        ----------
-        data, indices, indptr
-            (total,), (total,) and int64 (rows + 1,): sparse rows.
-        out
-            (rows, columns), C-contiguous: the destination.
-        bad
-            int32 (1,): set to 1 if an index is not a column.
+        Arrays are those of sparse rows, with int64 `indptr`. `bad`, int32 (1,), is set to 1 if an
+        index is not a column.
         """
         rows, columns = out.shape
         if out.size:
@@ -119,16 +113,10 @@ class SampleKernels:
             self._dense(*arrays, out.reshape(-1), bad, size=rows * _LANES)
 
     def padded(self, values: Any, offsets: Any, value: Any, out: Any) -> None:
-        """Pad samples to one length; longer ones are cut.
+        """Pad samples to one length, in `out`: (samples, length, ...); longer ones are cut.
 
-        Parameters
-        ----------
-        values, offsets
-            (total, ...) and int64 (samples + 1,): the samples; values are C-contiguous.
-        value
-            (1,), of the dtype of the values: the padding.
-        out
-            (samples, length, ...), of that dtype, C-contiguous: the destination.
+        `values` and `out` are C-contiguous, `offsets` int64, and `value` is the padding: (1,), of
+        the dtype of the values.
         """
         if out.size:
             samples, length = out.shape[:2]

@@ -1,4 +1,4 @@
-"""Distinguishes exceptions raised by a signal handler of the program from all others.
+"""Distinguishes exceptions raised by a signal handler from others; calls C functions despite them.
 
 Python runs signal handlers in the main thread, between any two instructions. Their exceptions come
 out of the code that was running there: a `TimeoutError` that ends a slow step, for example. Such an
@@ -12,12 +12,15 @@ So
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import NoReturn
@@ -140,3 +143,22 @@ def raise_again(error: BaseException) -> NoReturn:
     finally:
         error.__context__ = context
         del error  # the traceback holds this frame
+
+
+_references: dict[int, weakref.ref[object]] = {}
+# Not at interpreter exit: a thread may still use memory that would be freed.
+atexit.register(_references.clear)
+
+
+def call_when_gone(owner: object, function: Callable[..., object], *arguments: object) -> None:
+    """Have a C function called when an object is gone; the last one registered comes first.
+
+    (`weakref.finalize` is Python code: an exception of a signal handler in there is lost, and the
+    function not called. Here `next` calls the function and removes the reference.)
+    """
+    removed: list[int] = []
+    calls = zip(
+        map(function, *zip(arguments, strict=True)), map(_references.pop, removed), strict=False
+    )
+    removed.append(id(removed))
+    _references[removed[0]] = weakref.ref(owner, partial(next, calls))

@@ -1,4 +1,6 @@
-"""Records when each thread did what, on request.
+"""Counts what threads do, sums up the times of stages, and records on request when each did what.
+
+`h5async.observe.stats` explains the stages.
 
 A `Recorder` lives as long as a reader, and has a `Timeline` while recording. All parts report to
 the recorder, which otherwise does nothing. The compiled core records its own work
@@ -10,12 +12,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import groupby
 from struct import Struct
 from threading import get_ident
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
 
+STAGES = ("plan", "read", "decode", "place", "transform", "postprocess", "upload")
 # Names of the core's stages, by its numbers.
 CORE_STAGES = ("plan", "read", "decode", "place", "transform")
 
@@ -34,23 +38,60 @@ _OFF = nullcontext()
 _RANGE = "h5async: "  # prefix of stages in other tools
 
 
-class Event(NamedTuple):
-    """A period in which a thread did something.
+@dataclass
+class ThreadCounts:
+    """Counts of one thread; only that thread writes them."""
 
-    Attributes
-    ----------
-    stage
-        What it did.
-    begin_ns, end_ns
-        Of `time.perf_counter_ns`.
-    thread
-        Of `threading.get_ident`.
-    batch
-        Serial number of the batch; `NO_BATCH` for given samples.
-    field
-        Number of the column, or name of the field; `NO_FIELD` for none or several.
-    source
-        What was read: the number of a source in the core, or a name.
+    read_ns: int = 0
+    decode_ns: int = 0
+    place_ns: int = 0
+    gil_wait_ns: int = 0
+    read_nbytes: int = 0
+    decoded_chunks: int = 0
+    decoded_nbytes: int = 0
+    h5py_decoded_nbytes: int = 0  # by HDF5, from chunks that only h5py reads
+
+    def plus(self, other: ThreadCounts) -> ThreadCounts:
+        """Return the sum of all counts."""
+        names = self.__dataclass_fields__
+        return ThreadCounts(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    @contextmanager
+    def timed(self, counter: str) -> Iterator[None]:
+        """Add the time that a block takes to a counter."""
+        begin = perf_counter_ns()
+        try:
+            yield
+        finally:
+            setattr(self, counter, getattr(self, counter) + perf_counter_ns() - begin)
+
+
+class StageTimes:
+    """Times of stages, summed over threads. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ns = dict.fromkeys(STAGES, 0)
+
+    def add(self, stage: str, begin_ns: int) -> None:
+        """Add the time since `begin_ns`, of `perf_counter_ns`, to a stage."""
+        taken = perf_counter_ns() - begin_ns
+        with self._lock:
+            self._ns[stage] += taken
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time of each stage, in thread seconds."""
+        with self._lock:
+            found = dict(self._ns)
+        return {stage: ns / 1e9 for stage, ns in found.items()}
+
+
+class Event(NamedTuple):
+    """A period in which a thread, of `threading.get_ident`, did a stage.
+
+    `batch` is a serial number, or `NO_BATCH` for given samples; `field`, the number of a column, or
+    the name of a field, or `NO_FIELD` for none or several; `source`, what was read: the number of a
+    source in the core, or a name.
     """
 
     stage: str
@@ -72,24 +113,10 @@ class ThreadName(NamedTuple):
 class Timeline:
     """A record of what threads do. Thread-safe.
 
-    The consumer's events are packed instead of being objects: with small batches, a microsecond
-    counts.
-
-    Parameters
-    ----------
-    max_events
-        Number of events to keep: the first ones. Others are counted.
-    open_ranges
-        Functions of other tools, called when Python code begins something.
-
-    Attributes
-    ----------
-    dropped
-        Number of events not kept so far.
-    threads
-        Names of the events' threads, by `threading.get_ident`.
-    batches
-        Epoch and number of batches up to the last `take_events`, by serial number.
+    The first `max_events` are kept, and others counted as `dropped`. The consumer's are packed
+    instead of being objects: with small batches, a microsecond counts. `open_ranges`, functions of
+    other tools, are called when Python code begins something. `threads` has the names of the
+    events' threads; `batches`, the epoch and number of batches up to the last `take_events`.
     """
 
     def __init__(self, max_events: int, open_ranges: Sequence[OpenRange] = ()) -> None:

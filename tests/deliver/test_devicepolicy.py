@@ -13,7 +13,7 @@ from h5async.deliver.device import NotDecoded
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.errors import DeviceError
 from h5async.fill.outcomes import FillOutcome
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 
 CHUNKS = SimpleNamespace(num_chunks=3)  # which go to the device encoded
 FORM = SimpleNamespace(staging_nbytes=100, shape=SimpleNamespace(chunk_nbytes=10))
@@ -70,7 +70,7 @@ def let_the_host_win(decides, device):
 
 def test_what_staging_takes_of_the_host_is_told(monkeypatch):
     assert policy(monkeypatch, FakeDevice(), formats=(FORM, None, FORM)).host_nbytes == 2 * 200
-    assert policy(monkeypatch, FakeDevice(), formats=(None,)).column_reader is None
+    assert policy(monkeypatch, FakeDevice(), formats=(None,)).plan_columns is None
 
 
 def test_memory_is_given_back_once_and_when_no_batch_is_left_that_may_need_it(monkeypatch):
@@ -139,6 +139,6 @@ def test_what_was_meant_for_the_device_but_read_decoded_is_a_fallback(monkeypatc
 def test_without_a_gpu_the_host_decodes(monkeypatch):
     decides = policy(monkeypatch, FakeDevice("cpu"))
     assert decides.sentence == "host: there is no GPU"
-    assert decides.column_reader is None
+    assert decides.plan_columns is None
     with pytest.raises(DeviceError, match="needs a GPU, and none was found"):
         policy(monkeypatch, FakeDevice("cpu"), "device")

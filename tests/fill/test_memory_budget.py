@@ -32,8 +32,7 @@ from h5async import (
 from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
 from h5async.fill.resident import Budget, HostCache, open_host_cache
 from h5async.order.selection import Selection
-from h5async.system.controlgroups import MemoryLeft, cpu_quota, memory_left
-from h5async.system.freememory import free_memory, local_ranks
+from h5async.system.resources import MemoryLeft, cpu_quota, free_memory, local_ranks, memory_left
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 NO_LIMIT = 9223372036854771712  # of version 1
@@ -228,7 +227,7 @@ def test_cpu_quotas_of_version_1(tmp_path: Path) -> None:
 def test_threads_follow_affinity_and_quota(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, threads: int
 ) -> None:
-    monkeypatch.setattr("h5async.config.cores.cpu_quota", lambda: quota)
+    monkeypatch.setattr("h5async.system.resources.cpu_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 6}, raising=False)
     monkeypatch.setattr(os, "process_cpu_count", lambda: 4, raising=False)
     assert ReaderConfig(hdf5_path="a.h5").thread_count == threads
@@ -278,7 +277,7 @@ def test_what_is_free_is_divided_among_the_processes_of_a_node(tmp_path: Path) -
 def test_limits_of_the_process_count(tmp_path: Path) -> None:
     script = """
 import resource
-from h5async.system.freememory import free_memory
+from h5async.system.resources import free_memory
 for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
     resource.setrlimit(kind, (8 << 30, 8 << 30))
 found = {left.limit: left.nbytes for left in free_memory(environment={"LOCAL_WORLD_SIZE": "8"})}

@@ -188,8 +188,8 @@ def test_the_default_budget_is_a_share_of_the_memory():
 def test_rows_of_no_bytes():
     cache = open_host_cache(Selection(0, 1, 3), [0], 0)
     index = np.arange(2)
-    cache.keep(0, cache.plans(index)[0], 0, 2, np.empty((2, 0), "f4"))
+    cache.columns[0].keep(cache.plans(index)[0], 0, 2, np.empty((2, 0), "f4"))
     cache.add(index)
     assert cache.has(index)
     assert not cache.has(np.arange(3))
-    cache.gather(0, cache.plans(index)[0], 0, 2, np.empty((2, 0), "f4"))
+    cache.columns[0].gather(cache.plans(index)[0], 0, 2, np.empty((2, 0), "f4"))

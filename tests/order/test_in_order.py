@@ -15,7 +15,7 @@ from h5async import AsyncReader, Field
 from h5async.config import ReaderConfig
 from h5async.index.metadata import read_layouts
 from h5async.opening import limits
-from h5async.order.steps import StepRows
+from h5async.order.rows import StepRows
 
 GZIP = {"compression": "gzip", "compression_opts": 1}
 # By name: the shape, the chunks, and the sample dimension.
@@ -30,7 +30,7 @@ SPLIT: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5async.opening.limits._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.opening.slotsizes._KEPT_WHOLE_NBYTES", 0)
 
 
 def write(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], seed: int = 0) -> Any:

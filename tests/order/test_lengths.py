@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async.core.binding import load_core
-from h5async.order import cutting, lengths
-from h5async.order.cutting import NO_LIMIT, Limits, cut, cut_sorted
-from h5async.order.lengths import Lengths, SamplingByLength
+from h5async.order import lengths as lengths_module
+from h5async.order.lengths import NO_LIMIT, Lengths, Limits, SamplingByLength, cut, cut_sorted
 from h5async.order.permutation import keyed_hash, round_keys
 from h5async.order.sampling import Sampling, dealt
-from h5async.order.schedule import Schedule, VaryingSchedule
+from h5async.order.schedule import Schedule
 from h5async.order.selection import Selection
 from h5async.order.weighted import WeightedOrder
 from h5async.order.window import DealtOrder, WindowOrder
@@ -118,7 +117,7 @@ def twin(is_one=True):
     if not is_one:
         yield
         return
-    with mock.patch.object(cutting, "load_core", return_value=None):
+    with mock.patch.object(lengths_module, "load_core", return_value=None):
         yield
 
 
@@ -219,7 +218,7 @@ def test_batches_are_those_of_the_model(length, options, ranks, epochs, block, w
     options["shuffle"] = options["shuffle"] if not drawn or not length else False
     drawn &= bool(length)
     several, lanes = samplings(options, length, ranks, drawn=drawn)
-    with mock.patch.object(lengths, "_BLOCK", block), twin(not with_core):
+    with mock.patch.object(lengths_module, "_BLOCK", block), twin(not with_core):
         for epoch in epochs:
             batches = sequence(lanes(epoch), length, options, ranks, epoch)
             steps = deal(batches, ranks, options["drop_last"])
@@ -426,7 +425,7 @@ class Counted(Sampling):
 def test_serial_numbers(epoch, start, serial, others, order):
     sampling = Counted(10, 1)
     schedule = Schedule.beginning(sampling, serial, epoch, start)
-    assert isinstance(schedule, VaryingSchedule)
+    assert not schedule.sampling.is_uniform
     others = sorted(serial + other for other in others)
     for other in others:
         schedule = schedule.with_other(other, serial)
@@ -512,7 +511,7 @@ def test_without_memory_the_twin_sorts(monkeypatch):
         def cut_sorted(self, *_: object) -> int:
             return -1
 
-    monkeypatch.setattr(cutting, "load_core", Refusing)
+    monkeypatch.setattr(lengths_module, "load_core", Refusing)
     order, ends = cut_sorted(np.array([1, 5, 3]), np.array([3]), Limits(2))
     assert order.tolist() == [1, 2, 0]
     assert ends.tolist() == [2, 3]

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import AsyncReader, ConfigError, DatasetError
-from h5async.order.ranks import find_rank
+from h5async.order.ranks import find_source
 from h5async.order.sampling import Sampling, dealt
 from h5async.order.window import DealtOrder, WindowOrder
 
@@ -237,7 +237,7 @@ LAUNCHED = {
 
 @each("environment", LAUNCHED)
 def test_the_launcher_says_who_this_is(environment):
-    assert find_rank(environment_of(environment)) == LAUNCHED[environment]
+    assert find_source(environment_of(environment)).rank == LAUNCHED[environment]
 
 
 REFUSED = {
@@ -278,12 +278,12 @@ REFUSED = {
 @each("environment", REFUSED)
 def test_an_environment_that_does_not_fit_together_is_refused(environment):
     with pytest.raises(ConfigError, match=REFUSED[environment]):
-        find_rank(environment_of(environment))
+        find_source(environment_of(environment))
 
 
 TERMINAL = """
 import json, os, pty, subprocess, sys
-SAY = "from h5async.order.ranks import find_rank; print(*find_rank())"
+SAY = "from h5async.order.ranks import find_source; print(*find_source().rank)"
 SHELL = f"import os, subprocess, sys; os.environ['SLURM_TASK_PID'] = str(os.getpid()); {SAY}"
 NESTED = (
     "import os; os.environ.update(SLURM_TASK_PID=str(os.getpid()), SLURM_STEP_ID='1'); " + SAY
@@ -339,14 +339,14 @@ def group(monkeypatch, rank, world_size):
 )
 def test_a_process_group_counts(monkeypatch, environment):
     group(monkeypatch, 1, 4)
-    assert find_rank(environment_of(environment)) == (1, 4)
+    assert find_source(environment_of(environment)).rank == (1, 4)
 
 
 def test_a_process_group_of_one_where_a_launcher_started_more(monkeypatch):
     group(monkeypatch, 0, 1)
-    assert find_rank({}) == (0, 1)
+    assert find_source({}).rank == (0, 1)
     with pytest.raises(ConfigError, match=r"get_rank\(\)=0, get_world_size\(\)=1 .torch.distri"):
-        find_rank(environment_of("OMPI=1/2"))
+        find_source(environment_of("OMPI=1/2"))
 
 
 def test_pytorch_and_jax_disagree(monkeypatch):
@@ -354,35 +354,35 @@ def test_pytorch_and_jax_disagree(monkeypatch):
     state = types.SimpleNamespace(client=object(), process_id=1, num_processes=2)
     module("jax._src.distributed", monkeypatch, global_state=state)
     with pytest.raises(ConfigError, match=r"torch\.distributed.*jax\.distributed"):
-        find_rank({})
+        find_source({})
     state.num_processes = 4
-    assert find_rank({}) == (1, 4)
+    assert find_source({}).rank == (1, 4)
 
 
 def test_pytorch_that_knows_no_group(monkeypatch):
     module("torch.distributed", monkeypatch)  # a build without
-    assert find_rank({}) == (0, 1)
+    assert find_source({}).rank == (0, 1)
     module("torch.distributed", monkeypatch, is_initialized=lambda: False)
-    assert find_rank({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
+    assert find_source({"RANK": "1", "WORLD_SIZE": "2"}).rank == (1, 2)
 
 
 def test_jax_of_any_version(monkeypatch):
     """Before 0.6 it does not say whether it was initialised; and other modules have that name."""
     monkeypatch.delitem(sys.modules, "jax._src.distributed", raising=False)
     jax = module("jax", monkeypatch)
-    assert find_rank({}) == (0, 1)
+    assert find_source({}).rank == (0, 1)
     jax.distributed = types.SimpleNamespace(initialize=lambda: None)
-    assert find_rank({}) == (0, 1)
+    assert find_source({}).rank == (0, 1)
     jax.distributed.is_initialized = lambda: False
-    assert find_rank({}) == (0, 1)
+    assert find_source({}).rank == (0, 1)
     jax.process_index, jax.process_count = lambda: 1, lambda: 3
     jax.distributed.is_initialized = lambda: True
-    assert find_rank({}) == (1, 3)
+    assert find_source({}).rank == (1, 3)
     state = types.SimpleNamespace(client=None, process_id=0, num_processes=1)
     module("jax._src.distributed", monkeypatch, global_state=state)
-    assert find_rank({}) == (0, 1)
+    assert find_source({}).rank == (0, 1)
     state.client, state.process_id, state.num_processes = object(), 2, 4
-    assert find_rank({}) == (2, 4)
+    assert find_source({}).rank == (2, 4)
 
 
 @pytest.fixture
@@ -642,8 +642,8 @@ def test_processes_of_mpiexec_step_together(path):
 
 def test_a_launcher_of_which_only_the_local_half_came_through_is_refused():
     with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE=4 .*neither RANK nor WORLD_SIZE"):
-        find_rank({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
-    assert find_rank({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}) == (0, 1)
+        find_source({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
+    assert find_source({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}).rank == (0, 1)
 
 
 # --- world sizes that no cluster has -------------------------------------------------------------
@@ -657,9 +657,9 @@ def test_a_world_size_beyond_32_bits_is_refused(tmp_path, world_size):
     with pytest.raises(ConfigError, match="world_size"):
         AsyncReader(hdf5_path=path, data_field="data", rank=0, world_size=world_size)
     with pytest.raises(ConfigError, match="at most 2147483647"):
-        find_rank({"RANK": "0", "WORLD_SIZE": str(world_size)})
+        find_source({"RANK": "0", "WORLD_SIZE": str(world_size)})
     with pytest.raises(ConfigError, match="not a rank below"):
-        find_rank({"RANK": "0", "WORLD_SIZE": "9" * 5000})  # more digits than int() takes
+        find_source({"RANK": "0", "WORLD_SIZE": "9" * 5000})  # more digits than int() takes
 
 
 def test_an_order_for_very_many_ranks_takes_no_memory_for_each():

@@ -291,7 +291,7 @@ def test_number_of_batches(
 ) -> None:
     sampling = Sampling(num_samples, batch_size, drop_last=drop_last)
     assert sampling.num_batches == num_batches
-    assert sampling.epoch_samples == epoch_samples
+    assert sampling.samples_in(0) == epoch_samples
 
 
 @given(
@@ -308,7 +308,7 @@ def test_the_batches_of_an_epoch_hold_each_sample_once(
     sampling = Sampling(num_samples, batch_size, shuffle, 3, drop_last)
     batches = [sampling.batch(epoch, number) for number in range(sampling.num_batches)]
     sizes = [batch.size for batch in batches]
-    assert sum(sizes) == sampling.epoch_samples
+    assert sum(sizes) == sampling.samples_in(0)
     assert all(size == batch_size for size in sizes[:-1])
     assert all(batch.dtype == np.int64 for batch in batches)
     if not batches:

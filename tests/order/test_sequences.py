@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async.order.sequences import SequenceTable
-from h5async.order.steps import NO_ROW
+from h5async.order.rows import NO_ROW, SequenceTable
 
 lengths = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 offsets = st.lists(st.integers(-6, 6), min_size=1, max_size=5).map(tuple)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from h5async.order.spans import LengthRows, SpanRows, StepSpans
-from h5async.order.steps import NO_ROW, StepRows
+from h5async.order.rows import NO_ROW, LengthRows, SpanRows, StepRows, StepSpans
 
 LENGTHS = np.array([3, 0, 5, 1, 0, 2], np.uint32)
 STARTS = np.append(0, np.cumsum(LENGTHS, dtype=np.int64))

@@ -16,7 +16,7 @@ from h5async.plan.shares import PlanSlice, cut
 
 
 def rows(count: int, nbytes: int) -> GatherPlan:
-    return GatherPlan(np.arange(count), nbytes)
+    return GatherPlan(np.arange(count), np.arange(count + 1) * nbytes)
 
 
 def cost(plans: Sequence[Plan], share: Sequence[PlanSlice]) -> int:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.process.outstanding import MAX_DEATHS, Outstanding
 
 

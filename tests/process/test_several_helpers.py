@@ -50,7 +50,7 @@ from h5async.errors import BudgetError
 from h5async.io.shared import SharedMemory
 from h5async.opening.dataset import open_dataset
 from h5async.opening.limits import MemoryBudget
-from h5async.order.requests import FillRequest
+from h5async.order.sampling import FillRequest
 from h5async.plan.transform import row_transform
 from h5async.process.crew import Crew
 from h5async.process.messages import Opened

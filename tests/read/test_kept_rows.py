@@ -24,7 +24,7 @@ from h5async import core as core_module
 from h5async.index import keeping
 from h5async.index.keeping import Keeps
 from h5async.index.metadata import read_layouts
-from h5async.opening import limits
+from h5async.opening import slotsizes
 from h5async.read.coretables import CoreTables
 
 ALL = 1 << 24  # bytes: room for all rows of a test
@@ -422,7 +422,7 @@ def test_batches_hold_what_h5py_gives(case):
     axis, counts = case["axis"], case["counts"]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if not case["keeps_whole"]:
-            patch.setattr(limits, "_KEPT_WHOLE_NBYTES", 0)
+            patch.setattr(slotsizes, "_KEPT_WHOLE_NBYTES", 0)
         if not case["is_core"]:
             patch.setattr("h5async.fill.filling.load_core", lambda: None)
         paths, several = [], []

@@ -27,8 +27,8 @@ import h5async
 from h5async import AsyncReader, Field
 from h5async.index.metadata import list_layouts
 from h5async.io.localfiles import owned
-from h5async.system import endings, interruptions
-from h5async.system.endings import call_when_gone
+from h5async.system import interruptions
+from h5async.system.interruptions import call_when_gone
 
 N = 64
 PACKAGE = str(Path(h5async.__file__).parent)
@@ -493,13 +493,13 @@ def test_functions_are_called_when_objects_are_gone():
     ring.itself = ring
     for which, name in ((owner, "first"), (owner, "second"), (ring, "ring")):
         call_when_gone(which, calls.append, name)
-    before = len(endings._references)
+    before = len(interruptions._references)
     del owner, which
     assert calls == ["second", "first"]
     del ring
     gc.collect()
     assert calls == ["second", "first", "ring"]
-    assert len(endings._references) == before - 3
+    assert len(interruptions._references) == before - 3
 
 
 # --- traces, and samples read at once -------------------------------------------------------------

@@ -1,4 +1,4 @@
-/* Cuts samples into batches by their lengths, as order/cutting.py does. */
+/* Cuts samples into batches by their lengths, as order/lengths.py does. */
 
 /* Cut samples into runs: each has as many as `most_samples` and `most_values` allow, and at least one.
    `ends`, with room for `n`, is told where they end. Returns how many there are. */

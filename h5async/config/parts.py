@@ -1,4 +1,4 @@
-"""Defines the options that select samples, `indices` and `weights`, and `Split`."""
+"""Defines options that choose samples: `indices`, `Split`, `weights`, `Sequences`, `sampler`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import math
 import operator
 import os
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
 
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
-from h5async.config.values import Int, Name, shown
+from h5async.config.values import DatasetPath, Int, Integer, Name, Positive, shown
 from h5async.errors import ConfigError
-
-if TYPE_CHECKING:
-    from h5async.config.partkeywords import SplitOptions
 
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 _WORDS = (
@@ -52,7 +49,18 @@ class Values:
         return repr(self.array)
 
 
-@documented
+class SplitOptions(TypedDict, total=False):
+    """The keyword parameters of `Split`."""
+
+    seed: Integer
+    """Another seed makes other parts."""
+    by: DatasetPath | None
+    """Path of a dataset: samples with the same value there stay together."""
+    stratify: DatasetPath | None
+    """Path of a dataset: each part has its share of the samples of each value."""
+
+
+@documented(SplitOptions)
 class Split(Frozen):
     """One of several disjoint parts of a dataset.
 
@@ -80,13 +88,9 @@ class Split(Frozen):
         REQUIRED,
         "The share of each part, by name. They sum up to 1, or less: the rest is in no part.",
     )
-    seed: Int = option(0, "Another seed makes other parts.")
-    by: Name | None = option(
-        None, "Path of a dataset: samples with the same value there stay together."
-    )
-    stratify: Name | None = option(
-        None, "Path of a dataset: each part has its share of the samples of each value."
-    )
+    seed: Int = 0
+    by: Name | None = None
+    stratify: Name | None = None
 
     def __init__(
         self,
@@ -205,6 +209,114 @@ def _sampler(value: object) -> object:
     if value is None or (hasattr(value, "__iter__") and not isinstance(value, str | bytes | dict)):
         return value
     raise ValueError("must be an iterable of sample numbers, or of lists of them")
+
+
+_KINDS_OF_SEQUENCES = ("groups", "ends", "starts", "lengths", "ids", "last")
+
+
+def _names(value: object) -> object:
+    """Make a single path a tuple."""
+    return (value,) if isinstance(value, str | bytes) else value
+
+
+class SequencesOptions(TypedDict, total=False):
+    """The parameters of `Sequences`."""
+
+    groups: DatasetPath | None
+    """A pattern of groups, such as `data/demo_*`: each matching group is a sequence, in natural
+    order (`demo_2` before `demo_10`), and the paths of fields begin there.
+    """
+    only: DatasetPath | None
+    """With `groups`: path of a dataset of names; other groups are left out."""
+    ends: DatasetPath | None
+    """Path of a dataset: for each sequence, one past its last row."""
+    starts: DatasetPath | None
+    """Path of a dataset: the first row of each sequence."""
+    lengths: DatasetPath | None
+    """Path of a dataset: the number of rows of each sequence."""
+    ids: DatasetPath | None
+    """Path of a dataset with a value per row; a sequence ends where it changes."""
+    last: DatasetPath | Sequence[DatasetPath] | None
+    """Path of a dataset with a bool per row, or several: a row for which one of them is true is the
+    last of its sequence. Rows after the last such row are a sequence, too.
+    """
+    every: Integer
+    """Use only every n-th row of a sequence as a sample, from its first one on."""
+
+
+@documented(SequencesOptions)
+class Sequences(Frozen):
+    """The sequences of a dataset: episodes, trajectories, recordings. Steps never leave them.
+
+    One of `groups`, `ends`, `starts`, `lengths`, `ids` and `last` defines the sequences; without
+    any, each file is one. The paths are of datasets that each file has.
+
+    Raises
+    ------
+    ConfigError
+        If a value is invalid.
+
+    Examples
+    --------
+    >>> with h5py.File("demos.h5", "w") as file:
+    ...     for number in range(3):
+    ...         file[f"data/demo_{number}/actions"] = np.zeros((10, 7))
+    >>> with AsyncReader(
+    ...     hdf5_path="demos.h5",
+    ...     fields={"actions": Field("actions", steps=range(4))},
+    ...     sequences=Sequences(groups="data/demo_*"),
+    ... ) as reader:
+    ...     print(reader.num_samples, reader.get_next_batch())
+    21 <Batch 0 of epoch 0: actions=(21, 4, 7) float64>
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[SequencesOptions]) -> None: ...
+
+    groups: Name | None = None
+    only: Name | None = None
+    ends: Name | None = None
+    starts: Name | None = None
+    lengths: Name | None = None
+    ids: Name | None = None
+    last: Annotated[tuple[Name, ...], BeforeValidator(_names)] | None = None
+    every: Positive = 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Sequences:
+        given = [name for name in _KINDS_OF_SEQUENCES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give {given[0]} or {given[1]}, not both")
+        if self.last == ():
+            raise ValueError("last needs the path of a dataset, or several")
+        if self.only is not None and self.groups is None:
+            raise ValueError("only needs groups, and names some of them")
+        return self
+
+    @property
+    def kind(self) -> str | None:
+        """The option that defines the sequences; None if each file is one."""
+        return next((name for name in _KINDS_OF_SEQUENCES if getattr(self, name) is not None), None)
+
+
+def _sequences(value: object) -> object:
+    if value is None or isinstance(value, Sequences):
+        return value
+    if isinstance(value, Mapping):
+        return Sequences(**{str(name): option for name, option in value.items()})
+    raise ValueError("must be Sequences, or a mapping of its parameters")
+
+
+def _plain_sequences(value: Any) -> Any:
+    return None if value is None else value.model_dump(exclude_defaults=True)
+
+
+SequencesOption = Annotated[
+    Sequences | None,
+    BeforeValidator(_sequences),
+    PlainSerializer(_plain_sequences, when_used="json-unless-none"),
+]
 
 
 _PLAIN = PlainSerializer(plain_selection, when_used="json-unless-none")

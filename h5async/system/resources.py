@@ -1,4 +1,7 @@
-"""Reads the memory and CPU time that the control groups of this process leave it.
+"""Finds the memory and the cores that this process may use, and the limit that decides.
+
+The machine's free memory, and what control groups leave, is divided by the number of processes that
+a launcher started on this node. `ulimit` applies to this process alone.
 
 A process is in one group of each hierarchy of version 1 (memory, cpu, ...) and in one group of the
 hierarchy of version 2. The limits of all groups above apply, too; Slurm, systemd and Kubernetes set
@@ -9,15 +12,32 @@ for tests. A missing or unreadable file sets no limit.
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from h5async.system.interruptions import suppressing
 
+try:
+    import resource
+except ImportError:  # not on Unix
+    resource = None  # type: ignore[assignment]
+
 _ROOT = Path("/")
+# Number of processes on this node, of torchrun; Open MPI; MPICH and Intel MPI (two); MVAPICH.
+# Slurm's variable has a number for each node of a step, as in "4(x2),3".
+_COUNTS = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "PMI_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+_SLURM_COUNTS, _SLURM_NODE = "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
+_MAX_NODES = 1 << 20  # limits the memory that a wrong variable can cost
 
 
 class MemoryLeft(NamedTuple):
@@ -32,6 +52,87 @@ class _Mount(NamedTuple):
 
     root: str
     folder: Path
+
+
+def usable_cores() -> int:
+    """Return the number of cores that affinity and CPU quota allow."""
+    if hasattr(os, "process_cpu_count"):  # Python 3.13; users may override it
+        cores = os.process_cpu_count() or 1
+    elif hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def free_memory(
+    root: Path = Path("/"), environment: Mapping[str, str] = os.environ
+) -> list[MemoryLeft]:
+    """Return what each limit leaves this process, the tightest first; there is at least one."""
+    ranks = local_ranks(environment)
+    shared = [_of_machine(root), *memory_left(root)]
+    found = [MemoryLeft(nbytes // ranks, limit) for nbytes, limit in shared]
+    return sorted(found + _of_process(root))
+
+
+def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of processes that launchers started on this node, at least 1.
+
+    With nested launchers, such as torchrun in a step of Slurm, the largest number counts.
+    """
+    counts = [environment.get(name, "") for name in _COUNTS]
+    found = [int(count) for count in counts if count.isdecimal()]
+    tasks = _slurm_tasks(environment.get(_SLURM_COUNTS, ""))
+    node = environment.get(_SLURM_NODE, "")
+    if node.isdecimal() and int(node) < len(tasks):
+        found.append(tasks[int(node)])
+    else:
+        found += tasks
+    return max([1, *found])
+
+
+def _slurm_tasks(text: str) -> list[int]:
+    tasks: list[int] = []
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if match is None:
+            return []
+        tasks += [int(match[1])] * min(int(match[2] or 1), _MAX_NODES)
+    return tasks
+
+
+def _of_machine(root: Path) -> MemoryLeft:
+    with suppressing(OSError, ValueError, IndexError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return MemoryLeft(int(line.split()[1]) * 1024, "MemAvailable in /proc/meminfo")
+    nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return MemoryLeft(nbytes, "the memory of this machine")
+
+
+def _of_process(root: Path) -> list[MemoryLeft]:
+    if resource is None:
+        return []
+    used = _used_by_process(root)
+    found = []
+    for kind, option, name in (
+        (resource.RLIMIT_AS, "RLIMIT_AS (ulimit -v)", "VmSize"),
+        (resource.RLIMIT_DATA, "RLIMIT_DATA (ulimit -d)", "VmData"),
+    ):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            found.append(MemoryLeft(max(0, limit - used.get(name, 0)), option))
+    return found
+
+
+def _used_by_process(root: Path) -> dict[str, int]:
+    """Return sizes in bytes, by the names of `/proc/self/status`."""
+    text = ""
+    with suppressing(OSError):
+        text = (root / "proc/self/status").read_text(errors="replace")
+    found = re.findall(r"^(Vm\w+):\s*(\d+) kB$", text, re.MULTILINE)
+    return {name: int(count) * 1024 for name, count in found}
 
 
 def memory_left(root: Path = _ROOT) -> list[MemoryLeft]:

@@ -1,0 +1,333 @@
+"""Defines which rows each sample consists of. Pure.
+
+A sample is a row of the dataset, or a run of rows of any length (`SpanRows`). A field with steps
+(`StepRows`) delivers rows around it, at fixed offsets, which never leave the sample's sequence: an
+episode, a trajectory, a recording (`SequenceTable`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.order.selection import Selection
+
+Int64s = NDArray[np.int64]
+Pad = Literal["drop", "edge", "zero"]
+
+NO_ROW = -1  # instead of a row number: zeros
+_BLOCK = 1 << 20  # samples at a time, to bound memory
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The rows of each sample of a field with steps, at `offsets` from the sample's row.
+
+    `pad` replaces rows outside of the sequence. ``"edge"``: by its first or last row; ``"zero"``:
+    by zeros; ``"drop"``: such samples do not exist. `starts` and `ends`, int64 (n,),
+    non-decreasing, are the first row of each sequence, and one past its last row.
+    """
+
+    offsets: tuple[int, ...]
+    pad: Pad
+    starts: Int64s
+    ends: Int64s
+
+    @property
+    def size(self) -> int:
+        """Number of rows of a sample."""
+        return len(self.offsets)
+
+    def rows(self, samples: Int64s) -> Int64s:
+        """Return the rows of samples, int64 (samples * size,); `NO_ROW` for zeros."""
+        first, last, wanted = self._wanted(samples)
+        rows = np.clip(wanted, first, last)
+        if self.pad == "zero":
+            rows[rows != wanted] = NO_ROW
+        return rows.reshape(-1)
+
+    def are_there(self, samples: Int64s) -> NDArray[np.bool_]:
+        """Return which rows of each sample are in its sequence: bool (samples, size)."""
+        first, last, wanted = self._wanted(samples)
+        return (first <= wanted) & (wanted <= last)
+
+    def _wanted(self, samples: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the first and last row of each sample's sequence, and the requested rows."""
+        number = np.searchsorted(self.starts, samples, side="right") - 1
+        wanted = samples[:, np.newaxis] + np.array(self.offsets, np.int64)
+        return self.starts[number, np.newaxis], self.ends[number, np.newaxis] - 1, wanted
+
+
+class SpanRows:
+    """The rows of each sample of a ragged field: a run of any length.
+
+    `starts` is int64 (n + 1,), non-decreasing: sample i is rows ``starts[i]`` to ``starts[i + 1]``.
+    """
+
+    def __init__(self, starts: Int64s) -> None:
+        self._starts = starts
+
+    @property
+    def starts(self) -> Int64s:
+        """First row of each run, and one past the last row."""
+        return self._starts
+
+    @property
+    def size(self) -> int:
+        """Number of runs."""
+        return self._starts.size - 1
+
+    def runs(self, samples: Int64s) -> Int64s:
+        """Return the runs of a batch: its samples."""
+        return samples
+
+    def lengths(self, samples: Int64s) -> Int64s:
+        """Return the number of rows of each sample."""
+        return self._starts[samples + 1] - self._starts[samples]
+
+    def all_lengths(self, begin: int = 0, end: int | None = None) -> NDArray[Any]:
+        """Return the number of rows of every run, or of some: int64 or uint32 (n,)."""
+        return np.diff(self._starts[begin : None if end is None else end + 1])
+
+    def run_lengths(self, samples: Int64s) -> Int64s:
+        """Return the number of rows of each run in a batch of samples."""
+        return self.lengths(samples)
+
+    def total(self, samples: Int64s) -> int:
+        """Return the number of rows in a batch of samples."""
+        return int(self.run_lengths(samples).sum())
+
+    def offsets(self, samples: Int64s) -> Int64s:
+        """Return where each run's rows begin in their concatenation, and the total number."""
+        return starts_of(self.run_lengths(samples))
+
+    def rows(self, samples: Int64s) -> Int64s:
+        """Return the rows in a batch of samples, concatenated."""
+        offsets = self.offsets(samples)
+        found = np.arange(int(offsets[-1]), dtype=np.int64)
+        found += np.repeat(self.starts[samples] - offsets[:-1], np.diff(offsets))
+        return found
+
+    def are_there(self, length: int, samples: Int64s) -> NDArray[np.bool_]:
+        """Return which of `length` values each sample has: bool (samples, length)."""
+        found: NDArray[np.bool_] = np.arange(length) < self.lengths(samples)[:, np.newaxis]
+        return found
+
+    def most(self, count: int, *, may_repeat: bool) -> int:
+        """Return the maximum number of rows of `count` samples."""
+        if not self.size or not count:
+            return 0
+        if may_repeat or count == 1:
+            return max(int(lengths.max()) for lengths in self._blocks()) * count
+        longest: NDArray[Any] = np.zeros(0, np.int64)
+        for lengths in self._blocks():
+            if longest.size == count:  # few are longer
+                lengths = lengths[lengths > longest.min()]
+            longest = np.concatenate((longest, lengths))
+            if count < longest.size:
+                longest = np.partition(longest, longest.size - count)[-count:]
+        return int(longest.sum(dtype=np.int64))
+
+    def likely(self, count: int) -> int:
+        """Return the mean number of rows of `count` samples, plus a quarter."""
+        rows = sum(int(lengths.sum(dtype=np.int64)) for lengths in self._blocks())
+        return -(-5 * count * rows // (4 * self.size)) if self.size else 0
+
+    def _blocks(self) -> Iterator[NDArray[Any]]:
+        for begin in range(0, self.size, _BLOCK):
+            yield self.all_lengths(begin, min(begin + _BLOCK, self.size))
+
+
+class LengthRows(SpanRows):
+    """A `SpanRows` that keeps only lengths, for fields that store samples by number.
+
+    `stored` is uint32 or int64 (n,): number of rows per sample.
+    """
+
+    def __init__(self, stored: NDArray[Any]) -> None:
+        self._stored = stored
+
+    @cached_property
+    def starts(self) -> Int64s:
+        """First row of each sample if samples were concatenated; needs 8 bytes a sample."""
+        return starts_of(self._stored)
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self._stored.size
+
+    def lengths(self, samples: Int64s) -> Int64s:
+        """Return the number of rows of each sample."""
+        return self._stored[samples].astype(np.int64)
+
+    def all_lengths(self, begin: int = 0, end: int | None = None) -> NDArray[Any]:
+        """Return the number of rows of every sample, or of some."""
+        return self._stored[begin:end]
+
+
+class StepSpans(SpanRows):
+    """The runs of rows (`spans`) around each sample (`steps`) of a ragged field with steps.
+
+    A batch has each run once, in the order of the dataset, even if several samples share it.
+    """
+
+    def __init__(self, spans: SpanRows, steps: StepRows) -> None:
+        self.spans, self.steps = spans, steps
+
+    @property
+    def starts(self) -> Int64s:
+        """First row of each run, and one past the last row."""
+        return self.spans.starts
+
+    @property
+    def size(self) -> int:
+        """Number of runs."""
+        return self.spans.size
+
+    def runs(self, samples: Int64s) -> Int64s:
+        """Return the runs in a batch of samples."""
+        return self.places(samples)[0]
+
+    def places(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the runs in a batch, int64 (n,), ascending, and the place of each step among them.
+
+        Places are int64 (samples, steps): an index of the runs; `NO_ROW` for zeros.
+        """
+        runs, places = np.unique(self.steps.rows(samples), return_inverse=True)
+        places = places.reshape(samples.size, self.steps.size)
+        if runs.size and runs[0] == NO_ROW:
+            return runs[1:], places - 1
+        return runs, places
+
+    def lengths(self, samples: Int64s) -> Int64s:
+        """Return the number of rows of each sample, all steps together."""
+        runs = self.steps.rows(samples)
+        found = self.spans.lengths(np.maximum(runs, 0))
+        found[runs == NO_ROW] = 0
+        total: Int64s = found.reshape(samples.size, self.steps.size).sum(axis=1)
+        return total
+
+    def run_lengths(self, samples: Int64s) -> Int64s:
+        """Return the number of rows of each run in a batch of samples."""
+        return self.spans.lengths(self.runs(samples))
+
+    def rows(self, samples: Int64s) -> Int64s:
+        """Return the rows in a batch of samples."""
+        return self.spans.rows(self.runs(samples))
+
+    def most(self, count: int, *, may_repeat: bool) -> int:
+        """Return the maximum number of rows in a batch of `count` samples; runs do not repeat."""
+        return self.spans.most(min(count * self.steps.size, self.size), may_repeat=False)
+
+    def likely(self, count: int) -> int:
+        """Return a likely upper bound of the rows in a batch of `count` samples."""
+        return self.spans.likely(min(count * self.steps.size, self.size))
+
+
+def starts_of(lengths: NDArray[Any]) -> Int64s:
+    """Return where samples of these lengths begin, and the last one ends: int64 (n + 1,)."""
+    found = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=found[1:])
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTable:
+    """Sequences of rows in ascending order; some rows may be in none.
+
+    `starts` and `ends` are as in `StepRows`; `lengths` has, by the name of a field, int64 (n,): the
+    rows of each sequence that the field has, if not all.
+    """
+
+    starts: Int64s
+    ends: Int64s
+    lengths: Mapping[str, Int64s] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, bounds: Sequence[Int64s]) -> SequenceTable:
+        """Join tables given as starts and the last end, concatenated in one array per table."""
+        starts, ends = [one[:-1] for one in bounds], [one[1:] for one in bounds]
+        return cls(np.concatenate(starts), np.concatenate(ends))
+
+    @property
+    def size(self) -> int:
+        """Number of sequences."""
+        return self.starts.size
+
+    def numbers(self, samples: Int64s) -> Int64s:
+        """Return the sequence number of each sample."""
+        return np.searchsorted(self.starts, samples, side="right") - 1
+
+    def steps(self, samples: Int64s) -> Int64s:
+        """Return each sample's row within its sequence."""
+        return samples - self.starts[self.numbers(samples)]
+
+    def step_rows(
+        self, steps: Mapping[str, tuple[tuple[int, ...], Pad] | None]
+    ) -> list[StepRows | None]:
+        """Return the rows that samples consist of, per field; equal ones share an object.
+
+        `steps` maps a field name to its offsets and padding.
+        """
+        made: dict[tuple[object, ...], StepRows] = {}
+        found: list[StepRows | None] = []
+        for name, given in steps.items():
+            if given is None:
+                found.append(None)
+                continue
+            lengths = self.lengths.get(name)
+            key = *given, None if lengths is None else lengths.tobytes()
+            if key not in made:
+                ends = self.ends if lengths is None else self.starts + lengths
+                made[key] = StepRows(*given, self.starts, ends)
+            found.append(made[key])
+        return found
+
+    def samples(self, rows: Sequence[StepRows], every: int = 1) -> Selection:
+        """Return the samples: rows that all fields have, and whose steps stay in the sequence.
+
+        Of `rows`, only those with ``pad="drop"`` count. Takes every `every`-th row of a sequence,
+        from its first one on.
+        """
+        first = 0
+        behind = functools.reduce(np.minimum, [self.ends - self.starts, *self.lengths.values()])
+        for one in rows:
+            if one.pad == "drop":
+                first = max(first, -min(one.offsets))
+                behind = np.minimum(behind, one.ends - self.starts - max(one.offsets))
+        first = -(-first // every) * every
+        count = np.maximum(0, -(-(behind - first) // every))
+        begin = (self.starts + first)[count > 0]
+        count = count[count > 0]
+        if not begin.size:
+            return Selection.of_range(range(0))
+        # Adjacent runs with the same step are a single run.
+        if (begin[1:] == begin[:-1] + every * count[:-1]).all():
+            total = int(count.sum())
+            return Selection(int(begin[0]), every, total)
+        found = np.arange(int(count.sum()), dtype=np.int64)
+        found -= np.repeat(np.cumsum(count) - count, count)
+        found *= every
+        found += np.repeat(begin, count)
+        return Selection.of_numbers(found)
+
+    def is_same(self, other: SequenceTable) -> bool:
+        """Tell whether two tables are equal."""
+        return self.digest() == other.digest()
+
+    def digest(self) -> str:
+        """Return a short text that only equal tables share."""
+        found = hashlib.blake2b(self.starts.astype("<i8").tobytes(), digest_size=16)
+        found.update(self.ends.astype("<i8").tobytes())
+        for name, lengths in sorted(self.lengths.items()):
+            found.update(name.encode(errors="surrogateescape") + b"\0")
+            found.update(lengths.astype("<i8").tobytes())
+        return found.hexdigest()

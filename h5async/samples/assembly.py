@@ -1,0 +1,160 @@
+"""Lists the kinds of fields, and makes delivered values of the arrays of a slot.
+
+A field is one dataset, its *column*, or several: a sparse matrix has values and indices. Arrays of
+columns enter as they lie in a slot; arrays of fields leave: `Ragged`, `Csr`, or plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import Field
+from h5async.index.layout import DatasetLayout
+from h5async.order.rows import LengthRows, SpanRows, StepRows, StepSpans
+from h5async.plan.transform import RowTransform
+from h5async.samples.audiokind import AudioKind
+from h5async.samples.fieldkind import CanTransform, FieldKind, Filled, Outline, Rows, field_of
+from h5async.samples.imagekind import ImageKind
+from h5async.samples.raggedkind import RaggedKind
+from h5async.samples.sparsekind import SparseKind
+
+T = TypeVar("T")
+
+KINDS: tuple[type[FieldKind], ...] = (FieldKind, RaggedKind, SparseKind, ImageKind, AudioKind)
+_BY_OPTIONS = {kind.of: kind for kind in KINDS}
+# What is found at the path of a plain field -> its options.
+FOUND_AS = {kind.found_as: kind.of for kind in KINDS if kind.found_as}
+
+
+def field_kinds(fields: Mapping[str, Field]) -> dict[str, FieldKind]:
+    """Return the kinds of fields, by name."""
+    return {name: _BY_OPTIONS[type(field)](name, field) for name, field in fields.items()}
+
+
+class SlotMemory(NamedTuple):
+    """The host arrays of a slot, one of each kind per column.
+
+    `raw`, (batch, *raw_row), are rows as read; `out`, (batch, *row), are rows as delivered: the
+    array of `raw` itself if the filler transforms nothing. `made` are, per field, if there are any,
+    plain arrays (batch, ...) made of samples of differing lengths; in helper processes also uint8
+    memory for what is decoded; None if nothing is made, or if it gets memory of its own.
+    """
+
+    raw: tuple[NDArray[Any], ...]
+    out: tuple[NDArray[Any], ...]
+    made: tuple[NDArray[Any] | None, ...] = ()
+
+
+def columns_of(kinds: Mapping[str, FieldKind]) -> dict[str, Field]:
+    """Return the columns of fields by name; a field's first column has the field's name."""
+    return {name: one for kind in kinds.values() for name, one in kind.columns.items()}
+
+
+def first_columns_of(columns: Iterable[str]) -> list[int]:
+    """Return, per field, the number of its first column."""
+    return [number for number, name in enumerate(columns) if name == field_of(name)]
+
+
+def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T]:
+    """Group a mapping by column into one by field; `join` combines two columns of a field."""
+    found: dict[str, T] = {}
+    for name, one in columns.items():
+        field = field_of(name)
+        found[field] = join(found[field], one) if field in found else one
+    return found
+
+
+def spans_of(
+    layouts: Mapping[str, DatasetLayout], steps: Mapping[str, StepRows | None]
+) -> dict[str, SpanRows]:
+    """Return which rows each sample is, per column of ragged fields; one object per field.
+
+    `steps` says, per field, which samples' rows each sample consists of; None means its own.
+    """
+    found: dict[str, SpanRows] = {}
+    for name, layout in layouts.items():
+        if not layout.is_ragged:
+            continue
+        first, one = found.get(field_of(name)), steps.get(name)
+        if first is None:
+            spans = (
+                SpanRows(layout.starts()) if layout.lengths is None else LengthRows(layout.lengths)
+            )
+            first = spans if one is None else StepSpans(spans, one)
+        found[name] = first
+    return found
+
+
+def outlines_of(
+    kinds: Mapping[str, FieldKind],
+    transforms: Mapping[str, RowTransform],
+    can_transform: CanTransform,
+) -> tuple[Outline, ...]:
+    """Return how each field is assembled; parameters as of `FieldKind.outline`, by column."""
+    found: list[Outline] = []
+    numbers = {name: number for number, name in enumerate(transforms)}
+    for kind in kinds.values():
+        columns = tuple(numbers[name] for name in kind.columns)
+        of_columns = [transforms[name] for name in kind.columns]
+        found.append(kind.outline(columns, of_columns, can_transform))
+    return tuple(found)
+
+
+class Assembly:
+    """Turns the arrays of columns into delivered values. Thread-safe.
+
+    `rows` says, per column, which rows each sample consists of; `first_samples`, int64
+    (files + 1,), are the first ones of each file. If it `is_plain`, each field is one array with a
+    row per sample, as it lies in the slot; if it `needs_work`, more than views must be made.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, FieldKind],
+        rows: Sequence[Rows],
+        first_samples: NDArray[np.int64],
+    ) -> None:
+        self._kinds = list(kinds.values())
+        firsts = [*first_columns_of(columns_of(kinds)), len(rows)]
+        self._columns = list(map(slice, firsts, firsts[1:]))
+        self._rows = rows
+        self._first_samples = first_samples
+        self.is_plain = all(kind.is_plain for kind in self._kinds)
+        self.needs_work = any(kind.needs_work for kind in self._kinds)
+
+    def sizes(self, index: NDArray[np.int64]) -> list[int]:
+        """Return, per column, the number of rows of a batch in the slot's arrays."""
+        totals: dict[SpanRows, int] = {}
+        for one in self._rows:
+            if isinstance(one, SpanRows) and one not in totals:
+                totals[one] = one.total(index)
+        return [totals[one] if isinstance(one, SpanRows) else index.size for one in self._rows]
+
+    def arrays(
+        self,
+        memory: SlotMemory,
+        index: NDArray[np.int64],
+        left: Collection[str] = (),
+        *,
+        are_checked: bool = False,
+    ) -> tuple[Any, ...]:
+        """Return the arrays of a batch, per field; views of a slot's memory if possible.
+
+        A device pads the fields `left`, or makes them dense. If `are_checked`, the core has read
+        the whole batch, and has checked indices that have a limit. DatasetError if an index of a
+        sparse row is not a column, or a code is not a category.
+        """
+        if self.is_plain:
+            return tuple([out[: index.size] for out in memory.out])
+        found = []
+        for number, (kind, own) in enumerate(zip(self._kinds, self._columns, strict=True)):
+            is_left = kind.name in left
+            made = memory.made[number] if memory.made and not is_left else None
+            columns, rows = memory.out[own], self._rows[own.start]
+            filled = Filled(columns, rows, index, made, is_left, are_checked, self._first_samples)
+            found.append(kind.deliver(filled))
+        return tuple(found)

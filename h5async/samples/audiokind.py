@@ -1,0 +1,166 @@
+"""Defines the kind of fields that are encoded audio: their frames are decoded by libsndfile.
+
+Encoded recordings enter, as `Ragged` bytes; `Ragged` frames leave, or an array of equal parts.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import AudioField, Field
+from h5async.core.binding import Core
+from h5async.errors import ReadError, needs_package
+from h5async.index.layout import DatasetLayout
+from h5async.plan.crops import random_start
+from h5async.samples.fieldkind import DecodingWork, EncodedBatch, FieldDecoder, Rows
+from h5async.samples.ragged import Ragged
+from h5async.samples.raggedkind import EncodedKind
+
+_MIXED_NBYTES = 1 << 20  # of several channels, decoded at a time
+
+
+class AudioKind(EncodedKind):
+    """Encoded audio."""
+
+    of: ClassVar[type[Field]] = AudioField
+    field: AudioField
+
+    def decoded_nbytes(self, rows: int) -> int:
+        """Return the bytes of parts of one length; 0 if lengths differ."""
+        field = self.field
+        if field.frames is None or not field.dense:
+            return 0
+        return rows * field.frames * field.channels * field.decoded_dtype.itemsize
+
+    def decoder(
+        self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int
+    ) -> FieldDecoder:
+        """Return the decoder; MissingPackageError if soundfile is not installed."""
+        return _AudioDecoder(self.field, layout, rows)
+
+
+class _AudioDecoder(FieldDecoder):
+    def __init__(self, field: AudioField, layout: DatasetLayout, rows: Rows) -> None:
+        super().__init__("recording", layout, rows)
+        with needs_package("soundfile", "audio"):
+            import soundfile
+        self._soundfile: Any = soundfile
+        self._field = field
+        self.is_random = field.crop == "random"
+        # Of a frame: one channel has no dimension of its own, as of soundfile.
+        self._frame = () if field.channels == 1 else (field.channels,)
+
+    def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
+        """Return the array or `Ragged` of a batch, and the work that fills it with frames."""
+        index, numbers = batch.samples, batch.numbers
+        starts = np.zeros(index.size) if numbers is None else random_start(numbers)
+        several = list(zip(batch.encoded, index.tolist(), starts.tolist(), strict=True))
+        dtype = self._field.decoded_dtype
+        if self._field.dense:
+            shape = index.size, self._field.frames or 0, *self._frame
+            rows = np.ndarray(shape, dtype, batch.empty(math.prod(shape) * dtype.itemsize))
+            return rows, [
+                partial(self._open_and_decode, data, row, sample, start)
+                for (data, sample, start), row in zip(several, rows, strict=True)
+            ]
+        files = [self._open(data, sample) for data, sample, _ in several]
+        ends = list(itertools.accumulate(map(self._count, files), initial=0))
+        nbytes = ends[-1] * math.prod(self._frame) * dtype.itemsize
+        if nbytes > batch.most_nbytes:
+            raise ReadError(
+                f"{self._where(int(index[0]))} and the others of its batch declare {nbytes:,} bytes"
+                f" of audio, more than the {batch.most_nbytes:,} that they may take; make"
+                " batch_size smaller, give frames, or set max_batch_bytes if you trust the file"
+            )
+        values: NDArray[Any] = np.ndarray((ends[-1], *self._frame), dtype, batch.empty(nbytes))
+        works: list[DecodingWork] = [
+            partial(self._decode, file, values[a:b], sample, start)
+            for file, (a, b), (_, sample, start) in zip(
+                files, itertools.pairwise(ends), several, strict=True
+            )
+        ]
+        return Ragged(values, np.array(ends, np.int64)), works
+
+    def _open_and_decode(
+        self, data: NDArray[Any], out: NDArray[Any], sample: int, start: float
+    ) -> bool:
+        return self._decode(self._open(data, sample), out, sample, start)
+
+    def _open(self, data: NDArray[Any], sample: int) -> Any:
+        """Open a recording; `ReadError` if it is none, or not of the kind that the field says."""
+        try:
+            file = self._soundfile.SoundFile(io.BytesIO(data.tobytes()))
+        except self._soundfile.SoundFileError as error:
+            first = data[:8].tobytes().hex(" ") or "none"
+            raise self._broken(sample, f"{_said(error)} (its first bytes are {first})") from error
+        field, where = self._field, self._where(sample)
+        if field.sample_rate not in (None, file.samplerate):
+            raise ReadError(
+                f"{where} has a sample rate of {file.samplerate:,} Hz, and sample_rate is"
+                f" {field.sample_rate:,}; resample it, or leave the sample out by indices"
+            )
+        if not field.mono and file.channels != field.channels:
+            raise ReadError(
+                f"{where} has {file.channels} channels, and channels is {field.channels}; set"
+                " channels, or mono=True to have the mean of all channels"
+            )
+        return file
+
+    def _count(self, file: Any) -> int:
+        """Return the number of frames to deliver of a recording."""
+        frames = self._field.frames
+        return int(file.frames if frames is None else min(frames, file.frames))
+
+    def _decode(self, file: Any, out: NDArray[Any], sample: int, start: float) -> bool:
+        """Decode a part of a recording to `out`, which ends with zeros if that is longer.
+
+        `start` is from 0, for the first possible part, to below 1. The file is closed.
+        """
+        count = self._count(file)
+        read = _read_mean if self._field.mono else _read
+        try:
+            with file:
+                first = int(start * (file.frames - count + 1))
+                if first:
+                    file.seek(first)
+                got = read(file, out[:count])
+        except self._soundfile.SoundFileError as error:
+            raise self._broken(sample, _said(error)) from error
+        if got < count:
+            raise self._broken(sample, f"{count - got:,} of {count:,} frames are missing")
+        out[count:] = 0
+        return True
+
+    def _broken(self, sample: int, found: str) -> ReadError:
+        remedy = "mend the file, or leave the sample out by indices"
+        return ReadError(f"{self._where(sample)} cannot be decoded: {found}; {remedy}")
+
+
+def _read(file: Any, out: NDArray[Any]) -> int:
+    """Decode frames; return their number, which is smaller where the recording ends."""
+    return len(file.read(out=out))
+
+
+def _read_mean(file: Any, out: NDArray[Any]) -> int:
+    """Do the same with the mean of all channels."""
+    most, done = max(1, _MIXED_NBYTES // (file.channels * out.itemsize)), 0
+    while done < len(out):
+        wanted = min(most, len(out) - done)
+        block = file.read(wanted, out.dtype.name, always_2d=True)
+        np.mean(block, axis=1, out=out[done : done + len(block)])
+        done += len(block)
+        if len(block) < wanted:
+            break
+    return done
+
+
+def _said(error: Exception) -> str:
+    """Return what libsndfile says."""
+    return str(getattr(error, "error_string", error)).rstrip(".")

@@ -1,0 +1,171 @@
+"""Defines the kind of fields that are codes of categories, whose categories files may differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from h5async.config import Field, ReaderConfig
+from h5async.errors import ConfigError, DatasetError
+from h5async.index.groupfields import union_of
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.read.whole import read_blocks, read_whole
+from h5async.samples.fieldkind import (
+    CATEGORIES,
+    Categories,
+    Fact,
+    FieldKind,
+    Filled,
+    Known,
+    texts_of,
+)
+from h5async.samples.sparsekind import are_all_equal
+
+CATEGORIES_OF = "\0categories"  # suffix of a field's name for it
+
+
+class CodesKind(FieldKind):
+    """The codes of a categorical column; `table_column` is its path."""
+
+    categories: Categories
+
+    def __init__(self, name: str, field: Field, table_column: str) -> None:
+        super().__init__(name, field)
+        self.table_column = table_column
+        self.categories = Categories(())
+
+    def facts(self) -> dict[str, Fact]:
+        """Return the categories."""
+        return {self.name + CATEGORIES_OF: Fact(self.table_column, CATEGORIES)}
+
+    def join(self, known: Known, config: ReaderConfig, reach: Reach) -> dict[str, DatasetLayout]:
+        """Return the layout of the codes; unite the categories of all files."""
+        codes = {self.name: _of_one_dtype(known[self.name], reach)}
+        joined = super().join(codes, config, reach)
+        facts = known[self.name + CATEGORIES_OF]
+        several = list(map(texts_of, facts))
+        names, tables = union_of(several)
+        if all(one == names for one in several):  # duplicate names make them differ from it, too
+            self.categories = Categories(names)
+            _require_codes(joined[self.name], len(names), reach)  # no mapping finds invalid ones
+        else:
+            where = tuple(f'{one.file}: column "{one.path}"' for one in facts)
+            _check_mapping(self.name, self.field, config, where)
+            self.categories = Categories(names, tuple(tables), where)
+            self.is_mapped = self.needs_work = True
+        return joined
+
+    def is_same(self, other: FieldKind) -> bool:
+        """Return whether codes mean the same in both."""
+        assert isinstance(other, CodesKind)
+        one, two = self.categories, other.categories
+        return one.names == two.names and are_all_equal(one.tables, two.tables)
+
+    def deliver(self, filled: Filled) -> Any:
+        """Return the codes in the united categories of all files."""
+        tables, values = self.categories.tables, super().deliver(filled)
+        if tables is None:
+            return values
+        least = np.min_scalar_type(-max(1, len(self.categories.names)))
+        dtype = self.field.dtype
+        found = np.empty(
+            values.shape, np.promote_types(values.dtype, least) if dtype is None else dtype
+        )
+        file = filled.files(filled.samples)
+        for number in np.unique(file).tolist():
+            here, table = np.flatnonzero(file == number), tables[number]
+            codes = values[here].astype(np.int64)
+            outside = (codes < -1) | (codes >= table.size - 1)
+            if outside.any():
+                at = int(outside.argmax())
+                sample = int(filled.samples[here[at]])
+                row = sample - int(filled.first_samples[number])
+                where = self.categories.where[number]
+                raise _no_category(where, row, sample, int(codes[at]), table.size - 1)
+            found[here] = table[codes]
+        return found
+
+
+def _no_category(where: str, row: int, sample: int, code: int, count: int) -> DatasetError:
+    """Return the error for a code outside `count` categories."""
+    return DatasetError(
+        f"{where}: row {row} (sample {sample}) has the code {code}, and there are {count:,}"
+        " categories; the file is damaged"
+    )
+
+
+def _require_codes(codes: DatasetLayout, count: int, reach: Reach) -> None:
+    """Raise DatasetError unless all codes of a column, across files, are from -1 to ``count - 1``.
+
+    AnnData rejects such files, too. ReadError if codes cannot be read.
+    """
+    for first, block in read_blocks(codes, reach):
+        outside = (block < -1) | (block >= count)
+        if not outside.any():
+            continue
+        sample, file = first + int(outside.argmax()), codes.file
+        row = sample
+        for name, samples in codes.file_samples:
+            if row < samples:
+                file = name
+                break
+            row -= samples
+        raise _no_category(
+            f'{file}: column "{codes.path.removesuffix("/codes")}"',
+            row,
+            sample,
+            int(block[sample - first]),
+            count,
+        )
+
+
+def _of_one_dtype(layouts: Sequence[DatasetLayout], reach: Reach) -> list[DatasetLayout]:
+    """Return the codes of several files in the widest of their dtypes.
+
+    Codes of other dtypes are read here and kept: a few bytes per sample.
+    """
+    dtypes = [layout.dtype.newbyteorder("=") for layout in layouts]
+    if len(set(dtypes)) == 1 or any(dtype.kind not in "iu" for dtype in dtypes):
+        return list(layouts)
+    widest = np.result_type(*dtypes)
+    if widest.kind not in "iu":  # signed and unsigned 64-bit integers
+        return list(layouts)
+    return [
+        layout if layout.dtype == widest else _cast(layout, widest, reach) for layout in layouts
+    ]
+
+
+def _cast(layout: DatasetLayout, dtype: np.dtype[np.integer], reach: Reach) -> DatasetLayout:
+    values = read_whole(layout, reach).astype(dtype)
+    return DatasetLayout(
+        file=layout.file,
+        stamp=layout.stamp,
+        path=layout.path,
+        shape=values.shape,
+        dtype=dtype,
+        sample_axis=0,
+        storage="compact",
+        fallback_reason=None,
+        fill=np.zeros((), dtype),
+        stored_nbytes=layout.stored_nbytes,
+        values=values,
+    )
+
+
+def _check_mapping(name: str, field: Field, config: ReaderConfig, where: Sequence[str]) -> None:
+    """Reject options that do not permit mapping codes while they are read."""
+    for is_given, option in (
+        (field.scale is not None, "scale"),
+        (field.offset is not None, "offset"),
+        (field.steps is not None, "steps"),
+        (field.dtype is not None and field.dtype.kind != "i", f"dtype={field.dtype}"),
+        (config.cache == "device", 'cache="device"'),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"{where[0]} ({name}) has other categories than other files, so that codes are"
+                f" mapped to those of all files, for which {option} is not supported; leave it out"
+            )

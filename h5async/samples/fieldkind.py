@@ -1,0 +1,292 @@
+"""Defines `FieldKind`: what a field reads, how its slot is laid out, and what is delivered of it.
+
+The rooms above ask a field's kind, and know no other difference between fields. This base is the
+kind of plain fields: one dataset, with a row, or steps of them, per sample. Each other kind has a
+module of its own, and a line in `assembly.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import Field, ReaderConfig
+from h5async.core.binding import Core
+from h5async.errors import DatasetError
+from h5async.index.datasettable import shared
+from h5async.index.joined import join_layouts
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.order.rows import SpanRows, StepRows, StepSpans
+from h5async.plan.transform import RowTransform
+from h5async.samples.ragged import Ragged
+
+Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
+Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # of sample numbers
+Transforms = Sequence[RowTransform]  # of the columns of a field
+CanTransform = Callable[[RowTransform], bool] | None  # of a device; None: the host does everything
+Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
+
+Empty = Callable[[int], NDArray[np.uint8]]  # returns new memory
+DecodingWork = Callable[[], bool]  # decodes a sample; returns False if it was broken and replaced
+
+INDICES = "\0indices"  # suffix of a field's name: its column of indices
+
+# Kinds of facts, as in `Wanted`: elements of variable length, the rows, the shape and the names of
+# a sparse matrix, what codes of a column stand for, and that a column has a mask.
+HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
+CATEGORIES, NULLABLE = "categories", "nullable"
+
+
+class Fact(NamedTuple):
+    """What must be known of each file: a path, and a kind as in `Wanted`."""
+
+    path: str
+    kind: str
+
+
+class Categories(NamedTuple):
+    """The categories of a field.
+
+    `names` are those of all files together: code c stands for ``names[c]``. `tables` are, per file,
+    the united code of each of its codes, int64 (categories of the file + 1,), of which the last one
+    is -1; None if the codes need no mapping. `where` names the column of each file in messages.
+    """
+
+    names: tuple[Any, ...]
+    tables: tuple[NDArray[np.int64], ...] | None = None
+    where: tuple[str, ...] = ()
+
+
+class Outline(NamedTuple):
+    """How a field is assembled from its columns, and what of it a device does.
+
+    `columns` are their numbers. If the number of values `is_varying` between samples, `made` is the
+    row shape and dtype of the plain array that is made of them, if any. If its column `is_encoded`,
+    other arrays are delivered: images are decoded. `pixels` says how those of one size are
+    delivered, if a device does that. `is_left` says whether a device makes that array, or delivers
+    the pixels; it then adds `added`, if given, to all values of dense rows.
+    """
+
+    name: str
+    columns: tuple[int, ...]
+    is_varying: bool = False
+    is_encoded: bool = False
+    made: tuple[tuple[int, ...], np.dtype[Any]] | None = None
+    pixels: RowTransform | None = None
+    is_left: bool = False
+    added: NDArray[Any] | None = None
+
+    @property
+    def made_on_host_nbytes(self) -> int:
+        """Bytes of a row of the plain array, if the host makes it."""
+        if self.made is None or self.is_left:
+            return 0
+        return math.prod(self.made[0]) * self.made[1].itemsize
+
+
+class Filled(NamedTuple):
+    """The rows of a field of a batch, in a slot.
+
+    The memory of its `columns` may have room for more rows; `rows` says which ones each of the
+    `samples` consists of. `made` is memory for a plain array, if there is one; if it `is_left`, a
+    device pads samples or makes them dense. If it `is_checked`, the core has checked indices that
+    have a limit. `first_samples`, int64 (files + 1,), are the first ones of each file.
+    """
+
+    columns: Sequence[NDArray[Any]]
+    rows: Rows
+    samples: NDArray[np.int64]
+    made: NDArray[Any] | None
+    is_left: bool
+    is_checked: bool
+    first_samples: NDArray[np.int64]
+
+    def files(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of each sample's file."""
+        return np.searchsorted(self.first_samples, samples, side="right") - 1
+
+
+class EncodedBatch(NamedTuple):
+    """The encoded samples of a batch, for `FieldDecoder.begin`.
+
+    `encoded` are their bytes; if they consist of steps, those of the batch's runs. `numbers` are
+    the random numbers of `samples` (`plan/crops.py`), if needed. `empty` returns memory for what is
+    decoded: at most `most_nbytes`.
+    """
+
+    encoded: Ragged
+    samples: NDArray[np.int64]
+    numbers: NDArray[np.float64] | None
+    empty: Empty
+    most_nbytes: int
+
+
+class FieldDecoder(ABC):
+    """Decodes the samples of one field. Safe to use from many threads.
+
+    DatasetError if the dataset does not hold bytes. `what` is a sample, in messages; `layout` and
+    `rows` are those of the column of bytes. `is_random` says whether random numbers are needed.
+    """
+
+    is_random = False
+
+    def __init__(self, what: str, layout: DatasetLayout, rows: Rows) -> None:
+        is_plain = layout.dtype.kind in "iuV" and layout.dtype.names is None  # V: opaque
+        if not is_plain or layout.row_nbytes != 1:
+            raise DatasetError(
+                f'{layout.file}: dataset "{layout.path}": {what}s are bytes (uint8), found'
+                f" {layout.dtype}{list(layout.row_shape) or ''}; give the dataset of encoded"
+                f" {what}s"
+            )
+        self._what = what
+        self._layout = layout
+        self._spans = rows
+        counts = [count for _, count in layout.file_samples]
+        self._ends = np.cumsum(counts or [layout.sample_count])
+
+    @abstractmethod
+    def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
+        """Return what is delivered of a batch, and the work that fills it.
+
+        ReadError if a sample is broken, or they take too much memory.
+        """
+
+    def _where(self, sample: int) -> str:
+        layout, number = self._layout, int(np.searchsorted(self._ends, sample, side="right"))
+        if layout.sequences is not None and layout.heaps:  # each of a dataset of its own
+            heap = [one for one in layout.heaps if one.first_sample <= sample][-1]
+            element = sample - heap.first_sample
+            return f"{heap.elements.where}: the {self._what} of element {element} (sample {sample})"
+        file = layout.file_samples[number][0] if layout.file_samples else layout.file
+        first = int(self._ends[number - 1]) if number else 0
+        among = f" (sample {sample - first} of this file)" if first else ""
+        return f'{file}: dataset "{layout.path}": the {self._what} of sample {sample}{among}'
+
+
+class FieldKind:
+    """A plain field, and the base of all kinds. Immutable once `join` was called; picklable.
+
+    `of` is the class of its options; `found_as` is the kind of the fact that has a plain `Field` be
+    of this kind. If it `is_ragged`, samples may differ in their number of values; if it
+    `is_mapped`, the host makes other values of those read; if it `needs_work`, more than views must
+    be made of them. A column of a table whose codes these are has the path `table_column`.
+    """
+
+    of: ClassVar[type[Field]] = Field
+    found_as: ClassVar[str] = ""
+    is_ragged: ClassVar[bool] = False
+    table_column = ""
+    categories: Categories | None = None
+    is_mapped = False
+    needs_work = False
+
+    def __init__(self, name: str, field: Field) -> None:
+        self.name, self.field = name, field
+
+    # --- what is read -----------------------------------------------------------------------------
+
+    @property
+    def columns(self) -> dict[str, Field]:
+        """The datasets that rows are read of, by name; the first one has the field's name."""
+        return {self.name: self.field}
+
+    def facts(self) -> dict[str, Fact]:
+        """Return what else must be known of each file, or of its columns, by name."""
+        return {}
+
+    def join(self, known: Known, config: ReaderConfig, reach: Reach) -> dict[str, DatasetLayout]:
+        """Return the layouts of the columns across all files; keep what the facts say.
+
+        H5AsyncError if the files do not fit together.
+        """
+        layout = join_layouts(known[self.name])
+        return {self.name: layout if self.field.steps is None else shared(layout)}
+
+    def is_same(self, other: FieldKind) -> bool:
+        """Return whether `join` kept the same for both."""
+        return True
+
+    # --- how a slot is laid out -------------------------------------------------------------------
+
+    def outline(
+        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
+    ) -> Outline:
+        """Return how the field is assembled of its columns, whose numbers are given."""
+        return Outline(self.name, columns, transforms[0].capacity is not None)
+
+    def decoded_nbytes(self, rows: int) -> int:
+        """Return the bytes of `rows` decoded samples; 0 if they are not decoded, or of any size."""
+        return 0
+
+    @property
+    def as_decoded(self) -> FieldKind:
+        """The same field as a device expects it that transforms what is decoded."""
+        return self
+
+    def decoder(
+        self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int
+    ) -> FieldDecoder | None:
+        """Return what decodes the samples; None if they are not encoded.
+
+        `layout` and `rows` are those of the column, and `limit_nbytes` is the limit for the memory
+        that a sample takes while it is decoded.
+        """
+        return None
+
+    # --- what is delivered ------------------------------------------------------------------------
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an array is delivered as it lies in the slot, with a row per sample."""
+        return not (self.is_ragged or self.is_mapped)
+
+    def deliver(self, filled: Filled) -> Any:
+        """Return the array, or the samples, of a batch; views of the slot's memory if possible.
+
+        DatasetError if the values read cannot be right.
+        """
+        return filled.columns[0][: filled.samples.size]
+
+    def masks(self, rows: Rows) -> dict[str, Mask]:
+        """Return what makes the masks of a batch, by their names."""
+        steps, name = steps_of(rows), self.field.pad_mask
+        return {} if steps is None or name is None else {name: steps.are_there}
+
+    def counted(self, rows: SpanRows) -> NDArray[Any] | int | None:
+        """Return the number of values of each sample for `batch_values`; None if none count."""
+        return None
+
+
+def field_of(column: str) -> str:
+    """Return the name of the field that a column is of."""
+    return column.removesuffix(INDICES)
+
+
+def steps_of(rows: Rows) -> StepRows | None:
+    """Return the steps of the samples of a column; None if it has none."""
+    if isinstance(rows, StepSpans):
+        return rows.steps
+    return rows if isinstance(rows, StepRows) else None
+
+
+def values_of(fact: DatasetLayout) -> NDArray[Any]:
+    """Return the values of a fact."""
+    assert fact.values is not None
+    return fact.values.view(fact.dtype)
+
+
+def texts_of(fact: DatasetLayout) -> tuple[Any, ...]:
+    """Return the names, or the numbers, of a fact."""
+    values = values_of(fact)
+    if fact.spans is None:
+        return tuple(values.tolist())
+    pairs = itertools.pairwise(fact.spans.tolist())
+    data = values.tobytes()
+    return tuple(data[a:b].decode("utf-8", "surrogateescape") for a, b in pairs)

@@ -1,0 +1,346 @@
+"""Defines the kind of fields that are encoded images: their pixels are decoded, cut and resized.
+
+Encoded images enter, as `Ragged` bytes; an array of pixels leaves, or `Images` if sizes differ. If
+several samples of a batch share an image by their steps, it is decoded once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codec.imageformats import (
+    CHANNELS,
+    MOST_NBYTES,
+    ImageHeader,
+    decode_rgb,
+    header_rows,
+    read_header,
+)
+from h5async.config import Field, ImageField
+from h5async.core.binding import Core, address
+from h5async.errors import ReadError, needs_package
+from h5async.index.layout import DatasetLayout
+from h5async.io.shared import Growing, plain_memory
+from h5async.order.rows import StepSpans
+from h5async.plan.crops import are_flipped, center_boxes, random_boxes
+from h5async.plan.records import Int64s
+from h5async.plan.transform import RowTransform, factor_of
+from h5async.read.transform import native_transform
+from h5async.samples.fieldkind import (
+    CanTransform,
+    DecodingWork,
+    EncodedBatch,
+    FieldDecoder,
+    FieldKind,
+    Outline,
+    Rows,
+    Transforms,
+)
+from h5async.samples.ragged import Images, Ragged
+from h5async.samples.raggedkind import EncodedKind
+
+# The shrinking factor above which all pixels are averaged: above 2, neighbours do not suffice.
+_AREA_ABOVE = {"auto": 2.0, "area": 0.0, "linear": math.inf}
+_REMEDY = 'mend the file, leave the sample out by indices, or set on_error="zero" and a size'
+
+
+class ImageKind(EncodedKind):
+    """Encoded images."""
+
+    of: ClassVar[type[Field]] = ImageField
+    field: ImageField
+
+    def outline(
+        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
+    ) -> Outline:
+        """Return how the field is assembled; a device transforms pixels of one size if it can."""
+        outline, field = super().outline(columns, transforms, can_transform), self.field
+        if can_transform is None or field.size is None or field.steps is not None:
+            return outline
+        pixels = _pixel_transform(field, (*field.size, CHANNELS))
+        if pixels.is_identity or not can_transform(pixels):
+            return outline
+        return outline._replace(pixels=pixels, is_left=True)
+
+    def decoded_nbytes(self, rows: int) -> int:
+        """Return the bytes of resized images, and of their steps; 0 if they keep their sizes."""
+        field = self.field
+        if field.size is None:
+            return 0
+        steps = 1 if field.steps is None else len(field.steps)
+        return rows * steps * _pixel_transform(field, (*field.size, CHANNELS)).nbytes
+
+    @property
+    def as_decoded(self) -> FieldKind:
+        """The images, whose pixels a device transforms."""
+        as_decoded = {"axes": None, "dtype": None, "scale": None, "offset": None}
+        return ImageKind(self.name, self.field.model_copy(update=as_decoded))
+
+    def decoder(
+        self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int
+    ) -> FieldDecoder:
+        """Return the decoder; MissingPackageError if OpenCV is needed and not installed."""
+        return _ImageDecoder(self.field, layout, rows, core, limit_nbytes)
+
+
+class _Scratch(threading.local):
+    """Memory of the calling thread."""
+
+    def __init__(self) -> None:
+        self.decoded, self.resized = Growing(plain_memory), Growing(plain_memory)
+
+
+class _ImageDecoder(FieldDecoder):
+    """Decodes the images of a field; `limit_nbytes` is the limit while one is decoded."""
+
+    def __init__(
+        self,
+        field: ImageField,
+        layout: DatasetLayout,
+        rows: Rows,
+        core: Core | None,
+        limit_nbytes: int,
+    ) -> None:
+        super().__init__("image", layout, rows)
+        self._field = field
+        self._limit_nbytes = limit_nbytes
+        self.is_random = field.flip or field.crop == "random"
+        self._replaces = field.on_error == "zero" and field.size is not None
+        self._is_plain = _pixel_transform(field, (1, 1, CHANNELS)).is_identity
+        self._core = core
+        self._own = _Scratch()
+        self._cv2: Any = None if field.size is None and not field.flip else _opencv()
+        # Of pixels, by shape. Shapes repeat, but there may be very many.
+        self._transforms = lru_cache(256)(partial(_transforms, field, core))
+
+    def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
+        """Return the array or `Images` of a batch, and the work that fills it with pixels."""
+        index, numbers = batch.samples, batch.numbers
+        encoded = Ragged(batch.encoded.values.view(np.uint8), batch.encoded.offsets)
+        runs: Int64s = index
+        images: Int64s = np.arange(index.size)  # the image of each place
+        if isinstance(self._spans, StepSpans):
+            runs, images = self._spans.places(index)
+        headers = self._headers(encoded, runs)
+        if self._field.size is None:
+            delivered = outs = self._unsized(headers, batch)
+        else:
+            transform, _ = self._transforms((*self._field.size, CHANNELS))
+            block = batch.empty(transform.nbytes * images.size)
+            delivered = np.ndarray((*images.shape, *transform.row), transform.dtype, block)
+            outs = delivered.reshape(-1, *transform.row)
+        if numbers is not None and images.ndim > 1:  # the same for all steps of a sample
+            numbers = np.repeat(numbers, images.size // index.size, axis=0)
+        places = np.argsort(images, axis=None, kind="stable")  # by image; first those without
+        first = np.searchsorted(images.ravel()[places], np.arange(runs.size + 1))
+        places, missing, first = places[first[0] :], places[: first[0]], first - first[0]
+        numbers = None if numbers is None else numbers[places]
+        cuts = self._cuts(headers[images.ravel()[places]], numbers)
+        several = [outs[place] for place in places.tolist()]
+        works: list[DecodingWork] = [
+            partial(self._decode, data, ImageHeader._make(header), several[a:b], cuts[a:b], run)
+            for data, header, (a, b), run in zip(
+                encoded, headers.tolist(), itertools.pairwise(first.tolist()), runs, strict=True
+            )
+        ]
+        if missing.size:
+            works.append(partial(self._blacken, [outs[place] for place in missing.tolist()], True))
+        return delivered, works
+
+    def _unsized(self, headers: Int64s, batch: EncodedBatch) -> Any:
+        """Return an array for images that keep their sizes; `Images` if these differ."""
+        shapes, index, most_nbytes = headers[:, 1:3], batch.samples, batch.most_nbytes
+        are_equal = bool((shapes == shapes[0]).all())
+        kinds = shapes[:1] if are_equal else shapes
+        transforms = [self._transforms((*shape, CHANNELS))[0] for shape in kinds.tolist()]
+        first, total = transforms[0], sum(transform.nbytes for transform in transforms)
+        total = index.size * total if are_equal else total
+        if total > most_nbytes:
+            raise ReadError(
+                f"{self._where(int(index[0]))} and the others of its batch have"
+                f" {total:,} bytes of pixels, more than the {most_nbytes:,} that they may"
+                " take; make batch_size smaller, give a size, or set max_batch_bytes if you trust"
+                " the file"
+            )
+        block = batch.empty(total)
+        if are_equal:
+            return np.ndarray((index.size, *first.row), first.dtype, block)
+        offsets = np.cumsum([0, *(math.prod(transform.row) for transform in transforms)])
+        rows = np.array([transform.row for transform in transforms], np.int64)
+        return Images(block.view(first.dtype), offsets, rows)
+
+    def _headers(self, encoded: Ragged, runs: Int64s) -> Int64s:
+        """Return the headers of images as rows; zeros for those that are to be replaced.
+
+        `ReadError` is raised if one is broken or too large, and is not to be replaced.
+        """
+        values, offsets = map(np.ascontiguousarray, (encoded.values, encoded.offsets))
+        core = self._core
+        if core is None:
+            rows = header_rows(values, offsets)
+        else:
+            rows = np.empty((runs.size, len(ImageHeader._fields)), np.int64)
+            core.image_headers(*map(address, (values, offsets, rows)), values.size, runs.size)
+        nbytes = rows[:, 1].astype(np.float64) * rows[:, 2] * MOST_NBYTES
+        is_strange = (nbytes == 0) | (nbytes > self._limit_nbytes)
+        for number in np.flatnonzero(is_strange).tolist():
+            try:
+                rows[number] = self._header(encoded[number], int(runs[number]))
+            except ReadError:
+                if not self._replaces:
+                    raise
+                rows[number] = 0
+        return rows
+
+    def _cuts(
+        self, headers: Int64s, numbers: NDArray[np.float64] | None
+    ) -> Sequence[list[int] | None]:
+        """Return, per image, the delivered part; None means all of it, unchanged.
+
+        A part is bounds (top, bottom, left, right), how it is resized, and whether it is flipped.
+        `headers` has a row per image; `numbers` has rows of `random_numbers`, if needed.
+        """
+        field = self._field
+        if field.size is None and not field.flip:
+            return [None] * len(headers)
+        cuts = np.zeros((len(headers), 6), np.int64)
+        heights, widths = np.maximum(headers[:, 1:3].T, 1)  # 0 for those to be replaced
+        if field.size is not None:
+            if field.crop == "center":
+                boxes = center_boxes(heights, widths, field.size)
+            else:
+                assert numbers is not None
+                bounds = field.crop_scale, field.crop_ratio
+                boxes = random_boxes(heights, widths, *bounds, numbers)
+            cuts[:, 0:4:2] = boxes[:, :2]
+            cuts[:, 1:4:2] = boxes[:, :2] + boxes[:, 2:]
+            shrinks = (boxes[:, 2:] / field.size).max(axis=1)
+            by_area = shrinks > _AREA_ABOVE[field.interpolation]
+            cuts[:, 4] = np.where(by_area, self._cv2.INTER_AREA, self._cv2.INTER_LINEAR)
+        if field.flip:
+            assert numbers is not None
+            cuts[:, 5] = are_flipped(numbers)
+        found: list[list[int]] = cuts.tolist()
+        return found
+
+    def _decode(
+        self,
+        data: NDArray[np.uint8],
+        header: ImageHeader,
+        outs: Sequence[NDArray[Any]],
+        cuts: Sequence[list[int] | None],
+        run: np.int64,
+    ) -> bool:
+        """Decode an image to its places, each with a cut of its own; False if it was replaced.
+
+        `ReadError` is raised if it is broken, and not to be replaced.
+        """
+        first = outs[0]
+        goes_there = self._is_plain and self._field.size is None
+        try:
+            if not header.height:
+                raise ValueError("has no header")
+            pixels = first if goes_there else _image(self._own.decoded, header.shape)
+            decode_rgb(data, header, pixels)
+        except ValueError as error:
+            if not self._replaces:
+                raise ReadError(f"{self._where(int(run))} {error}; {_REMEDY}") from error
+            return self._blacken(outs, False)
+        for out, cut in zip(outs, cuts, strict=True):
+            if out is not first and not self.is_random:
+                np.copyto(out, first)
+                continue
+            part = pixels if cut is None else self._cut(pixels, out, cut)
+            if part is not out:
+                self._deliver(part, out)
+        return True
+
+    def _cut(
+        self, pixels: NDArray[np.uint8], out: NDArray[Any], cut: list[int]
+    ) -> NDArray[np.uint8]:
+        """Cut, resize and flip decoded pixels; return the result, in `out` if it is final."""
+        top, bottom, left, right, how, is_flipped = cut
+        size = self._field.size
+        if size is not None:
+            part, shape = pixels[top:bottom, left:right], (*size, CHANNELS)
+            pixels = out if self._is_plain else _image(self._own.resized, shape)
+            self._cv2.resize(part, size[::-1], pixels, 0, 0, how)
+        if is_flipped:
+            self._cv2.flip(pixels, 1, pixels)
+        return pixels
+
+    def _blacken(self, several: Sequence[NDArray[Any]], found: bool) -> bool:
+        """Fill in zeros in place of images that are resized; return `found`."""
+        assert self._field.size is not None
+        pixels = np.zeros((*self._field.size, CHANNELS), np.uint8)
+        for out in several:
+            self._deliver(pixels, out)
+        return found
+
+    def _header(self, data: NDArray[np.uint8], sample: int) -> ImageHeader:
+        try:
+            header = read_header(data)
+        except ValueError as error:
+            raise ReadError(f"{self._where(sample)} {error}; {_REMEDY}") from error
+        if header.nbytes > self._limit_nbytes:
+            raise ReadError(
+                f"{self._where(sample)} declares {header.height:,} x {header.width:,} pixels, which"
+                f" take {header.nbytes:,} bytes, more than the {self._limit_nbytes:,} that a thread"
+                " may take for one; set max_batch_bytes if you trust the file"
+            )
+        return header
+
+    def _deliver(self, pixels: NDArray[np.uint8], out: NDArray[Any]) -> None:
+        if self._is_plain:
+            np.copyto(out, pixels)
+        else:
+            apply = self._transforms(pixels.shape)[1]
+            apply(pixels[np.newaxis], out[np.newaxis], np.zeros(1, np.int64))
+
+
+def _pixel_transform(field: ImageField, shape: tuple[int, int, int]) -> RowTransform:
+    """Derive the transform of decoded images of a shape from the options of their field.
+
+    `ConfigError` is raised if a scale or offset has another length than the channels.
+    """
+    axes = field.axes or (0, 1, 2, 3)
+    order = tuple(axis for axis in axes if isinstance(axis, int))
+    row = tuple(shape[axis - 1] for axis in order[1:])
+    dtype = np.dtype(np.uint8) if field.delivered_dtype is None else field.delivered_dtype
+    where = f'images of "{field.path}"'
+    return RowTransform(
+        raw_row=shape,
+        raw_dtype=np.dtype(np.uint8),
+        row=row,
+        dtype=dtype,
+        permutation=order,
+        scale=factor_of(field.scale, row, dtype, where),
+        offset=factor_of(field.offset, row, dtype, where),
+    )
+
+
+def _transforms(
+    field: ImageField, core: Core | None, shape: tuple[int, int, int]
+) -> tuple[RowTransform, Callable[..., None]]:
+    transform = _pixel_transform(field, shape)
+    in_core = None if core is None else native_transform(core, transform)
+    return transform, in_core or transform.apply
+
+
+def _image(memory: Growing, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    found: NDArray[np.uint8] = memory.of(math.prod(shape)).reshape(shape)
+    return found
+
+
+def _opencv() -> Any:
+    with needs_package("opencv-python-headless", "images that are resized or flipped"):
+        import cv2
+    return cv2
