@@ -94,14 +94,16 @@ class Indexer:
         self._depth = depth
         self._alike: dict[_Kind, DatasetLayout] = {}  # contiguous ones found before
 
-    def sources(self, where: str) -> VirtualSources:
-        """Return the `VirtualSources` for a virtual dataset of this file."""
-        return VirtualSources(self.file, self._reach, self._depth, self._index_source, where)
+    def sources(self, where: str, forms: Forms | None = None) -> VirtualSources:
+        """Return the `VirtualSources` for a virtual dataset of this file; see `raw_layout`."""
 
-    def _index_source(
-        self, found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int
-    ) -> DatasetLayout:
-        return Indexer(found.file, self._reach, depth).layout(found.path, node, (), axis)
+        def index(found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int) -> DatasetLayout:
+            indexer = Indexer(found.file, self._reach, depth)
+            if forms is None:
+                return indexer.layout(found.path, node, (), axis)
+            return indexer.raw_layout(found.path, node, forms, axis)
+
+        return VirtualSources(self.file, self._reach, self._depth, index, where)
 
     def layout(
         self, name: str, node: h5py.h5d.DatasetID, member: Sequence[str], num_dim: int | str
@@ -141,26 +143,8 @@ class Indexer:
     ) -> DatasetLayout:
         """Return the layout of the references of a dataset of variable length.
 
-        Parameters
-        ----------
-        name, node
-            Its path, and the dataset.
-        forms
-            How to understand the references of each file; what is found here is added.
-        num_dim
-            The dimension that counts the samples.
-
-        Returns
-        -------
-        DatasetLayout
-            Of a void dtype of the bytes of a reference.
-
-        Raises
-        ------
-        NotDirectError
-            If only h5py may read it.
-        H5AsyncError
-            As in `metadata.read_layouts`.
+        `forms`, by file, say how to understand them; what is found here is added. Raises
+        `NotDirectError` if only h5py may read it, and the errors of `metadata.read_layouts`.
         """
         where = f'{self._name}: dataset "{name}"'
         form = variable_length(node)
@@ -175,29 +159,15 @@ class Indexer:
             raise NotDirectError("the file is open for writing in this process")
         sources = None
         if storage == "virtual":  # before it is asked for its shape
-            index = partial(self._index_raw_source, forms)
-            sources = VirtualSources(self.file, self._reach, self._depth, index, where)
+            sources = self.sources(where, forms)
             sources.find(dataset.plist)
-        shape = dataset.shape
-        if shape == () and self._depth:
-            shape = (1,)
+        shape = self._shape_of(dataset)
         if not shape or (len(shape) != 1 and not self._depth):
             raise DatasetError(f"{where}: samples of variable length must have one dimension")
-        is_chunked = storage == "chunked"
-        layout = DatasetLayout(
-            file=self._path,
-            stamp=self._stamp,
-            path=name,
-            shape=shape,
-            dtype=dtype,
+        layout = self._declared(name, dataset, storage, dtype, shape).changed(
             sample_axis=normal_axis(num_dim, len(shape), where),
-            storage=storage,
             fallback_reason=self._why_h5py,
-            fill=np.zeros((), dtype),
-            chunk_shape=tuple(dataset.chunks) if is_chunked else (),
-            filters=filters_of(dataset.plist),
             stored_itemsize=dtype.itemsize,
-            indexed=indexed(dataset),
         )
         read_fill = partial(fill_reference, dataset, dtype, self._source)
         if sources is not None:
@@ -214,29 +184,44 @@ class Indexer:
                 )
             values = np.frombuffer(stored, dtype).reshape(shape)
             return layout.changed(values=values, stored_nbytes=layout.nbytes)
-        layout = layout.changed(fill=read_fill())
-        if is_chunked and layout.filters:
-            nbytes = math.prod(dataset.chunks) * dtype.itemsize
-            require_lengths(layout.filters, nbytes, where)
-            if edges_are_raw(dataset):
-                layout = layout.changed(has_raw_edges=True)
-            require_filters(layout, dataset, where)
-            refuse_filters_of_hdf5(layout, dataset)
-        if not is_chunked:
-            offset, nbytes = dataset.offset, layout.nbytes
-            if offset >= 0 and offset + nbytes > dataset.end:
-                raise ReadError(
-                    f"{where}: its references end at byte {offset + nbytes}, but the file has"
-                    f" {dataset.end} bytes; it was cut short"
-                )
-            return layout.changed(offset=offset, stored_nbytes=nbytes)
-        return self._direct(layout, dataset, where)
+        fill = read_fill()
+        layout = _with_checked_filters(layout, dataset, where)
+        refuse_filters_of_hdf5(layout, dataset)
+        return self._direct(layout, dataset, where, fill=fill)
 
-    def _index_raw_source(
-        self, forms: Forms, found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int
+    def _shape_of(self, dataset: Opened) -> tuple[int, ...] | None:
+        """Return the shape of a dataset; as the source of a virtual one, a scalar is one sample."""
+        return (1,) if dataset.shape == () and self._depth else dataset.shape
+
+    def _declared(
+        self,
+        name: str,
+        dataset: Opened,
+        storage: Storage,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        extra: tuple[int, ...] = (),
     ) -> DatasetLayout:
-        indexer = Indexer(found.file, self._reach, depth)
-        return indexer.raw_layout(found.path, node, forms, axis)
+        """Return what a dataset says of itself; `extra` are the dimensions of its array type."""
+        is_chunked = storage == "chunked"
+        return DatasetLayout(
+            file=self._path,
+            stamp=self._stamp,
+            path=name,
+            shape=(*shape, *extra),
+            dtype=dtype,
+            sample_axis=0,
+            storage=storage,
+            fallback_reason=None,
+            fill=np.zeros((), dtype),
+            chunk_shape=(*dataset.chunks, *extra) if is_chunked else (),
+            filters=filters_of(dataset.plist),
+            stored_nbytes=0 if is_chunked else dataset.id.get_storage_size(),
+            # For variable-length elements HDF5 returns the size in memory.
+            stored_itemsize=0 if has_objects(dataset) else dataset.itemsize,
+            extra_dims=len(extra),
+            indexed=indexed(dataset),
+        )
 
     def _kind(self, dataset: Opened, member: Sequence[str], num_dim: int | str) -> _Kind | None:
         """Return what the layouts of contiguous datasets depend on, except size and address."""
@@ -268,11 +253,9 @@ class Indexer:
         if sources is not None:
             sources.find(dataset.plist)
         element = element_of(dataset, member, where)
-        shape = dataset.shape
+        shape = self._shape_of(dataset)
         if shape is None:
             raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
-        if shape == () and self._depth:
-            shape = (1,)  # as the source of a virtual dataset, it is one sample
         if shape == ():
             raise DatasetError(f"{where} is a scalar: it has no dimension that counts samples")
         if element.dtype.hasobject:
@@ -282,25 +265,9 @@ class Indexer:
             )
         names = dimension_names(dataset.id, self.scale_names) if isinstance(num_dim, str) else ()
         base, extra = element.unpacked
-        is_chunked = storage == "chunked"
-        layout = DatasetLayout(
-            file=self._path,
-            stamp=self._stamp,
-            path=name,
-            shape=(*shape, *extra),
-            dtype=_without_metadata(base),
-            sample_axis=numbered_axis(num_dim, names, len(shape), where),
-            storage=storage,
-            fallback_reason=None,
-            fill=np.zeros((), base),
-            chunk_shape=(*dataset.chunks, *extra) if is_chunked else (),
-            filters=filters_of(dataset.plist),
-            stored_nbytes=0 if is_chunked else dataset.id.get_storage_size(),
-            member=member,
-            # For variable-length elements HDF5 returns the size in memory.
-            stored_itemsize=0 if has_objects(dataset) else dataset.itemsize,
-            extra_dims=len(extra),
-            indexed=indexed(dataset),
+        dtype = _without_metadata(base)
+        layout = self._declared(name, dataset, storage, dtype, shape, extra).changed(
+            sample_axis=numbered_axis(num_dim, names, len(shape), where), member=member
         )
         try:
             if sources is not None:
@@ -318,12 +285,7 @@ class Indexer:
                 values = values.reshape(layout.shape).view(layout.raw_dtype)
                 return layout.changed(values=values)
             require_fill(dataset, layout.stored_itemsize, where)
-            if is_chunked and layout.filters:
-                nbytes = math.prod(dataset.chunks) * layout.stored_itemsize
-                require_lengths(layout.filters, nbytes, where)
-                if edges_are_raw(dataset):
-                    layout = layout.changed(has_raw_edges=True)
-                require_filters(layout, dataset, where)
+            layout = _with_checked_filters(layout, dataset, where)
             converts = self._converts(element, member)
             if converts and undecodable(layout.filters):
                 raise NotDirectError("a stored type to convert, and filters that are not decoded")
@@ -445,6 +407,17 @@ def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:
     for name in member[1:]:
         values = values[name]
     return values
+
+
+def _with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) -> DatasetLayout:
+    """Require the filters of a dataset, and find out whether its edge chunks are raw."""
+    if not layout.chunk_shape or not layout.filters:
+        return layout
+    require_lengths(layout.filters, math.prod(dataset.chunks) * layout.stored_itemsize, where)
+    if edges_are_raw(dataset):
+        layout = layout.changed(has_raw_edges=True)
+    require_filters(layout, dataset, where)
+    return layout
 
 
 def _without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
