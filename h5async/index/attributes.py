@@ -116,23 +116,9 @@ def _text(value: object) -> str:
 def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str) -> int:
     """Return the non-negative number of a dimension given by number or name.
 
-    Parameters
-    ----------
-    axis
-        Its number, or its name.
-    names
-        Of the dimensions.
-    rank
-        The number of dimensions, including those of an array type, which have no names.
-    where
-        The dataset, for messages.
-
-    Raises
-    ------
-    ConfigError
-        If there is no dimension of that number.
-    DatasetError
-        If none has that name, or several do.
+    `names` are those of the dimensions; `rank` includes those of an array type, which have none.
+    ConfigError if there is no dimension of that number; DatasetError if none has that name, or
+    several do.
     """
     if not isinstance(axis, str):
         return normal_axis(axis, rank, where)

@@ -39,8 +39,7 @@ class TooManyChunksError(NotDirectError):
 def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) -> bool:
     """Return whether a chunk was written with any of the filters at some positions of the pipeline.
 
-    Most often the first chunk was, and no other is visited. TooManyChunksError if there are more
-    chunks than the file has room to list.
+    Most often the first chunk was, and no other is visited. Raises like `_require_room`.
     """
     _require_room(dataset)
     wanted = sum(1 << position for position in positions)
@@ -76,12 +75,8 @@ def read_chunk_table(
 ) -> ChunkTable:
     """Read the chunk positions of a dataset.
 
-    Raises
-    ------
-    ReadError
-        If the index is damaged, or points outside the file.
-    NotDirectError
-        If HDF5 reports chunks that cannot exist; everything else was checked then.
+    Raises `ReadError` if the index is damaged or points outside the file, and `NotDirectError` if
+    HDF5 reports chunks that cannot exist; everything else was checked then.
     """
     _require_room(dataset)
     grid, end = grid_of(dataset.extents, dataset.chunks), dataset.end

@@ -83,12 +83,8 @@ def _with_groups(
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """Replace datasets by the groups that are read as one field.
 
-    Returns
-    -------
-    shapes
-        Of the remaining datasets and the groups, by path.
-    readable
-        The paths that a reader takes without further options.
+    Returns the shapes of the remaining datasets and the groups, by path, and the paths that a
+    reader takes without further options.
     """
     groups: dict[str, tuple[int, ...] | None] = {}
     found: dict[str, tuple[int, ...]] = {}
@@ -153,15 +149,10 @@ def _has_fixed_size(dataset: h5py.Dataset) -> bool:
 
 
 class Listed(NamedTuple):
-    """The object of a name in a file.
+    """The object of a name in a file: its path from the root group, without a leading slash.
 
-    Attributes
-    ----------
-    path
-        From the root group, without a leading slash.
-    kind
-        ``"link"``: a soft or external one, wherever it leads; ``"other"``: a named type, or an
-        object that HDF5 cannot identify because it is damaged.
+    Its kind is "link" for a soft or external one, wherever it leads, and "other" for a named type,
+    or an object that HDF5 cannot identify because it is damaged.
     """
 
     path: str
@@ -177,17 +168,8 @@ class _Level(NamedTuple):
 def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
     """Yield the objects of a file, group by group, in the order of names; each object once.
 
-    Parameters
-    ----------
-    file
-        Open file.
-    most_names
-        The maximum number of names listed per group; None for all.
-
-    Raises
-    ------
-    DatasetError
-        If the root group cannot be opened.
+    At most `most_names` names are listed per group. DatasetError if the root group cannot be
+    opened.
     """
     try:
         root = file["/"]
@@ -243,14 +225,11 @@ def names_in(group: h5py.Group, most: int | None = None) -> Iterator[tuple[bytes
 
 
 def older_categories(located: Located, node: h5py.h5d.DatasetID) -> str | None:
-    """Return the path of the dataset of categories, or None.
+    """Return the path of the categories of a dataset of codes, as AnnData wrote them before 0.8.
 
-    Raises
-    ------
-    DatasetError
-        If the attribute refers to something else.
-    Exception
-        Any of h5py's, if metadata are damaged.
+    An attribute refers to them, or they lie in a group ``__categories`` beside the dataset. None if
+    there are none; DatasetError if the attribute refers to something else; any exception of h5py's
+    if metadata are damaged.
     """
     if located.rest or node.get_type().get_class() != h5py.h5t.INTEGER:
         return None
@@ -275,14 +254,8 @@ def older_categories(located: Located, node: h5py.h5d.DatasetID) -> str | None:
 class Grouping(NamedTuple):
     """Which groups of a file, at the beginning of fields' paths, are sequences.
 
-    Attributes
-    ----------
-    pattern
-        As in `matching_groups`.
-    only
-        Path of a dataset of group names; empty for all that match.
-    read_names
-        Reads that dataset of a file.
+    Those that match `pattern` (see `matching_groups`) or, of these, `only` those that a dataset of
+    this path names; `read_names` reads that dataset of a file.
     """
 
     pattern: str
@@ -295,12 +268,8 @@ class Grouping(NamedTuple):
     def find(self, path: FileName, file: HDF5File, reach: Reach) -> list[str]:
         """Return the paths of the groups of an open file, in natural order.
 
-        Raises
-        ------
-        DatasetError
-            If there is none, or a named one is missing.
-        H5AsyncError
-            If the names cannot be read, or `reach` does not permit the target of a link.
+        DatasetError if there is none, or a named one is missing; raises also what `matching_groups`
+        and `read_names` raise.
         """
         found = matching_groups(file, self.pattern, reach)
         if not self.only or self.read_names is None:
@@ -324,21 +293,8 @@ class Grouping(NamedTuple):
 def matching_groups(file: HDF5File, pattern: str, reach: Reach) -> list[str]:
     """Return the paths of the groups that match a pattern, in natural order.
 
-    Parameters
-    ----------
-    file
-        Open file.
-    pattern
-        A path; ``*``, ``?`` and ``[...]`` in its names match like in file names.
-    reach
-        Which other files links may lead to.
-
-    Raises
-    ------
-    DatasetError
-        If there is none.
-    UnsafeFileError
-        If a link leads to a file that `reach` does not permit.
+    It is a path; ``*``, ``?`` and ``[...]`` in its names match like in file names. DatasetError if
+    no group matches; UnsafeFileError if a link leads to a file that `reach` does not permit.
     """
     found = [""]
     names = [name for name in pattern.split("/") if name not in ("", ".")]

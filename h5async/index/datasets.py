@@ -67,14 +67,9 @@ _Kind = tuple[bytes, bytes, int, int]  # type, properties (both encoded by HDF5)
 class Indexer:
     """Reads the layouts of datasets of one open file.
 
-    Parameters
-    ----------
-    file
-        The file; also an attribute, like its `LastGroup` and the names of its dimension scales.
-    reach
-        Which other files its datasets may refer to.
-    depth
-        The number of virtual datasets that these datasets are nested sources of.
+    `reach` says which other files its datasets may refer to. The datasets are nested sources of
+    `depth` virtual datasets. The file, its `LastGroup`, and the names of its dimension scales are
+    attributes.
     """
 
     def __init__(self, file: HDF5File, reach: Reach, depth: int = 0) -> None:
@@ -110,14 +105,8 @@ class Indexer:
     ) -> DatasetLayout:
         """Return the layout of a dataset, or of a member; raises like `metadata.read_layouts`.
 
-        Parameters
-        ----------
-        name, node
-            Its path, and the dataset.
-        member
-            The path of a member within its compound type; empty for all of it.
-        num_dim
-            The dimension that counts the samples, by its number or its name.
+        `member` is the path of a member within its compound type, empty for all of it. `num_dim` is
+        the dimension that counts the samples, by its number or its name.
         """
         where = f'{self._name}: dataset "{name}"'
         try:
@@ -427,8 +416,8 @@ def _without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _storage(dataset: Opened) -> Storage:
     """Return the layout class.
 
-    External storage reports itself as contiguous; external and virtual datasets have no offset,
-    like datasets that were never written. So these must be distinguished first.
+    External storage reports itself as contiguous, and external and virtual datasets have no offset,
+    like those that were never written, so these are distinguished first.
     """
     kind = dataset.layout_class
     if kind == h5py.h5d.VIRTUAL:

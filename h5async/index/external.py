@@ -33,12 +33,8 @@ def attached(
 ) -> tuple[DatasetLayout, list[Path]]:
     """Return a layout that names its external files, and their real paths.
 
-    Raises
-    ------
-    UnsafeFileError
-        If one is not below a given root: lying beside the file is not enough.
-    ReadError
-        If one is missing, or too short: HDF5 would return zeros for missing values.
+    UnsafeFileError if one is not below a given root: lying beside the file is not enough. ReadError
+    if one is missing, or too short: HDF5 would return zeros for missing values.
     """
     segments = _segments(plist)
     found = [_permitted(os.fsdecode(name), layout.file, reach, where) for name, _, _ in segments]

@@ -1,8 +1,7 @@
 """Reads the filter pipeline of a dataset, and checks that it can be decoded.
 
-Also adds a filter to it that converts stored elements when chunks are decoded: the layout of a
-dataset enters whose stored bytes are not NumPy's; one of chunks leaves that decode to NumPy's
-elements. Contiguous values become chunks of some rows without other filters.
+Also adds a filter that converts stored elements to NumPy's as chunks are decoded. Contiguous values
+become chunks of some rows for that.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
 def edges_are_raw(dataset: Opened) -> bool:
     """Return whether chunks that reach over the dataset's edge are not filtered.
 
-    Raises
-    ------
-    NotDirectError
-        If HDF5 does not say so, and it matters.
+    NotDirectError if HDF5 does not say so, and it matters.
     """
     if all(n % c == 0 for n, c in zip(dataset.extents, dataset.chunks, strict=True)):
         return False
@@ -66,12 +62,8 @@ def require_filters(layout: DatasetLayout, dataset: Opened, where: str) -> None:
 def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where: str) -> None:
     """Raise `DatasetError` if a chunk was written with a filter that HDF5 does not have.
 
-    Parameters
-    ----------
-    layout
-        Of a dataset to be read through h5py, even if the core could decode it.
-    dataset
-        The same, open; None if its chunk table says which filters were used.
+    The layout is of a dataset to be read through h5py, even if the core could decode it: `dataset`,
+    or None if its chunk table says which filters were used.
     """
     missing = _unknown_to_hdf5(layout.filters) if layout.chunk_shape else []
     if not missing:
@@ -90,10 +82,7 @@ def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where
 def left_to_hdf5(layout: DatasetLayout, reason: str) -> DatasetLayout:
     """Return the layout of the same dataset, read through h5py.
 
-    Raises
-    ------
-    DatasetError
-        If HDF5 does not have a filter that it needs.
+    DatasetError if HDF5 does not have a filter that it needs.
     """
     for origin in layout.origins():
         require_filters_of_hdf5(origin, None, f'{origin.file}: dataset "{origin.path}"')
@@ -171,11 +160,7 @@ def require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str) 
 def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayout:
     """Return a layout whose chunks are converted by the filter with these parameters.
 
-    Raises
-    ------
-    NotDirectError
-        If chunks do not consist of whole elements, or contiguous values would be cut into too many
-        units.
+    NotDirectError if contiguous values would be cut into too many units.
     """
     conversion = Filter(NUMBER, parameters, "conversion")
     if layout.chunks is not None:

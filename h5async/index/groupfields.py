@@ -63,16 +63,7 @@ class SparseGroup:
 
 
 def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGroup | None:
-    """Return the sparse matrix at a path, or None.
-
-    Parameters
-    ----------
-    file
-        Open, under h5py's rules for threads.
-    path
-        Of the group.
-    reach
-        Which other files links may lead to.
+    """Return the sparse matrix at a path of an open file, or None.
 
     Raises
     ------
@@ -138,17 +129,10 @@ def _group_at(
 
 
 def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
-    """Check the bounds of rows: `indptr` holds all values of ``group.indptr``.
+    """Return the bounds of rows, int64 (samples + 1,), from all values of ``group.indptr``.
 
-    Returns
-    -------
-    numpy.ndarray
-        int64 (samples + 1,): row i has the values ``offsets[i]`` up to ``offsets[i + 1]``.
-
-    Raises
-    ------
-    DatasetError
-        If the offsets do not begin with 0, rise, and end with the number of values.
+    Row i has the values ``offsets[i]`` up to ``offsets[i + 1]``. DatasetError if the offsets do not
+    begin with 0, rise, and end with the number of values.
     """
     where = f'{group.indptr.file}: dataset "{group.indptr.path}"'
     if indptr.dtype.kind == "u" and indptr.max(initial=0) > np.iinfo(np.int64).max:
@@ -295,25 +279,10 @@ class Column:
 
 
 def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:
-    """Return the categorical or nullable column at a path, or None.
+    """Return the categorical or nullable column at a path of an open file, or None.
 
-    Parameters
-    ----------
-    file
-        Open, under h5py's rules for threads.
-    path
-        Of its group; in files of AnnData before 0.8, of the dataset of its codes.
-    reach
-        Which other files links may lead to.
-
-    Raises
-    ------
-    DatasetError
-        If the parts do not fit together.
-    ReadError
-        If it cannot be read.
-    UnsafeFileError
-        If a link leads to a file that `reach` does not permit.
+    The path is that of its group; in files of AnnData before 0.8, of the dataset of its codes.
+    Raises like `sparse_group`.
     """
     with contextlib.ExitStack() as files:
         located, node = find(file, path, reach, files)
@@ -344,7 +313,7 @@ def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:
 def index_of_table(file: HDF5File, path: str, reach: Reach = BESIDE) -> str:
     """Return which column of a table has the names of its rows: AnnData lets users name it.
 
-    Parameters and the errors `ReadError` and `UnsafeFileError` are those of `column`.
+    Raises `ReadError` and `UnsafeFileError` like `column`.
     """
     usual = "_index"
     with contextlib.ExitStack() as files:
@@ -372,13 +341,9 @@ def union_of(
 ) -> tuple[tuple[Any, ...], list[NDArray[np.int64]]]:
     """Unite the categories of several files.
 
-    Returns
-    -------
-    names
-        Those of the first file, then new ones of the others, in order.
-    codes
-        Per file, int64 (n + 1,): ``codes[c]`` is its code c in the union. The last one is -1, so
-        that -1 stays -1.
+    Returns the names, those of the first file, then new ones of the others, in order; and per file
+    the codes, int64 (n + 1,): ``codes[c]`` is its code c in the union. The last one is -1, so that
+    -1 stays -1.
     """
     numbers: dict[Any, int] = {}
     codes = []

@@ -58,10 +58,10 @@ def chunk_options(plist: h5py.h5p.PropDCID) -> int:
 
 
 def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
-    """Return the stored size of a chunk, looked up by its key; 0 if it was never written.
+    """Return the stored size of a chunk, looked up by its key; 0 if never written, or unknown.
 
-    Also 0 if HDF5 does not say. For a chunk that was never written, h5py's own `read_direct_chunk`
-    allocates the length in an uninitialized variable.
+    For a chunk that was never written, h5py's own `read_direct_chunk` allocates the length in an
+    uninitialized variable.
     """
     offset = (ctypes.c_uint64 * len(corner))(*corner)
     try:
@@ -118,10 +118,9 @@ def _hdf5_function(name: str, *types: Any) -> Any:
 
 @functools.cache
 def _library() -> Any:
-    """Return h5py's HDF5 library, or None if it cannot be found.
+    """Return the HDF5 library that h5py's modules are linked with, or None if it cannot be found.
 
-    It is looked for among the libraries that h5py's modules are linked with. A library of another
-    version, or one that does not know an identifier of h5py's, is rejected.
+    A library of another version, or one that does not know an identifier of h5py's, is rejected.
     """
     with suppressing(AttributeError, OSError):
         library = ctypes.CDLL(h5py.h5p.__file__)
@@ -157,19 +156,9 @@ def _ask_hdf5(
 
 
 def stored_fill(dataset: h5py.h5d.DatasetID, source: Source) -> bytes:
-    """Return the fill value of a dataset as stored; b"": zeros.
+    """Return the fill value of a dataset that has one, as stored in its file; b"" for zeros.
 
-    Parameters
-    ----------
-    dataset
-        One with a fill value.
-    source
-        Its file.
-
-    Raises
-    ------
-    NotDirectError
-        If it cannot be found.
+    NotDirectError if it cannot be found.
     """
     body = _message(dataset, source, _FILL_VALUE)
     if body[0] == 3:

@@ -42,10 +42,8 @@ class Consulted:
 
     Attributes
     ----------
-    files
-        Paths as used, and the stamps of the files there.
-    absent
-        Paths at which nothing was found.
+    files, absent
+        Paths as used, with the stamps of the files there; paths at which nothing was found.
     variables
         Environment variables that were read, with their values.
     folder
@@ -64,13 +62,8 @@ class Consulted:
     def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
         """Record a file.
 
-        Parameters
-        ----------
-        path, stamp
-            The file.
-        is_written
-            Whether this process has it open for writing, so that facts from HDF5 may not be in the
-            file yet.
+        It `is_written` if this process has it open for writing, so that facts from HDF5 may not be
+        in the file yet.
         """
         name = self._name(path)
         if is_written or self.files.setdefault(name, stamp) != stamp:
@@ -112,8 +105,7 @@ class Reach:
     roots
         Directories (or files) that may be read, wherever the file lies.
     missing_is_fill
-        Whether missing sources of a virtual dataset are read as its fill value; otherwise they are
-        an error.
+        Whether missing sources of a virtual dataset are read as its fill value, or an error.
     io
         Whether files may be mapped into memory.
     room
@@ -136,12 +128,8 @@ class Reach:
         target. An absolute name that does not exist is looked up beside `holder`. HDF5 would then
         look in the current directory, on which nobody should rely.
 
-        Raises
-        ------
-        UnsafeFileError
-            If it lies elsewhere, or its name is not valid.
-        ReadError
-            If it is not a regular file.
+        UnsafeFileError if it lies elsewhere, or its name is not valid; ReadError if it is not a
+        regular file.
         """
         if not name or "\0" in name:
             raise UnsafeFileError(f"{where} refers to a file with the name {name!r}")
@@ -201,12 +189,7 @@ BESIDE = Reach()  # only files that lie beside the file
 class Located(NamedTuple):
     """The end of a path: an object of a file, and the rest of the path after a dataset.
 
-    Attributes
-    ----------
-    file, path, rest
-        The file, the path of the object in it, and the rest.
-    group, name
-        The group that holds the object, and its name there.
+    `path` is that of the object in the file; `group` holds it, by `name`.
     """
 
     file: HDF5File
@@ -245,20 +228,10 @@ def locate(
     files: contextlib.ExitStack,
     last: LastGroup | None = None,
 ) -> Located:
-    """Follow a path through groups and links.
+    """Follow a path through groups and links, from an open file.
 
-    Parameters
-    ----------
-    file
-        Open file in which the path begins.
-    path
-        HDF5 path.
-    reach
-        Which files external links may lead to.
-    files
-        Closes the files opened on the way later.
-    last
-        Keeps the group for the next path of the same file.
+    `reach` says which files external links may lead to. `files` closes the files opened on the way
+    later. `last` keeps the group for the next path of the same file.
 
     Raises
     ------
@@ -353,12 +326,7 @@ def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
 def open_permitted(path: Path, where: str) -> Iterator[HDF5File]:
     """Open a file that another one refers to, by its real path from `Reach.permitted`.
 
-    Raises
-    ------
-    UnsafeFileError
-        If the path leads elsewhere by now.
-    ReadError
-        As in `open_hdf5`.
+    UnsafeFileError if the path leads elsewhere by now; ReadError as in `open_hdf5`.
     """
     with open_index(path) as file:
         require_in_place(path, file.source.stamp(), where)

@@ -86,8 +86,8 @@ def read_layouts(
     ReadError
         If the file cannot be opened, or a chunk table points outside it.
     DatasetError
-        If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype. If no
-        dimension, or more than one, has the name in a field's ``num_dim``.
+        If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype, or
+        the name in ``num_dim`` is not that of one dimension.
     UnsafeFileError
         If a dataset lies in files that `reach` does not permit.
     ConfigError
@@ -119,8 +119,7 @@ class Further(NamedTuple):
     is_lenient
         Whether unreadable facts count as absent.
     may_be_codes
-        Whether it may hold the codes of categories, as AnnData wrote them before 0.8; otherwise
-        that raises `OtherKindError`.
+        Otherwise, codes of categories raise `OtherKindError`; see `read_layouts`.
     """
 
     dim_names: bool = False
@@ -149,8 +148,7 @@ def list_layouts(
 
     They come group by group, in the order of names; dimension `num_dim` counts their samples. Those
     whose paths are not `wanted` are not opened. With attributes, layouts have the names of
-    dimensions and how values are packed. With a `grouping`: the datasets of its groups, each joined
-    across groups.
+    dimensions and how values are packed. With a `grouping`: the datasets of its groups, joined.
     """
     attributes = Further(with_attributes, with_attributes, is_lenient=True)
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
@@ -222,18 +220,9 @@ def value_layout(
 ) -> DatasetLayout | NDArray[Any]:
     """Find where a small dataset lies that is read whole: a mask, or a number per sample.
 
-    Parameters
-    ----------
-    path, name
-        The file, and the dataset's path in it, optionally followed by a column, as in ``"lengths[:,
-        0]"``; negative numbers count from the end.
-    most
-        The maximum number of values: a file is not trusted with all memory.
-
-    Returns
-    -------
-    DatasetLayout or numpy.ndarray
-        Variable-length strings, which have no layout, as (n,) bytes objects.
+    `name` may end with a column, as in ``"lengths[:, 0]"``; negative numbers count from the end.
+    `most` is the maximum number of values: a file is not trusted with all memory. Strings of
+    variable length, which have no layout, are returned as (n,) bytes objects.
 
     Raises
     ------
@@ -348,10 +337,7 @@ def _read_attributes(
 def indexer_at(
     file: HDF5File, path: str, reach: Reach
 ) -> Iterator[tuple[Indexer, Located, h5py.h5d.DatasetID]]:
-    """Follow a path to a dataset, in this file or another, and yield its `Indexer`.
-
-    Raises like `read_layouts`.
-    """
+    """Follow a path to a dataset, in this file or another; raises like `read_layouts`."""
     with contextlib.ExitStack() as files:
         found, node = _dataset_at(file, path, reach, files)
         yield Indexer(found.file, reach), found, node
@@ -418,22 +404,11 @@ def _dataset_at(
 
 
 def references(path: FileName, name: str, reach: Reach) -> tuple[DatasetLayout, Forms]:
-    """Return the layout of the references of a dataset, and what they refer to.
+    """Return the layout of the references of a dataset of variable length, and their forms by file.
 
-    Returns
-    -------
-    layout
-        Of shape (n,), and of a void dtype of the bytes of a reference.
-    forms
-        How those of each file are to be understood: its own, which may be that of the layout
-        alone, and those of the sources of a virtual dataset.
-
-    Raises
-    ------
-    DatasetError
-        If it is not a variable-length dataset with one dimension, or cannot be read.
-    H5AsyncError
-        As in `metadata.read_layouts`.
+    The layout has shape (n,), and a void dtype of the bytes of a reference. The forms are those of
+    its own file, and of the files of the sources of a virtual dataset. Raises `DatasetError` if
+    it is no such dataset with one dimension, and the errors of `read_layouts`.
     """
     where = f'{path}: dataset "{name}"'
     with open_index(path) as file, indexer_at(file, name, reach) as (indexer, found, node):

@@ -32,14 +32,7 @@ Extents = tuple[int, ...]
 
 
 class Opened:
-    """An open dataset. Results are kept, so each question reaches HDF5 once, if at all.
-
-    Parameters
-    ----------
-    identifier
-        The dataset.
-    source
-        Its file.
+    """An open dataset of the file `source`. Each question reaches HDF5 once, if at all.
 
     Attributes
     ----------
@@ -118,8 +111,8 @@ class Opened:
     def offset(self) -> int:
         """The first byte of contiguous values in the file; -1 if they were never written.
 
-        HDF5 adds the bytes of the userblock even to an undefined address. RuntimeError if the
-        address is not valid.
+        HDF5 adds the bytes of the userblock even to an undefined address. RuntimeError if it is not
+        valid.
         """
         found = self.id.get_offset()
         if found is None:
@@ -184,16 +177,8 @@ def fill_reference(
 ) -> NDArray[Any]:
     """Return what stands for elements of variable length that were never written.
 
-    Parameters
-    ----------
-    dataset
-        The dataset.
-    dtype
-        Of a reference: void.
-    source
-        Its file, where the fill value lies, as any other element does.
-    whenever
-        As in `fill_value`.
+    It is a reference, of a void dtype, that lies in the file `source` as any other element does;
+    `whenever` as in `fill_value`.
     """
     stored = b""
     if _has_fill_value(dataset.plist) and (whenever or _is_filled(dataset.plist)):
@@ -290,10 +275,7 @@ def _is_object(stored: h5py.h5t.TypeID) -> bool:
 def element_of(dataset: Opened, member: tuple[str, ...], where: str) -> Element:
     """Return the element of a dataset or, for a compound, its member at the path `member`.
 
-    Raises
-    ------
-    DatasetError
-        If there is no such member, or NumPy has no type for it; it begins with `where`.
+    DatasetError, beginning with `where`, if there is no such member, or NumPy has no type for it.
     """
     stored, offset = dataset.type, 0
     for depth, name in enumerate(member):

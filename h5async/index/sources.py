@@ -35,18 +35,8 @@ IndexSource = Callable[[Located, h5py.h5d.DatasetID, int, int], DatasetLayout]
 class VirtualSources:
     """Finds the sources of one virtual dataset, each once.
 
-    Parameters
-    ----------
-    file
-        The open file of the virtual dataset.
-    reach
-        Which other files may be opened.
-    depth
-        The number of virtual datasets that the virtual dataset is a nested source of.
-    index
-        Reads the layout of a source.
-    where
-        The virtual dataset, for messages.
+    It lies in the open `file`, is a nested source of `depth` virtual datasets, and is called
+    `where` in messages. `index` reads the layout of a source.
     """
 
     def __init__(
@@ -66,14 +56,8 @@ class VirtualSources:
         """Find the sources, before HDF5 does.
 
         HDF5 opens those of unlimited mappings to determine the shape. So those must be permitted
-        first, exist, and be free of loops, in which HDF5 would never end.
-
-        Raises
-        ------
-        DatasetError
-            If a source is missing, or virtual datasets are nested too deep.
-        UnsafeFileError
-            If a source lies in a file that is not permitted.
+        first, exist, and be free of loops, in which HDF5 would never end. DatasetError if one is
+        missing, or virtual datasets are nested too deep; UnsafeFileError if it is not permitted.
         """
         if self._depth >= _MAX_NESTED:
             raise DatasetError(

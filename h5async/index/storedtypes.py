@@ -38,7 +38,7 @@ class StoredType(NamedTuple):
     text
         The strings to convert in each element, or in each element of an array type.
     conversion
-        Parameters of the filter that converts stored elements to NumPy's, including strings
+        Parameters of the filter that converts stored elements, including strings
         (`codec/storedelements.py`); empty if there is none.
     """
 

@@ -67,17 +67,10 @@ Forms = dict[str, VariableLength]  # by file
 
 
 def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
-    """Return how the elements of a dataset are stored; None if they are of fixed size.
+    """Return how the elements of an open dataset are stored; None if they are of fixed size.
 
-    The references may lie anywhere; those of a virtual dataset lie in its sources. `dataset` is
-    open, under h5py's rules for threads.
-
-    Raises
-    ------
-    NotDirectError
-        If elements are of variable length, but not simple: only h5py may read them.
-    Exception
-        Any of h5py's, if metadata are damaged.
+    The references may lie anywhere; those of a virtual dataset lie in its sources. NotDirectError
+    if only h5py may read them; any exception of h5py's if metadata are damaged.
     """
     stored = dataset.get_type()
     is_text = isinstance(stored, h5py.h5t.TypeStringID) and bool(stored.is_variable_str())

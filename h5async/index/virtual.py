@@ -71,14 +71,9 @@ Selected = Sequence[Hyperslab | Slab | Blocks] | None
 class Mapping(NamedTuple):
     """A mapping as stored in the file.
 
-    Attributes
-    ----------
-    file, dataset
-        The names of the source; they may represent many, by number ("%b").
-    samples, source
-        The selections of the virtual dataset, and of the source.
-    obstacle
-        Why only h5py can read it, so that the selections are unknown; empty if it can be read.
+    The names of the source, file and dataset, may stand for many, by number ("%b"). `samples` and
+    `source` are the selections of the virtual dataset and of the source; None for everything. If
+    only h5py can read it, `obstacle` says why, and the selections are unknown.
     """
 
     file: str
@@ -125,8 +120,8 @@ def source_series(
 ) -> Iterator[tuple[bool, Iterator[tuple[str, str]]]]:
     """Yield, per mapping, whether its sources are numbered, and their files and datasets.
 
-    Numbered ones ("%b") follow each other without an end: HDF5 tries them until one is missing,
-    whenever the shape is requested. So this does not request it. Each source comes once.
+    Numbered ones ("%b") have no end: HDF5 tries them until one is missing, whenever the shape is
+    requested. So this does not request it. Each source comes once.
     """
     names: set[tuple[bool, str, str]] = set()
     for mapping in mappings:
@@ -227,21 +222,10 @@ def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> Slab | Blocks:
 def virtual_parts(
     mappings: Iterable[Mapping], whole: DatasetLayout, source: FindSource
 ) -> tuple[Part, ...]:
-    """Return the parts of a virtual dataset.
+    """Return the parts of a virtual dataset with these mappings.
 
-    Parameters
-    ----------
-    mappings
-        From `read_mappings`.
-    whole
-        Its layout, still without parts.
-    source
-        Finds the layouts of its sources.
-
-    Raises
-    ------
-    NotDirectError
-        If only h5py can read this kind of mapping.
+    `whole` is its layout, still without parts; `source` finds the layouts of its sources.
+    NotDirectError if only h5py can read a mapping.
     """
     parts = []
     for alike in _alike(mappings, whole):
@@ -266,10 +250,7 @@ def _alike(mappings: Iterable[Mapping], whole: DatasetLayout) -> Iterable[list[M
 
 
 def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | None:
-    """Return a key for mappings of runs of samples that differ only in where these begin.
-
-    None for other mappings.
-    """
+    """Return a key for mappings of runs of samples that differ only in where these begin."""
     extents, source_extents = _extents(mapping.samples), _extents(mapping.source)
     if extents is None or source_extents is None or len(extents) != len(whole.shape):
         return None
