@@ -60,12 +60,10 @@ def heap_layout(at: str, path: FileName, reach: Reach) -> DatasetLayout:
         own = where if file == layout.file else f"{file}: values of {where}"
         own += f", from sample {first} on" if first else ""
         numbered = ((number - first, rows) for _, number, rows in pieces)
-        elements = Sequences.decoded_blocks(
-            end - first, numbered, forms[file], stamp.nbytes, own, core
-        )
+        elements = Sequences.decoded(end - first, numbered, forms[file], stamp.nbytes, own, core)
         heaps.append(HeapFile(file, stamp, first, elements))
     if not heaps:
-        none = Sequences.decoded_blocks(0, (), forms[layout.file], layout.stamp.nbytes, where, core)
+        none = Sequences.decoded(0, (), forms[layout.file], layout.stamp.nbytes, where, core)
         heaps.append(HeapFile(layout.file, layout.stamp, 0, none))
     return _with_heaps(layout, heaps)
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from collecting import Guarded
 from conftest import assert_same_bits
-from heapreference import HeapReader, read_in_python
+from heapreference import HeapReader, decoded_by, read_in_python
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ from h5async.core.binding import address
 from h5async.core.structures import IO_MODES, Event, FileStruct
 from h5async.errors import ReadError
 from h5async.index.hdf5 import NotDirectError
-from h5async.index.variablelength import Sequences, VariableLength, variable_length
+from h5async.index.variablelength import VariableLength, variable_length
 from h5async.io.localfiles import FileEventError, LocalFile
 from h5async.io.stamps import FileStamp
 
@@ -104,7 +104,7 @@ class Opened:
 
     def sequences(self, core):
         where = f'{self.path.name}: dataset "data"'
-        return Sequences.decoded(self.references, self.form, self.nbytes, where, core)
+        return decoded_by(self.references, self.form, self.nbytes, where, core)
 
     def read(self, element, io="auto", core=None, sequences=None):
         """Return the bytes of some elements, by the core or the reference."""
@@ -422,9 +422,7 @@ class InMemory:
             os.close(self.descriptor)
 
     def sequences(self, core):
-        return Sequences.decoded(
-            self.references, self.form, self.data.size, 'a.h5: dataset "data"', core
-        )
+        return decoded_by(self.references, self.form, self.data.size, 'a.h5: dataset "data"', core)
 
     def core_reads(self, sequences, io, *arguments):
         """Have the core read elements; return whether it did."""
@@ -701,7 +699,7 @@ def test_references_are_decoded_alike(core, data):
     found = []
     for one in (core, None):
         try:
-            decoded = Sequences.decoded(references, form, most, "a", one)
+            decoded = decoded_by(references, form, most, "a", one)
             found.append((decoded.length.tolist(), decoded.place.tolist(), decoded.total))
         except ReadError as error:
             found.append(str(error))
