@@ -107,8 +107,7 @@ def read_chunk_table(
     checks.require_nbytes(is_raw, chunk_nbytes)
     checks.require_apart()
     if dataset.index_kind == B_TREE_V1:
-        checks.require_order()
-        checks.require_agreement()
+        checks.require_searchable()
     if positions is not None and checks.first_unlike() is not None:
         obstacle = MISREPORTED.format(positions.axis)
     return checks.table(obstacle)
@@ -190,15 +189,15 @@ class _Checks:
                 f"{self._where}: a chunk at byte {at} overlaps {what}; the file is damaged"
             )
 
-    def require_order(self) -> None:
-        """Raise ReadError if a version 1 B-tree, without a checksum, has unordered keys."""
+    def require_searchable(self) -> None:
+        """Raise ReadError for a version 1 B-tree, without a checksum, that is damaged.
+
+        Its keys are not in order, or HDF5 does not find chunks by them.
+        """
         if not self._visited.is_ascending:
             raise ReadError(
                 f"{self._where}: the keys of its chunk index are not in order; it is damaged"
             )
-
-    def require_agreement(self) -> None:
-        """Raise ReadError for an index in which HDF5 does not find chunks by their keys."""
         unlike = self.first_unlike()
         if unlike is not None:
             raise ReadError(

@@ -65,8 +65,8 @@ def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where
     The layout is of a dataset to be read through h5py, even if the core could decode it: `dataset`,
     or None if its chunk table says which filters were used.
     """
-    missing = _unknown_to_hdf5(layout.filters) if layout.chunk_shape else []
-    if not missing:
+    missing = [bit for bit, entry in enumerate(layout.filters) if not is_known_to_hdf5(entry)]
+    if not missing or not layout.chunk_shape:
         return
     if dataset is not None:
         with suppressing(TooManyChunksError):
@@ -100,18 +100,14 @@ def _is_not_available(entry: Filter, where: str) -> DatasetError:
     )
 
 
-def is_hdf5s(entry: Filter) -> bool:
-    """Return whether HDF5 can decode a filter, and the core cannot."""
-    return not can_decode(entry) and is_known_to_hdf5(entry)
-
-
 def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
     """Raise `NotDirectError` if a chunk was written with a filter that only HDF5 decodes.
 
     Its mere presence in the pipeline does not matter: filters that cannot process the data, such as
     shuffle with variable-length elements, are skipped when a chunk is written.
     """
-    theirs = [bit for bit, entry in enumerate(layout.filters) if is_hdf5s(entry)]
+    theirs = undecodable(layout.filters)
+    theirs = [bit for bit in theirs if is_known_to_hdf5(layout.filters[bit])]
     if theirs and applies_any(dataset, theirs, layout.has_raw_edges):
         entry = layout.filters[theirs[0]]
         raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
@@ -124,15 +120,7 @@ def undecodable(filters: tuple[Filter, ...]) -> list[int]:
 
 def unavailable(filters: tuple[Filter, ...]) -> list[int]:
     """Return the positions of filters that neither the core nor HDF5 can decode."""
-    return [
-        bit
-        for bit, entry in enumerate(filters)
-        if not can_decode(entry) and not is_known_to_hdf5(entry)
-    ]
-
-
-def _unknown_to_hdf5(filters: tuple[Filter, ...]) -> list[int]:
-    return [bit for bit, entry in enumerate(filters) if not is_known_to_hdf5(entry)]
+    return [bit for bit in undecodable(filters) if not is_known_to_hdf5(filters[bit])]
 
 
 def require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None:
