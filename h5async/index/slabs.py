@@ -38,6 +38,10 @@ class Slab:
         """Return the selection of all indices from `start` to before `stop`."""
         return cls(start, max(1, stop - start), 1, stop - start)
 
+    def normal(self) -> Slab:
+        """Return the same selection, as one block if the indices are adjacent."""
+        return Slab.run(self.start, self.start + self.size) if self.is_run else self
+
     @property
     def size(self) -> int:
         """The number of selected indices."""

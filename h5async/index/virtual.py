@@ -13,6 +13,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from h5async.index.composition import Part
 from h5async.index.hdf5 import NotDirectError
 from h5async.index.layout import DatasetLayout
 from h5async.index.segments import Piece, region_key
-from h5async.index.slabs import Blocks, Slab
+from h5async.index.slabs import Blocks, Selection, Slab
 
 _UNLIMITED = h5py.h5s.UNLIMITED
 _MAX_NUMBERED = 100_000
@@ -34,38 +35,29 @@ FindSource = Callable[[str, str, int], DatasetLayout | None]
 _MAX_REGIONS = 256
 
 
-class Hyperslab(NamedTuple):
-    """One dimension of a hyperslab as in HDF5; the last two numbers may be unlimited."""
-
-    start: int
-    stride: int
-    num_blocks: int
-    block: int
-
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether it has no end."""
-        return _UNLIMITED in (self.num_blocks, self.block)
-
-    def within(self, extent: int) -> Slab:
-        """Return its part within a dimension of some extent."""
-        start, stride, count, block = self
-        if block == _UNLIMITED:
-            return Slab.run(start, max(start, extent))
-        if count == _UNLIMITED:
-            count, rest = divmod(max(0, extent - start), stride)
-            if rest >= block:
-                count += 1
-            elif rest and count:
-                raise NotDirectError("an unlimited mapping ends within a block")
-            elif rest:
-                return Slab.run(start, start + rest)
-        if count == 1 or stride == block:
-            return Slab.run(start, start + count * block)
-        return Slab(start, stride, count, block)
+def _within(selected: Selection, extent: int) -> Selection:
+    """Return the part of a selection, maybe unlimited, within a dimension of some extent."""
+    if isinstance(selected, Blocks):
+        return selected
+    start, stride, count, block = selected.start, selected.stride, selected.count, selected.block
+    if block == _UNLIMITED:
+        return Slab.run(start, max(start, extent))
+    if count == _UNLIMITED:
+        count, rest = divmod(max(0, extent - start), stride)
+        if rest >= block:
+            count += 1
+        elif rest and count:
+            raise NotDirectError("an unlimited mapping ends within a block")
+        elif rest:
+            return Slab.run(start, start + rest)
+    return Slab(start, stride, count, block).normal()
 
 
-Selected = Sequence[Hyperslab | Slab | Blocks] | None
+def _is_unlimited(selected: Selection) -> bool:
+    return isinstance(selected, Slab) and _UNLIMITED in (selected.count, selected.block)
+
+
+Selected = Sequence[Selection] | None
 
 
 class Mapping(NamedTuple):
@@ -145,19 +137,20 @@ def by_number(mapping: Mapping, shape: tuple[int, ...]) -> Iterator[Mapping]:
     if virtual is None or axis is None or not _is_numbered(file, dataset):
         yield mapping._replace(file=_name(file, None), dataset=_name(dataset, None))
         return
-    start, stride, _, block = virtual[axis]  # type: ignore[misc]
-    if shape[axis] > start + _MAX_NUMBERED * stride:
+    slab = virtual[axis]
+    assert isinstance(slab, Slab)
+    if shape[axis] > slab.start + _MAX_NUMBERED * slab.stride:
         raise NotDirectError(f"a virtual dataset of more than {_MAX_NUMBERED} numbered sources")
-    for number, begin in enumerate(range(start, shape[axis], stride)):
+    for number, begin in enumerate(range(slab.start, shape[axis], slab.stride)):
         samples = list(virtual)
-        samples[axis] = Slab.run(begin, min(begin + block, shape[axis]))
+        samples[axis] = Slab.run(begin, min(begin + slab.block, shape[axis]))
         yield Mapping(_name(file, number), _name(dataset, number), samples, mapping.source)
 
 
 def _unlimited_axis(selected: Selected) -> int | None:
     """Return the dimension along which blocks follow each other without an end."""
     for axis, slab in enumerate(selected or ()):
-        if isinstance(slab, Hyperslab) and slab.num_blocks == _UNLIMITED:
+        if isinstance(slab, Slab) and slab.count == _UNLIMITED:
             return axis
     return None
 
@@ -185,11 +178,11 @@ def _selected(space: h5py.h5s.SpaceID) -> Selected:
     if kind != h5py.h5s.SEL_HYPERSLABS:
         raise NotDirectError("a virtual dataset with a mapping that is no hyperslab")
     if space.is_regular_hyperslab():
-        return [*map(Hyperslab, *space.get_regular_hyperslab())]
+        return [*map(Slab, *space.get_regular_hyperslab())]
     return _irregular(space)
 
 
-def _irregular(space: h5py.h5s.SpaceID) -> list[Slab | Blocks]:
+def _irregular(space: h5py.h5s.SpaceID) -> list[Selection]:
     """Return an irregular hyperslab per dimension.
 
     It must consist of all combinations of its selections per dimension, so that their order is that
@@ -207,7 +200,7 @@ def _irregular(space: h5py.h5s.SpaceID) -> list[Slab | Blocks]:
     return dimensions
 
 
-def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> Slab | Blocks:
+def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> Selection:
     """Return the indices of all blocks, each once."""
     order = np.argsort(first, kind="stable")
     first, end = first[order], np.maximum.accumulate(last[order] + 1)
@@ -273,18 +266,15 @@ def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | 
 
 
 def _extents(selected: Selected) -> tuple[tuple[int, ...], ...] | None:
-    """Return all of a limited hyperslab except where it begins; None for others."""
-    if selected is None:
+    """Return all of a limited, regular selection except where it begins; None for others."""
+    slabs = [s for s in selected or () if isinstance(s, Slab) and not _is_unlimited(s)]
+    if selected is None or len(slabs) < len(selected):
         return None
-    if not all(isinstance(slab, Hyperslab) and not slab.is_unlimited for slab in selected):
-        return None
-    return tuple((s.stride, s.num_blocks, s.block) for s in selected if isinstance(s, Hyperslab))
+    return tuple((slab.stride, slab.count, slab.block) for slab in slabs)
 
 
-def _sizes(selected: Iterable[Hyperslab | Slab | Blocks]) -> tuple[int, ...]:
-    return tuple(
-        one.num_blocks * one.block if isinstance(one, Hyperslab) else one.size for one in selected
-    )
+def _sizes(selected: Iterable[Selection]) -> tuple[int, ...]:
+    return tuple(one.size for one in selected)
 
 
 def _is_run(extent: tuple[int, ...]) -> bool:
@@ -314,11 +304,6 @@ def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) 
         samples=Blocks.of(begin[order], length),
         source_samples=Blocks.of(source_begin[order], length),
     )
-
-
-def _within(selected: Hyperslab | Slab | Blocks, extent: int) -> Slab | Blocks:
-    """Return the part of a selection within a dimension of some extent."""
-    return selected.within(extent) if isinstance(selected, Hyperslab) else selected
 
 
 def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | None:
@@ -357,7 +342,7 @@ def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | No
     )
 
 
-def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Slab | Blocks]:
+def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Selection]:
     if mapping.source is None:
         return [Slab.run(0, extent) for extent in layout.shape]
     if len(mapping.source) != len(layout.shape):
@@ -372,18 +357,17 @@ def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Slab | B
 
 
 def _cut_alike(
-    mapping: Mapping, virtual: list[Slab | Blocks], source: list[Slab | Blocks]
-) -> tuple[list[Slab | Blocks], list[Slab | Blocks]]:
+    mapping: Mapping, virtual: list[Selection], source: list[Selection]
+) -> tuple[list[Selection], list[Selection]]:
     """Cut unlimited selections to the extent of both sides."""
     pairs = []
     for taken, a, b in zip(mapping.source or virtual, virtual, source, strict=True):
         size = min(a.size, b.size)
-        is_free = isinstance(taken, Hyperslab) and taken.is_unlimited
-        pairs.append((_first(a, size), _first(b, size)) if is_free else (a, b))
+        pairs.append((_first(a, size), _first(b, size)) if _is_unlimited(taken) else (a, b))
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def _first(slab: Slab | Blocks, size: int) -> Slab | Blocks:
+def _first(slab: Selection, size: int) -> Selection:
     if slab.size == size:
         return slab
     if isinstance(slab, Blocks):
@@ -392,7 +376,7 @@ def _first(slab: Slab | Blocks, size: int) -> Slab | Blocks:
         return Slab.run(slab.start, slab.start + size)
     if size % slab.block:
         raise NotDirectError("an unlimited mapping ends within a block")
-    return Slab(slab.start, slab.stride, size // slab.block, slab.block)
+    return replace(slab, count=size // slab.block)
 
 
 @lru_cache(maxsize=64)
@@ -418,9 +402,7 @@ def _matching(virtual: tuple[int, ...], source: tuple[int, ...]) -> dict[int, in
     return dict(zip(ours, theirs, strict=True))
 
 
-def _region(
-    slabs: list[Slab | Blocks], shape: tuple[int, ...], axis: int
-) -> tuple[slice, ...] | None:
+def _region(slabs: list[Selection], shape: tuple[int, ...], axis: int) -> tuple[slice, ...] | None:
     """Return the selection within a row; None for the whole row."""
     rest = [a for a in range(len(shape)) if a != axis]
     if all(slabs[a].is_run and slabs[a].size == shape[a] for a in rest):
@@ -462,7 +444,7 @@ def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
             raise NotDirectError("a virtual dataset whose mappings overlap")
 
 
-def _have_common(selections: Sequence[Slab | Blocks]) -> bool:
+def _have_common(selections: Sequence[Selection]) -> bool:
     """Return whether two selections share an index; memory grows with blocks, not indices."""
     selections = [one for one in selections if one.size]
     if sum(one.num_blocks for one in selections) > MAX_BLOCKS:
