@@ -116,7 +116,6 @@ class FileChanges:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error at the end of the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -312,7 +312,6 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 
 
 def _children(file: HDF5File, parent: str, name: str, reach: Reach) -> list[str]:
-    """Return the paths of the groups in a group whose names equal or match `name`."""
     with contextlib.ExitStack() as files:
         group = _group_at(file, parent, reach, files)
         if group is None:

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from h5async.core.binding import load_core
-from h5async.errors import DatasetError, H5AsyncError, ReadError, out_of_memory
+from h5async.errors import DatasetError, ReadError
 from h5async.index.attributes import dimension_names, numbered_axis
 from h5async.index.chunkindex import (
     TooManyChunksError,
@@ -37,7 +37,13 @@ from h5async.index.filterpipeline import (
     unavailable,
     undecodable,
 )
-from h5async.index.hdf5 import COLUMNS_REASON, NotDirectError, OtherKindError, stored_compact
+from h5async.index.hdf5 import (
+    COLUMNS_REASON,
+    NotDirectError,
+    OtherKindError,
+    reading,
+    stored_compact,
+)
 from h5async.index.layout import DatasetLayout, Storage, normal_axis
 from h5async.index.layoutfacts import Indexed
 from h5async.index.links import LastGroup, Located, Reach
@@ -109,7 +115,7 @@ class Indexer:
         the dimension that counts the samples, by its number or its name.
         """
         where = f'{self._name}: dataset "{name}"'
-        try:
+        with reading(f"{where}: its metadata"):
             dataset = Opened(node, self._source)
             kind = self._kind(dataset, member, num_dim)
             known = None if kind is None else self._alike.get(kind)
@@ -120,12 +126,6 @@ class Indexer:
             if kind is not None and is_plain and layout.offset >= 0:
                 self._alike[kind] = layout
             return layout
-        except H5AsyncError:
-            raise
-        except MemoryError as error:
-            raise out_of_memory(f"{where}, its metadata", error) from error
-        except Exception as error:  # damaged metadata may raise anything
-            raise ReadError(f"{where}: its metadata cannot be read ({error})") from error
 
     def raw_layout(
         self, name: str, node: h5py.h5d.DatasetID, forms: Forms, num_dim: int = 0

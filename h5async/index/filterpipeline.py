@@ -165,7 +165,6 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
 
 
 def _in_units(layout: DatasetLayout, conversion: Filter) -> DatasetLayout:
-    """Return the layout of contiguous values as chunks of equal numbers of rows."""
     rows, *rest = [int(extent) or 1 for extent in layout.shape]
     row_nbytes = math.prod(rest) * conversion.parameters[1]
     most = min(rows, max(1, _UNIT_NBYTES // row_nbytes))

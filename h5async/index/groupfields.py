@@ -18,9 +18,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import DatasetError, H5AsyncError, ReadError, is_lack_of_memory, out_of_memory
+from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.contents import MEMBERS_OF_10X, older_categories
 from h5async.index.datasets import Indexer
+from h5async.index.hdf5 import reading
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import BESIDE, Located, Reach, locate
 from h5async.index.metadata import layout_at, value_layout
@@ -80,7 +81,7 @@ def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGrou
         if found is None:
             return None
         located, group, where = found
-        with reading(where):
+        with reading(f"{where}: its metadata"):
             form, shape = _form_of(group, where)
         if form is None:
             return None
@@ -111,7 +112,7 @@ def names_beside(file: HDF5File, path: str, reach: Reach = BESIDE) -> tuple[str,
         if found is None:
             return None
         _, group, where = found
-        with reading(where):
+        with reading(f"{where}: its metadata"):
             for pair in (("features/name", "features/id"), ("gene_names", "genes")):
                 if "barcodes" in group and all(name in group for name in pair):
                     return f"{path}/{pair[0]}", f"{path}/{pair[1]}"
@@ -160,7 +161,7 @@ def find(
 
     Raises like `locate`, and `ReadError` if the object is damaged.
     """
-    with reading(f'{file.filename}: "{path}"'):
+    with reading(f'{file.filename}: "{path}": its metadata'):
         try:
             located = locate(file, path, reach, files)
         except KeyError as error:
@@ -168,19 +169,6 @@ def find(
                 raise
             return None, None
         return (None, None) if located.rest else (located, located.open())
-
-
-@contextlib.contextmanager
-def reading(where: str) -> Any:
-    """Turn h5py's errors for damaged metadata into a `ReadError` that begins with `where`."""
-    try:
-        yield
-    except H5AsyncError:
-        raise
-    except Exception as error:  # damaged metadata may raise anything
-        if is_lack_of_memory(error):
-            raise out_of_memory(f"{where}, its metadata", error) from error
-        raise ReadError(f"{where}: its metadata cannot be read ({error})") from error
 
 
 def text_attribute(node: h5py.Group | h5py.Dataset, name: str) -> str | None:
@@ -201,7 +189,6 @@ def _form_of(group: h5py.Group, where: str) -> tuple[str | None, tuple[int, int]
 
 
 def _two_numbers(group: h5py.Group, name: str) -> Any:
-    """Return the values of a dataset of two numbers in this file, or None."""
     if not isinstance(group.get(name, getlink=True), h5py.HardLink):
         return None
     found = group[name]
@@ -289,7 +276,7 @@ def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:
         if located is None or isinstance(node, h5py.h5t.TypeID):
             return None
         where = f'{located.file.filename}: column "{located.path}"'
-        with reading(where):
+        with reading(f"{where}: its metadata"):
             if isinstance(node, h5py.h5d.DatasetID):
                 return _older_categorical(located, h5py.Dataset(node), reach, where)
             group = h5py.Group(node)
@@ -320,7 +307,7 @@ def index_of_table(file: HDF5File, path: str, reach: Reach = BESIDE) -> str:
         located, node = find(file, path, reach, files)
         if located is None:
             return usual
-        with reading(f'{located.file.filename}: table "{located.path}"'):
+        with reading(f'{located.file.filename}: table "{located.path}": its metadata'):
             if isinstance(node, h5py.h5g.GroupID):
                 return text_attribute(h5py.Group(node), usual) or usual
             if isinstance(
@@ -356,7 +343,6 @@ def union_of(
 def _older_categorical(
     located: Located, dataset: h5py.Dataset, reach: Reach, where: str
 ) -> Column | None:
-    """Return a column whose dataset of codes is separate from its categories."""
     path = older_categories(located, dataset.id)
     if path is None:
         return None
@@ -377,7 +363,6 @@ def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | ND
 
 
 def _flat(located: Located, name: str, kinds: str, reach: Reach, where: str) -> DatasetLayout:
-    """Return the layout of a flat member of a group with these kinds of dtype."""
     layout = layout_at(Indexer(located.file, reach), f"{located.path}/{name}", 0, reach)
     return _require_flat(layout, kinds, f'{where}, dataset "{name}"')
 

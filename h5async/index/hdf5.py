@@ -8,6 +8,7 @@ variable length are references there. HDF5 has read the header before, so it is 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
@@ -15,7 +16,13 @@ from typing import Any
 
 import h5py
 
-from h5async.errors import DatasetError
+from h5async.errors import (
+    DatasetError,
+    H5AsyncError,
+    ReadError,
+    is_lack_of_memory,
+    out_of_memory,
+)
 from h5async.io.stores import Source
 from h5async.system.interruptions import suppressing
 
@@ -32,6 +39,19 @@ COLUMNS_REASON = (
 
 class OtherKindError(DatasetError):
     """A path leads to an object that is not an array, but may be a field of another kind."""
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn h5py's errors for `what` into a `ReadError`: damaged metadata may raise anything."""
+    try:
+        yield
+    except H5AsyncError:
+        raise
+    except Exception as error:
+        if is_lack_of_memory(error):
+            raise out_of_memory(what, error) from error
+        raise ReadError(f"{what} cannot be read ({error})") from error
 
 
 # Kinds of chunk indices (H5Dpublic.h).
@@ -186,7 +206,6 @@ def _counted(body: bytes, at: int, width: int) -> bytes:
 
 
 def _message(dataset: h5py.h5d.DatasetID, source: Source, kind: int) -> bytes:
-    """Return the body of the only message of a type."""
     created = h5py.h5i.get_file_id(dataset).get_create_plist()
     base, widths = int(created.get_userblock()), created.get_sizes()
     address = base + int(h5py.h5o.get_info(dataset).addr)

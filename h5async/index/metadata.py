@@ -22,8 +22,6 @@ from h5async.errors import (
     ConfigError,
     DatasetError,
     H5AsyncError,
-    ReadError,
-    is_lack_of_memory,
     out_of_memory,
 )
 from h5async.index.attributes import cf_attributes, dimension_names
@@ -37,7 +35,7 @@ from h5async.index.contents import (
     what_is_there,
 )
 from h5async.index.datasets import Indexer
-from h5async.index.hdf5 import NotDirectError, OtherKindError
+from h5async.index.hdf5 import NotDirectError, OtherKindError, reading
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import (
     BESIDE,
@@ -172,7 +170,6 @@ def _list_joined(
     num_dim: int | str | tuple[int | str, int | str],
     reach: Reach,
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
-    """Yield each dataset that one of the groups has, with its layout across all of them."""
     parents, depth = set(groups), groups[0].count("/") + 1
     parts = (name.split("/") for name in _datasets(indexer.file, reach))
     names = ("/".join(p[depth:]) for p in parts if "/".join(p[:depth]) in parents)
@@ -269,12 +266,8 @@ def value_layout(
         stamp = found.file.source.stamp()
         what = f"{where} of shape {node.shape}: its strings"
         reach.room.take(_STRING_NBYTES * int(node.size), what, [(found.file.filename, stamp)])
-        try:
+        with reading(where):
             return np.asarray(node[()]).reshape(-1)
-        except Exception as error:  # h5py raises many types
-            if is_lack_of_memory(error):
-                raise out_of_memory(where, error) from error
-            raise ReadError(f"{where} cannot be read ({error})") from error
 
 
 def _column_of(layout: DatasetLayout, number: int) -> DatasetLayout:
@@ -323,14 +316,8 @@ def _read_attributes(
         with suppressing(Exception):
             return read()
         return ()
-    try:
+    with reading(f"{where}: its attributes"):
         return read()
-    except H5AsyncError:
-        raise
-    except Exception as error:  # damaged attributes may raise anything
-        if is_lack_of_memory(error):
-            raise out_of_memory(f"{where}, its attributes", error) from error
-        raise ReadError(f"{where}: its attributes cannot be read ({error})") from error
 
 
 @contextlib.contextmanager
@@ -350,7 +337,6 @@ def _layout_of_two(
     reach: Reach,
     wanted: Further,
 ) -> DatasetLayout:
-    """Read the layout of a dataset whose samples two dimensions count."""
     by_sequence, by_step = (layout_at(indexer, path, dim, reach, wanted) for dim in num_dim)
     axes = by_sequence.sample_axis, by_step.sample_axis
     if axes[0] == axes[1]:

@@ -165,7 +165,7 @@ def fill_value(
     `whenever` ignores the fill time, which does not matter to virtual datasets.
     """
     fill = np.zeros((), base)
-    if _has_fill_value(plist) and (whenever or _is_filled(plist)):
+    if _uses_fill_value(plist, whenever):
         if extra:
             raise NotDirectError("an array type with a fill value of its own")
         plist.get_fill_value(fill)
@@ -181,7 +181,7 @@ def fill_reference(
     `whenever` as in `fill_value`.
     """
     stored = b""
-    if _has_fill_value(dataset.plist) and (whenever or _is_filled(dataset.plist)):
+    if _uses_fill_value(dataset.plist, whenever):
         stored = stored_fill(dataset.id, source)
         if len(stored) not in (0, dtype.itemsize):
             raise NotDirectError("elements of variable length with a fill value of another type")
@@ -190,7 +190,7 @@ def fill_reference(
 
 def member_fill(dataset: Opened, member: tuple[str, ...]) -> bytes:
     """Return the bytes of a member's fill value; b"" for zeros."""
-    if not (_has_fill_value(dataset.plist) and _is_filled(dataset.plist)):
+    if not _uses_fill_value(dataset.plist):
         return b""
     values: Any = np.zeros((), dataset.dtype)
     dataset.plist.get_fill_value(values)
@@ -203,11 +203,13 @@ def _has_fill_value(plist: h5py.h5p.PropDCID) -> bool:
     return bool(plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED)
 
 
-def _is_filled(plist: h5py.h5p.PropDCID) -> bool:
-    known = h5py.h5d.FILL_TIME_ALLOC, h5py.h5d.FILL_TIME_IFSET, h5py.h5d.FILL_TIME_NEVER
-    if plist.get_fill_time() not in known:
-        raise NotDirectError(f"a fill time of {plist.get_fill_time()}, which HDF5 does not know")
-    return bool(plist.get_fill_time() != h5py.h5d.FILL_TIME_NEVER)
+def _uses_fill_value(plist: h5py.h5p.PropDCID, whenever: bool = False) -> bool:
+    if not _has_fill_value(plist) or whenever:
+        return _has_fill_value(plist)
+    time = plist.get_fill_time()
+    if time not in (h5py.h5d.FILL_TIME_ALLOC, h5py.h5d.FILL_TIME_IFSET, h5py.h5d.FILL_TIME_NEVER):
+        raise NotDirectError(f"a fill time of {time}, which HDF5 does not know")
+    return bool(time != h5py.h5d.FILL_TIME_NEVER)
 
 
 def has_no_values(plist: h5py.h5p.PropDCID, layout: DatasetLayout) -> bool:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -178,11 +177,6 @@ class PairedRuns(NamedTuple):
         """Return no runs."""
         return cls(*(np.zeros(0, np.int64) for _ in range(4)))
 
-    @classmethod
-    def joined(cls, several: Sequence[PairedRuns]) -> PairedRuns:
-        """Return the runs of several (one or more), concatenated."""
-        return cls(*map(np.concatenate, zip(*several, strict=True)))
-
     def single_steps(self) -> PairedRuns:
         """Return the same pairs; runs whose rows are not adjacent become runs of one index.
 
@@ -233,7 +227,6 @@ def runs_between(ours: Selection, theirs: Selection) -> PairedRuns:
 
 
 def _block_edges(selection: Selection) -> Int64s:
-    """Return the ordinals at which the blocks of a selection begin."""
     if isinstance(selection, Blocks):
         return selection.begin[:-1]
     if selection.is_run:

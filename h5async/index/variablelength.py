@@ -94,7 +94,6 @@ def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
 
 
 def _dtype_of(stored: h5py.h5t.TypeID) -> np.dtype[Any]:
-    """Return the dtype of the values of a sequence."""
     try:
         found = describe(bytes(stored.encode()))
     except Exception as error:  # h5py has no one type for what it cannot express

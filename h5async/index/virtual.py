@@ -164,7 +164,7 @@ def _is_numbered(*names: str) -> bool:
 
 
 def _name(pattern: str, number: int | None) -> str:
-    """Fill the number of a block into a name: "%b" stands for it, "%%" for a percent sign."""
+    """Replace "%b" in a name by a number, and "%%" by a percent sign."""
     if number is None:
         return pattern.replace("%%", "%")
     return re.sub(r"%(.)", lambda found: str(number) if found[1] == "b" else found[1], pattern)
@@ -266,7 +266,6 @@ def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | 
 
 
 def _extents(selected: Selected) -> tuple[tuple[int, ...], ...] | None:
-    """Return all of a limited, regular selection except where it begins; None for others."""
     slabs = [s for s in selected or () if isinstance(s, Slab) and not _is_unlimited(s)]
     if selected is None or len(slabs) < len(selected):
         return None
@@ -359,7 +358,6 @@ def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Selectio
 def _cut_alike(
     mapping: Mapping, virtual: list[Selection], source: list[Selection]
 ) -> tuple[list[Selection], list[Selection]]:
-    """Cut unlimited selections to the extent of both sides."""
     pairs = []
     for taken, a, b in zip(mapping.source or virtual, virtual, source, strict=True):
         size = min(a.size, b.size)

@@ -409,7 +409,7 @@ def test_runs_pair_the_indices_of_two_selections(one, other) -> None:
 
 
 def test_single_steps_are_the_same_pairs() -> None:
-    runs = PairedRuns.joined([PairedRuns.one(0, 3, 5), PairedRuns.one(9, 3, 1, 4)]).single_steps()
+    runs = PairedRuns(*np.array([[0, 9], [3, 3], [5, 1], [1, 4]])).single_steps()
     assert runs.first.tolist() == [0, 9, 10, 11]
     assert runs.row.tolist() == [5, 1, 5, 9]
     assert runs.length.tolist() == [3, 1, 1, 1]
