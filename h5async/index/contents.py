@@ -159,12 +159,6 @@ class Listed(NamedTuple):
     kind: Literal["dataset", "group", "link", "other"]
 
 
-class _Level(NamedTuple):
-    group: h5py.Group
-    prefix: str
-    names: Iterator[tuple[bytes, int]]
-
-
 def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
     """Yield the objects of a file, group by group, in the order of names; each object once.
 
@@ -178,7 +172,7 @@ def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
         raise DatasetError(
             f"{file.filename}: the file is damaged: its root group cannot be opened ({error})"
         ) from error
-    levels = [_Level(root, "", names_in(root, most_names))]
+    levels = [(root, "", names_in(root, most_names))]
     while levels:
         group, prefix, names = levels[-1]
         name, link = next(names, (b"", None))
@@ -202,7 +196,7 @@ def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
         seen.add(_address(info))
         yield Listed(path, _KINDS.get(info.type, "other"))
         if isinstance(node, h5py.Group):
-            levels.append(_Level(node, f"{path}/", names_in(node, most_names)))
+            levels.append((node, f"{path}/", names_in(node, most_names)))
 
 
 def _address(info: h5py.h5o.ObjInfo) -> tuple[int, int]:

@@ -48,7 +48,6 @@ from h5async.index.layout import DatasetLayout, Storage, normal_axis
 from h5async.index.layoutfacts import Indexed
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.opendataset import (
-    Element,
     Opened,
     element_of,
     fill_reference,
@@ -62,6 +61,7 @@ from h5async.index.opendataset import (
 from h5async.index.segments import Piece
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
+from h5async.index.storedtypes import StoredType, without_metadata
 from h5async.index.variablelength import Forms, variable_length
 from h5async.io.localfiles import may_map
 from h5async.io.stamps import settled
@@ -254,7 +254,7 @@ class Indexer:
             )
         names = dimension_names(dataset.id, self.scale_names) if isinstance(num_dim, str) else ()
         base, extra = element.unpacked
-        dtype = _without_metadata(base)
+        dtype = without_metadata(base)
         layout = self._declared(name, dataset, storage, dtype, shape, extra).changed(
             sample_axis=numbered_axis(num_dim, names, len(shape), where), member=member
         )
@@ -291,14 +291,14 @@ class Indexer:
             nbytes = self._stored_nbytes(layout, dataset, where)
             return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())
 
-    def _converts(self, element: Element, member: tuple[str, ...]) -> bool:
+    def _converts(self, element: StoredType, member: tuple[str, ...]) -> bool:
         """Tell whether stored bytes are converted as a chunk is decoded."""
         is_needed = not element.is_numpys or (element.text and self._depth)
         can = element.conversion and not member and load_core() is not None
         return bool(is_needed and can)
 
     def _require_direct(
-        self, layout: DatasetLayout, dataset: Opened, element: Element, converts: bool = False
+        self, layout: DatasetLayout, dataset: Opened, element: StoredType, converts: bool = False
     ) -> None:
         if self._is_writer:
             raise NotDirectError(
@@ -358,7 +358,7 @@ class Indexer:
         return layout
 
     def _member(
-        self, layout: DatasetLayout, dataset: Opened, element: Element, where: str
+        self, layout: DatasetLayout, dataset: Opened, element: StoredType, where: str
     ) -> DatasetLayout:
         """Return the layout of a member: a part of the rows of the compound."""
         if not layout.stored_itemsize:
@@ -407,10 +407,6 @@ def _with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) ->
         layout = layout.changed(has_raw_edges=True)
     require_filters(layout, dataset, where)
     return layout
-
-
-def _without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)
 
 
 def _storage(dataset: Opened) -> Storage:

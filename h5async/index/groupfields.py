@@ -66,15 +66,9 @@ class SparseGroup:
 def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGroup | None:
     """Return the sparse matrix at a path of an open file, or None.
 
-    Raises
-    ------
-    DatasetError
-        If the parts of the matrix do not fit together, or the samples are not compressed: the
-        message then has a command that converts the file.
-    ReadError
-        If its metadata cannot be read.
-    UnsafeFileError
-        If a link leads to a file that `reach` does not permit.
+    DatasetError if the parts of the matrix do not fit together, or the samples are not compressed:
+    the message then has a command that converts the file. ReadError if its metadata cannot be read;
+    UnsafeFileError if a link leads to a file that `reach` does not permit.
     """
     with contextlib.ExitStack() as files:
         found = _group_at(file, path, reach, files)

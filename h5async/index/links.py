@@ -233,18 +233,9 @@ def locate(
     `reach` says which files external links may lead to. `files` closes the files opened on the way
     later. `last` keeps the group for the next path of the same file.
 
-    Raises
-    ------
-    KeyError
-        If there is nothing of that name.
-    UnsafeFileError
-        If an external link leads to a file that is not permitted.
-    MissingError
-        If the path leads to a file that does not exist.
-    DatasetError
-        If it leads through too many links.
-    ReadError
-        If a linked file cannot be opened.
+    KeyError if there is nothing of that name; UnsafeFileError if an external link leads to a file
+    that is not permitted; MissingError if it does not exist; DatasetError for too many links;
+    ReadError if a linked file cannot be opened.
     """
     todo = _components(path)
     kept, done = (None, []) if last is None else last.begin(todo)

@@ -221,14 +221,8 @@ def value_layout(
     `most` is the maximum number of values: a file is not trusted with all memory. Strings of
     variable length, which have no layout, are returned as (n,) bytes objects.
 
-    Raises
-    ------
-    ReadError
-        If the file cannot be opened, or the strings cannot be read.
-    DatasetError
-        If it is missing, does not have one value per sample, or holds too much.
-    UnsafeFileError
-        If a link to it leads to a file that `reach` does not permit.
+    DatasetError if it is missing, does not have one value per sample, or holds too much; ReadError
+    and UnsafeFileError as in `read_layouts`.
     """
     where, number = f'{path}: dataset "{name}"', None
     behind = _COLUMN.search(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -23,8 +23,8 @@ from h5async.index.hdf5 import (
     stored_fill,
 )
 from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import Indexed, Text
-from h5async.index.storedtypes import describe
+from h5async.index.layoutfacts import Indexed
+from h5async.index.storedtypes import StoredType, describe
 from h5async.io.stores import Source
 from h5async.names import name_bytes, name_text
 
@@ -220,42 +220,6 @@ def has_no_values(plist: h5py.h5p.PropDCID, layout: DatasetLayout) -> bool:
     return undefined and not allocated
 
 
-class Element(NamedTuple):
-    """An element of a dataset, or of a member of it.
-
-    Attributes
-    ----------
-    dtype
-        As in h5py.
-    is_numpys, text
-        Whether the stored bytes are NumPy's, once these strings are converted.
-    conversion
-        For whole elements: the filter that converts stored bytes, including these strings.
-    offset
-        Of a member: its first byte within an element.
-    """
-
-    dtype: np.dtype[Any]
-    is_numpys: bool
-    text: tuple[Text, ...]
-    conversion: tuple[int, ...]
-    offset: int
-
-    @property
-    def unpacked(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """The dtype of a number, and the dimensions of its array type, outermost first."""
-        return _unpacked(self.dtype)
-
-
-def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return the base and the dimensions of a dtype; NumPy's own attributes go one level deep."""
-    base, shape = dtype, dtype.shape[:0]
-    while base.subdtype is not None:
-        shape += base.shape
-        base = base.base
-    return base, shape
-
-
 def has_objects(dataset: Opened) -> bool:
     """Return whether elements, or members of them, are of variable length, or references."""
     try:
@@ -274,7 +238,7 @@ def _is_object(stored: h5py.h5t.TypeID) -> bool:
     return isinstance(stored, h5py.h5t.TypeVlenID | h5py.h5t.TypeReferenceID)
 
 
-def element_of(dataset: Opened, member: tuple[str, ...], where: str) -> Element:
+def element_of(dataset: Opened, member: tuple[str, ...], where: str) -> StoredType:
     """Return the element of a dataset or, for a compound, its member at the path `member`.
 
     DatasetError, beginning with `where`, if there is no such member, or NumPy has no type for it.
@@ -292,7 +256,8 @@ def element_of(dataset: Opened, member: tuple[str, ...], where: str) -> Element:
         offset += stored.get_member_offset(names.index(encoded))
         stored = stored.get_member_type(names.index(encoded))
     try:
-        return Element(*describe(stored.encode() if member else dataset.encoded_type), offset)
+        found = describe(stored.encode() if member else dataset.encoded_type)
+        return found._replace(offset=offset)
     except UnicodeDecodeError as error:
         raise DatasetError(
             f"{where}: it has members with names that are not UTF-8, and h5py has no type for"

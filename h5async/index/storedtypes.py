@@ -27,7 +27,7 @@ _MOST_TEXTS = 64  # strings in an element
 
 
 class StoredType(NamedTuple):
-    """The NumPy equivalent of a type.
+    """The NumPy equivalent of the type of a dataset's elements, or of a member of them.
 
     Attributes
     ----------
@@ -40,12 +40,29 @@ class StoredType(NamedTuple):
     conversion
         Parameters of the filter that converts stored elements, including strings
         (`codec/storedelements.py`); empty if there is none.
+    offset
+        Of a member: its first byte within an element.
     """
 
     dtype: np.dtype[Any]
     is_numpys: bool
     text: tuple[Text, ...]
     conversion: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def unpacked(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """The dtype of a number, and the dimensions of its array type, outermost first."""
+        base, shape = self.dtype, self.dtype.shape[:0]
+        while base.subdtype is not None:  # NumPy's own attributes go one level deep
+            shape += base.shape
+            base = base.base
+        return base, shape
+
+
+def without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a dtype without h5py's metadata, unless it is a compound."""
+    return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)
 
 
 @functools.lru_cache(maxsize=256)

@@ -22,7 +22,7 @@ from h5async.core.binding import Core, address
 from h5async.core.heap import HeapStruct
 from h5async.errors import ReadError
 from h5async.index.hdf5 import NotDirectError
-from h5async.index.storedtypes import describe
+from h5async.index.storedtypes import describe, without_metadata
 
 _SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes
 DAMAGED = "; the file is damaged"
@@ -103,7 +103,7 @@ def _dtype_of(stored: h5py.h5t.TypeID) -> np.dtype[Any]:
         raise NotDirectError("sequences of sequences, of strings of variable length or references")
     if not found.is_numpys or found.text or dtype.itemsize != stored.get_size():
         raise NotDirectError(f"sequences whose stored values differ from NumPy's {dtype}")
-    return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)
+    return without_metadata(dtype)
 
 
 @dataclass(frozen=True)

@@ -91,20 +91,12 @@ def read_mappings(plist: h5py.h5p.PropDCID) -> list[Mapping]:
 
 
 def mapped_files(mappings: Iterable[Mapping], shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-    """Yield file name and dataset name of each source."""
-    names: set[tuple[str, str]] = set()
+    """Yield file name and dataset name of each source; some come more than once."""
     for mapping in mappings:
-        name = mapping.file, mapping.dataset
-        if name in names:
-            continue
-        if not _is_numbered(*name):
-            names.add(name)
-            yield _name(mapping.file, None), _name(mapping.dataset, None)
-            continue
         try:
             yield from ((one.file, one.dataset) for one in by_number(mapping, shape))
         except NotDirectError:
-            yield name
+            yield _name(mapping.file, None), _name(mapping.dataset, None)
 
 
 def source_series(
