@@ -36,10 +36,7 @@ _WILDCARDS = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"(\d+)")
 _MOST_OBJECTS = 200  # visited per file for a message: 0.05 s
 LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited for each object
-_KINDS: dict[int, Literal["dataset", "group"]] = {
-    h5py.h5o.TYPE_DATASET: "dataset",
-    h5py.h5o.TYPE_GROUP: "group",
-}
+_KINDS = {h5py.h5o.TYPE_DATASET: "dataset", h5py.h5o.TYPE_GROUP: "group"}
 
 
 def what_is_there(file: HDF5File, reach: Reach) -> str:
@@ -55,8 +52,10 @@ def what_is_there(file: HDF5File, reach: Reach) -> str:
                 raise
             return "the file is damaged, and nothing in it can be listed"
         is_cut = len(listed) > _MOST_OBJECTS
-        paths = [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]
-        datasets = _opened(file, paths)
+        datasets = {}
+        for path in [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]:
+            with suppressing(Exception):  # it is damaged; the error comes where it is read
+                datasets[path] = file[name_bytes(path)]
     shapes = {name: _shown_shape(file, dataset, reach) for name, dataset in datasets.items()}
     shapes, readable = _with_groups(shapes, datasets)
     looked = f"the first {_MOST_OBJECTS:,} objects of the file"
@@ -68,14 +67,6 @@ def what_is_there(file: HDF5File, reach: Reach) -> str:
     text = f"{looked} hold {text}; there are others" if is_cut else f"the file holds {text}"
     command = _read_command(file, {name: shapes[name] for name in readable})
     return f"{text}; try: {command}" if command else text
-
-
-def _opened(file: HDF5File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
-    found = {}
-    for path in paths:
-        with suppressing(Exception):  # it is damaged; the error comes where it is read
-            found[path] = file[name_bytes(path)]
-    return found
 
 
 def _with_groups(
@@ -132,14 +123,11 @@ def _read_command(file: HDF5File, readable: Mapping[str, tuple[int, ...]]) -> st
 
 def _shown_shape(file: HDF5File, dataset: h5py.Dataset, reach: Reach) -> tuple[int, ...]:
     plist = dataset.id.get_create_plist()
-    if plist.get_layout() == h5py.h5d.VIRTUAL:
-        is_permitted = False
-        with suppressing(H5AsyncError):
+    with suppressing(H5AsyncError):
+        if plist.get_layout() == h5py.h5d.VIRTUAL:  # HDF5 would open sources that are not permitted
             Indexer(file, reach).sources("").find(plist)
-            is_permitted = True
-        if not is_permitted:
-            return ()  # HDF5 would open them anyway
-    return dataset.shape or ()
+        return dataset.shape or ()
+    return ()
 
 
 def _has_fixed_size(dataset: h5py.Dataset) -> bool:
@@ -148,22 +136,12 @@ def _has_fixed_size(dataset: h5py.Dataset) -> bool:
     return False
 
 
-class Listed(NamedTuple):
-    """The object of a name in a file: its path from the root group, without a leading slash.
+def walk(file: HDF5File, most_names: int | None = None) -> Iterator[tuple[str, str]]:
+    """Yield path and kind of the objects of a file, in the order of names; each object once.
 
-    Its kind is "link" for a soft or external one, wherever it leads, and "other" for a named type,
-    or an object that HDF5 cannot identify because it is damaged.
-    """
-
-    path: str
-    kind: Literal["dataset", "group", "link", "other"]
-
-
-def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
-    """Yield the objects of a file, group by group, in the order of names; each object once.
-
-    At most `most_names` names are listed per group. DatasetError if the root group cannot be
-    opened.
+    The kind is "dataset", "group", "link" for a soft or external one, wherever it leads, or "other"
+    for a named type, or an object that HDF5 cannot identify because it is damaged. At most
+    `most_names` names are listed per group. DatasetError if the root group cannot be opened.
     """
     try:
         root = file["/"]
@@ -181,7 +159,7 @@ def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
             continue
         path = prefix + name_text(name)
         if link != h5py.h5l.TYPE_HARD:
-            yield Listed(path, "link")
+            yield path, "link"
             continue
         info = None
         with suppressing(Exception):  # a damaged object may raise anything
@@ -189,12 +167,12 @@ def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
             node = group[name] if found.type == h5py.h5o.TYPE_GROUP else None
             info = found
         if info is None:
-            yield Listed(path, "other")
+            yield path, "other"
             continue
         if _address(info) in seen:
             continue
         seen.add(_address(info))
-        yield Listed(path, _KINDS.get(info.type, "other"))
+        yield path, _KINDS.get(info.type, "other")
         if isinstance(node, h5py.Group):
             levels.append((node, f"{path}/", names_in(node, most_names)))
 

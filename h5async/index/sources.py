@@ -130,12 +130,9 @@ class VirtualSources:
         if path is None:
             return None
         with contextlib.ExitStack() as files:
-            is_here = file_name == "."
-            file = (
-                self._file
-                if is_here
-                else files.enter_context(open_permitted(Path(path), self._where))
-            )
+            file = self._file
+            if file_name != ".":
+                file = files.enter_context(open_permitted(Path(path), self._where))
             what = f'{self._where}: its source "{dataset_name}"'
             try:
                 found = locate(file, dataset_name, self._reach, files)

@@ -70,24 +70,38 @@ class Visited(NamedTuple):
     is_outside: bool = False
 
 
-def visit_chunks(dataset: Opened, grid: Sequence[int], most: int, where: str) -> Visited:
+def visit_chunks(
+    dataset: Opened,
+    grid: tuple[int, ...],
+    most: int,
+    where: str,
+    positions: Positions | None = None,
+) -> Visited:
     """Visit all chunks of a dataset with this grid; ReadError if there are more than `most`.
 
-    Raises any exception of h5py's if the index is damaged.
+    With `positions`, each gets its true number. Raises any exception of h5py's if the index is
+    damaged.
     """
     if not math.prod(grid):
         return Visited(*_columns(0))
-    visited = None
+    reported, visited = grid if positions is None else positions.reported_grid, None
     with suppressing(MemoryError):  # a reservation may be refused
-        visited = _by_core(dataset, grid, most)
+        visited = _by_core(dataset, reported, most)
     if visited is None:
-        visited = _in_python(dataset, grid, most)
+        visited = _in_python(dataset, reported, most)
     if visited.number.size > most:
         raise ReadError(
             f"{where}: its chunk index lists more than {most} chunks, which is more than the file"
             " can hold; it is damaged"
         )
-    return visited
+    if positions is None:
+        return visited
+    number, is_outside = positions.numbers(visited.number, grid)
+    return visited._replace(
+        number=number,
+        is_ascending=bool((number[1:] > number[:-1]).all()),
+        is_outside=visited.is_outside or is_outside,
+    )
 
 
 def first_unlike(dataset: Opened, grid: Sequence[int], number: Int64s, nbytes: Int64s) -> int:
@@ -257,19 +271,6 @@ def positions_of(dataset: Opened) -> Positions | None:
     if kind == -1 or math.prod(most) > _MOST_POSITIONS or not _counts_positions():
         raise NotDirectError(MISREPORTED.format(axis))
     return Positions(axis, dataset.chunks, most)
-
-
-def visit_by_positions(
-    dataset: Opened, positions: Positions, grid: tuple[int, ...], most: int, where: str
-) -> Visited:
-    """Visit chunks like `visit_chunks`, and give each its true number."""
-    visited = visit_chunks(dataset, positions.reported_grid, most, where)
-    number, is_outside = positions.numbers(visited.number, grid)
-    return visited._replace(
-        number=number,
-        is_ascending=bool((number[1:] > number[:-1]).all()),
-        is_outside=visited.is_outside or is_outside,
-    )
 
 
 @functools.cache
