@@ -26,7 +26,7 @@ _NOT_A_NAME = "This is a netCDF dimension but not a netCDF variable"  # of a sca
 _PHONY = "phony_dim_"
 _MOST_SCALES = 16  # of a dimension; files have one
 _MOST_NBYTES = 1 << 16  # of an attribute
-_CF_NUMBERS = (
+_CF_NAMES = (
     "scale_factor",
     "add_offset",
     "_FillValue",
@@ -34,8 +34,8 @@ _CF_NUMBERS = (
     "valid_range",
     "valid_min",
     "valid_max",
+    "_Unsigned",
 )
-_CF_NAMES = (*_CF_NUMBERS, "_Unsigned")
 _MOST_VALUES = 64  # of an attribute: each is compared with all values read
 
 

@@ -23,7 +23,6 @@ from h5async.index.chunkindex import (
     without_filters,
 )
 from h5async.index.composition import Part, with_parts
-from h5async.index.external import attached, external_layout
 from h5async.index.filterpipeline import (
     converted,
     edges_are_raw,
@@ -60,7 +59,7 @@ from h5async.index.opendataset import (
 )
 from h5async.index.segments import Piece
 from h5async.index.slabs import Slab
-from h5async.index.sources import VirtualSources
+from h5async.index.sources import VirtualSources, attached, external_layout
 from h5async.index.storedtypes import StoredType, without_metadata
 from h5async.index.variablelength import Forms, variable_length
 from h5async.io.localfiles import may_map

@@ -66,10 +66,7 @@ _UNKNOWN = "an object header of an unknown form"
 
 def index_kind(dataset: h5py.h5d.DatasetID) -> int:
     """Return the kind of chunk index; -1 if HDF5 does not say."""
-    try:
-        return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset)
-    except NotDirectError:
-        return -1
+    return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset, default=-1)
 
 
 def chunk_options(plist: h5py.h5p.PropDCID) -> int:
@@ -84,10 +81,7 @@ def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
     uninitialized variable.
     """
     offset = (ctypes.c_uint64 * len(corner))(*corner)
-    try:
-        return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset, offset)
-    except NotDirectError:
-        return 0
+    return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset, offset, default=0)
 
 
 def fill_nbytes(properties: bytes) -> int | None:
@@ -162,17 +156,22 @@ def _ask_hdf5(
     kind: type[ctypes.c_int | ctypes.c_uint | ctypes.c_uint64],
     identifier: h5py._objects.ObjectID,
     *arguments: ctypes.Array[ctypes.c_uint64],
+    default: int | None = None,
 ) -> int:
-    """Call a function of HDF5 that takes an identifier and arguments, and returns a number."""
-    found = kind(0)
+    """Call a function of HDF5 that takes an identifier and arguments, and returns a number.
+
+    If it does not answer, return `default`, or raise NotDirectError.
+    """
+    found, status = kind(0), -1
     call = _hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
-    if call is None:
+    if call is not None:
+        with h5py._objects.phil:
+            status = call(identifier.id, *arguments, ctypes.byref(found))
+    if status >= 0:
+        return int(found.value)
+    if default is None:
         raise NotDirectError(f"HDF5 does not answer {function}")
-    with h5py._objects.phil:
-        status = call(identifier.id, *arguments, ctypes.byref(found))
-    if status < 0:
-        raise NotDirectError(f"HDF5 does not answer {function}")
-    return int(found.value)
+    return default
 
 
 def stored_fill(dataset: h5py.h5d.DatasetID, source: Source) -> bytes:

@@ -83,17 +83,15 @@ class Consulted:
         return absolute_name(path)
 
 
-class NotRecorded(Consulted):
-    """Accepts records and drops them."""
-
+class _NotRecorded(Consulted):
     def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
-        """Do nothing."""
+        pass
 
     def missed(self, path: Path) -> None:
-        """Do nothing."""
+        pass
 
     def asked(self, variable: str) -> None:
-        """Do nothing."""
+        pass
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class Reach:
     missing_is_fill: bool = False
     io: IoMode = "auto"
     room: Room = field(default_factory=Room, compare=False, repr=False)
-    consulted: Consulted = field(default=NotRecorded(), compare=False, repr=False)
+    consulted: Consulted = field(default=_NotRecorded(), compare=False, repr=False)
 
     def find(self, name: str, holder: str, variable: str, where: str) -> Path | None:
         """Return the file that `holder` refers to as `name`, or None if there is none.
