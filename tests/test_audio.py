@@ -27,6 +27,7 @@ FORMS = [
     ("FLAC", "PCM_16"),
     ("FLAC", "PCM_24"),
     ("OGG", "VORBIS"),
+    ("AIFF", "PCM_16"),
 ]
 
 
