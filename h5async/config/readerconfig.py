@@ -61,6 +61,7 @@ _WINDOW = (
     "`window`: chunks in random order, their samples mixed, so that each chunk is decoded once."
 )
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_OF_SAMPLER = ("indices", "weights", "shuffle", "rank", "drop_last", "batch_values", "bucket")
 _REPLACED_BY_FIELDS = ("data_field", "labels_field", "num_dim", "h_dim", "w_dim", "cha_dim")
 
 
@@ -225,8 +226,7 @@ class ReaderConfig(Frozen):
         if self.cache == "device" and self.postprocess is not None:
             raise ValueError(
                 f"{named('cache', 'device')} keeps rows on the GPU, and {named('postprocess')}"
-                " works on"
-                f" host arrays; use {named('cache', 'host')}"
+                f" works on host arrays; use {named('cache', 'host')}"
             )
         if self.decode == "device" and self.workers != "thread":
             raise ValueError(
@@ -234,8 +234,7 @@ class ReaderConfig(Frozen):
                 " decode what they read"
             )
         if self.decode == "device" and (self.postprocess is not None or self.cache == "host"):
-            by_cache = named("cache", "host")
-            who = by_cache if self.postprocess is None else named("postprocess")
+            who = named("cache", "host") if self.postprocess is None else named("postprocess")
             raise ValueError(
                 f"{named('decode', 'device')} leaves no rows on the host for {who}; use"
                 f" {named('decode', 'host')}"
@@ -246,25 +245,19 @@ class ReaderConfig(Frozen):
                 f' out cache={self.cache!r}, or use workers="process"'
             )
         if self.cache_bytes is not None and self.cache is None:
-            raise ValueError(
-                f"{named('cache_bytes')} needs {named('cache', 'host')} or"
-                f" {named('cache', 'device')}"
-            )
+            either = f"{named('cache', 'host')} or {named('cache', 'device')}"
+            raise ValueError(f"{named('cache_bytes')} needs {either}")
 
     def _check_order(self) -> None:
         if self.sampler is not None:
-            for name in (
-                *("indices", "weights", "shuffle", "rank", "drop_last"),
-                *("batch_values", "bucket"),
-            ):
+            for name in _OF_SAMPLER:
                 if getattr(self, name) not in (None, False):
                     raise ValueError(
                         f"a sampler decides which samples come, and when; leave out {named(name)}"
                     )
             if self.workers != "thread":
-                raise ValueError(
-                    f"a sampler runs in this process; use {named('workers', 'thread')}"
-                )
+                use = named("workers", "thread")
+                raise ValueError(f"a sampler runs in this process; use {use}")
         if self.weights is not None and self.shuffle == "window":
             raise ValueError(
                 f"samples are drawn in random order by {named('weights')}; leave out"
@@ -280,10 +273,8 @@ class ReaderConfig(Frozen):
                 " come from the launcher of this process"
             )
         if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
-            raise ValueError(
-                f"{named('rank')} must be below"
-                f" {named('world_size', self.world_size)}, found {self.rank}"
-            )
+            below = named("world_size", self.world_size)
+            raise ValueError(f"{named('rank')} must be below {below}, found {self.rank}")
 
     def _check_device(self) -> None:
         if self.pin_memory:
@@ -296,9 +287,8 @@ class ReaderConfig(Frozen):
                     )
         for name in ("cache", "decode"):
             if getattr(self, name) == "device" and self.device == "cpu":
-                raise ValueError(
-                    f"{named(name, 'device')} needs a GPU, found {named('device', 'cpu')}"
-                )
+                found = named("device", "cpu")
+                raise ValueError(f"{named(name, 'device')} needs a GPU, found {found}")
 
     def _check_fields(self) -> None:
         if self.fields is not None:
@@ -434,14 +424,16 @@ class ReaderConfig(Frozen):
 
         Raises `ReadError` if a glob matches nothing.
         """
-        several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
-        return matching_files(several)
+        return matching_files(self._paths)
 
     @property
     def names_index(self) -> bool:
         """Whether `hdf5_path` names a saved index, whose files are opened when needed."""
-        several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
-        return any(path.suffix == INDEX_SUFFIX for path in several)
+        return any(path.suffix == INDEX_SUFFIX for path in self._paths)
+
+    @property
+    def _paths(self) -> tuple[Path, ...]:
+        return self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
 
     @property
     def thread_count(self) -> int:

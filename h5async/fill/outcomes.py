@@ -79,9 +79,8 @@ class FillOutcome(NamedTuple):
 class FillerStats(NamedTuple):
     """What a filler has done so far.
 
-    `stage_seconds` has the stages that `counts` has not; `fallback_reads` are reads through h5py;
-    `cache` says what is kept in memory, or why not; `broken_images` were replaced because they
-    cannot be decoded.
+    `stage_seconds` has the stages that `counts` has not; `fallback_reads` went through h5py;
+    `cache` says what is kept in memory, or why not; `broken_images` were replaced.
     """
 
     stage_seconds: Mapping[str, float]

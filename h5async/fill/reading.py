@@ -143,7 +143,8 @@ class BatchReader:
         self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
         self._batches: list[_Batches] = []
         if self._collection is not None:
-            pairs = enumerate(zip(self._collection.can_read, self._collection.shares, strict=True))
+            tables = self._collection.tables
+            pairs = enumerate(zip(tables.can_read, tables.shares, strict=True))
             self._told = [field for field, is_told in pairs if all(is_told)]
             new = self._collection.new_batch
             self._batches = [self._new_batches(new, slot, slots.rows) for slot in slots.memory]
@@ -163,15 +164,16 @@ class BatchReader:
 
     def open_queue(self, selection: Selection) -> BatchQueue | None:
         """Return a queue of batches of `selection` that the core reads alone; None if it cannot."""
-        if self._collection is None or not all(self._collection.reads) or self._plan_columns:
+        collection = self._collection
+        if collection is None or not all(collection.tables.reads) or self._plan_columns:
             return None
         batches = [batches.batch for batches in self._batches]
-        return self._collection.open_queue(batches, self._num_threads, selection)
+        return collection.open_queue(batches, self._num_threads, selection)
 
     @property
     def transforms_all(self) -> bool:
         """Whether the core transforms all rows as it reads them, so that they can be delivered."""
-        done = self._collection.transforms if self._collection else []
+        done = self._collection.tables.transforms if self._collection else []
         pairs = zip(done, self.row_transforms, strict=True)
         return all(is_done or transform.is_identity for is_done, transform in pairs)
 
@@ -211,11 +213,11 @@ class BatchReader:
         for field in range(len(self._layouts)):
             if field in others:
                 plans.append(others[field])
-            elif collection is None or not collection.can_read[field]:
+            elif collection is None or not collection.tables.can_read[field]:
                 plans.append(self._plan_rows(field, index, memory.raw[field]))
             else:
                 plans.append(IncludedPlan())
-                wanted[field] = collection.reads[field]
+                wanted[field] = collection.tables.reads[field]
                 if not wanted[field]:
                     assert batches is not None
                     more.append(self._plan_told(field, index, batches.of_rows[field]))
@@ -284,7 +286,7 @@ class BatchReader:
         plan = SamplesPlan(wanted[rows], rows, rows.size * layout.row_nbytes)
         with self._scratch() as scratch:
             self._read_items(plan, field, 0, 1, memory, scratch)
-        if self._collection is not None and self._collection.transforms[field]:
+        if self._collection is not None and self._collection.tables.transforms[field]:
             raw, out = self._rows(field, memory.raw[field]), self._rows(field, memory.out[field])
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
                 run = slice(some[0], some[-1] + 1)
@@ -362,7 +364,7 @@ class BatchReader:
             return
         if source is None and field != NO_FIELD:
             layout = self._layouts[field]
-            source = None if layout.parts or layout.heaps else str(layout.file)
+            source = None if layout.datasets or layout.heaps else str(layout.file)
         timeline.work_on_field(field, -1 if source is None else source)
         if self._core is not None:
             scratch.worker(self._core).struct.batch = timeline.batch_here()
@@ -371,7 +373,7 @@ class BatchReader:
         """Tell whether the core transformed the rows of a field as it read them."""
         return (
             self._collection is not None
-            and self._collection.transforms[field]
+            and self._collection.tables.transforms[field]
             and isinstance(plans[field], IncludedPlan)
         )
 
@@ -415,7 +417,8 @@ class BatchReader:
     @property
     def source_path(self) -> Callable[[int], int | str]:
         """A function that returns the path of a source of the core, also after this is closed."""
-        return (lambda source: source) if self._collection is None else self._collection.source_path
+        collection = self._collection
+        return (lambda source: source) if collection is None else collection.tables.source_path
 
     def transform_seconds(self) -> float:
         """Return the time that the core transformed rows as it read them, in all threads."""

@@ -26,8 +26,8 @@ _HOST_SHARE = 0.5  # of free memory, if no budget is given
 class Residency:
     """The samples that are in memory, until all are forgotten. Safe to use from many threads.
 
-    `nbytes` is the memory of all samples of the selection; `where` is ``"host"`` or ``"device"``;
-    `generation` is the number of times that all samples were forgotten.
+    All samples of the selection take `nbytes`, on the ``"host"`` or the ``"device"``; `generation`
+    is the number of times that all were forgotten.
     """
 
     def __init__(self, selection: Selection, nbytes: int, where: str) -> None:
@@ -42,10 +42,7 @@ class Residency:
         return bool(self._is_kept[self._selection.positions(index)].all())
 
     def add(self, index: Int64s, generation: int | None = None) -> None:
-        """Note samples whose rows, of all fields, are there now.
-
-        `generation` is that of the time when they were read; if it has passed, they are not noted.
-        """
+        """Note samples whose rows are there now, unless the generation has passed since."""
         if generation is None or generation == self.generation:
             self._is_kept[self._selection.positions(index)] = True
 
@@ -60,11 +57,7 @@ class Residency:
 
 
 class Budget(NamedTuple):
-    """The bytes that a cache of all rows needs, and its limit.
-
-    `where` is ``"host"`` or ``"device"``. The limit is the option ``cache_bytes``, or a share of
-    free memory; `whose` says what sets it.
-    """
+    """The bytes that a cache of all rows needs, and its limit; `whose` says what sets it."""
 
     where: str
     nbytes: int
@@ -169,16 +162,10 @@ def open_host_cache(
 
     All of it counts, though pages that were never touched cost nothing yet: an epoch touches them.
 
-    Parameters
-    ----------
-    row_nbytes
-        Bytes of a row of each column, as read.
-    cache_bytes
-        The limit; None: half of free memory.
-    free_nbytes
-        Free memory beside all that the reader needs; None: memory that is free now.
-    spans
-        By column: the rows of each sample if their number differs. Empty if it never does.
+    `row_nbytes` and `spans` have, by column, the bytes of a row, as read, and the rows of each
+    sample if their number differs; `spans` is empty if it never does. `cache_bytes` is the limit,
+    by default half of free memory: `free_nbytes` beside all that the reader needs, by default what
+    is free now.
     """
     if free_nbytes is None:
         free_nbytes = free_memory()[0].nbytes

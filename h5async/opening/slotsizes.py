@@ -9,9 +9,10 @@ import numpy as np
 
 from h5async.config import ReaderConfig
 from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
+from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
+from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
 from h5async.plan.transform import RowTransform, row_transform
@@ -145,7 +146,7 @@ def _in_order_nbytes(
     spanned = config.batch_size / max(selected, 1e-9)  # rows, by a batch
     at_once = max(2, min(config.prefetch, threads))
     for leaf, _ in kinds_of(layout):
-        if not leaf.unit_nbytes or (leaf.num_pieces == 1 and not reach):
+        if not unit_nbytes(leaf) or (leaf.num_pieces == 1 and not reach):
             continue
         pieces, samples = leaf.num_pieces, leaf.chunk_shape[leaf.sample_axis]
         is_aligned = samples == 1 or (
@@ -153,7 +154,7 @@ def _in_order_nbytes(
         )
         if is_aligned and not reach:
             continue  # no two batches share a group
-        group = leaf.unit_nbytes + pieces * KEPT_OVERHEAD_NBYTES
+        group = unit_nbytes(leaf) + pieces * KEPT_OVERHEAD_NBYTES
         least = 2 + -(-reach // samples)
         is_cut = spanned <= _ITEMS_OF_THREAD * threads * samples  # else a thread decodes a group
         new = int(at_once * spanned) if reach or is_cut else 0

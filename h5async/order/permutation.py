@@ -49,7 +49,9 @@ def permute(positions: Int64s, num_samples: int, seed: int, epoch: int) -> Int64
     number, and bounded up to `SORTED_UP_TO` samples.
     """
     if num_samples <= SORTED_UP_TO:
-        return _sorted_order(num_samples, seed, epoch)[positions]
+        keys = round_keys(seed, epoch)
+        hashes = keyed_hash(np.arange(num_samples, dtype=np.uint64), keys[0], keys[1])
+        return np.argsort(hashes, kind="stable")[positions]
     numbers, result = permutation(num_samples, seed, epoch), positions.astype(np.uint64)
     core = load_core()
     if core is None:
@@ -58,13 +60,6 @@ def permute(positions: Int64s, num_samples: int, seed: int, epoch: int) -> Int64
     a, b = int(numbers[1]), int(numbers[2])
     core.permute(address(result), result.size, num_samples, a, b, address(numbers[3:]))
     return result.view(np.int64)
-
-
-@functools.lru_cache(maxsize=8)
-def _sorted_order(num_samples: int, seed: int, epoch: int) -> Int64s:
-    keys = round_keys(seed, epoch)
-    hashes = keyed_hash(np.arange(num_samples, dtype=np.uint64), keys[0], keys[1])
-    return np.argsort(hashes, kind="stable")
 
 
 @functools.lru_cache(maxsize=8)

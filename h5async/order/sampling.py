@@ -28,6 +28,7 @@ OrderKey = tuple[int, ...]
 
 Int64s = NDArray[np.int64]
 
+_BLOCK = 1024
 NO_SAMPLES = np.zeros(0, np.int64)
 
 
@@ -72,19 +73,10 @@ class Sampling:
     would get nothing repeats a sample. So all ranks have the same number of batches, and after each
     step, all ranks together have had the first samples of the order.
 
-    Parameters
-    ----------
-    num_samples
-        Positions of an epoch's order: samples that are selected, or drawn.
-    shuffle
-        False: the order of the selection; ``"full"``: a uniform permutation of it, keyed by `seed`
-        and epoch; otherwise `order` applies.
-    resumed
-        An epoch that was begun with another `batch_size` or `world_size`, and its `order`.
-    selection
-        Maps positions to samples; None if positions are sample numbers.
-    draws
-        Draws positions of the selection with replacement, instead of these orders.
+    An epoch has `num_samples` positions, which `selection` maps to samples, unless None. Without
+    `shuffle`, they are those of the selection; ``"full"`` is a uniform permutation of it, keyed by
+    `seed` and epoch; otherwise `order` applies. `draws` draws positions with replacement instead.
+    `resumed` is an epoch that was begun with another `batch_size` or `world_size`, and its order.
     """
 
     num_samples: int
@@ -178,7 +170,17 @@ class Sampling:
             return self.order.samples(epoch, start, stop)
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        return permute(np.arange(start, stop), self.num_samples, self.seed, epoch)
+        # Batches are slices of blocks: a block costs little more than a batch of 32.
+        first, key = start // _BLOCK, (self.num_samples, self.seed, epoch)
+        blocks = [_permuted_block(*key, number) for number in range(first, -(-stop // _BLOCK))]
+        return np.concatenate([NO_SAMPLES, *blocks])[start - first * _BLOCK : stop - first * _BLOCK]
+
+
+@functools.lru_cache(maxsize=8)
+def _permuted_block(num_samples: int, seed: int, epoch: int, number: int) -> Int64s:
+    """Return the samples at `_BLOCK` positions. Shared: do not modify."""
+    positions = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, num_samples))
+    return permute(positions, num_samples, seed, epoch)
 
 
 def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:

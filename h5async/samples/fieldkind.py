@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from h5async.config import Field, ReaderConfig
 from h5async.core.binding import Core
 from h5async.errors import DatasetError
+from h5async.index.datasettable import shared
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
@@ -206,7 +207,7 @@ class FieldKind:
         H5AsyncError if the files do not fit together.
         """
         layout = join_layouts(known[self.name])
-        return {self.name: layout if self.field.steps is None else layout.shared()}
+        return {self.name: layout if self.field.steps is None else shared(layout)}
 
     def is_same(self, other: FieldKind) -> bool:
         """Return whether `join` kept the same for both."""
