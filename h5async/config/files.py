@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 
 from pydantic import BeforeValidator
 
@@ -18,18 +18,32 @@ from h5async.spelling import Where, named
 
 _HDF5_SUFFIXES = frozenset({".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat"})
 _PATHS = ("hdf5_path", "allow_external", "index_cache")
+FileName: TypeAlias = Path | str  # str: ``scheme://...``, which no path of a local file is
+
 INDEX_SUFFIX = ".h5idx"
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
-def matching_files(paths: Iterable[Path]) -> list[Path]:
+def scheme_of(name: FileName) -> str:
+    """Return the scheme of a name, as of ``scheme://name``; "" for the path of a local file."""
+    found = _SCHEME.match(name) if isinstance(name, str) else None
+    return "" if found is None else found[1]
+
+
+def is_index(name: FileName) -> TypeGuard[Path]:
+    """Tell whether a file is a saved index, by its name."""
+    return isinstance(name, Path) and name.suffix == INDEX_SUFFIX
+
+
+def matching_files(paths: Iterable[FileName]) -> list[FileName]:
     """Return files in order, with the sorted matches of globs.
 
     Raises `ReadError` if a glob matches nothing.
     """
-    found: list[Path] = []
+    found: list[FileName] = []
     for path in paths:
-        if not glob.has_magic(str(path)) or os.path.exists(path):
+        if scheme_of(path) or not glob.has_magic(str(path)) or os.path.exists(path):
             found.append(path)
             continue
         names = sorted(glob.glob(str(path), recursive=True))
@@ -61,9 +75,9 @@ def with_variables(text: str) -> str:
     return _VARIABLE.sub(value, text)
 
 
-def paths_text(paths: Path | Sequence[Path]) -> str:
+def paths_text(paths: FileName | Sequence[FileName]) -> str:
     """Name one file, or the first of several and the number of the others."""
-    if isinstance(paths, Path):
+    if isinstance(paths, Path | str):
         return printable(str(paths))
     more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
     return printable(f"{paths[0]}{more}")
@@ -100,20 +114,24 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def map_paths(options: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Return options with `change` applied to each path in them."""
+    """Return options with `change` applied to each path of a local file in them."""
+
+    def new(text: str) -> str:
+        return text if scheme_of(text) else change(text)
+
     changed = {str(name): value for name, value in options.items()}
     for name in _PATHS:
         value = changed.get(name)
         if isinstance(value, str) and value:
-            changed[name] = change(value)
+            changed[name] = new(value)
         elif isinstance(value, list):
-            changed[name] = [change(v) if isinstance(v, str) and v else v for v in value]
+            changed[name] = [new(v) if isinstance(v, str) and v else v for v in value]
     indices = changed.get("indices")
     if isinstance(indices, str) and indices.endswith(".npy"):
         changed["indices"] = change(indices)
     weights = changed.get("weights")
     if isinstance(weights, dict):
-        changed["weights"] = {change(str(file)): of for file, of in weights.items()}
+        changed["weights"] = {new(str(file)): of for file, of in weights.items()}
     return changed
 
 
@@ -165,14 +183,18 @@ def _file_path(value: object) -> Path:
     return Path(home_path(os.fsdecode(value)))
 
 
-def _file_paths(value: object) -> Path | tuple[Path, ...]:
+def _file_name(value: object) -> FileName:
+    return value if isinstance(value, str) and scheme_of(value) else _file_path(value)
+
+
+def _file_names(value: object) -> FileName | tuple[FileName, ...]:
     if isinstance(value, set | frozenset):
         raise ValueError("a set has no order; give a list of files")
     if isinstance(value, list | tuple):
         if not value:
             raise ValueError("the list of files is empty")
-        return tuple(map(_file_path, value))
-    return _file_path(value)
+        return tuple(map(_file_name, value))
+    return _file_name(value)
 
 
 def _folders(value: object) -> tuple[Path, ...]:
@@ -192,6 +214,6 @@ def _place(value: object) -> bool | Path:
     return path
 
 
-Files = Annotated[Path | tuple[Path, ...], BeforeValidator(_file_paths)]
+Files = Annotated[FileName | tuple[FileName, ...], BeforeValidator(_file_names)]
 Folders = Annotated[tuple[Path, ...], BeforeValidator(_folders)]
 Place = Annotated[Path | Literal[False, True], BeforeValidator(_place)]

@@ -19,10 +19,11 @@ from pydantic import (
 
 from h5async.config.field import Field, Fields, kind_of
 from h5async.config.files import (
-    INDEX_SUFFIX,
+    FileName,
     Files,
     Folders,
     Place,
+    is_index,
     kind_of_file,
     load_file,
     matching_files,
@@ -419,7 +420,7 @@ class ReaderConfig(Frozen):
         return fields
 
     @property
-    def files(self) -> list[Path]:
+    def files(self) -> list[FileName]:
         """The files of `hdf5_path`, in order, with the sorted matches of globs.
 
         Raises `ReadError` if a glob matches nothing.
@@ -429,10 +430,10 @@ class ReaderConfig(Frozen):
     @property
     def names_index(self) -> bool:
         """Whether `hdf5_path` names a saved index, whose files are opened when needed."""
-        return any(path.suffix == INDEX_SUFFIX for path in self._paths)
+        return any(map(is_index, self._paths))
 
     @property
-    def _paths(self) -> tuple[Path, ...]:
+    def _paths(self) -> tuple[FileName, ...]:
         return self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
 
     @property

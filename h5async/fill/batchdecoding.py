@@ -13,7 +13,7 @@ from typing import Any
 
 from h5async.core.binding import Core
 from h5async.fill.reading import Slots
-from h5async.io.growing import Growing, plain_memory
+from h5async.io.shared import Growing, plain_memory
 from h5async.opening.dataset import OpenedDataset
 from h5async.plan.crops import random_numbers
 from h5async.plan.records import Int64s

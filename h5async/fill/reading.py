@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from h5async.core.binding import Core, CoreTrace
 from h5async.errors import taking_memory
 from h5async.fill.resident import HostCache, Residency
-from h5async.io.growing import plain_memory
+from h5async.io.shared import plain_memory
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
 from h5async.order.sampling import FillRequest
 from h5async.order.selection import Selection

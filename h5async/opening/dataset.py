@@ -9,14 +9,13 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.config.files import INDEX_SUFFIX
+from h5async.config.files import FileName, is_index
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
@@ -25,7 +24,7 @@ from h5async.index.links import Reach
 from h5async.index.obstacles import OtherKindError
 from h5async.index.savedindex import NamedIndex
 from h5async.index.sequenced import aligned
-from h5async.io.localfile import read_ahead
+from h5async.io.localfiles import read_ahead
 from h5async.opening.fieldkinds import require_alike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
@@ -65,8 +64,8 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
     """
     reach = reach_of(config)
     grouping = grouping_of(config, reach)
-    indices = {
-        path: NamedIndex(path, reach) for path in config.files if path.suffix == INDEX_SUFFIX
+    indices: dict[FileName, NamedIndex] = {
+        path: NamedIndex(path, reach) for path in config.files if is_index(path)
     }
     kinds = field_kinds(config.batch_fields)
     if any(kind.is_ragged for kind in kinds.values()):
@@ -89,7 +88,7 @@ def _open_alike(
     found: tuple[ReaderConfig, dict[str, FieldKind]],
     reach: Reach,
     grouping: Grouping | None,
-    indices: Mapping[Path, NamedIndex],
+    indices: Mapping[FileName, NamedIndex],
 ) -> OpenedDataset:
     """Open a dataset whose fields' kinds are known; on error, check that they are alike."""
     try:
@@ -103,14 +102,14 @@ def _open_kinds(
     found: tuple[ReaderConfig, dict[str, FieldKind]],
     reach: Reach,
     grouping: Grouping | None,
-    indices: Mapping[Path, NamedIndex],
+    indices: Mapping[FileName, NamedIndex],
 ) -> OpenedDataset:
     """Open a dataset whose fields' kinds are known."""
     config, kinds = found
     _check_ragged(config, kinds)
     needs = needs_of(kinds, grouping)
 
-    def read(path: Path, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
+    def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
         return read_known(path, {name: needs[name] for name in names}, reach, grouping)
 
     wanted = {name: need.wanted for name, need in needs.items()}

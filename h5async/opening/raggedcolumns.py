@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
-from pathlib import Path
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.core.heap import NOWHERE
 from h5async.errors import DatasetError, ReadError
@@ -38,7 +38,7 @@ _RUN_NBYTES = 1024  # what a run of samples takes whose values lie in one file
 _MOST_OFFSET = (1 << 63) - 1
 
 
-def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
+def heap_layout(at: str, path: FileName, reach: Reach) -> DatasetLayout:
     """Return the layout of the values of a variable-length dataset at a path of a file.
 
     DatasetError if there is none, it cannot be read, or it has too many elements; ReadError if an
@@ -48,7 +48,7 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
     where = f'{layout.file}: dataset "{layout.path}"'
     _require_few(layout.num_samples, where)
     core, heaps = load_core(), []
-    if core is None:
+    if core is None or layout.fallback_reason is not None:
         return _with_heaps(layout, [_elements_by_h5py(at, path, layout, forms[layout.file], reach)])
     read = read_blocks(layout, reach, may_use_h5py=False)
     begin, files = _files_of_samples(layout)
@@ -73,7 +73,7 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
 
 
 def _elements_by_h5py(
-    at: str, path: Path, layout: DatasetLayout, form: VariableLength, reach: Reach
+    at: str, path: FileName, layout: DatasetLayout, form: VariableLength, reach: Reach
 ) -> HeapFile:
     """Return the elements of a dataset that h5py reads: only their lengths are known."""
     where = f'{layout.file}: dataset "{layout.path}"'
@@ -153,7 +153,7 @@ def _numbers_of_files(
 
 
 def with_spans(
-    layout: DatasetLayout, kind: str, offsets: str, path: Path, reach: Reach
+    layout: DatasetLayout, kind: str, offsets: str, path: FileName, reach: Reach
 ) -> DatasetLayout:
     """Return the layout of flat values with the extent of each sample.
 
@@ -222,7 +222,7 @@ def _spans(offsets: DatasetLayout, kind: str, where: str, reach: Reach) -> Int64
 
 
 def sparse_layouts(
-    name: str, at: str, path: Path, reach: Reach
+    name: str, at: str, path: FileName, reach: Reach
 ) -> tuple[dict[str, DatasetLayout], tuple[int, int]]:
     """Return the layouts of the columns of a sparse field in one file, and its shape.
 

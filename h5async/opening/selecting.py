@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from h5async.config import Field, ReaderConfig, Sequences, Split
+from h5async.config.files import FileName
 from h5async.config.parts import Values, slice_of
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
 from h5async.index.room import files_of
+from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.permutation import part_of
 from h5async.order.rows import SequenceTable, StepRows
@@ -130,7 +132,9 @@ def _of_layouts(layouts: Mapping[str, DatasetLayout]) -> SequenceTable:
     return SequenceTable(ends - room, ends, lengths)
 
 
-def _bounds(sequences: Sequences, kind: str, values: FileValues, file: Path, count: int) -> Int64s:
+def _bounds(
+    sequences: Sequences, kind: str, values: FileValues, file: FileName, count: int
+) -> Int64s:
     """Return where the sequences of one file begin, and where the last one ends: int64 (n + 1,)."""
     if kind == "last":
         paths = sequences.last or ()
@@ -166,7 +170,7 @@ def _bounds(sequences: Sequences, kind: str, values: FileValues, file: Path, cou
     return numbers
 
 
-def _of_rows(values: FileValues, file: Path, path: str, count: int) -> NDArray[Any]:
+def _of_rows(values: FileValues, file: FileName, path: str, count: int) -> NDArray[Any]:
     array = values.read(named("sequences"), file, path, count)
     check_length(array, file, path, count)
     return array
@@ -350,10 +354,10 @@ class Selecting:
 
     def _of_files(self, weights: Mapping[str, float], samples: Int64s) -> NDArray[np.float64]:
         """Return weights such that each file is drawn from in proportion to its own weight."""
-        given = {Path(file).resolve(): weight for file, weight in weights.items()}
+        given = {real_name(file): weight for file, weight in weights.items()}
         numbers = {file: number for number, file in enumerate(given)}
         several = self._in_files.files()
-        files = [file.resolve() for file, _ in several]
+        files = [real_name(file) for file, _ in several]
         for file in files:
             if file not in numbers:
                 raise ConfigError(f"{named('weights')}: no weight is given for {file}")

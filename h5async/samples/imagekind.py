@@ -28,7 +28,7 @@ from h5async.config import Field, ImageField
 from h5async.core.binding import Core, address
 from h5async.errors import ReadError, needs_package
 from h5async.index.layout import DatasetLayout
-from h5async.io.growing import Growing, plain_memory
+from h5async.io.shared import Growing, plain_memory
 from h5async.order.rows import StepSpans
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes
 from h5async.plan.records import Int64s
