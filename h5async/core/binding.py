@@ -60,7 +60,7 @@ class Core:
         Its functions. They release the GIL, and may be called from many threads, each with its own
         worker.
     plan_batch, read_batch, read_ranges, submit, next and others
-        Called by `read/collection.py` and `read/queue.py`; see the comments in `src/`.
+        Called by modules of `read/`; see the comments in `src/`.
     cut_frames
         ``cut_frames(frames)``, of a `FramesStruct`, cuts encoded chunks into blocks that can each
         be decoded alone, and returns the number of chunks cut. It stops before the first chunk that

@@ -25,6 +25,7 @@ from h5async.io.stamps import FileStamp
 from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
 from h5async.read.collection import Collection
+from h5async.read.coretables import CoreTables
 from h5async.read.fallback import FallbackReader
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import SlotBatch
@@ -131,7 +132,7 @@ class Executors:
         """
         if self._core is None:
             return None
-        collection = Collection(
+        tables = CoreTables(
             self._core,
             self._layouts,
             io=self._io,
@@ -141,6 +142,7 @@ class Executors:
             steps=steps,
             samples=self._samples,
         )
+        collection = Collection(self._core, tables)
         self._collections.append(collection)
         return collection
 
@@ -162,8 +164,8 @@ class Executors:
         `ReadError` is raised if a file cannot be opened, or is not the one that was indexed.
         """
         for collection in self._collections:
-            if not collection.open_ahead(is_closed) and not is_closed():
-                for source in collection.first_files():
+            if not collection.tables.open_ahead(is_closed) and not is_closed():
+                for source in collection.tables.first_files():
                     self._files_of(source).open(source.path, source.stamp)
         for layout in self._layouts:
             for leaf, _ in itertools.islice(kinds_of(layout), self._kept_files):
@@ -186,16 +188,16 @@ def _restamp(
     collections: Sequence[Collection], path: str, stamp: FileStamp, *, is_heap: bool = False
 ) -> None:
     for collection in collections:
-        collection.restamp(path, stamp, is_heap=is_heap)
+        collection.tables.restamp(path, stamp, is_heap=is_heap)
 
 
 def _open_in(collections: Sequence[Collection], path: str) -> FileIO | None:
-    found = (collection.open_again(path) for collection in collections)
+    found = (collection.tables.open_again(path) for collection in collections)
     return next((number for number in found if number is not None), None)
 
 
 def _forget(collections: Sequence[Collection], on_change: Callable[[], None]) -> None:
     """Forget what was read of a file that has changed since."""
     for collection in collections:
-        collection.forget_chunks()
+        collection.tables.forget_chunks()
     on_change()

@@ -95,7 +95,7 @@ def _blocks(
             samples = np.arange(first, min(first + size, count))
             block = memory[: samples.size]
             rows, left = block.reshape(-1, *shape), [np.arange(samples.size)]
-            if collection is not None and collection.reads[0]:
+            if collection is not None and collection.tables.reads[0]:
                 with collection.lent_batch([rows], [rows], samples.size) as batch:
                     items, _ = collection.plan(batch, samples, [True], 1)
                     collection.read(batch, 0, items, scratch)

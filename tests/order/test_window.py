@@ -705,7 +705,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Collected(Collection):
         def close(self) -> None:
-            most = self.most_kept_nbytes()
+            most = self.tables.most_kept_nbytes()
             if any(most):
                 made.extend(SimpleNamespace(most_nbytes=n) for n in most)
             super().close()
