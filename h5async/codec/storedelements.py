@@ -7,25 +7,17 @@ core alone undoes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
-from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
-
-from h5async.codec.decoding import Bytes, filled, require_room
-from h5async.codec.entry import Codec, CoreFilter, CoreKind, Parameters
+from h5async.codec.entry import CoreFilter, CoreKind, Parameters
 
 NUMBER = -1  # HDF5's numbers are not negative, so no file can name it
 _STEP_VALUES = 13
 MOST_STEPS = 1024
 _LARGEST = 1 << 31
 _MANTISSAS = {2: 10, 4: 23, 8: 52}  # bits, by the bytes of a float of NumPy's
-
-Native = Callable[[int, int, int, int, int, int], int]
-native: list[Native] = []  # the core's function, once it is loaded
 
 
 class StepKind(IntEnum):
@@ -104,16 +96,11 @@ def parameters_of(nbytes: int, stored_nbytes: int, steps: list[Step]) -> Paramet
     return None if _steps(found) is None else found
 
 
-def stored_codec(parameters: Parameters) -> Codec | None:
-    """Return the codec for these parameters, or None if they are invalid."""
+def stored_filter(parameters: Parameters) -> CoreFilter | None:
+    """Return the filter as the core takes it; None if the parameters are invalid."""
     if _steps(parameters) is None:
         return None
-    is_as_long = parameters[0] == parameters[1]
-    return Codec(
-        partial(_convert, parameters),
-        added_nbytes=0 if is_as_long else None,
-        core=CoreFilter(CoreKind.STORED, values=parameters),
-    )
+    return CoreFilter(CoreKind.STORED, values=parameters)
 
 
 def _steps(parameters: Parameters) -> list[Step] | None:
@@ -136,20 +123,3 @@ def _steps(parameters: Parameters) -> list[Step] | None:
             return None
         steps.append(step)
     return steps
-
-
-def _convert(parameters: Parameters, encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
-    count, odd = divmod(encoded.size, parameters[1])
-    if odd or not native:
-        raise ValueError(f"stored elements of {parameters[1]} bytes cannot be converted here")
-    require_room("stored elements", count * parameters[0], out)
-    values = np.array(parameters, np.uint32)
-    found = native[0](
-        values.ctypes.data,
-        values.size,
-        encoded.ctypes.data,
-        encoded.size,
-        out.ctypes.data,
-        out.size,
-    )
-    return filled(out, found)

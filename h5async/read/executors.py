@@ -90,7 +90,7 @@ class Executors:
         self.changes = FileChanges(layouts, forget)
         self._kept_files = max(1, affordable_files() // (1 if core is None else 2))
         self._io = io
-        self._fallback = FallbackReader(self._kept_files, self.changes)
+        self._fallback = FallbackReader(self._kept_files, self.changes, core)
         self._files = LocalFiles(
             self._kept_files,
             io,

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import is_known_to_hdf5
-from h5async.core.binding import load_core
+from h5async.core.binding import Core
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout
@@ -52,6 +52,8 @@ class FallbackReader:
         Files that stay open while unused.
     changes
         Reads files again that were changed since they were indexed.
+    core
+        Checks chunks, if there is one.
 
     Attributes
     ----------
@@ -61,8 +63,9 @@ class FallbackReader:
         How often a file was found changed.
     """
 
-    def __init__(self, kept: int, changes: FileChanges) -> None:
+    def __init__(self, kept: int, changes: FileChanges, core: Core | None) -> None:
         self._changes = changes
+        self._core = core
         self._lock = threading.Lock()  # one read at a time, as in HDF5
         self._files: KeptFiles[h5py.File] = KeptFiles(kept)
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
@@ -131,13 +134,24 @@ class FallbackReader:
                         continue
                     raise ReadError(
                         f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
-                        f" {sample.max()}, read through h5py ({_why_h5py(layout)}): {error}"
+                        f" {sample.max()}, read through h5py ({self._why(layout)}): {error}"
                     ) from error
                 if not self._changed_paths(layout):
                     self.reads += 1
                     return
             self._check_files(layout)  # it is written to all the time, but holds what was indexed
             self.reads += 1
+
+    def _why(self, layout: DatasetLayout) -> str:
+        core_lacks = (
+            "the core is missing" if self._core is None else "the core cannot take its rows"
+        )
+        return layout.fallback_reason or core_lacks
+
+    def checks(self, layout: DatasetLayout) -> list[ChunkCheck]:
+        """Return the checks of the chunks of a dataset, or of its sources."""
+        found = (ChunkCheck.of(origin, self._core) for origin in layout.origins())
+        return [check for check in found if check is not None]
 
     def close(self) -> None:
         """Close the files, after any read under way."""
@@ -243,12 +257,6 @@ def _variables() -> list[str | None]:
     return [os.environ.get(name) for name in _VARIABLES]
 
 
-def _why_h5py(layout: DatasetLayout) -> str:
-    if layout.fallback_reason is not None:
-        return layout.fallback_reason
-    return "the core is missing" if load_core() is None else "the core cannot take its rows"
-
-
 class DatasetRows:
     """Reads rows of one dataset through a `FallbackReader`. Safe to use from many threads."""
 
@@ -280,8 +288,7 @@ class DatasetRows:
             return
         if self._changes_found != self._reader.changes_found:  # or nothing was checked yet
             self._changes_found = self._reader.changes_found
-            checks = map(ChunkCheck.of, self._layout.origins())
-            self._checks = [check for check in checks if check is not None]
+            self._checks = self._reader.checks(self._layout)
         work = partial(_copy, self._layout, sample, rows, raw, scratch.require_open)
         with scratch.timed("read_ns"):
             self._reader.read(self._layout, sample, work, self._checks, scratch.require_open)

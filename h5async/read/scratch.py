@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from h5async.codec.decoding import Bytes
 from h5async.core.binding import Core, CoreTrace, CoreWorker
 from h5async.errors import ReaderClosedError
 from h5async.index.layout import DatasetLayout
@@ -22,6 +22,7 @@ from h5async.index.similardatasets import kinds_of
 from h5async.system.counts import ThreadCounts
 from h5async.system.timeline import Timeline
 
+Bytes = NDArray[np.uint8]
 CLOSED = "the reader was closed while a batch was being read"
 
 
