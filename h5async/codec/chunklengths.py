@@ -164,6 +164,8 @@ def _szip(parameters: Parameters, data: bytes, most: int) -> Decoded:
 
 
 def _nbit(parameters: Parameters, data: bytes, _most: int) -> Decoded:
+    if len(parameters) > 1 and parameters[1]:  # HDF5 says "need not compress"
+        return data
     needed = packed_nbit_nbytes(parameters)
     if len(data) < needed:
         raise ValueError(f"expected {needed} bytes, got {len(data)}")

@@ -83,8 +83,6 @@ def packed_nbit_nbytes(parameters: Parameters) -> int:
     `ValueError` is raised if they are damaged.
     """
     try:
-        if parameters[1]:
-            return parameters[2] * parameters[4]
         return (parameters[2] * _packed_bits(parameters, 3)[0] + 7) // 8
     except (IndexError, ValueError, ZeroDivisionError, RecursionError) as error:
         raise ValueError(f"nbit: its client data are damaged ({error})") from error

@@ -300,7 +300,6 @@ def test_filters_that_do_nothing(core):
 def test_pipelines_that_the_core_leaves_to_hdf5(core):
     plain = Filter(SHUFFLE, (4,), "")
     for entry in (
-        Filter(BITSHUFFLE, (0, 4, 2**31, 0, 0), ""),
         Filter(SHUFFLE, (2**31,), ""),
         Filter(SHUFFLE, (0,), ""),
         Filter(SHUFFLE, (), ""),
