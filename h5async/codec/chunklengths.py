@@ -32,12 +32,12 @@ from h5async.codec.filters import (
     ZSTD,
     Filter,
 )
-from h5async.codec.packed import packed_nbit_nbytes
 
 _CHECKSUM_NBYTES = 4  # of Fletcher-32, which HDF5 verifies
 _SZIP_MSB, _SZIP_NEAREST_NEIGHBOUR = 16, 32  # options of szlib.h
 _AEC_MSB, _AEC_PREPROCESS, _AEC_NOT_ENFORCE = 4, 8, 64  # flags of libaec.h
 _SCALEOFFSET_HEADER_NBYTES = 21
+_NBIT_ATOMIC, _NBIT_ARRAY, _NBIT_COMPOUND, _NBIT_UNCHANGED = range(1, 5)  # of H5Znbit.c
 
 Decoded = bytes | int  # decoded bytes, or their number if that is enough
 
@@ -166,10 +166,36 @@ def _szip(parameters: Parameters, data: bytes, most: int) -> Decoded:
 def _nbit(parameters: Parameters, data: bytes, _most: int) -> Decoded:
     if len(parameters) > 1 and parameters[1]:  # HDF5 says "need not compress"
         return data
-    needed = packed_nbit_nbytes(parameters)
+    needed = _packed_nbit_nbytes(parameters)
     if len(data) < needed:
         raise ValueError(f"expected {needed} bytes, got {len(data)}")
     return parameters[2] * parameters[4]
+
+
+def _packed_nbit_nbytes(parameters: Parameters) -> int:
+    try:
+        return (parameters[2] * _packed_bits(parameters, 3)[0] + 7) // 8
+    except (IndexError, ValueError, ZeroDivisionError, RecursionError) as error:
+        raise ValueError(f"nbit: its client data are damaged ({error})") from error
+
+
+def _packed_bits(parameters: Parameters, at: int) -> tuple[int, int]:
+    """Return the packed bits of an element, and where its parameters end."""
+    kind, nbytes = parameters[at], parameters[at + 1]
+    if kind == _NBIT_ATOMIC:  # size, order, precision, offset
+        return parameters[at + 3], at + 5
+    if kind == _NBIT_ARRAY:  # size, then the element
+        bits, end = _packed_bits(parameters, at + 2)
+        return nbytes // parameters[at + 3] * bits, end
+    if kind == _NBIT_COMPOUND:  # size, members, then offset and element of each
+        total, end = 0, at + 3
+        for _ in range(parameters[at + 2]):
+            bits, end = _packed_bits(parameters, end + 1)
+            total += bits
+        return total, end
+    if kind == _NBIT_UNCHANGED:
+        return 8 * nbytes, at + 2
+    raise ValueError(f"there is no class {kind}")
 
 
 def _scaleoffset(parameters: Parameters, data: bytes, _most: int) -> Decoded:

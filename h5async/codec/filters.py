@@ -5,18 +5,27 @@ docs/architecture.md explains how to add one.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from h5async.codec import storedelements
-from h5async.codec.entry import CoreFilter, CoreKind, Parameters
-from h5async.codec.packed import nbit_filter, scaleoffset_filter, stated_chunk_nbytes
+from h5async.codec.entry import NOTHING, CoreFilter, CoreKind, Parameters
 from h5async.codec.plugins import has_hdf5, plugin_filter
 
 DEFLATE, SHUFFLE, FLETCHER32, SZIP, NBIT, SCALEOFFSET = 1, 2, 3, 4, 5, 6
 BZIP2, LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD, BLOSC2 = 307, 32000, 32001, 32004, 32008, 32015, 32026
 _LARGEST = 1 << 31  # element sizes of the core are 32-bit numbers
+# Of client data, as in H5Zscaleoffset.c and H5Znbit.c.
+_NBYTES_DECODED = (1, 2, 4, 8)
+_SCALEOFFSET_PARAMETERS, _NBIT_PARAMETERS = 20, 8
+_FLOAT_D_SCALING, _INTEGER = 0, 2
+_INTEGER_CLASS, _FLOAT_CLASS = 0, 1
+_NBIT_ATOMIC = 1
 
 
 class FilterEntry(NamedTuple):
@@ -73,6 +82,60 @@ def _bitshuffle(parameters: Parameters) -> CoreFilter | None:
     return None
 
 
+def _scaleoffset(parameters: Parameters) -> CoreFilter | None:
+    if len(parameters) != _SCALEOFFSET_PARAMETERS or sys.byteorder != "little":
+        return None
+    scale_type, factor, count, class_, nbytes, sign, order, has_fill = parameters[:8]
+    factor = (factor + (1 << 31)) % (1 << 32) - (1 << 31)  # the file has it without its sign
+    if nbytes not in _NBYTES_DECODED or order not in (0, 1) or has_fill not in (0, 1) or count < 1:
+        return None
+    if class_ == _INTEGER_CLASS:
+        if scale_type != _INTEGER or sign not in (0, 1) or factor > 8 * nbytes:
+            return None
+        if factor == 8 * nbytes:
+            return NOTHING
+    elif class_ != _FLOAT_CLASS or scale_type != _FLOAT_D_SCALING or nbytes < 4:
+        return None
+    elif not 0 < _power_of_ten(factor, nbytes) < np.inf:
+        return None
+    return CoreFilter(CoreKind.SCALEOFFSET, values=parameters)
+
+
+def _power_of_ten(exponent: int, nbytes: int) -> np.floating[Any]:
+    """Return what the C library's `pow`, or `powf` for 4 bytes, returns to HDF5 too.
+
+    NumPy calls it for scalars; for arrays it has a vectorized one that may round differently.
+    """
+    if nbytes == 4:
+        with np.errstate(all="ignore"):
+            power: np.floating[Any] = np.float32(10) ** np.float32(exponent)
+        return power
+    try:
+        return np.float64(math.pow(10, exponent))
+    except OverflowError:
+        return np.float64(np.inf)
+
+
+def _nbit(parameters: Parameters) -> CoreFilter | None:
+    if len(parameters) < 2 or parameters[0] != len(parameters):
+        return None
+    if parameters[1]:  # HDF5 says "need not compress"
+        return NOTHING
+    if len(parameters) != _NBIT_PARAMETERS or sys.byteorder != "little":
+        return None
+    count, class_, nbytes, order, precision, offset = parameters[2:]
+    if count < 1 or class_ != _NBIT_ATOMIC or nbytes not in _NBYTES_DECODED or order not in (0, 1):
+        return None
+    if precision < 1 or precision + offset > 8 * nbytes:
+        return None
+    return CoreFilter(CoreKind.NBIT, values=parameters)
+
+
+def _stated_chunk_nbytes(parameters: Parameters) -> int | None:
+    """Return the bytes of a chunk by the client data of either filter; None if they do not say."""
+    return parameters[2] * parameters[4] if len(parameters) > 4 else None
+
+
 def default_block(element: int) -> int:
     """Return the elements in a block of bitshuffle if the filter's client data do not say."""
     return max(128, 8192 // element // 8 * 8)
@@ -83,8 +146,8 @@ _ENTRIES = (
     FilterEntry(SHUFFLE, "shuffle", _shuffle),
     FilterEntry(FLETCHER32, "fletcher32", _same(CoreKind.FLETCHER32)),
     FilterEntry(SZIP, "szip", _szip),
-    FilterEntry(NBIT, "nbit", nbit_filter, stated_chunk_nbytes),
-    FilterEntry(SCALEOFFSET, "scaleoffset", scaleoffset_filter, stated_chunk_nbytes),
+    FilterEntry(NBIT, "nbit", _nbit, _stated_chunk_nbytes),
+    FilterEntry(SCALEOFFSET, "scaleoffset", _scaleoffset, _stated_chunk_nbytes),
     FilterEntry(305, "lzo"),
     FilterEntry(BZIP2, "bzip2", _same(CoreKind.BZIP2, "bz2")),
     FilterEntry(LZF, "lzf", _same(CoreKind.LZF)),

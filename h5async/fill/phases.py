@@ -26,8 +26,7 @@ from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Refused
 from h5async.fill.resident import HostCache, Residency
 from h5async.opening.dataset import Samplings
 from h5async.order.requests import NO_SAMPLES, FillRequest
-from h5async.plan.records import GatherPlan, GatherRunsPlan
-from h5async.plan.shares import PlanSlice, cut
+from h5async.plan.records import GatherPlan, GatherRunsPlan, PlanSlice, cut
 from h5async.plan.transform import RowTransform
 from h5async.samples.columns import Assembly, SlotMemory
 from h5async.system.interruptions import interruption

@@ -97,7 +97,7 @@ class _KeptRows:
         self._rows[plan.sample[start:stop]] = rows
 
     def gather(self, plan: Any, start: int, stop: int, raw: NDArray[Any]) -> None:
-        out = _as_bytes(raw[start:stop], plan.row_nbytes)
+        out = _as_bytes(raw[start:stop], plan.item_nbytes)
         np.take(self._rows, plan.sample[start:stop], axis=0, out=out, mode="clip")
 
 

@@ -38,10 +38,9 @@ from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.order.selection import Selection
 from h5async.order.steps import StepRows
-from h5async.plan.parts import needs_scratch, scratch_nbytes
 from h5async.plan.transform import RowTransform, sized_nbytes
 from h5async.read.executors import method_of
-from h5async.read.fallback import span_nbytes
+from h5async.read.h5pyrows import needs_scratch, scratch_nbytes, span_nbytes
 from h5async.read.scratch import ScratchSize
 from h5async.samples.columns import Rows
 from h5async.spelling import named

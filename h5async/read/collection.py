@@ -34,6 +34,7 @@ from h5async.io.localfile import LocalFile
 from h5async.io.localfiles import FileEventError, LocalFiles
 from h5async.io.stamps import FileStamp
 from h5async.order.selection import Selection
+from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
 from h5async.read.failures import Chunk, Extent, Reason, error_of, error_of_element, find_chunk
 from h5async.read.queue import BatchQueue, SlotBatch
@@ -41,36 +42,6 @@ from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
 _ITEM, _WANTED = map(np.dtype, (ItemStruct, WantedStruct))
-
-
-class Ranges(NamedTuple):
-    """Byte ranges of sources, to be read as they are stored.
-
-    Attributes
-    ----------
-    source, offset, nbytes
-        int64 (n,): the source of each, its address there, and its length.
-    position
-        int64 (n,): where it goes in `memory`.
-    memory
-        uint8.
-    """
-
-    source: Int64s
-    offset: Int64s
-    nbytes: Int64s
-    position: Int64s
-    memory: NDArray[np.uint8]
-
-    @property
-    def num_items(self) -> int:
-        """Ranges to read."""
-        return self.offset.size
-
-    @property
-    def item_nbytes(self) -> int:
-        """The mean length of a range: its cost."""
-        return int(self.nbytes.sum()) // max(1, self.nbytes.size)
 
 
 class Planned(NamedTuple):

@@ -37,7 +37,7 @@ from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
 from h5async.order.spans import SpanRows, StepSpans
 from h5async.order.steps import StepRows
-from h5async.read.transform import NativeTransform
+from h5async.read.nativetransform import NativeTransform
 from h5async.system.interruptions import suppressing
 
 Int64s = NDArray[np.int64]

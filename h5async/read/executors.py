@@ -28,9 +28,9 @@ from h5async.read.collection import Collection
 from h5async.read.coretables import CoreTables
 from h5async.read.fallback import FallbackReader
 from h5async.read.h5pyrows import H5pyRows
+from h5async.read.nativetransform import NativeTransform
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import Scratch
-from h5async.read.transform import NativeTransform
 
 
 def method_of(core: Core | None, layout: DatasetLayout) -> Literal["core", "h5py", "memory"]:

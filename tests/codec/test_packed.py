@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from h5async.codec.entry import NOTHING
 from h5async.codec.filters import NBIT, SCALEOFFSET, Filter
-from h5async.codec.packed import nbit_filter, scaleoffset_filter
+from h5async.codec.filters import _nbit as nbit_filter
+from h5async.codec.filters import _scaleoffset as scaleoffset_filter
 from h5async.core.binding import load_core
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
