@@ -58,7 +58,7 @@ def method_text(layout: DatasetLayout) -> str:
 
 def methods_of(layout: DatasetLayout) -> tuple[tuple[str, ...], int]:
     """Return what reads a dataset directly, and the number of datasets that hold its values."""
-    methods = {method_of(load_core(), source) for source in layout.leaves()}
+    methods = {method_of(source) for source in layout.leaves()}
     sources = len({(source.file, source.path) for source in layout.leaves()})
     return tuple(sorted(methods)), sources
 

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.core.binding import load_core
 from h5async.core.tablestructures import (
     HEAP_SCRATCH_NBYTES,
     KEPT_OVERHEAD_NBYTES,
@@ -529,9 +528,8 @@ def _num_layers(layout: DatasetLayout) -> int:
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
     """Return the bytes held to read through h5py, by one thread at a time."""
     most = 0
-    core = load_core()
     for leaf, _ in kinds_of(layout):
-        if method_of(core, leaf) != "h5py":
+        if method_of(leaf) != "h5py":
             continue
         read = min(leaf.nbytes, span_nbytes(leaf, rows))
         # A chunk that is checked: encoded, decoded, and between its filters.

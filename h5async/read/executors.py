@@ -12,7 +12,7 @@ from functools import partial
 from io import FileIO
 from typing import Literal
 
-from h5async.core.binding import Core
+from h5async.core.binding import Core, load_core
 from h5async.core.structures import MAX_RANK
 from h5async.index.changes import FileChanges
 from h5async.index.extents import SourceFile
@@ -32,9 +32,15 @@ from h5async.read.nativetransform import NativeTransform
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import Scratch
 
+Method = Literal["core", "h5py", "memory"]
 
-def method_of(core: Core | None, layout: DatasetLayout) -> Literal["core", "h5py", "memory"]:
+
+def method_of(layout: DatasetLayout) -> Method:
     """Return the method by which a dataset without parts is read."""
+    return _method(load_core(), layout)
+
+
+def _method(core: Core | None, layout: DatasetLayout) -> Method:
     if layout.values is not None:
         return "memory"
     if layout.fallback_reason is not None or core is None:
@@ -111,7 +117,7 @@ class Executors:
     def methods(self) -> list[str]:
         """How each field is read, in field order; see `ReaderStats.ways`."""
         return [
-            " and ".join(sorted({method_of(self._core, leaf) for leaf, _ in kinds_of(layout)}))
+            " and ".join(sorted({_method(self._core, leaf) for leaf, _ in kinds_of(layout)}))
             for layout in self._layouts
         ]
 
@@ -171,7 +177,7 @@ class Executors:
             for leaf, _ in itertools.islice(kinds_of(layout), self._kept_files):
                 if is_closed():
                     return
-                if method_of(self._core, leaf) == "h5py":
+                if _method(self._core, leaf) == "h5py":
                     self._fallback.open(leaf)
 
     def close(self) -> None:

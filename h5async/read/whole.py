@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import load_core, mapping_mode
+from h5async.core.binding import load_core
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
@@ -84,7 +84,7 @@ def _blocks(
     size *= max(1, _BLOCK_SAMPLES // size)
     memory = np.empty(min(size, count), layout.raw_dtype)
     core = load_core()
-    executors = Executors(core, [layout], mapping_mode(io), [layout.unit_nbytes], _do_nothing)
+    executors = Executors(core, [layout], io, [layout.unit_nbytes], _do_nothing)
     try:
         collection, through_h5py = executors.open_collection([None]), executors.h5py_rows()[0]
         room = ScratchSize.of([layout])

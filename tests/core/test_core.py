@@ -826,7 +826,7 @@ def assert_reads_directly(
     """Read some samples in shares, twice, and compare with what h5py reads."""
     expected = truth(path, num_dim=num_dim)[sample]
     layout = read_layouts(path, {"data": Field("data", num_dim)})["data"]
-    assert method_of(core, layout) == "core"
+    assert method_of(layout) == "core"
     with Collected(core, [layout], len(expected), io=io, kept_nbytes=kept_nbytes) as collected:
         for _ in range(2):  # the second time out of what was kept
             assert collected.read(sample, cuts=cuts, threads=threads) == 0
