@@ -80,7 +80,7 @@ class Collection:
     def new_batch(
         self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int | None = None
     ) -> SlotBatch:
-        """Return the memory for plans of the batches of one slot; `raw` and `out` are its memory.
+        """Return the memory for the plans of a slot with this memory.
 
         `rows` are samples that fit into it; None means the rows of the first array.
         """
@@ -112,25 +112,11 @@ class Collection:
         threads: int,
         num_samples: int | None = None,
     ) -> tuple[int, int]:
-        """Plan a batch; return the number of items, and their cost.
+        """Plan a batch for some threads; return the number of items, and their cost in bytes.
 
-        Parameters
-        ----------
-        samples
-            int64 (n,): sample numbers, at most the rows of the slot.
-        wanted
-            By field: whether it is to be read.
-        threads
-            The number of threads that may share the work.
-        num_samples
-            Bound of the sample numbers; None: samples of the dataset.
-
-        Raises
-        ------
-        MemoryError
-            If there is not enough memory for the plan.
-        IndexError
-            If there are too many samples, or one is out of range.
+        `samples`, int64 (n,), are below `num_samples`, or those of the dataset, and at most the
+        rows of the slot; else `IndexError` is raised. `wanted` says which fields are read.
+        `MemoryError` is raised if there is not enough memory for the plan.
         """
         samples = np.ascontiguousarray(samples, np.int64)
         for target, is_wanted in zip(batch.targets, wanted, strict=True):
@@ -176,7 +162,7 @@ class Collection:
         return int(refused)
 
     def planned(self, batch: SlotBatch) -> Planned:
-        """Return the result of `plan`."""
+        """Return the plan of a batch."""
         plan = batch.plan
         runs = plan.run_local, plan.run_position, plan.run_length
         return Planned(self._items(batch), *(_array(run, plan.num_runs, np.int64) for run in runs))
@@ -343,15 +329,7 @@ class Collection:
         self, batches: Sequence[SlotBatch], num_threads: int, selection: Selection
     ) -> BatchQueue:
         """Return a queue of the batches of these slots, for `num_threads` and a selection."""
-        return BatchQueue(
-            self._core,
-            self.tables.fields,
-            self.tables.sources,
-            self.tables.num_samples,
-            batches,
-            num_threads,
-            selection,
-        )
+        return BatchQueue(self._core, self.tables, batches, num_threads, selection)
 
     def close(self) -> None:
         """Close the files and free all memory, which must not be in use. Idempotent."""

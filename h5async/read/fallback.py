@@ -213,34 +213,25 @@ class FallbackReader:
 
     def _changed_paths(self, layout: DatasetLayout) -> list[tuple[str, FileStamp, FileStamp]]:
         """Return changed files: their paths, former and present stamps."""
-        found: list[tuple[str, FileStamp, FileStamp]] = []
-        for path, indexed in layout.attached or [(y.file, y.stamp) for y in layout.origins()]:
-            if path != layout.file:
-                self._note_change(found, path, indexed, None)
-        self._note_change(found, layout.file, layout.stamp, self._files.find(layout.file))
+        others = layout.attached or [(y.file, y.stamp) for y in layout.origins()]
+        files = [(*one, None) for one in others if one[0] != layout.file]
+        files.append((layout.file, layout.stamp, self._files.find(layout.file)))
+        found = []
+        for path, indexed, file in files:
+            known = self._stamps.setdefault(path, indexed)
+            if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
+                continue  # HDF5 knows what is written: to this file, by this process or by SWMR
+            try:
+                now = FileStamp.of(path if file is None else file.id.get_vfd_handle())
+            except OSError as error:
+                raise ReadError(f"{path} cannot be read: {error.strerror}") from error
+            if now == known:
+                continue
+            if file is not None and now[:4] == known[:4] and not lies_at(path, now):
+                self._stamps[path] = now  # only renamed: what h5py has open is as it was
+            else:
+                found.append((path, known, now))
         return found
-
-    def _note_change(
-        self,
-        found: list[tuple[str, FileStamp, FileStamp]],
-        path: str,
-        indexed: FileStamp,
-        file: h5py.File | None,
-    ) -> None:
-        known = self._stamps.setdefault(path, indexed)
-        if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
-            return  # HDF5 itself knows what is written: to this file, by this process or by SWMR
-        try:
-            now = FileStamp.of(path if file is None else file.id.get_vfd_handle())
-        except OSError as error:
-            raise ReadError(f"{path} cannot be read: {error.strerror}") from error
-        if now == known:
-            return
-        is_only_renamed = file is not None and now[:4] == known[:4] and not lies_at(path, now)
-        if is_only_renamed:  # what h5py has open is as it was
-            self._stamps[path] = now
-        else:
-            found.append((path, known, now))
 
     def _file(self, layout: DatasetLayout) -> h5py.File:
         """Return the open file of a dataset, for this thread; it may be closed later."""
@@ -288,21 +279,19 @@ class ChunkCheck:
         self._core = core
         self._pipeline = None if core is None else core.filters(self._filters)
         self._checked: set[int] = set()  # numbers along the samples' dimension
-        if self._pipeline is None and (left := unchecked(self._filters)) is not None:
-            if left.label not in _told:
-                _log.info(
-                    "%s: chunks of %s are decoded by HDF5 alone, which may not notice damage",
-                    layout.file,
-                    left.label,
-                )
-            _told.add(left.label)
 
     @classmethod
     def of(cls, layout: DatasetLayout, core: Core | None) -> ChunkCheck | None:
-        """Return the check for a dataset, or None if it has no chunks with filters."""
+        """Return the check for a dataset, or None if nothing can be checked."""
         if not (layout.chunk_shape and layout.hdf5_filters and layout.stored_itemsize):
             return None
-        return cls(layout, core)
+        check = cls(layout, core)
+        left = None if check._pipeline is not None else unchecked(check._filters)
+        if left is not None and left.label not in _told:
+            _told.add(left.label)
+            text = "%s: chunks of %s are decoded by HDF5 alone, which may not notice damage"
+            _log.info(text, layout.file, left.label)
+        return None if left == check._filters[-1] else check
 
     def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
         """Check the chunks that hold some samples, through the open dataset.
