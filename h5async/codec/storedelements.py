@@ -93,26 +93,23 @@ def parameters_of(nbytes: int, stored_nbytes: int, steps: list[Step]) -> Paramet
         for step in steps
     )
     found = tuple(map(int, (nbytes, stored_nbytes, *chain.from_iterable(flat))))
-    return None if _steps(found) is None else found
+    return found if _are_valid(found) else None
 
 
 def stored_filter(parameters: Parameters) -> CoreFilter | None:
     """Return the filter as the core takes it; None if the parameters are invalid."""
-    if _steps(parameters) is None:
-        return None
-    return CoreFilter(CoreKind.STORED, values=parameters)
+    return CoreFilter(CoreKind.STORED, values=parameters) if _are_valid(parameters) else None
 
 
-def _steps(parameters: Parameters) -> list[Step] | None:
+def _are_valid(parameters: Parameters) -> bool:
     nbytes, stored_nbytes, *rest = (*parameters, 0, 0)[: max(2, len(parameters))]
     is_sized = 0 < stored_nbytes <= nbytes < _LARGEST  # so no chunk grows as it is stored
     if not is_sized or len(rest) % _STEP_VALUES or len(rest) > MOST_STEPS * _STEP_VALUES:
-        return None
-    steps = []
+        return False
     for at in range(0, len(rest), _STEP_VALUES):
         kind, *numbers = rest[at : at + _STEP_VALUES]
         if kind not in set(StepKind) or not all(0 <= n < _LARGEST for n in numbers):
-            return None
+            return False
         start, to, one, each, count, is_big, *given = numbers
         step = Step(StepKind(kind), start, to, one, each, count, bool(is_big), tuple(given))
         is_within = (
@@ -120,6 +117,5 @@ def _steps(parameters: Parameters) -> list[Step] | None:
             and step.to + step.repeats * step.nbytes <= nbytes
         )
         if not (is_within and step.is_valid):
-            return None
-        steps.append(step)
-    return steps
+            return False
+    return True

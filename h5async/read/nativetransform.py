@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
 from h5async.core.structures import TransformStruct, UnpackStruct, transform_source
-from h5async.plan.cf import CfDecoder, CfForm
+from h5async.plan.cf import CfForm
 from h5async.plan.transform import RowTransform
 
 # Numbers of stored types; see src/unpack.h.
@@ -22,6 +23,7 @@ _SOURCES = {"i1": 1, "u1": 2, "i2": 3, "u2": 4, "i4": 5, "u4": 6, "f4": 7, "f8":
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 Columns = dict[str, NDArray[np.float64]]
+Unpack = Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64] | None], None]
 
 
 class NativeTransform:
@@ -72,35 +74,10 @@ def native_transform(core: Core, transform: RowTransform) -> NativeTransform | N
     return NativeTransform(core, struct, factors)
 
 
-class NativeUnpack:
-    """Does in the core what `RowTransform.apply` does. Safe to use from many threads.
+def native_unpack(core: Core, transform: RowTransform) -> Unpack | None:
+    """Return what does in the core what `RowTransform.apply` does, for packed values; else None.
 
-    `decoder` knows the dataset of each sample. `struct` is complete except the rows, and points to
-    `columns`.
-    """
-
-    def __init__(
-        self, core: Core, decoder: CfDecoder, struct: UnpackStruct, columns: Columns
-    ) -> None:
-        self._core = core
-        self._decoder = decoder
-        self._struct = struct
-        self._columns = columns
-
-    def __call__(
-        self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None
-    ) -> None:
-        """Fill `out` from `raw`, rows of the samples `index`."""
-        call = UnpackStruct.from_buffer_copy(self._struct)
-        places = self._decoder.places(index)
-        call.rows, call.which = len(raw), None if places is None else address(places)
-        self._core.unpack(ctypes.byref(call), address(raw), address(out))
-
-
-def native_unpack(core: Core, transform: RowTransform) -> NativeUnpack | None:
-    """Return what unpacks rows in the core, or None if it cannot.
-
-    It can if no dimension moves, values have at most one fill value, and its floats hold all
+    The core can if no dimension moves, values have at most one fill value, and its floats hold all
     numbers exactly, as NumPy computes with them.
     """
     decoder = transform.cf
@@ -118,16 +95,26 @@ def native_unpack(core: Core, transform: RowTransform) -> NativeUnpack | None:
     )
     if not can_do or columns is None:
         return None
-    struct = UnpackStruct(
-        count=math.prod(transform.row),
-        source=source,
-        is_double=form.dtype == _DOUBLE,
-        is_wide=transform.dtype == _DOUBLE,
-        has_scale=form.scale is not None,
-        has_offset=form.offset is not None,
-        **{name: address(column) for name, column in columns.items()},
-    )
-    return NativeUnpack(core, decoder, struct, columns)
+    given: Columns = columns
+
+    def unpack(
+        raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None
+    ) -> None:
+        places = decoder.places(index)
+        call = UnpackStruct(
+            rows=len(raw),
+            which=None if places is None else address(places),
+            count=math.prod(transform.row),
+            source=source,
+            is_double=form.dtype == _DOUBLE,
+            is_wide=transform.dtype == _DOUBLE,
+            has_scale=form.scale is not None,
+            has_offset=form.offset is not None,
+            **{name: address(column) for name, column in given.items()},
+        )
+        core.unpack(ctypes.byref(call), address(raw), address(out))
+
+    return unpack
 
 
 def _columns(form: CfForm) -> Columns | None:

@@ -28,14 +28,7 @@ _BLOCK_SAMPLES = 1 << 18
 def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
     """Return all values of a dataset that has one per sample, in native byte order.
 
-    `reach` says how files are read, and how much memory may be used.
-
-    Raises
-    ------
-    DatasetError
-        If it has several values for a sample, or none.
-    ReadError
-        If it cannot be read.
+    It raises as `read_blocks`.
     """
     blocks = read_blocks(layout, reach)
     found = np.empty(layout.num_samples, layout.dtype.newbyteorder("="))
@@ -50,17 +43,11 @@ def read_blocks(
     """Yield its values block by block, each with the number of its first sample.
 
     Blocks share their memory. Values are in the dataset's byte order. There must be room for all of
-    them, of `kept_itemsize` bytes if they are kept in another form. If not `may_use_h5py`, the core
-    must read all: h5py would return references to its own memory.
+    them, of `kept_itemsize` bytes if they are kept in another form; else `BudgetError` is raised.
+    If not `may_use_h5py`, the core must read all: h5py would return references to its own memory.
 
-    Raises
-    ------
-    BudgetError
-        If the file declares too many values.
-    DatasetError
-        If it has several values for a sample, or none, or only h5py could read it.
-    ReadError
-        If it cannot be read.
+    `DatasetError` is raised if it has several values for a sample, or none, or only h5py could read
+    it, `ReadError` if it cannot be read.
     """
     count = layout.num_samples
     if math.prod(layout.shape) != count:
