@@ -35,7 +35,8 @@ from h5async.codec.filters import (
 
 _CHECKSUM_NBYTES = 4  # of Fletcher-32, which HDF5 verifies
 _SZIP_MSB, _SZIP_NEAREST_NEIGHBOUR = 16, 32  # options of szlib.h
-_AEC_MSB, _AEC_PREPROCESS, _AEC_NOT_ENFORCE = 4, 8, 64  # flags of libaec.h
+_AEC_MSB, _AEC_PREPROCESS = 4, 8  # flags of libaec.h
+_BLOCKS = (8, 16, 32, 64)  # of pixels
 _SCALEOFFSET_HEADER_NBYTES = 21
 _NBIT_ATOMIC, _NBIT_ARRAY, _NBIT_COMPOUND, _NBIT_UNCHANGED = range(1, 5)  # of H5Znbit.c
 
@@ -140,7 +141,8 @@ def _szip(parameters: Parameters, data: bytes, most: int) -> Decoded:
     """
     (nbytes,) = struct.unpack_from("<I", data)
     options, block, bits, pixels = (*parameters, 0, 0, 0, 0)[:4]
-    if nbytes > most or not (1 <= bits <= 32 or bits == 64) or not block or block % 2 or not pixels:
+    # Versions of libaec decode blocks of other sizes differently.
+    if nbytes > most or not (1 <= bits <= 32 or bits == 64) or not pixels or block not in _BLOCKS:
         return int(nbytes)
     is_split = bits in (32, 64)
     pixel_nbytes = 1 if is_split or bits <= 8 else 2 if bits <= 16 else 4
@@ -151,8 +153,7 @@ def _szip(parameters: Parameters, data: bytes, most: int) -> Decoded:
     found = imagecodecs.aec_decode(
         data[4:],
         bitspersample=8 if is_split else bits,
-        flags=_AEC_NOT_ENFORCE  # any even block
-        | (_AEC_MSB if options & _SZIP_MSB else 0)
+        flags=(_AEC_MSB if options & _SZIP_MSB else 0)
         | (_AEC_PREPROCESS if options & _SZIP_NEAREST_NEIGHBOUR else 0),
         blocksize=block,
         rsi=blocks,
