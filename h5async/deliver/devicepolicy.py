@@ -127,7 +127,7 @@ class DevicePolicy(ColumnReader):
         planned = collection.planned(batch)
         for column, form in enumerate(several):
             table = collection.tables.of_fields[column]
-            if form is not None and table is not None:
+            if form is not None:
                 memory = slot.staging[column].encoded
                 plan = plan_encoded(form, table, planned, column, memory)
                 if plan is not None:

@@ -416,7 +416,7 @@ class BatchReader:
             return
         if source is None and field != NO_FIELD:
             layout = self._layouts[field]
-            source = None if layout.parts or layout.heaps else str(layout.file)
+            source = None if layout.datasets or layout.heaps else str(layout.file)
         timeline.work_on_field(field, -1 if source is None else source)
         if self._core is not None:
             scratch.worker(self._core).struct.batch = timeline.batch_here()

@@ -109,12 +109,10 @@ def _cause(error: BaseException) -> BaseException:
 def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
     """Yield layouts, and those of all datasets that hold their values."""
     for layout in layouts:
-        if (
-            layout.storage not in ("files", "heap") and not layout.parts
-        ):  # else others hold the values
-            yield layout
+        if layout.storage not in ("files", "heap") and layout.segments is None:
+            yield layout  # else others hold the values
         yield from _all_of(layout.sources)
-        yield from _all_of(part.source for part in layout.parts)
+        yield from _all_of(layout.datasets)
 
 
 def require_same_index(

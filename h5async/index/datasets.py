@@ -23,6 +23,7 @@ from h5async.index.chunkindex import (
     read_chunk_table,
     without_filters,
 )
+from h5async.index.composition import Part, with_parts
 from h5async.index.elements import Element, element_of, has_objects
 from h5async.index.external import attached, external_layout
 from h5async.index.filterpipeline import (
@@ -37,7 +38,8 @@ from h5async.index.filterpipeline import (
     unavailable,
     undecodable,
 )
-from h5async.index.layout import DatasetLayout, Indexed, Part, Storage, normal_axis
+from h5async.index.layout import DatasetLayout, Storage, normal_axis
+from h5async.index.layoutfacts import Indexed
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.objectheader import stored_compact
 from h5async.index.obstacles import COLUMNS_REASON, NotDirectError, OtherKindError
@@ -50,6 +52,7 @@ from h5async.index.opendataset import (
     member_fill,
     require_fill,
 )
+from h5async.index.segments import Piece
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
 from h5async.index.variablelength import Forms, variable_length
@@ -422,13 +425,13 @@ class Indexer:
             chunk_shape=layout.chunk_shape[:rank],
             dtype=compound,
             fill=fill.view(compound).reshape(()),
-            member=(),
+            extra_dims=0,
             text=(),
         )
         source = self._direct(source, dataset, where)
         samples = Slab.run(0, layout.num_samples)
-        part = Part(source, samples, samples, member=label)
-        return layout.changed(parts=(part,) if layout.num_samples else ())
+        part = Part(source, samples, samples, Piece(member=label))
+        return with_parts(layout, (part,) if layout.num_samples else ())
 
 
 def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:

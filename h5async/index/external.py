@@ -15,7 +15,8 @@ import h5py
 
 from h5async.core.binding import load_core
 from h5async.errors import ReadError, UnsafeFileError
-from h5async.index.layout import DatasetLayout, Part
+from h5async.index.composition import Part, with_parts
+from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, require_in_place
 from h5async.index.obstacles import NotDirectError
 from h5async.index.slabs import Slab
@@ -89,7 +90,7 @@ def external_layout(
         source = replace(source, shape=(rows, *layout.row_shape))
         parts.append(Part(source, samples, Slab.run(0, rows)))
         begin += nbytes
-    return replace(layout, parts=tuple(parts))
+    return with_parts(layout, parts)
 
 
 def _require_bytes(

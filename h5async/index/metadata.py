@@ -27,10 +27,11 @@ from h5async.errors import (
     out_of_memory,
 )
 from h5async.index.attributes import cf_attributes, dimension_names
+from h5async.index.composition import Part
 from h5async.index.contents import LISTING_NBYTES, shape_of_field, walk, what_is_there
 from h5async.index.datasets import Indexer
 from h5async.index.groups import Grouping
-from h5async.index.layout import DatasetLayout, Part
+from h5async.index.layout import DatasetLayout
 from h5async.index.links import (
     BESIDE,
     LastGroup,
@@ -43,6 +44,7 @@ from h5async.index.links import (
 from h5async.index.obstacles import OtherKindError
 from h5async.index.oldercategories import older_categories
 from h5async.index.room import files_of
+from h5async.index.segments import Piece
 from h5async.index.sequenced import (
     along_sequences,
     is_one_run,
@@ -283,7 +285,7 @@ def value_layout(
 
 def _column_of(layout: DatasetLayout, number: int) -> DatasetLayout:
     every = Slab.run(0, layout.num_samples)
-    part = Part(layout, every, every, source_region=(slice(number, number + 1),))
+    part = Part(layout, every, every, Piece(source_region=(slice(number, number + 1),)))
     return sliced(layout, layout.num_samples, (), (part,) if layout.num_samples else ())
 
 

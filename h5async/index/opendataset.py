@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from h5async.errors import ReadError
 from h5async.index.hdf5 import encoded_properties, fill_nbytes, index_kind
-from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.layout import DatasetLayout
+from h5async.index.layoutfacts import Indexed
 from h5async.index.objectheader import stored_fill
 from h5async.index.obstacles import NotDirectError
 from h5async.index.storedtypes import describe

@@ -5,16 +5,19 @@ The layouts of a file are valid while it, and everything consulted to read them,
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.errors import ConfigError, ReadError
 from h5async.index.consulted import Consulted
+from h5async.index.datasettable import Datasets, table_of
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
@@ -137,7 +140,7 @@ def write_index(
             needs[number] = [writer.file(*other) for other in others.items()]
         if file.consulted.absent:
             absent[number] = sorted(file.consulted.absent)
-    header = writer.header()
+    header, arrays = writer.header_and_arrays()
     folder = f"{path.absolute().parent}{os.sep}"
     header["files"] = [[_below(name, folder), *stamp] for name, *stamp in header["files"]]
     several = [file.consulted for file in files]
@@ -152,7 +155,6 @@ def write_index(
         folder=next((one.folder for one in several if one.folder is not None), None),
         allow_missing=reach.missing_is_fill,
     )
-    arrays = writer.arrays()
     arrays["entries"] = [np.array(entries, np.int64).reshape(-1, 3)]
     mode = 0o600 if is_entry else 0o644
     write_saved(path, header, arrays, mode=mode, is_lasting=not is_entry)
@@ -172,20 +174,28 @@ def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
     seen: dict[tuple[str, FileStamp], bool] = {}
     for file in files:
         for layout in file.layouts.values():
-            for leaf in layout.leaves():
-                place = leaf.file, leaf.stamp
-                is_read = _is_read(leaf) and not layout.is_ragged
+            datasets = table_of(layout)[1]
+            are_read = _are_read(datasets) & (not layout.is_ragged)
+            for place, number in zip(datasets.columns.files, itertools.count(), strict=False):
+                is_read = bool(are_read[datasets.columns.file == number].all())
                 seen[place] = seen.get(place, True) and is_read
     return [number for place, number in writer.files.items() if not seen.get(place, False)]
 
 
-def _is_read(leaf: DatasetLayout) -> bool:
-    """Return whether reading any row of a dataset opens its file."""
-    if leaf.values is not None or not leaf.num_samples:
-        return False
-    if leaf.fallback_reason is not None or leaf.chunks is None:
-        return leaf.fallback_reason is not None or leaf.offset >= 0
-    return leaf.chunks.index is None and leaf.chunks.offset.size > 0
+def _are_read(datasets: Datasets) -> NDArray[np.bool_]:
+    """Return for which datasets reading any row opens their file."""
+    columns, kinds = datasets.columns, datasets.kinds
+    has_values, by_h5py, has_chunks = (
+        np.array(flags, np.bool_)[columns.kind]
+        for flags in (
+            [kind.values is not None for kind in kinds],
+            [kind.fallback_reason is not None for kind in kinds],
+            [kind.chunks is not None for kind in kinds],
+        )
+    )
+    is_whole = ~columns.is_sparse & (np.diff(columns.begin) > 0)
+    is_there = by_h5py | np.where(has_chunks, is_whole, columns.offset >= 0)
+    return (columns.rows > 0) & ~has_values & is_there
 
 
 # --- reading -------------------------------------------------------------------------------------

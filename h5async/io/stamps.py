@@ -6,6 +6,7 @@ A file is identified by device and inode, and a state of it by size and times as
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +14,11 @@ from typing import NamedTuple
 from h5async.errors import ReadError
 from h5async.system.interruptions import suppressing
 
-# The tick of file systems' clock; if the system does not tell it, twice that of most kernels.
-_TICK_NS = 20_000_000
-if hasattr(time, "CLOCK_REALTIME_COARSE"):
-    _TICK_NS = int(time.clock_getres(time.CLOCK_REALTIME_COARSE) * 1e9)
+# The tick of file systems' clock: that of Linux's CLOCK_REALTIME_COARSE, for which Python has no
+# name; if the system does not tell it, twice that of most kernels.
+_COARSE_CLOCK, _TICK_NS = 5, 20_000_000
+if sys.platform == "linux" and (_seconds := time.clock_getres(_COARSE_CLOCK)) >= 0.001:
+    _TICK_NS = int(_seconds * 1e9)
 _SIGNATURE, _SUPERBLOCK_HEAD_NBYTES = b"\x89HDF\r\n\x1a\n", 12
 
 

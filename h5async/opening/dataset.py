@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig, SparseField
 from h5async.config.files import INDEX_SUFFIX
 from h5async.errors import ConfigError, DatasetError, taking_memory
+from h5async.index.datasettable import shared
 from h5async.index.groups import Grouping
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
@@ -167,7 +168,7 @@ def _joined(
     joined = {name: join_layouts(several) for name, several in columns.items()}
     for name, field in config.batch_fields.items():
         if field.steps is not None:
-            joined[name] = joined[name].shared()
+            joined[name] = shared(joined[name])
         if name + INDICES in joined:  # its rows are those of the values: stored once
             spans = joined[name].spans
             joined[name + INDICES] = joined[name + INDICES].changed(spans=spans)

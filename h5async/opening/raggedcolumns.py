@@ -19,10 +19,12 @@ from h5async.config.indices import Values
 from h5async.core.binding import load_core
 from h5async.core.heap import NOWHERE
 from h5async.errors import ConfigError, DatasetError, ReadError
+from h5async.index.datasettable import table_of
 from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.heapelements import Sequences
 from h5async.index.joined import with_lengths
-from h5async.index.layout import DatasetLayout, HeapFile
+from h5async.index.layout import DatasetLayout
+from h5async.index.layoutfacts import HeapFile
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import indexer_at, value_layout
 from h5async.index.references import references
@@ -121,7 +123,8 @@ def _with_heaps(layout: DatasetLayout, heaps: Sequence[HeapFile]) -> DatasetLayo
         filters=(),
         chunks=None,
         values=None,
-        parts=(),
+        segments=None,
+        datasets=(),
         sources=(),
         indexed=None,
     )
@@ -164,13 +167,10 @@ def _numbers_of_files(
     """Return the number of the file that holds each of some rows; `known` counts the files."""
     own = known.setdefault((layout.file, layout.stamp), len(known))
     found = np.full(rows.size, own, np.int32)
-    order = np.argsort(rows, kind="stable") if layout.parts else rows
-    for part in layout.parts:
-        edges = np.searchsorted(rows, [part.samples.start, part.samples.end], sorter=order)
-        near = order[slice(*edges)]
-        ordinal = part.samples.ordinal(rows[near])
-        here, inside = near[ordinal >= 0], part.source_samples.at(ordinal[ordinal >= 0])
-        found[here] = _numbers_of_files(part.source, inside, known)
+    segments, datasets = table_of(layout)
+    files = [known.setdefault(file, len(known)) for file in datasets.columns.files]
+    for dataset, _, here, _ in segments.find(rows):
+        found[here] = files[datasets.columns.file[dataset]]
     return found
 
 

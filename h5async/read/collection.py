@@ -28,7 +28,7 @@ from h5async.core.tablestructures import (
 )
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.extents import SourceFile
-from h5async.index.layout import HeapFile
+from h5async.index.layoutfacts import HeapFile
 from h5async.index.shapes import Kind
 from h5async.io.localfile import LocalFile
 from h5async.io.localfiles import FileEventError, LocalFiles
@@ -283,9 +283,9 @@ class Collection:
         """Return the field of an item, and where it lies: chunk `extent`, or rows (below 0)."""
         item = self._items(batch)[number]
         field, table = int(item["field"]), self.tables.of_fields[item["field"]]
-        assert table is not None
+        chunks = table.chunks
         if extent >= 0:
-            return field, Extent(int(table.offset[extent]), int(table.nbytes[extent]), None)
+            return field, Extent(int(chunks.offset[extent]), int(chunks.nbytes[extent]), None)
         layer, segment = table.layers[item["layer"]], item["segment"]
         begin = int(layer.begin[segment])
         samples = None
@@ -294,7 +294,7 @@ class Collection:
             rows = int(layer.row[segment]) + (self._samples_of(batch, item) - first) * step
             samples = int(rows.min()), int(rows.max())
             if layer.count[segment]:
-                begin = int(table.offset[begin])
+                begin = int(chunks.offset[begin])
         return field, Extent(begin, 0, samples)
 
     def _samples_of(self, batch: SlotBatch, item: Any) -> Int64s:

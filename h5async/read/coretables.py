@@ -74,7 +74,7 @@ class CoreTables:
     Attributes
     ----------
     of_fields
-        The table of each field; None for one that is too large.
+        The table of each field.
     fields, sources
         The same for the core.
     files
@@ -114,7 +114,7 @@ class CoreTables:
         ]
         self.num_samples = layouts[0].sample_count
         self._share = 1.0 if samples is None else samples / max(1, self.num_samples)
-        self.can_read = [table is not None and table.can_read for table in tables]
+        self.can_read = [table.can_read for table in tables]
         self.shares = [isinstance(rows, StepSpans) for rows in steps] or [False] * len(tables)
         self.reads = [
             can and not is_shared for can, is_shared in zip(self.can_read, self.shares, strict=True)
@@ -136,7 +136,7 @@ class CoreTables:
             for (struct, table, layout, kept, transform), reads, rows in zip(
                 described, self.can_read, several, strict=True
             ):
-                if table is not None and reads:
+                if reads:
                     uses = self._share * layout.num_samples
                     uses *= rows.size if isinstance(rows, StepRows) else 1
                     keeps = what_to_keep(table, layout, kept, uses)
@@ -195,13 +195,14 @@ class CoreTables:
                 for shape, what in zip(table.shapes, keeps, strict=True)
             )
         )
-        struct.number = self._hold(table.number) if table.number.size else None
-        struct.offset = self._hold(table.offset)
-        struct.nbytes, struct.nbytes_step = self._hold_column(table.nbytes)
-        struct.mask, struct.mask_step = self._hold_column(table.mask)
+        chunks = table.chunks
+        struct.number = None if chunks.index is None else self._hold(chunks.index)
+        struct.offset = self._hold(chunks.offset)
+        struct.nbytes, struct.nbytes_step = self._hold_column(chunks.nbytes)
+        struct.mask, struct.mask_step = self._hold_column(chunks.filter_mask)
         fill = np.ascontiguousarray(layout.raw_fill).reshape(1).view(np.uint8)
         struct.fill = self._hold(fill)
-        struct.num_layers, struct.num_extents = len(table.layers), table.offset.size
+        struct.num_layers, struct.num_extents = len(table.layers), chunks.offset.size
         struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
         struct.is_filled_first, struct.num_rows = table.is_filled_first, layout.num_samples
         if layout.heaps:

@@ -15,9 +15,9 @@ from typing import Literal
 from h5async.core.binding import Core, load_core
 from h5async.core.structures import MAX_RANK
 from h5async.index.changes import FileChanges
+from h5async.index.datasettable import kinds_of
 from h5async.index.extents import SourceFile
 from h5async.index.layout import DatasetLayout
-from h5async.index.similardatasets import kinds_of
 from h5async.io.keptfiles import affordable_files
 from h5async.io.localfiles import LocalFiles
 from h5async.io.maps import IoMode
@@ -174,7 +174,9 @@ class Executors:
                 for source in collection.tables.first_files():
                     self._files_of(source).open(source.path, source.stamp)
         for layout in self._layouts:
-            for leaf, _ in itertools.islice(kinds_of(layout), self._kept_files):
+            if all(_method(self._core, leaf) != "h5py" for leaf, _ in kinds_of(layout)):
+                continue
+            for leaf in itertools.islice(layout.leaves(), self._kept_files):
                 if is_closed():
                     return
                 if _method(self._core, leaf) == "h5py":

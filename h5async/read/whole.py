@@ -17,6 +17,7 @@ from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.room import files_of
+from h5async.index.units import unit_nbytes
 from h5async.io.maps import IoMode
 from h5async.plan.records import SamplesPlan
 from h5async.read.executors import Executors
@@ -71,7 +72,7 @@ def _blocks(
     size *= max(1, _BLOCK_SAMPLES // size)
     memory = np.empty(min(size, count), layout.raw_dtype)
     core = load_core()
-    executors = Executors(core, [layout], io, [layout.unit_nbytes], _do_nothing)
+    executors = Executors(core, [layout], io, [unit_nbytes(layout)], _do_nothing)
     try:
         collection, through_h5py = executors.open_collection([None]), executors.h5py_rows()[0]
         room = ScratchSize.of([layout])

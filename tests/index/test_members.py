@@ -199,7 +199,7 @@ def test_member_of_many_rows_and_large_elements_in_small_stages(tmp_path):
 @pytest.mark.parametrize("storage", list(STORAGES))
 def test_several_members_and_the_whole_of_one_table(tmp_path, monkeypatch, storage):
     monkeypatch.setattr(phases, "_MIN_SHARE_NBYTES", 1)
-    monkeypatch.setattr(h5pyrows, "_PIECES_NBYTES", 64)
+    monkeypatch.setattr(h5pyrows, "_SCRATCH_NBYTES", 64)
     path = write_table(tmp_path / "f.h5", storage)
     values = random_bits(TABLE, (11,))
     with h5py.File(path, "a") as file:

@@ -392,7 +392,7 @@ def check_reads_like_h5py(
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(phases, "_MIN_SHARE_NBYTES", 1),
-        mock.patch.object(h5pyrows, "_PIECES_NBYTES", stage_nbytes),
+        mock.patch.object(h5pyrows, "_SCRATCH_NBYTES", stage_nbytes),
     ):
         path = recipe.write(Path(folder))
         expected = truth(path, "data", num_dim)

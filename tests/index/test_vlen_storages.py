@@ -161,9 +161,10 @@ def assert_equal(found: list[Any], truth: list[Any]) -> None:
         assert one.tobytes() == other.tobytes()
 
 
-SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 150))]
+SEEDS = range(150)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_files(tmp_path, seed):
     folder = tmp_path / "files"
@@ -173,6 +174,7 @@ def test_random_files(tmp_path, seed):
         assert_equal(read(folder / "a.h5", name), truth)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "options",

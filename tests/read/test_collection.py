@@ -33,12 +33,6 @@ IO = ["auto", "pread", "map"]
 pytestmark = pytest.mark.usefixtures("core")
 
 
-@pytest.fixture(autouse=True)
-def _no_descriptors_are_left(tmp_path):
-    yield
-    assert not open_descriptors(tmp_path)
-
-
 # --- random files and fields ----------------------------------------------------------------------
 
 FILTERS = [

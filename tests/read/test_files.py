@@ -66,7 +66,7 @@ def joined(paths: Sequence[Path], name: str = "data", num_dim: int = 0) -> np.nd
 def _many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let threads share the work of small batches, too."""
     monkeypatch.setattr(phases, "_MIN_SHARE_NBYTES", 1)
-    monkeypatch.setattr(h5pyrows, "_PIECES_NBYTES", 64)
+    monkeypatch.setattr(h5pyrows, "_SCRATCH_NBYTES", 64)
 
 
 def assert_files_read_like_h5py(

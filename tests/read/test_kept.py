@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import each
 from collecting import Collected, layouts_of
-from conftest import assert_same_bits, open_descriptors
+from conftest import assert_same_bits
 
 from h5async import Field
 from h5async.read import coretables
@@ -18,12 +18,6 @@ ALWAYS, NEVER = 1 << 60, 0
 ROWS, CHUNK = 40, 8
 
 pytestmark = pytest.mark.usefixtures("core")
-
-
-@pytest.fixture(autouse=True)
-def _no_descriptors_are_left(tmp_path):
-    yield
-    assert not open_descriptors(tmp_path)
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def test_only_small_ones_of_many_are_kept(tmp_path):
     wanted = kept_whole_nbytes(layout).small
     assert any(is_kept(layout, wanted))
     assert not any(is_kept(layout, wanted - 1))
-    few = join_layouts([part.source for part in layout.parts[: MANY - 1]])
+    few = join_layouts(layout.datasets[: MANY - 1])
     assert kept_whole_nbytes(few) == (0, 0)
     assert not any(is_kept(few, KEPT))
 
