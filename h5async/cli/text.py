@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
+from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError
 from h5async.index.datasettable import kinds_of, table_of
@@ -20,7 +20,7 @@ def safe(text: object) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in printable(str(text)))
 
 
-def files_text(paths: Sequence[Path]) -> str:
+def files_text(paths: Sequence[FileName]) -> str:
     """Name one file, or the first and the last of several."""
     first, last = str(paths[0]), str(paths[-1])
     return first if len(paths) == 1 else f"{len(paths)} files, {first} to {last}"

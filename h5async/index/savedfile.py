@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.io.descriptors import open_regular
+from h5async.io.localfiles import open_regular
 from h5async.io.shared import forget_pages, map_file
 from h5async.system.interruptions import suppressing
 

@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.errors import ConfigError, ReadError
-from h5async.index.consulted import Consulted
 from h5async.index.datasettable import Datasets, table_of
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach, require_local
 from h5async.index.portable import NotPortableError, natural, naturals, text
 from h5async.index.savedfile import SavedIndexError, read_saved, write_saved
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
-from h5async.io.stamps import FileStamp, is_at
+from h5async.io.stamps import FileStamp
+from h5async.io.stores import is_at, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing, suppressing
 
@@ -388,9 +388,9 @@ class NamedIndex(SavedIndex):
         for name, stamp in self._files:
             if stamp.device not in here:
                 with suppressing(OSError, ValueError):
-                    found = os.stat(name)
-                    if found.st_ino == stamp.inode:
-                        here[stamp.device] = found.st_dev
+                    found = store_of(name).stamp(name)
+                    if found.inode == stamp.inode:
+                        here[stamp.device] = found.device
         for number, (name, stamp) in enumerate(self._files):
             device = here.get(stamp.device, stamp.device)
             if device != stamp.device:
@@ -401,8 +401,10 @@ class NamedIndex(SavedIndex):
         primary = set(self._primary)
         for number, others in self._needs.items():
             holder = Path(self.paths[number])
-            for other in set(others) - primary:
-                reach.permitted(Path(self._files[other][0]), holder, f"{self._path}: {holder}")
+            for name in (self._files[other][0] for other in set(others) - primary):
+                for one in (self.paths[number], name):
+                    require_local(one, name, f"{self._path}: {holder}")
+                reach.permitted(Path(name), holder, f"{self._path}: {holder}")
         known = primary.union(*self._needs.values())
         if len(known) < len(self._files):
             raise self._not_usable(SavedIndexError("it names a file that no other refers to"))
@@ -460,4 +462,5 @@ def _file(found: Sequence[Any], folder: str) -> tuple[str, FileStamp]:
         raise TypeError("a file has no stamp")
     if not os.fsencode(text(name)) or "\0" in name:
         raise ValueError("a file has no name")
-    return os.path.join(folder, name), FileStamp(*stamp)
+    path = os.path.join(folder, name) if store_of(name).is_local else name
+    return path, FileStamp(*stamp)

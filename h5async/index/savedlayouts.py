@@ -38,7 +38,7 @@ from h5async.index.savedchecks import LARGEST, Limits, require_sound, require_so
 from h5async.index.savedfile import Arrays
 from h5async.index.segments import Piece, Segments
 from h5async.index.variablelength import VariableLength
-from h5async.io.maps import IoMode, may_map
+from h5async.io.localfiles import IoMode, may_map
 from h5async.io.stamps import FileStamp
 
 _MOST_DIMENSIONS = 64  # of HDF5, 32, and those of array types

@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 from numpy.typing import NDArray
 
+from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.composition import with_parts
 from h5async.index.filterpipeline import left_to_hdf5
@@ -22,6 +23,7 @@ from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_
 from h5async.index.obstacles import NotDirectError
 from h5async.index.slabs import TooManyRunsError
 from h5async.index.virtual import virtual_parts
+from h5async.io.stores import HDF5File, absolute_name
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
 
@@ -49,7 +51,7 @@ class VirtualSources:
     """
 
     def __init__(
-        self, file: h5py.File, reach: Reach, depth: int, index: IndexSource, where: str
+        self, file: HDF5File, reach: Reach, depth: int, index: IndexSource, where: str
     ) -> None:
         self._file = file
         self._reach = reach
@@ -123,9 +125,9 @@ class VirtualSources:
             self._found[key] = self._source(*key)
         return self._found[key]
 
-    def _path(self, file_name: str, dataset_name: str, may_be_missing: bool) -> Path | None:
+    def _path(self, file_name: str, dataset_name: str, may_be_missing: bool) -> FileName | None:
         """Return the file of a source, or None if it is missing and may be."""
-        holder = Path(self._file.filename).absolute()
+        holder = absolute_name(self._file.filename)
         if file_name == ".":
             return holder
         found = self._reach.find(file_name, holder, "HDF5_VDS_PREFIX", self._where)
@@ -146,7 +148,11 @@ class VirtualSources:
             return None
         with contextlib.ExitStack() as files:
             is_here = file_name == "."
-            file = self._file if is_here else files.enter_context(open_permitted(path, self._where))
+            file = (
+                self._file
+                if is_here
+                else files.enter_context(open_permitted(Path(path), self._where))
+            )
             what = f'{self._where}: its source "{dataset_name}"'
             try:
                 found = locate(file, dataset_name, self._reach, files)

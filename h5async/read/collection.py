@@ -30,8 +30,7 @@ from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.extents import SourceFile
 from h5async.index.layoutfacts import HeapFile
 from h5async.index.shapes import Kind
-from h5async.io.localfile import LocalFile
-from h5async.io.localfiles import FileEventError, LocalFiles
+from h5async.io.localfiles import FileEventError, LocalFile, LocalFiles
 from h5async.io.stamps import FileStamp
 from h5async.order.selection import Selection
 from h5async.plan.records import Ranges

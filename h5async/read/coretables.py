@@ -31,9 +31,8 @@ from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Shape
-from h5async.io.descriptors import owned
 from h5async.io.keptfiles import affordable_maps
-from h5async.io.maps import IoMode, may_map
+from h5async.io.localfiles import IoMode, may_map, owned
 from h5async.io.stamps import FileStamp
 from h5async.order.spans import SpanRows, StepSpans
 from h5async.order.steps import StepRows

@@ -19,8 +19,7 @@ from h5async.index.datasettable import kinds_of
 from h5async.index.extents import SourceFile
 from h5async.index.layout import DatasetLayout
 from h5async.io.keptfiles import affordable_files
-from h5async.io.localfiles import LocalFiles
-from h5async.io.maps import IoMode
+from h5async.io.localfiles import IoMode, LocalFiles
 from h5async.io.stamps import FileStamp
 from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows

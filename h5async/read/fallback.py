@@ -19,7 +19,6 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -33,9 +32,9 @@ from h5async.index.chunktable import needed_nbytes
 from h5async.index.filterpipeline import filters_of
 from h5async.index.hdf5 import stored_nbytes
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import open_hdf5
 from h5async.io.keptfiles import KeptFiles
 from h5async.io.stamps import FileStamp, changed, lies_at, replaced
+from h5async.io.stores import HDF5File, open_hdf5, store_of
 from h5async.names import name_bytes
 from h5async.plan.records import Int64s
 from h5async.read.failures import DAMAGED, decoding_error
@@ -72,7 +71,7 @@ class FallbackReader:
         self._changes = changes
         self._core = core
         self._lock = threading.Lock()  # one read at a time, as in HDF5
-        self._files: KeptFiles[h5py.File] = KeptFiles(kept)
+        self._files: KeptFiles[HDF5File] = KeptFiles(kept)
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
         self._variables = _variables()
         self._with_filters: set[tuple[str, str]] = set()  # datasets whose filters HDF5 was given
@@ -207,14 +206,16 @@ class FallbackReader:
             if layout.heaps:
                 raise changed(path, "whether its values still lie where they did is unknown")
             self._files.discard(path)  # HDF5 trusts its copies in memory
-            self._changes.look_at(path, None, known, now)
+            self._changes.look_at(path, known, now)
             self._stamps[path] = now
         self._file(layout)
 
     def _changed_paths(self, layout: DatasetLayout) -> list[tuple[str, FileStamp, FileStamp]]:
         """Return changed files: their paths, former and present stamps."""
         others = layout.attached or [(y.file, y.stamp) for y in layout.origins()]
-        files = [(*one, None) for one in others if one[0] != layout.file]
+        files: list[tuple[str, FileStamp, HDF5File | None]] = [
+            (*one, None) for one in others if one[0] != layout.file
+        ]
         files.append((layout.file, layout.stamp, self._files.find(layout.file)))
         found = []
         for path, indexed, file in files:
@@ -222,27 +223,28 @@ class FallbackReader:
             if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
                 continue  # HDF5 knows what is written: to this file, by this process or by SWMR
             try:
-                now = FileStamp.of(path if file is None else file.id.get_vfd_handle())
+                now = store_of(path).stamp(path) if file is None else file.source.stamp()
             except OSError as error:
-                raise ReadError(f"{path} cannot be read: {error.strerror}") from error
+                raise ReadError(f"{path} cannot be read: {error.strerror or error}") from error
             if now == known:
                 continue
-            if file is not None and now[:4] == known[:4] and not lies_at(path, now):
-                self._stamps[path] = now  # only renamed: what h5py has open is as it was
+            is_only_renamed = file is not None and now.has_content_of(known)
+            if is_only_renamed and not lies_at(path, now):
+                self._stamps[path] = now  # what h5py has open is as it was
             else:
                 found.append((path, known, now))
         return found
 
-    def _file(self, layout: DatasetLayout) -> h5py.File:
+    def _file(self, layout: DatasetLayout) -> HDF5File:
         """Return the open file of a dataset, for this thread; it may be closed later."""
         file = self._files.take(layout.file, partial(_opened, layout))
         self._files.give_back(layout.file)
         return file
 
 
-def _opened(layout: DatasetLayout) -> h5py.File:
-    file = open_hdf5(Path(layout.file))
-    if FileStamp.of(file.id.get_vfd_handle()).file_id != layout.stamp.file_id:
+def _opened(layout: DatasetLayout) -> HDF5File:
+    file = open_hdf5(layout.file)
+    if file.source.stamp().file_id != layout.stamp.file_id:
         file.close()
         raise replaced(layout.file)
     return file

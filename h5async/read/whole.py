@@ -18,7 +18,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.room import files_of
 from h5async.index.units import unit_nbytes
-from h5async.io.maps import IoMode
+from h5async.io.localfiles import IoMode
 from h5async.plan.records import SamplesPlan
 from h5async.read.executors import Executors
 from h5async.read.scratch import Scratch, ScratchSize

@@ -33,11 +33,10 @@ from h5async import (
 from h5async.cli import app
 from h5async.config import Field
 from h5async.index import indexcache, layoutsource
-from h5async.index.consulted import Consulted
 from h5async.index.datasettable import Datasets
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.savedfile import FORMAT, read_saved, write_saved
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
@@ -179,7 +178,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     indexed: list[str] = []
 
     def count(path: Path, *arguments: Any, **options: Any) -> Any:
-        indexed.append(path.name)
+        indexed.append(Path(path).name)
         return read_layouts(path, *arguments, **options)
 
     monkeypatch.setattr(layoutsource, "read_layouts", count)

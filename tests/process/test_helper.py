@@ -533,7 +533,7 @@ def test_restarts_and_many_fields_take_no_more(path):
 
 @pytest.mark.slow
 def test_a_parser_that_never_ends(path, monkeypatch):
-    at_start(monkeypatch, "import h5py, time; h5py.File = lambda *a, **k: time.sleep(1e6)")
+    at_start(monkeypatch, "import h5py, time; h5py.h5f.open = lambda *a, **k: time.sleep(1e6)")
     monkeypatch.setattr(h5async.process.supervisor, "_STEP_SECONDS", 0.1)
     with pytest.raises(BatchTimeoutError, match=r"did not open the files within 2\.0 s"):
         make(path, timeout=2)
@@ -662,7 +662,7 @@ def at_start(monkeypatch, code):
         ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
         ("raise SystemExit(3)", "ended with status 3"),
         (
-            "import h5py, ctypes; h5py.File = lambda *a, **k: ctypes.string_at(0)",
+            "import h5py, ctypes; h5py.h5f.open = lambda *a, **k: ctypes.string_at(0)",
             "SIGSEGV.*before it had opened the files",
         ),
     ],

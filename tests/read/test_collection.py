@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -22,7 +23,7 @@ from conftest import assert_same_bits, open_descriptors
 from h5async import AsyncReader, Field, FileChangedWarning, H5AsyncError
 from h5async.core.tablestructures import PLANNED_ROW_NBYTES, ItemStruct, WantedStruct
 from h5async.index.metadata import read_layouts
-from h5async.io.stamps import FileStamp
+from h5async.io.stamps import FileStamp, settled
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.scratch import Scratch, ScratchSize
 
@@ -494,7 +495,7 @@ def test_a_file_that_is_rewritten_while_threads_read_it(tmp_path, core, io):
             with path.open("r+b") as file:
                 file.write(content)
             collected.collection.tables.forget_chunks()
-            collected.collection.tables.restamp(str(path), FileStamp.settled(path))
+            collected.collection.tables.restamp(str(path), settled(partial(FileStamp.of, path)))
 
     def one(slot, random):
         samples = sorted(random.sample(range(1, 120), 25))
@@ -511,7 +512,7 @@ def test_a_file_that_is_rewritten_while_threads_read_it(tmp_path, core, io):
             stop.set()
             writer.join(WAIT_SECONDS)
         assert not wrong
-        collected.collection.tables.restamp(str(path), FileStamp.settled(path))
+        collected.collection.tables.restamp(str(path), settled(partial(FileStamp.of, path)))
         collected.collection.tables.forget_chunks()
         assert collected.read(range(25)) == 0, "nothing stays refused"
 
