@@ -1249,11 +1249,11 @@ COLLECTED_WHILE = {
     # what runs in a worker when the garbage collector strikes, and how it is patched to strike
     "h5py reads": """
 import h5async.read.fallback
-inner = h5async.read.fallback._spans
+inner = h5async.read.h5pyrows._spans
 def spans(*arguments):
     collect()
     return inner(*arguments)
-h5async.read.fallback._spans = spans
+h5async.read.h5pyrows._spans = spans
 field = "odd"
 """,
     "a share is read": """

@@ -25,7 +25,7 @@ from h5async.cli.patterns import is_meant
 from h5async.cli.rowlisting import Listing
 from h5async.cli.text import safe
 from h5async.config.files import FileName, is_index, map_paths, with_variables
-from h5async.core.binding import load_core, why_no_core
+from h5async.core.binding import why_no_core
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts
@@ -122,10 +122,11 @@ def _content(path: FileName, datasets: Sequence[Dataset]) -> dict[str, Any]:
     for facts in listed:
         for name in _OF_TABLE:
             del facts[name]
+    why = why_no_core()
     return {
         "file": path,
-        "core": load_core() is not None,
-        "no_core_because": why_no_core(),
+        "core": why is None,
+        "no_core_because": why,
         "datasets": listed,
     }
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec import storedelements
 from h5async.codec.entry import CoreFilter
 from h5async.codec.filters import Filter
 from h5async.core import heap, structures, tablestructures
@@ -112,9 +111,6 @@ class Core:
         self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
         self.unpack = _function(library, "h5async_unpack", 1, c_void_p, c_void_p)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
-        convert = _function(library, "h5async_convert_stored", 0, c_void_p, c_int64, c_void_p)
-        convert.argtypes = [*convert.argtypes, c_int64, c_void_p, c_int64]
-        storedelements.native[:] = [convert]
         self.draw = _function(library, "h5async_draw", 3, *[c_int64] * 3)
         self.window_block = _function(library, "h5async_window_block", 2, c_int64, c_int64)
         self.cut = _function(library, "h5async_cut", 2, *[c_int64] * 3)
@@ -183,7 +179,7 @@ class Core:
         """Return a pipeline as the core takes it, or None if the core cannot undo it."""
         if len(filters) > MAX_FILTERS:
             return None
-        taken = [found for entry in filters if (found := core_filter(entry)) is not None]
+        taken = [found for entry in filters if (found := entry.core) is not None]
         if len(taken) < len(filters) or any(entry.library in self.missing for entry in taken):
             return None
         structs = [_filter_struct(entry) for entry in taken]
@@ -353,12 +349,6 @@ def _members_of(library: Any) -> dict[str, tuple[int, int]]:
     members.argtypes = []
     found = members()
     return {found[i].name.decode(): (found[i].offset, found[i].nbytes) for i in range(count)}
-
-
-def core_filter(entry: Filter) -> CoreFilter | None:
-    """Return a filter as the core takes it; None if the core cannot undo it."""
-    codec = entry.codec
-    return None if codec is None else codec.core
 
 
 def _filter_struct(entry: CoreFilter) -> FilterStruct:

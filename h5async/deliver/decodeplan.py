@@ -18,7 +18,8 @@ from h5async.deliver.frames import FrameFormat, Unshuffle, frame_format, unshuff
 from h5async.index.extents import FieldTable, Layer, TableBuilder
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Shape
-from h5async.read.collection import Planned, Ranges
+from h5async.plan.records import Ranges
+from h5async.read.collection import Planned
 
 Int64s = NDArray[np.int64]
 

@@ -24,8 +24,9 @@ from h5async.fill.outcomes import FillOutcome
 from h5async.fill.reading import PlanColumns
 from h5async.index.layout import DatasetLayout
 from h5async.order.sampling import FillRequest
+from h5async.plan.records import Ranges
 from h5async.plan.transform import RowTransform
-from h5async.read.collection import Collection, Ranges
+from h5async.read.collection import Collection
 from h5async.read.queue import SlotBatch
 from h5async.spelling import named
 

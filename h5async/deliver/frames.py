@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from h5async.codec.bitshuffle import default_block
 from h5async.codec.entry import CoreFilter, CoreKind
-from h5async.codec.filters import Filter
+from h5async.codec.filters import Filter, default_block
 
 BlockCodec = Literal["deflate", "zstd", "lz4"]  # raw deflate, a zstd frame, an LZ4 block
 
@@ -115,7 +114,7 @@ def unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
 
 def _known(filters: tuple[Filter, ...]) -> list[tuple[Filter, CoreFilter]] | None:
     """Return filters as the core takes them; None if it does not know one."""
-    known = [(entry, entry.codec.core) for entry in filters if entry.codec and entry.codec.core]
+    known = [(entry, core) for entry in filters if (core := entry.core) is not None]
     return known if len(known) == len(filters) else None
 
 

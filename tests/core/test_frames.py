@@ -24,6 +24,7 @@ from conftest import require_extra
 from hdf5_encoder import HDF5Encoder, contents
 from hypothesis import given
 from hypothesis import strategies as st
+from pythondecoders import FilterPipeline
 from test_core import HUGE, RowFile, damaged, exactly, int64s, some
 
 from h5async import Field
@@ -45,7 +46,6 @@ from h5async.core.tablestructures import SourceStruct
 from h5async.deliver.frames import FrameFormat, Unshuffle, frame_format, unshuffles
 from h5async.index.metadata import read_layouts
 from h5async.io.stamps import FileStamp
-from h5async.read.pipeline import FilterPipeline
 from h5async.read.scratch import Scratch
 
 require_extra("hdf5plugin")

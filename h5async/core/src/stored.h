@@ -83,11 +83,3 @@ static int64_t convert_stored(const Filter *f, const uint8_t *in, int64_t n, uin
     }
     return n / from * to;
 }
-
-/* The same for Python, which undoes what the core leaves. */
-PUBLIC int64_t h5async_convert_stored(const uint32_t *values, int64_t num_values, const uint8_t *in,
-                                      int64_t n, uint8_t *out, int64_t room)
-{
-    const Filter f = {.values = values, .num_values = num_values};
-    return convert_stored(&f, in, n, out, room);
-}

@@ -11,19 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async.plan.records import GatherPlan, Plan, SamplesPlan
-from h5async.plan.shares import PlanSlice, cut
+from h5async.plan.records import GatherPlan, PlanSlice, ReadPlan, SamplesPlan, cut
 
 
 def rows(count: int, nbytes: int) -> GatherPlan:
     return GatherPlan(np.arange(count), np.arange(count + 1) * nbytes)
 
 
-def cost(plans: Sequence[Plan], share: Sequence[PlanSlice]) -> int:
+def cost(plans: Sequence[ReadPlan], share: Sequence[PlanSlice]) -> int:
     return sum((part.stop - part.start) * plans[part.field].item_nbytes for part in share)
 
 
-def check_cut(plans: Sequence[Plan], parts: int, min_part_nbytes: int) -> list[list[PlanSlice]]:
+def check_cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> list[list[PlanSlice]]:
     shares = list(cut(plans, parts, min_part_nbytes))
     items = [(s.field, item) for share in shares for s in share for item in range(s.start, s.stop)]
     assert sorted(items) == [(f, i) for f, plan in enumerate(plans) for i in range(plan.num_items)]
@@ -63,7 +62,7 @@ def check_cut(plans: Sequence[Plan], parts: int, min_part_nbytes: int) -> list[l
     ],
 )
 def test_cut_as_a_table(
-    plans: list[Plan], parts: int, min_part_nbytes: int, expected: list[Any]
+    plans: list[ReadPlan], parts: int, min_part_nbytes: int, expected: list[Any]
 ) -> None:
     shares = check_cut(plans, parts, min_part_nbytes)
     assert [[tuple(part) for part in share] for share in shares] == expected
@@ -80,7 +79,7 @@ plan_lists = st.lists(
 
 @given(plan_lists, st.integers(1, 20), st.sampled_from([1, 100, 10_000]))
 def test_shares_hold_each_item_once_and_cost_about_the_same(
-    plans: list[Plan], parts: int, min_part_nbytes: int
+    plans: list[ReadPlan], parts: int, min_part_nbytes: int
 ) -> None:
     shares = check_cut(plans, parts, min_part_nbytes)
     total = sum(plan.num_items * plan.item_nbytes for plan in plans)
@@ -110,7 +109,7 @@ def test_enormous_batches_are_cut_exactly() -> None:
     assert max(shares) - min(shares) <= 2**41
 
 
-def check_cut_counts(plans: Sequence[Plan], parts: int) -> list[int]:
+def check_cut_counts(plans: Sequence[ReadPlan], parts: int) -> list[int]:
     shares = list(cut(plans, parts, 1))
     for field, plan in enumerate(plans):
         edges = [(s.start, s.stop) for share in shares for s in share if s.field == field]
