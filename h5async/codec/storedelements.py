@@ -29,7 +29,7 @@ native: list[Native] = []  # the core's function, once it is loaded
 
 
 class StepKind(IntEnum):
-    """What a step does: ``enum StepKind`` of core/src/stored.h."""
+    """What a step does: ``enum StepKind`` of core/src/stored.c."""
 
     COPY = 0
     ENDED = 1  # a string terminated by NUL

@@ -1,6 +1,6 @@
 """Declares the structure by which the compiled core reads variable-length elements.
 
-It holds addresses of arrays; its owner keeps the arrays. `src/heap.h` explains the members.
+It holds addresses of arrays; its owner keeps the arrays. `src/heap.c` explains the members.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class LibrariesStruct(Structure):
 
 
 class TraceEventStruct(Structure):
-    """Begin and end of a stage, with its batch, field and source; see src/trace.h."""
+    """Begin and end of a stage, with its batch, field and source; see src/trace.c."""
 
     _fields_ = [
         ("begin_ns", c_int64),
@@ -43,7 +43,7 @@ class TraceEventStruct(Structure):
 
 
 class TraceStruct(Structure):
-    """The events of all threads while a reader is traced; see src/trace.h."""
+    """The events of all threads while a reader is traced; see src/trace.c."""
 
     _fields_ = [("events", c_void_p), ("capacity", c_int64), ("count", c_int64)]
 
@@ -257,7 +257,7 @@ class FramesStruct(Structure):
 
 
 class VisitStruct(Structure):
-    """Visits the chunks of a dataset, and fills columns with them; see src/visit.h."""
+    """Visits the chunks of a dataset, and fills columns with them; see src/visit.c."""
 
     _fields_ = [
         ("iterate", c_void_p),
@@ -286,7 +286,7 @@ class VisitStruct(Structure):
 
 
 class SparseStruct(Structure):
-    """A sparse matrix (CSR), and where its dense rows go; see src/dense.h."""
+    """A sparse matrix (CSR), and where its dense rows go; see src/dense.c."""
 
     _fields_ = [
         ("data", c_void_p),
@@ -337,13 +337,13 @@ def members(structures: Mapping[str, type[Structure]]) -> dict[str, tuple[int, i
     return found
 
 
-# Numbers of the kinds of values in sparse matrices; see src/dense.h.
+# Numbers of the kinds of values in sparse matrices; see src/dense.c.
 VALUE_KINDS = {
     np.dtype(name): kind
     for kind, name in enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"), 1)
 }
 
-# Numbers of conversions; see src/transform.h.
+# Numbers of conversions; see src/transform.c.
 _SOURCES = {"uint8": 11, "uint16": 12, "int16": 13, "float32": 14}
 
 

@@ -1,7 +1,7 @@
 """Declares the structures of the compiled core that describe tables, and the plans of batches.
 
-They hold addresses of arrays; their owner keeps the arrays. `src/sources.h`, `src/store.h`,
-`src/tables.h`, `src/plan.h` and `src/window.h` explain the members.
+They hold addresses of arrays; their owner keeps the arrays. `src/sources.c`, `src/store.c`,
+`src/tables.c`, `src/plan.c` and `src/window.c` explain the members.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WantedStruct(Structure):
 # row of a field (an item and a run, too).
 PLANNED_SAMPLE_NBYTES = 3 * ctypes.sizeof(WantedStruct)
 PLANNED_ROW_NBYTES = ctypes.sizeof(ItemStruct) + 3 * 8 + PLANNED_SAMPLE_NBYTES
-# The memory of a thread that reads elements of variable length: HeapScratch in src/heap.h.
+# The memory of a thread that reads elements of variable length: HeapScratch in src/heap.c.
 HEAP_SCRATCH_NBYTES = (1 << 16) * 24 + 5 * 8 + 16 * 1024 + 512 * 16
 KEPT_OVERHEAD_NBYTES = 128  # per kept decoded chunk, beside its bytes: KEPT_OVERHEAD
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error

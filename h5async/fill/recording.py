@@ -1,6 +1,6 @@
 """Records what the threads of a filler do: a timeline enters; events leave, including the core's.
 
-The core notes its own in memory of a fixed size (core/src/trace.h).
+The core notes its own in memory of a fixed size (core/src/trace.c).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ _LEAST_NBYTES = 1 << 20  # always allowed for a list of chunks
 _KEPT_WHOLE_NBYTES = 64 << 20
 # The number of groups of chunks that split the same rows and are shared by batches in order.
 _IN_ORDER_GROUPS = 4
-# The core cuts a batch into this number of items per thread if it has fewer groups (plan.h).
+# The core cuts a batch into this number of items per thread if it has fewer groups (plan.c).
 _ITEMS_OF_THREAD = 4
 
 

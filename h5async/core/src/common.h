@@ -92,7 +92,7 @@ typedef struct {
     int (*BZ2_bzBuffToBuffDecompress)(char *, unsigned *, char *, unsigned, int, int);
 } Libraries;
 
-typedef struct Trace Trace; /* see trace.h */
+typedef struct Trace Trace; /* see trace.c */
 
 /* NumPy declares it, too: h5async/system/timeline.py. */
 typedef struct {

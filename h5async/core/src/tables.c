@@ -71,6 +71,21 @@ typedef struct {
     int64_t limit; /* of indices, of 4 or 8 bytes: each must be from 0 on and below it; 0: any may be */
 } Field;
 
+/* Find the last of the numbers `low` to `high` - 1 for which a condition holds, which does for `low`,
+   and for none behind one for which it does not. The variable `low` has it then. */
+#define FIND_LAST(low, high, at, condition)                                                       \
+    while ((low) + 1 < (high)) {                                                                  \
+        int64_t at = (low) + ((high) - (low)) / 2;                                                \
+        *((condition) ? &(low) : &(high)) = at;                                                   \
+    }
+
+/* The same, sooner where it is near `low`. */
+#define FIND_LAST_NEAR(low, high, at, condition)                                                  \
+    for (int64_t step = 1, at; (at = (low) + step) < (high); step *= 2) {                         \
+        *((condition) ? &(low) : &(high)) = at;                                                   \
+    }                                                                                             \
+    FIND_LAST(low, high, at, condition)
+
 /* Whether a chunk is a small dataset without filters, which is kept whole. It may have fewer rows than
    the shape says: as many as are stored. */
 static int is_small(const Shape *shape)
@@ -86,15 +101,9 @@ static int64_t find_extent(const Field *f, const Layer *layer, int64_t segment, 
         return -2;
     if (!layer->is_sparse[segment])
         return number < count ? begin + number : -2;
-    int64_t low = begin, high = begin + count;
-    while (low < high) {
-        int64_t middle = low + (high - low) / 2;
-        if (f->number[middle] < number)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low < begin + count && f->number[low] == number ? low : -1;
+    int64_t low = begin - 1, high = begin + count;
+    FIND_LAST(low, high, at, f->number[at] <= number)
+    return low >= begin && f->number[low] == number ? low : -1;
 }
 
 /* The key under which the rows are kept of chunks of which piece 0 is of this number: no other rows of
@@ -114,26 +123,15 @@ static uint64_t key_of_rows(const Field *f, const Layer *layer, int64_t segment,
 /* The last of some ascending numbers that is not above `sample`; the first one, if all are. */
 static int64_t last_at(const int64_t *starts, int64_t count, int64_t sample)
 {
-    int64_t low = 0, high = count;
-    while (low + 1 < high) {
-        int64_t middle = low + (high - low) / 2;
-        *(starts[middle] <= sample ? &low : &high) = middle;
-    }
+    int64_t low = 0;
+    FIND_LAST(low, count, at, starts[at] <= sample)
     return low;
 }
 
 /* The segment that holds a sample, at or behind `from`; the table has it. */
 static int64_t find_segment(const Layer *layer, int64_t sample, int64_t from)
 {
-    int64_t step = 1, low = from;
-    while (low + step < layer->num_segments && layer->first[low + step] <= sample) {
-        low += step;
-        step *= 2;
-    }
-    int64_t high = low + step < layer->num_segments ? low + step : layer->num_segments;
-    while (low + 1 < high) {
-        int64_t middle = low + (high - low) / 2;
-        *(layer->first[middle] <= sample ? &low : &high) = middle;
-    }
-    return low;
+    int64_t high = layer->num_segments;
+    FIND_LAST_NEAR(from, high, at, layer->first[at] <= sample)
+    return from;
 }

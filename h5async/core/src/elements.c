@@ -1,4 +1,4 @@
-/* Reads items of elements of variable length, as heap.h does, out of the heaps of their files. */
+/* Reads items of elements of variable length, as heap.c does, out of the heaps of their files. */
 
 static const Heap *heap_of_item(const Work *work, const Item *item)
 {

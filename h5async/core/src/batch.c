@@ -1,7 +1,7 @@
 /* The plan of a batch enters; its rows leave, of all fields, out of all sources.
 
    Threads take ranges of a plan's items, each in one call. First come pieces that are kept decoded,
-   for which no file is needed (kept.h); then what is read, source by source. An item that cannot be
+   for which no file is needed (kept.c); then what is read, source by source. An item that cannot be
    done is marked: Python opens its file, checks it where it was changed, and has it read again out of
    that, so that it learns the reason (read/failures.py). */
 

@@ -72,7 +72,7 @@ static void copy_elements(const uint8_t *from, int64_t from_stride, uint8_t *to,
             memcpy(to + i * to_stride, from + i * from_stride, (size_t)unit);
 }
 
-/* Transposes a square of elements, 16 bytes wide, by interleaving, as bits.h does. */
+/* Transposes a square of elements, 16 bytes wide, by interleaving, as bits.c does. */
 #if defined(SSE2)
 #define TRANSPOSE(bytes, side, low, high)                                                         \
     static void transpose_##bytes(const uint8_t *from, int64_t from_stride, uint8_t *to,           \
