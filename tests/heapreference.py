@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.heap import INDEX_BITS, MOST_ADDRESS
-from h5async.core.structures import Event
+from h5async.core.structures import INDEX_BITS, MOST_ADDRESS, Event
 from h5async.errors import ReadError
 from h5async.index.heapelements import DAMAGED, Sequences
 from h5async.io.localfile import LocalFile

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.core.binding import load_core
-from h5async.core.tablestructures import (
+from h5async.core.structures import (
     HEAP_SCRATCH_NBYTES,
     KEPT_OVERHEAD_NBYTES,
     PLANNED_ROW_NBYTES,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from h5async.config import Field, RaggedField, SparseField
 from h5async.config.indices import Values
 from h5async.core.binding import load_core
-from h5async.core.heap import NOWHERE
+from h5async.core.structures import NOWHERE
 from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.heapelements import Sequences

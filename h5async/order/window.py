@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
-from h5async.core.tablestructures import WindowStruct
+from h5async.core.structures import WindowStruct
 from h5async.index.layout import DatasetLayout
 from h5async.order.permutation import keyed_hash, permute, permute_each, round_keys
 from h5async.order.sampling import Order, dealt

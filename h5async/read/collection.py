@@ -21,12 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.heap import HeapStruct
-from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct, Event, FileStruct
-from h5async.core.tablestructures import (
+from h5async.core.structures import (
+    IO_MODES,
+    MAX_RANK,
     REFUSED,
     BatchPlanStruct,
+    DatasetStruct,
+    Event,
     FieldStruct,
+    FileStruct,
+    HeapStruct,
     ItemStruct,
     LayerStruct,
     ShapeStruct,
@@ -223,7 +227,7 @@ class Collection:
         self._table = table  # the core writes to it from now on
         gives_back = len(sources) > most_files
         self._most_files = most_files
-        memory = ctypes.create_string_buffer(self._core.sources_nbytes())
+        memory = ctypes.create_string_buffer(self._core.nbytes["Sources"])
         self._core.open_sources(
             memory,
             address(table),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from h5async.config.cores import usable_cores
 from h5async.core.binding import Core, address
-from h5async.core.tablestructures import BatchPlanStruct, FieldStruct
+from h5async.core.structures import BatchPlanStruct, FieldStruct
 from h5async.order.selection import Selection
 from h5async.read.scratch import Scratch
 
@@ -81,8 +81,8 @@ class BatchQueue:
     ) -> None:
         self._core = core
         self._keep: tuple[Any, ...] = fields, sources, batches
-        self._jobs = ctypes.create_string_buffer(core.job_nbytes() * len(batches))
-        self._queue = ctypes.create_string_buffer(core.queue_nbytes())
+        self._jobs = ctypes.create_string_buffer(core.nbytes["Job"] * len(batches))
+        self._queue = ctypes.create_string_buffer(core.nbytes["Queue"])
         core.open_queue(
             self._queue,
             self._jobs,

@@ -217,9 +217,7 @@ static void fill_items(Work *work, int64_t begin, int64_t end)
     for (int64_t i = begin; i < end; i++) {
         Item *item = &work->plan->items[i];
         item->status = item->kind == NO_SOURCE || item->kind == ZEROS ? DONE : REFUSED;
-        if (item->kind == ZEROS)
-            zero_rows(work->plan, &work->fields[item->field], &work->targets[item->field], item);
-        if (item->kind == NO_SOURCE)
+        if (item->status == DONE)
             fill_rows(work->plan, &work->fields[item->field], &work->targets[item->field], item);
     }
 }

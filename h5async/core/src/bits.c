@@ -1,31 +1,36 @@
 /* Undoes the filters that change the order of bytes or bits: shuffle and bitshuffle. */
 
 #if defined(SSE2)
-/* Interleaves 16 bytes of each of `e` planes: in every round, the first and the second half. */
-#define INTERLEAVE(e, rounds)                                                                     \
+/* In every round, the first and the second half of some vectors are interleaved. */
+#define INTERLEAVE_HALVES(vectors, count, low, high)                                              \
+    for (int round = 1; round < count; round *= 2) {                                              \
+        __m128i mixed[count];                                                                     \
+        for (int p = 0; p < count / 2; p++) {                                                     \
+            mixed[2 * p] = low(vectors[p], vectors[p + count / 2]);                               \
+            mixed[2 * p + 1] = high(vectors[p], vectors[p + count / 2]);                          \
+        }                                                                                         \
+        memcpy(vectors, mixed, sizeof mixed);                                                     \
+    }
+
+/* Interleaves 16 bytes of each of `e` planes. */
+#define INTERLEAVE(e)                                                                             \
     static int64_t interleave_##e(const uint8_t *const *planes, int64_t count, uint8_t *out)      \
     {                                                                                             \
         int64_t i = 0;                                                                            \
         for (; i + 16 <= count; i += 16) {                                                        \
-            __m128i a[e], b[e];                                                                   \
+            __m128i a[e];                                                                         \
             for (int p = 0; p < e; p++)                                                           \
                 a[p] = _mm_loadu_si128((const __m128i *)(planes[p] + i));                         \
-            for (int round = 0; round < rounds; round++) {                                        \
-                for (int p = 0; p < e / 2; p++) {                                                 \
-                    b[2 * p] = _mm_unpacklo_epi8(a[p], a[p + e / 2]);                             \
-                    b[2 * p + 1] = _mm_unpackhi_epi8(a[p], a[p + e / 2]);                         \
-                }                                                                                 \
-                memcpy(a, b, sizeof a);                                                           \
-            }                                                                                     \
+            INTERLEAVE_HALVES(a, e, _mm_unpacklo_epi8, _mm_unpackhi_epi8)                         \
             for (int p = 0; p < e; p++)                                                           \
                 _mm_storeu_si128((__m128i *)(out + i * e + 16 * p), a[p]);                        \
         }                                                                                         \
         return i;                                                                                 \
     }
-INTERLEAVE(2, 1)
-INTERLEAVE(4, 2)
-INTERLEAVE(8, 3)
-INTERLEAVE(16, 4)
+INTERLEAVE(2)
+INTERLEAVE(4)
+INTERLEAVE(8)
+INTERLEAVE(16)
 #endif
 
 enum { MOST_PLANES = 16 };
@@ -156,41 +161,30 @@ static int64_t unbitshuffle(Worker *w, const uint8_t *in, int64_t n, const Filte
     return n;
 }
 
-/* The framing: a header, then blocks, each after its length; a block was compressed after its bits
-   had been transposed. */
+/* A block was compressed after its bits had been transposed. */
 static int64_t unbitshuffle_blocks(Worker *w, const uint8_t *in, int64_t n, const Filter *f,
                                    uint8_t *out, int64_t room)
 {
     int64_t element = f->element;
-    if (n < 12)
+    Blocks b;
+    if (!read_head(in, n, &b) || b.nbytes > room || b.nbytes % element || b.block % (8 * element))
         return -1;
-    int64_t nbytes = big64(in), block = big32(in + 8), at = 12;
-    if (nbytes > room || nbytes % element || block == 0 || block % (8 * element))
-        return -1;
-    int64_t body = nbytes / (8 * element) * (8 * element);
-    block = block < body ? block : body;
+    int64_t body = b.nbytes / (8 * element) * (8 * element);
+    int64_t block = b.block < body ? b.block : body;
     if (block > w->between_nbytes / 2)
         return -1;
     uint8_t *shuffled = w->between[2], *planes = w->between[2] + block;
     for (int64_t done = 0; done < body; done += block) {
-        int64_t expected = body - done < block ? body - done : block, count;
-        if (n - at < 4)
-            return -1;
-        int64_t length = big32(in + at);
-        at += 4;
-        if (length > n - at)
-            return -1;
-        if (f->kind == BITSHUFFLE_LZ4)
-            count = unlz4(w, in + at, length, shuffled, expected);
-        else
-            count = unzstd(w, in + at, length, shuffled, expected);
-        if (count != expected)
+        int64_t expected = body - done < block ? body - done : block, length;
+        const uint8_t *from = next_block(&b, &length);
+        if (from == NULL ||
+            (f->kind == BITSHUFFLE_LZ4 ? unlz4(w, from, length, shuffled, expected)
+                                       : unzstd(w, from, length, shuffled, expected)) != expected)
             return -1;
         unbitshuffle_block(shuffled, expected / element, element, planes, out + done);
-        at += length;
     }
-    if (nbytes - body > n - at)
+    if (b.nbytes - body > b.n - b.at)
         return -1;
-    memcpy(out + body, in + at, (size_t)(nbytes - body));
-    return nbytes;
+    memcpy(out + body, in + b.at, (size_t)(b.nbytes - body));
+    return b.nbytes;
 }

@@ -28,19 +28,22 @@ static int64_t raw_nbytes(const Dataset *d, const Runs *runs)
                                                                   : d->chunk_nbytes;
 }
 
+/* A chunk: how it is encoded, where it lies, and where its samples go. */
 typedef struct {
-    const Dataset *d;
+    Dataset d;
     Worker *w;
     File *file;
+    int64_t is_stored, offset, stored; /* is_stored 0: it was never allocated */
+    uint32_t mask;
     int64_t available; /* bytes that may be read out of the map */
     uint8_t *batch;
     int64_t last_ns;
 } Call;
 
 /* Read samples of a dataset without chunks one by one, and copy a piece of each, without a map. */
-static int read_contiguous_samples(Call *call, const Piece *piece, int64_t offset, const Runs *runs)
+static int read_contiguous_samples(Call *call, const Piece *piece, const Runs *runs)
 {
-    const Dataset *d = call->d;
+    const Dataset *d = &call->d;
     const int64_t stride = d->sample_stride, none = 0, one = 1;
     uint8_t *sample = malloc((size_t)(stride > 0 ? stride : 1));
     int is_good = sample != NULL || fail(call->w, NO_ROOM, -1, 0, stride);
@@ -49,7 +52,8 @@ static int read_contiguous_samples(Call *call, const Piece *piece, int64_t offse
             const int64_t position = runs->position[r] + k;
             const Runs here = {&none, &position, &one, 1};
             is_good = !is_stopped(call->file, call->w) &&
-                      read_fully(call->file, offset + (runs->local[r] + k) * stride, sample, stride);
+                      read_fully(call->file, call->offset + (runs->local[r] + k) * stride, sample,
+                                 stride);
             if (is_good)
                 place(d, piece, &here, sample, call->batch);
         }
@@ -59,18 +63,18 @@ static int read_contiguous_samples(Call *call, const Piece *piece, int64_t offse
     return is_good;
 }
 
-/* Chunk `number` of the dataset, -1: never allocated; `state` says whether it is decoded into the
-   scratch buffer or into memory that is kept (`target`), or lies decoded there already. The runs are
-   of samples in the chunk, and rows in the batch. */
-static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *runs, int state,
-                      uint8_t *target)
+/* Read a chunk; `state` says whether it is decoded into the scratch buffer or into memory that is kept
+   (`target`), or lies decoded there already. The runs are of samples in the chunk, and rows in the
+   batch. */
+static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State state, uint8_t *target)
 {
-    const Dataset *d = call->d;
+    const Dataset *d = &call->d;
+    const int64_t offset = call->offset, stored = call->stored;
     Worker *w = call->w;
     Piece piece;
-    if (cross < 0 || cross >= d->num_cross || number >= d->num_chunks || !piece_of(d, cross, &piece))
+    if (cross < 0 || cross >= d->num_cross || !piece_of(d, cross, &piece))
         return 0;
-    if (number < 0) {
+    if (!call->is_stored) {
         place_fill(d, &piece, runs, call->batch);
         return 1;
     }
@@ -79,14 +83,6 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
         end_stage(w, PLACING, &call->last_ns);
         return 1;
     }
-    int64_t offset = d->begin, stored = d->chunk_nbytes;
-    uint32_t mask = 0;
-    if (d->begin < 0 && d->chunk_offset == NULL)
-        return 0;
-    if (d->begin < 0) {
-        offset = d->chunk_offset[number], stored = d->chunk_stored[number];
-        mask = d->chunk_mask[number];
-    }
     if (offset < 0 || stored < 0 || offset > INT64_MAX - stored)
         return 0;
     const uint8_t *in = stored <= call->available && offset <= call->available - stored
@@ -94,11 +90,11 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
                             : NULL;
     if (in == NULL && d->begin >= 0 && d->sample_stride * d->chunk_samples == d->chunk_nbytes &&
         call->file->map == NULL)
-        return read_contiguous_samples(call, &piece, offset, runs);
+        return read_contiguous_samples(call, &piece, runs);
     if (in == NULL && (call->file->io == IO_MAP || call->available > 0 || d->begin >= 0))
         return fail(w, d->begin >= 0 || call->file->map == NULL ? NOT_MAPPED : UNREADABLE, -1,
                     offset + stored, call->available); /* the file is too short, or can only be mapped */
-    int raw = is_raw(d, mask);
+    int raw = is_raw(d, call->mask);
     int is_whole = state == TO_SCRATCH && d->rows_are_whole && runs->count == 1 &&
                    runs->length[0] == d->chunk_samples &&
                    d->chunk_samples * d->row_nbytes == d->chunk_nbytes;
@@ -134,7 +130,7 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
         uint8_t *out = whole ? whole : state == TO_TARGET ? target : w->chunk;
         if (out == w->chunk && d->chunk_nbytes > w->chunk_nbytes)
             return fail(w, NO_ROOM, -1, w->chunk_nbytes, d->chunk_nbytes);
-        if (!decode(d, w, in, stored, mask, out))
+        if (!decode(d, w, in, stored, call->mask, out))
             return 0;
         in = out;
         w->decoded_chunks++;

@@ -49,7 +49,26 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-enum { ABI = 15 };
+/* Call a function that is inlined with a size, which the compiler knows in each case. */
+#define BY_SIZE(size, function, ...)                                                              \
+    switch (size) {                                                                               \
+    case 1:                                                                                       \
+        function(__VA_ARGS__, 1);                                                                 \
+        break;                                                                                    \
+    case 2:                                                                                       \
+        function(__VA_ARGS__, 2);                                                                 \
+        break;                                                                                    \
+    case 4:                                                                                       \
+        function(__VA_ARGS__, 4);                                                                 \
+        break;                                                                                    \
+    case 8:                                                                                       \
+        function(__VA_ARGS__, 8);                                                                 \
+        break;                                                                                    \
+    default:                                                                                      \
+        function(__VA_ARGS__, (int64_t)(size));                                                   \
+    }
+
+enum { ABI = 16 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -155,16 +174,14 @@ typedef struct {
    pieces that make up one sample, `num_cross` of them. */
 typedef struct {
     const Filter *filters;
-    const int64_t *chunk_offset, *chunk_stored;
-    const uint32_t *chunk_mask;
     const int64_t *chunk_strides, *row_strides; /* [rank], bytes */
     const int64_t *extents;                     /* [num_cross][rank] */
     const int64_t *row_begin, *piece_begin;     /* [num_cross], bytes: in a row, in a chunk */
     const uint8_t *fill;                        /* [itemsize] */
-    int64_t num_filters, num_chunks, num_cross, rank;
+    int64_t num_filters, num_cross, rank;
     int64_t chunk_nbytes, chunk_samples, sample_stride, itemsize, row_nbytes;
     int64_t rows_are_whole;
-    int64_t begin; /* of a contiguous dataset, which is its own only chunk; else -1 */
+    int64_t begin; /* below 0: it has chunks; else it is contiguous, and its own only chunk */
 } Dataset;
 
 static int fail(Worker *w, int64_t reason, int64_t filter, int64_t expected, int64_t found)

@@ -74,29 +74,50 @@ static int64_t big64(const uint8_t *in)
     return value > INT64_MAX ? INT64_MAX : (int64_t)value;
 }
 
-static int64_t unlz4_blocks(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
+/* The framing that the filters lz4 and bitshuffle share: how many bytes there are when decoded, and
+   in a block; then the blocks, each after its length. */
+typedef struct {
+    const uint8_t *in;
+    int64_t n, at, nbytes, block; /* at: behind what was read */
+} Blocks;
+
+static int read_head(const uint8_t *in, int64_t n, Blocks *b)
 {
     if (n < 12)
+        return 0;
+    *b = (Blocks){in, n, 12, big64(in), big32(in + 8)};
+    return b->block > 0;
+}
+
+/* Return the next block; NULL: it is not all there. */
+static const uint8_t *next_block(Blocks *b, int64_t *length)
+{
+    if (b->n - b->at < 4)
+        return NULL;
+    *length = big32(b->in + b->at);
+    b->at += 4;
+    if (*length > b->n - b->at)
+        return NULL;
+    b->at += *length;
+    return b->in + b->at - *length;
+}
+
+static int64_t unlz4_blocks(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
+{
+    Blocks b;
+    if (!read_head(in, n, &b) || b.nbytes > room || b.block > MAX_LZ4_NBYTES)
         return -1;
-    int64_t nbytes = big64(in), block = big32(in + 8), at = 12, done = 0;
-    if (nbytes > room || block == 0 || block > MAX_LZ4_NBYTES)
-        return -1;
-    while (done < nbytes) {
-        int64_t expected = nbytes - done < block ? nbytes - done : block;
-        if (n - at < 4)
-            return -1;
-        int64_t length = big32(in + at);
-        at += 4;
-        if (length > n - at)
+    for (int64_t done = 0; done < b.nbytes; done += b.block) {
+        int64_t expected = b.nbytes - done < b.block ? b.nbytes - done : b.block, length;
+        const uint8_t *from = next_block(&b, &length);
+        if (from == NULL)
             return -1;
         if (length == expected)
-            memcpy(out + done, in + at, (size_t)expected);
-        else if (unlz4(w, in + at, length, out + done, expected) != expected)
+            memcpy(out + done, from, (size_t)expected);
+        else if (unlz4(w, from, length, out + done, expected) != expected)
             return -1;
-        at += length;
-        done += expected;
     }
-    return done;
+    return b.nbytes;
 }
 
 /* Where there is room, copies whole words of 8 bytes, and so up to 7 bytes too many. */

@@ -104,31 +104,24 @@ static int cut_block(Frames *f, int64_t at, int64_t n, int64_t target, int64_t e
     }
 }
 
-/* The framing that the filters lz4 and bitshuffle share. Bitshuffle leaves up to 7 elements at the
-   end as they are, which do not fill a square of 8 x 8 bits. */
+/* Bitshuffle leaves up to 7 elements at the end as they are, which do not fill a square of 8 x 8 bits. */
 static int cut_blocks(Frames *f, int64_t at, int64_t n, int64_t target)
 {
-    int64_t end = at + n, square = f->kind == LZ4 ? 1 : 8 * f->element;
-    if (n < 12)
+    int64_t square = f->kind == LZ4 ? 1 : 8 * f->element;
+    Blocks b;
+    if (!read_head(f->base + at, n, &b) || b.nbytes != f->expected_nbytes ||
+        b.block > MAX_LZ4_NBYTES || b.block % square ||
+        (f->kind != LZ4 && b.block != f->block_nbytes))
         return 0;
-    int64_t nbytes = big64(f->base + at), block = big32(f->base + at + 8);
-    if (nbytes != f->expected_nbytes || block < 1 || block > MAX_LZ4_NBYTES || block % square ||
-        (f->kind != LZ4 && block != f->block_nbytes))
-        return 0;
-    int64_t body = nbytes / square * square;
-    at += 12;
-    for (int64_t done = 0; done < body; done += block) {
-        int64_t expected = body - done < block ? body - done : block;
-        if (end - at < 4)
+    int64_t body = b.nbytes / square * square;
+    for (int64_t done = 0; done < body; done += b.block) {
+        int64_t expected = body - done < b.block ? body - done : b.block, length;
+        const uint8_t *from = next_block(&b, &length);
+        if (from == NULL || !cut_block(f, from - f->base, length, target + done, expected))
             return 0;
-        int64_t length = big32(f->base + at);
-        at += 4;
-        if (length > end - at || !cut_block(f, at, length, target + done, expected))
-            return 0;
-        at += length;
     }
-    return end - at == nbytes - body &&
-           (nbytes == body || add_copy(f, at, target + body, nbytes - body));
+    return n - b.at == b.nbytes - body &&
+           (b.nbytes == body || add_copy(f, at + b.at, target + body, b.nbytes - body));
 }
 
 static int cut_chunk(Frames *f, int64_t k)

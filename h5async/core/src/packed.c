@@ -21,7 +21,12 @@ ALWAYS_INLINE uint64_t bits_at(const uint8_t *in, int64_t n, int64_t bit, int wi
     return word >> (64 - width);
 }
 
-ALWAYS_INLINE void put_number(uint8_t *out, uint64_t value, int size, int is_big)
+static int is_size_of_number(int64_t size)
+{
+    return size == 1 || size == 2 || size == 4 || size == 8;
+}
+
+ALWAYS_INLINE void put_number(uint8_t *out, uint64_t value, int64_t size, int is_big)
 {
     if (is_big)
         value = __builtin_bswap64(value << (64 - 8 * size));
@@ -35,7 +40,7 @@ typedef struct {
     int width, is_big, is_float, has_fill;
 } Scaled;
 
-ALWAYS_INLINE uint64_t scaled(const Scaled *s, uint64_t number, int size)
+ALWAYS_INLINE uint64_t scaled(const Scaled *s, uint64_t number, int64_t size)
 {
     if (!s->is_float)
         return number + s->minimum;
@@ -56,7 +61,7 @@ ALWAYS_INLINE uint64_t scaled(const Scaled *s, uint64_t number, int size)
 }
 
 ALWAYS_INLINE void unscale_numbers(const Scaled *s, const uint8_t *in, int64_t n, uint8_t *out,
-                                   int size)
+                                   int64_t size)
 {
     const uint64_t ones = s->width == 64 ? UINT64_MAX : ((uint64_t)1 << s->width) - 1;
     for (int64_t i = 0; i < s->count; i++) {
@@ -74,7 +79,7 @@ static int64_t unscale(const Filter *f, const uint8_t *in, int64_t n, uint8_t *o
     int64_t size = v[4];
     Scaled s = {.count = v[2], .is_float = v[3] == 1, .is_big = v[6] == 1, .has_fill = v[7] == 1,
                 .fill = v[8] | (uint64_t)v[9] << 32};
-    if (n < SCALED_HEADER || s.count > room / size)
+    if (!is_size_of_number(size) || n < SCALED_HEADER || s.count > room / size)
         return -1;
     uint32_t width = little32(in);
     if (width > 8 * size || n - SCALED_HEADER < (s.count * (int64_t)width + 7) / 8)
@@ -93,32 +98,17 @@ static int64_t unscale(const Filter *f, const uint8_t *in, int64_t n, uint8_t *o
         for (int64_t i = 0; i < s.count; i++) {
             uint64_t value = 0;
             memcpy(&value, in + i * size, (size_t)size);
-            put_number(out + i * size, value, (int)size, s.is_big);
+            put_number(out + i * size, value, size, s.is_big);
         }
         return s.count * size;
     }
-    switch (size) {
-    case 1:
-        unscale_numbers(&s, in, n, out, 1);
-        break;
-    case 2:
-        unscale_numbers(&s, in, n, out, 2);
-        break;
-    case 4:
-        unscale_numbers(&s, in, n, out, 4);
-        break;
-    case 8:
-        unscale_numbers(&s, in, n, out, 8);
-        break;
-    default:
-        return -1;
-    }
+    BY_SIZE(size, unscale_numbers, &s, in, n, out)
     return s.count * size;
 }
 
 /* Numbers of one type: each shifted to its place, with zeros around it. */
 ALWAYS_INLINE void unpack_numbers(const uint8_t *in, int64_t n, uint8_t *out, int64_t count,
-                                  const uint32_t *v, int size)
+                                  const uint32_t *v, int64_t size)
 {
     int is_big = v[5] == 1, width = (int)v[6], offset = (int)v[7];
     for (int64_t i = 0; i < count; i++)
@@ -130,23 +120,8 @@ static int64_t unpack_bits(const Filter *f, const uint8_t *in, int64_t n, uint8_
 {
     const uint32_t *v = f->values;
     int64_t count = v[2], size = v[4];
-    if (count > room / size || n < (count * (int64_t)v[6] + 7) / 8)
+    if (!is_size_of_number(size) || count > room / size || n < (count * (int64_t)v[6] + 7) / 8)
         return -1;
-    switch (size) {
-    case 1:
-        unpack_numbers(in, n, out, count, v, 1);
-        break;
-    case 2:
-        unpack_numbers(in, n, out, count, v, 2);
-        break;
-    case 4:
-        unpack_numbers(in, n, out, count, v, 4);
-        break;
-    case 8:
-        unpack_numbers(in, n, out, count, v, 8);
-        break;
-    default:
-        return -1;
-    }
+    BY_SIZE(size, unpack_numbers, in, n, out, count, v)
     return count * size;
 }

@@ -178,11 +178,14 @@ static int read_run_slowly(File *file, const Worker *w, const Pieces *p, int64_t
     return 1;
 }
 
-/* Reads all, run by run; returns how many were read before the first that cannot be. */
-static int64_t read_runs(File *file, const Worker *w, const Pieces *p)
+/* Read all, or those from which `is_late`, run by run; returns how many were read before the first
+   that cannot be. */
+static int64_t read_runs(File *file, const Worker *w, const Pieces *p, const uint8_t *is_late)
 {
     for (int64_t i = 0, end; i < p->count; i = end) {
         end = i + 1;
+        if (is_late && !is_late[i])
+            continue;
         if (p->offset[i] < 0) {
             fill_piece(p, i);
             continue;
@@ -199,11 +202,10 @@ static int64_t read_runs(File *file, const Worker *w, const Pieces *p)
    read that waits: so as many reads are in flight as the disk takes. */
 static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
 {
+#ifdef RWF_NOWAIT
     uint8_t *is_late = calloc((size_t)p->count + 1, 1);
-    int64_t done = 0, end, late = 0;
-    if (is_late == NULL)
-        return 0;
-    for (int64_t i = 0; i < p->count; i = end) {
+    int64_t done = is_late ? p->count : 0, late = 0;
+    for (int64_t i = 0, end; i < done; i = end) {
         end = i + 1;
         if (p->offset[i] < 0) {
             fill_piece(p, i);
@@ -211,34 +213,19 @@ static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
         }
         end = end_of_run(p, i);
         if (is_stopped(file, w)) {
-            free(is_late);
-            return 0;
-        }
-#ifdef RWF_NOWAIT
-        if (read_run(file, p, i, end, RWF_NOWAIT))
-            continue;
-        ask_for(file, p->offset[i], nbytes_of_run(p, i, end));
-        is_late[i] = 1, late = 1;
-#else
-        if (!read_run(file, p, i, end, 0) && !read_run_slowly(file, w, p, i, end)) {
-            free(is_late);
-            return i;
-        }
-#endif
-    }
-    done = p->count;
-    for (int64_t i = 0; late && i < p->count; i++) {
-        if (!is_late[i])
-            continue;
-        end = end_of_run(p, i);
-        if (is_stopped(file, w) ||
-            (!read_run(file, p, i, end, 0) && !read_run_slowly(file, w, p, i, end))) {
-            done = i;
-            break;
+            done = late = 0;
+        } else if (!read_run(file, p, i, end, RWF_NOWAIT)) {
+            ask_for(file, p->offset[i], nbytes_of_run(p, i, end));
+            is_late[i] = 1, late = 1;
         }
     }
+    if (late)
+        done = read_runs(file, w, p, is_late);
     free(is_late);
     return done;
+#else
+    return read_runs(file, w, p, NULL);
+#endif
 }
 
 typedef struct {

@@ -6,44 +6,34 @@
 
 enum Outcome { FAILED = 0, READ = 1, IS_BUSY = 2 };
 
-/* A piece of an item's samples: how its chunk is encoded, and where it lies. */
-typedef struct {
-    Dataset d;
-    Call call;
-    int64_t number, extent; /* number: in `d`; both -1: it was never allocated */
-} Located;
-
-/* Returns 0 where there is no such chunk, or not all that is wanted of it. */
+/* Find the chunk of a piece of an item's samples, and its extent, -1: none. Returns 0 where there is no
+   such chunk, or not all that is wanted of it. */
 static int locate_piece(const Work *work, const Field *f, const Item *item, const Runs *runs,
-                        int32_t cross, uint8_t *rows, Located *found)
+                        int32_t cross, uint8_t *rows, Call *call, int64_t *extent)
 {
     const Layer *l = &f->layers[item->layer];
     const Shape *shape = &f->shapes[l->shape[item->segment]];
-    Dataset *d = &found->d;
-    *d = shape->dataset;
-    d->num_chunks = 1;
-    found->extent = -1;
-    found->call = (Call){.d = d, .w = work->w, .file = work->file, .available = work->available,
-                         .batch = rows, .last_ns = work->last_ns};
+    Dataset *d = &call->d;
+    *extent = -1;
+    *call = (Call){.d = shape->dataset, .w = work->w, .file = work->file, .batch = rows,
+                   .available = work->available, .last_ns = work->last_ns};
     if (d->begin >= 0) { /* contiguous: only out of a map, cached or not, can pieces be had */
-        if (item->number != 0)
-            return 0;
-        found->call.available = work->mappable;
-        d->begin = l->begin[item->segment];
-        found->number = d->begin < 0 ? -1 : 0;
-        d->begin = d->begin < 0 ? 0 : d->begin;
-        return 1;
+        call->available = work->mappable;
+        call->offset = l->begin[item->segment], call->stored = d->chunk_nbytes;
+        call->is_stored = call->offset >= 0;
+        return item->number == 0;
     }
-    int64_t extent = find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);
-    if (extent == -2 || extent >= f->num_extents)
+    *extent = find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);
+    if (*extent == -2 || *extent >= f->num_extents)
         return 0;
-    found->extent = extent;
-    found->number = extent < 0 ? -1 : 0;
-    d->chunk_offset = f->offset + (extent < 0 ? 0 : extent);
-    d->chunk_stored = f->nbytes + (extent < 0 ? 0 : extent) * f->nbytes_step;
-    d->chunk_mask = f->mask + (extent < 0 ? 0 : extent) * f->mask_step;
-    if (extent >= 0 && is_small(shape)) {
-        d->chunk_nbytes = d->chunk_stored[0], d->chunk_samples = d->chunk_nbytes / d->sample_stride;
+    if (*extent < 0)
+        return 1;
+    call->is_stored = 1;
+    call->offset = f->offset[*extent];
+    call->stored = f->nbytes[*extent * f->nbytes_step];
+    call->mask = f->mask[*extent * f->mask_step];
+    if (is_small(shape)) {
+        d->chunk_nbytes = call->stored, d->chunk_samples = d->chunk_nbytes / d->sample_stride;
         return d->chunk_samples <= shape->dataset.chunk_samples &&
                runs_lie_within(runs, d->chunk_samples);
     }
@@ -56,10 +46,10 @@ static void note_claim(Work *work, Store *store, Kept *kept, int64_t piece)
 }
 
 /* Note which chunk could not be read or decoded. */
-static void note_piece(Worker *w, const Located *at, int64_t cross)
+static void note_piece(Worker *w, int64_t extent, int64_t cross)
 {
     fail(w, UNREADABLE, -1, 0, 0);
-    w->failure.extent = at->extent, w->failure.cross = cross;
+    w->failure.extent = extent, w->failure.cross = cross;
 }
 
 static enum Outcome read_piece(Work *work, const Field *f, const Target *target, const Item *item,
@@ -67,19 +57,20 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
 {
     const Shape *shape = &f->shapes[f->layers[item->layer].shape[item->segment]];
     Runs runs = runs_of_item(work->plan, item);
-    Located at;
-    if (!locate_piece(work, f, item, &runs, cross, target->raw, &at))
+    Call call;
+    int64_t extent;
+    if (!locate_piece(work, f, item, &runs, cross, target->raw, &call, &extent))
         return FAILED;
-    int is_whole = at.d.rows_are_whole && runs.count == 1 &&
-                   runs.length[0] == at.d.chunk_samples &&
+    int is_whole = call.d.rows_are_whole && runs.count == 1 &&
+                   runs.length[0] == call.d.chunk_samples &&
                    f->steps == NULL; /* else other samples need it, too */
     Kept *kept = NULL;
     enum Claim claim = UNKEPT;
-    if (shape->keeps == KEEPS_CHUNKS && at.extent >= 0 &&
-        (is_small(shape) || (!is_whole && !is_raw(&at.d, at.d.chunk_mask[0])))) {
+    if (shape->keeps == KEEPS_CHUNKS && extent >= 0 &&
+        (is_small(shape) || (!is_whole && !is_raw(&call.d, call.mask)))) {
         if (work->num_claims == MAX_CLAIMS)
             return IS_BUSY;
-        claim = claim_chunk(f->store, (uint64_t)at.extent, at.d.chunk_nbytes,
+        claim = claim_chunk(f->store, (uint64_t)extent, call.d.chunk_nbytes,
                             work->may_wait && work->num_claims == 0, &kept);
         if (claim == BUSY)
             return IS_BUSY;
@@ -87,13 +78,12 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
             note_claim(work, f->store, kept, 0);
     }
     enum State state = claim == CLAIMED ? TO_TARGET : claim == READY ? IN_TARGET : TO_SCRATCH;
-    int is_good =
-        read_chunk(&at.call, at.number, cross, &runs, (int)state, kept ? kept->data : NULL);
+    int is_good = read_chunk(&call, cross, &runs, state, kept ? kept->data : NULL);
     if (is_good)
         swap_pieces(shape, cross, &runs, target->raw);
     else
-        note_piece(work->w, &at, cross);
-    work->last_ns = at.call.last_ns;
+        note_piece(work->w, extent, cross);
+    work->last_ns = call.last_ns;
     if (claim == READY)
         let_go(f->store, kept);
     if (claim == CLAIMED && !is_good) { /* others may try; what was decoded before is good */
@@ -110,15 +100,16 @@ static int put_piece(Work *work, const Field *f, const Item *item, int64_t cross
     const int64_t none = 0, all = shape->dataset.chunk_samples;
     Runs runs = {&none, &none, &all, 1};
     uint8_t *rows = work->rows->data;
-    Located at;
-    if (!locate_piece(work, f, item, &runs, (int32_t)cross, rows, &at))
+    Call call;
+    int64_t extent;
+    if (!locate_piece(work, f, item, &runs, (int32_t)cross, rows, &call, &extent))
         return 0;
-    int is_good = read_chunk(&at.call, at.number, cross, &runs, TO_SCRATCH, NULL);
+    int is_good = read_chunk(&call, cross, &runs, TO_SCRATCH, NULL);
     if (is_good)
         swap_pieces(shape, (int32_t)cross, &runs, rows);
     else
-        note_piece(work->w, &at, cross);
-    work->last_ns = at.call.last_ns;
+        note_piece(work->w, extent, cross);
+    work->last_ns = call.last_ns;
     return is_good;
 }
 

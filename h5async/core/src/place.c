@@ -46,12 +46,21 @@ static int piece_of(const Dataset *d, int64_t cross, Piece *piece)
     return from_end <= d->chunk_nbytes && to_end <= d->row_nbytes && piece->begin >= 0 && piece->from >= 0;
 }
 
-#define COPY_ELEMENTS(type)                                                                       \
-    for (int64_t i = 0; i < count; i++) {                                                         \
-        type value;                                                                               \
-        memcpy(&value, from + i * from_stride, sizeof value);                                     \
-        memcpy(to + i * to_stride, &value, sizeof value);                                         \
-    }
+ALWAYS_INLINE void copy_units(const uint8_t *from, uint8_t *to, Dim lines, Dim inner, int64_t unit)
+{
+    for (int64_t line = 0; line < lines.extent; line++)
+        for (int64_t i = 0; i < inner.extent; i++)
+            memcpy(to + line * lines.to_stride + i * inner.to_stride,
+                   from + line * lines.from_stride + i * inner.from_stride, (size_t)unit);
+}
+
+/* Copies the elements of some lines. */
+static void copy_lines(const uint8_t *from, uint8_t *to, Dim lines, Dim inner, int64_t unit)
+{
+    BY_SIZE(unit, copy_units, from, to, lines, inner)
+}
+
+static const Dim ONE_LINE = {1, 0, 0};
 
 static void copy_elements(const uint8_t *from, int64_t from_stride, uint8_t *to, int64_t to_stride,
                           int64_t count, int64_t unit)
@@ -59,35 +68,20 @@ static void copy_elements(const uint8_t *from, int64_t from_stride, uint8_t *to,
     if (unit == 1 && to_stride == 1)
         for (int64_t i = 0; i < count; i++)
             to[i] = from[i * from_stride];
-    else if (unit == 1)
-        COPY_ELEMENTS(uint8_t)
-    else if (unit == 2)
-        COPY_ELEMENTS(uint16_t)
-    else if (unit == 4)
-        COPY_ELEMENTS(uint32_t)
-    else if (unit == 8)
-        COPY_ELEMENTS(uint64_t)
     else
-        for (int64_t i = 0; i < count; i++)
-            memcpy(to + i * to_stride, from + i * from_stride, (size_t)unit);
+        copy_lines(from, to, ONE_LINE, (Dim){count, from_stride, to_stride}, unit);
 }
 
-/* Transposes a square of elements, 16 bytes wide, by interleaving, as bits.c does. */
+/* Transposes a square of elements, 16 bytes wide, by interleaving. */
 #if defined(SSE2)
 #define TRANSPOSE(bytes, side, low, high)                                                         \
     static void transpose_##bytes(const uint8_t *from, int64_t from_stride, uint8_t *to,           \
                                   int64_t to_stride)                                              \
     {                                                                                             \
-        __m128i a[side], b[side];                                                                 \
+        __m128i a[side];                                                                          \
         for (int p = 0; p < side; p++)                                                            \
             a[p] = _mm_loadu_si128((const __m128i *)(const void *)(from + p * from_stride));      \
-        for (int round = 1; round < side; round *= 2) {                                           \
-            for (int p = 0; p < side / 2; p++) {                                                  \
-                b[2 * p] = low(a[p], a[p + side / 2]);                                            \
-                b[2 * p + 1] = high(a[p], a[p + side / 2]);                                       \
-            }                                                                                     \
-            memcpy(a, b, sizeof a);                                                               \
-        }                                                                                         \
+        INTERLEAVE_HALVES(a, side, low, high)                                                     \
         for (int p = 0; p < side; p++)                                                            \
             _mm_storeu_si128((__m128i *)(void *)(to + p * to_stride), a[p]);                      \
     }
@@ -143,51 +137,39 @@ static int runs_lie_within(const Runs *runs, int64_t samples)
     return 1;
 }
 
-#define COPY_LINES(type)                                                                          \
-    for (int64_t line = 0; line < lines.extent; line++) {                                         \
-        const uint8_t *f = from + line * lines.from_stride;                                       \
-        uint8_t *t = to + line * lines.to_stride;                                                 \
-        for (int64_t i = 0; i < inner.extent; i++) {                                              \
-            type value;                                                                           \
-            memcpy(&value, f + i * inner.from_stride, sizeof value);                              \
-            memcpy(t + i * inner.to_stride, &value, sizeof value);                                \
-        }                                                                                         \
-    }
+/* A place in a piece, by its outer dimensions: at first that of its first element. */
+typedef struct {
+    int64_t from, to, index[MAX_RANK];
+} Place;
 
-/* Copies the elements of some lines. */
-static void copy_lines(const uint8_t *from, uint8_t *to, Dim lines, Dim inner, int64_t unit)
+static Place first_place(const Piece *p)
 {
-    if (unit == 1)
-        COPY_LINES(uint8_t)
-    else if (unit == 2)
-        COPY_LINES(uint16_t)
-    else if (unit == 4)
-        COPY_LINES(uint32_t)
-    else if (unit == 8)
-        COPY_LINES(uint64_t)
-    else
-        for (int64_t line = 0; line < lines.extent; line++)
-            for (int64_t i = 0; i < inner.extent; i++)
-                memcpy(to + line * lines.to_stride + i * inner.to_stride,
-                       from + line * lines.from_stride + i * inner.from_stride, (size_t)unit);
+    return (Place){.to = p->begin};
+}
+
+/* Go on to the next place along the first `rank` dimensions; 0: there is none. */
+static int go_on(const Piece *p, int64_t rank, Place *at)
+{
+    for (int64_t a = rank - 1; a >= 0; a--) {
+        const Dim *dim = &p->dims[a];
+        int64_t back = ++at->index[a] == dim->extent ? dim->extent : 0;
+        at->from += dim->from_stride * (1 - back);
+        at->to += dim->to_stride * (1 - back);
+        if (!back)
+            return 1;
+        at->index[a] = 0;
+    }
+    return 0;
 }
 
 /* Copies the piece of one sample. */
 static void place_sample(const Piece *p, const uint8_t *from, uint8_t *to)
 {
-    const Dim one = {1, 0, 0};
-    int64_t outer = p->rank < 2 ? 0 : p->rank - 2, index[MAX_RANK] = {0}, a;
-    do {
-        int64_t from_at = 0, to_at = p->begin;
-        for (a = 0; a < outer; a++) {
-            from_at += index[a] * p->dims[a].from_stride;
-            to_at += index[a] * p->dims[a].to_stride;
-        }
-        copy_lines(from + from_at, to + to_at, p->rank < 2 ? one : p->dims[p->rank - 2],
+    Place at = first_place(p);
+    do
+        copy_lines(from + at.from, to + at.to, p->rank < 2 ? ONE_LINE : p->dims[p->rank - 2],
                    p->dims[p->rank - 1], p->unit);
-        for (a = outer - 1; a >= 0 && ++index[a] == p->dims[a].extent; a--)
-            index[a] = 0;
-    } while (a >= 0);
+    while (go_on(p, p->rank - 2, &at));
 }
 
 /* Copies one element and its neighbours of all samples, tile by tile: a tile stays in the cache. */
@@ -196,25 +178,20 @@ static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, co
 {
     Dim inner = p->dims[p->rank - 1];
     int64_t tile = TILE_NBYTES / (inner.from_stride + 1);
-    int64_t index[MAX_RANK] = {0};
+    Place place = first_place(p);
     int are_squares = (p->unit == 1 || p->unit == 2 || p->unit == 4 || p->unit == 8) &&
                       d->sample_stride == p->unit && inner.to_stride == p->unit &&
                       runs->length[0] >= 16 / p->unit;
     /* Elements that lie far apart often share a cache set, so tiles of few elements are better. */
     int64_t least = are_squares ? 2 * TILE_ELEMENTS : TILE_ELEMENTS;
     tile = tile < least ? least : tile;
-    for (;;) {
-        int64_t from = 0, to = p->begin;
-        for (int64_t a = 0; a < p->rank - 1; a++) {
-            from += index[a] * p->dims[a].from_stride;
-            to += index[a] * p->dims[a].to_stride;
-        }
+    do
         for (int64_t at = 0; at < inner.extent; at += tile) {
             int64_t count = inner.extent - at < tile ? inner.extent - at : tile;
             for (int64_t r = 0; r < runs->count; r++) {
-                const uint8_t *source = chunk + from + at * inner.from_stride +
+                const uint8_t *source = chunk + place.from + at * inner.from_stride +
                                         runs->local[r] * d->sample_stride;
-                uint8_t *target = batch + to + at * inner.to_stride +
+                uint8_t *target = batch + place.to + at * inner.to_stride +
                                   runs->position[r] * d->row_nbytes;
                 int64_t k = 0;
                 if (are_squares)
@@ -225,12 +202,7 @@ static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, co
                                   target + k * d->row_nbytes, inner.to_stride, count, p->unit);
             }
         }
-        int64_t a = p->rank - 2;
-        while (a >= 0 && ++index[a] == p->dims[a].extent)
-            index[a--] = 0;
-        if (a < 0)
-            return;
-    }
+    while (go_on(p, p->rank - 1, &place));
 }
 
 static void place(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
@@ -275,19 +247,11 @@ static void place_rows(int64_t row_nbytes, const Runs *runs, const uint8_t *chun
 
 static void place_fill(const Dataset *d, const Piece *p, const Runs *runs, uint8_t *batch)
 {
-    int64_t index[MAX_RANK] = {0};
-    for (;;) {
-        int64_t to = p->begin;
-        for (int64_t a = 0; a < p->rank; a++)
-            to += index[a] * p->dims[a].to_stride;
+    Place at = first_place(p);
+    do
         for (int64_t r = 0; r < runs->count; r++)
             for (int64_t k = 0; k < runs->length[r]; k++)
                 fill_elements(d->fill, d->itemsize,
-                              batch + to + (runs->position[r] + k) * d->row_nbytes, p->unit);
-        int64_t a = p->rank - 1;
-        while (a >= 0 && ++index[a] == p->dims[a].extent)
-            index[a--] = 0;
-        if (a < 0)
-            return;
-    }
+                              batch + at.to + (runs->position[r] + k) * d->row_nbytes, p->unit);
+    while (go_on(p, p->rank, &at));
 }

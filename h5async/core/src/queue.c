@@ -77,17 +77,7 @@ static void spin(const Queue *queue, const _Atomic uint32_t *count, uint32_t see
         sched_yield(); /* who is waited for may be on this core */
 }
 
-PUBLIC int64_t h5async_queue_nbytes(void)
-{
-    return sizeof(Queue);
-}
-
-PUBLIC int64_t h5async_job_nbytes(void)
-{
-    return sizeof(Job);
-}
-
-/* `queue` and `jobs` are memory of as many bytes as the functions above say, for each slot one job. */
+/* `queue` and `jobs` are memory of their sizes (members.c), for each slot one job. */
 PUBLIC int64_t h5async_open_queue(Queue *queue, Job *jobs, const Field *fields, Sources *sources,
                                   int64_t num_fields, int64_t num_samples, int64_t num_jobs,
                                   int64_t num_threads, int32_t may_spin)

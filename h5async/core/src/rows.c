@@ -153,7 +153,7 @@ static int64_t read_row_pieces(Work *work, const Field *f, const Shape *shape, c
         done = copy_pieces(work->file, work->w, p, work->available);
     else
         done = work->file->io == IO_MAP ? 0
-               : work->is_cold          ? read_runs(work->file, work->w, p)
+               : work->is_cold          ? read_runs(work->file, work->w, p, NULL)
                                         : pread_pieces(work->file, work->w, p);
     for (int64_t i = 0; shape->swaps && i < done; i++)
         swap_bytes(place_of_piece(p, i), nbytes_of_piece(p, i), shape->swaps);

@@ -224,14 +224,9 @@ static void release_source(Sources *all, Source *s, int64_t event)
     pthread_mutex_unlock(&all->lock);
 }
 
-PUBLIC int64_t h5async_sources_nbytes(void)
-{
-    return sizeof(Sources);
-}
-
-/* `sources` is memory of as many bytes as the function above says, and `table` has `count` rows,
-   whose first members the caller has set; both stay the caller's. `most_open` sources stay open, and of these
-   `most_files` with a descriptor, beside those in use. */
+/* `sources` is memory of its size (members.c), and `table` has `count` rows, whose first members the
+   caller has set; both stay the caller's. `most_open` sources stay open, and of these `most_files`
+   with a descriptor, beside those in use. */
 PUBLIC int64_t h5async_open_sources(Sources *sources, Source *table, int64_t count, int64_t most_open,
                                     int64_t most_files, int32_t io, int32_t gives_back,
                                     int64_t trusted_ns)

@@ -56,64 +56,46 @@ static void transform_item(const BatchPlan *plan, const Field *f, const Target *
         transform_run(f, target, runs.position[r], runs.length[r]);
 }
 
-/* Rows that nothing holds. */
+/* Rows that nothing holds, or in whose place there are zeros. */
 static void fill_rows(const BatchPlan *plan, const Field *f, const Target *target, const Item *item)
 {
     Runs runs = runs_of_item(plan, item);
-    for (int64_t r = 0; r < runs.count; r++)
-        fill_elements(f->fill, f->itemsize, target->raw + runs.position[r] * f->row_nbytes,
-                      runs.length[r] * f->row_nbytes);
+    for (int64_t r = 0; r < runs.count; r++) {
+        uint8_t *rows = target->raw + runs.position[r] * f->row_nbytes;
+        if (item->kind == ZEROS)
+            memset(rows, 0, (size_t)(runs.length[r] * f->row_nbytes));
+        else
+            fill_elements(f->fill, f->itemsize, rows, runs.length[r] * f->row_nbytes);
+    }
     transform_item(plan, f, target, item);
 }
 
-/* Rows in whose place there are zeros. */
-static void zero_rows(const BatchPlan *plan, const Field *f, const Target *target, const Item *item)
-{
-    Runs runs = runs_of_item(plan, item);
-    for (int64_t r = 0; r < runs.count; r++)
-        memset(target->raw + runs.position[r] * f->row_nbytes, 0,
-               (size_t)(runs.length[r] * f->row_nbytes));
-    transform_item(plan, f, target, item);
-}
+#define SWAP_EACH(Number, swapped)                                                                \
+    for (int64_t i = 0; i < nbytes; i += (int64_t)sizeof(Number)) {                               \
+        Number value;                                                                             \
+        memcpy(&value, at + i, sizeof value);                                                     \
+        value = swapped(value);                                                                   \
+        memcpy(at + i, &value, sizeof value);                                                     \
+    }
 
 /* Reverse the bytes of each number. */
 static void swap_bytes(uint8_t *at, int64_t nbytes, int64_t number)
 {
     if (number == 2)
-        for (int64_t i = 0; i < nbytes; i += 2) {
-            uint16_t value;
-            memcpy(&value, at + i, sizeof value);
-            value = __builtin_bswap16(value);
-            memcpy(at + i, &value, sizeof value);
-        }
+        SWAP_EACH(uint16_t, __builtin_bswap16)
     else if (number == 4)
-        for (int64_t i = 0; i < nbytes; i += 4) {
-            uint32_t value;
-            memcpy(&value, at + i, sizeof value);
-            value = __builtin_bswap32(value);
-            memcpy(at + i, &value, sizeof value);
-        }
+        SWAP_EACH(uint32_t, __builtin_bswap32)
     else if (number == 8)
-        for (int64_t i = 0; i < nbytes; i += 8) {
-            uint64_t value;
-            memcpy(&value, at + i, sizeof value);
-            value = __builtin_bswap64(value);
-            memcpy(at + i, &value, sizeof value);
-        }
+        SWAP_EACH(uint64_t, __builtin_bswap64)
 }
 
 /* Swap what a piece has put into one row. */
 static void swap_piece(const Piece *piece, int64_t number, uint8_t *row)
 {
-    int64_t index[MAX_RANK] = {0}, a;
-    do {
-        int64_t to = piece->begin;
-        for (a = 0; a < piece->rank; a++)
-            to += index[a] * piece->dims[a].to_stride;
-        swap_bytes(row + to, piece->unit, number);
-        for (a = piece->rank - 1; a >= 0 && ++index[a] == piece->dims[a].extent; a--)
-            index[a] = 0;
-    } while (a >= 0);
+    Place at = first_place(piece);
+    do
+        swap_bytes(row + at.to, piece->unit, number);
+    while (go_on(piece, piece->rank, &at));
 }
 
 static void swap_pieces(const Shape *shape, int32_t cross, const Runs *runs, uint8_t *batch)
