@@ -76,7 +76,6 @@ _FUNCTIONS = {
     "wait": "pqq",
     "decode": "ppppqqqq",
     "decode_references": "ppq",
-    "read_heap": "ppppppqq",
     "make_dense": "p",
     "copy_runs": "pppppq",
     "image_headers": "pppqq",

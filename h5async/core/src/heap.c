@@ -12,20 +12,8 @@
    and whoever writes it writes the same. */
 
 enum { COLLECTION_HEAD = 16, OBJECT_HEAD = 16, LEAST_COLLECTION = 4096, NUM_INDICES = 1 << 16 };
-enum { INDEX_BITS = 16, MOST_SKIPPED = 64, HEAP_WINDOW = 16 * 1024, BLOCK_SEQUENCES = 512 };
+enum { INDEX_BITS = 16, MOST_SKIPPED = 64, HEAP_WINDOW = 16 * 1024 };
 #define MOST_ADDRESS ((INT64_C(1) << 47) - 1)
-
-/* Those of one dataset, or of any part of it. */
-typedef struct {
-    uint32_t *length;      /* [count]: in values, as stored; 0 where there is no address */
-    int64_t *place;        /* [count]: below 0: see `unresolved`; else the first byte in the file */
-    int64_t count;
-    int64_t base;          /* what addresses count from: bytes of the userblock */
-    int64_t value_nbytes;  /* of one value of a sequence; of a string 1 */
-    int32_t address_nbytes, size_nbytes; /* 4 or 8: of addresses and of sizes in the file */
-    int32_t is_text;       /* strings, which HDF5 ends at a NUL byte: those with one are refused */
-    int32_t padding;
-} Heap;
 
 typedef struct {
     int64_t offset, nbytes, visit; /* of which walk it is */
@@ -41,14 +29,14 @@ typedef struct {
     int64_t visit, begin, end;      /* the latest walk, and of which bytes of the file */
     int64_t window_begin, window_end;
     uint8_t window[HEAP_WINDOW];
-    Ordered ordered[BLOCK_SEQUENCES]; /* of a call that has no other memory for them */
+    Ordered ordered[BLOCK_SEQUENCES]; /* used by a call */
 } HeapScratch;
 
-/* HEAP_SCRATCH_NBYTES of batch.py, which counts it. */
+/* HEAP_SCRATCH_NBYTES of structures.py, which counts it. */
 _Static_assert(sizeof(HeapScratch) == NUM_INDICES * 24 + 5 * 8 + HEAP_WINDOW + BLOCK_SEQUENCES * 16,
                "the scratch of a thread has another size");
 
-/* What is asked for: values of `element[i]` go to `out + position[i]`. `out` NULL: only places. */
+/* What is asked for, at most BLOCK_SEQUENCES: values of `element[i]` go to `out + position[i]`. */
 typedef struct {
     const Heap *heap;
     File *file;
@@ -58,9 +46,7 @@ typedef struct {
     int64_t count;
     uint8_t *out;
     int64_t out_nbytes;
-    Ordered *ordered;              /* [count], used here */
     int64_t available, file_nbytes; /* of the map, if it is used; and of the file */
-    int64_t failed;                /* out: which could not be done; `count`: none */
 } HeapCall;
 
 /* The memory of a thread, made when first needed; NULL: there is none. */
@@ -244,7 +230,7 @@ static void ask_for_collections(const HeapCall *c, int64_t count)
 {
     int64_t before = -1;
     for (int64_t i = 0; i < count && !is_stopped(c->file, c->w); i++) {
-        int64_t address = c->ordered[i].key >> INDEX_BITS, offset = c->heap->base + address;
+        int64_t address = c->scratch->ordered[i].key >> INDEX_BITS, offset = c->heap->base + address;
         if (address != before && offset < c->file_nbytes && !is_cached(c->file, offset))
             ask_for(c->file, offset, HEAP_WINDOW);
         before = address;
@@ -260,16 +246,15 @@ static int resolve_all(HeapCall *c)
         int64_t place = c->element[i] < 0 || c->element[i] >= h->count ? unresolved(MOST_ADDRESS, 0)
                                                                        : get_place(h, c->element[i]);
         if (place < 0 && address_of(place) != 0)
-            c->ordered[count++] = (Ordered){-1 - place, i};
+            c->scratch->ordered[count++] = (Ordered){-1 - place, i};
     }
-    sort_ordered(c->ordered, count);
+    sort_ordered(c->scratch->ordered, count);
     if (c->available == 0)
         ask_for_collections(c, count);
     for (int64_t i = 0; i < count; i++) {
-        int64_t place = -1 - c->ordered[i].key, address = address_of(place);
-        int64_t number = c->element[c->ordered[i].number];
+        int64_t place = -1 - c->scratch->ordered[i].key, address = address_of(place);
+        int64_t number = c->element[c->scratch->ordered[i].number];
         int is_new = address != walked;
-        c->failed = c->ordered[i].number;
         if (is_stopped(c->file, c->w))
             return 0;
         if (address == MOST_ADDRESS ? !fail(c->w, HEAP_NOWHERE, -1, 0, 0)
@@ -285,65 +270,44 @@ static int resolve_all(HeapCall *c)
             resolve_neighbours(c, number, 1, address);
         }
     }
-    c->failed = c->count;
     return 1;
 }
 
-typedef struct {
-    int64_t offset[BLOCK_SEQUENCES], nbytes[BLOCK_SEQUENCES], position[BLOCK_SEQUENCES];
-    int64_t number[BLOCK_SEQUENCES], count;
-} SequenceBlock;
-
-/* Copy some sequences; returns how many were copied before the first that cannot be. */
-static int64_t copy_sequences(const HeapCall *c, const SequenceBlock *b)
-{
-    Pieces p = {.offset = b->offset, .nbytes = b->nbytes, .position = b->position,
-                .count = b->count, .unit = 1, .base = c->out, .fill = (const uint8_t *)"",
-                .itemsize = 1};
-    int64_t done = c->available > 0 ? copy_pieces(c->file, c->w, &p, c->available)
-                                    : pread_pieces(c->file, c->w, &p);
-    for (int64_t i = 0; c->heap->is_text && i < done; i++)
-        if (memchr(c->out + b->position[i], 0, (size_t)b->nbytes[i]) != NULL) {
-            fail(c->w, HEAP_NUL, -1, 0, 0);
-            return i;
-        }
-    for (int64_t i = 0; i < done; i++)
-        c->w->read_nbytes += b->nbytes[i];
-    return done;
-}
-
 /* Copy all that is asked for, all of which was found. Reads go through the file in order. */
-static void copy_all(HeapCall *c)
+static int copy_all(const HeapCall *c)
 {
     const Heap *h = c->heap;
-    SequenceBlock b;
+    Ordered *ordered = c->scratch->ordered;
+    int64_t offset[BLOCK_SEQUENCES], nbytes[BLOCK_SEQUENCES], position[BLOCK_SEQUENCES];
+    int64_t element[BLOCK_SEQUENCES], count = 0;
     for (int64_t i = 0; i < c->count; i++)
-        c->ordered[i] = (Ordered){get_place(h, c->element[i]), i};
+        ordered[i] = (Ordered){get_place(h, c->element[i]), i};
     if (c->available == 0)
-        sort_ordered(c->ordered, c->count);
-    b.count = 0;
+        sort_ordered(ordered, c->count);
     for (int64_t i = 0; i < c->count; i++) {
-        int64_t number = c->ordered[i].number, position = c->position[number];
-        int64_t nbytes = h->length[c->element[number]] * h->value_nbytes;
-        c->failed = number;
-        if (position < 0 || position > c->out_nbytes - nbytes)
-            return;
-        if (nbytes > 0) {
-            b.offset[b.count] = c->ordered[i].key, b.nbytes[b.count] = nbytes;
-            b.position[b.count] = position, b.number[b.count++] = number;
-        }
-        if (b.count == BLOCK_SEQUENCES || i == c->count - 1) {
-            int64_t done = copy_sequences(c, &b);
-            if (done < b.count) {
-                c->failed = b.number[done];
-                fail(c->w, UNREADABLE, -1, 0, 0);
-                c->w->failure.extent = c->element[c->failed];
-                return;
-            }
-            b.count = 0;
-        }
+        int64_t number = ordered[i].number;
+        offset[count] = ordered[i].key, element[count] = c->element[number];
+        position[count] = c->position[number];
+        nbytes[count] = h->length[element[count]] * h->value_nbytes;
+        if (position[count] < 0 || position[count] > c->out_nbytes - nbytes[count])
+            return 0;
+        count += nbytes[count] > 0;
     }
-    c->failed = c->count;
+    Pieces p = {.offset = offset, .nbytes = nbytes, .position = position, .count = count, .unit = 1,
+                .base = c->out, .fill = (const uint8_t *)"", .itemsize = 1};
+    int64_t done = c->available > 0 ? copy_pieces(c->file, c->w, &p, c->available)
+                                    : pread_pieces(c->file, c->w, &p);
+    for (int64_t i = 0; i < done; i++) {
+        if (h->is_text && memchr(c->out + position[i], 0, (size_t)nbytes[i]) != NULL)
+            done = i, fail(c->w, HEAP_NUL, -1, 0, 0);
+        else
+            c->w->read_nbytes += nbytes[i];
+    }
+    if (done == count)
+        return 1;
+    fail(c->w, UNREADABLE, -1, 0, 0);
+    c->w->failure.extent = element[done];
+    return 0;
 }
 
 /* Where an element seems to begin in the file: its values, or the collection that has them. -1: it has
@@ -356,70 +320,63 @@ static int64_t offset_of_element(const Heap *h, int64_t number)
     return place < 0 ? h->base + address_of(place) : place;
 }
 
-/* Whether what is asked for seems to lie in the page cache. */
-static int heap_is_cached(const HeapCall *c)
-{
-    int64_t step = c->count / MAX_PROBES + 1;
-    for (int64_t i = 0; i < c->count; i += step) {
-        int64_t offset = offset_of_element(c->heap, c->element[i]);
-        if (offset >= 0 && offset < c->file_nbytes && !is_cached(c->file, offset))
-            return 0;
-    }
-    return 1;
-}
-
-/* Do a call of which all but `failed` is known. */
-static void find_and_copy(HeapCall *c)
-{
-    c->failed = c->count ? 0 : c->count;
-    c->scratch->window_begin = c->scratch->window_end = 0;
-    if ((c->available > 0 || c->file->fd >= 0) && resolve_all(c) && c->out != NULL)
-        copy_all(c);
-}
-
 static int64_t nbytes_of_file(const File *file)
 {
     struct stat status;
+    if (file->fd < 0 && file->path == NULL)
+        return file->map_nbytes;
     if (file->nbytes >= 0)
         return file->nbytes;
-    if (file->fd < 0)
-        return file->map_nbytes;
     return fstat(file->fd, &status) == 0 ? status.st_size : 0;
 }
 
-/* Call it within `steadily`. */
-static void read_heap(void *data)
+static const Heap *heap_of_item(const Work *work, const Item *item)
 {
-    HeapCall *c = data;
-    int64_t mappable = mappable_nbytes(c->file);
-    c->file_nbytes = nbytes_of_file(c->file);
-    c->available = mappable > 0 && (c->file->io == IO_MAP || heap_is_cached(c)) ? mappable : 0;
-    if (c->available == 0 && c->file->fd < 0)
-        c->available = mappable;
-    find_and_copy(c);
+    const Field *f = &work->fields[item->field];
+    return &f->heaps[f->layers[item->layer].begin[item->segment]];
 }
 
-/* Returns `count`, or the number of one that cannot be done: then nothing is known of what `out`
-   holds. An event of the file says whether anything at all was done. */
-PUBLIC int64_t h5async_read_heap(const Heap *h, File *file, Worker *w, const int64_t *element,
-                                 const int64_t *position, uint8_t *out, int64_t count,
-                                 int64_t out_nbytes)
+static int read_heap_item(Work *work, const Field *f, const Target *target, const Item *item)
 {
-    HeapCall call = {.heap = h, .file = file, .w = w, .scratch = heap_scratch(w),
-                     .element = element, .position = position, .count = count, .out = out,
-                     .out_nbytes = out_nbytes};
-    int64_t since = now_ns();
-    call.ordered = malloc((size_t)(count > 0 ? count : 1) * sizeof *call.ordered);
-    if (call.ordered == NULL || call.scratch == NULL) {
-        free(call.ordered);
-        return 0;
+    HeapScratch *scratch = heap_scratch(work->w);
+    HeapCall call = {.heap = heap_of_item(work, item), .file = work->file, .w = work->w,
+                     .scratch = scratch, .count = item->num_runs, .out = target->raw,
+                     .element = work->plan->run_local + item->first_run,
+                     .position = work->plan->run_position + item->first_run,
+                     .out_nbytes = target->capacity * f->row_nbytes,
+                     .available = work->available, .file_nbytes = nbytes_of_file(work->file)};
+    if (scratch == NULL || call.count > BLOCK_SEQUENCES)
+        return fail(work->w, NO_ROOM, -1, 0, (int64_t)sizeof(HeapScratch));
+    scratch->window_begin = scratch->window_end = 0;
+    int is_good = (call.available > 0 || work->file->fd >= 0) && resolve_all(&call) && copy_all(&call);
+    end_stage(work->w, READING, &work->last_ns);
+    return is_good;
+}
+
+/* Where the first element of an item lies that has values; -1: none has any. */
+static int64_t offset_of_elements(const Work *work, const Item *item)
+{
+    const Heap *h = heap_of_item(work, item);
+    int64_t offset = -1;
+    for (int64_t i = 0; offset < 0 && i < item->num_runs; i++)
+        offset = offset_of_element(h, work->plan->run_local[item->first_run + i]);
+    return offset;
+}
+
+/* Ask the system for the elements of an item. Large ones are mostly the first of their collection. */
+static void ask_for_elements(const Work *work, const Item *item, Span *span)
+{
+    const Heap *h = heap_of_item(work, item);
+    for (int64_t i = 0; i < item->num_runs; i++) {
+        int64_t number = work->plan->run_local[item->first_run + i];
+        int64_t offset = offset_of_element(h, number);
+        if (offset < 0)
+            continue;
+        int64_t nbytes = h->length[number] * h->value_nbytes;
+        if (get_place(h, number) < 0) {
+            nbytes += COLLECTION_HEAD + OBJECT_HEAD;
+            nbytes = nbytes < HEAP_WINDOW ? HEAP_WINDOW : nbytes;
+        }
+        ask_later(work->file, span, offset, nbytes);
     }
-    begin_tracing(w);
-    if (!steadily(file, read_heap, &call))
-        call.failed = 0;
-    free(call.ordered);
-    end_stage(w, READING, &since);
-    end_tracing(w);
-    w->returned_ns = since;
-    return call.failed;
 }

@@ -1,6 +1,7 @@
 /* The plan of a batch: items that do not depend on each other, and the samples that they name. */
 
 enum { ITEM_NBYTES = 1 << 17 /* of rows, some 10 us */ };
+enum { BLOCK_SEQUENCES = 512 }; /* elements of variable length of an item, at most */
 enum { RUN_NBYTES = 96 }; /* are copied while memory far from others is fetched */
 enum Status { TO_DO = 0, DONE = 1, REFUSED = 2 };
 #define MOST_COST ((int64_t)1 << 40) /* of an item: so the sum of many is a number, too */

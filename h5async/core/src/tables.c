@@ -52,6 +52,18 @@ typedef struct {
     int64_t num_samples;
 } SpanRows;
 
+/* Elements of variable length of one dataset, or of any part of it; see heap.c. */
+typedef struct {
+    uint32_t *length;      /* [count]: in values, as stored; 0 where there is no address */
+    int64_t *place;        /* [count]: below 0: see `unresolved`; else the first byte in the file */
+    int64_t count;
+    int64_t base;          /* what addresses count from: bytes of the userblock */
+    int64_t value_nbytes;  /* of one value of a sequence; of a string 1 */
+    int32_t address_nbytes, size_nbytes; /* 4 or 8: of addresses and of sizes in the file */
+    int32_t is_text;       /* strings, which HDF5 ends at a NUL byte: those with one are refused */
+    int32_t padding;
+} Heap;
+
 typedef struct {
     const Layer *layers;
     const Shape *shapes;
