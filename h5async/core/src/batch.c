@@ -10,7 +10,7 @@ static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross
 {
     const Field *f = &work->fields[item->field];
     const Layer *l = &f->layers[item->layer];
-    const Shape *shape = &f->shapes[l->shape[item->segment]];
+    const Shape *shape = shape_of(f, item);
     if (shape->dataset.begin >= 0)
         return -1; /* what is wanted of it lies anywhere in it */
     int64_t extent = find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);

@@ -68,6 +68,15 @@
         function(__VA_ARGS__, (int64_t)(size));                                                   \
     }
 
+/* A list, from its `newest` to its `oldest`: take one out, or put one to its front. */
+#define UNLINK(list, one)                                                                         \
+    (*((one)->newer ? &(one)->newer->older : &(list)->newest) = (one)->older,                     \
+     *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one)->newer,                     \
+     (one)->newer = (one)->older = NULL)
+#define PUT_NEWEST(list, one)                                                                     \
+    ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
+     *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
+
 enum { ABI = 16 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */

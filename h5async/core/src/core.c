@@ -52,7 +52,6 @@
 #include "frames.c"
 #include "visit.c"
 #include "dense.c"
-#include "runs.c"
 #include "images.c"
 #include "members.c"
 

@@ -13,6 +13,14 @@ static int64_t in_ns(struct timespec t)
     return (int64_t)((uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec); /* 2262: it wraps */
 }
 
+/* Whether a File or a Source, as it was indexed, has the status of a file. */
+#define IS_SAME_FILE(known, status)                                                               \
+    ((int64_t)(status).st_dev == (known)->device && (int64_t)(status).st_ino == (known)->inode)
+#define IS_SAME_STATE(known, status)                                                              \
+    (IS_SAME_FILE(known, status) && (status).st_size == (known)->nbytes &&                        \
+     in_ns(MODIFIED(status)) == (known)->modified_ns &&                                           \
+     in_ns(STATUS_CHANGED(status)) == (known)->changed_ns)
+
 /* Whether the file is what was indexed, by device, inode, size and times. */
 static int is_as_indexed(File *file)
 {
@@ -20,16 +28,13 @@ static int is_as_indexed(File *file)
     if (file->nbytes < 0 || (file->fd < 0 && file->path == NULL))
         return 1;
     int is_there = file->fd < 0 ? stat(file->path, &status) : fstat(file->fd, &status);
-    if (is_there == 0 && (int64_t)status.st_dev == file->device &&
-        (int64_t)status.st_ino == file->inode && status.st_size == file->nbytes &&
-        in_ns(MODIFIED(status)) == file->modified_ns &&
-        in_ns(STATUS_CHANGED(status)) == file->changed_ns)
+    if (is_there == 0 && IS_SAME_STATE(file, status))
         return 1;
     file->event = CHANGED;
     return 0;
 }
 
-/* Call it within `steadily`: the file has the size that it had when it was indexed. */
+/* Of a file that was just compared with what was indexed: so it has that size. */
 static int64_t mappable_nbytes(const File *file)
 {
     struct stat status;

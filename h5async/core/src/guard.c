@@ -140,21 +140,3 @@ static __attribute__((noinline)) int guarded(const File *file, void (*work)(void
     guard_here = NULL;
     return 1;
 }
-
-/* Do `work` with a file that is what was indexed before it and after it. Where it is not, or where a
-   page cannot be read, `event` says so, and the result of the work is worthless. */
-static int steadily(File *file, void (*work)(void *), void *data)
-{
-    file->event = NO_EVENT;
-    if (!is_as_indexed(file))
-        return 0;
-    if (file->map != NULL)
-        install_guard();
-    if (!guarded(file, work, data)) {
-        file->event = FAULTED;
-        return 0;
-    }
-    if (file->event == NO_EVENT)
-        is_as_indexed(file);
-    return 1;
-}

@@ -14,9 +14,15 @@ static int64_t cost_of(int64_t nbytes, int64_t times)
     return cost;
 }
 
+/* The shape of an item that has a source. */
+static const Shape *shape_of(const Field *f, const Item *item)
+{
+    return &f->shapes[f->layers[item->layer].shape[item->segment]];
+}
+
 static int keeps_rows(const Field *f, const Item *item)
 {
-    return f->shapes[f->layers[item->layer].shape[item->segment]].keeps == KEEPS_ROWS;
+    return shape_of(f, item)->keeps == KEEPS_ROWS;
 }
 
 static int has_source(const Field *f, const Layer *l, int64_t segment)

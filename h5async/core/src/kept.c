@@ -36,7 +36,7 @@ static int place_kept(const Work *work, const Item *item, Kept *const *found)
 {
     const Field *f = &work->fields[item->field];
     const Target *target = &work->targets[item->field];
-    const Shape *shape = &f->shapes[f->layers[item->layer].shape[item->segment]];
+    const Shape *shape = shape_of(f, item);
     Runs runs = runs_of_item(work->plan, item);
     Piece piece;
     if (shape->keeps == KEEPS_ROWS)
@@ -82,7 +82,7 @@ static void place_block(const Work *work, KeptBlock *block)
             const Field *f = &work->fields[item->field];
             Runs runs = runs_of_item(work->plan, item);
             if (block->found[block->first[ahead]] != NULL)
-                fetch_piece(&f->shapes[f->layers[item->layer].shape[item->segment]], &runs,
+                fetch_piece(shape_of(f, item), &runs,
                             block->found[block->first[ahead]]);
         }
         if (is_found(block, i) && place_kept(work, block->items[i], block->found + block->first[i]))
@@ -99,7 +99,7 @@ static int add_kept(const Work *work, KeptBlock *blocks, Item *item)
     KeptBlock *block = &blocks[item->field % NUM_BLOCKS];
     const Field *f = &work->fields[item->field];
     const Layer *l = &f->layers[item->layer];
-    const Shape *shape = &f->shapes[l->shape[item->segment]];
+    const Shape *shape = shape_of(f, item);
     int32_t count = shape->keeps == KEEPS_ROWS ? 1 : item->cross_end - item->cross;
     if (!shape->keeps || f->store == NULL || count > MAX_KEPT)
         return 0;

@@ -25,20 +25,6 @@ static void fill_piece(const Pieces *p, int64_t i)
     fill_elements(p->fill, p->itemsize, place_of_piece(p, i), nbytes_of_piece(p, i));
 }
 
-static int pieces_are_cached(File *file, const Worker *w, const Pieces *p)
-{
-    int64_t step = p->count / MAX_PROBES + 1;
-    for (int64_t i = 0; i < p->count; i += step) {
-        int64_t nbytes = nbytes_of_piece(p, i);
-        if (is_stopped(file, w))
-            return 0;
-        if (p->offset[i] >= 0 && nbytes > 0 &&
-            (p->offset[i] > INT64_MAX - nbytes || !is_cached(file, p->offset[i] + nbytes - 1)))
-            return 0;
-    }
-    return 1;
-}
-
 enum { FEW_NBYTES = 512, LINES_AHEAD = 32, LEAST_AHEAD = 4, MOST_AHEAD = 16 };
 enum { EARLY_NBYTES = 32 * 1024, AHEAD_NBYTES = 4096 };
 
@@ -228,28 +214,13 @@ static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
 #endif
 }
 
-typedef struct {
-    File *file;
-    const Worker *w;
-    const Pieces *pieces;
-    int64_t done;
-} PiecesCall;
+/* Copies runs of bytes from one memory to another: rows of samples of differing lengths. The caller has
+   checked their bounds. */
 
-static void do_pieces(void *data)
+PUBLIC int64_t h5async_copy_runs(uint8_t *to, const uint8_t *from, const int64_t *to_begin,
+                                 const int64_t *from_begin, const int64_t *nbytes, int64_t count)
 {
-    PiecesCall *call = data;
-    File *file = call->file;
-    const Pieces *p = call->pieces;
-    int64_t available = mappable_nbytes(file);
-    int can_wait = file->io == IO_MAP || file->fd < 0; /* pages come when touched */
-    int is_mapped = available > 0 && (can_wait || pieces_are_cached(file, call->w, p));
-    call->done = is_mapped ? copy_pieces(file, call->w, p, available)
-                           : pread_pieces(file, call->w, p);
-}
-
-/* Returns how many pieces were read before the first that cannot be read. */
-static int64_t read_pieces(File *file, const Worker *w, const Pieces *p)
-{
-    PiecesCall call = {file, w, p, 0};
-    return steadily(file, do_pieces, &call) ? call.done : 0;
+    for (int64_t i = 0; i < count; i++)
+        memcpy(to + to_begin[i], from + from_begin[i], (size_t)nbytes[i]);
+    return count;
 }

@@ -12,7 +12,7 @@ static int locate_piece(const Work *work, const Field *f, const Item *item, cons
                         int32_t cross, uint8_t *rows, Call *call, int64_t *extent)
 {
     const Layer *l = &f->layers[item->layer];
-    const Shape *shape = &f->shapes[l->shape[item->segment]];
+    const Shape *shape = shape_of(f, item);
     Dataset *d = &call->d;
     *extent = -1;
     *call = (Call){.d = shape->dataset, .w = work->w, .file = work->file, .batch = rows,
@@ -55,7 +55,7 @@ static void note_piece(Worker *w, int64_t extent, int64_t cross)
 static enum Outcome read_piece(Work *work, const Field *f, const Target *target, const Item *item,
                                int32_t cross)
 {
-    const Shape *shape = &f->shapes[f->layers[item->layer].shape[item->segment]];
+    const Shape *shape = shape_of(f, item);
     Runs runs = runs_of_item(work->plan, item);
     Call call;
     int64_t extent;
@@ -96,7 +96,7 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
 /* Decode a piece of rows that are kept, and put it into all of them. */
 static int put_piece(Work *work, const Field *f, const Item *item, int64_t cross)
 {
-    const Shape *shape = &f->shapes[f->layers[item->layer].shape[item->segment]];
+    const Shape *shape = shape_of(f, item);
     const int64_t none = 0, all = shape->dataset.chunk_samples;
     Runs runs = {&none, &none, &all, 1};
     uint8_t *rows = work->rows->data;
@@ -154,7 +154,7 @@ static enum Outcome read_kept_rows(Work *work, const Field *f, const Target *tar
                                    const Item *item)
 {
     const Layer *l = &f->layers[item->layer];
-    const Shape *shape = &f->shapes[l->shape[item->segment]];
+    const Shape *shape = shape_of(f, item);
     const Dataset *d = &shape->dataset;
     enum Outcome outcome = READ;
     if (work->rows == NULL) {

@@ -219,7 +219,7 @@ static int copy_item(Work *work, const Field *f, const Shape *shape, const Targe
 
 static int read_row_item(Work *work, const Field *f, const Target *target, const Item *item)
 {
-    const Shape *shape = &f->shapes[f->layers[item->layer].shape[item->segment]];
+    const Shape *shape = shape_of(f, item);
     Ranks ranks = ranks_of_item(item);
     RowBlock block;
     int is_good = 1;

@@ -32,13 +32,6 @@ typedef struct {
     Source *newest, *oldest;
 } Sources;
 
-static void unlink_source(Sources *all, Source *s)
-{
-    *(s->newer ? &s->newer->older : &all->newest) = s->older;
-    *(s->older ? &s->older->newer : &all->oldest) = s->newer;
-    s->newer = s->older = NULL;
-}
-
 static void close_source(Source *s)
 {
     if (s->map != NULL)
@@ -72,17 +65,6 @@ static int has_swmr_writer(int fd, int64_t nbytes)
     return 0;
 }
 
-static int is_same_file(const Source *s, const struct stat *status)
-{
-    return (int64_t)status->st_dev == s->device && (int64_t)status->st_ino == s->inode;
-}
-
-static int is_same_state(const Source *s, const struct stat *status)
-{
-    return is_same_file(s, status) && status->st_size == s->nbytes && in_ns(MODIFIED(*status)) == s->modified_ns &&
-           in_ns(STATUS_CHANGED(*status)) == s->changed_ns;
-}
-
 /* Open a source, a copy of one of the table; 0 where it cannot be, or is another file now. */
 static int open_source(const Sources *all, Source *opened)
 {
@@ -92,12 +74,12 @@ static int open_source(const Sources *all, Source *opened)
     if (opened->fd < 0)
         return 0;
     opened->is_open = 1;
-    if (fstat(opened->fd, &status) != 0 || !S_ISREG(status.st_mode) || !is_same_file(opened, &status)) {
+    if (fstat(opened->fd, &status) != 0 || !S_ISREG(status.st_mode) || !IS_SAME_FILE(opened, status)) {
         close_source(opened);
         return 0;
     }
     opened->has_swmr_writer = has_swmr_writer(opened->fd, status.st_size);
-    if (!opened->has_swmr_writer && !is_same_state(opened, &status)) {
+    if (!opened->has_swmr_writer && !IS_SAME_STATE(opened, status)) {
         close_source(opened);
         return 0;
     }
@@ -127,7 +109,7 @@ static void close_surplus(Sources *all)
             return;
         if (!are_too_many && s->fd < 0)
             continue; /* to close it gives no descriptor back */
-        unlink_source(all, s);
+        UNLINK(all, s);
         drop_source(all, s);
     }
 }
@@ -170,7 +152,7 @@ static int open_shared(Sources *all, Source *s)
 static void use_source(Sources *all, Source *s, File *file)
 {
     if (s->users++ == 0 && (s->newer || s->older || all->newest == s))
-        unlink_source(all, s);
+        UNLINK(all, s);
     *file = (File){.fd = s->fd, .io = s->map || all->io != IO_MAP ? all->io : IO_PREAD,
                    .map = s->map, .map_nbytes = s->map_nbytes, .path = s->path,
                    .device = s->device, .inode = s->inode,
@@ -216,9 +198,7 @@ static void release_source(Sources *all, Source *s, int64_t event)
     if (--s->users == 0 && s->is_stale) {
         drop_source(all, s);
     } else if (s->users == 0) {
-        s->older = all->newest, s->newer = NULL;
-        *(s->older ? &s->older->newer : &all->oldest) = s;
-        all->newest = s;
+        PUT_NEWEST(all, s);
         close_surplus(all);
     }
     pthread_mutex_unlock(&all->lock);
@@ -278,7 +258,7 @@ PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes,
     if (s->is_open && !is_fit && s->users) {
         s->is_stale = 1;
     } else if (s->is_open && !is_fit) {
-        unlink_source(sources, s);
+        UNLINK(sources, s);
         drop_source(sources, s);
     }
     pthread_mutex_unlock(&sources->lock);

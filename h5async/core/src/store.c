@@ -49,20 +49,6 @@ static Kept *find_kept(Store *store, uint64_t key)
     return kept;
 }
 
-static void unlink_kept(Store *store, Kept *kept)
-{
-    *(kept->newer ? &kept->newer->older : &store->newest) = kept->older;
-    *(kept->older ? &kept->older->newer : &store->oldest) = kept->newer;
-    kept->newer = kept->older = NULL;
-}
-
-static void put_newest(Store *store, Kept *kept)
-{
-    kept->older = store->newest, kept->newer = NULL;
-    *(kept->older ? &kept->older->newer : &store->oldest) = kept;
-    store->newest = kept;
-}
-
 /* What it counts in the budget. Of rows, that is less than their decoded chunks would. */
 static int64_t cost_of_kept(int64_t nbytes, int64_t num_pieces)
 {
@@ -76,7 +62,7 @@ static void drop_kept(Store *store, Kept *kept)
     while (*at != kept)
         at = &(*at)->next;
     *at = kept->next;
-    unlink_kept(store, kept);
+    UNLINK(store, kept);
     store->nbytes -= cost_of_kept(kept->nbytes, kept->num_pieces);
     store->chunk_nbytes -= kept->nbytes;
     kept->is_dropped = 1;
@@ -128,7 +114,7 @@ static Kept *use_kept(Store *store, uint64_t key, int64_t nbytes, int64_t num_pi
 {
     Kept *kept = find_kept(store, key);
     if (kept != NULL) {
-        unlink_kept(store, kept);
+        UNLINK(store, kept);
     } else {
         kept = new_kept(store, nbytes, num_pieces);
         if (kept == NULL)
@@ -142,7 +128,7 @@ static Kept *use_kept(Store *store, uint64_t key, int64_t nbytes, int64_t num_pi
         if (store->chunk_nbytes > store->most_chunk_nbytes)
             store->most_chunk_nbytes = store->chunk_nbytes;
     }
-    put_newest(store, kept);
+    PUT_NEWEST(store, kept);
     kept->users++;
     return kept;
 }
@@ -238,8 +224,8 @@ static void take_ready(Store *store, const uint64_t *keys, int count, Kept **fou
     }
     for (int i = 0; store->is_scarce && i < count; i++)
         if (found[i] != NULL) {
-            unlink_kept(store, found[i]);
-            put_newest(store, found[i]);
+            UNLINK(store, found[i]);
+            PUT_NEWEST(store, found[i]);
         }
     pthread_mutex_unlock(&store->lock);
 }
@@ -257,27 +243,25 @@ static void give_back_ready(Store *store, Kept **found, int count)
             free_kept(found[i]);
 }
 
-/* Be done with what was found ready, or is used. */
-static void let_go(Store *store, Kept *kept)
+/* Be done with a piece that was claimed; `is_filled`: its memory holds it. Else others may try. Or,
+   with a `piece` below 0, with what was found ready, or is used. */
+static void release_piece(Store *store, Kept *kept, int64_t piece, int is_filled)
 {
     pthread_mutex_lock(&store->lock);
+    if (piece >= 0) {
+        kept->pieces[piece] = is_filled ? PIECE_READY : PIECE_MISSING;
+        kept->missing -= is_filled;
+        pthread_cond_broadcast(&store->published);
+    }
     int is_free = unuse_kept(kept);
     pthread_mutex_unlock(&store->lock);
     if (is_free)
         free_kept(kept);
 }
 
-/* Be done with a piece that was claimed; `is_filled`: its memory holds it. Else others may try. */
-static void release_piece(Store *store, Kept *kept, int64_t piece, int is_filled)
+static void let_go(Store *store, Kept *kept)
 {
-    pthread_mutex_lock(&store->lock);
-    kept->pieces[piece] = is_filled ? PIECE_READY : PIECE_MISSING;
-    kept->missing -= is_filled;
-    pthread_cond_broadcast(&store->published);
-    int is_free = unuse_kept(kept);
-    pthread_mutex_unlock(&store->lock);
-    if (is_free)
-        free_kept(kept);
+    release_piece(store, kept, -1, 0);
 }
 
 /* Returns a store, or NULL where there is no memory for it. */

@@ -68,19 +68,10 @@ static __attribute__((noinline)) void note_stage(Worker *w, enum Stage stage, in
 ALWAYS_INLINE void end_stage(Worker *w, enum Stage stage, int64_t *since)
 {
     int64_t now = now_ns(), taken = now - *since;
-    switch (stage) {
-    case DECODING:
-        w->decode_ns += taken;
-        break;
-    case PLACING:
-        w->place_ns += taken;
-        break;
-    case TRANSFORMING:
-        w->transform_ns += taken;
-        break;
-    default:
-        w->read_ns += taken;
-    }
+    *(stage == DECODING       ? &w->decode_ns
+      : stage == PLACING      ? &w->place_ns
+      : stage == TRANSFORMING ? &w->transform_ns
+                              : &w->read_ns) += taken;
     if (is_traced(w))
         note_stage(w, stage, *since, now);
     *since = now;
