@@ -106,23 +106,7 @@ ALWAYS_INLINE void transpose_bits_inline(uint8_t *data, int64_t squares)
     }
 }
 
-#if defined(AVX2)
-AVX2 static void transpose_bits_avx2(uint8_t *data, int64_t squares)
-{
-    transpose_bits_inline(data, squares);
-}
-#endif
-
-static void transpose_bits(uint8_t *data, int64_t squares)
-{
-#if defined(AVX2)
-    if (HAS_AVX2()) {
-        transpose_bits_avx2(data, squares);
-        return;
-    }
-#endif
-    transpose_bits_inline(data, squares);
-}
+ALSO_FOR_AVX2(transpose_bits, (uint8_t *data, int64_t squares), (data, squares))
 
 /* One block of a multiple of 8 elements: 8 rows of bits for each byte of an element. */
 static void unbitshuffle_block(const uint8_t *in, int64_t count, int64_t element, uint8_t *planes,

@@ -49,6 +49,22 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
+/* Define a function by one whose name ends with _inline, compiled a second time for AVX2. */
+#if defined(AVX2)
+#define ALSO_FOR_AVX2(name, parameters, arguments)                                                \
+    AVX2 static void name##_avx2 parameters { name##_inline arguments; }                          \
+    static void name parameters                                                                   \
+    {                                                                                             \
+        if (HAS_AVX2())                                                                           \
+            name##_avx2 arguments;                                                                \
+        else                                                                                      \
+            name##_inline arguments;                                                              \
+    }
+#else
+#define ALSO_FOR_AVX2(name, parameters, arguments)                                                \
+    static void name parameters { name##_inline arguments; }
+#endif
+
 /* Call a function that is inlined with a size, which the compiler knows in each case. */
 #define BY_SIZE(size, function, ...)                                                              \
     switch (size) {                                                                               \

@@ -29,33 +29,25 @@ typedef struct {
         return 1;                                                                                 \
     }
 
+/* Values as they are, and as float32, each with indices of 4 and of 8 bytes. */
 #define DENSE_ROWS(Value, Sum)                                                                    \
     DENSE_ROW(dense32_##Value, Value, Sum, Value, int32_t)                                        \
-    DENSE_ROW(dense64_##Value, Value, Sum, Value, int64_t)
-
-#define DENSE_FLOATS(Value)                                                                       \
+    DENSE_ROW(dense64_##Value, Value, Sum, Value, int64_t)                                        \
     DENSE_ROW(float32_##Value, Value, float, float, int32_t)                                      \
     DENSE_ROW(float64_##Value, Value, float, float, int64_t)
+#define DENSE_OF(Value, Sum)                                                                      \
+    {{dense32_##Value, dense64_##Value}, {float32_##Value, float64_##Value}},
 
-DENSE_ROWS(int8_t, uint32_t) DENSE_ROWS(int16_t, uint32_t) DENSE_ROWS(int32_t, uint32_t)
-DENSE_ROWS(int64_t, uint64_t) DENSE_ROWS(uint8_t, uint32_t) DENSE_ROWS(uint16_t, uint32_t)
-DENSE_ROWS(uint32_t, uint32_t) DENSE_ROWS(uint64_t, uint64_t)
-DENSE_ROWS(float, float) DENSE_ROWS(double, double)
-DENSE_FLOATS(int8_t) DENSE_FLOATS(int16_t) DENSE_FLOATS(int32_t) DENSE_FLOATS(int64_t)
-DENSE_FLOATS(uint8_t) DENSE_FLOATS(uint16_t) DENSE_FLOATS(uint32_t) DENSE_FLOATS(uint64_t)
-DENSE_FLOATS(double)
+/* Each kind of value, in the order of its numbers. */
+#define EACH_VALUE(DO)                                                                            \
+    DO(int8_t, uint32_t) DO(int16_t, uint32_t) DO(int32_t, uint32_t) DO(int64_t, uint64_t)        \
+    DO(uint8_t, uint32_t) DO(uint16_t, uint32_t) DO(uint32_t, uint32_t) DO(uint64_t, uint64_t)    \
+    DO(float, float) DO(double, double)
+EACH_VALUE(DENSE_ROWS)
 
 typedef int (*DenseRow)(const Sparse *, int64_t);
 
-/* By kind of value; of values as they are and as float32, each with indices of 4 and of 8 bytes. */
-#define DENSE_OF(Value) {{dense32_##Value, dense64_##Value}, {float32_##Value, float64_##Value}}
-static const DenseRow DENSE[][2][2] = {
-    [OF_INT8] = DENSE_OF(int8_t), [OF_INT16] = DENSE_OF(int16_t), [OF_INT32] = DENSE_OF(int32_t),
-    [OF_INT64] = DENSE_OF(int64_t), [OF_UINT8] = DENSE_OF(uint8_t), [OF_UINT16] = DENSE_OF(uint16_t),
-    [OF_UINT32] = DENSE_OF(uint32_t), [OF_UINT64] = DENSE_OF(uint64_t),
-    [OF_FLOAT32] = {{dense32_float, dense64_float}, {dense32_float, dense64_float}},
-    [OF_FLOAT64] = DENSE_OF(double),
-};
+static const DenseRow DENSE[][2][2] = {EACH_VALUE(DENSE_OF)};
 
 /* Returns how many rows were made before the first that has an index which is no column's, or whose
    values are none of the matrix; -1 where values or indices are of another kind. */
@@ -65,7 +57,7 @@ PUBLIC int64_t h5async_make_dense(const Sparse *s)
         (s->out_kind != s->data_kind && s->out_kind != OF_FLOAT32) ||
         (s->index_nbytes != 4 && s->index_nbytes != 8))
         return -1;
-    DenseRow make = DENSE[s->data_kind][s->out_kind != s->data_kind][s->index_nbytes == 8];
+    DenseRow make = DENSE[s->data_kind - OF_INT8][s->out_kind != s->data_kind][s->index_nbytes == 8];
     for (int64_t row = 0; row < s->rows; row++)
         if (s->indptr[row] < 0 || s->indptr[row + 1] > s->total || !make(s, row))
             return row;

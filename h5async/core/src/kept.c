@@ -3,7 +3,7 @@
    threads seldom wait for each other, and what lies in memory far apart is fetched at the same
    time. */
 
-enum { MAX_KEPT = 64, NUM_BLOCKS = 8, FETCHED_AHEAD = 4, LINE_NBYTES = 64, MAX_LINES = 8 };
+enum { MAX_KEPT = 64, NUM_BLOCKS = 8, FETCHED_AHEAD = 4, MOST_FETCHED = 512 };
 
 /* Pieces of some items of one field, all kept in its store or not at all. */
 typedef struct {
@@ -23,12 +23,10 @@ static void fetch_piece(const Shape *shape, const Runs *runs, const Kept *kept)
         return;
     const uint8_t *from = kept->data + runs->local[0] * stride;
     int64_t nbytes = stride * runs->length[0];
-    if (nbytes > MAX_LINES * LINE_NBYTES) {
+    if (nbytes > MOST_FETCHED)
         fetch_early(from, nbytes);
-        return;
-    }
-    for (int64_t at = 0; at < nbytes; at += LINE_NBYTES)
-        __builtin_prefetch(from + at);
+    else
+        fetch(from, nbytes);
 }
 
 /* Copy the rows of an item; 0: its pieces are not within bounds. */

@@ -15,20 +15,6 @@ ALWAYS_INLINE uint64_t shifted(uint64_t half, uint64_t other, uint64_t modulus, 
     return half - (modulus & -(uint64_t)(half >= modulus)); /* no branch: it could not be predicted */
 }
 
-ALWAYS_INLINE uint64_t feistel(uint64_t x, uint64_t a, uint64_t b, const uint64_t *keys)
-{
-    uint64_t right, left;
-    if ((x | a) >> 32)
-        right = x / a, left = x % a;
-    else
-        right = (uint32_t)x / (uint32_t)a, left = (uint32_t)x % (uint32_t)a;
-    for (int i = 0; i < ROUNDS; i += 2) {
-        left = shifted(left, right, a, keys[i]);
-        right = shifted(right, left, b, keys[i + 1]);
-    }
-    return right * a + left;
-}
-
 /* Several numbers at a time: one alone waits for its products. `lanes` is known to the compiler, which
    has them in vectors where the processor multiplies these. */
 ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, uint64_t a, uint64_t b, const uint64_t *keys)
@@ -50,6 +36,12 @@ ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, uint64_t a, uint64_t b,
     }
     for (int j = 0; j < lanes; j++)
         x[j] = right[j] * a + left[j];
+}
+
+ALWAYS_INLINE uint64_t feistel(uint64_t x, uint64_t a, uint64_t b, const uint64_t *keys)
+{
+    feistel_lanes(&x, 1, a, b, keys);
+    return x;
 }
 
 /* Permute numbers, `lanes` at a time; returns how many, those at the end are left. */
@@ -82,8 +74,7 @@ PUBLIC int64_t h5async_permute(uint64_t *numbers, int64_t n, uint64_t count, uin
         i = permute_avx512(numbers, n, a, b, keys);
 #endif
     i += permute_lanes(numbers + i, n - i, LANES, a, b, keys);
-    for (int64_t j = i; j < n; j++)
-        numbers[j] = feistel(numbers[j], a, b, keys);
+    permute_lanes(numbers + i, n - i, 1, a, b, keys);
     for (int64_t j = 0; j < n; j++)
         while (numbers[j] >= count)
             numbers[j] = feistel(numbers[j], a, b, keys);

@@ -44,12 +44,15 @@ static int grow_wanted(BatchPlan *p, int64_t count)
 
 enum { FEW = 48, MANY = 2048 };
 
+/* Sort by sample, and those that are equal by their rank, and then as they come. */
 static void insert_each(Wanted *wanted, int64_t count)
 {
     for (int64_t i = 1; i < count; i++) {
         Wanted one = wanted[i];
         int64_t at = i;
-        for (; at > 0 && wanted[at - 1].sample > one.sample; at--)
+        for (; at > 0 && (wanted[at - 1].sample > one.sample ||
+                          (wanted[at - 1].sample == one.sample && wanted[at - 1].rank > one.rank));
+             at--)
             wanted[at] = wanted[at - 1];
         wanted[at] = one;
     }

@@ -65,38 +65,39 @@ static int has_swmr_writer(int fd, int64_t nbytes)
     return 0;
 }
 
-/* Open a source, a copy of one of the table; 0 where it cannot be, or is another file now. */
-static int open_source(const Sources *all, Source *opened)
+/* Open and map what is known of a source; 0 where it cannot be, or is another file now. */
+static int open_and_map(const Sources *all, Source *opened)
 {
     struct stat status;
-    opened->map = NULL;
-    opened->fd = open(opened->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* nothing comes of a pipe */
-    if (opened->fd < 0)
+    if (fstat(opened->fd, &status) != 0 || !S_ISREG(status.st_mode) || !IS_SAME_FILE(opened, status))
         return 0;
-    opened->is_open = 1;
-    if (fstat(opened->fd, &status) != 0 || !S_ISREG(status.st_mode) || !IS_SAME_FILE(opened, status)) {
-        close_source(opened);
-        return 0;
-    }
     opened->has_swmr_writer = has_swmr_writer(opened->fd, status.st_size);
-    if (!opened->has_swmr_writer && !IS_SAME_STATE(opened, status)) {
-        close_source(opened);
+    if (!opened->has_swmr_writer && !IS_SAME_STATE(opened, status))
         return 0;
-    }
-    if (opened->may_map && status.st_size > 0) {
-        void *map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_SHARED, opened->fd, 0);
-        if (map != MAP_FAILED) {
-            opened->map = map, opened->map_nbytes = status.st_size;
-            if (all->gives_back && !opened->has_swmr_writer) {
-                close(opened->fd);
-                opened->fd = PATH_CHECKED;
-            }
-        } else if (all->io == IO_MAP) {
-            close_source(opened);
-            return 0;
-        }
+    if (!opened->may_map || status.st_size == 0)
+        return 1;
+    void *map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_SHARED, opened->fd, 0);
+    if (map == MAP_FAILED)
+        return all->io != IO_MAP;
+    opened->map = map, opened->map_nbytes = status.st_size;
+    if (all->gives_back && !opened->has_swmr_writer) {
+        close(opened->fd);
+        opened->fd = PATH_CHECKED;
     }
     return 1;
+}
+
+/* Open a source, a copy of one of the table. */
+static int open_source(const Sources *all, Source *opened)
+{
+    opened->map = NULL;
+    opened->fd = open(opened->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* nothing comes of a pipe */
+    opened->is_open = opened->fd >= 0;
+    if (opened->is_open && open_and_map(all, opened))
+        return 1;
+    if (opened->is_open)
+        close_source(opened);
+    return 0;
 }
 
 /* Close sources that nobody uses, those first that were out of use for longest. Holds the lock. */

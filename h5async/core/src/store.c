@@ -157,28 +157,7 @@ static int unuse_kept(Kept *kept)
     return --kept->users == 0 && kept->is_dropped;
 }
 
-/* Look up a chunk, and claim it where it is not there. `wait`: until whoever decodes it is done. */
-static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wait, Kept **found)
-{
-    int64_t at = 0;
-    enum Claim claim = UNKEPT;
-    int is_free = 0;
-    pthread_mutex_lock(&store->lock);
-    Kept *kept = use_kept(store, key, nbytes, 1);
-    if (kept != NULL) {
-        while ((claim = claim_missing(kept, 0, 0, 1, &at)) == BUSY && wait)
-            pthread_cond_wait(&store->published, &store->lock);
-        if (claim != READY) /* a claim counts as a use of its own */
-            is_free = unuse_kept(kept);
-    }
-    pthread_mutex_unlock(&store->lock);
-    if (is_free)
-        free_kept(kept);
-    *found = claim == CLAIMED || claim == READY ? kept : NULL;
-    return claim;
-}
-
-/* The same of rows that are put together of pieces; NULL: there is no room for them. */
+/* Use what is kept under a key, or will be; NULL: there is no room for it. */
 static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
 {
     pthread_mutex_lock(&store->lock);
@@ -187,7 +166,7 @@ static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pi
     return kept;
 }
 
-/* Claim a piece of rows; see claim_missing. `wait`: not BUSY, but until others are done. */
+/* Claim a piece of it; see claim_missing. `wait`: not BUSY, but until others are done. */
 static enum Claim claim_piece(Store *store, Kept *kept, int64_t own, int wait, int64_t begin,
                               int64_t end, int64_t *at)
 {
@@ -262,6 +241,18 @@ static void release_piece(Store *store, Kept *kept, int64_t piece, int is_filled
 static void let_go(Store *store, Kept *kept)
 {
     release_piece(store, kept, -1, 0);
+}
+
+/* Use a decoded chunk, and claim it where it is not there. `wait`: until whoever decodes it is done. */
+static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wait, Kept **found)
+{
+    int64_t at = 0;
+    Kept *kept = use_rows(store, key, nbytes, 1);
+    enum Claim claim = kept ? claim_piece(store, kept, 0, wait, 0, 1, &at) : UNKEPT;
+    *found = claim == CLAIMED || claim == READY ? kept : NULL;
+    if (kept != NULL && claim != READY) /* a claim counts as a use of its own */
+        let_go(store, kept);
+    return claim;
 }
 
 /* Returns a store, or NULL where there is no memory for it. */

@@ -85,35 +85,24 @@ static void split3(const uint8_t *in, int64_t count, uint8_t *const out[3])
             out[c][i] = in[3 * i + c];
 }
 
+#define PLANES_OF(kind, planes, type)                                                             \
+    case kind:                                                                                    \
+        planes(type)                                                                              \
+        break;
+
 /* `count` points of one sample; the compiler vectorizes loops over a known number of channels. */
 ALWAYS_INLINE void transform_points(const Transform *t, const uint8_t *in, uint8_t *out,
                                     int64_t points, int64_t count, int64_t channels)
 {
     switch (t->source) {
-    case BYTES_1:
-        COPY_PLANE(uint8_t)
-        break;
-    case BYTES_2:
-        COPY_PLANE(uint16_t)
-        break;
-    case BYTES_4:
-        COPY_PLANE(uint32_t)
-        break;
-    case BYTES_8:
-        COPY_PLANE(uint64_t)
-        break;
-    case UINT8:
-        CAST_PLANE(uint8_t)
-        break;
-    case UINT16:
-        CAST_PLANE(uint16_t)
-        break;
-    case INT16:
-        CAST_PLANE(int16_t)
-        break;
-    case FLOAT32:
-        CAST_PLANE(float)
-        break;
+        PLANES_OF(BYTES_1, COPY_PLANE, uint8_t)
+        PLANES_OF(BYTES_2, COPY_PLANE, uint16_t)
+        PLANES_OF(BYTES_4, COPY_PLANE, uint32_t)
+        PLANES_OF(BYTES_8, COPY_PLANE, uint64_t)
+        PLANES_OF(UINT8, CAST_PLANE, uint8_t)
+        PLANES_OF(UINT16, CAST_PLANE, uint16_t)
+        PLANES_OF(INT16, CAST_PLANE, int16_t)
+        PLANES_OF(FLOAT32, CAST_PLANE, float)
     }
 }
 
@@ -157,13 +146,8 @@ ALWAYS_INLINE void transform_inline(const Transform *t, const uint8_t *in, uint8
         }
 }
 
-#if defined(AVX2)
-AVX2 static void transform_avx2(const Transform *t, const uint8_t *in, uint8_t *out,
-                                int64_t from_size, int64_t to_size)
-{
-    transform_inline(t, in, out, from_size, to_size);
-}
-#endif
+ALSO_FOR_AVX2(transform, (const Transform *t, const uint8_t *in, uint8_t *out, int64_t from_size,
+                          int64_t to_size), (t, in, out, from_size, to_size))
 
 /* Transform (samples, points, channels) to (samples, channels, points); 0: not a known conversion. */
 PUBLIC int64_t h5async_transform(const Transform *t, const uint8_t *in, uint8_t *out)
@@ -176,12 +160,6 @@ PUBLIC int64_t h5async_transform(const Transform *t, const uint8_t *in, uint8_t 
         return 0;
     if (is_copy == !!t->is_float || t->samples < 0 || t->points < 1 || t->channels < 1)
         return 0;
-#if defined(AVX2)
-    if (HAS_AVX2()) {
-        transform_avx2(t, in, out, from_size, to_size);
-        return 1;
-    }
-#endif
-    transform_inline(t, in, out, from_size, to_size);
+    transform(t, in, out, from_size, to_size);
     return 1;
 }

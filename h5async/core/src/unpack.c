@@ -73,12 +73,7 @@ ALWAYS_INLINE void unpack_inline(const Unpack *u, const uint8_t *in, uint8_t *ou
         unpack_row(u, u->which ? u->which[row] : 0, in + row * from_nbytes, out + row * to_nbytes);
 }
 
-#if defined(AVX2)
-AVX2 static void unpack_avx2(const Unpack *u, const uint8_t *in, uint8_t *out)
-{
-    unpack_inline(u, in, out);
-}
-#endif
+ALSO_FOR_AVX2(unpack, (const Unpack *u, const uint8_t *in, uint8_t *out), (u, in, out))
 
 /* Unpack rows, which lie one after the other; 0: not a known type. */
 PUBLIC int64_t h5async_unpack(const Unpack *u, const uint8_t *in, uint8_t *out)
@@ -87,12 +82,6 @@ PUBLIC int64_t h5async_unpack(const Unpack *u, const uint8_t *in, uint8_t *out)
         return 0;
     if (u->is_wide && !u->is_double)
         return 0;
-#if defined(AVX2)
-    if (HAS_AVX2()) {
-        unpack_avx2(u, in, out);
-        return 1;
-    }
-#endif
-    unpack_inline(u, in, out);
+    unpack(u, in, out);
     return 1;
 }

@@ -66,18 +66,6 @@ static int64_t list_group(const Window *w, int64_t first_round, Wanted *found)
     return count;
 }
 
-/* Sort those by their lower bits whose higher bits are equal; they are next to each other. */
-static void sort_equal(Wanted *found, int64_t count)
-{
-    for (int64_t i = 1; i < count; i++) {
-        Wanted one = found[i];
-        int64_t at = i;
-        for (; at > 0 && found[at - 1].sample == one.sample && found[at - 1].rank > one.rank; at--)
-            found[at] = found[at - 1];
-        found[at] = one;
-    }
-}
-
 /* Compute the samples of some rounds, of whole groups, into `samples`, which has room for `size` of
    each. Returns how many there are; -1: there is no memory. */
 PUBLIC int64_t h5async_window_block(const Window *w, int64_t *samples, int64_t first_round,
@@ -92,7 +80,7 @@ PUBLIC int64_t h5async_window_block(const Window *w, int64_t *samples, int64_t f
         int64_t count = list_group(w, round, found);
         Wanted *sorted =
             sort_wanted(found, found + most, count, 0, ((int64_t)1 << (63 - HIGH_SHIFT)) - 1);
-        sort_equal(sorted, count);
+        insert_each(sorted, count); /* by the lower bits: those of equal higher ones are neighbours */
         for (int64_t i = 0; i < count; i++) {
             int64_t r = sorted[i].position / (int32_t)w->size;
             int64_t s = sorted[i].position - r * w->size;
