@@ -48,6 +48,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline)) /* so that its loops have the registers that they need */
 
 /* Define a function by one whose name ends with _inline, compiled a second time for AVX2. */
 #if defined(AVX2)

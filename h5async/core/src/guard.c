@@ -123,7 +123,7 @@ static void install_guard(void)
 
 /* Do `work`; return 0 if a page could not be read, after which part of it is undone. It must hold no
    lock, and allocate no memory that would be lost. This thread has installed the guard. */
-static __attribute__((noinline)) int guarded(const File *file, void (*work)(void *), void *data)
+static NOINLINE int guarded(const File *file, void (*work)(void *), void *data)
 {
     Guard guard = {.begin = file->map, .end = file->map + file->map_nbytes};
     if (file->map == NULL) {

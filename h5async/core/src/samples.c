@@ -84,19 +84,20 @@ static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count, int64_t
 }
 
 /* Join runs that follow each other in the dataset and in the batch, and put them to `runs`, which may
-   be the same array. The `rank` of each is its length at first, and counts from `rank` on then.
-   Returns how many runs; -1: some have rows in common, where `are_apart`. */
-static int64_t join_wanted(const Wanted *wanted, int64_t count, int64_t rank, Wanted *runs,
-                           int are_apart)
+   be the same array; ranks count from `rank` on then. `are_spans`: at first, the rank of each is its
+   length; else they are single rows. Returns how many runs; -1: spans have rows in common. */
+ALWAYS_INLINE int64_t join_wanted(const Wanted *wanted, int64_t count, int64_t rank, Wanted *runs,
+                                  int are_spans)
 {
-    int64_t num_runs = 0;
+    int64_t num_runs = 0, behind = -1, place = 0; /* behind the run before: its row, and its place */
     for (int64_t i = 0; i < count; i++) {
         Wanted one = wanted[i];
-        int64_t length = one.rank, before = num_runs ? rank - runs[num_runs - 1].rank : 0;
-        if (are_apart && i + 1 < count && one.sample + length > wanted[i + 1].sample)
+        int64_t length = are_spans ? one.rank : 1;
+        int is_new = one.sample != behind || one.position != place;
+        if (are_spans && one.sample < behind)
             return -1;
-        if (!num_runs || runs[num_runs - 1].sample + before != one.sample ||
-            runs[num_runs - 1].position + before != one.position) {
+        behind = one.sample + length, place = one.position + length;
+        if (is_new) {
             one.rank = (int32_t)rank;
             runs[num_runs++] = one;
         }
@@ -125,7 +126,7 @@ ALWAYS_INLINE void list_run(Listed *listed, Wanted *wanted, int64_t sample, int6
 }
 
 /* List the samples of a batch. */
-static Listed list_each(Wanted *wanted, const int64_t *samples, int64_t count)
+static NOINLINE Listed list_each(Wanted *wanted, const int64_t *samples, int64_t count)
 {
     Listed listed = NONE_LISTED;
     for (int64_t i = 0; i < count; i++)
@@ -134,7 +135,7 @@ static Listed list_each(Wanted *wanted, const int64_t *samples, int64_t count)
 }
 
 /* List the rows of all samples of a batch, but those in whose place there are zeros. */
-static Listed list_steps(Wanted *wanted, const int64_t *samples, int64_t count, const StepRows *steps)
+static NOINLINE Listed list_steps(Wanted *wanted, const int64_t *samples, int64_t count, const StepRows *steps)
 {
     Listed listed = NONE_LISTED;
     int64_t sequence = 0, position = 0;
@@ -156,7 +157,7 @@ static Listed list_steps(Wanted *wanted, const int64_t *samples, int64_t count, 
 }
 
 /* List the rows of samples of a ragged field one by one. */
-static Listed list_span_rows(Wanted *wanted, const int64_t *samples, int64_t count,
+static NOINLINE Listed list_span_rows(Wanted *wanted, const int64_t *samples, int64_t count,
                              const SpanRows *spans)
 {
     Listed listed = NONE_LISTED;
@@ -167,10 +168,10 @@ static Listed list_span_rows(Wanted *wanted, const int64_t *samples, int64_t cou
 }
 
 /* Put what was listed in order, and the runs of it, `num_rows` in all, behind those of the groups
-   before, or, of the only group, where they are. Returns 1; 0: there is no memory; -1: some have rows
-   in common, where `are_apart`. */
-static int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_rows, int is_sorted,
-                    int are_apart, int is_only_group)
+   before, or, of the only group, where they are. Returns 1; 0: there is no memory; -1: spans have rows
+   in common. */
+static NOINLINE int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_rows, int is_sorted,
+                             int are_spans, int is_only_group)
 {
     Wanted *sorted = plan->wanted, *runs;
     int64_t rank = 0, first = 0;
@@ -187,7 +188,8 @@ static int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_rows, int
             return 0;
         runs = plan->joined + first;
     }
-    int64_t num_runs = join_wanted(sorted, listed->count, rank, runs, are_apart);
+    int64_t num_runs = are_spans ? join_wanted(sorted, listed->count, rank, runs, 1)
+                                 : join_wanted(sorted, listed->count, rank, runs, 0);
     if (num_runs < 0)
         return -1;
     plan->first_wanted = first, plan->num_wanted = first + num_runs;

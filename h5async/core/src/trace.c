@@ -44,7 +44,7 @@ static void put_event(Worker *w)
     latest->end_ns = 0;
 }
 
-static __attribute__((noinline)) void note_stage(Worker *w, enum Stage stage, int64_t begin,
+static NOINLINE void note_stage(Worker *w, enum Stage stage, int64_t begin,
                                                  int64_t end)
 {
     TraceEvent *latest = &w->latest;
