@@ -148,7 +148,8 @@ class Core:
         """Return a pipeline as the core takes it, or None if the core cannot undo it."""
         if len(filters) > MAX_FILTERS:
             return None
-        taken = [found for entry in filters if (found := core_filter(entry)) is not None]
+        codecs = [entry.codec for entry in filters if entry.codec is not None]
+        taken = [codec.core for codec in codecs if codec.core is not None]
         if len(taken) < len(filters) or any(entry.library in self.missing for entry in taken):
             return None
         structs = [_filter_struct(entry) for entry in taken]
@@ -318,12 +319,6 @@ def _members_of(library: Any) -> dict[str, tuple[int, int]]:
     members.argtypes = []
     found = members()
     return {found[i].name.decode(): (found[i].offset, found[i].nbytes) for i in range(count)}
-
-
-def core_filter(entry: Filter) -> CoreFilter | None:
-    """Return a filter as the core takes it; None if the core cannot undo it."""
-    codec = entry.codec
-    return None if codec is None else codec.core
 
 
 def _filter_struct(entry: CoreFilter) -> FilterStruct:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from h5async.core.libraries import FUNCTIONS
+from h5async.core.libraries import LIBRARIES
 
 ABI = 16  # the core's own number, for changes that its structures do not show
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
@@ -50,7 +50,7 @@ def _declared(*declarations: tuple[Any, str]) -> list[tuple[str, Any]]:
 class LibrariesStruct(_Shared):
     """The functions of codec libraries, by pointers."""
 
-    _fields_ = _declared((c_void_p, " ".join(FUNCTIONS)))
+    _fields_ = _declared(*((c_void_p, " ".join(functions)) for functions in LIBRARIES.values()))
 
 
 class TraceEventStruct(_Shared):

@@ -14,7 +14,7 @@ from h5async.codec.filters import (
     Filter,
     can_decode,
 )
-from h5async.core.libraries import FUNCTIONS
+from h5async.core.libraries import LIBRARIES
 
 # Client data with which every filter is decoded here, where one can be.
 GIVEN = {
@@ -53,7 +53,7 @@ def test_each_filter_has_one_entry():
 @pytest.mark.parametrize(("name", "parameters", "codec"), CODECS)
 def test_an_entry_agrees_with_what_reads_it(name, parameters, codec):
     if codec.core is not None:
-        assert codec.core.library is None or codec.core.library in FUNCTIONS.values()
+        assert codec.core.library is None or codec.core.library in LIBRARIES
         assert 0 <= codec.core.element_nbytes < 2**31
     if codec.gives_view:
         assert codec.added_nbytes is not None

@@ -44,7 +44,6 @@ static int ask_for_items(Work *work)
     return span.num_long > 0;
 }
 
-/* Whether all seems to lie in the page cache. */
 static int seem_cached(const Work *work)
 {
     int64_t count = work->end - work->at, step = count / MAX_PROBES + 1, nbytes;
@@ -211,7 +210,6 @@ PUBLIC int64_t h5async_read_again(BatchPlan *plan, const Field *fields, const Ta
     return item->status == DONE;
 }
 
-/* Items that have no source. */
 static void fill_items(Work *work, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {

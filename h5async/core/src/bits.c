@@ -58,7 +58,6 @@ static void interleave_planes(const uint8_t *const *planes, int64_t count, int64
     }
 }
 
-/* Planes of `count` bytes, one for each byte of an element, become `count` elements. */
 static void interleave(const uint8_t *in, int64_t count, int64_t element, uint8_t *out)
 {
     const uint8_t *planes[MOST_PLANES];

@@ -32,7 +32,6 @@ static int has_end(const uint8_t *data, int64_t at, int64_t end)
     return 0;
 }
 
-/* Walk over the segments of a JPEG to its frame header. */
 static int jpeg_header(const uint8_t *data, int64_t end, int64_t *found)
 {
     for (int64_t at = 2; at + 4 <= end && data[at] == 0xFF;) {

@@ -5,7 +5,6 @@ typedef struct {
     int64_t run, rank, end;
 } Ranks;
 
-/* What it costs to read so many bytes so many times. */
 static int64_t cost_of(int64_t nbytes, int64_t times)
 {
     int64_t cost;
@@ -53,7 +52,6 @@ static int add_run(BatchPlan *plan, Item *item, int64_t local, int64_t position,
     return 1;
 }
 
-/* Samples whose rows lie in the file as they are. */
 static int plan_rows(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t segment,
                      Ranks ranks)
 {
@@ -122,7 +120,6 @@ static int plan_chunks(BatchPlan *plan, const Field *f, int32_t field, int32_t l
     return 1;
 }
 
-/* Samples that are elements of variable length. */
 static int plan_heap(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t segment,
                      Ranks ranks)
 {

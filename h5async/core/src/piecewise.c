@@ -45,7 +45,6 @@ static void note_claim(Work *work, Store *store, Kept *kept, int64_t piece)
     work->claims[work->num_claims++] = (Claimed){store, kept, piece};
 }
 
-/* Note which chunk could not be read or decoded. */
 static void note_piece(Worker *w, int64_t extent, int64_t cross)
 {
     fail(w, UNREADABLE, -1, 0, 0);

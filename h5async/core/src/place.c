@@ -54,7 +54,6 @@ ALWAYS_INLINE void copy_units(const uint8_t *from, uint8_t *to, Dim lines, Dim i
                    from + line * lines.from_stride + i * inner.from_stride, (size_t)unit);
 }
 
-/* Copies the elements of some lines. */
 static void copy_lines(const uint8_t *from, uint8_t *to, Dim lines, Dim inner, int64_t unit)
 {
     BY_SIZE(unit, copy_units, from, to, lines, inner)
@@ -162,7 +161,6 @@ static int go_on(const Piece *p, int64_t rank, Place *at)
     return 0;
 }
 
-/* Copies the piece of one sample. */
 static void place_sample(const Piece *p, const uint8_t *from, uint8_t *to)
 {
     Place at = first_place(p);
@@ -231,7 +229,6 @@ static void place(const Dataset *d, const Piece *p, const Runs *runs, const uint
     }
 }
 
-/* Copy whole rows. */
 static void place_rows(int64_t row_nbytes, const Runs *runs, const uint8_t *chunk, uint8_t *batch)
 {
     for (int64_t r = 0; r < runs->count; r++) {

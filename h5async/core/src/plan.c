@@ -13,7 +13,6 @@ static int is_planned(const Alike *alike, int32_t field)
     return alike->targets[field].is_wanted && alike->fields[field].row_nbytes > 0;
 }
 
-/* Samples of one segment. */
 static int plan_segment(BatchPlan *plan, const Field *f, int32_t field, int32_t layer,
                         int64_t segment, Ranks ranks)
 {
@@ -115,7 +114,6 @@ static int needs_order(const Field *fields, const Target *targets, int64_t num_f
     return 0;
 }
 
-/* Plan the fields of one group, from `begin` on. */
 static int plan_group(BatchPlan *plan, const Field *fields, const Target *targets,
                       int64_t num_fields, int32_t begin)
 {

@@ -279,7 +279,6 @@ PUBLIC int64_t h5async_end_queue(Queue *queue)
     return h5async_wake(queue);
 }
 
-/* Return whether a batch that went to Python was planned. */
 PUBLIC int64_t h5async_is_planned(Queue *queue, int64_t slot)
 {
     return queue->jobs[slot].is_planned;
@@ -307,7 +306,6 @@ static Job *next_job(Queue *queue)
     return found;
 }
 
-/* Compute the sample numbers of a batch from its positions. */
 static void find_samples(const Queue *queue, const Wish *wish)
 {
     const Mapping *mapping = &wish->mapping;

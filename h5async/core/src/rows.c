@@ -246,7 +246,6 @@ static int64_t offset_of_rows(const Work *work, const Item *item)
     return block.count ? block.offset[0] : -1;
 }
 
-/* Ask the system for all rows of an item. */
 static void ask_for_rows(const Work *work, const Item *item, Span *span)
 {
     const Field *f = &work->fields[item->field];

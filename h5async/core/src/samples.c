@@ -107,7 +107,6 @@ ALWAYS_INLINE int64_t join_wanted(const Wanted *wanted, int64_t count, int64_t r
     return num_runs;
 }
 
-/* What is known of some samples when they are listed. */
 typedef struct {
     int64_t count, least, most, latest;
     int is_ascending;
@@ -125,7 +124,6 @@ ALWAYS_INLINE void list_run(Listed *listed, Wanted *wanted, int64_t sample, int6
     wanted[listed->count++] = (Wanted){sample, (int32_t)position, (int32_t)length};
 }
 
-/* List the samples of a batch. */
 static NOINLINE Listed list_each(Wanted *wanted, const int64_t *samples, int64_t count)
 {
     Listed listed = NONE_LISTED;

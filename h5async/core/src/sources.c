@@ -87,7 +87,6 @@ static int open_and_map(const Sources *all, Source *opened)
     return 1;
 }
 
-/* Open a source, a copy of one of the table. */
 static int open_source(const Sources *all, Source *opened)
 {
     opened->map = NULL;

@@ -255,7 +255,6 @@ static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wa
     return claim;
 }
 
-/* Returns a store, or NULL where there is no memory for it. */
 PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbytes)
 {
     int64_t least = least_chunk_nbytes < 0 ? 0 : least_chunk_nbytes;
@@ -290,7 +289,6 @@ PUBLIC int64_t h5async_clear_store(Store *store)
     return 1;
 }
 
-/* Bytes of chunks that it has held at most. */
 PUBLIC int64_t h5async_most_kept(Store *store)
 {
     pthread_mutex_lock(&store->lock);

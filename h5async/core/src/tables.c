@@ -37,7 +37,6 @@ typedef struct {
 
 /* Which rows of a field each sample is: those at some offsets from its own, in its sequence. */
 enum Pad { PAD_EDGE = 0, PAD_ZERO = 1 };
-enum { NO_ROW = -1 }; /* in place of a row: zeros */
 
 typedef struct {
     const int64_t *offsets; /* [num_offsets] */

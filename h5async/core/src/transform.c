@@ -72,7 +72,6 @@ SSSE3 static int64_t split3_ssse3(const uint8_t *in, int64_t count, uint8_t *con
 }
 #endif
 
-/* Points of 3 bytes to 3 planes. */
 static void split3(const uint8_t *in, int64_t count, uint8_t *const out[3])
 {
     int64_t i = 0;

@@ -27,41 +27,29 @@ enum UnpackSource { I1 = 1, U1, I2, U2, I4, U4, F4, F8 };
         }                                                                                         \
     }
 
-#define UNPACK_SOURCE(name, stored)                                                               \
-    UNPACK_ROW(name##_floats, stored, float, float)                                               \
-    UNPACK_ROW(name##_narrowed, stored, double, float)                                            \
-    UNPACK_ROW(name##_doubles, stored, double, double)
-
-UNPACK_SOURCE(i1, int8_t)
-UNPACK_SOURCE(u1, uint8_t)
-UNPACK_SOURCE(i2, int16_t)
-UNPACK_SOURCE(u2, uint16_t)
-UNPACK_SOURCE(i4, int32_t)
-UNPACK_SOURCE(u4, uint32_t)
-UNPACK_SOURCE(f4, float)
-UNPACK_SOURCE(f8, double)
-
-#define UNPACK_CASE(number, name, stored)                                                         \
-    case number:                                                                                  \
+#define UNPACK_SOURCE(kind, stored)                                                               \
+    UNPACK_ROW(floats_##kind, stored, float, float)                                               \
+    UNPACK_ROW(narrowed_##kind, stored, double, float)                                            \
+    UNPACK_ROW(doubles_##kind, stored, double, double)
+#define UNPACK_CASE(kind, stored)                                                                 \
+    case kind:                                                                                    \
         if (!u->is_double)                                                                        \
-            unpack_##name##_floats(u, at, (const stored *)in, (float *)out);                      \
+            unpack_floats_##kind(u, at, (const stored *)in, (float *)out);                        \
         else if (u->is_wide)                                                                      \
-            unpack_##name##_doubles(u, at, (const stored *)in, (double *)out);                    \
+            unpack_doubles_##kind(u, at, (const stored *)in, (double *)out);                      \
         else                                                                                      \
-            unpack_##name##_narrowed(u, at, (const stored *)in, (float *)out);                    \
+            unpack_narrowed_##kind(u, at, (const stored *)in, (float *)out);                      \
         break;
+#define EACH_STORED(DO)                                                                           \
+    DO(I1, int8_t) DO(U1, uint8_t) DO(I2, int16_t) DO(U2, uint16_t)                               \
+    DO(I4, int32_t) DO(U4, uint32_t) DO(F4, float) DO(F8, double)
+
+EACH_STORED(UNPACK_SOURCE)
 
 ALWAYS_INLINE void unpack_row(const Unpack *u, int64_t at, const void *in, void *out)
 {
     switch (u->source) {
-        UNPACK_CASE(I1, i1, int8_t)
-        UNPACK_CASE(U1, u1, uint8_t)
-        UNPACK_CASE(I2, i2, int16_t)
-        UNPACK_CASE(U2, u2, uint16_t)
-        UNPACK_CASE(I4, i4, int32_t)
-        UNPACK_CASE(U4, u4, uint32_t)
-        UNPACK_CASE(F4, f4, float)
-        UNPACK_CASE(F8, f8, double)
+        EACH_STORED(UNPACK_CASE)
     }
 }
 

@@ -1,6 +1,5 @@
 /* Computes blocks of the order of order/window.py, which explains it. */
 
-/* An epoch's order of `shuffle="window"`. */
 typedef struct {
     const int64_t *unit, *skip, *count; /* [num_units], as the units start */
     const int64_t *bounds;              /* by unit: its first sample, and behind the last unit */

@@ -78,7 +78,6 @@ static void fill_rows(const BatchPlan *plan, const Field *f, const Target *targe
         memcpy(at + i, &value, sizeof value);                                                     \
     }
 
-/* Reverse the bytes of each number. */
 static void swap_bytes(uint8_t *at, int64_t nbytes, int64_t number)
 {
     if (number == 2)
@@ -89,7 +88,6 @@ static void swap_bytes(uint8_t *at, int64_t nbytes, int64_t number)
         SWAP_EACH(uint64_t, __builtin_bswap64)
 }
 
-/* Swap what a piece has put into one row. */
 static void swap_piece(const Piece *piece, int64_t number, uint8_t *row)
 {
     Place at = first_place(piece);
