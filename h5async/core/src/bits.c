@@ -161,8 +161,8 @@ static int64_t unbitshuffle_blocks(Worker *w, const uint8_t *in, int64_t n, cons
         int64_t expected = body - done < block ? body - done : block, length;
         const uint8_t *from = next_block(&b, &length);
         if (from == NULL ||
-            (f->kind == BITSHUFFLE_LZ4 ? unlz4(w, from, length, shuffled, expected)
-                                       : unzstd(w, from, length, shuffled, expected)) != expected)
+            (f->kind == BITSHUFFLE_LZ4 ? unlz4 : unzstd)(w, from, length, shuffled, expected) !=
+                expected)
             return -1;
         unbitshuffle_block(shuffled, expected / element, element, planes, out + done);
     }

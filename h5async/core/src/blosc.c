@@ -28,8 +28,8 @@ static int blosc_planes(Worker *w, const Blosc *b, int64_t at, int64_t splits, i
         if (length < 1 || length > b->n - at)
             return 0;
         planes[p] = length == nbytes ? b->in + at : room;
-        if (length != nbytes && (b->is_lz4 ? unlz4(w, b->in + at, length, room, nbytes)
-                                           : unzstd(w, b->in + at, length, room, nbytes)) != nbytes)
+        if (length != nbytes &&
+            (b->is_lz4 ? unlz4 : unzstd)(w, b->in + at, length, room, nbytes) != nbytes)
             return 0;
         at += length;
     }

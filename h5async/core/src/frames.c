@@ -104,7 +104,7 @@ static int cut_block(Frames *f, int64_t at, int64_t n, int64_t target, int64_t e
     }
 }
 
-/* Bitshuffle leaves up to 7 elements at the end as they are, which do not fill a square of 8 x 8 bits. */
+/* Bitshuffle leaves up to 7 elements at the end as they are: they do not fill a square of bits. */
 static int cut_blocks(Frames *f, int64_t at, int64_t n, int64_t target)
 {
     int64_t square = f->kind == LZ4 ? 1 : 8 * f->element;

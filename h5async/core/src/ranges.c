@@ -53,7 +53,8 @@ PUBLIC int64_t h5async_read_ranges(Sources *sources, Worker *w, const int64_t *o
                      .unit = 1, .base = base};
     PiecesCall call = {&file, w, &pieces, 0};
     if (valid > 0 && is_as_indexed(&file)) {
-        install_guard();
+        if (file.map != NULL)
+            install_guard();
         if (!guarded(&file, read_pieces, &call))
             file.event = FAULTED;
         else if (file.event == NO_EVENT)

@@ -133,7 +133,8 @@ static NOINLINE Listed list_each(Wanted *wanted, const int64_t *samples, int64_t
 }
 
 /* List the rows of all samples of a batch, but those in whose place there are zeros. */
-static NOINLINE Listed list_steps(Wanted *wanted, const int64_t *samples, int64_t count, const StepRows *steps)
+static NOINLINE Listed list_steps(Wanted *wanted, const int64_t *samples, int64_t count,
+                                  const StepRows *steps)
 {
     Listed listed = NONE_LISTED;
     int64_t sequence = 0, position = 0;
