@@ -16,10 +16,11 @@ from h5async.core.structures import INDEX_BITS, MOST_ADDRESS
 from h5async.errors import ReadError
 from h5async.index.heapelements import DAMAGED, Sequences
 from h5async.index.layout import HeapFile
-from h5async.io.maps import IoMode
+from h5async.io.localfiles import IoMode
 from h5async.io.stamps import FileStamp
 from h5async.opening.raggedcolumns import _with_heaps
 from h5async.read.collection import Collection
+from h5async.read.coretables import CoreTables
 from h5async.read.scratch import Scratch, ScratchSize
 
 _NUM_INDICES = 1 << INDEX_BITS
@@ -51,11 +52,12 @@ class HeapReader:
         references = made_up(path, (sequences.length.size,), (), [0], [], stamp=stamp)
         self._layout = _with_heaps(references, [HeapFile(path, stamp, 0, sequences)])
         self._scratch = Scratch.allocate(*ScratchSize.of([self._layout]))
-        self._collection = Collection(
+        tables = CoreTables(
             core, [self._layout], io=io, most_files=9, kept_nbytes=[0], transforms=[None]
         )
+        self._collection = Collection(core, tables)
         if memory is not None:
-            row = self._collection._table[0]
+            row = tables._table[0]
             row["path"], row["map"], row["map_nbytes"] = 0, address(memory), memory.size
 
     def __enter__(self) -> HeapReader:

@@ -35,7 +35,7 @@ from h5async.core.structures import (
     members,
 )
 from h5async.errors import ConfigError
-from h5async.io.maps import IoMode
+from h5async.io.localfiles import IoMode
 from h5async.system.counts import ThreadCounts
 from h5async.system.endings import call_when_gone
 from h5async.system.interruptions import suppressing

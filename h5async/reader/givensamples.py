@@ -19,7 +19,7 @@ from h5async.errors import ConfigError, taking_memory
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import SlotFiller
 from h5async.index.layout import DatasetLayout
-from h5async.io.growing import plain_memory
+from h5async.io.shared import plain_memory
 from h5async.opening.dataset import Samplings
 from h5async.opening.selecting import sample_numbers
 from h5async.order.spans import SpanRows
