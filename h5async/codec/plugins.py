@@ -23,7 +23,7 @@ from h5async.system.interruptions import suppressing
 _FIRST_REGISTERED = 256  # smaller numbers are HDF5's own filters
 _FILTER_TYPE, _CLASS_VERSION = 0, 1
 _FILTERS_MAY_BE_LOADED = 1  # of H5PLget_loading_state
-_TAKES_TURNS, _CHECKS_ITS_INPUT, _IS_BLOSC2 = 1, 2, 4  # enum PluginTrait of core/src/plugin.h
+_TAKES_TURNS, _CHECKS_ITS_INPUT, _IS_BLOSC2 = 1, 2, 4  # enum PluginTrait of core/src/plugin.c
 
 # Plugins that gave h5py's values in several threads at once (tests/read/test_plugins.py), and their
 # other traits. All others take turns.

@@ -21,7 +21,7 @@ _MANTISSAS = {2: 10, 4: 23, 8: 52}  # bits, by the bytes of a float of NumPy's
 
 
 class StepKind(IntEnum):
-    """What a step does: ``enum StepKind`` of core/src/stored.h."""
+    """What a step does: ``enum StepKind`` of core/src/stored.c."""
 
     COPY = 0
     ENDED = 1  # a string terminated by NUL

@@ -1,6 +1,6 @@
 """Decodes chunks on the GPU: encoded chunks in pinned memory enter, rows of a batch leave.
 
-The host cuts the chunks' frames into compressed blocks (`core/src/frames.h`), nvCOMP decodes all
+The host cuts the chunks' frames into compressed blocks (`core/src/frames.c`), nvCOMP decodes all
 blocks of a batch in one call, and our kernels undo the shuffling, check, and copy samples to their
 rows. If anything is doubtful, or fails a check, the host decodes that batch again, and raises the
 error that says what is wrong.

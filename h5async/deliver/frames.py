@@ -2,7 +2,7 @@
 
 A GPU decodes many blocks at once, each alone. A chunk may have passed at most one compressor, after
 filters that only change the order of bytes or bits, which are undone afterwards; a checksum may
-come last. The compiled core then cuts the chunks (core/src/frames.h).
+come last. The compiled core then cuts the chunks (core/src/frames.c).
 """
 
 from __future__ import annotations

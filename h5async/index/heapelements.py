@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.heap import INDEX_BITS, MOST_ADDRESS, HeapStruct
+from h5async.core.structures import INDEX_BITS, MOST_ADDRESS, HeapStruct
 from h5async.errors import ReadError
 from h5async.index.variablelength import VariableLength
 

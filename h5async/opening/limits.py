@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.core.tablestructures import (
+from h5async.core.structures import (
     HEAP_SCRATCH_NBYTES,
     PLANNED_ROW_NBYTES,
     PLANNED_SAMPLE_NBYTES,

@@ -18,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import IO_MODES, Event, FileStruct
-from h5async.core.tablestructures import (
+from h5async.core.structures import (
+    IO_MODES,
     REFUSED,
     BatchPlanStruct,
+    Event,
+    FileStruct,
     ItemStruct,
     TargetStruct,
     WantedStruct,

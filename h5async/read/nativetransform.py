@@ -18,7 +18,7 @@ from h5async.core.structures import TransformStruct, UnpackStruct, transform_sou
 from h5async.plan.cf import CfForm
 from h5async.plan.transform import RowTransform
 
-# Numbers of stored types; see src/unpack.h.
+# Numbers of stored types; see src/unpack.c.
 _SOURCES = {"i1": 1, "u1": 2, "i2": 3, "u2": 4, "i4": 5, "u4": 6, "f4": 7, "f8": 8}
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 

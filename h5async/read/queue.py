@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.tablestructures import BatchPlanStruct
+from h5async.core.structures import BatchPlanStruct
 from h5async.order.selection import Selection
 from h5async.read.coretables import CoreTables
 from h5async.read.scratch import Scratch
@@ -78,8 +78,8 @@ class BatchQueue:
     ) -> None:
         self._core = core
         self._keep: tuple[Any, ...] = tables, batches
-        self._jobs = ctypes.create_string_buffer(core.job_nbytes() * len(batches))
-        self._queue = ctypes.create_string_buffer(core.queue_nbytes())
+        self._jobs = ctypes.create_string_buffer(core.nbytes["Job"] * len(batches))
+        self._queue = ctypes.create_string_buffer(core.nbytes["Queue"])
         core.open_queue(
             self._queue,
             self._jobs,
