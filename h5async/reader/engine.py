@@ -18,8 +18,7 @@ from h5async.deliver.device import Device, DeviceSlot
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.finddevice import find_device
 from h5async.deliver.host import HostDevice
-from h5async.deliver.slotrecords import Assignment
-from h5async.deliver.slots import SlotRing
+from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
     ReaderClosedError,
     ReadError,
@@ -276,7 +275,7 @@ class Engine:
     def begin_epoch(self) -> int:
         """Go to the next epoch of which no batch was taken; return its number."""
         self.counts.end_epoch(self._work())
-        course, following = self.position.course, self.ring.next_serial
+        course, following = self.position.course, self.ring.consumer.next
         first = course.schedule.epoch_begin(following)
         while first > following and first - 1 in course.given:
             first -= 1  # the caller requested these, too
@@ -317,7 +316,7 @@ class Engine:
             path,
             self._filler,
             lambda: {serial: place_of(serial) for serial in self.ring.serials},
-            self.ring.held,
+            self.ring.consumer.held,
             nvtx=nvtx,
             torch=torch,
             max_events=max_events,
@@ -369,7 +368,7 @@ class Engine:
         finally:
             if timeline is not None:
                 end = end or time.perf_counter()
-                timeline.waited(begin, end, ring.next_serial, is_there)
+                timeline.waited(begin, end, ring.consumer.next, is_there)
 
     def take(self, serial: int, filled: FillOutcome) -> None:
         """Put the batch that was waited for in use, or forget its error."""
