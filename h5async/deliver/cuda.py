@@ -26,11 +26,10 @@ from h5async.core.binding import load_core
 from h5async.deliver.cudafield import cupy_has
 from h5async.deliver.cudaslot import CudaSlot, SharedBySlots
 from h5async.deliver.decodeplan import EncodedFormat
-from h5async.deliver.device import DeviceSlot
+from h5async.deliver.device import Device, DeviceSlot
 from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.gpu import Gpu, in_own_thread
 from h5async.deliver.kernels import needs_host
-from h5async.deliver.nvcomp import load_nvcomp
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
@@ -45,14 +44,15 @@ from h5async.spelling import named
 _CACHE_SHARE = 0.8  # of the device's free memory, if no budget is given
 
 
-class CudaDevice(SharedBySlots):
+class CudaDevice(SharedBySlots, Device):
     """Delivers CuPy arrays, uploaded from pinned memory; `DeviceError` if the GPU is unusable."""
 
     def __init__(self, gpu: Gpu) -> None:
-        super().__init__(gpu)
+        Device.__init__(self)
+        SharedBySlots.__init__(self, gpu)
+        self.is_writable_at_once = False  # uploads from a slot have to be waited for
         self.name = gpu.name
         self.slots: list[CudaSlot] = []
-        self._row_nbytes: list[int] = []
 
     def open_slots(
         self,
@@ -89,8 +89,7 @@ class CudaDevice(SharedBySlots):
             with gpu.current(), gpu.allocating():
                 for field, form in enumerate(encoded_formats):
                     if form is not None and core is not None:
-                        decoder = DeviceDecoder(gpu, self.kernels, load_nvcomp(), core, form)
-                        self.decoders[field] = decoder
+                        self.decoders[field] = DeviceDecoder(gpu, self.kernels, core, form)
                 slots = [
                     CudaSlot(self, rows, todo, on_host, shared, outlines, postprocess)
                     for _ in range(count)
@@ -104,7 +103,6 @@ class CudaDevice(SharedBySlots):
                 f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
                 f" make {named('batch_size')} or {named('prefetch')} smaller"
             ) from error
-        self._row_nbytes = [array.nbytes // rows for array in slots[0].memory.out]
         self.slots = slots
         self._compile()
         return list(slots)
@@ -133,7 +131,7 @@ class CudaDevice(SharedBySlots):
         """Free the memory that is only for decoding on the device."""
         self.decoders = {}
         for slot in self.slots:
-            slot.drop_staging()
+            slot.staging, slot.staged = {}, {}
 
     @property
     def free_nbytes(self) -> int:
@@ -145,7 +143,9 @@ class CudaDevice(SharedBySlots):
 
         If `cache_bytes` or the GPU's free memory does not suffice, the `Budget` is returned.
         """
-        gpu, nbytes = self.gpu, selection.size * sum(self._row_nbytes)
+        gpu, (slot, *_) = self.gpu, self.slots
+        row_nbytes = [array.nbytes // len(array) for array in slot.memory.out]
+        nbytes = selection.size * sum(row_nbytes)
         if cache_bytes is None:
             cache_bytes = int(gpu.free_nbytes * _CACHE_SHARE)
         budget = Budget("device", nbytes, cache_bytes)
@@ -153,9 +153,7 @@ class CudaDevice(SharedBySlots):
             return budget
         with gpu.working("the cache could not be made"), gpu.allocating():
             try:
-                self.cache = [
-                    gpu.cupy.empty((selection.size, row), np.uint8) for row in self._row_nbytes
-                ]
+                self.cache = [gpu.cupy.empty((selection.size, row), np.uint8) for row in row_nbytes]
             except gpu.errors as error:
                 if not gpu.is_lack_of_memory(error):
                     raise
@@ -208,11 +206,6 @@ class CudaDevice(SharedBySlots):
                 if array.nbytes:
                     runtime = self.gpu.cupy.cuda.runtime
                     runtime.memsetAsync(array.data.ptr, 255, array.nbytes, current)
-
-    @property
-    def is_writable_at_once(self) -> bool:
-        """Return False: uploads from a slot have to be waited for."""
-        return False
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context that makes this GPU current, and turns its errors into `DeviceError`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.pinnedpart import PinnedPart
+from h5async.deliver.device import PinnedPart
 from h5async.errors import DeviceError
 from h5async.io.growing import MORE, Growing
 from h5async.plan.transform import RowTransform
@@ -137,8 +137,7 @@ class CudaField:
             if self._is_pinned and not number:
                 return array
             for part in self._parts:
-                if part.has(array):
-                    part.reach(array)
+                if part.reach(array):
                     return array
         pinned: NDArray[Any] = self._pinned[number].of(array.nbytes)
         pinned = pinned.view(array.dtype).reshape(array.shape)

@@ -1,6 +1,6 @@
 """Makes a GPU current, allocates on it, and turns its errors into a `DeviceError`.
 
-All use of the GPU goes through a `Gpu`, which `findgpu.py` makes.
+All use of the GPU goes through a `Gpu`, which `finddevice.py` makes.
 
 Each GPU that a process uses costs it half a gigabyte of that GPU's memory, for a context. If in
 doubt, CUDA makes one on GPU 0, which is every thread's GPU until it chooses another. With many

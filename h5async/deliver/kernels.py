@@ -1,7 +1,7 @@
 """Moves, unshuffles, permutes, casts and scales arrays on the GPU.
 
 CUDA kernels, compiled by CuPy on first use, and launched on the current stream. CuPy is passed as a
-parameter: `findgpu.py` imports it.
+parameter: `finddevice.py` imports it.
 """
 
 from __future__ import annotations

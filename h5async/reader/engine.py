@@ -17,7 +17,6 @@ from h5async.config.files import paths_text
 from h5async.deliver.device import Device, DeviceSlot
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.finddevice import find_device
-from h5async.deliver.host import HostDevice
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
     ReaderClosedError,
@@ -83,7 +82,7 @@ class Engine:
         self.has_opened = Flag(True)  # set unless it is being opened
         self.slots: list[DeviceSlot] = []
         self.categories: Mapping[str, Categories] = {}
-        self.device: Device = HostDevice()
+        self.device: Device = Device()
         self._submitter: Submitter | None = None  # None if workers ask for requests
         self._recorder = Recorder()
         self._tracing: Tracing | None = None  # None until a trace is requested
