@@ -124,17 +124,17 @@ class CudaSlot(DeviceSlot):
         super().__init__(laid_out.memory)
         self._host_block = laid_out.block
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
-        # By column; None for those that are not in the block.
+        # By column, and by field; None for those that are not in the block, and that are. (Not made
+        # by comprehensions: where one fails, its closure would keep this object.)
+        self._rows: list[_Rows | None] = []
+        self._fields: list[CudaField | None] = []
         several = zip(laid_out.begins, self.memory.out, transforms, on_host, strict=True)
-        self._rows = [
-            None if todo.capacity is not None else self._new_rows(begin, own, todo, done)
-            for begin, own, todo, done in several
-        ]
-        # By field; None for those in the block.
-        self._fields = [
-            self._new_field(outline, laid_out, transforms, on_host, postprocess)
-            for outline in outlines
-        ]
+        for begin, own, todo, done in several:
+            is_in = todo.capacity is None
+            self._rows.append(self._new_rows(begin, own, todo, done) if is_in else None)
+        for outline in outlines:
+            field = self._new_field(outline, laid_out, transforms, on_host, postprocess)
+            self._fields.append(field)
         self._columns = [outline.columns[0] for outline in outlines]
         # Sample numbers, for the cache.
         self._index = gpu.pinned_memory(8 * rows).view(np.int64)

@@ -114,7 +114,8 @@ class Supervisor:
         self._stats = self._former_stats = _NOTHING_DONE
         self._max_events = 0  # the limit of recorded events
         self._recorded: list[Recorded] = []
-        self._steps = Steps()
+        # Steps of the start that are done, or the error that ended them.
+        self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._opener_id = threading.get_native_id()  # of the system's thread
         self._is_alone = False  # there is no other thread of the system
 
@@ -206,7 +207,30 @@ class Supervisor:
             If it takes longer than both the timeout and a minute.
         """
         step = "start its threads" if self.opened else "open the files"
-        self._steps.wait(f"{self._what}: the helper process did not {step}", timeout_seconds)
+        if timeout_seconds is not None:
+            timeout_seconds = min(max(timeout_seconds, _STEP_SECONDS), threading.TIMEOUT_MAX)
+        found: list[BaseException | None] = []
+        patience = Patience(timeout_seconds)
+        while not patience.wait(partial(self._has_step, found)):
+            if patience.is_over:
+                raise BatchTimeoutError(
+                    f"{self._what}: the helper process did not {step} within {timeout_seconds} s;"
+                    " set timeout to more than that (or HDF5 hangs, as it may on a damaged file)"
+                )
+        error = found.pop()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
+
+    def _has_step(self, found: list[BaseException | None], seconds: float | None) -> bool:
+        """Wait `seconds` for a step and append it to `found`; return whether one came."""
+        try:
+            found.append(self._steps.get(timeout=seconds))
+        except queue.Empty:
+            return False
+        return True
 
     # --- posting ----------------------------------------------------------------------------------
 
@@ -273,7 +297,7 @@ class Supervisor:
             check_same(self.opened, opened)
         else:
             self.opened = opened
-            self._steps.put()
+            self._steps.put(None)
         self._changed.wait(lambda: self._closed or self._starting is not None)
         with self._lock:
             if self._starting is None or self._slots is None:
@@ -295,7 +319,7 @@ class Supervisor:
                 self._wake_sender()
         if not self.methods:
             self.methods = started.methods
-            self._steps.put()
+            self._steps.put(None)
         return True
 
     def _take_answers(self, process: HelperProcess) -> None:
@@ -360,8 +384,7 @@ class Supervisor:
             else:
                 self._recorded.append(recorded._replace(events=events[:room], dropped=dropped))
 
-    # # --- the end of a helper
-    # ----------------------------------------------------------------------
+    # --- the end of a helper ----------------------------------------------------------------------
 
     def _go_on(self, error: BaseException | None) -> bool:
         """Fail the requests that a helper's end costs; return whether to start another one.
@@ -424,44 +447,3 @@ def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bo
 
 def _nothing(*_: object) -> None:
     pass
-
-
-class Steps:
-    """Steps, or the exception that ended them. One thread puts them, and another one waits."""
-
-    def __init__(self) -> None:
-        self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def put(self, error: BaseException | None = None) -> None:
-        """Note that the next step is done, or failed with `error`."""
-        self._steps.put(error)
-
-    def wait(self, what: str, timeout_seconds: float | None) -> None:
-        """Wait for the next step, for a minute at least; raise the error that ended it.
-
-        `what` begins the message of BatchTimeoutError: "a.h5: ... did not open the files".
-        """
-        if timeout_seconds is not None:
-            timeout_seconds = min(max(timeout_seconds, _STEP_SECONDS), threading.TIMEOUT_MAX)
-        found: list[BaseException | None] = []
-        patience = Patience(timeout_seconds)
-        while not patience.wait(partial(self._has_come, found)):
-            if patience.is_over:
-                raise BatchTimeoutError(
-                    f"{what} within {timeout_seconds} s; set timeout to more than that (or HDF5"
-                    " hangs, as it may on a damaged file)"
-                )
-        error = found.pop()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback has this frame
-
-    def _has_come(self, found: list[BaseException | None], seconds: float | None) -> bool:
-        """Wait `seconds` for a step and append it to `found`; return whether one came."""
-        try:
-            found.append(self._steps.get(timeout=seconds))
-        except queue.Empty:
-            return False
-        return True

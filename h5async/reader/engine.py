@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from h5async.observe.tracing import Tracing
+    from h5async.opening.selecting import Chosen
     from h5async.process.helper import HelperFiller
 
 _MOMENT_SECONDS = 0.5  # idle workers nearly always end within this time
@@ -107,7 +108,7 @@ class Engine:
                 opened = open_dataset(self.config)
                 self.config = opened.config
                 self.categories = opened.categories
-                self._open(opened.layouts, None, opened.shapes)
+                self._open(opened.layouts, opened.shapes)
             else:
                 from h5async.process.helper import HelperFiller
 
@@ -116,19 +117,18 @@ class Engine:
                 if found.fields is not None:
                     self.config = self.config.model_copy(update={"fields": found.fields})
                 self.categories = found.categories
-                self._open(found.layouts, helper, found.shapes)
+                self._open(found.layouts, found.shapes, helper, found.chosen)
 
     def _open(
         self,
         layouts: Mapping[str, DatasetLayout],
-        helper: HelperFiller | None,
         shapes: Mapping[str, SparseShape],
+        helper: HelperFiller | None = None,
+        chosen: Chosen | None = None,
     ) -> None:
         config, fields = self.config, self.config.batch_fields
         self.layouts = layouts
-        samplings = self.samplings = Samplings(
-            config, layouts, None if helper is None else helper.chosen
-        )
+        samplings = self.samplings = Samplings(config, layouts, chosen)
         self.num_samples = samplings.selection.size
         self.device = find_device(config.device, config.pin_memory)
         is_on_gpu = self.device.name != "cpu"

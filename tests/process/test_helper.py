@@ -787,7 +787,7 @@ def test_nobody_waits_for_a_helper_that_does_not_receive(path, tmp_path, num_thr
         "except BatchTimeoutError: pass\n"
         "from h5async.process.messages import NoteUploaded\n"
         "for turn in range(5000):\n"
-        "    reader._engine.filler._crew.supervisors[0].note(NoteUploaded(0))\n"
+        "    reader._engine.filler.supervisors[0].note(NoteUploaded(0))\n"
         "reader.close()\n"
         "assert not [t.name for t in threading.enumerate() if t.name.startswith('h5async')]\n"
     )
@@ -806,7 +806,7 @@ def test_a_helper_receives_while_a_fill_hangs(path, tmp_path, monkeypatch, num_t
         reader.fetch_data()
         wait_until(lambda: any(type(note) is tuple for note in notes))
         for _ in range(2000):
-            reader._engine.filler._crew.supervisors[0].note(NoteUploaded(0))
+            reader._engine.filler.supervisors[0].note(NoteUploaded(0))
         wait_until(lambda: sum(isinstance(note, NoteUploaded) for note in notes) == 2000)
 
 
@@ -838,7 +838,7 @@ def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch)
         if isinstance(message, Started):
             starts.append(len(messages))
             if len(starts) == 2:
-                reader._engine.filler._crew.record(1000)
+                reader._engine.filler.supervisors[0].record(1000)
                 reader.load_state_dict(state)
                 noted.set()
         return message
