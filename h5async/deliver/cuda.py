@@ -64,10 +64,7 @@ class CudaDevice(SharedBySlots, Device):
         shared: SharedMemory | None = None,
         outlines: Sequence[Outline] = (),
     ) -> list[DeviceSlot]:
-        """Allocate pinned host slots and device slots of `rows` rows.
-
-        `DeviceError` is raised if CuPy lacks a dtype, memory is short, or the GPU fails.
-        """
+        """Allocate slots; `DeviceError` if CuPy lacks a dtype, or the GPU memory, or it fails."""
         outlines = outlines or [Outline(name, (i,)) for i, name in enumerate(transforms)]
         dtypes = {name.partition(INDICES)[0]: one.dtype for name, one in transforms.items()}
         dtypes |= {one.name: one.made[1] for one in outlines if one.made is not None}
@@ -139,10 +136,7 @@ class CudaDevice(SharedBySlots, Device):
         return self.gpu.free_nbytes
 
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
-        """Reserve device memory for the rows of all samples of a selection, as they are uploaded.
-
-        If `cache_bytes` or the GPU's free memory does not suffice, the `Budget` is returned.
-        """
+        """Reserve memory for the rows of all samples of a selection, as they are uploaded."""
         gpu, (slot, *_) = self.gpu, self.slots
         row_nbytes = [array.nbytes // len(array) for array in slot.memory.out]
         nbytes = selection.size * sum(row_nbytes)

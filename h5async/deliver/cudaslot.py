@@ -69,16 +69,8 @@ class _Rows(NamedTuple):
 class CudaSlot(DeviceSlot):
     """Pinned host arrays, and device arrays of the same batch.
 
-    Parameters
-    ----------
-    transforms, on_host
-        By column: the transform, and whether it is done on the host.
-    shared
-        If a helper process fills the slot, the memory shared with it.
-    outlines
-        How each field is assembled from its columns.
-    postprocess
-        Whether arrays are results of a user's function, which may be any.
+    Parameters are those of `Device.open_slots`; `on_host` says of each transform whether the host
+    does it.
 
     Attributes
     ----------
@@ -175,25 +167,16 @@ class CudaSlot(DeviceSlot):
         if outline.is_encoded:  # decoded images have pinned memory of their own
             is_pinned = self._shared is None and not postprocess
             return CudaField(gpu, kernels, self._num_rows, outline, is_pinned=is_pinned)
-        first, *others = outline.columns
+        own = [transforms[column] for column in outline.columns]
         parts = [
             PinnedPart(
-                laid_out.varying[column],
-                gpu.pin,
-                transforms[column].likely * laid_out.memory.out[column][:1].nbytes,
+                laid_out.varying[column], gpu.pin, one.likely * self.memory.out[column][:1].nbytes
             )
-            for column in outline.columns
+            for column, one in zip(outline.columns, own, strict=True)
         ]
-        return CudaField(
-            gpu,
-            kernels,
-            self._num_rows,
-            outline,
-            transforms[first],
-            transforms[others[0]].dtype if others else None,
-            [*parts, *self._made_parts],
-            is_done=on_host[first],
-        )
+        parts += self._made_parts
+        is_done = on_host[outline.columns[0]]
+        return CudaField(gpu, kernels, self._num_rows, outline, own, parts, is_done=is_done)
 
     def _pages(self, nbytes: int) -> NDArray[np.uint8]:
         """Return memory that is not pinned yet; a filler in a helper process has it, too."""
@@ -240,10 +223,7 @@ class CudaSlot(DeviceSlot):
     def upload(
         self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
     ) -> tuple[Any, ...]:
-        """Upload on the copy stream; permute, cast and scale in one kernel on the work stream.
-
-        Returns views of the device slot, fields and then masks, for use after `acquire`.
-        """
+        """Upload on the copy stream; permute, cast and scale in one kernel on the work stream."""
         device = self._device
         staged = {} if outcome.is_resident else self.staged
         with self._gpu.working("a batch could not be uploaded"):
@@ -357,12 +337,14 @@ class CudaSlot(DeviceSlot):
         assert found is not None
         raw, out, change = found.raw[:size], found.delivered[:size], found.change
         index, rows = self._every[:size], raw
-        if device.cache and not outcome.is_resident:
-            device.kernels.scatter(raw, self._index_on_device[:size], device.cache[i])
-        elif device.cache and change is not None and change.gathers:
-            index, rows = self._index_on_device[:size], device.cache[i].view(raw.dtype)
-        elif device.cache:
-            device.kernels.gather(device.cache[i], self._index_on_device[:size], raw)
+        if device.cache:
+            kept, numbers = device.cache[i], self._index_on_device[:size]
+            if not outcome.is_resident:
+                device.kernels.copy_rows(raw, numbers, kept, scatters=True)
+            elif change is not None and change.gathers:
+                index, rows = numbers, kept.view(raw.dtype)
+            else:
+                device.kernels.copy_rows(kept, numbers, raw, scatters=False)
         if change is not None:
             change.change(rows, index, out)
         return out

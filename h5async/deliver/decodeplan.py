@@ -64,19 +64,10 @@ class Unshuffle(NamedTuple):
 class FrameFormat:
     """How an encoded chunk is framed.
 
-    Attributes
-    ----------
-    kind
-        The core's number of the compressor; ``NOTHING`` if there is none.
-    has_checksum
-        Whether a Fletcher-32 checksum was added last.
-    element, block_nbytes
-        For bitshuffle with a compressor: bytes of an element, and of a block; else 0.
-    codec
-        Decodes one block.
-    usual_block_nbytes
-        For filters whose chunks state their blocks' size: the size by the filter's client data; 0
-        means the whole chunk.
+    `has_checksum`: a Fletcher-32 checksum was added last. `element` and `block_nbytes` are of
+    bitshuffle with a compressor; else 0. `codec` decodes one block. `usual_block_nbytes` is for
+    filters whose chunks state their blocks' size: the size by the filter's client data; 0 means the
+    whole chunk.
     """
 
     kind: CoreKind
@@ -99,10 +90,7 @@ class FrameFormat:
 
 
 def frame_format(filters: tuple[Filter, ...]) -> FrameFormat | None:
-    """Return the framing of chunks to which all of these filters were applied, in this order.
-
-    None means that the core does not cut them.
-    """
+    """Return the framing of chunks after these filters; None if the core does not cut them."""
     known = _known(filters)
     if known is None:
         return None
@@ -150,20 +138,9 @@ def _block(core: CoreFilter) -> int:
 class EncodedFormat:
     """How chunks of a dataset are decoded on a GPU, and the limits of a batch.
 
-    Attributes
-    ----------
-    frame
-        How encoded bytes are framed.
-    unshuffles
-        Undone after the codec, in this order.
-    shape
-        How pieces lie in chunks and rows.
-    pitch
-        Bytes between decoded chunks.
-    max_chunks, max_tasks, max_runs
-        Maximum per batch: chunks, compressed blocks, runs of samples.
-    encoded_nbytes
-        Maximum bytes of a batch's encoded chunks.
+    `unshuffles` are undone after the codec, in this order. `shape` says how pieces lie in chunks
+    and rows; decoded chunks are `pitch` bytes apart. A batch has `max_chunks` at most, as many
+    compressed blocks as `max_tasks`, runs of samples as `max_runs`, and `encoded_nbytes` of them.
     """
 
     frame: FrameFormat
@@ -188,10 +165,8 @@ class EncodedFormat:
     @property
     def staging_nbytes(self) -> int:
         """Bytes of host memory that a slot needs for a batch's encoded chunks and their lists."""
-        lists = 4 * self.max_tasks + 3 * (
-            self.max_chunks + self.max_tasks
-        )  # before they are packed
-        return self.encoded_nbytes + 8 * (self.list_words + lists) + 4 * self.max_chunks
+        unpacked = 4 * self.max_tasks + 3 * (self.max_chunks + self.max_tasks)
+        return self.encoded_nbytes + 8 * (self.list_words + unpacked) + 4 * self.max_chunks
 
     @property
     def is_deflate(self) -> bool:
@@ -203,21 +178,13 @@ class EncodedFormat:
 class EncodedPlan:
     """The chunks that are read encoded, and where the samples in them go.
 
-    Attributes
-    ----------
-    chunks
-        Each chunk once.
-    run_chunk, run_cross, run_local, run_position, run_length
-        int64 (r,): runs of samples that go from a chunk to the batch: the chunk, its index in the
-        cross-section, the first sample in the chunk, the first row of the batch, and the length.
+    `chunks` has each chunk once. `runs`, int64 (5, r), are runs of samples that go from a chunk to
+    the batch: the chunk, its index in the cross-section, the first sample in the chunk, the first
+    row of the batch, and the length.
     """
 
     chunks: Ranges
-    run_chunk: Int64s
-    run_cross: Int64s
-    run_local: Int64s
-    run_position: Int64s
-    run_length: Int64s
+    runs: Int64s
 
     @property
     def num_chunks(self) -> int:
@@ -337,11 +304,15 @@ def plan_encoded(
             position=np.cumsum(room) - room + (_DEFLATE_BEGIN if form.is_deflate else 0),
             memory=memory,
         ),
-        run_chunk=chunk_of[item].reshape(-1),
-        run_cross=cross,
-        run_local=planned.run_local[run],
-        run_position=planned.run_position[run],
-        run_length=planned.run_length[run],
+        runs=np.stack(
+            [
+                chunk_of[item].reshape(-1),
+                cross,
+                planned.run_local[run],
+                planned.run_position[run],
+                planned.run_length[run],
+            ]
+        ),
     )
     fits = plan.num_chunks <= form.max_chunks and plan.used_nbytes <= form.encoded_nbytes
     return plan if fits and run.size <= form.max_runs else None

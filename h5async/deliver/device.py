@@ -38,18 +38,11 @@ _BLOCK_ALIGNMENT = 512  # CuPy's, of arrays
 
 
 class LaidOut(NamedTuple):
-    """The host memory of a slot.
+    """The host memory of a slot, and its arrays.
 
-    Attributes
-    ----------
-    memory
-        Its arrays.
-    block
-        The delivered, or raw, rows of all columns with a row per sample, contiguous.
-    begins
-        By column: where it begins in the block.
-    varying
-        By number: the memory of columns whose number of rows per sample differs.
+    `block` has the delivered, or raw, rows of all columns with a row per sample, contiguous;
+    `begins` says where each begins in it. `varying` is the memory of columns whose number of rows
+    per sample differs, by number.
     """
 
     memory: SlotMemory
@@ -71,18 +64,12 @@ def host_slot(
 ) -> LaidOut:
     """Lay out a slot's delivered rows, or raw ones that need no work on the host, in memory.
 
-    Parameters
-    ----------
-    rows
-        Samples.
-    transforms, on_host
-        By column: the transform, and whether it is done on the host.
-    outlines
-        Of all fields. Encoded columns, and arrays that the host makes of others, lie outside the
-        block.
-    block, varying, encoded, made
-        Return memory for the block, for columns whose number of rows per sample differs, for
-        encoded columns, and for arrays that the host makes of samples of differing lengths.
+    `on_host` says of each transform whether the host does it. Encoded columns, and arrays that the
+    host makes of others, lie outside the block; `outlines` are of all fields.
+
+    `block`, `varying`, `encoded` and `made` return memory: for the block, for columns whose number
+    of rows per sample differs, for encoded columns, and for arrays that the host makes of samples
+    of differing lengths.
     """
     of_images = {column for one in outlines if one.is_encoded for column in one.columns}
     sizes = [

@@ -43,9 +43,7 @@ _NAMES = {"deflate": "Deflate", "zstd": "Zstd", "lz4": "LZ4"}
 FORMATS = tuple(_NAMES)
 
 
-class _Options(ctypes.Structure):
-    """The argument of all decoders: the backend, and bytes that have to be 0."""
-
+class _Options(ctypes.Structure):  # the reserved bytes have to be 0
     _fields_ = (("backend", ctypes.c_int), ("reserved", ctypes.c_char * 60))
 
 
@@ -60,12 +58,8 @@ class NvcompError(Exception):
 class Blocks(NamedTuple):
     """Device addresses of arrays with a number per block.
 
-    Attributes
-    ----------
-    sources, source_nbytes, targets, target_nbytes
-        Addresses and sizes, 64 bits each. For deflate, a source lies at a multiple of 4.
-    actual_nbytes, states
-        To be filled: sizes (64 bits), and states (32 bits; 0 means success).
+    Addresses and sizes have 64 bits each; for deflate, a source lies at a multiple of 4. To be
+    filled are `actual_nbytes`, and `states` of 32 bits; 0 means success.
     """
 
     sources: int
@@ -105,16 +99,9 @@ class Nvcomp:
         name = f"nvcompBatched{_NAMES[form]}DecompressGetTempSize"
         function = getattr(self._library, name if self._wants_stream else f"{name}Async")
         found = ctypes.c_size_t()
-        arguments = [
-            ctypes.c_size_t(count),
-            ctypes.c_size_t(largest_nbytes),
-            self._options,
-            ctypes.byref(found),
-            ctypes.c_size_t(total_nbytes),
-        ]
-        if self._wants_stream:
-            arguments.append(ctypes.c_void_p(None))
-        self._check(function(*arguments), name)
+        sizes = ctypes.c_size_t(count), ctypes.c_size_t(largest_nbytes)
+        total, stream = ctypes.c_size_t(total_nbytes), [None] if self._wants_stream else []
+        self._check(function(*sizes, self._options, ctypes.byref(found), total, *stream), name)
         return found.value
 
     def decompress(
@@ -129,8 +116,8 @@ class Nvcomp:
         """Put the decoding of `count` blocks on a stream.
 
         `form` is one of `FORMATS`: raw deflate, a zstd frame, an LZ4 block. `temp` is device memory
-        of the size that the method `temp_nbytes` returns; `stream` is a ``cudaStream_t``.
-        `NvcompError` is raised if the call is refused; errors of blocks are in `blocks.states`.
+        of the size that the method `temp_nbytes` returns. `NvcompError` is raised if the call is
+        refused; errors of blocks are in `blocks.states`.
         """
         name = f"nvcompBatched{_NAMES[form]}DecompressAsync"
         status = getattr(self._library, name)(
@@ -232,7 +219,7 @@ class DeviceDecoder:
             target + self._chunks[0].data.ptr,
             target_nbytes,
             *staging.copies[:, :copies],
-            *(plan.run_chunk, plan.run_cross, plan.run_local, plan.run_position, plan.run_length),
+            *plan.runs,
         ]
         if form.is_deflate:
             padded = np.zeros((plan.num_chunks + 1) // 2 * 2, np.uint32)
@@ -288,10 +275,7 @@ class DeviceDecoder:
         kernels.copy(staging.encoded_on_device, decoded, *copies)
         for i, (itemsize, block) in enumerate(form.unshuffles):
             before, decoded = decoded, self._chunks[(i + 1) % 2]
-            if block:
-                kernels.bitunshuffle(before, decoded, pitch, nbytes, count, itemsize, block)
-            else:
-                kernels.unshuffle(before, decoded, pitch, nbytes, count, itemsize)
+            kernels.unshuffle(before, decoded, pitch, nbytes, count, itemsize, block)
         kernels.place(
             decoded,
             rows,

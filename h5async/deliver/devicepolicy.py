@@ -119,16 +119,9 @@ class DevicePolicy(ColumnReader):
 
     `DeviceError` is raised if ``decode="device"`` was requested, and is not possible.
 
-    Parameters
-    ----------
-    layouts, transforms
-        By column.
-    rows
-        Samples in a batch.
-    host_nbytes
-        The limit of host memory for encoded chunks, in all slots.
-    mapped
-        Columns of codes that are mapped to others.
+    Layouts and transforms are by column; a batch has `rows` samples at most; `host_nbytes` limits
+    the host memory for encoded chunks, in all slots; `mapped` are columns of codes that are mapped
+    to others.
 
     Attributes
     ----------
@@ -162,7 +155,7 @@ class DevicePolicy(ColumnReader):
         else:
             from h5async.deliver.devicedecode import find_formats
 
-            on_host = _left_to_host(transforms, mapped)
+            on_host = _left_to_host(device, transforms, mapped)
             self.formats, obstacle = find_formats(
                 config, layouts, rows, on_host, self._gpu.free_nbytes, host_nbytes
             )
@@ -274,14 +267,14 @@ class DevicePolicy(ColumnReader):
         self._gpu.drop_decoders()
 
 
-def _left_to_host(transforms: Mapping[str, RowTransform], mapped: Names[str]) -> dict[str, str]:
+def _left_to_host(
+    device: Device, transforms: Mapping[str, RowTransform], mapped: Names[str]
+) -> dict[str, str]:
     """Return why the host always decodes some columns."""
-    from h5async.deliver.kernels import needs_host
-
     on_host = dict.fromkeys(mapped, "its codes are mapped on the host")
     for name, transform in transforms.items():
         if transform.capacity is not None:
             on_host[name] = "its samples have differing lengths"
-        elif needs_host(transform) or transform.steps is not None:
+        elif transform.steps is not None or not device.can_transform(transform):
             on_host[name] = "its rows are transformed on the host"
     return on_host

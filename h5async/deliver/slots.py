@@ -34,20 +34,10 @@ class Assignment(NamedTuple):
 class Consumer(NamedTuple):
     """What the consumer wants.
 
-    Attributes
-    ----------
-    next
-        Serial of the batch that is delivered next.
-    asked
-        Batches below this serial were requested.
-    held
-        The batch that the consumer holds, if any.
-    reads_ahead
-        Whether batches are filled before they are requested.
-    course
-        The caller's meaning of the serial numbers.
-    loops
-        Whether a loop takes the batches, and they are read ahead for it.
+    `next` is the serial of the batch that is delivered next; batches below `asked` were requested;
+    the consumer holds batch `held`. `reads_ahead`: batches are filled before they are requested.
+    `course` is the caller's meaning of the serial numbers. `loops`: a loop takes the batches, and
+    they are read ahead for it.
     """
 
     next: int = 0

@@ -58,15 +58,8 @@ class HelperProcess:
     """A helper process that ends when the ``with`` block is left; ReadError if it cannot start.
 
     The caller holds a lock for `post`; one thread calls `flush`, and one thread calls `receive`.
-
-    Parameters
-    ----------
-    memory_fd
-        Descriptor of the shared memory.
-    what
-        What the helper reads, for messages.
-    folder
-        The folder that relative paths start from. None means the current one.
+    `what` is what the helper reads, for messages; relative paths start from `folder`, None means
+    the current one.
     """
 
     def __init__(self, memory_fd: int, what: str, folder: str | None) -> None:

@@ -50,14 +50,9 @@ _KNOWN = {kind for kind in vars(errors).values() if isinstance(kind, type)}
 class Opened(NamedTuple):
     """The dataset is open, and the datasets that select its samples were read.
 
-    Attributes
-    ----------
-    layouts, chosen
-        Layouts of all columns by name; those of variable-length elements lack their positions.
-    fields
-        The fields if their kinds were discovered; None means those of the options.
-    shapes, categories
-        Of sparse and of categorical fields, by name.
+    `layouts` are of all columns by name; those of variable-length elements lack their positions.
+    `fields` is None if they are those of the options. `shapes` and `categories` are of sparse and
+    of categorical fields, by name.
     """
 
     layouts: dict[str, DatasetLayout]
@@ -70,12 +65,8 @@ class Opened(NamedTuple):
 class SlotSpecs(NamedTuple):
     """Describes a slot in shared memory: arrays of `SlotMemory`, and the batch's sample numbers.
 
-    Attributes
-    ----------
-    raw, out, made
-        As in `SlotMemory`; None for an array that is not in shared memory or not needed.
-    numbers
-        int64 (batch,): sample numbers.
+    None stands for an array that is not in shared memory or not needed. `numbers` is int64
+    (batch,).
     """
 
     raw: tuple[ArraySpec | None, ...]
@@ -85,16 +76,9 @@ class SlotSpecs(NamedTuple):
 
 
 class Starting(NamedTuple):
-    """Start to fill slots.
+    """Start to fill slots, which have room for `rows` samples each.
 
-    Attributes
-    ----------
-    slots, rows
-        The slots, and the number of samples that each has room for.
-    memory_plan
-        As in `Filler`.
-    has_device_cache
-        Whether the reader tracks which samples the device cache has.
+    `has_device_cache`: the reader tracks which samples the device cache has.
     """
 
     slots: list[SlotSpecs]
@@ -150,10 +134,8 @@ class Answer(NamedTuple):
         The error, if any, from `portable`.
     is_resident, busy_seconds, warnings
         As in `FillOutcome`.
-    stats
-        The statistics of the helper's filler so far.
-    recorded
-        Events of its threads since the last answer, if recorded.
+    stats, recorded
+        Of the helper's filler so far, and events of its threads since the last answer.
     """
 
     request: tuple[Any, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,25 +24,26 @@ def check_same(before: Opened, now: Opened, found: str = _FOUND) -> None:
 
     `found` completes the message; its subject is what differs.
     """
+    file, what = next(iter(before.layouts.values())).file, None
+    changed = _changed_layout(before, now)
+    if changed is not None:
+        file, what = changed.file, "this file"
+    elif not before.chosen.is_same(now.chosen):
+        what = "what indices or weights are read from"
+    elif not _has_same_columns(before, now):
+        what = "a table of categories or columns"
+    if what is not None:
+        raise ReadError(f"{file}: {what} {found}; make a new reader")
+
+
+def _changed_layout(before: Opened, now: Opened) -> DatasetLayout | None:
     if list(before.layouts) != list(now.layouts):  # a path leads to data of another kind
-        first = next(iter(before.layouts.values()))
-        raise ReadError(f"{first.file}: this file {found}; make a new reader")
+        return next(iter(before.layouts.values()))
     for name, layout in before.layouts.items():
-        if _is_same(layout, now.layouts[name]):
-            continue
-        pairs = zip(layout.leaves(), now.layouts[name].leaves(), strict=False)
-        changed = next((old for old, new in pairs if not _is_same(old, new)), layout)
-        raise ReadError(f"{changed.file}: this file {found}; make a new reader")
-    if not before.chosen.is_same(now.chosen):
-        first = next(iter(before.layouts.values()))
-        raise ReadError(
-            f"{first.file}: what indices or weights are read from {found}; make a new reader"
-        )
-    if not _has_same_columns(before, now):
-        first = next(iter(before.layouts.values()))
-        raise ReadError(
-            f"{first.file}: a table of categories or columns {found}; make a new reader"
-        )
+        if not _is_same(layout, now.layouts[name]):
+            pairs = zip(layout.leaves(), now.layouts[name].leaves(), strict=False)
+            return next((old for old, new in pairs if not _is_same(old, new)), layout)
+    return None
 
 
 def _has_same_columns(before: Opened, now: Opened) -> bool:
@@ -56,11 +58,14 @@ def _has_same_columns(before: Opened, now: Opened) -> bool:
 
 
 def _are_all_equal(
-    several: tuple[NDArray[Any], ...] | None, others: tuple[NDArray[Any], ...] | None
+    several: Sequence[NDArray[Any] | None] | None, others: Sequence[NDArray[Any] | None] | None
 ) -> bool:
     if several is None or others is None:
         return several is others
-    return len(several) == len(others) and all(map(np.array_equal, several, others))
+    return len(several) == len(others) and all(
+        one is other if one is None or other is None else np.array_equal(one, other)
+        for one, other in zip(several, others, strict=True)
+    )
 
 
 def _is_same(one: DatasetLayout, other: DatasetLayout) -> bool:
@@ -68,17 +73,11 @@ def _is_same(one: DatasetLayout, other: DatasetLayout) -> bool:
         _files(one) == _files(other)
         and fingerprint([one], has_places=True) == fingerprint([other], has_places=True)
         and one.file_samples == other.file_samples
-        and _are_equal(one.spans, other.spans)
-        and _are_equal(one.lengths, other.lengths)
+        and _are_all_equal((one.spans,), (other.spans,))
+        and _are_all_equal((one.lengths,), (other.lengths,))
     )
 
 
 def _files(layout: DatasetLayout) -> list[object]:
     leaves = [(leaf.file, leaf.stamp.file_id) for leaf in layout.leaves()]
     return [*leaves, *((heap.file, heap.stamp.file_id) for heap in layout.heaps)]
-
-
-def _are_equal(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return np.array_equal(one, other)

@@ -28,25 +28,11 @@ _MOST_ARRAYS = 3  # of one field
 
 
 class ReaderSlots:
-    """Slots in the memory of the process that made them.
+    """Slots in the memory of the process that made them; `specs` is what helpers receive.
 
-    Parameters
-    ----------
-    shared
-        The memory.
-    slots
-        Arrays in it; raw arrays lie in other memory if the filler transforms them.
-    rows
-        The number of samples that a slot has room for.
-    first_columns
-        Per field: the number of its first column.
-    pixels_nbytes
-        Per field: the maximum size of the pixels of a batch of images.
-
-    Attributes
-    ----------
-    specs
-        The description that helpers receive.
+    `slots` are arrays in `shared`; raw arrays lie in other memory if the filler transforms them. A
+    slot has room for `rows` samples. Per field, `first_columns` has the number of its first column,
+    and `pixels_nbytes` the maximum size of the pixels of a batch of images.
     """
 
     def __init__(
@@ -130,23 +116,10 @@ class ReaderSlots:
 
 
 class HelperSlots:
-    """Slots in the memory of the process that fills them.
+    """Slots in the memory of the process that fills them; `slots` is for the filler.
 
-    Parameters
-    ----------
-    shared
-        The memory.
-    specs
-        The description from the reader's process.
-    raws
-        Per column: shape and dtype of a row as read.
-    first_columns
-        Per field: the number of its first column.
-
-    Attributes
-    ----------
-    slots
-        Memory for the filler.
+    `raws` has the shape and dtype of a row as read, per column; `first_columns` the number of a
+    field's first column.
     """
 
     def __init__(
@@ -180,19 +153,8 @@ class HelperSlots:
     ) -> tuple[tuple[SentField | None, ...], dict[int, tuple[int, int]]]:
         """Put the arrays outside a batch's slot into shared memory; different slots in any threads.
 
-        Returns
-        -------
-        fields
-            Per field: its arrays; None for the slot's own array.
-        rooms
-            Memory that was added for them.
-
-        Raises
-        ------
-        PostprocessError
-            If an array cannot lie in shared memory.
-        OutOfMemoryError
-            If the system refuses memory.
+        Returns `Answer.fields` and `Answer.rooms`. `PostprocessError` is raised if an array cannot
+        lie in shared memory, `OutOfMemoryError` if the system refuses memory.
         """
         size = self._sizes[slot] = outcome.index.size
         self._numbers[slot][:size] = outcome.index
@@ -236,7 +198,7 @@ class HelperSlots:
         return None if is_own else SentField(kind, tuple(parts), sample_shape)
 
     def _is_column(self, slot: int, column: int, array: NDArray[Any]) -> bool:
-        """Return whether an array is the first rows of a column of a slot."""
+        """Tell whether an array is the first rows of a column of a slot."""
         own = self.slots[slot].out[column]
         return (
             array.ctypes.data == own.ctypes.data
