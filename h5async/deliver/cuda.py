@@ -137,8 +137,8 @@ class CudaDevice(SharedBySlots, Device):
 
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
         """Reserve memory for the rows of all samples of a selection, as they are uploaded."""
-        gpu, (slot, *_) = self.gpu, self.slots
-        row_nbytes = [array.nbytes // len(array) for array in slot.memory.out]
+        gpu, slot = self.gpu, self.slots[0]
+        row_nbytes = [array.nbytes // slot.num_rows for array in slot.memory.out]
         nbytes = selection.size * sum(row_nbytes)
         if cache_bytes is None:
             cache_bytes = int(gpu.free_nbytes * _CACHE_SHARE)

@@ -74,6 +74,8 @@ class CudaSlot(DeviceSlot):
 
     Attributes
     ----------
+    num_rows
+        Samples in the slot.
     staging
         By column: memory for encoded chunks.
     staged
@@ -101,7 +103,7 @@ class CudaSlot(DeviceSlot):
         }
         # The uploaded data of all columns with a row per sample are contiguous, on both sides, to
         # be sent at once. Of other columns only the batch's values are sent.
-        self._num_rows = rows
+        self.num_rows = rows
         self._made_parts: list[PinnedPart] = []
         laid_out = host_slot(
             rows,
@@ -166,7 +168,7 @@ class CudaSlot(DeviceSlot):
         gpu, kernels = self._gpu, self._device.kernels
         if outline.is_encoded:  # decoded images have pinned memory of their own
             is_pinned = self._shared is None and not postprocess
-            return CudaField(gpu, kernels, self._num_rows, outline, is_pinned=is_pinned)
+            return CudaField(gpu, kernels, self.num_rows, outline, is_pinned=is_pinned)
         own = [transforms[column] for column in outline.columns]
         parts = [
             PinnedPart(
@@ -176,7 +178,7 @@ class CudaSlot(DeviceSlot):
         ]
         parts += self._made_parts
         is_done = on_host[outline.columns[0]]
-        return CudaField(gpu, kernels, self._num_rows, outline, own, parts, is_done=is_done)
+        return CudaField(gpu, kernels, self.num_rows, outline, own, parts, is_done=is_done)
 
     def _pages(self, nbytes: int) -> NDArray[np.uint8]:
         """Return memory that is not pinned yet; a filler in a helper process has it, too."""
@@ -286,7 +288,7 @@ class CudaSlot(DeviceSlot):
                 found[i] = self._uploaded_other(i, array, stream)
         for i, mask in enumerate(masks, len(found)):
             found.append(self._uploaded_other(i, mask, stream))
-        if size == self._num_rows and len(mine) == len(self._rows) - self._rows.count(None):
+        if size == self.num_rows and len(mine) == len(self._rows) - self._rows.count(None):
             mine = [(self._device_block, self._host_block)] if self._host_block.nbytes else []
         for target, source in mine:
             self._gpu.upload(target, source, stream)
@@ -298,7 +300,7 @@ class CudaSlot(DeviceSlot):
         if field is None:
             field = self._others.get(i)
         if field is None:
-            field = self._others[i] = CudaField(self._gpu, self._device.kernels, self._num_rows)
+            field = self._others[i] = CudaField(self._gpu, self._device.kernels, self.num_rows)
         field.upload(array, stream)
         return field
 

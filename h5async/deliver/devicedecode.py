@@ -251,20 +251,10 @@ class DeviceDecoder:
         runtime.memsetAsync(states.data.ptr, 0xFF, states.nbytes, stream.ptr)
         actual.fill(0)
         if tasks and self._codec is not None:
+            arrays = source, source_nbytes, target, target_nbytes, actual, states
+            blocks, temp = Blocks(*(one.data.ptr for one in arrays)), self._temp
             self._nvcomp.decompress(
-                self._codec,
-                tasks,
-                Blocks(
-                    source.data.ptr,
-                    source_nbytes.data.ptr,
-                    target.data.ptr,
-                    target_nbytes.data.ptr,
-                    actual.data.ptr,
-                    states.data.ptr,
-                ),
-                self._temp.data.ptr,
-                self._temp.nbytes,
-                stream.ptr,
+                self._codec, tasks, blocks, temp.data.ptr, temp.nbytes, stream.ptr
             )
             sums = adler = None
             if form.is_deflate:
@@ -367,26 +357,24 @@ def find_formats(
     for i, (name, layout) in enumerate(layouts.items()):
         if name not in encoded:
             continue
-        found = encoded_format(layout, core, rows, in_order=not config.shuffle)
-        if name in on_host:
-            found = on_host[name]
+        found = on_host.get(name) or encoded_format(layout, core, rows, in_order=not config.shuffle)
         if isinstance(found, EncodedFormat):
             needed = _device_nbytes(found, nvcomp, config.prefetch)
             staged = config.prefetch * found.staging_nbytes
-            if needed <= free_nbytes * _MEMORY_SHARE and staged <= host_nbytes:
-                free_nbytes -= needed
-                host_nbytes -= staged
-                formats[i] = found
-                continue
             if staged > host_nbytes:
                 found = (
                     f"its encoded chunks take {staged:,} bytes of the host's memory, of"
                     f" {max(0, host_nbytes):,} that max_batch_bytes leaves them"
                 )
-            else:
+            elif needed > free_nbytes * _MEMORY_SHARE:
                 found = (
                     f"it takes {needed / 1e9:.2g} GB of {free_nbytes / 1e9:.2g} GB that are free"
                 )
+            else:
+                free_nbytes -= needed
+                host_nbytes -= staged
+                formats[i] = found
+                continue
         reasons.append(f'field "{name.partition(INDICES)[0]}": {found}')
     if config.decode == "device" and reasons:
         raise DeviceError(
