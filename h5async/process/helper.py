@@ -147,18 +147,10 @@ class HelperFiller:
         on_done: Callable[[FillRequest, FillOutcome], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """Have slots filled from now on; parameters and errors are those of `Filler`.
+        """Have slots filled from now on; errors, and parameters not named here, are `Filler`'s.
 
-        Parameters
-        ----------
-        slots
-            Arrays in `shared`; raw arrays lie in other memory if the filler transforms them.
-        rows
-            The number of samples that a slot has room for.
-        pixels_nbytes
-            Per field: the maximum size of the pixels of a batch of images.
-        memory_plan, device_cache, next_requests, before_fill, on_done, on_crash
-            As in `Filler`. Functions are called in threads of this object.
+        `slots`, `rows` and `pixels_nbytes` are those of `ReaderSlots`. Functions are called in
+        threads of this object.
         """
         opened = self.supervisors[0].opened
         assert opened is not None
