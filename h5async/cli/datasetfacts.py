@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich.filesize import decimal
 
 from h5async import H5AsyncError
 from h5async.cli.options import spell_in_shell
 from h5async.cli.text import dimensions_of, direct_text, methods_of, packing_text
+from h5async.config.files import FileName
 from h5async.index.cost import read_cost
 from h5async.index.layout import DatasetLayout
 from h5async.index.variablelength import VariableLength
@@ -164,7 +164,7 @@ class Dataset:
         return f"({', '.join(named)}{',' * is_bare})"
 
 
-def dataset_of(path: str, file: Path, found: DatasetLayout | H5AsyncError) -> Dataset:
+def dataset_of(path: str, file: FileName, found: DatasetLayout | H5AsyncError) -> Dataset:
     """Return the facts of a dataset, from its layout or the error that replaces it."""
     if isinstance(found, H5AsyncError):
         where = printable(f'{file}: dataset "{path}"')
@@ -195,7 +195,7 @@ def dataset_of(path: str, file: Path, found: DatasetLayout | H5AsyncError) -> Da
 
 
 def ragged_dataset(
-    path: str, file: Path, found: DatasetLayout, form: VariableLength, mean_length: float | None
+    path: str, file: FileName, found: DatasetLayout, form: VariableLength, mean_length: float | None
 ) -> Dataset:
     """Return the facts of a dataset of variable length, from its references."""
     nbytes = None if mean_length is None else mean_length * form.dtype.itemsize
@@ -220,7 +220,7 @@ def ragged_dataset(
     )
 
 
-def group_dataset(path: str, file: Path, parts: Sequence[DatasetLayout], kind: str) -> Dataset:
+def group_dataset(path: str, file: FileName, parts: Sequence[DatasetLayout], kind: str) -> Dataset:
     """Return the facts of a group that is read as one field.
 
     `parts` are the layouts of its datasets; the first one has the values. `kind` is as in
@@ -250,7 +250,7 @@ def group_dataset(path: str, file: Path, parts: Sequence[DatasetLayout], kind: s
 
 
 def sparse_dataset(
-    path: str, file: Path, parts: Sequence[DatasetLayout], shape: tuple[int, int]
+    path: str, file: FileName, parts: Sequence[DatasetLayout], shape: tuple[int, int]
 ) -> Dataset:
     """Return the facts of a sparse matrix."""
     found = group_dataset(path, file, parts, "sparse")

@@ -16,14 +16,14 @@ from h5async.cli.options import fields_of, number_or_name, spell_in_shell, table
 from h5async.cli.progressbars import opening
 from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
-from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
-from h5async.index.consulted import Consulted
+from h5async.config.files import INDEX_SUFFIX, FileName, home_path, with_variables
 from h5async.index.groups import Grouping
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach
 from h5async.index.portable import NotPortableError
 from h5async.index.savedindex import IndexedFile, Wanted, write_index
+from h5async.io.stores import absolute_name
 from h5async.opening.dataset import grouping_of
 from h5async.opening.fieldkinds import with_kinds
 from h5async.opening.filefacts import (
@@ -115,7 +115,7 @@ def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
 
 
 def _indexed(
-    paths: Sequence[Path], config: ReaderConfig, reach: Reach, left_out: list[str]
+    paths: Sequence[FileName], config: ReaderConfig, reach: Reach, left_out: list[str]
 ) -> Iterator[IndexedFile]:
     """Yield the index of each file; add datasets without a layout, and why, to `left_out`."""
     tell = on_indexed.get()
@@ -132,13 +132,17 @@ def _indexed(
             layouts = {need.wanted: found[name] for name, need in needs.items()}
         else:
             layouts = _layouts(path, config, recorded, grouping, left_out)
-        yield IndexedFile(str(path.absolute()), layouts, consulted)
+        yield IndexedFile(absolute_name(path), layouts, consulted)
         if tell is not None:
             tell(number, len(paths))
 
 
 def _layouts(
-    path: Path, config: ReaderConfig, reach: Reach, grouping: Grouping | None, left_out: list[str]
+    path: FileName,
+    config: ReaderConfig,
+    reach: Reach,
+    grouping: Grouping | None,
+    left_out: list[str],
 ) -> dict[Wanted, DatasetLayout]:
     """Return the layouts of all readable datasets of a file."""
     layouts = {}

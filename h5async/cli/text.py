@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
+from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError
+from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.names import printable
 from h5async.plan.cf import shown_value, unpacking
@@ -19,7 +20,7 @@ def safe(text: object) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in printable(str(text)))
 
 
-def files_text(paths: Sequence[Path]) -> str:
+def files_text(paths: Sequence[FileName]) -> str:
     """Name one file, or the first and the last of several."""
     first, last = str(paths[0]), str(paths[-1])
     return first if len(paths) == 1 else f"{len(paths)} files, {first} to {last}"
@@ -58,8 +59,9 @@ def method_text(layout: DatasetLayout) -> str:
 
 def methods_of(layout: DatasetLayout) -> tuple[tuple[str, ...], int]:
     """Return what reads a dataset directly, and the number of datasets that hold its values."""
-    methods = {method_of(load_core(), source) for source in layout.leaves()}
-    sources = len({(source.file, source.path) for source in layout.leaves()})
+    columns = table_of(layout)[1].columns
+    sources = len(set(zip(columns.file.tolist(), columns.paths, strict=True)))
+    methods = {method_of(load_core(), source) for source, _ in kinds_of(layout)}
     return tuple(sorted(methods)), sources
 
 

@@ -21,8 +21,7 @@ from h5async.deliver.devicedecode import DeviceDecoder, Staging
 from h5async.deliver.gpu import Gpu
 from h5async.deliver.kernels import Kernels, RowChange
 from h5async.fill.outcomes import FillOutcome
-from h5async.io.growing import plain_memory
-from h5async.io.shared import SharedMemory, page_memory
+from h5async.io.shared import SharedMemory, page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.samples.devicefields import Outline

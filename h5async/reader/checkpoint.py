@@ -16,6 +16,7 @@ from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
+from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings
 from h5async.opening.samplelengths import digest
 from h5async.reader.position import SavedPosition
@@ -161,7 +162,7 @@ class Checkpoints:
         layouts, sequences = list(self._layouts.values()), self._samplings.sequences
         also = [sequences.starts, sequences.ends]
         if self._config.shuffle == "window":
-            also.append(np.array([layout.unit_nbytes for layout in layouts]))
+            also.append(np.array([*map(unit_nbytes, layouts)]))
         return fingerprint(layouts, *also)
 
 
