@@ -446,7 +446,7 @@ class AsyncReader:
             raise ConfigError(f"there is no epoch {epoch}; the first is 0")
         self._check_not_empty()
         engine = self._engine
-        if engine.schedule.position(engine.ring.next_serial)[::2] != (epoch, 0):
+        if engine.schedule.position(engine.ring.consumer.next)[::2] != (epoch, 0):
             engine.jump(epoch)
 
     def reset(self) -> None:
@@ -551,7 +551,7 @@ class AsyncReader:
         Raises `ConfigError` if a batch was requested already.
         """
         self._check_not_empty()
-        if self._engine.ring.has_begun:
+        if self._engine.ring.consumer.has_begun:
             raise ConfigError(
                 "a reader that has begun cannot be pickled; pickle it before the first batch is"
                 " asked for, or send its config and its state_dict()"

@@ -17,9 +17,7 @@ from h5async.config.files import paths_text
 from h5async.deliver.device import Device, DeviceSlot
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.finddevice import find_device
-from h5async.deliver.host import HostDevice
-from h5async.deliver.slotrecords import Assignment
-from h5async.deliver.slots import SlotRing
+from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
     ReaderClosedError,
     ReadError,
@@ -71,6 +69,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from h5async.observe.tracing import Tracing
+    from h5async.opening.selecting import Chosen
     from h5async.process.helper import HelperFiller
 
 _MOMENT_SECONDS = 0.5  # idle workers nearly always end within this time
@@ -90,7 +89,7 @@ class Engine:
         self.has_opened = Flag(True)  # set unless it is being opened
         self.slots: list[DeviceSlot] = []
         self.kinds: Mapping[str, FieldKind] = {}
-        self.device: Device = HostDevice()
+        self.device: Device = Device()
         self._submitter: Submitter | None = None  # None if workers ask for requests
         self._recorder = Recorder()
         self._tracing: Tracing | None = None  # None until a trace is requested
@@ -113,7 +112,7 @@ class Engine:
         with taking_memory(f"{paths_text(self.config.hdf5_path)} cannot be opened", _REMEDY):
             if self.config.workers == "thread":
                 opened = open_dataset(self.config)
-                self._open(opened, None)
+                self._open(opened)
             else:
                 from h5async.process.helper import HelperFiller
 
@@ -123,15 +122,19 @@ class Engine:
                 if found.are_found:
                     fields = {name: kind.field for name, kind in found.kinds.items()}
                     config = config.model_copy(update={"fields": fields})
-                self._open(OpenedDataset(config, found.layouts, found.kinds), helper)
+                whole = OpenedDataset(config, found.layouts, found.kinds)
+                self._open(whole, helper, found.chosen)
 
-    def _open(self, opened: OpenedDataset, helper: HelperFiller | None) -> None:
+    def _open(
+        self,
+        opened: OpenedDataset,
+        helper: HelperFiller | None = None,
+        chosen: Chosen | None = None,
+    ) -> None:
         config, layouts, kinds = opened
         self.config, self.kinds = config, kinds
         self.layouts = layouts
-        samplings = self.samplings = Samplings(
-            config, layouts, None if helper is None else helper.chosen
-        )
+        samplings = self.samplings = Samplings(config, layouts, chosen)
         self.num_samples = samplings.selection.size
         self.device = find_device(config.device, config.pin_memory)
         is_on_gpu = self.device.name != "cpu"
@@ -264,7 +267,7 @@ class Engine:
     def begin_epoch(self) -> int:
         """Go to the next epoch of which no batch was taken; return its number."""
         self.counts.end_epoch(self._work())
-        course, following = self.position.course, self.ring.next_serial
+        course, following = self.position.course, self.ring.consumer.next
         first = course.schedule.epoch_begin(following)
         while first > following and first - 1 in course.given:
             first -= 1  # the caller requested these, too
@@ -305,7 +308,7 @@ class Engine:
             path,
             self._filler,
             lambda: {serial: place_of(serial) for serial in self.ring.serials},
-            self.ring.held,
+            self.ring.consumer.held,
             nvtx=nvtx,
             torch=torch,
             max_events=max_events,
@@ -357,7 +360,7 @@ class Engine:
         finally:
             if timeline is not None:
                 end = end or time.perf_counter()
-                timeline.waited(begin, end, ring.next_serial, is_there)
+                timeline.waited(begin, end, ring.consumer.next, is_there)
 
     def take(self, serial: int, filled: FillOutcome) -> None:
         """Put the batch that was waited for in use, or forget its error."""

@@ -14,11 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
-from h5async.deliver.host import host_slot
+from h5async.deliver.device import host_slot
 from h5async.errors import ConfigError, taking_memory
 from h5async.fill.filling import Filler
 from h5async.index.layout import DatasetLayout
-from h5async.io.shared import plain_memory
 from h5async.opening.dataset import Samplings
 from h5async.opening.selecting import sample_numbers
 from h5async.order.rows import SpanRows
@@ -110,5 +109,5 @@ class GivenSamples:
                 else transform
                 for transform, rows in zip(self._transforms, self._samplings.rows, strict=True)
             ]
-            laid_out = host_slot(samples.size, transforms, on_host, plain_memory)
+            laid_out = host_slot(samples.size, transforms, on_host)
         return filler.read(samples, laid_out.memory)

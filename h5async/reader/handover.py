@@ -86,7 +86,7 @@ class Epoch(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         engine = self._engine
-        course, serial = engine.position.course, engine.ring.next_serial
+        course, serial = engine.position.course, engine.ring.consumer.next
         if course.place is not self._place or (
             serial not in course.given and course.schedule.position(serial).epoch != self._epoch
         ):

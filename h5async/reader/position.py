@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.deliver.slotrecords import Assignment
-from h5async.deliver.slots import SlotRing
+from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import ConfigError
 from h5async.opening.dataset import Samplings
 from h5async.order.ranks import Rank, Source, find_source, may_change
@@ -99,7 +98,7 @@ class ReaderPosition:
     @property
     def course(self) -> Course:
         """The position as one value."""
-        course: Course = self._ring.course
+        course: Course = self._ring.consumer.course
         return course
 
     @property
@@ -133,7 +132,7 @@ class ReaderPosition:
         schedule = self.schedule
         if not schedule.start and not schedule.sampling.batches_in(schedule.epoch):
             return schedule.epoch  # there is no next batch
-        return schedule.position(self._ring.next_serial).epoch
+        return schedule.position(self._ring.consumer.next).epoch
 
     def _sampling_by_now(self) -> Sampling:
         """Return the sampling for the rank found now, without settling it."""
@@ -185,7 +184,7 @@ class ReaderPosition:
 
     def save(self) -> SavedPosition:
         """Return the position of the caller's next batch, ignoring requested ones."""
-        epoch, _, start = self.schedule.position(self._ring.next_serial)
+        epoch, _, start = self.schedule.position(self._ring.consumer.next)
         course = self.course
         begun_with = self._config.batch_size, course.rank.world_size
         if course.origin[0] == epoch and start:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from h5async.deliver.slotrecords import Assignment
-from h5async.deliver.slots import SlotRing
+from h5async.deliver.slots import Assignment, SlotRing
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.order.sampling import FillRequest
@@ -45,7 +44,7 @@ class Submitter:
     def begin_in_worker(self, requests: Requests) -> None:
         """Do the same in a thread that no signal handler interrupts."""
         # Under the ring's lock: a batch that is dropped meanwhile must not be submitted.
-        with self._ring.unchanged():
+        with self._ring.lock:
             self._submit(requests, self._ring.assign())
 
     def _submit(self, requests: Requests, assignments: Sequence[Assignment]) -> None:

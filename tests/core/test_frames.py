@@ -42,7 +42,7 @@ from h5async.codec.filters import (
 )
 from h5async.core.binding import address
 from h5async.core.structures import IO_MODES, FramesStruct, SourceStruct
-from h5async.deliver.frames import FrameFormat, Unshuffle, frame_format, unshuffles
+from h5async.deliver.decodeplan import FrameFormat, Unshuffle, frame_format, unshuffles
 from h5async.index.metadata import read_layouts
 from h5async.io.stamps import FileStamp
 from h5async.read.scratch import Scratch

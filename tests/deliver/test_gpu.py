@@ -58,8 +58,9 @@ def poison(reader):
     for slot in reader._engine.slots:
         for array in (*slot.memory.raw, *slot.memory.out):
             array.reshape(-1).view(np.uint8)[...] = POISON
-        for array in (*slot._raw, *slot._delivered):
-            array.reshape(-1).view(np.uint8)[...] = POISON
+        for rows in filter(None, slot._rows):
+            for array in (rows.raw, rows.delivered):
+                array.reshape(-1).view(np.uint8)[...] = POISON
     # Uploads wait for nothing of it.
     reader._engine.device.gpu.cupy.cuda.runtime.deviceSynchronize()
 

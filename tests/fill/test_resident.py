@@ -174,9 +174,9 @@ def test_a_device_cache_needs_a_device(path, monkeypatch):
 
 
 def h5async_host():
-    from h5async.deliver.host import HostDevice
+    from h5async.deliver.device import Device
 
-    return HostDevice()
+    return Device()
 
 
 def test_the_default_budget_is_a_share_of_the_memory():

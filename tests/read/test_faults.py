@@ -19,7 +19,7 @@ from cases import each
 from collecting import Collected, layouts_of
 from conftest import our_threads
 
-import h5async.deliver.host
+import h5async.deliver.device
 import h5async.fill.filling
 import h5async.fill.phases
 import h5async.fill.reading
@@ -127,14 +127,14 @@ def once(monkeypatch, owner, name, at):
 
 
 STAGES = {
-    "before": (h5async.deliver.host.HostSlot, "wait_writable"),
+    "before": (h5async.deliver.device.DeviceSlot, "wait_writable"),
     "order": (h5async.order.sampling.Sampling, "batch_at"),
     "plan": (h5async.fill.reading.BatchReader, "plan"),
     "numbers": (h5async.order.sampling.Sampling, "dealt_at"),  # in the consumer's thread
     "cut": (h5async.fill.phases, "cut"),
     "read": (h5async.fill.reading.BatchReader, "read"),
     "transform": (h5async.fill.reading.BatchReader, "transform"),
-    "upload": (h5async.deliver.host.HostSlot, "upload"),
+    "upload": (h5async.deliver.device.DeviceSlot, "upload"),
 }
 
 
