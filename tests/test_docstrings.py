@@ -30,7 +30,7 @@ MODULES = (
     "h5async.samples.sparse",
     "h5async.observe.stats",
     "h5async.torch",
-    "h5async.observe.trace",
+    "h5async.observe.tracing",
 )
 # What the examples take for imported, as the reference says.
 NAMES = {"np": np, "h5py": h5py, **{name: getattr(h5async, name) for name in h5async.__all__}}

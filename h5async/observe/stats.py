@@ -1,10 +1,7 @@
-"""Collects times and counts while a reader works, and names the bottleneck in a sentence.
-
-`ReaderStats` is the public result: of all the work, of an epoch, or since earlier statistics.
+"""Defines `ReaderStats`: times and counts of a reader, and its bottleneck in a sentence.
 
 A stage is one step of delivering a batch, in the threads of the pool: plan, read, decode, place
-(copying samples from decoded chunks into the batch), transform, postprocess, upload. The consumer's
-own time is what it spends in `get_next_batch()`.
+(copying samples from decoded chunks into the batch), transform, postprocess, upload.
 """
 
 from __future__ import annotations
@@ -14,6 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from h5async.html import Bar, Cell, counted, seconds_text, size_text, table
 from h5async.spelling import as_keyword, named, spelled
@@ -37,21 +36,11 @@ _WORK = {  # names of stages in the sentence
 
 
 class WaitTotals(NamedTuple):
-    """The consumer's waits so far.
-
-    Attributes
-    ----------
-    number
-        Number of waits, without the first, which is start-up.
-    seconds
-        Their sum.
-    elapsed_seconds
-        Time from the first batch to the end of the last wait.
-    """
+    """The consumer's waits so far, without the first, which is start-up."""
 
     number: int = 0
     seconds: float = 0.0
-    elapsed_seconds: float = 0.0
+    elapsed_seconds: float = 0.0  # from the first batch to the end of the last wait
 
 
 class Waits:
@@ -60,7 +49,7 @@ class Waits:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
         self._last: deque[float] = deque(maxlen=_KEPT_WAITS)
-        self._totals = self._before = WaitTotals()
+        self.totals = self.before = WaitTotals()  # of all waits, and of all but the last
         self._begin: float | None = None
 
     def note(self, begin: float, end: float) -> None:
@@ -69,78 +58,39 @@ class Waits:
             if self._begin is None:
                 self._begin = end
                 return
-            number, seconds, _ = self._totals
-            self._before = self._totals._replace(elapsed_seconds=begin - self._begin)
+            number, seconds, _ = self.totals
+            self.before = self.totals._replace(elapsed_seconds=begin - self._begin)
             self._last.append(end - begin)
-            self._totals = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
-
-    @property
-    def totals(self) -> WaitTotals:
-        """All waits so far."""
-        return self._totals
-
-    @property
-    def before(self) -> WaitTotals:
-        """All waits before the last one."""
-        return self._before
+            self.totals = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
 
     def percentiles(self, totals: WaitTotals, since: WaitTotals) -> tuple[float, float]:
         """Return median and 99th percentile of the kept waits between two moments."""
         with self._lock:
-            later = self._totals.number - totals.number
+            later = self.totals.number - totals.number
             kept = list(self._last)
-        kept = sorted(kept[: max(0, len(kept) - later)][since.number - totals.number :])
-        if totals.number <= since.number:
+        kept = kept[: max(0, len(kept) - later)][since.number - totals.number :]
+        if not kept or totals.number <= since.number:
             return 0.0, 0.0
-        return percentile(kept, 50), percentile(kept, 99)
-
-
-def percentile(ascending: Sequence[float], percent: float) -> float:
-    """Return a percentile, interpolated as NumPy does; 0 if there are no numbers."""
-    if not ascending:
-        return 0.0
-    at = (len(ascending) - 1) * percent / 100
-    below = int(at)
-    above = min(below + 1, len(ascending) - 1)
-    return ascending[below] + (ascending[above] - ascending[below]) * (at - below)
+        median, high = np.percentile(kept, (50, 99))
+        return float(median), float(high)
 
 
 class Remedy(NamedTuple):
-    """A way to decode less.
-
-    Attributes
-    ----------
-    text
-        What to do; options are marked.
-    leaves
-        Samples that would then be decoded per used one.
-    """
+    """A way to decode less; options are marked in its text."""
 
     text: str
-    leaves: float = 1.0
+    leaves: float = 1.0  # samples that would then be decoded per used one
 
 
 class ChunkAdvice(NamedTuple):
-    """Advice on chunks that hold more than is used.
+    """Advice on chunks that hold more than is used."""
 
-    Attributes
-    ----------
-    name
-        The field whose chunks are decoded most; empty if there is only one field.
-    unit
-        An item of a chunk: "sample", "image", "row" or "value".
-    h5py_name, h5py_remedies
-        The same for chunks that only h5py reads.
-    raw_remedies
-        Remedies for reading too much of chunks without filters.
-    """
-
-    name: str = ""
-    unit: str = "sample"
+    name: str = ""  # the field whose chunks are decoded most, if there are several
+    unit: str = "sample"  # of a chunk: "sample", "image", "row" or "value"
     remedies: tuple[Remedy, ...] = ()
-    h5py_name: str = ""
+    h5py_name: str = ""  # the same for chunks that only h5py reads
     h5py_remedies: tuple[Remedy, ...] = ()
-    raw_remedies: tuple[Remedy, ...] = ()
+    raw_remedies: tuple[Remedy, ...] = ()  # for chunks without filters
 
 
 @dataclass(frozen=True)
@@ -155,8 +105,8 @@ class ReaderStats:
         Time between the deliveries of the first and the last batch. For an epoch, it begins with
         the request for its first batch; since an earlier moment, with the last batch before it.
     wait_seconds, wait_p50_seconds, wait_p99_seconds
-        Time that the consumer waited for batches since the first one: the sum, and the median and
-        99th percentile of the last 4,096 waits.
+        Time that the consumer waited after the first batch: the sum, and the median and 99th
+        percentile of the last 4,096 waits.
     stage_seconds
         Time that threads spent in each stage (plan, read, decode, place, transform, postprocess,
         upload), for all filled batches. If h5py reads a dataset, all of it counts as ``"read"``.
@@ -165,9 +115,8 @@ class ReaderStats:
     read_nbytes, decoded_chunks, decoded_nbytes
         Encoded bytes read, chunks decoded, and the bytes in these.
     decoded_per_used
-        Samples decoded per used one; by bytes, over the fields whose chunks are encoded. 1: each
-        chunk was decoded once, and all of it was used. 0: nothing was decoded. Batches that are
-        probably on their way count as used.
+        Samples decoded per used one, by bytes, of fields whose chunks are encoded; 1 means that
+        each chunk was decoded once and used whole. Batches on their way count as used.
     read_per_used
         Bytes read per used one, of fields that are not encoded.
     fallback_reads
@@ -175,20 +124,17 @@ class ReaderStats:
     direct_share
         Share of the bytes of a sample that are read without h5py.
     ways
-        How each field is read: ``"core"``, ``"h5py"``, ``"memory"``, or several of these
-        for several files.
+        What reads each field: ``"core"``, ``"h5py"``, ``"memory"``, or several of these.
     cache
         Where rows are kept for later epochs, and how many; or why they are not.
     decode
         Where chunks are decoded, ``"host"`` or ``"device"``, and why.
-    num_threads
-        Threads of the pool; 0: the consumer's thread does the work.
+    num_threads, workers
+        Threads of the pool (0: the consumer does the work), and the option `workers`.
     filters
         Names of the filters of all fields.
     broken_images
         Images that were replaced because they cannot be decoded; see `ImageField`.
-    workers
-        The option: the processes that the threads, and their GIL, belong to.
     epoch
         The requested epoch; None means all.
     first_batch
@@ -240,7 +186,7 @@ class ReaderStats:
     _encoded_share: float = 0.0  # of the bytes read: those of decoded chunks
     _waits: int | None = None  # None: one fewer than batches
     _advice: ChunkAdvice = field(default=ChunkAdvice(), compare=False)
-    _mark: object = field(default=None, compare=False)  # where statistics since these begin
+    _moment: object = field(default=None, compare=False)  # where statistics since these begin
 
     @property
     def waited_share(self) -> float:

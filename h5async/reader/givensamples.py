@@ -5,67 +5,50 @@ Sample numbers enter in any form; a checked array, or the rows, leave.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.deliver.host import host_slot
 from h5async.errors import ConfigError, taking_memory
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import SlotFiller
-from h5async.index.layout import DatasetLayout
 from h5async.io.growing import plain_memory
-from h5async.opening.dataset import Samplings
 from h5async.opening.selecting import sample_numbers
 from h5async.order.spans import SpanRows
-from h5async.plan.transform import RowTransform
+from h5async.reader.readersetup import ReaderSetup
 from h5async.spelling import named
 
 
 class GivenSamples:
-    """Checks and reads the consumer's own samples. Thread-safe.
+    """Checks and reads the consumer's own samples. Thread-safe."""
 
-    Layouts and transforms are per field name, in field order; `rows` is the room of a slot.
-    """
-
-    def __init__(
-        self,
-        config: ReaderConfig,
-        layouts: Mapping[str, DatasetLayout],
-        transforms: Mapping[str, RowTransform],
-        samplings: Samplings,
-        rows: int,
-    ) -> None:
-        self._config = config
-        self._num_samples = next(iter(layouts.values())).sample_count
-        self._where = paths_text(config.hdf5_path)
-        self._transforms = list(transforms.values())
-        self._samplings = samplings
-        self._rows = rows
+    def __init__(self, setup: ReaderSetup) -> None:
+        self._config = setup.config
+        self._num_samples = next(iter(setup.layouts.values())).sample_count
+        self._where = f"index: {paths_text(setup.config.hdf5_path)}"
+        self._transforms = list(setup.transforms.values())
+        self._samplings = setup.samplings
+        self._rows = setup.rows
         self._ragged = [
             (transform.capacity, field)
-            for transform, field in zip(self._transforms, samplings.rows, strict=True)
+            for transform, field in zip(self._transforms, setup.samplings.rows, strict=True)
             if isinstance(field, SpanRows) and transform.capacity is not None
         ]
 
-    def checked(self, index: ArrayLike, what: str = "index") -> NDArray[np.int64]:
+    def checked(self, index: ArrayLike) -> NDArray[np.int64]:
         """Return sample numbers as a new, non-empty array, or raise `ConfigError`."""
-        found = sample_numbers(index, self._num_samples, f"{what}: {self._where}")
+        found = sample_numbers(index, self._num_samples, self._where)
         if not found.size:
-            raise ConfigError(f"{what}: give at least one sample number, found none")
-        self._samplings.check(found, f"{what}: {self._where}")
+            raise ConfigError("index: give at least one sample number, found none")
+        self._samplings.check(found, self._where)
         return found
 
     def batch(self, index: ArrayLike) -> NDArray[np.int64]:
-        """Return the sample numbers of a batch, as a new array.
-
-        Raises `ConfigError`, also if there are too many, or the cache has no room for them.
-        """
+        """Do the same for the samples of a batch, which must fit into a slot and the cache."""
         found = self.checked(index)
         if found.size > self._rows:
             remedy = "use read()"  # a larger batch_size would not help

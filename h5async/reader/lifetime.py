@@ -23,12 +23,9 @@ EXIT_SECONDS = 10.0  # for unfinished work when the interpreter ends
 
 
 class Closable(Protocol):
-    """An object to close when the interpreter ends.
+    """An object to close when the interpreter ends."""
 
-    `has_opened` is set unless it is being opened.
-    """
-
-    has_opened: Flag
+    has_opened: Flag  # set unless it is being opened
 
     def stop(self, *, at_exit: bool = False) -> None:
         """Begin to end, without waiting."""
