@@ -11,10 +11,8 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
-from h5async.cli.documents import Json, print_document
 from h5async.cli.options import fields_of, number_or_name, spell_in_shell, table, takes_options
-from h5async.cli.progressbars import opening
-from h5async.cli.text import safe
+from h5async.cli.output import Json, opening, print_document, safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.index.consulted import Consulted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -19,12 +20,9 @@ from h5async.cli.datasetfacts import (
     ragged_dataset,
     sparse_dataset,
 )
-from h5async.cli.documents import Json, plain, print_document
-from h5async.cli.folding import Folding, Line
+from h5async.cli.listing import Folding, Line, Listing
 from h5async.cli.options import takes_options
-from h5async.cli.patterns import is_meant
-from h5async.cli.rowlisting import Listing
-from h5async.cli.text import safe
+from h5async.cli.output import Json, plain, print_document, safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, with_variables
 from h5async.core.binding import load_core, why_no_core
@@ -193,22 +191,23 @@ def _known(wanted: Wanted, layouts: Mapping[Wanted, DatasetLayout], file: Path) 
     """Return the facts of an index's entry; None if it is part of something else."""
     layout = layouts[wanted]
 
-    def part(name: str, kind: str = "") -> DatasetLayout | None:
-        return layouts.get(Wanted.at(f"{wanted.path}/{name}")._replace(kind=kind))
-
-    parts: list[DatasetLayout | None] = []
-    if wanted.kind == SHAPE:
-        parts = [part("data", ROWS), part("indices", ROWS)]
-        there = [one for one in parts if one is not None]
-        return sparse_dataset(wanted.path, file, there, shape_of(layout)) if all(parts) else None
-    if wanted.kind in (CATEGORIES, NULLABLE):
-        is_codes = wanted.kind == CATEGORIES
-        parts = [part("codes")] if is_codes else [part("values"), part("mask")]
-        there = [one for one in parts if one is not None]
-        if len(there) < len(parts):
+    of_group = {
+        SHAPE: (("data", "indices"), ROWS),
+        CATEGORIES: (("codes",), ""),
+        NULLABLE: (("values", "mask"), ""),
+    }
+    if wanted.kind in of_group:
+        names, kind = of_group[wanted.kind]
+        keys = [Wanted.at(f"{wanted.path}/{name}")._replace(kind=kind) for name in names]
+        parts = [layouts[key] for key in keys if key in layouts]
+        if len(parts) < len(keys):
             return None
-        found = group_dataset(wanted.path, file, there, "categorical" if is_codes else "nullable")
-        return replace(found, categories=layout.sample_count if is_codes else None)
+        if wanted.kind == SHAPE:
+            return sparse_dataset(wanted.path, file, parts, shape_of(layout))
+        if wanted.kind == NULLABLE:
+            return group_dataset(wanted.path, file, parts, "nullable")
+        found = group_dataset(wanted.path, file, parts, "categorical")
+        return replace(found, categories=layout.sample_count)
     if wanted.kind in (ROWS, TEXTS):
         return None
     found = dataset_of(wanted.path, file, layout)
@@ -229,3 +228,27 @@ def _known(wanted: Wanted, layouts: Mapping[Wanted, DatasetLayout], file: Path) 
         in_order_nbytes=in_order * (mean or 0),
         shuffled_nbytes=max(shuffled, in_order * (mean or 0)),
     )
+
+
+def is_meant(path: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a pattern matches a dataset's path, or a group around it, as in a shell.
+
+    ``**`` matches any number of names; characters of patterns also match themselves.
+    """
+    names = _names(path)
+    return not patterns or any(_begins(names, _names(pattern)) for pattern in patterns)
+
+
+def _begins(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_begins(names[at:], pattern[1:]) for at in range(len(names) + 1))
+    if not names:
+        return False
+    is_same = names[0] == pattern[0] or fnmatchcase(names[0], pattern[0])
+    return is_same and _begins(names[1:], pattern[1:])
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name not in ("", ".")]

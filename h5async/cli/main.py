@@ -18,8 +18,8 @@ from h5async.cli.bench import bench
 from h5async.cli.index import index
 from h5async.cli.inspect import inspect
 from h5async.cli.options import spell_in_shell
+from h5async.cli.output import safe
 from h5async.cli.read import read
-from h5async.cli.text import safe
 from h5async.config.hints import hint_for
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or the copy in typer

@@ -29,26 +29,16 @@ Verdict = Literal["faster", "slower", "same", "unclear"]
 
 @dataclass
 class Trial:
-    """Changed options, and the speed of a reader with them, round by round.
-
-    Attributes
-    ----------
-    changed
-        The options; empty for those as given.
-    speeds
-        Decoded bytes per second.
-    ratios
-        Relative to the speed as given, in the same round.
-    """
+    """Changed options, if any, and the speed of a reader with them, round by round."""
 
     changed: Mapping[str, Any]
-    speeds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)  # decoded bytes per second
+    ratios: list[float] = field(default_factory=list)  # to the speed as given, in the same round
 
     @property
-    def verdict(self) -> Verdict:
-        """The verdict of all rounds; see `judge`."""
-        return judge(self.ratios)
+    def verdict(self) -> Verdict | None:
+        """The verdict of all rounds, of changed options; see `judge`."""
+        return judge(self.ratios) if self.changed else None
 
 
 def judge(ratios: Sequence[float]) -> Verdict:
@@ -99,16 +89,7 @@ def compare(
 ) -> list[Trial]:
     """Measure options in turns; return a trial of the options as given, then of each change.
 
-    Parameters
-    ----------
-    changes
-        Options to change.
-    seconds
-        Time that each trial reads, all rounds together.
-    rounds
-        Number of turns of each trial.
-    tell
-        Called after each turn.
+    Each trial reads for `seconds` in `rounds` turns; `tell` is called after each.
     """
     trials = [Trial({}), *map(Trial, changes)]
     for number in range(rounds):

@@ -1,18 +1,39 @@
-"""Folds groups that hold the same datasets into one: a file may have one per episode.
+"""Lists datasets as a table: folds groups that are alike, and prints rows as they come.
 
-Datasets enter in the order of the walk through a file. Lines leave as soon as nothing can be folded
-with them.
+A file may have a group per episode, with the same datasets in each. Rows leave as soon as nothing
+can be folded with them, for a pipe, a wide or a narrow terminal.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from time import perf_counter
 from typing import NamedTuple
 
+import typer
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from h5async.cli.datasetfacts import Dataset
+
+BLOCK_SECONDS = 0.5  # for which rows may be held back
+_STACKED_COLUMNS = (
+    ("dataset",),
+    ("shape", "dtype"),
+    ("layout", "chunks", "filters"),
+    ("on disk", "decoded"),
+    ("in order", "shuffled"),
+    ("read",),
+)
+_RIGHT = frozenset({"decoded", "on disk", "in order", "shuffled"})
+COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 
 _LEAST_NUMBERED = 3  # similar groups to fold, if their names differ only in numbers
 _LEAST_OTHERS = 10  # ... with any names
@@ -27,11 +48,8 @@ class Line(NamedTuple):
     dataset: Dataset | None
 
 
-@dataclass
-class _One:
-    """A dataset, and its path from its group."""
-
-    path: str
+class _One(NamedTuple):
+    path: str  # from its group
     dataset: Dataset
 
 
@@ -174,17 +192,15 @@ def _within(name: str, item: _Item) -> _Item:
     """Return an item of a group as an item of the enclosing group."""
     if isinstance(item, _One):
         return _One(f"{name}/{item.path}", item.dataset)
-    names = [f"{name}/{inner}" for inner in item.names]
-    members = item.members
-    return _Run(names, item.content, members)
+    return _Run([f"{name}/{inner}" for inner in item.names], item.content, item.members)
 
 
 def _run_of(pairs: Sequence[tuple[str, list[_Item]]]) -> _Run:
     (name, content), *others = pairs
     run = _Run([name], content)
     for other, found in others:
-        run.names.append(other)
-        run.content = _merged(run.content, found)
+        run.add(other, found)
+    run.members.clear()
     return run
 
 
@@ -194,7 +210,7 @@ def _are_alike(some: Sequence[_Item], others: Sequence[_Item]) -> bool:
 
 def _is_alike(one: _Item, other: _Item) -> bool:
     if isinstance(one, _One) and isinstance(other, _One):
-        return one.path == other.path and one.dataset.is_like(other.dataset)
+        return one.path == other.path and one.dataset.likeness == other.dataset.likeness
     if isinstance(one, _Run) and isinstance(other, _Run):
         return one.names == other.names and _are_alike(one.content, other.content)
     return False
@@ -210,3 +226,78 @@ def _merged_item(one: _Item, other: _Item) -> _Item:
     assert isinstance(one, _Run)
     assert isinstance(other, _Run)
     return _Run(one.names, _merged(one.content, other.content))
+
+
+class Listing:
+    """A table that is printed in blocks as rows arrive; columns only get wider."""
+
+    def __init__(self) -> None:
+        self.has_begun = False  # anything was printed
+        self.has_heads = False  # there were headings
+        self._rows: list[Sequence[str]] = []
+        self._widths = [cell_len(name) for name in COLUMNS]
+        self._console = Console(highlight=False)
+        self._since = 0.0
+
+    def add(self, row: Sequence[str]) -> None:
+        """Take a row; it may be printed later, to align columns.
+
+        A row of a single cell is a heading of the rows below it.
+        """
+        self.has_heads |= len(row) == 1
+        if not self._rows:
+            self._since = perf_counter()
+        self._rows.append(row)
+        if perf_counter() - self._since > BLOCK_SECONDS:
+            self.print()
+
+    def print(self) -> None:
+        """Print the rows that were held back."""
+        if not self._rows:
+            return
+        for row in self._rows:
+            if len(row) > 1:
+                self._widths = [max(n, cell_len(c)) for n, c in zip(self._widths, row, strict=True)]
+        console, width = self._console, sum(self._widths) + 2 * (len(COLUMNS) - 1)
+        if console.is_terminal and width > console.width:
+            with console.capture() as capture:
+                console.print(_stacked(self._rows))
+            typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+        else:
+            head = () if self.has_begun else (self._line(COLUMNS), _rule(width))
+            typer.echo("\n".join([*head, *map(self._line, self._rows)]))
+        self.has_begun = True
+        self._rows.clear()
+
+    def _line(self, row: Sequence[str]) -> str:
+        if len(row) == 1:
+            return row[0]
+        cells = []
+        for name, cell, width in zip(COLUMNS, row, self._widths, strict=True):
+            space = " " * (width - cell_len(cell))
+            cells.append(space + cell if name in _RIGHT else cell + space)
+        return "  ".join(cells).rstrip()
+
+
+def _rule(width: int) -> str:
+    try:
+        "─".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return "-" * width
+    return "─" * width
+
+
+def _stacked(rows: Sequence[Sequence[str]]) -> Table:
+    """Lay rows out for a narrow terminal, with several of `COLUMNS` stacked in each column."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), show_lines=True)
+    for names in _STACKED_COLUMNS:
+        right = not _RIGHT.isdisjoint(names)
+        table.add_column("\n".join(names), overflow="fold", justify="right" if right else "left")
+    for row in rows:
+        if len(row) == 1:
+            table.add_row(Text(row[0]))
+            continue
+        cell = dict(zip(COLUMNS, row, strict=True))
+        stacks = ([cell[name] for name in names if cell[name] != "-"] for names in _STACKED_COLUMNS)
+        table.add_row(*(Text("\n".join(stack) or "-") for stack in stacks))
+    return table
