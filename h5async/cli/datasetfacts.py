@@ -83,9 +83,7 @@ class Dataset:
             nbytes=(self.nbytes or 0) + (other.nbytes or 0),
             in_order_nbytes=self._mean("in_order_nbytes", other, samples),
             shuffled_nbytes=self._mean("shuffled_nbytes", other, samples),
-            mean_length=None
-            if None in lengths_known
-            else self._mean("mean_length", other, samples),
+            mean_length=mean,
         )
 
     def _mean(self, name: str, other: Dataset, samples: int) -> float:
