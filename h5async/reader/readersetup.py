@@ -18,7 +18,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.opening.dataset import Samplings, open_dataset
 from h5async.opening.limits import MemoryBudget, wanted_kept_nbytes
 from h5async.opening.slotsizes import samples_of_slot, slot_transforms
-from h5async.samples.columns import Categories, by_field
+from h5async.samples.columns import Categories, SparseShape, by_field
 from h5async.samples.devicefields import outlines_of
 from h5async.spelling import named
 
@@ -49,6 +49,7 @@ class ReaderSetup:
         # The number of threads is fixed here: affinity and quotas may change later.
         self.config = config.model_copy(update={"num_threads": config.thread_count})
         self._fewer_threads_do = config.num_threads is None
+        self.shapes: Mapping[str, SparseShape] = {}
         self.categories: Mapping[str, Categories] = {}
         self.device: Device = HostDevice()
         self.slots: list[DeviceSlot] = []
