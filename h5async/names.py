@@ -1,7 +1,7 @@
 """Converts names in HDF5 files, which are bytes, to `str` and back, and to printable text.
 
-Most names are UTF-8. Other bytes become surrogate escapes, as in Python's file names, so that
-nothing is lost; such text cannot be written to a terminal or a log.
+Bytes that are not UTF-8 become surrogate escapes, as in Python's file names; such text cannot be
+written to a terminal or a log.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def printable(text: str) -> str:
     r"""Return text that can be encoded; bytes that are not UTF-8 look like ``\xff``."""
     if text.isascii():
         return text
-    shown = (_byte_escape(c) if "\udc80" <= c <= "\udcff" else c for c in text)
+    shown = (f"\\x{ord(c) - 0xDC00:02x}" if "\udc80" <= c <= "\udcff" else c for c in text)
     return "".join(shown).encode("utf-8", "backslashreplace").decode()
 
 
@@ -36,7 +36,3 @@ def shell_word(text: str) -> str:
         return shlex.quote(text)
     escaped = text.replace("\\", r"\\").replace("'", r"\'")
     return f"$'{printable(escaped)}'"
-
-
-def _byte_escape(character: str) -> str:
-    return f"\\x{ord(character) - 0xDC00:02x}"

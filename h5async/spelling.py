@@ -1,8 +1,7 @@
 """Spells options in messages as the reader of the message would write them.
 
 Messages mark options with `named`. Python shows ``allow_missing=True``; the command line spells the
-same message with ``--allow-missing``, and a configuration file with ``allow_missing = true``. So no
-code searches messages for words that look like options.
+same message with ``--allow-missing``, and a configuration file with ``allow_missing = true``.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ _NOT_GIVEN: Final = object()
 
 
 def named(name: str, value: object = _NOT_GIVEN) -> str:
-    """Return an option, and optionally its value, marked for a message.
-
-    `value` is a literal of Python: None, a bool, a number, a string, or a list of these.
-    """
+    """Return an option, and optionally its value, a literal of Python, marked for a message."""
     shown = "" if value is _NOT_GIVEN else f"{_VALUE}{value!r}"
     return f"{_BEGIN}{name}{shown}{_END}"
 
@@ -39,7 +35,7 @@ def has_options(text: str) -> bool:
 def spelled(text: str, spell: Spell) -> str:
     """Return a message with its marked options written by `spell`.
 
-    `spell` takes the name of an option, and a tuple of its value, empty if none is given.
+    It takes the name of an option, and a tuple of its value, empty if none is given.
     """
 
     def one(found: re.Match[str]) -> str:

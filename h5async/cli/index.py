@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +11,8 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
-from h5async.cli.options import fields_of, number_or_name, spell_in_shell, table, takes_options
+from h5async.cli.options import spell_in_shell, takes_options, typed_options
 from h5async.cli.output import Json, opening, print_document, safe
-from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.index.consulted import Consulted
 from h5async.index.groups import Grouping
@@ -36,6 +35,8 @@ from h5async.opening.filefacts import (
 )
 from h5async.opening.filevalues import reach_of
 from h5async.opening.progress import on_indexed
+
+_FACTS = (SHAPE, TEXTS, CATEGORIES, NULLABLE)  # kinds of entries beside datasets' layouts
 
 _Files = Annotated[
     list[str] | None, typer.Argument(metavar="FILES...", help="HDF5 files, or globs.")
@@ -72,12 +73,13 @@ def index(
     if path.suffix != INDEX_SUFFIX:
         raise ConfigError(f"the name of a saved index ends in {INDEX_SUFFIX}, found {output!r}")
     config = _config(files, typed)
-    paths = config.files
     reach = reach_of(config)
     left_out: list[str] = []
     with opening():
-        found = list(_indexed(paths, config, reach, left_out))
-    datasets = sum(len({one.path for one in file.layouts if _is_dataset(one)}) for file in found)
+        found = list(_indexed(config, reach, left_out))
+    datasets = sum(
+        len({one.path for one in file.layouts if one.kind not in _FACTS}) for file in found
+    )
     try:
         write_index(path, found, reach)
     except NotPortableError as error:
@@ -87,8 +89,7 @@ def index(
     nbytes = path.stat().st_size
     if as_json:
         made = {"path": path, "files": len(found), "datasets": datasets, "nbytes": nbytes}
-        content = {"index": made, "left_out": left_out, "cleared": cleared}
-        print_document("index", content)
+        print_document("index", {"index": made, "left_out": left_out, "cleared": cleared})
         return
     typer.echo(f"{safe(path)}: {len(found):,} files, {datasets:,} datasets, {decimal(nbytes)}")
     if left_out:
@@ -96,25 +97,18 @@ def index(
         typer.echo(f"left out, because no reader can read it: {safe(left_out[0])}{more}", err=True)
 
 
-def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
-    given = {name: value for name, value in typed.items() if value not in (None, [], ())}
-    typed_fields = fields_of(given.pop("fields", ()), "--field")
-    num_dim = number_or_name(given.pop("num_dim", "0"))
-    if "sequences" in given:
-        given["sequences"] = table(given["sequences"], "--sequences")
-    if typed_fields:
+def _config(files: Sequence[str], typed: Mapping[str, Any]) -> ReaderConfig:
+    given = typed_options({**typed, "hdf5_path": files})
+    if "fields" in given:
+        num_dim = given.pop("num_dim", 0)
         given["fields"] = {
-            key: {"path": field, "num_dim": num_dim} if isinstance(field, str) else field
-            for key, field in typed_fields.items()
+            name: {"path": field, "num_dim": num_dim} if isinstance(field, str) else field
+            for name, field in given["fields"].items()
         }
-    else:
-        given["num_dim"] = num_dim
-    return ReaderConfig.load(map_paths({"hdf5_path": list(files), **given}, with_variables))
+    return ReaderConfig.load(given)
 
 
-def _indexed(
-    paths: Sequence[Path], config: ReaderConfig, reach: Reach, left_out: list[str]
-) -> Iterator[IndexedFile]:
+def _indexed(config: ReaderConfig, reach: Reach, left_out: list[str]) -> Iterator[IndexedFile]:
     """Yield the index of each file; add datasets without a layout, and why, to `left_out`."""
     tell = on_indexed.get()
     grouping = grouping_of(config, reach)
@@ -122,7 +116,7 @@ def _indexed(
     if config.fields is not None:
         kinds = with_kinds(config, reach, grouping, {})
         needs = needs_of(kinds.config.batch_fields, kinds.columns, grouping)
-    for number, path in enumerate(paths, 1):
+    for number, path in enumerate(config.files, 1):
         consulted = Consulted()
         recorded = replace(reach, consulted=consulted)
         if needs:
@@ -132,13 +126,12 @@ def _indexed(
             layouts = _layouts(path, config, recorded, grouping, left_out)
         yield IndexedFile(str(path.absolute()), layouts, consulted)
         if tell is not None:
-            tell(number, len(paths))
+            tell(number, len(config.files))
 
 
 def _layouts(
     path: Path, config: ReaderConfig, reach: Reach, grouping: Grouping | None, left_out: list[str]
 ) -> dict[Wanted, DatasetLayout]:
-    """Return the layouts of all readable datasets of a file."""
     layouts = {}
     for wanted, layout in list_known(path, reach, config.num_dim, grouping):
         if isinstance(layout, DatasetLayout):
@@ -146,11 +139,6 @@ def _layouts(
         else:
             left_out.append(layout.spelled(spell_in_shell))
     return layouts
-
-
-def _is_dataset(wanted: Wanted) -> bool:
-    """Tell whether an entry is a dataset's layout, and not further facts."""
-    return wanted.kind not in (SHAPE, TEXTS, CATEGORIES, NULLABLE)
 
 
 @dataclass(frozen=True)

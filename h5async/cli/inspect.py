@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from h5async import DatasetError, H5AsyncError, ReaderConfig
+from h5async import DatasetError, H5AsyncError
 from h5async.cli.datasetfacts import (
     Dataset,
     dataset_of,
@@ -21,10 +21,9 @@ from h5async.cli.datasetfacts import (
     sparse_dataset,
 )
 from h5async.cli.listing import Folding, Line, Listing
-from h5async.cli.options import takes_options
+from h5async.cli.options import reader_config, takes_options
 from h5async.cli.output import Json, plain, print_document, safe
-from h5async.config.configfile import map_paths
-from h5async.config.files import INDEX_SUFFIX, with_variables
+from h5async.config.files import INDEX_SUFFIX
 from h5async.core.binding import load_core, why_no_core
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
@@ -64,8 +63,7 @@ def inspect(
     **typed: Any,
 ) -> None:
     """List the datasets of FILE, how each is stored and read, and what a sample costs."""
-    given = {name: value for name, value in typed.items() if value is not None}
-    config = ReaderConfig.load(map_paths({"hdf5_path": file, **given}, with_variables))
+    config = reader_config({**typed, "hdf5_path": [file]})
     path = Path(str(config.hdf5_path))
     reach = reach_of(config)
     wanted = patterns or []

@@ -6,7 +6,6 @@ import operator
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from numpy.typing import ArrayLike
@@ -111,16 +110,6 @@ class AsyncReader:
         """The names of categorical fields' codes, per field: name number c belongs to code c.
 
         Code -1 means no value. If files have different categories, these are all of them.
-
-        Examples
-        --------
-        >>> with h5py.File("cells.h5", "w") as file:  # as AnnData writes it
-        ...     file["obs/kind/codes"] = np.array([1, 0, -1], "i1")
-        ...     file["obs/kind/categories"] = ["B", "T"]
-        ...     file["obs/kind"].attrs["encoding-type"] = "categorical"
-        >>> with AsyncReader(hdf5_path="cells.h5", fields={"kind": "obs/kind"}) as reader:
-        ...     print(reader.get_next_batch().kind, reader.categories)
-        [ 1  0 -1] {'kind': ('B', 'T')}
         """
         return {name: one.names for name, one in self._engine.setup.categories.items()}
 
@@ -231,10 +220,10 @@ class AsyncReader:
         return self._engine.position.num_batches
 
     def fetch_data(self, index: ArrayLike | None = None) -> bool:
-        """Request the next batch in order, or one of given samples. Never blocks.
+        """Request the next batch in order; return whether it is the last of its epoch.
 
-        While all slots are busy, the request waits in line: a batch in use is never overwritten.
-        Extra calls are harmless.
+        Never blocks. While all slots are busy, the request waits in line: a batch in use is never
+        overwritten. Extra calls are harmless.
 
         Parameters
         ----------
@@ -243,11 +232,6 @@ class AsyncReader:
             are -1), in this order; at most `batch_size`, repeats are allowed. It comes after
             earlier requests, and, in a ``for`` loop, after batches that threads read ahead. The
             order of epochs does not change.
-
-        Returns
-        -------
-        bool
-            Whether the requested batch is the last of its epoch.
 
         Raises
         ------
@@ -301,17 +285,13 @@ class AsyncReader:
     def read(self, index: ArrayLike) -> Batch:
         """Read given samples at once, in the calling thread; the batch owns its memory.
 
-        Requested batches continue to be filled, and do not change.
+        Requested batches continue to be filled, and do not change. The batch's `epoch` and `number`
+        are -1.
 
         Parameters
         ----------
         index
             Sample numbers of the dataset: any number of them, in this order; repeats are allowed.
-
-        Returns
-        -------
-        Batch
-            Its `epoch` and `number` are -1.
 
         Raises
         ------
@@ -345,17 +325,8 @@ class AsyncReader:
     def set_epoch(self, epoch: int) -> None:
         """Continue at the beginning of an epoch; requested batches of others are dropped.
 
-        Nothing is dropped if this epoch comes next anyway.
-
-        Parameters
-        ----------
-        epoch
-            Number of the epoch, from 0.
-
-        Raises
-        ------
-        ConfigError
-            If it is not an integer, or negative.
+        Nothing is dropped if this epoch comes next anyway. Epochs count from 0; `ConfigError` is
+        raised for anything else.
 
         Examples
         --------
@@ -381,8 +352,7 @@ class AsyncReader:
         """Return the reader's position, for `load_state_dict` to continue from later.
 
         Only batches that `get_next_batch` returned count. The state is small for any dataset, can
-        be written as JSON, and is the same in all ranks. It describes the files as they were when
-        the reader was made.
+        be written as JSON, and is the same in all ranks.
 
         Examples
         --------
@@ -404,11 +374,6 @@ class AsyncReader:
         `batch_size` or `world_size`, the rest is dealt again: samples that all ranks together had
         received do not repeat, and none is left out. (Save the state of all ranks at the same
         step.)
-
-        Parameters
-        ----------
-        state
-            What `state_dict` returned.
 
         Raises
         ------
@@ -442,12 +407,8 @@ class AsyncReader:
 
         Waits for work in progress (a `postprocess`, say), but no longer than the option `timeout`;
         anything still running then ends with that work. The arrays of the batch that the caller
-        holds stay valid. A running trace ends, too.
-
-        Raises
-        ------
-        ReadError
-            If the file of a trace cannot be written; the reader is still closed.
+        holds stay valid. A running trace ends, too; `ReadError` is raised if it cannot be written,
+        and the reader is still closed.
         """
         try:
             self._engine.close(self._config.timeout)
@@ -459,19 +420,11 @@ class AsyncReader:
     def __enter__(self) -> AsyncReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a reader that has not begun; unpickling opens it again.
-
-        Raises `ConfigError` if a batch was requested already.
-        """
+        """Pickle a reader that has not begun; unpickling opens it again."""
         self._engine.check_not_empty()
         if self._engine.ring.has_begun:
             raise ConfigError(
