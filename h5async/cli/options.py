@@ -28,7 +28,7 @@ _CONFIG = typer.Option(
 _NO_LABELS = typer.Option("--no-labels", help="Read no labels.")
 
 _OBJECTS = ("sampler",)  # cannot be typed
-_TABLES = ("indices", "weights", "sequences")  # may be typed as tables of TOML
+_TABLES = ("indices", "weights")  # may be typed as tables of TOML
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -201,7 +201,7 @@ def typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if option.is_mapping:
             value = _fields_of(value, flag(option))
-        elif option.name in _TABLES and value.startswith("{"):
+        elif option.name == "sequences" or (option.name in _TABLES and value.startswith("{")):
             value = _table(value, flag(option))
         elif option.takes_names and re.fullmatch(r"[-+]?\d+", value):
             value = int(value)
