@@ -247,9 +247,8 @@ class AsyncReader:
         [1000, 797, 3]
         >>> reader.close()
         """
-        engine = self._engine
-        engine.settle()
-        return engine.delivery.fetch(None if index is None else engine.given.batch(index))
+        self._engine.settle()
+        return self._engine.delivery.fetch(index)
 
     def get_next_batch(self, timeout: float | None = None) -> Batch:
         """Return the oldest requested batch, and end the life of the one before.
@@ -307,7 +306,8 @@ class AsyncReader:
         >>> batch.labels
         array([3, 7, 1])
         """
-        return self._engine.delivery.batch_of(*self._engine.read(index))
+        self._engine.check_open()
+        return self._engine.delivery.read(index)
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin the next epoch: the first one of which no batch was taken yet.

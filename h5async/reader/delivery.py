@@ -8,23 +8,35 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from h5async.config.files import paths_text
+from h5async.deliver.host import host_slot
 from h5async.deliver.slotrecords import Assignment
 from h5async.deliver.slots import SlotRing
-from h5async.errors import FileChangedWarning, is_lack_of_memory, out_of_memory
+from h5async.errors import (
+    ConfigError,
+    FileChangedWarning,
+    is_lack_of_memory,
+    out_of_memory,
+    taking_memory,
+)
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.submissions import Submissions
+from h5async.io.growing import plain_memory
 from h5async.observe.readercounts import ReaderCounts, Work
+from h5async.opening.selecting import sample_numbers
 from h5async.order.requests import FillRequest
+from h5async.order.spans import SpanRows
 from h5async.reader.batch import Batch, Life, expire
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
+from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing
 from h5async.system.timeline import Recorder
 
@@ -54,6 +66,8 @@ class Delivery:
         self._counts = counts
         self._recorder = recorder
         self._device = setup.device
+        rows = setup.samplings.rows
+        self._transforms = list(zip(setup.transforms.values(), rows, strict=True))
         # On the host, masks are made when a batch is handed over.
         self._masks_to_upload = list(setup.masks.values()) if setup.is_on_gpu else []
         self._filler: Filler | HelperFiller
@@ -70,10 +84,10 @@ class Delivery:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def fetch(self, samples: NDArray[np.int64] | None = None) -> bool:
-        """Request another batch, or one of these samples; tell whether its epoch ends with it."""
-        if samples is not None:
-            self._position.give(samples)
+    def fetch(self, index: ArrayLike | None = None) -> bool:
+        """Request another batch, or one of given samples; tell whether its epoch ends with it."""
+        if index is not None:
+            self._position.give(self._samples_of_batch(index))
             self.begin()
             return False
         serial = self._ring.ask()
@@ -297,10 +311,6 @@ class Delivery:
             self._device.share()
         return batch
 
-    def batch_of(self, samples: NDArray[np.int64], arrays: tuple[Any, ...]) -> Batch:
-        """Return a batch outside of epochs, from arrays that last."""
-        return self._batch(arrays, samples, -1, -1, False)
-
     def _batch(
         self,
         several: tuple[Any, ...],
@@ -327,6 +337,69 @@ class Delivery:
             held, self._held = self._held, None
             self._device.poison(held)
             expire(held)
+
+    # --- given samples ----------------------------------------------------------------------------
+
+    @passing()
+    def read(self, index: ArrayLike) -> Batch:
+        """Read samples in the calling thread, to a batch outside of epochs that lasts."""
+        samples, setup, filler = self._samples(index), self._setup, self._filler
+        if not isinstance(filler, Filler):
+            raise ConfigError(
+                f"read() reads in this process, and needs {named('workers', 'thread')}"
+            )
+        what = f"{paths_text(setup.config.hdf5_path)}: {samples.size:,} samples"
+        with taking_memory(what, "read fewer at once"):
+            transforms = [
+                replace(transform, capacity=rows.total(samples))
+                if isinstance(rows, SpanRows)
+                else transform
+                for transform, rows in self._transforms
+            ]
+            on_host = [not transform.is_identity for transform in transforms]
+            laid_out = host_slot(samples.size, transforms, on_host, plain_memory)
+        arrays = self._device.owned(filler.read(samples, laid_out.memory))
+        return self._batch(arrays, samples, -1, -1, False)
+
+    def _samples(self, index: ArrayLike) -> NDArray[np.int64]:
+        """Return sample numbers as a new, non-empty array, or raise `ConfigError`."""
+        setup = self._setup
+        where = f"index: {paths_text(setup.config.hdf5_path)}"
+        count = next(iter(setup.layouts.values())).sample_count
+        found = sample_numbers(index, count, where)
+        if not found.size:
+            raise ConfigError("index: give at least one sample number, found none")
+        setup.samplings.check(found, where)
+        return found
+
+    def _samples_of_batch(self, index: ArrayLike) -> NDArray[np.int64]:
+        """Do the same for the samples of a batch, which must fit into a slot and the cache."""
+        found, setup, config = self._samples(index), self._setup, self._setup.config
+        if found.size > setup.rows:
+            remedy = "use read()"  # a larger batch_size would not help
+            if setup.rows == config.batch_size:
+                remedy = f"make {named('batch_size')} larger, or {remedy}"
+            elif config.batch_values is not None:
+                remedy = f"make {named('batch_values')} larger, or {remedy}"
+            raise ConfigError(
+                f"index: a batch of this reader has {setup.rows} samples at most, found"
+                f" {found.size}; {remedy}"
+            )
+        for transform, rows in self._transforms:
+            if not isinstance(rows, SpanRows) or transform.capacity is None:
+                continue
+            total = rows.total(found)
+            if total > transform.capacity:
+                raise ConfigError(
+                    f"index: these samples have {total:,} values, and a batch of this reader"
+                    f" has room for {transform.capacity:,}; give fewer, or use read()"
+                )
+        if config.cache is not None and not setup.samplings.selection.has(found):
+            raise ConfigError(
+                "index: with a cache, only samples that `indices` selects can be asked for; use"
+                " read(), or leave out the cache"
+            )
+        return found
 
 
 class Epoch(Iterator[Batch]):

@@ -36,8 +36,7 @@ from h5async.opening.limits import free_memory_nbytes
 from h5async.opening.slotsizes import pixels_nbytes
 from h5async.reader import lifetime
 from h5async.reader.delivery import Delivery
-from h5async.reader.givensamples import GivenSamples
-from h5async.reader.position import Checkpoints, ReaderPosition
+from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
 from h5async.spelling import named
 from h5async.system.interruptions import passing
@@ -45,9 +44,6 @@ from h5async.system.timeline import Recorder
 from h5async.system.waiting import Flag
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import ArrayLike, NDArray
-
     from h5async.process.helper import HelperFiller
 
 _MOMENT_SECONDS = 0.5  # idle workers nearly always end within this time
@@ -93,9 +89,7 @@ class Engine:
             helper = self.filler = HelperFiller(setup.config)
         setup.open(helper)
         config, samplings = setup.config, setup.samplings
-        self.position = ReaderPosition(config, samplings, self.ring)
-        self._checkpoints = Checkpoints(config, setup.layouts, samplings)
-        self.given = GivenSamples(setup)
+        self.position = ReaderPosition(config, setup.layouts, samplings, self.ring)
         kept_nbytes = max(1, config.num_helpers) * sum(setup.memory_plan.kept_nbytes)
         self.counts = ReaderCounts(
             config, setup.layouts, samplings.rows, samplings.selection, kept_nbytes
@@ -211,21 +205,14 @@ class Engine:
             self._has_settled = True
 
     @passing()
-    def read(self, index: ArrayLike) -> tuple[NDArray[np.int64], tuple[Any, ...]]:
-        """Read samples in the calling thread; return their numbers, and arrays of their own."""
-        self.check_open()
-        samples = self.given.checked(index)
-        return samples, self.setup.device.owned(self.given.read(samples, self._filler))
-
-    @passing()
     def state(self) -> dict[str, Any]:
-        """Return the position after the caller's last batch, ignoring requested ones."""
-        return self._checkpoints.state(self.position.save())
+        """Return the state after the caller's last batch."""
+        return self.position.state()
 
     @passing()
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was saved."""
-        self.position.restore(self._checkpoints.position(state))
+        self.position.restore(state)
         self.counts.end_epoch(self.delivery.work())
 
     def jump(self, epoch: int) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,20 +32,13 @@ from h5async.order.schedule import Course, Schedule
 _log = logging.getLogger("h5async")
 
 _VERSION = 1
-_POSITION = ("epoch", "position", "batch_size", "world_size")  # keys of `SavedPosition`
+# A state's epoch, the position in its order at which the next batch begins, and the sizes with
+# which the epoch was begun, on which the order of its samples depends.
+_POSITION = ("epoch", "position", "batch_size", "world_size")
 # Optional parts of a state; those in the first line are digests.
 _DIGESTS = ("indices", "weights", "sampler")
 _OPTIONAL = (*_DIGESTS, "batch_values", "bucket")
 _MOST_RANKS = 1 << 20  # bounds what a bad state can cost
-
-
-class SavedPosition(NamedTuple):
-    """A position from which another reader can continue."""
-
-    epoch: int
-    start: int  # in the epoch's order
-    batch_size: int  # with which the epoch was begun: the order of its samples depends on it
-    world_size: int  # likewise
 
 
 class ReaderPosition:
@@ -56,8 +49,15 @@ class ReaderPosition:
     `looped_epoch` is the epoch of the caller's last batch, until the epoch ends for it.
     """
 
-    def __init__(self, config: ReaderConfig, samplings: Samplings, ring: SlotRing[Any]) -> None:
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        samplings: Samplings,
+        ring: SlotRing[Any],
+    ) -> None:
         self._config = config
+        self._layouts = list(layouts.values())
         self._samplings = samplings
         self._ring = ring
         self.has_settled = False
@@ -178,63 +178,22 @@ class ReaderPosition:
         """Continue at the beginning of an epoch; requested batches are dropped."""
         self._go_to(self.course.rank, epoch, 0, None)
 
-    def save(self) -> SavedPosition:
-        """Return the position of the caller's next batch, ignoring requested ones."""
+    def state(self) -> dict[str, Any]:
+        """Return the state at the caller's next batch, ignoring requested ones."""
         epoch, _, start = self.schedule.position(self._ring.next_serial)
-        course = self.course
+        course, sampler = self.course, self._samplings.sampler
         begun_with = self._config.batch_size, course.rank.world_size
         if course.origin[0] == epoch and start:
             begun_with = course.origin[1]
-        return SavedPosition(epoch, start, *begun_with)
-
-    def restore(self, saved: SavedPosition) -> None:
-        """Continue at a saved position; requested batches are dropped."""
-        start = min(saved.start, self._samplings.epoch_samples)
-        self._go_to(self.course.rank, saved.epoch, start, (saved.batch_size, saved.world_size))
-
-    def _go_to(
-        self, rank: Rank, epoch: int, start: int, begun_with: tuple[int, int] | None
-    ) -> None:
-        """Replace the position at once: an exception in the middle changes nothing.
-
-        `begun_with`: batch and world size with which the epoch was begun, if different from now.
-        """
-        own = self._config.batch_size, rank.world_size
-        origin = own if begun_with is None or not start else begun_with
-        is_whole = origin == own and not (start and self._samplings.lengths)
-        order = (*rank,) if is_whole else (*rank, epoch, *origin, start)
-        sampling = self._samplings.at(order)
-
-        def course_from(serial: int) -> Course:
-            schedule = Schedule.beginning(sampling, serial, epoch, start)
-            return Course(rank, (epoch, start, begun_with), (epoch, origin), order, schedule)
-
-        self._ring.restart(course_from)
-        self.looped_epoch = None
-
-
-class Checkpoints:
-    """Makes the states of one reader, and checks those that it is given."""
-
-    def __init__(
-        self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout], samplings: Samplings
-    ) -> None:
-        self._config = config
-        self._samplings = samplings
-        self._layouts = layouts
-
-    def state(self, position: SavedPosition) -> dict[str, Any]:
-        """Return the state of a reader at a position."""
-        sampler = self._samplings.sampler
         return {
             "version": _VERSION,
-            **dict(zip(_POSITION, position, strict=True)),
+            **dict(zip(_POSITION, (epoch, start, *begun_with), strict=True)),
             **self._order_depends_on,
-            **({} if sampler is None else {"sampler": sampler.state(position.epoch)}),
+            **({} if sampler is None else {"sampler": sampler.state(epoch)}),
         }
 
-    def position(self, state: Mapping[str, Any]) -> SavedPosition:
-        """Return the position in a state, which must fit the reader.
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue at a saved position, which must fit; requested batches are dropped.
 
         Raises `ConfigError` if it was saved with other options or is not a state, and `ReadError`
         if a file has changed since.
@@ -255,15 +214,35 @@ class Checkpoints:
                 f"the state holds no valid position: {dict(state)!r}; give what state_dict()"
                 " returned"
             )
-        position = SavedPosition(*cast("list[int]", numbers))
+        epoch, start, batch_size, world_size = cast("list[int]", numbers)
         sampler = self._samplings.sampler
         if sampler is not None:
-            sampler.restore(position.epoch, state["sampler"])
+            sampler.restore(epoch, state["sampler"])
             if sampler.draws_batches:  # each stands for `batch_size` positions
-                own = self._config.batch_size
-                start = position.start // position.batch_size * own
-                position = position._replace(start=start, batch_size=own)
-        return position
+                start = start // batch_size * self._config.batch_size
+                batch_size = self._config.batch_size
+        start = min(start, self._samplings.epoch_samples)
+        self._go_to(self.course.rank, epoch, start, (batch_size, world_size))
+
+    def _go_to(
+        self, rank: Rank, epoch: int, start: int, begun_with: tuple[int, int] | None
+    ) -> None:
+        """Replace the position at once: an exception in the middle changes nothing.
+
+        `begun_with`: batch and world size with which the epoch was begun, if different from now.
+        """
+        own = self._config.batch_size, rank.world_size
+        origin = own if begun_with is None or not start else begun_with
+        is_whole = origin == own and not (start and self._samplings.lengths)
+        order = (*rank,) if is_whole else (*rank, epoch, *origin, start)
+        sampling = self._samplings.at(order)
+
+        def course_from(serial: int) -> Course:
+            schedule = Schedule.beginning(sampling, serial, epoch, start)
+            return Course(rank, (epoch, start, begun_with), (epoch, origin), order, schedule)
+
+        self._ring.restart(course_from)
+        self.looped_epoch = None
 
     def _check_order(self, state: Mapping[str, Any]) -> None:
         """Check that state and reader have the same order of samples."""
@@ -309,7 +288,7 @@ class Checkpoints:
     @functools.cached_property
     def _order_depends_on(self) -> dict[str, Any]:
         """Everything that an order of samples depends on."""
-        config, samplings, layouts = self._config, self._samplings, list(self._layouts.values())
+        config, samplings, layouts = self._config, self._samplings, self._layouts
         structure = [samplings.sequences.starts, samplings.sequences.ends]
         if config.shuffle == "window":
             structure.append(np.array([layout.unit_nbytes for layout in layouts]))
