@@ -16,7 +16,15 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ReaderConfig, ReaderStats
-from h5async.cli.measuring import LEAST_ROUNDS, Trial, alternatives, compare, fits, run_flat_out
+from h5async.cli.measuring import (
+    LEAST_ROUNDS,
+    Trial,
+    alternatives,
+    compare,
+    fits,
+    run_flat_out,
+    spread,
+)
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
 from h5async.cli.output import Json, files_text, opening, print_document, progress_bar, safe
 from h5async.config.files import home_path, with_variables
@@ -113,28 +121,16 @@ def _times(stats: ReaderStats) -> dict[str, float]:
 
 def _trial_lines(trials: Sequence[Trial]) -> list[str]:
     """Return a line per trial: the median of its speeds, their spread, and the ratio's."""
-    given, *others = trials
-    width = max(len(_typed(trial.changed)) for trial in trials)
-    head = f"{'as given':<{width}}  {_speed_text(given)}".rstrip()
-    return [head, *(f"{_typed(trial.changed):<{width}}  {_line_of(trial)}" for trial in others)]
-
-
-def _line_of(trial: Trial) -> str:
-    return f"{_speed_text(trial)}  {_ratio_text(trial)}  {_VERDICTS[str(trial.verdict)]}"
-
-
-def _speed_text(trial: Trial) -> str:
-    low, middle, high = (
-        f"{value / 1e9:.3g}"
-        for value in (min(trial.speeds), median(trial.speeds), max(trial.speeds))
-    )
-    spread = f"({low} to {high})"
-    return f"{middle:>6} GB/s {spread:<18}"
-
-
-def _ratio_text(trial: Trial) -> str:
-    spread = f"({min(trial.ratios):.2f} to {max(trial.ratios):.2f})"
-    return f"{median(trial.ratios):5.2f}x {spread:<16}"
+    names = [_typed(trial.changed) or "as given" for trial in trials]
+    lines = []
+    for name, trial in zip(names, trials, strict=True):
+        low, middle, high = (f"{speed / 1e9:.3g}" for speed in spread(trial.speeds))
+        line = f"{name:<{max(map(len, names))}}  {middle:>6} GB/s {f'({low} to {high})':<18}"
+        if trial.verdict is not None:
+            low, middle, high = (f"{ratio:.2f}" for ratio in spread(trial.ratios))
+            line += f"  {middle:>5}x {f'({low} to {high})':<16}  {_VERDICTS[trial.verdict]}"
+        lines.append(line.rstrip())
+    return lines
 
 
 def _typed(changed: Mapping[str, Any]) -> str:
@@ -150,9 +146,10 @@ def _verdict(trials: Sequence[Trial]) -> str:
     """Say in a sentence what to change, if the rounds agree."""
     rounds, best = len(trials[0].speeds), _fastest(trials)
     if best is not None:
+        low, middle, high = spread(best.ratios)
         return (
-            f"verdict: {_typed(best.changed)} is {median(best.ratios):.2f} times as fast"
-            f" ({min(best.ratios):.2f} to {max(best.ratios):.2f} in {rounds} rounds)"
+            f"verdict: {_typed(best.changed)} is {middle:.2f} times as fast"
+            f" ({low:.2f} to {high:.2f} in {rounds} rounds)"
         )
     unclear = sum(trial.verdict == "unclear" for trial in trials[1:])
     if unclear:
@@ -226,11 +223,10 @@ class Plot:
 
         `waits` are the seconds waited for each batch, and `stages` those of threads in each stage.
         """
-        rows = len(trials)
-        self._figure.set_size_inches(11, 4.2 + 0.42 * rows)
+        height = 0.42 * len(trials)
+        self._figure.set_size_inches(11, 4.2 + height)
         self._figure.suptitle(title, fontsize=11)
-        heights = [1 + 0.42 * rows, 3]
-        grid = self._figure.add_gridspec(2, 2, height_ratios=heights)
+        grid = self._figure.add_gridspec(2, 2, height_ratios=[1 + height, 3])
         _draw_speeds(self._figure.add_subplot(grid[0, :]), trials)
         _draw_waits(self._figure.add_subplot(grid[1, 0]), waits)
         _draw_stages(self._figure.add_subplot(grid[1, 1]), stages)
@@ -246,23 +242,17 @@ def _draw_speeds(panel: Any, trials: Sequence[Trial]) -> None:
     """Draw a bar for the median of each trial, and a dot per round."""
     for row, trial in enumerate(trials):
         speeds = [speed / 1e9 for speed in trial.speeds]
+        low, middle, high = spread(speeds)
         colour = _COLOURS.get(trial.verdict, _OTHER)
-        panel.barh(row, median(speeds), height=0.62, color=colour, alpha=0.35)
+        panel.barh(row, middle, height=0.62, color=colour, alpha=0.35)
         panel.plot(speeds, [row] * len(speeds), "o", color=colour, markersize=4, alpha=0.8)
-        panel.plot([median(speeds)] * 2, [row - 0.31, row + 0.31], color=colour, lw=2)
-        spread = f"{median(speeds):.3g}  ({min(speeds):.3g} to {max(speeds):.3g})"
-        verdict = {None: "", "same": ", the same", "unclear": ", no verdict"}.get(
-            trial.verdict, f", {trial.verdict}"
-        )
-        panel.annotate(
-            spread + verdict,
-            (max(speeds), row),
-            (7, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
-    panel.set_yticks(range(len(trials)), [_short(_typed(trial.changed)) for trial in trials])
+        panel.plot([middle] * 2, [row - 0.31, row + 0.31], color=colour, lw=2)
+        text = f"{middle:.3g}  ({low:.3g} to {high:.3g})"
+        if trial.verdict is not None:
+            text += f", {_VERDICTS[trial.verdict].partition(':')[0]}"
+        at = {"textcoords": "offset points", "va": "center", "fontsize": 9}
+        panel.annotate(text, (high, row), (7, 0), **at)
+    panel.set_yticks(range(len(trials)), [_short(trial) for trial in trials])
     panel.set_ylim(len(trials) - 0.4, -0.6)
     panel.set_xlim(0, 1.42 * max((max(trial.speeds) for trial in trials), default=1) / 1e9 or 1)
     rounds = len(trials[0].speeds)
@@ -282,7 +272,7 @@ def _draw_waits(panel: Any, waits: Sequence[float]) -> None:
         panel.hist(inside, bins=bins, color=_OURS, alpha=0.6)
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter("{x:g}")
-        middle, most = (float(np.percentile(values, percent)) for percent in (50, 99))
+        middle, most = np.percentile(values, (50, 99)).tolist()
         panel.axvline(middle, color="black", lw=1)
         panel.axvline(most, color="black", lw=1, ls="--")
         lines = f" (line: median, {middle:.3g}; dashed: 99 % are below {most:.3g})"
@@ -308,6 +298,6 @@ def _tidy(panel: Any, title: str) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _short(name: str) -> str:
-    name = name or "as given"
+def _short(trial: Trial) -> str:
+    name = _typed(trial.changed) or "as given"
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

@@ -1,7 +1,7 @@
 """Measures how fast a reader delivers batches to a loop that only reads.
 
 Options take turns: each reads for a short while in each round, so that changes on the machine
-affect all of them. If the rounds disagree, there is no verdict.
+affect all of them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class Trial:
         return judge(self.ratios) if self.changed else None
 
 
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the least, the median and the largest value."""
+    return min(values), median(values), max(values)
+
+
 def judge(ratios: Sequence[float]) -> Verdict:
     """Return a verdict on ratios of speeds that another run would probably repeat.
 
@@ -50,7 +55,7 @@ def judge(ratios: Sequence[float]) -> Verdict:
     """
     if len(ratios) < LEAST_ROUNDS:
         return "unclear"
-    low, middle, high = min(ratios), median(ratios), max(ratios)
+    low, middle, high = spread(ratios)
     difference = abs(middle - 1)
     if max(1 - low, high - 1) < _LEAST_DIFFERENCE:
         return "same"

@@ -240,13 +240,10 @@ class ReaderStats:
         return spelled(loop_sentence(self), as_keyword)
 
     def __repr__(self) -> str:
-        return f"<ReaderStats{self._span}: {self._glance()}>"
-
-    def _glance(self) -> str:
         text = f"{self._amount} in {self.elapsed_seconds:.3g} s"
-        if not self._says_something:
-            return text
-        return f"{text}, waited {_percent(self.waited_share)} %, most time in {self.limit}"
+        if self._says_something:
+            text += f", waited {_percent(self.waited_share)} %, most time in {self.limit}"
+        return f"<ReaderStats{self._span}: {text}>"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON types: numbers, strings, None, lists and dicts.
@@ -254,23 +251,12 @@ class ReaderStats:
         The keys are the attributes, `waited_share`, `busy_seconds`, `headroom`, `limit`,
         `bottleneck` and ``"sentence"``, which is ``str()``. Names end in their units: seconds,
         share, or nbytes for bytes.
-
-        Examples
-        --------
-        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
-        ...     for data, labels in reader:
-        ...         pass
-        ...     told = reader.stats().as_dict()
-        >>> told["samples"], told["filters"], told["epoch"]
-        (1797, ['deflate', 'shuffle'], None)
         """
         names = [name for name in self.__dataclass_fields__ if not name.startswith("_")]
+        names += ["waited_share", "busy_seconds", "headroom", "limit", "bottleneck"]
         found = {name: getattr(self, name) for name in names}
-        for name in ("waited_share", "busy_seconds", "headroom", "limit", "bottleneck"):
-            found[name] = getattr(self, name)
-        found["stage_seconds"], found["ways"] = dict(self.stage_seconds), dict(self.ways)
-        found["filters"] = list(self.filters)
-        return {**found, "sentence": str(self)}
+        found |= {name: dict(found[name]) for name in ("stage_seconds", "ways")}
+        return {**found, "filters": list(self.filters), "sentence": str(self)}
 
     def _repr_html_(self) -> str:
         """Show a small table in a notebook, with bars for where the time went."""
