@@ -24,8 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeGuard
 
-from h5async.names import printable
-from h5async.spelling import Spell, as_keyword, has_options, named, spelled
+from h5async.spelling import Spell, as_keyword, has_options, named, printable, spelled
 
 
 class H5AsyncError(Exception):

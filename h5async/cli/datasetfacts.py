@@ -15,9 +15,9 @@ from h5async.errors import DatasetError
 from h5async.index.cost import read_cost
 from h5async.index.layout import DatasetLayout
 from h5async.index.variablelength import VariableLength
-from h5async.names import printable
 from h5async.plan.cf import shown_value, unpacking
 from h5async.read.executors import method_of
+from h5async.spelling import printable
 from h5async.system.interruptions import suppressing
 
 

@@ -19,8 +19,7 @@ from h5async import ConfigError, ReaderConfig
 from h5async.config.configfile import kind_of_file, load_file, map_paths
 from h5async.config.describe import Option, options_of
 from h5async.config.files import with_variables
-from h5async.names import shell_word
-from h5async.spelling import as_keyword, in_file, named, spelled
+from h5async.spelling import as_keyword, in_file, named, shell_word, spelled
 
 _CONFIG = typer.Option(
     metavar="FILE", help="File of options (TOML, .json, .yaml); those typed here win."

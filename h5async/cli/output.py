@@ -18,8 +18,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from h5async.names import printable
 from h5async.opening.progress import on_indexed
+from h5async.spelling import printable
 
 VERSION = 1  # of all schemas: raised if a key is renamed or removed, not if one is added
 REFRESH_SECONDS = 0.1

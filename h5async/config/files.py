@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from h5async.errors import ConfigError, ReadError
-from h5async.names import printable
+from h5async.spelling import printable
 
 INDEX_SUFFIX = ".h5idx"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")

@@ -11,14 +11,13 @@ import numpy as np
 from h5async.config import ReaderConfig
 from h5async.index.layout import DatasetLayout
 from h5async.index.similardatasets import AlikeParts, kinds_of
-from h5async.names import printable
 from h5async.observe.stats import ChunkAdvice, Remedy
 from h5async.opening.limits import wanted_kept_nbytes
 from h5async.order.selection import Selection
 from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
 from h5async.samples.columns import INDICES, Rows
-from h5async.spelling import named
+from h5async.spelling import named, printable
 from h5async.system.freememory import free_memory
 
 _CACHED_SHARE = 0.5  # of the free memory, for a dataset or a window that is kept

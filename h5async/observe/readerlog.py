@@ -18,7 +18,7 @@ from h5async.core.binding import why_no_core
 from h5async.index.joined import unused_rows
 from h5async.index.layout import DatasetLayout
 from h5async.index.similardatasets import kinds_of
-from h5async.names import printable
+from h5async.spelling import printable
 
 _log = logging.getLogger("h5async.reader")
 _MOST_WARNED = 1000  # remembered

@@ -38,11 +38,10 @@ from h5async.index.sequenced import join_groups
 from h5async.index.sparsegroup import names_beside
 from h5async.index.tablecolumns import Column, category_names, column, index_of_table
 from h5async.io.stamps import FileStamp
-from h5async.names import name_text
 from h5async.opening.raggedcolumns import ID, heap_layout, sparse_layouts, with_spans
 from h5async.read.whole import read_whole
 from h5async.samples.columns import INDICES
-from h5async.spelling import named
+from h5async.spelling import name_text, named
 from h5async.system.interruptions import suppressing
 
 HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"

@@ -31,10 +31,10 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
 from h5async.io.keptfiles import KeptFiles
 from h5async.io.stamps import FileStamp, changed, lies_at, replaced
-from h5async.names import name_bytes
 from h5async.plan.records import Int64s
 from h5async.read.chunkcheck import ChunkCheck
 from h5async.read.scratch import Scratch
+from h5async.spelling import name_bytes
 from h5async.system.interruptions import interruption, suppressing
 
 _TRIES = 3  # to read while nobody changes a file

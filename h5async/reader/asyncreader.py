@@ -327,13 +327,6 @@ class AsyncReader:
 
         Nothing is dropped if this epoch comes next anyway. Epochs count from 0; `ConfigError` is
         raised for anything else.
-
-        Examples
-        --------
-        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", shuffle="full") as reader:
-        ...     reader.set_epoch(5)
-        ...     print(reader.get_next_batch().epoch)
-        5
         """
         try:
             epoch = operator.index(epoch)
@@ -353,15 +346,6 @@ class AsyncReader:
 
         Only batches that `get_next_batch` returned count. The state is small for any dataset, can
         be written as JSON, and is the same in all ranks.
-
-        Examples
-        --------
-        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
-        ...     for number in range(10):
-        ...         batch = reader.get_next_batch()
-        ...     state = reader.state_dict()
-        >>> state["epoch"], state["position"]
-        (0, 640)
         """
         self._engine.check_not_empty()
         return self._engine.state()

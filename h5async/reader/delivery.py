@@ -230,16 +230,10 @@ class Delivery:
         return batch
 
     def _wait(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
-        begin = time.perf_counter()
-        ring, slots, timeline, is_there = (
-            self._ring,
-            self._setup.slots,
-            self._recorder.timeline,
-            False,
-        )
+        begin, end, is_there = time.perf_counter(), 0.0, False
+        ring, slots, timeline = self._ring, self._setup.slots, self._recorder.timeline
         if timeline is not None and timeline.open_ranges:
             timeline.begin_wait()
-        end = 0.0
         try:
             # If a slot may be filled as soon as it is free, the order of uses does not matter.
             has_order = not self._device.is_writable_at_once

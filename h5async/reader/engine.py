@@ -27,7 +27,6 @@ from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import THREAD_NAME
 from h5async.html import Bar, Cell, box, grid, size_text
 from h5async.index.layout import DatasetLayout
-from h5async.names import printable
 from h5async.observe import readerlog
 from h5async.observe.readercounts import ReaderCounts, Way
 from h5async.observe.stats import ReaderStats
@@ -38,7 +37,7 @@ from h5async.reader import lifetime
 from h5async.reader.delivery import Delivery
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
-from h5async.spelling import named
+from h5async.spelling import named, printable
 from h5async.system.interruptions import passing
 from h5async.system.timeline import Recorder
 from h5async.system.waiting import Flag

@@ -22,7 +22,7 @@ from h5async import (
     H5AsyncError,
     ReadError,
 )
-from h5async.names import name_bytes, printable, shell_word
+from h5async.spelling import name_bytes, printable, shell_word
 
 
 @pytest.fixture
