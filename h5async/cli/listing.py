@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from time import perf_counter
 from typing import NamedTuple
@@ -48,43 +48,63 @@ class Line(NamedTuple):
     dataset: Dataset | None
 
 
-class _One(NamedTuple):
-    path: str  # from its group
-    dataset: Dataset
-
-
 @dataclass
-class _Run:
-    """Similar neighbouring groups, and their common content."""
+class _Item:
+    """A dataset, or similar neighbouring groups with their common content."""
 
-    names: list[str]
-    content: list[_Item]
-    members: list[list[_Item]] = field(default_factory=list)
+    names: list[str]  # paths from the group around it
+    dataset: Dataset | None = None
+    content: list[_Item] = field(default_factory=list)
+    members: list[list[_Item]] = field(default_factory=list)  # of each, while they are few
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        of_dataset = None if self.dataset is None else self.dataset.likeness
+        return self.names, of_dataset, _likeness(self.content)
+
+    def merged(self, other: _Item) -> _Item:
+        dataset = self.dataset
+        if dataset is not None and other.dataset is not None:
+            dataset = dataset.merged(other.dataset)
+        pairs = zip(self.content, other.content, strict=True)
+        return _Item(self.names, dataset, [one.merged(another) for one, another in pairs])
+
+    def within(self, name: str) -> _Item:
+        """Return it as an item of the enclosing group."""
+        return replace(self, names=[f"{name}/{inner}" for inner in self.names])
 
     def add(self, name: str, content: list[_Item]) -> None:
+        """Add a similar group."""
         self.names.append(name)
-        self.content = _merged(self.content, content)
+        pairs = zip(self.content, content, strict=True)
+        self.content = [one.merged(another) for one, another in pairs]
         if len(self.names) < _LEAST_OTHERS:
             self.members.append(content)
         else:
             self.members.clear()  # they are folded in any case
 
-    def items(self) -> Iterator[_Item]:
-        """Yield the groups, folded if there are enough of them."""
+    def folded(self) -> Iterator[_Item]:
+        """Yield the groups, as one if there are enough of them."""
         if not self.members:
             yield self
             return
         pairs = list(zip(self.names, self.members, strict=True))
         for _, found in groupby(pairs, lambda pair: re.sub(r"\d+", "0", pair[0])):
             several = list(found)
-            if len(several) >= _LEAST_NUMBERED:
-                yield _run_of(several)
+            if len(several) < _LEAST_NUMBERED:
+                for name, content in several:
+                    yield from (item.within(name) for item in content)
                 continue
-            for name, content in several:
-                yield from (_within(name, item) for item in content)
+            (name, content), *others = several
+            run = _Item([name], content=content)
+            for name, content in others:
+                run.add(name, content)
+            run.members.clear()
+            yield run
 
 
-_Item = _One | _Run
+def _likeness(items: Sequence[_Item]) -> list[tuple[object, ...]]:
+    return [item.likeness for item in items]
 
 
 @dataclass
@@ -93,21 +113,21 @@ class _Level:
 
     name: str
     items: list[_Item] = field(default_factory=list)
-    run: _Run | None = None
+    run: _Item | None = None
     is_printed: bool = False  # its content so far, so it cannot be folded itself
 
     def end_run(self) -> None:
         if self.run is not None:
-            self.items += self.run.items()
+            self.items += self.run.folded()
             self.run = None
 
     def close(self, name: str, content: list[_Item]) -> None:
         """Take the complete content of an inner group."""
-        if self.run is not None and _are_alike(self.run.content, content):
+        if self.run is not None and _likeness(self.run.content) == _likeness(content):
             self.run.add(name, content)
             return
         self.end_run()
-        self.run = _Run([name], content, [content])
+        self.run = _Item([name], content=content, members=[content])
 
 
 class Folding:
@@ -132,7 +152,7 @@ class Folding:
         self._levels += map(_Level, groups[same:])
         last = self._levels[-1]
         last.end_run()
-        last.items.append(_One(name, dataset))
+        last.items.append(_Item([name], dataset))
         if len(last.items) > _MOST_HELD:
             for level in self._levels:
                 level.end_run()
@@ -153,7 +173,7 @@ class Folding:
             parent = self._levels[-1]
             if level.is_printed:
                 parent.end_run()
-                parent.items += (_within(level.name, item) for item in level.items)
+                parent.items += (item.within(level.name) for item in level.items)
             else:
                 parent.close(level.name, level.items)
 
@@ -172,11 +192,10 @@ class Folding:
 
 
 def _lines_of(item: _Item, prefix: str, indent: str) -> Iterator[Line]:
-    if isinstance(item, _One):
-        yield Line(f"{indent}{prefix}{item.path}", item.dataset)
+    first, last = min(item.names, key=_natural), max(item.names, key=_natural)
+    if item.dataset is not None:
+        yield Line(f"{indent}{prefix}{first}", item.dataset)
         return
-    first = min(item.names, key=_natural)
-    last = max(item.names, key=_natural)
     count = f"({len(item.names):,} groups alike)"
     yield Line(f"{indent}{prefix}{first} … {prefix}{last} {count}", None)
     for inner in item.content:
@@ -186,46 +205,6 @@ def _lines_of(item: _Item, prefix: str, indent: str) -> Iterator[Line]:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which 10 follows 9."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _within(name: str, item: _Item) -> _Item:
-    """Return an item of a group as an item of the enclosing group."""
-    if isinstance(item, _One):
-        return _One(f"{name}/{item.path}", item.dataset)
-    return _Run([f"{name}/{inner}" for inner in item.names], item.content, item.members)
-
-
-def _run_of(pairs: Sequence[tuple[str, list[_Item]]]) -> _Run:
-    (name, content), *others = pairs
-    run = _Run([name], content)
-    for other, found in others:
-        run.add(other, found)
-    run.members.clear()
-    return run
-
-
-def _are_alike(some: Sequence[_Item], others: Sequence[_Item]) -> bool:
-    return len(some) == len(others) and all(map(_is_alike, some, others))
-
-
-def _is_alike(one: _Item, other: _Item) -> bool:
-    if isinstance(one, _One) and isinstance(other, _One):
-        return one.path == other.path and one.dataset.likeness == other.dataset.likeness
-    if isinstance(one, _Run) and isinstance(other, _Run):
-        return one.names == other.names and _are_alike(one.content, other.content)
-    return False
-
-
-def _merged(some: Sequence[_Item], others: Sequence[_Item]) -> list[_Item]:
-    return [_merged_item(one, other) for one, other in zip(some, others, strict=True)]
-
-
-def _merged_item(one: _Item, other: _Item) -> _Item:
-    if isinstance(one, _One) and isinstance(other, _One):
-        return _One(one.path, one.dataset.merged(other.dataset))
-    assert isinstance(one, _Run)
-    assert isinstance(other, _Run)
-    return _Run(one.names, _merged(one.content, other.content))
 
 
 class Listing:
