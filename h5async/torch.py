@@ -207,7 +207,6 @@ def _open(config: ReaderConfig, state: Mapping[str, Any] | None) -> AsyncReader:
 
 
 def _check_dtypes(reader: AsyncReader) -> None:
-    """Raise for dtypes that PyTorch lacks, before the first batch."""
     if reader.config.postprocess is not None:
         return  # it may change dtypes
     for name, field in reader.config.batch_fields.items():
@@ -219,7 +218,6 @@ def _check_dtypes(reader: AsyncReader) -> None:
 
 
 def _tensor(array: Any, name: str, where: str = "") -> Any:
-    """Return a tensor over the memory of an array, or of sample arrays."""
     try:
         return array.to_tensor() if isinstance(array, SampleArrays) else torch.from_dlpack(array)
     except NoTensorError as error:

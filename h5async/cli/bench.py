@@ -99,7 +99,6 @@ def _sentence(stats: ReaderStats) -> str:
 
 
 def _breakdown(stats: ReaderStats) -> list[str]:
-    """Say where the threads' time went, with a line per stage."""
     times = _times(stats)
     total = sum(times.values()) or 1.0
     methods = ", ".join(f"{name}: {method}" for name, method in stats.ways.items())
@@ -120,7 +119,6 @@ def _times(stats: ReaderStats) -> dict[str, float]:
 
 
 def _trial_lines(trials: Sequence[Trial]) -> list[str]:
-    """Return a line per trial: the median of its speeds, their spread, and the ratio's."""
     names = [_typed(trial.changed) or "as given" for trial in trials]
     lines = []
     for name, trial in zip(names, trials, strict=True):
@@ -143,7 +141,6 @@ def _fastest(trials: Sequence[Trial]) -> Trial | None:
 
 
 def _verdict(trials: Sequence[Trial]) -> str:
-    """Say in a sentence what to change, if the rounds agree."""
     rounds, best = len(trials[0].speeds), _fastest(trials)
     if best is not None:
         low, middle, high = spread(best.ratios)
@@ -163,7 +160,6 @@ def _verdict(trials: Sequence[Trial]) -> str:
 def _content(
     config: ReaderConfig, stats: ReaderStats, seconds: float, trials: Sequence[Trial]
 ) -> dict[str, Any]:
-    """Return the contents of the JSON document, as in `docs/command-line.md`."""
     best = _fastest(trials)
     return {
         "files": config.files,
@@ -239,7 +235,6 @@ class Plot:
 
 
 def _draw_speeds(panel: Any, trials: Sequence[Trial]) -> None:
-    """Draw a bar for the median of each trial, and a dot per round."""
     for row, trial in enumerate(trials):
         speeds = [speed / 1e9 for speed in trial.speeds]
         low, middle, high = spread(speeds)

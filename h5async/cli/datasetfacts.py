@@ -271,7 +271,6 @@ def methods_of(layout: DatasetLayout) -> tuple[tuple[str, ...], int]:
 
 
 def _direct_text(methods: Collection[str], sources: int) -> str:
-    """Say what reads a dataset directly, and from how many sources."""
     if set(methods) == {"h5py"}:
         return "h5py: the core does not read its storage"
     by = ", by the core" if set(methods) == {"core"} else ", partly by h5py" * ("h5py" in methods)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +62,10 @@ def index(
     """
     cleared = _clear() if clear else None
     if cleared is not None and not as_json:
-        typer.echo(cleared.sentence)
+        removed = f"removed {cleared['entries']:,} entries, {decimal(cleared['nbytes'])}"
+        no_home = "there is no cache folder, because there is no home"
+        folder = cleared["folder"]
+        typer.echo(no_home if folder is None else f"{safe(folder)}: {removed}")
     if clear and not files and output is None:
         if as_json:
             print_document("index", {"index": None, "left_out": [], "cleared": cleared})
@@ -141,26 +144,11 @@ def _layouts(
     return layouts
 
 
-@dataclass(frozen=True)
-class _Cleared:
-    """What was removed from the user's cache folder; None if there is no home."""
-
-    folder: Path | None
-    entries: int
-    nbytes: int
-
-    @property
-    def sentence(self) -> str:
-        if self.folder is None:
-            return "there is no cache folder, because there is no home"
-        return f"{safe(self.folder)}: removed {self.entries:,} entries, {decimal(self.nbytes)}"
-
-
-def _clear() -> _Cleared:
+def _clear() -> dict[str, Any]:
+    """Empty the user's cache folder; return what was removed."""
     folder = cache_folder()
-    if folder is None:
-        return _Cleared(None, 0, 0)
     try:
-        return _Cleared(folder, *clear_cache(folder))
+        entries, nbytes = (0, 0) if folder is None else clear_cache(folder)
     except OSError as error:
         raise H5AsyncError(f"cannot empty {folder}: {error.strerror or error}") from error
+    return {"folder": folder, "entries": entries, "nbytes": nbytes}

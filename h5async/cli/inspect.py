@@ -99,7 +99,6 @@ def _require_some(found: bool, path: Path, patterns: Sequence[str]) -> None:
 def _lines(
     datasets: Iterator[Dataset], fold: bool, has_several_files: bool
 ) -> Iterator[Sequence[str]]:
-    """Yield the rows of the table as their datasets arrive."""
     for file, of_file in groupby(datasets, lambda dataset: dataset.file):
         prefix = f"{file}: " if has_several_files else ""
         folding = Folding(fold)
@@ -128,7 +127,6 @@ def _content(path: Path, datasets: Sequence[Dataset]) -> dict[str, Any]:
 
 
 def _datasets(path: Path, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
-    """Yield a file's matching datasets, and groups that are read as one field."""
     wanted = partial(is_meant, patterns=patterns)
     for name, found in list_layouts(path, reach, wanted=wanted, with_attributes=True):
         ragged = None
@@ -175,7 +173,6 @@ def _group(parent: str, member: str, path: Path, reach: Reach) -> Dataset | None
 
 
 def _indexed(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
-    """Yield the matching datasets of a saved index."""
     for number, file in enumerate(index.paths):
         known = [one for one in index.datasets(number) if is_meant(one.path, patterns)]
         layouts = index.find(number, index.datasets(number), reach)

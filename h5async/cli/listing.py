@@ -166,7 +166,6 @@ class Folding:
         yield from self._lines()
 
     def _close_to(self, depth: int) -> None:
-        """Close all groups deeper than `depth`."""
         while len(self._levels) > depth + 1:
             level = self._levels.pop()
             level.end_run()

@@ -26,8 +26,6 @@ _UsageError: Any = typer.BadParameter.__base__  # click's, or the copy in typer
 
 
 class _Group(TyperGroup):
-    """The commands, with a common way to report errors of the library."""
-
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Run a command; if its output cannot be written, end with a message.
 

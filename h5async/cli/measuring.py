@@ -111,7 +111,6 @@ def compare(
 
 
 def _speed(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> float:
-    """Return the decoded bytes per second of a new, warmed-up reader."""
     with AsyncReader(config, **changed) as reader:
         require_batches(reader)
         warm_up = reader.config.prefetch + 1  # batches, read before the first is taken

@@ -174,7 +174,6 @@ def _limit(reader: AsyncReader) -> str:
 
 
 def _content(reader: AsyncReader, tally: Tally, code: int) -> dict[str, Any]:
-    """Return the contents of the JSON document, as in `docs/command-line.md`."""
     layouts, typed = reader.layouts.items(), reader.config.batch_fields
     totals = asdict(tally)
     del totals["forms"]
@@ -193,7 +192,6 @@ def _content(reader: AsyncReader, tally: Tally, code: int) -> dict[str, Any]:
 
 
 def _summary(reader: AsyncReader, epochs: int, tally: Tally) -> str:
-    """Say what was read, how, and how fast, with a line for each."""
     is_whole = tally.epochs == epochs
     lines = [
         ("file", files_text(reader.config.files)),

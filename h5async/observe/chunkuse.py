@@ -118,7 +118,6 @@ class ChunkFacts:
         return "" if culprit is None or is_alone else printable(culprit.field)
 
     def _unit_of(self, culprit: _Column | None) -> str:
-        """Return the word for an item of a chunk."""
         if culprit is None:
             return "sample"
         if isinstance(culprit.rows, StepRows):
@@ -172,13 +171,11 @@ class ChunkFacts:
         return ()
 
     def _window_fits(self) -> bool:
-        """Tell whether memory suffices for the chunks that a window keeps."""
         wanted = sum(wanted_kept_nbytes(self._config, self._layouts, in_window=True))
         wanted *= max(1, self._config.num_helpers)
         return wanted <= _CACHED_SHARE * free_memory()[0].nbytes
 
     def _fits(self) -> bool:
-        """Tell whether the selected samples fit into memory."""
         nbytes = 0
         for column in self._columns.values():
             share = self._selection.size / max(1, column.layout.sample_count)
@@ -219,7 +216,6 @@ def needs_of(layout: DatasetLayout) -> Used:
 
 
 def _largest_chunks(layout: DatasetLayout, *, by_h5py: bool) -> DatasetLayout:
-    """Return the dataset with the largest chunks among the parts of a layout."""
     if isinstance(layout.parts, AlikeParts):
         return _largest_chunks(layout.parts.like, by_h5py=by_h5py)
     parts = [part.source for part in layout.parts]

@@ -68,8 +68,6 @@ class Work(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """A moment in the life of a reader, at which statistics begin or end."""
-
     delivered: Delivered = Delivered()
     work: Work = Work()
     reader: object = None

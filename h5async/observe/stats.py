@@ -259,7 +259,6 @@ class ReaderStats:
         return {**found, "filters": list(self.filters), "sentence": str(self)}
 
     def _repr_html_(self) -> str:
-        """Show a small table in a notebook, with bars for where the time went."""
         busy = self.busy_seconds
         rows: list[list[Cell]] = []
         for stage, seconds in self.stage_seconds.items():
@@ -327,7 +326,6 @@ def _percent(share: float) -> str:
 
 
 def _limit(stats: ReaderStats) -> str:
-    """Name the limiting stage, and its wasted work."""
     stage, threads = stats.limit, max(1, stats.num_threads)
     work = _WORK[stage]
     if stage == "decode" and stats.filters:
@@ -369,7 +367,6 @@ def _told(ratio: float, unit: str, name: str, remedies: Sequence[Remedy]) -> str
 
 
 def _remedies(ratio: float, remedies: Sequence[Remedy]) -> str:
-    """Name remedies that would help noticeably."""
     texts = [remedy.text for remedy in remedies if remedy.leaves * _WASTED <= ratio]
     if len(texts) > 1:
         texts[-1] = f"or {texts[-1]}"

@@ -124,7 +124,6 @@ class Batch(Sequence[Any]):
 
     @property
     def _where(self) -> str:
-        """The batch's name within a sentence."""
         if self.epoch < 0:
             return "a batch of given samples"
         return f"batch {self.number} of epoch {self.epoch}"
@@ -137,7 +136,6 @@ class Batch(Sequence[Any]):
         return f"<{where}: {fields}>"
 
     def _repr_html_(self) -> str:
-        """Show a small table of the fields, without copying anything from a GPU."""
         title = self._where.removeprefix("a ").capitalize()
         if isinstance(self._arrays, _ExpiredArrays) or (self._life is not None and self._life.over):
             return table(title, [], note=_OVER)

@@ -174,7 +174,6 @@ class Delivery:
     def _uploaded(
         self, request: FillRequest, outcome: FillOutcome
     ) -> tuple[tuple[Any, ...], BaseException | None]:
-        """Return a batch's arrays on the consumer's device, or the error."""
         setup, begin = self._setup, time.perf_counter_ns()
         try:
             slot = setup.slots[request.slot]
@@ -261,7 +260,6 @@ class Delivery:
 
     @passing()
     def _fill_here(self) -> None:
-        """Fill the next batch in the caller's thread."""
         try:
             while not self._ring.is_ready() and self._filler.run_next():
                 pass

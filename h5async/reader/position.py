@@ -86,7 +86,6 @@ class ReaderPosition:
         return Source(Rank(rank, world_size), "the options rank and world_size", "", None)
 
     def _expected_rank(self) -> Rank:
-        """Return the rank that is likely when the reader is made."""
         try:
             return self._find_source().rank
         except ConfigError:
@@ -245,7 +244,6 @@ class ReaderPosition:
         self.looped_epoch = None
 
     def _check_order(self, state: Mapping[str, Any]) -> None:
-        """Check that state and reader have the same order of samples."""
         for name in _OPTIONAL:
             mine = name in self._order_depends_on
             mine = self._config.sampler is not None if name == "sampler" else mine
@@ -260,7 +258,6 @@ class ReaderPosition:
                 raise self._other(name, state.get(name), value)
 
     def _other(self, name: str, saved: object, own: object) -> ConfigError | ReadError:
-        """Make the error for a state that was saved with something else."""
         anew = "start anew, without the state"
         if name in ("fingerprint", "lengths"):
             what = (
@@ -287,7 +284,6 @@ class ReaderPosition:
 
     @functools.cached_property
     def _order_depends_on(self) -> dict[str, Any]:
-        """Everything that an order of samples depends on."""
         config, samplings, layouts = self._config, self._samplings, self._layouts
         structure = [samplings.sequences.starts, samplings.sequences.ends]
         if config.shuffle == "window":
