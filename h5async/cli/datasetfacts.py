@@ -114,16 +114,12 @@ class Dataset:
     def _kind_text(self) -> str | None:
         """Say what it is read as, unless that is an array of equal rows."""
         mean = "" if self.mean_length is None else f", {self.mean_length:.4g} values each"
-        match self.kind:
-            case "ragged":
-                return f"as Ragged{mean}"
-            case "sparse":
-                return f"as Csr{mean}"
-            case "categorical":
-                return f"as codes of {self.categories:,} categories"
-            case "nullable":
-                return "as values and a mask"
-        return None
+        return {
+            "ragged": f"as Ragged{mean}",
+            "sparse": f"as Csr{mean}",
+            "categorical": f"as codes of {self.categories or 0:,} categories",
+            "nullable": "as values and a mask",
+        }.get(self.kind)
 
     def _shape_text(self, shape: tuple[int, ...]) -> str:
         extents = list(map(str, shape))

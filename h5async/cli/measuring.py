@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal
@@ -75,7 +76,7 @@ def run_flat_out(
         require_batches(reader)
         asked = perf_counter()
         end = asked + seconds
-        for batches, _ in enumerate(_endless(reader), 1):
+        for batches, _ in enumerate(chain.from_iterable(repeat(reader)), 1):
             now = perf_counter()
             if waits is not None and batches > 1:
                 waits.append(now - asked)
@@ -116,7 +117,7 @@ def _speed(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> 
         warm_up = reader.config.prefetch + 1  # batches, read before the first is taken
         counted = read_before = 0
         begin = since = perf_counter()
-        for batches, _ in enumerate(_endless(reader), 1):
+        for batches, _ in enumerate(chain.from_iterable(repeat(reader)), 1):
             now = perf_counter()
             if not counted and (batches < warm_up or now - begin < _WARM_UP_SHARE * seconds):
                 continue
@@ -127,11 +128,6 @@ def _speed(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> 
                 break
         nbytes = reader.stats().nbytes - read_before
         return nbytes / (now - since) if now > since else 0.0
-
-
-def _endless(reader: AsyncReader) -> Iterator[Any]:
-    while True:
-        yield from reader
 
 
 def require_batches(reader: AsyncReader) -> None:
