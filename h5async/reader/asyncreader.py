@@ -143,11 +143,7 @@ class AsyncReader:
         epoch
             The number of an epoch, of the last 256; -1 is that of the last delivered batch, -2 the
             one before. Work done before the end of the previous epoch counts for that one.
-
-        Raises
-        ------
-        ConfigError
-            If `since` is not of this reader, or newer, or if there are no statistics of the epoch.
+            `ConfigError` is raised for one without statistics.
 
         Examples
         --------
@@ -194,8 +190,7 @@ class AsyncReader:
         Raises
         ------
         ConfigError
-            If a trace of this reader is already running, the file cannot be written, or
-            `max_events` is invalid.
+            If a trace of this reader is running already, or the file cannot be written.
         MissingPackageError
             If CuPy or PyTorch is needed and not installed.
         OutOfMemoryError
@@ -231,12 +226,8 @@ class AsyncReader:
             Sample numbers of the dataset, for a batch outside of epochs (its `epoch` and `number`
             are -1), in this order; at most `batch_size`, repeats are allowed. It comes after
             earlier requests, and, in a ``for`` loop, after batches that threads read ahead. The
-            order of epochs does not change.
-
-        Raises
-        ------
-        ConfigError
-            If `index` has invalid sample numbers, or too many; then nothing is requested.
+            order of epochs does not change. `ConfigError` is raised for invalid numbers, or too
+            many; then nothing is requested.
 
         Examples
         --------
@@ -291,13 +282,7 @@ class AsyncReader:
         ----------
         index
             Sample numbers of the dataset: any number of them, in this order; repeats are allowed.
-
-        Raises
-        ------
-        ConfigError
-            If `index` has invalid sample numbers.
-        ReadError, PostprocessError
-            If the samples cannot be read.
+            `ConfigError` is raised for invalid ones.
 
         Examples
         --------
@@ -359,20 +344,15 @@ class AsyncReader:
         received do not repeat, and none is left out. (Save the state of all ranks at the same
         step.)
 
-        Raises
-        ------
-        ConfigError
-            If it was saved with another seed, shuffle, window, selection, weights, sampler,
-            `batch_values` or `bucket`, or is not a state.
-        ReadError
-            If a file has changed since.
+        `ConfigError` is raised if it was saved with another seed, shuffle, window, selection,
+        weights, sampler, `batch_values` or `bucket`, or is not a state; `ReadError` if a file has
+        changed since.
 
         Examples
         --------
         >>> options = {"hdf5_path": "sample_data/digits.h5", "batch_size": 64, "shuffle": "full"}
         >>> with AsyncReader(options) as reader:
-        ...     for number in range(10):
-        ...         batch = reader.get_next_batch()
+        ...     batches = [reader.get_next_batch().copy() for _ in range(10)]
         ...     state = reader.state_dict()
         >>> with AsyncReader(options) as reader:
         ...     reader.load_state_dict(state)

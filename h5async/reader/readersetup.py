@@ -29,20 +29,8 @@ if TYPE_CHECKING:
 class ReaderSetup:
     """All parts of a reader that do not change after `open`, except the filler.
 
-    Attributes
-    ----------
-    config
-        The options, with the kinds of all fields, and a fixed number of threads.
-    rows, transforms
-        Samples in a slot, and the transform of each column.
-    masks
-        By name: a function from sample numbers to a mask of padding.
-    wanted_nbytes
-        Decoded chunks, per column, that would help later batches.
-    cache
-        Rows that the device keeps.
-    has_threads
-        Whether others than the caller do the work; a helper process always has a thread.
+    `config` has the kinds of all fields; `transforms` are by column, and `rows` are the samples in
+    a slot. `cache` is of rows that the device keeps.
     """
 
     def __init__(self, config: ReaderConfig) -> None:
@@ -109,10 +97,11 @@ class ReaderSetup:
             [name for name, one in self.categories.items() if one.tables is not None],
         )
         selected = self.num_samples / max(1, next(iter(layouts.values())).sample_count)
+        # Decoded chunks, per column, that would help later batches.
         self.wanted_nbytes = wanted_kept_nbytes(config, layouts, samplings.rows, selected)
         self.memory_plan = budget.plan(self.device_policy.host_nbytes, self.wanted_nbytes)
         threads = min(config.filler_threads, self.memory_plan.most_threads)
-        self.has_threads = threads > 0
+        self.has_threads = threads > 0  # a helper process always has one
         self.num_threads = max(1, config.num_helpers) * max(1, threads)
 
     def _open_slots(self) -> None:
