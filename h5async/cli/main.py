@@ -31,9 +31,8 @@ class _Group(TyperGroup):
 
         A pipe that its reader has closed ends it without one.
         """
-        if isinstance(
-            sys.stdout, TextIOWrapper
-        ):  # names may have characters that the terminal lacks
+        if isinstance(sys.stdout, TextIOWrapper):
+            # Names may have characters that the terminal lacks.
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             try:
