@@ -111,18 +111,13 @@ class ReaderCounts:
         self._kept_nbytes = kept_nbytes
         self._facts = ChunkFacts(config, layouts, rows, selection)
         self._advice: ChunkAdvice | None = None
-        self._plain_nbytes, self._plain_used = 0, Used()  # per sample
-        # The same per row of ragged samples.
-        self._ragged: dict[SpanRows, tuple[int, Used]] = {}
+        # Bytes of a sample or, of ragged ones, of a row: delivered, and needed for that.
+        self._sizes: dict[SpanRows | None, tuple[int, Used]] = {}
         for (name, layout), one in zip(layouts.items(), rows, strict=True):
-            if isinstance(one, SpanRows):
-                nbytes, used = self._ragged.get(one, (0, Used()))
-                used = used.plus(self._facts.used(name, layout.row_nbytes))
-                self._ragged[one] = nbytes + layout.row_nbytes, used
-            else:
-                nbytes = layout.row_nbytes * (one.size if isinstance(one, StepRows) else 1)
-                self._plain_nbytes += nbytes
-                self._plain_used = self._plain_used.plus(self._facts.used(name, nbytes))
+            key = one if isinstance(one, SpanRows) else None
+            nbytes = layout.row_nbytes * (one.size if isinstance(one, StepRows) else 1)
+            known, used = self._sizes.get(key, (0, Used()))
+            self._sizes[key] = known + nbytes, used.plus(self._facts.used(name, nbytes))
         row_nbytes = sum(map(_sample_nbytes, layouts.values()))
         direct = sum(_sample_nbytes(one) * direct_share(one) for one in layouts.values())
         self._direct_share = direct / row_nbytes if row_nbytes else 1.0
@@ -140,7 +135,7 @@ class ReaderCounts:
         self.last: tuple[int, int] | None = None  # epoch and number of the last batch of an epoch
         self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
         self._batches = self._samples = 0
-        self._ragged_rows = [0] * len(self._ragged)
+        self._counted = dict.fromkeys(self._sizes, 0)  # samples, or rows
         self._reader = object()
         self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
         self.open_epoch = -1  # whose batches are being delivered
@@ -152,12 +147,12 @@ class ReaderCounts:
 
     def note(self, index: NDArray[np.int64]) -> None:
         """Count the samples of a delivered batch."""
-        lengths = [int(rows.lengths(index).sum()) for rows in self._ragged]
+        counts = {rows: _count(rows, index) for rows in self._sizes}
         with self._lock:
             self._batches += 1
             self._samples += index.size
-            for number, rows in enumerate(lengths):
-                self._ragged_rows[number] += rows
+            for rows, count in counts.items():
+                self._counted[rows] += count
 
     def begin_epoch(self, epoch: int, work: Work) -> None:
         """Note that the last wait was for the first batch of an epoch."""
@@ -190,12 +185,13 @@ class ReaderCounts:
 
     def epoch_nbytes(self, selection: Selection, samples: int) -> int:
         """Return the bytes of `samples` samples of the selection's mean length."""
-        found = self._plain_nbytes * samples
-        if self._ragged and selection.size:
-            selected = selection.samples(np.arange(selection.size))
-            for rows, (nbytes, _) in self._ragged.items():
-                total = int(rows.lengths(selected).sum())
-                found += total * nbytes * samples // selection.size
+        found = 0
+        for rows, (nbytes, _) in self._sizes.items():
+            if rows is None:
+                found += nbytes * samples
+            elif selection.size:
+                selected = selection.samples(np.arange(selection.size))
+                found += _count(rows, selected) * nbytes * samples // selection.size
         return found
 
     def work(self, filler: FillerStats, device_chunks: int, device_nbytes: int) -> Work:
@@ -229,11 +225,10 @@ class ReaderCounts:
 
     def _so_far(self) -> Delivered:
         """Return the deliveries; called under the lock."""
-        nbytes, used = self._plain_nbytes * self._samples, Used()
-        used = used.plus(self._plain_used, self._samples)
-        of_rows = zip(self._ragged_rows, self._ragged.values(), strict=True)
-        for rows, (row_nbytes, row_used) in of_rows:
-            nbytes, used = nbytes + rows * row_nbytes, used.plus(row_used, rows)
+        nbytes, used = 0, Used()
+        for rows, (of_each, used_of_each) in self._sizes.items():
+            count = self._counted[rows]
+            nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
         return Delivered(self._batches, self._samples, nbytes, used, self.waits.totals)
 
     def _span_since(self, since: ReaderStats | None, now: _Moment) -> _Span:
@@ -316,6 +311,10 @@ class ReaderCounts:
             **of_work,
             **of_way,
         )
+
+
+def _count(rows: SpanRows | None, samples: NDArray[np.int64]) -> int:
+    return samples.size if rows is None else int(rows.lengths(samples).sum())
 
 
 def _ratio(one: float, other: float) -> float:
