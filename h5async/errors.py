@@ -169,15 +169,11 @@ class BatchTimeoutError(H5AsyncError, TimeoutError):
 
     Examples
     --------
-    >>> import threading
-    >>> go_on = threading.Event()
-    >>> def slow(data, labels):
-    ...     go_on.wait()
-    >>> with AsyncReader(hdf5_path="sample_data/digits.h5", postprocess=slow) as reader:
+    >>> with AsyncReader(hdf5_path="sample_data/digits.h5") as reader:
     ...     try:
-    ...         reader.get_next_batch(timeout=0.01)
+    ...         batch = reader.get_next_batch(timeout=60)
     ...     except BatchTimeoutError:
-    ...         go_on.set()
+    ...         print("the storage is slow")
     """
 
 

@@ -17,7 +17,7 @@ from hdf5files import type_for_h5py
 from h5async import AsyncReader, Field, ReadError, ReaderStats
 from h5async.codec.filters import Filter
 from h5async.core.binding import can_decode, load_core
-from h5async.observe.stats import Waits, WaitTotals
+from h5async.observe.readercounts import Waits, WaitTotals
 from h5async.system.counts import STAGES, StageTimes, ThreadCounts
 
 BY_US = "core" if load_core() else "h5py"

@@ -21,7 +21,7 @@ from h5async.index.cost import direct_share
 from h5async.index.layout import DatasetLayout
 from h5async.index.similardatasets import kinds_of
 from h5async.observe.chunkuse import ChunkFacts, Used
-from h5async.observe.stats import ChunkAdvice, ReaderStats, Waits, WaitTotals
+from h5async.observe.stats import ChunkAdvice, ReaderStats
 from h5async.order.selection import Selection
 from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
@@ -29,6 +29,47 @@ from h5async.samples.columns import Rows, by_field
 from h5async.system.counts import STAGES, StageTimes
 
 _KEPT_EPOCHS = 256
+_KEPT_WAITS = 4096
+
+
+class WaitTotals(NamedTuple):
+    """The consumer's waits so far, without the first, which is start-up."""
+
+    number: int = 0
+    seconds: float = 0.0
+    elapsed_seconds: float = 0.0  # from the first batch to the end of the last wait
+
+
+class Waits:
+    """The consumer's waits for batches; only it notes, any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
+        self._last: deque[float] = deque(maxlen=_KEPT_WAITS)
+        self.totals = self.before = WaitTotals()  # of all waits, and of all but the last
+        self._begin: float | None = None
+
+    def note(self, begin: float, end: float) -> None:
+        """Note a wait, in seconds of `time.perf_counter`; leave out the first one, start-up."""
+        with self._lock:
+            if self._begin is None:
+                self._begin = end
+                return
+            number, seconds, _ = self.totals
+            self.before = self.totals._replace(elapsed_seconds=begin - self._begin)
+            self._last.append(end - begin)
+            self.totals = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
+
+    def percentiles(self, totals: WaitTotals, since: WaitTotals) -> tuple[float, float]:
+        """Return median and 99th percentile of the kept waits between two moments."""
+        with self._lock:
+            later = self.totals.number - totals.number
+            kept = list(self._last)
+        kept = kept[: max(0, len(kept) - later)][since.number - totals.number :]
+        if not kept or totals.number <= since.number:
+            return 0.0, 0.0
+        median, high = np.percentile(kept, (50, 99))
+        return float(median), float(high)
 
 
 class Delivered(NamedTuple):

@@ -6,18 +6,13 @@ A stage is one step of delivering a batch, in the threads of the pool: plan, rea
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from h5async.html import Bar, Cell, counted, seconds_text, size_text, table
 from h5async.spelling import as_keyword, named, spelled
 
-_KEPT_WAITS = 4096
 _DATA_BOUND = 0.02  # share of waiting from which a loop counts as data-bound
 _HOLDS = 0.6  # share of waiting up to which the loop may be what holds the GIL
 _STARVED = 0.25  # share of the threads' time spent waiting for the GIL
@@ -33,46 +28,6 @@ _WORK = {  # names of stages in the sentence
     "postprocess": "postprocess",
     "upload": "uploading",
 }
-
-
-class WaitTotals(NamedTuple):
-    """The consumer's waits so far, without the first, which is start-up."""
-
-    number: int = 0
-    seconds: float = 0.0
-    elapsed_seconds: float = 0.0  # from the first batch to the end of the last wait
-
-
-class Waits:
-    """The consumer's waits for batches; only it notes, any thread may ask."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
-        self._last: deque[float] = deque(maxlen=_KEPT_WAITS)
-        self.totals = self.before = WaitTotals()  # of all waits, and of all but the last
-        self._begin: float | None = None
-
-    def note(self, begin: float, end: float) -> None:
-        """Note a wait, in seconds of `time.perf_counter`; leave out the first one, start-up."""
-        with self._lock:
-            if self._begin is None:
-                self._begin = end
-                return
-            number, seconds, _ = self.totals
-            self.before = self.totals._replace(elapsed_seconds=begin - self._begin)
-            self._last.append(end - begin)
-            self.totals = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
-
-    def percentiles(self, totals: WaitTotals, since: WaitTotals) -> tuple[float, float]:
-        """Return median and 99th percentile of the kept waits between two moments."""
-        with self._lock:
-            later = self.totals.number - totals.number
-            kept = list(self._last)
-        kept = kept[: max(0, len(kept) - later)][since.number - totals.number :]
-        if not kept or totals.number <= since.number:
-            return 0.0, 0.0
-        median, high = np.percentile(kept, (50, 99))
-        return float(median), float(high)
 
 
 class Remedy(NamedTuple):
