@@ -149,6 +149,7 @@ class ReaderCounts:
         kept_nbytes: int,
     ) -> None:
         self._layouts = layouts
+        self._selection = selection
         self._kept_nbytes = kept_nbytes
         self._facts = ChunkFacts(config, layouts, rows, selection)
         self._advice: ChunkAdvice | None = None
@@ -224,9 +225,9 @@ class ReaderCounts:
 
     # --- any thread's calls -----------------------------------------------------------------------
 
-    def epoch_nbytes(self, selection: Selection, samples: int) -> int:
+    def epoch_nbytes(self, samples: int) -> int:
         """Return the bytes of `samples` samples of the selection's mean length."""
-        found = 0
+        found, selection = 0, self._selection
         for rows, (nbytes, _) in self._sizes.items():
             if rows is None:
                 found += nbytes * samples

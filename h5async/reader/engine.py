@@ -230,7 +230,7 @@ class Engine:
     @property
     def epoch_nbytes(self) -> int:
         """Decoded bytes of an epoch."""
-        return self.counts.epoch_nbytes(self.setup.samplings.selection, self.position.epoch_samples)
+        return self.counts.epoch_nbytes(self.position.epoch_samples)
 
     def stats(self, since: ReaderStats | None = None, epoch: int | None = None) -> ReaderStats:
         """Return statistics, as `AsyncReader.stats`."""
