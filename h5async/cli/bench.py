@@ -26,11 +26,17 @@ from h5async.cli.measuring import (
     spread,
 )
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
-from h5async.cli.output import Json, files_text, opening, print_document, progress_bar, safe
+from h5async.cli.output import (
+    Json,
+    files_text,
+    limit_text,
+    opening,
+    print_document,
+    progress_bar,
+    safe,
+)
 from h5async.config.files import home_path, with_variables
 from h5async.errors import ConfigError, MissingPackageError
-from h5async.observe.stats import reader_sentence
-from h5async.spelling import spelled
 
 _SHOWN_SHARE = 0.001  # stages with a smaller share of the time are left out
 _OURS, _OTHER = "#1f6feb", "#8c959f"
@@ -69,7 +75,7 @@ def bench(
         stats = run_flat_out(config, seconds, waits)
     if not as_json:
         typer.echo("\n".join(_breakdown(stats)))
-        typer.echo(f"\n{safe(_sentence(stats))}\n")
+        typer.echo(f"\n{safe(limit_text(stats))}\n")
     trials = _compared(config, seconds, rounds)
     if picture is not None:
         title = f"h5async bench: {files_text(config.files)}"
@@ -91,11 +97,6 @@ def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
             progress.refresh()
 
         return compare(config, changes, seconds, rounds, tell)
-
-
-def _sentence(stats: ReaderStats) -> str:
-    """Say what limits the reader, regardless of the loop, which only reads."""
-    return spelled(reader_sentence(stats), spell_in_shell)
 
 
 def _breakdown(stats: ReaderStats) -> list[str]:
@@ -166,7 +167,7 @@ def _content(
         "seconds": seconds,
         "rounds": len(trials[0].speeds),
         "stats": stats.as_dict(),
-        "sentence": _sentence(stats),
+        "sentence": limit_text(stats),
         "trials": [
             {
                 "options": trial.changed,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from h5async.cli.datasetfacts import (
     ragged_dataset,
     sparse_dataset,
 )
-from h5async.cli.listing import Folding, Line, Listing
+from h5async.cli.listing import Folding, Listing
 from h5async.cli.options import reader_config, takes_options
 from h5async.cli.output import Json, plain, print_document, safe
 from h5async.config.files import INDEX_SUFFIX
@@ -76,7 +76,7 @@ def inspect(
         return
     has_several = index is not None and len(index.paths) > 1
     listing = Listing()
-    for row in _lines(found, fold, has_several):
+    for row in _rows(found, fold, has_several):
         listing.add(row)
     listing.print()
     _require_some(listing.has_begun, path, wanted)
@@ -96,21 +96,15 @@ def _require_some(found: bool, path: Path, patterns: Sequence[str]) -> None:
         )
 
 
-def _lines(
+def _rows(
     datasets: Iterator[Dataset], fold: bool, has_several_files: bool
 ) -> Iterator[Sequence[str]]:
     for file, of_file in groupby(datasets, lambda dataset: dataset.file):
         prefix = f"{file}: " if has_several_files else ""
         folding = Folding(fold)
-        for dataset in of_file:
-            yield from _rows(folding.add(dataset), prefix)
-        yield from _rows(folding.end(), prefix)
-
-
-def _rows(lines: Iterator[Line], prefix: str) -> Iterator[Sequence[str]]:
-    for text, dataset in lines:
-        name = text if text.startswith(" ") else f"{prefix}{text}"
-        yield tuple(map(safe, (name,) if dataset is None else dataset.cells(name)))
+        for text, dataset in chain(chain.from_iterable(map(folding.add, of_file)), folding.end()):
+            name = text if text.startswith(" ") else f"{prefix}{text}"
+            yield tuple(map(safe, (name,) if dataset is None else dataset.cells(name)))
 
 
 def _content(path: Path, datasets: Sequence[Dataset]) -> dict[str, Any]:
@@ -152,24 +146,22 @@ def _ragged(name: str, path: Path, reach: Reach) -> Dataset:
 
 def _group(parent: str, member: str, path: Path, reach: Reach) -> Dataset | None:
     """Return the group whose last member is this dataset, if it is read as one field."""
-    if member == "indptr":
-        with open_index(path) as file:
+    if member not in ("indptr", "codes", "values"):
+        return None
+    with open_index(path) as file:
+        if member == "indptr":
             matrix = sparse_group(file, parent, reach)
-        if matrix is not None:
+            if matrix is None:
+                return None
             return sparse_dataset(parent, path, (matrix.data, matrix.indices), matrix.shape)
-    if member in ("codes", "values"):
-        with open_index(path) as file:
-            of_table = column(file, parent, reach)
-        if of_table is None:
-            return None
-        if of_table.mask is not None:
-            return group_dataset(parent, path, (of_table.values, of_table.mask), "nullable")
-        names, codes = of_table.categories, of_table.values
-        if names is None:
-            return None
-        count = names.num_samples if isinstance(names, DatasetLayout) else len(names)
-        return replace(group_dataset(parent, path, (codes,), "categorical"), categories=count)
-    return None
+        found = column(file, parent, reach)
+    if found is not None and found.mask is not None:
+        return group_dataset(parent, path, (found.values, found.mask), "nullable")
+    if found is None or found.categories is None:
+        return None
+    names = found.categories
+    count = names.num_samples if isinstance(names, DatasetLayout) else len(names)
+    return replace(group_dataset(parent, path, (found.values,), "categorical"), categories=count)
 
 
 def _indexed(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:

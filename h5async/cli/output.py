@@ -18,8 +18,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from h5async.cli.options import spell_in_shell
+from h5async.observe.stats import ReaderStats, reader_sentence
 from h5async.opening.progress import on_indexed
-from h5async.spelling import printable
+from h5async.spelling import printable, spelled
 
 VERSION = 1  # of all schemas: raised if a key is renamed or removed, not if one is added
 REFRESH_SECONDS = 0.1
@@ -52,6 +54,11 @@ def plain(value: Any) -> Any:
 def safe(text: object) -> str:
     """Escape characters in names that could control the terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in printable(str(text)))
+
+
+def limit_text(stats: ReaderStats) -> str:
+    """Say what limits a reader, regardless of the loop, which only reads."""
+    return spelled(reader_sentence(stats), spell_in_shell)
 
 
 def files_text(paths: Sequence[Path]) -> str:

@@ -17,11 +17,12 @@ from rich.filesize import decimal
 from h5async import AsyncReader
 from h5async.cli.datasetfacts import method_text, methods_of
 from h5async.cli.measuring import require_batches
-from h5async.cli.options import reader_config, spell_in_shell, takes_reader
+from h5async.cli.options import reader_config, takes_reader
 from h5async.cli.output import (
     REFRESH_SECONDS,
     Json,
     files_text,
+    limit_text,
     opening,
     print_document,
     progress_bar,
@@ -30,9 +31,7 @@ from h5async.cli.output import (
 from h5async.config import Field
 from h5async.config.files import home_path, with_variables
 from h5async.index.layout import DatasetLayout
-from h5async.observe.stats import reader_sentence
 from h5async.samples.samplearrays import SampleArrays
-from h5async.spelling import spelled
 
 _CTRL_C = 128 + signal.SIGINT
 
@@ -168,11 +167,6 @@ def _field_facts(
     }
 
 
-def _limit(reader: AsyncReader) -> str:
-    """Say what limits the reader; a loop that only reads always waits."""
-    return spelled(reader_sentence(reader.stats()), spell_in_shell)
-
-
 def _content(reader: AsyncReader, tally: Tally, code: int) -> dict[str, Any]:
     layouts, typed = reader.layouts.items(), reader.config.batch_fields
     totals = asdict(tally)
@@ -187,7 +181,7 @@ def _content(reader: AsyncReader, tally: Tally, code: int) -> dict[str, Any]:
         **totals,
         "interrupted": bool(code),
         "stats": reader.stats().as_dict(),
-        "sentence": f"{tally.speed}; {_limit(reader)}",
+        "sentence": f"{tally.speed}; {limit_text(reader.stats())}",
     }
 
 
@@ -208,6 +202,6 @@ def _summary(reader: AsyncReader, epochs: int, tally: Tally) -> str:
         ("decoded", decimal(tally.nbytes)),
         ("device", reader.device),
         ("speed", tally.speed),
-        ("limit", _limit(reader).removeprefix("the limit is ")),
+        ("limit", limit_text(reader.stats()).removeprefix("the limit is ")),
     ]
     return "\n".join(f"{name:<9}{safe(text)}" for name, text in lines)

@@ -9,7 +9,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,16 +121,6 @@ class _Span(NamedTuple):
     end: _Moment
     percentiles: tuple[float, float]
     epoch: int | None = None
-
-
-class Way(NamedTuple):
-    """How a reader reads, as in `ReaderStats`; `methods` has an entry per column."""
-
-    methods: Sequence[str]
-    num_threads: int
-    workers: str | int
-    cache: str
-    decode: str
 
 
 class ReaderCounts:
@@ -255,15 +245,24 @@ class ReaderCounts:
         )
 
     def stats(
-        self, work: Work, way: Way, since: ReaderStats | None = None, epoch: int | None = None
+        self,
+        since: ReaderStats | None,
+        epoch: int | None,
+        work: Work,
+        methods: Sequence[str],
+        **how: Any,
     ) -> ReaderStats:
-        """Return the statistics of a reader, as `AsyncReader.stats`."""
+        """Return the statistics of a reader, as `AsyncReader.stats`.
+
+        `methods` are those of its columns; `how` are other fields of `ReaderStats`.
+        """
         if since is not None and epoch is not None:
             raise ConfigError("stats() takes since or epoch, not both")
         with self._lock:
             now = _Moment(self._so_far(), work, self._reader)
             span = self._span_since(since, now) if epoch is None else self._span_of(epoch, now)
-        return self._made(span, way)
+        ways = by_field(dict(zip(self._layouts, methods, strict=True)), _both_ways)
+        return self._made(span, ways=ways, **how)
 
     def _so_far(self) -> Delivered:
         """Return the deliveries; called under the lock."""
@@ -314,20 +313,20 @@ class ReaderCounts:
                 return span
         raise ConfigError(_no_epoch(epoch, [span.epoch for span in found]))
 
-    def _made(self, span: _Span, way: Way) -> ReaderStats:
+    def _made(self, span: _Span, **how: Any) -> ReaderStats:
         begin, end = span.begin.delivered, span.end.delivered
         work = span.end.work.since(span.begin.work)
         if self._advice is None:
             self._advice = self._facts.advice()
         batches = end.batches - begin.batches
         # Samples decoded for coming batches are not wasted.
-        ahead = self._ahead if way.num_threads and not any(span.begin.work[2:]) else 0
+        ahead = self._ahead if how["num_threads"] and not any(span.begin.work[2:]) else 0
         share = (batches + ahead) / batches if batches else 1.0
         used = Used().plus(end.used.plus(begin.used, -1.0), share)
         encoded_nbytes = min(work.read_nbytes, work.decoded_nbytes * self._facts.stored_share)
         raw_nbytes = work.read_nbytes - encoded_nbytes
-        of_work, of_way = work._asdict(), way._asdict()  # most have the names of statistics
-        by_h5py, methods = of_work.pop("h5py_decoded_nbytes"), of_way.pop("methods")
+        of_work = work._asdict()  # most have the names of statistics
+        by_h5py = of_work.pop("h5py_decoded_nbytes")
         return ReaderStats(
             batches=batches,
             samples=end.samples - begin.samples,
@@ -337,7 +336,6 @@ class ReaderCounts:
             wait_p50_seconds=span.percentiles[0],
             wait_p99_seconds=span.percentiles[1],
             direct_share=self._direct_share,
-            ways=by_field(dict(zip(self._layouts, methods, strict=True)), _both_ways),
             filters=self._filters,
             decoded_per_used=_ratio(work.decoded_nbytes, used.encoded),
             read_per_used=_ratio(raw_nbytes, used.raw),
@@ -351,7 +349,7 @@ class ReaderCounts:
             _advice=self._advice,
             _moment=span.end._replace(reader=self._reader),
             **of_work,
-            **of_way,
+            **how,
         )
 
 

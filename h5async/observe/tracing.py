@@ -227,33 +227,35 @@ class Tracing:
 
 
 def _nvtx_ranges() -> OpenRange:
-    try:
-        nvtx = importlib.import_module("cupy.cuda.nvtx")
-    except ImportError as error:
-        raise MissingPackageError(
-            f"nvtx=True needs CuPy, which has NVTX ({error}); install it with: pip install"
-            " 'h5async[cuda13]', or 'h5async[cuda12]' for a driver of CUDA 12"
-        ) from error
-    return partial(_open_nvtx, nvtx)
+    nvtx = _imported(
+        "cupy.cuda.nvtx",
+        "nvtx=True needs CuPy, which has NVTX ({}); install it with: pip install"
+        " 'h5async[cuda13]', or 'h5async[cuda12]' for a driver of CUDA 12",
+    )
 
+    def open_range(name: str) -> Callable[[], object]:
+        nvtx.RangePush(name)
+        close: Callable[[], object] = nvtx.RangePop
+        return close
 
-def _open_nvtx(nvtx: Any, name: str) -> Callable[[], object]:
-    nvtx.RangePush(name)
-    close: Callable[[], object] = nvtx.RangePop
-    return close
+    return open_range
 
 
 def _torch_ranges() -> OpenRange:
+    profiler = _imported(
+        "torch.profiler", "torch=True needs PyTorch ({}); install it as https://pytorch.org says"
+    )
+
+    def open_range(name: str) -> Callable[[], object]:
+        opened = profiler.record_function(name)
+        opened.__enter__()
+        return partial(opened.__exit__, None, None, None)
+
+    return open_range
+
+
+def _imported(module: str, otherwise: str) -> Any:
     try:
-        profiler = importlib.import_module("torch.profiler")
+        return importlib.import_module(module)
     except ImportError as error:
-        raise MissingPackageError(
-            f"torch=True needs PyTorch ({error}); install it as https://pytorch.org says"
-        ) from error
-    return partial(_open_torch, profiler.record_function)
-
-
-def _open_torch(record_function: Any, name: str) -> Callable[[], object]:
-    opened = record_function(name)
-    opened.__enter__()
-    return partial(opened.__exit__, None, None, None)
+        raise MissingPackageError(otherwise.format(error)) from error

@@ -28,7 +28,7 @@ from h5async.fill.pool import THREAD_NAME
 from h5async.html import Bar, Cell, box, grid, size_text
 from h5async.index.layout import DatasetLayout
 from h5async.observe import readerlog
-from h5async.observe.readercounts import ReaderCounts, Way
+from h5async.observe.readercounts import ReaderCounts
 from h5async.observe.stats import ReaderStats
 from h5async.observe.tracing import Trace, Tracing
 from h5async.opening.limits import free_memory_nbytes
@@ -235,14 +235,16 @@ class Engine:
     def stats(self, since: ReaderStats | None = None, epoch: int | None = None) -> ReaderStats:
         """Return statistics, as `AsyncReader.stats`."""
         setup, done = self.setup, self._filler.stats()
-        way = Way(
+        return self.counts.stats(
+            since,
+            epoch,
+            self.delivery.work(done),
             self._filler.methods,
             num_threads=setup.num_threads if setup.has_threads else 0,
             workers=setup.config.workers,
             cache=setup.cache_text(done),
             decode=setup.device_policy.sentence,
         )
-        return self.counts.stats(self.delivery.work(done), way, since, epoch)
 
     @passing()
     def trace(self, path: str | os.PathLike[str] | None, **options: Any) -> Trace:

@@ -38,6 +38,11 @@ _POSITION = ("epoch", "position", "batch_size", "world_size")
 # Optional parts of a state; those in the first line are digests.
 _DIGESTS = ("indices", "weights", "sampler")
 _OPTIONAL = (*_DIGESTS, "batch_values", "bucket")
+_OF_FILES = {
+    "fingerprint": "a file has changed since the state was saved: its size, shapes, dtypes, chunks,"
+    " sequences or the lengths of its samples differ",
+    "lengths": "samples have other lengths than when the state was saved",
+}
 _MOST_RANKS = 1 << 20  # bounds what a bad state can cost
 
 
@@ -259,14 +264,8 @@ class ReaderPosition:
 
     def _other(self, name: str, saved: object, own: object) -> ConfigError | ReadError:
         anew = "start anew, without the state"
-        if name in ("fingerprint", "lengths"):
-            what = (
-                "a file has changed since the state was saved: its size, shapes, dtypes, chunks,"
-                " sequences or the lengths of its samples differ"
-                if name == "fingerprint"
-                else "samples have other lengths than when the state was saved"
-            )
-            return ReadError(f"{paths_text(self._config.hdf5_path)}: {what}; {anew}")
+        if name in _OF_FILES:
+            return ReadError(f"{paths_text(self._config.hdf5_path)}: {_OF_FILES[name]}; {anew}")
         if name == "num_samples":
             return ConfigError(
                 f"the state was saved from files with {saved!r} samples, and the files of this"
