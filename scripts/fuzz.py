@@ -71,8 +71,7 @@ from raggedcorpus import RAGGED, RaggedQuirk
 
 from h5async import AsyncReader, Csr, Field, H5AsyncError, Ragged
 from h5async.config import ReaderConfig
-from h5async.index.consulted import Consulted
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.savedfile import read_saved, write_saved
 from h5async.index.savedindex import IndexedFile, Wanted, write_index

@@ -15,7 +15,8 @@ import pytest
 def each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Call a test for each of some values in turn, as `pytest.mark.parametrize` does in many tests.
 
-    For what varies the way to one and the same result: orders, threads, dtypes. Each call has a
+    For what varies the way to one and the same result: orders, threads, dtypes. All of them run
+    with scripts/test --all, else a sample (see tests/conftest.py). Each call has a
     `monkeypatch` and a `tmp_path` of its own; all other fixtures are shared, and where one is a
     path in `tmp_path`, so is that. A failure names its case, and ends the test. Several of these
     make the product of their values.

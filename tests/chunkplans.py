@@ -24,7 +24,7 @@ class ChunkPlan:
     entry
         int64 (n,): the chunk's index in the layout's `ChunkTable`; -1: never allocated.
     cross
-        int32 (n,): the chunk's index in the layout's `cross_section`.
+        int32 (n,): the number of the chunk among those that hold one sample.
     group
         int32 (n,), ascending: chunks of one group hold pieces of the same samples.
     group_number
@@ -82,10 +82,19 @@ def plan_chunks(layout: DatasetLayout, sample: Int64s, rows: Int64s) -> ChunkPla
     return _plan_of_chunks(layout, runs)
 
 
+def cross_numbers(layout: DatasetLayout) -> tuple[int, Int64s]:
+    """Return the step of chunk numbers along the samples, and the numbers for sample 0."""
+    axis = layout.sample_axis
+    strides = np.cumprod((1, *layout.grid[:0:-1]), dtype=np.int64)[::-1]
+    extents = [1 if a == axis else n for a, n in enumerate(layout.grid)]
+    cells = np.indices(extents).reshape(len(extents), -1).T
+    return int(strides[axis]), cells @ strides
+
+
 def _plan_of_chunks(layout: DatasetLayout, runs: _Runs) -> ChunkPlan:
     chunks = layout.chunks
     assert chunks is not None
-    stride, first = layout.cross_numbers
+    stride, first = cross_numbers(layout)
     numbers = (runs.group_number[:, None] * stride + first).ravel()
     group = np.arange(runs.group_number.size, dtype=np.int32)
     if first.size == 1:

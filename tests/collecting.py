@@ -21,6 +21,7 @@ from h5async.index.metadata import read_layouts
 from h5async.index.shapes import Kind
 from h5async.io.stamps import FileStamp
 from h5async.read.collection import Collection, _array
+from h5async.read.coretables import CoreTables
 from h5async.read.scratch import Scratch, ScratchSize
 
 GUARD_NBYTES, CANARY, FRESH = 64, 0xC3, 0x5A
@@ -127,7 +128,7 @@ class Collected:
         shift: int = 1,
     ) -> None:
         self.layouts, self.rows = layouts, rows
-        self.collection = Collection(
+        tables = CoreTables(
             core,
             layouts,
             io=io,
@@ -135,6 +136,7 @@ class Collected:
             kept_nbytes=[kept_nbytes] * len(layouts),
             transforms=transforms or [None] * len(layouts),
         )
+        self.collection = Collection(core, tables)
         self.scratch = scratch or Scratch.allocate(*ScratchSize.of(layouts))
         self.shift = shift
         self.new_slot()
@@ -156,11 +158,11 @@ class Collected:
 
     def lies_in(self, memory: NDArray[np.uint8]) -> None:
         """Have the core take the bytes of the only file from memory; the caller keeps it."""
-        row = self.collection._table[0]
+        row = self.collection.tables._table[0]
         row["path"], row["map"], row["map_nbytes"] = 0, address(memory), memory.size
 
     def plan(self, samples: Any, *, wanted: Any = None, threads: int = 1) -> int:
-        wanted = self.collection.reads if wanted is None else wanted
+        wanted = self.collection.tables.reads if wanted is None else wanted
         for raw in self.raw:
             raw.renew()
         return self.collection.plan(

@@ -6,14 +6,14 @@ Test modules import the helpers by name: ``from conftest import assert_reads_lik
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import math
 import os
 import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests that are named by ``::`` or -k run whole, unless H5ASYNC_TESTS is set.
 
-    Of a test's n cases, 2 sqrt(n) run, or as many as its mark ``sampled(count)`` says; of the tests
-    marked ``slow``, one in ten, with one case. H5ASYNC_TESTS=all runs everything, and a number
-    chooses another sample.
+    Of a test's n cases, 2 sqrt(n) run, or as many as its mark ``sampled(count)`` says, and also 2
+    sqrt(n) of those that `cases.each` gives it; of the tests marked ``slow``, one in ten, with one
+    case. H5ASYNC_TESTS=all runs everything, and a number chooses another sample.
     """
     by_name = "H5ASYNC_TESTS" not in os.environ
     if SAMPLE == "all" or (by_name and config.option.keyword):
@@ -74,14 +74,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name.partition("::")[2] in named:
             continue
         chance = random.Random(f"{SAMPLE} {name}")
-        count = min(len(found), math.ceil(2 * math.sqrt(len(found))))
+        count = _few(len(found))
         if mark := found[0].get_closest_marker("sampled"):
             count = min(len(found), mark.args[0])
         if found[0].get_closest_marker("slow"):
             count = int(chance.random() < 1 / 10)
         left_out |= set(found) - set(chance.sample(found, count))
+        cases_inside = getattr(getattr(found[0], "obj", None), "_cases", [])  # of `cases.each`
+        numbers = chance.sample(range(len(cases_inside)), _few(len(cases_inside)))
+        cases_inside[:] = [cases_inside[number] for number in sorted(numbers)]
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def _few(count: int) -> int:
+    return min(count, math.ceil(2 * math.sqrt(count)))
 
 
 # --- GPU tests -----------------------------------------------------------------------------------
@@ -230,6 +237,51 @@ def assert_same_bits(found: Any, expected: Any) -> None:
         )
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return a path for a file; modules with a file of their own have their own fixture."""
+    return tmp_path / "file.h5"
+
+
+@pytest.fixture
+def plain(path: Path) -> Path:
+    """Write 100 samples without chunks."""
+    with h5py.File(path, "w") as file:
+        file["data"] = np.zeros((100, 3))
+        file["labels"] = np.arange(100)
+    return path
+
+
+def reader_of(path: Any, **options: Any) -> AsyncReader:
+    """Return a reader of a file without labels."""
+    return AsyncReader(hdf5_path=path, device="cpu", **{"labels_field": None, **options})
+
+
+def first_batch(path: Any, **options: Any) -> Any:
+    """Return a copy of the first batch of a file without labels."""
+    with reader_of(path, **options) as reader:
+        return reader.get_next_batch().copy()
+
+
+def read_exactly_an_epoch(reader: AsyncReader) -> None:
+    """Read an epoch, and nothing of the one that follows."""
+    for _ in range(len(reader)):
+        reader.fetch_data()
+    for _ in range(len(reader)):
+        reader.get_next_batch()
+
+
+def example(name: str) -> Any:
+    """Import a script of scripts/examples."""
+    path = Path(__file__).parents[1] / "scripts" / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def spoil_chunk(path: Path, number: int, name: str = "data") -> None:
     """Overwrite a chunk of a dataset with what no filter undoes."""
     with h5py.File(path) as file:
@@ -269,12 +321,15 @@ def assert_reads_like_h5py(
     prefetch: int = 2,
     batch_size: int = 4,
     fallback: str | None = None,
+    orders: Sequence[Any] = (False, "full"),
     **options: Any,
 ) -> None:
     """Read an epoch in order and a shuffled one, and compare each batch with h5py bit for bit.
 
     Parameters
     ----------
+    orders
+        Values of `shuffle`.
     fallback
         None: assert that no byte came through h5py. Else: assert that all did, and that the
         reason holds this text.
@@ -282,7 +337,7 @@ def assert_reads_like_h5py(
         More options of the reader.
     """
     expected = truth(path, name, num_dim)
-    for shuffle in (False, "full"):
+    for shuffle in orders:
         with AsyncReader(
             hdf5_path=path,
             data_field=name,

@@ -16,8 +16,7 @@ from h5async.core.heap import INDEX_BITS, MOST_ADDRESS
 from h5async.core.structures import Event
 from h5async.errors import ReadError
 from h5async.index.heapelements import DAMAGED, Sequences
-from h5async.io.localfile import LocalFile
-from h5async.io.localfiles import FileEventError
+from h5async.io.localfiles import FileEventError, LocalFile
 from h5async.io.stamps import FileStamp
 from h5async.read.collection import file_struct
 

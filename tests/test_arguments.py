@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import assert_same_bits, truth
+from conftest import assert_same_bits, first_batch, reader_of, truth
 
 from h5async import (
     AsyncReader,
@@ -24,29 +24,6 @@ from h5async import (
     ReaderConfig,
 )
 from h5async.index import metadata
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.h5"
-
-
-def reader_of(path, **options):
-    return AsyncReader(hdf5_path=path, device="cpu", **{"labels_field": None, **options})
-
-
-def first_batch(path, **options):
-    with reader_of(path, **options) as reader:
-        return reader.get_next_batch().copy()
-
-
-@pytest.fixture
-def plain(path):
-    with h5py.File(path, "w") as file:
-        file["data"] = np.zeros((100, 3))
-        file["labels"] = np.arange(100)
-    return path
-
 
 NO_TIMEOUTS = [
     *([1, 2, 3], "5", True, False, -1, -0.5, 1j, {}),

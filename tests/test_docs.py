@@ -21,6 +21,7 @@ LINK = re.compile(r"\[[^\[\]]*\]\(([^()\s]+)\)")
 PATH = re.compile(r"(?<![\w/.$<-])((?:\.ci|\w+)/[\w./-]+)(?![\w./*-])")  # and no globs
 TOP = ("docs", "scripts", "tests", "sample_data", ".ci", "h5async")
 FLOORS = tuple(folder.name for folder in (ROOT / "h5async").iterdir() if folder.is_dir())
+EVERY_CASE = pytest.mark.sampled(1000)  # they are cheap, and pages change often
 MADE_BY_SCRIPTS = ("scripts/results/gpu",)
 
 
@@ -71,6 +72,7 @@ def other_snippets():
     ]
 
 
+@EVERY_CASE
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     missing = []
@@ -84,6 +86,7 @@ def test_links_lead_somewhere(page):
     assert missing == []
 
 
+@EVERY_CASE
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_that_are_named_exist(page):
     missing = []
@@ -112,6 +115,7 @@ def test_runnable_snippets_run(page, line, words, code, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
+@EVERY_CASE
 @pytest.mark.parametrize(("page", "line", "code"), other_snippets())
 def test_other_snippets_compile(page, line, code):
     compile(code, f"{page}:{line}", "exec")

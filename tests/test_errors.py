@@ -7,7 +7,6 @@ import itertools
 import os
 import pickle
 import shutil
-from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -30,7 +29,7 @@ from h5async import (
     ReadError,
     UnsafeFileError,
 )
-from h5async.index import opendataset
+from h5async.io.stores import LocalSource
 
 SAMPLES, BATCH = 24, 4
 VALUES = np.arange(SAMPLES * 30, dtype="i8").reshape(SAMPLES, 30)
@@ -149,23 +148,12 @@ def test_file_that_was_cut_short_before(path, how, share):
     assert "it is cut short: " in error_of(ReadError, OSError, path=path)
 
 
-class SystemOfShortFiles:
-    """The module `os`, but that it takes any file for one of 3000 bytes."""
-
-    def __getattr__(self, name):
-        return getattr(os, name)
-
-    @staticmethod
-    def fstat(descriptor):
-        status = os.fstat(descriptor)
-        return SimpleNamespace(st_size=3000, st_dev=status.st_dev, st_ino=status.st_ino)
-
-
 @pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
 def test_values_that_lie_behind_the_end_of_the_file(path, how, monkeypatch):
     """HDF5 itself does not notice all of them; the layout is checked."""
     plain_file(path, **how)
-    monkeypatch.setattr(opendataset, "os", SystemOfShortFiles())
+    stamp = LocalSource.stamp
+    monkeypatch.setattr(LocalSource, "stamp", lambda self: stamp(self)._replace(nbytes=3000))
     text = error_of(ReadError, OSError, path=path)
     assert f'{path}: dataset "data"' in text
     assert "the file" in text

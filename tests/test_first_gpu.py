@@ -66,7 +66,7 @@ def test_an_unknown_step_is_refused():
     [
         ("print('found')", 60, "well"),
         ("print('found'); raise SystemExit(3)", 60, "exit status 3"),
-        ("print('found', flush=True); import threading; threading.Event().wait()", 5, "stopped"),
+        ("print('found', flush=True); import threading; threading.Event().wait()", 2, "stopped"),
         (None, 60, "left out"),
     ],
 )

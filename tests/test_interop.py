@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from conftest import require_extra
+from conftest import example, require_extra
 from rich.progress import track
 
 from h5async import AsyncReader
-
-EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"
 
 
 @pytest.fixture
@@ -24,13 +21,6 @@ def path(tmp_path):
         file["data"] = np.random.default_rng(1).normal(size=(20, 3, 4)).astype("f4")
         file["labels"] = np.arange(20)
     return path
-
-
-def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_torch_takes_batches_without_a_copy(path):

@@ -15,6 +15,7 @@ from h5async.cli import output
 from h5async.core.binding import load_core
 from h5async.index import visits
 from h5async.index.opendataset import Opened
+from h5async.io.stores import LocalSource
 
 needs_core = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 
@@ -91,7 +92,7 @@ def test_more_chunks_than_the_file_can_hold_are_refused(tmp_path, monkeypatch, h
         monkeypatch.setattr(visits, "load_core", lambda: None)
         monkeypatch.setattr(visits, "_BLOCK_CHUNKS", 100)
     with h5py.File(path) as file:
-        dataset = Opened(file["data"].id, file.id.get_vfd_handle())
+        dataset = Opened(file["data"].id, LocalSource(file.id.get_vfd_handle()))
         assert visits.visit_chunks(dataset, (20_000,), 20_000, "").number.size == 20_000
         with pytest.raises(ReadError, match=r"^f: its chunk index lists more than 19999 chunks"):
             visits.visit_chunks(dataset, (20_000,), 19_999, "f")

@@ -39,7 +39,7 @@ from h5async import (
 )
 from h5async.core import binding as core_module
 from h5async.fill.reading import BatchReader
-from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp
 from h5async.system.mounts import can_map
 
@@ -1405,13 +1405,13 @@ def test_every_io_mode_gives_what_h5py_gives(
             assert (reader.fallback_reads > 0) == through_h5py
             assert (reader.layouts["data"].fallback_reason is not None) == through_h5py
             executors = reader._engine.filler._executors
-            files = list(executors._files._files.values())
+            files = list(executors._files._files._files.values())
             for file in files:
                 assert file.io == core_module.mapping_mode(io)
                 assert (file.map_nbytes > 0) == is_mapped
             for collection in executors._collections:
-                files += [source for source in collection._table if source["is_open"]]
-                assert all((source["map"] != 0) == is_mapped for source in collection._table)
+                files += [source for source in collection.tables._table if source["is_open"]]
+                assert all((source["map"] != 0) == is_mapped for source in collection.tables._table)
             assert len(files) == (not through_h5py)
 
 
@@ -1431,14 +1431,14 @@ def test_columns_are_read_by_mapping_and_a_reason_says_so(kinds: Path) -> None:
 def test_only_map_maps_where_the_file_system_is_not_known(
     kinds: Path, monkeypatch: pytest.MonkeyPatch, io: str, is_mapped: bool
 ) -> None:
-    monkeypatch.setattr("h5async.io.maps.can_map", lambda path: False)
+    monkeypatch.setattr("h5async.io.localfiles.can_map", lambda path: False)
     size = kinds.stat().st_size
     for name in KINDS:
         options = {**kind_options(name), "io": io, "num_threads": 0}
         with AsyncReader(hdf5_path=kinds, shuffle="full", **options) as reader:
             expected = truth(kinds, name, options["num_dim"])
             assert_epoch_is(reader, expected, in_order=False)
-            for file in reader._engine.filler._executors._files._files.values():
+            for file in reader._engine.filler._executors._files._files._files.values():
                 assert file.map_nbytes == (size if is_mapped else 0)
             assert (reader.fallback_reads == 0) == (is_mapped or name != "columns")
 

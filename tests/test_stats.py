@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import spoil_chunk
+from conftest import read_exactly_an_epoch, spoil_chunk
 from hdf5files import type_for_h5py
 
 from h5async import AsyncReader, Field, ReadError, ReaderStats
@@ -270,14 +270,6 @@ def path(tmp_path: Path) -> Path:
 
 def open_reader(path: Any, **options: Any) -> AsyncReader:
     return AsyncReader(hdf5_path=path, **{"batch_size": 16, "device": "cpu", **options})
-
-
-def read_exactly_an_epoch(reader: AsyncReader) -> None:
-    """Read an epoch, and nothing of the one that follows."""
-    for _ in range(len(reader)):
-        reader.fetch_data()
-    for _ in range(len(reader)):
-        reader.get_next_batch()
 
 
 def stored_nbytes(path: Path, *names: str) -> int:

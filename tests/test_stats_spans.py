@@ -43,6 +43,7 @@ def counts(stats: ReaderStats) -> dict[str, Any]:
     return {name: getattr(stats, name) for name in COUNTS}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", WAYS)
 def test_epochs_add_up(path: Path, options: dict[str, Any]) -> None:
     with open_reader(path, **options) as reader:
@@ -77,6 +78,7 @@ def test_work_of_an_epoch_is_its_own_without_threads(path: Path) -> None:
         assert reader.stats(epoch=1).decoded_per_used == 0.0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", WAYS)
 def test_since_is_the_difference(path: Path, options: dict[str, Any]) -> None:
     with open_reader(path, **options) as reader:
@@ -274,6 +276,7 @@ def test_other_threads_may_ask(path: Path, options: dict[str, Any]) -> None:
     assert all(both == (True, True) for both in seen)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", WAYS)
 def test_after_the_end(path: Path, options: dict[str, Any]) -> None:
     reader = open_reader(path, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
@@ -14,7 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import require_extra
+from conftest import example, require_extra
 
 from h5async import (
     AsyncReader,
@@ -279,6 +278,7 @@ def test_h5async_alone_does_not_import_torch():
 # --- what a DataLoader must not do ---------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore")  # of forking beside threads, and of few cores
 @pytest.mark.parametrize(
     ("method", "num_workers", "is_open"),
@@ -455,13 +455,6 @@ def test_ray_train_takes_as_many_steps_everywhere(path, tmp_path):
 
 
 # --- the examples, and Lightning -----------------------------------------------------------------
-
-
-def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_torchrun_example_learns_alone(capsys):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich.filesize import decimal
 
 from h5async import H5AsyncError
 from h5async.cli.options import spell_in_shell
+from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError
 from h5async.index.cost import read_cost
+from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.variablelength import VariableLength
 from h5async.plan.cf import shown_value, unpacking
@@ -133,7 +134,7 @@ class Dataset:
         return f"({', '.join(named)}{',' * is_bare})"
 
 
-def dataset_of(path: str, file: Path, found: DatasetLayout | H5AsyncError) -> Dataset:
+def dataset_of(path: str, file: FileName, found: DatasetLayout | H5AsyncError) -> Dataset:
     """Return the facts of a dataset, from its layout or the error that replaces it."""
     if isinstance(found, H5AsyncError):
         where = printable(f'{file}: dataset "{path}"')
@@ -150,7 +151,7 @@ def dataset_of(path: str, file: Path, found: DatasetLayout | H5AsyncError) -> Da
     )
 
 
-def _stored(path: str, file: Path, found: DatasetLayout, reason: str | None) -> Dataset:
+def _stored(path: str, file: FileName, found: DatasetLayout, reason: str | None) -> Dataset:
     by, sources = ((), 0) if reason is not None else methods_of(found)
     return Dataset(
         path,
@@ -170,7 +171,7 @@ def _stored(path: str, file: Path, found: DatasetLayout, reason: str | None) -> 
 
 
 def ragged_dataset(
-    path: str, file: Path, found: DatasetLayout, form: VariableLength, mean_length: float | None
+    path: str, file: FileName, found: DatasetLayout, form: VariableLength, mean_length: float | None
 ) -> Dataset:
     """Return the facts of a dataset of variable length, from its references."""
     nbytes = None if mean_length is None else mean_length * form.dtype.itemsize
@@ -186,7 +187,7 @@ def ragged_dataset(
     )
 
 
-def group_dataset(path: str, file: Path, parts: Sequence[DatasetLayout], kind: str) -> Dataset:
+def group_dataset(path: str, file: FileName, parts: Sequence[DatasetLayout], kind: str) -> Dataset:
     """Return the facts of a group that is read as one field.
 
     `parts` are the layouts of its datasets; the first one has the values.
@@ -212,7 +213,7 @@ def group_dataset(path: str, file: Path, parts: Sequence[DatasetLayout], kind: s
 
 
 def sparse_dataset(
-    path: str, file: Path, parts: Sequence[DatasetLayout], shape: tuple[int, int]
+    path: str, file: FileName, parts: Sequence[DatasetLayout], shape: tuple[int, int]
 ) -> Dataset:
     """Return the facts of a sparse matrix."""
     mean = parts[0].num_samples / shape[0] if shape[0] else None
@@ -261,8 +262,9 @@ def method_text(layout: DatasetLayout) -> str:
 
 def methods_of(layout: DatasetLayout) -> tuple[tuple[str, ...], int]:
     """Return what reads a dataset directly, and the number of datasets that hold its values."""
-    methods = {method_of(load_core(), source) for source in layout.leaves()}
-    sources = len({(source.file, source.path) for source in layout.leaves()})
+    columns = table_of(layout)[1].columns
+    sources = len(set(zip(columns.file.tolist(), columns.paths, strict=True)))
+    methods = {method_of(load_core(), source) for source, _ in kinds_of(layout)}
     return tuple(sorted(methods)), sources
 
 

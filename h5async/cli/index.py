@@ -13,14 +13,14 @@ from rich.filesize import decimal
 from h5async import ConfigError, H5AsyncError, ReaderConfig
 from h5async.cli.options import spell_in_shell, takes_options, typed_options
 from h5async.cli.output import Json, opening, print_document, safe
-from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
-from h5async.index.consulted import Consulted
+from h5async.config.files import INDEX_SUFFIX, FileName, home_path, with_variables
 from h5async.index.groups import Grouping
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach
 from h5async.index.portable import NotPortableError
 from h5async.index.savedindex import IndexedFile, Wanted, write_index
+from h5async.io.stores import absolute_name
 from h5async.opening.dataset import grouping_of
 from h5async.opening.fieldkinds import with_kinds
 from h5async.opening.filefacts import (
@@ -127,13 +127,17 @@ def _indexed(config: ReaderConfig, reach: Reach, left_out: list[str]) -> Iterato
             layouts = {need.wanted: found[name] for name, need in needs.items()}
         else:
             layouts = _layouts(path, config, recorded, grouping, left_out)
-        yield IndexedFile(str(path.absolute()), layouts, consulted)
+        yield IndexedFile(absolute_name(path), layouts, consulted)
         if tell is not None:
             tell(number, len(config.files))
 
 
 def _layouts(
-    path: Path, config: ReaderConfig, reach: Reach, grouping: Grouping | None, left_out: list[str]
+    path: FileName,
+    config: ReaderConfig,
+    reach: Reach,
+    grouping: Grouping | None,
+    left_out: list[str],
 ) -> dict[Wanted, DatasetLayout]:
     layouts = {}
     for wanted, layout in list_known(path, reach, config.num_dim, grouping):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, groupby
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,7 +22,7 @@ from h5async.cli.datasetfacts import (
 from h5async.cli.listing import Folding, Listing
 from h5async.cli.options import reader_config, takes_options
 from h5async.cli.output import Json, plain, print_document, safe
-from h5async.config.files import INDEX_SUFFIX
+from h5async.config.files import FileName, is_index
 from h5async.core.binding import load_core, why_no_core
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
@@ -64,10 +63,11 @@ def inspect(
 ) -> None:
     """List the datasets of FILE, how each is stored and read, and what a sample costs."""
     config = reader_config({**typed, "hdf5_path": [file]})
-    path = Path(str(config.hdf5_path))
+    path = config.hdf5_path
+    assert not isinstance(path, tuple)
     reach = reach_of(config)
     wanted = patterns or []
-    index = NamedIndex(path, reach) if path.suffix == INDEX_SUFFIX else None
+    index = NamedIndex(path, reach) if is_index(path) else None
     found = _datasets(path, reach, wanted) if index is None else _indexed(index, reach, wanted)
     if as_json:
         datasets = list(found)
@@ -87,7 +87,7 @@ def inspect(
         typer.echo(f"\n{safe(reason)}", err=True)
 
 
-def _require_some(found: bool, path: Path, patterns: Sequence[str]) -> None:
+def _require_some(found: bool, path: FileName, patterns: Sequence[str]) -> None:
     if patterns and not found:
         named = " or ".join(f'"{pattern}"' for pattern in patterns)
         raise DatasetError(
@@ -107,7 +107,7 @@ def _rows(
             yield tuple(map(safe, (name,) if dataset is None else dataset.cells(name)))
 
 
-def _content(path: Path, datasets: Sequence[Dataset]) -> dict[str, Any]:
+def _content(path: FileName, datasets: Sequence[Dataset]) -> dict[str, Any]:
     listed = [plain(dataset) for dataset in datasets]
     for facts in listed:
         for name in _OF_TABLE:
@@ -120,7 +120,7 @@ def _content(path: Path, datasets: Sequence[Dataset]) -> dict[str, Any]:
     }
 
 
-def _datasets(path: Path, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
+def _datasets(path: FileName, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
     wanted = partial(is_meant, patterns=patterns)
     for name, found in list_layouts(path, reach, wanted=wanted, with_attributes=True):
         ragged = None
@@ -136,7 +136,7 @@ def _datasets(path: Path, reach: Reach, patterns: Sequence[str]) -> Iterator[Dat
             yield group
 
 
-def _ragged(name: str, path: Path, reach: Reach) -> Dataset:
+def _ragged(name: str, path: FileName, reach: Reach) -> Dataset:
     layout, forms = references(path, name, reach)
     mean = None
     if layout.nbytes <= _MOST_REFERENCES and layout.num_samples:
@@ -144,7 +144,7 @@ def _ragged(name: str, path: Path, reach: Reach) -> Dataset:
     return ragged_dataset(name, path, layout, forms[layout.file], mean)
 
 
-def _group(parent: str, member: str, path: Path, reach: Reach) -> Dataset | None:
+def _group(parent: str, member: str, path: FileName, reach: Reach) -> Dataset | None:
     """Return the group whose last member is this dataset, if it is read as one field."""
     if member not in ("indptr", "codes", "values"):
         return None
@@ -169,12 +169,14 @@ def _indexed(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterat
         known = [one for one in index.datasets(number) if is_meant(one.path, patterns)]
         layouts = index.find(number, index.datasets(number), reach)
         for wanted in known:
-            found = _known(wanted, layouts, Path(file)) if wanted in layouts else None
+            found = _known(wanted, layouts, file) if wanted in layouts else None
             if found is not None:
                 yield found
 
 
-def _known(wanted: Wanted, layouts: Mapping[Wanted, DatasetLayout], file: Path) -> Dataset | None:
+def _known(
+    wanted: Wanted, layouts: Mapping[Wanted, DatasetLayout], file: FileName
+) -> Dataset | None:
     """Return the facts of an index's entry; None if it is part of something else."""
     layout = layouts[wanted]
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from h5async.cli.options import spell_in_shell
+from h5async.config.files import FileName
 from h5async.observe.stats import ReaderStats, reader_sentence
 from h5async.opening.progress import on_indexed
 from h5async.spelling import printable, spelled
@@ -61,7 +62,7 @@ def limit_text(stats: ReaderStats) -> str:
     return spelled(reader_sentence(stats), spell_in_shell)
 
 
-def files_text(paths: Sequence[Path]) -> str:
+def files_text(paths: Sequence[FileName]) -> str:
     """Name one file, or the first and the last of several."""
     first, last = str(paths[0]), str(paths[-1])
     return first if len(paths) == 1 else f"{len(paths)} files, {first} to {last}"

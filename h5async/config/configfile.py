@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from h5async.config.files import home_path, with_variables
+from h5async.config.files import home_path, scheme_of, with_variables
 from h5async.errors import ConfigError
 from h5async.spelling import Where, named
 
@@ -46,20 +46,24 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def map_paths(options: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Return options with `change` applied to each path in them."""
+    """Return options with `change` applied to each path of a local file in them."""
+
+    def new(text: str) -> str:
+        return text if scheme_of(text) else change(text)
+
     changed = {str(name): value for name, value in options.items()}
     for name in _PATHS:
         value = changed.get(name)
         if isinstance(value, str) and value:
-            changed[name] = change(value)
+            changed[name] = new(value)
         elif isinstance(value, list):
-            changed[name] = [change(v) if isinstance(v, str) and v else v for v in value]
+            changed[name] = [new(v) if isinstance(v, str) and v else v for v in value]
     indices = changed.get("indices")
     if isinstance(indices, str) and indices.endswith(".npy"):
         changed["indices"] = change(indices)
     weights = changed.get("weights")
     if isinstance(weights, dict):
-        changed["weights"] = {change(str(file)): of for file, of in weights.items()}
+        changed["weights"] = {new(str(file)): of for file, of in weights.items()}
     return changed
 
 

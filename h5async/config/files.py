@@ -7,25 +7,39 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias, TypeGuard
 
 from pydantic import BeforeValidator
 
 from h5async.errors import ConfigError, ReadError
 from h5async.spelling import printable
 
+FileName: TypeAlias = Path | str  # str: ``scheme://...``, which no path of a local file is
+
 INDEX_SUFFIX = ".h5idx"
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
-def matching_files(paths: Iterable[Path]) -> list[Path]:
+def scheme_of(name: FileName) -> str:
+    """Return the scheme of a name, as of ``scheme://name``; "" for the path of a local file."""
+    found = _SCHEME.match(name) if isinstance(name, str) else None
+    return "" if found is None else found[1]
+
+
+def is_index(name: FileName) -> TypeGuard[Path]:
+    """Tell whether a file is a saved index, by its name."""
+    return isinstance(name, Path) and name.suffix == INDEX_SUFFIX
+
+
+def matching_files(paths: Iterable[FileName]) -> list[FileName]:
     """Return files in order, with the sorted matches of globs.
 
     Raises `ReadError` if a glob matches nothing.
     """
-    found: list[Path] = []
+    found: list[FileName] = []
     for path in paths:
-        if not glob.has_magic(str(path)) or os.path.exists(path):
+        if scheme_of(path) or not glob.has_magic(str(path)) or os.path.exists(path):
             found.append(path)
             continue
         names = sorted(glob.glob(str(path), recursive=True))
@@ -57,9 +71,9 @@ def with_variables(text: str) -> str:
     return _VARIABLE.sub(value, text)
 
 
-def paths_text(paths: Path | Sequence[Path]) -> str:
+def paths_text(paths: FileName | Sequence[FileName]) -> str:
     """Name one file, or the first of several and the number of the others."""
-    if isinstance(paths, Path):
+    if isinstance(paths, Path | str):
         return printable(str(paths))
     more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
     return printable(f"{paths[0]}{more}")
@@ -73,14 +87,18 @@ def _file_path(value: object) -> Path:
     return Path(home_path(os.fsdecode(value)))
 
 
-def _file_paths(value: object) -> Path | tuple[Path, ...]:
+def _file_name(value: object) -> FileName:
+    return value if isinstance(value, str) and scheme_of(value) else _file_path(value)
+
+
+def _file_names(value: object) -> FileName | tuple[FileName, ...]:
     if isinstance(value, set | frozenset):
         raise ValueError("a set has no order; give a list of files")
     if isinstance(value, list | tuple):
         if not value:
             raise ValueError("the list of files is empty")
-        return tuple(map(_file_path, value))
-    return _file_path(value)
+        return tuple(map(_file_name, value))
+    return _file_name(value)
 
 
 def _folders(value: object) -> tuple[Path, ...]:
@@ -100,6 +118,6 @@ def _place(value: object) -> bool | Path:
     return path
 
 
-Files = Annotated[Path | tuple[Path, ...], BeforeValidator(_file_paths)]
+Files = Annotated[FileName | tuple[FileName, ...], BeforeValidator(_file_names)]
 Folders = Annotated[tuple[Path, ...], BeforeValidator(_folders)]
 Place = Annotated[Path | Literal[False, True], BeforeValidator(_place)]

@@ -20,7 +20,7 @@ from pydantic import (
 from h5async.config.configfile import kind_of_file, load_file
 from h5async.config.cores import usable_cores
 from h5async.config.field import Field, Fields, kind_of
-from h5async.config.files import INDEX_SUFFIX, Files, Folders, Place, matching_files
+from h5async.config.files import FileName, Files, Folders, Place, is_index, matching_files
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.indices import Indices, Sampler, Weights, plain_selection
 from h5async.config.sequenceoptions import SequencesOption
@@ -561,7 +561,7 @@ class ReaderConfig(Frozen):
         return fields
 
     @property
-    def files(self) -> list[Path]:
+    def files(self) -> list[FileName]:
         """The files of `hdf5_path`, in order, with the sorted matches of globs.
 
         Raises `ReadError` if a glob matches nothing.
@@ -573,7 +573,7 @@ class ReaderConfig(Frozen):
     def names_index(self) -> bool:
         """Whether `hdf5_path` names a saved index, whose files are opened when needed."""
         several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
-        return any(path.suffix == INDEX_SUFFIX for path in several)
+        return any(map(is_index, several))
 
     @property
     def thread_count(self) -> int:

@@ -35,7 +35,7 @@ from h5async.core.structures import (
     members,
 )
 from h5async.errors import ConfigError
-from h5async.io.maps import IoMode
+from h5async.io.localfiles import IoMode
 from h5async.system.counts import ThreadCounts
 from h5async.system.endings import call_when_gone
 from h5async.system.interruptions import suppressing
@@ -60,7 +60,7 @@ class Core:
         Its functions. They release the GIL, and may be called from many threads, each with its own
         worker.
     plan_batch, read_batch, read_ranges, submit, next and others
-        Called by `read/collection.py` and `read/queue.py`; see the comments in `src/`.
+        Called by modules of `read/`; see the comments in `src/`.
     cut_frames
         ``cut_frames(frames)``, of a `FramesStruct`, cuts encoded chunks into blocks that can each
         be decoded alone, and returns the number of chunks cut. It stops before the first chunk that

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from h5async.deliver.pinnedpart import PinnedPart
 from h5async.errors import DeviceError
-from h5async.io.growing import MORE, Growing
+from h5async.io.shared import MORE, Growing
 from h5async.plan.transform import RowTransform
 from h5async.samples.ragged import native
 from h5async.samples.samplearrays import memory_of, with_memory

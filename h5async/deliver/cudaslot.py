@@ -24,8 +24,7 @@ from h5async.deliver.host import LaidOut, host_slot, made_on_host
 from h5async.deliver.kernels import Kernels
 from h5async.deliver.pinnedpart import PinnedPart
 from h5async.fill.outcomes import FillOutcome
-from h5async.io.growing import plain_memory
-from h5async.io.shared import SharedMemory, page_memory
+from h5async.io.shared import SharedMemory, page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.samples.devicefields import Outline

@@ -129,8 +129,7 @@ def encoded_format(
     reason = _reason_against(table, layout.row_nbytes)
     if reason is not None:
         return reason
-    assert table is not None
-    (layer,), shape, nbytes = table.layers, table.shapes[0], table.nbytes
+    (layer,), shape, nbytes = table.layers, table.shapes[0], table.chunks.nbytes
     pieces = len(shape.extents)
     touched = rows
     if in_order and (layer.step == 1).all():
@@ -154,12 +153,12 @@ def encoded_format(
     )
 
 
-def _reason_against(table: FieldTable | None, row_nbytes: int) -> str | None:
-    if table is None or any(shape.kind == Kind.LEFT for shape in table.shapes):
+def _reason_against(table: FieldTable, row_nbytes: int) -> str | None:
+    if any(shape.kind == Kind.LEFT for shape in table.shapes):
         return "it is read through h5py"
     if any(not shape.filters for shape in table.shapes):
         return "it is not compressed"
-    if not table.offset.size:
+    if not table.chunks.offset.size:
         return "it has no chunks"
     is_whole = all(
         shape.source_row_nbytes == row_nbytes and not shape.piece_begin.any()
@@ -199,12 +198,12 @@ def plan_encoded(
     segment = items["segment"]
     cross_number = np.stack([shape.cross_number for shape in table.shapes])[layer.shape[segment]]
     extent = _extents(table, layer, segment, items["number"][:, np.newaxis] + cross_number)
-    if (extent < 0).any() or table.mask[extent].any():
+    if (extent < 0).any() or table.chunks.filter_mask[extent].any():
         return None
     chunk, first, chunk_of = np.unique(extent, return_index=True, return_inverse=True)
     chunk_of = chunk_of.reshape(extent.shape)
     pieces = extent.shape[1]
-    nbytes = table.nbytes[chunk]
+    nbytes = table.chunks.nbytes[chunk]
     room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
     # All runs of an item's samples, once per piece.
     count = items["num_runs"]
@@ -214,7 +213,7 @@ def plan_encoded(
     plan = EncodedPlan(
         chunks=Ranges(
             source=layer.source[segment[first // pieces]].astype(np.int64),
-            offset=table.offset[chunk],
+            offset=table.chunks.offset[chunk],
             nbytes=nbytes,
             position=np.cumsum(room) - room + (_DEFLATE_BEGIN if form.is_deflate else 0),
             memory=memory,
@@ -235,7 +234,7 @@ def _extents(table: FieldTable, layer: Layer, segment: NDArray[np.int32], number
     found = np.where(number < count, begin + number, -1)
     for sparse in np.unique(segment[layer.is_sparse[segment]]).tolist():
         here, first = segment == sparse, int(layer.begin[sparse])
-        written = table.number[first : first + int(layer.count[sparse])]
+        written = table.chunks.numbers[first : first + int(layer.count[sparse])]
         at = np.searchsorted(written, number[here])
         is_written = np.append(written, -1)[at] == number[here]
         found[here] = np.where(is_written, first + at, -1)

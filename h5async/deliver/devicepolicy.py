@@ -120,13 +120,13 @@ class DevicePolicy(ColumnReader):
             return {}
         several = [
             form if is_read else None
-            for form, is_read in zip(self.formats, collection.reads, strict=True)
+            for form, is_read in zip(self.formats, collection.tables.reads, strict=True)
         ]
         collection.plan(batch, index, [form is not None for form in several], 1)
         planned = collection.planned(batch)
         for column, form in enumerate(several):
-            table = collection.tables[column]
-            if form is not None and table is not None:
+            table = collection.tables.of_fields[column]
+            if form is not None:
                 memory = slot.staging[column].encoded
                 plan = plan_encoded(form, table, planned, column, memory)
                 if plan is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.io.growing import MORE
+from h5async.io.shared import MORE
 
 # Pins memory of whole pages, and returns a function that unpins it, once.
 Pin = Callable[[NDArray[np.uint8]], Callable[[], object]]

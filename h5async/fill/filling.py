@@ -32,7 +32,7 @@ from h5async.fill.recording import Recorded, Recording
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
 from h5async.index.layout import DatasetLayout
-from h5async.io.growing import plain_memory
+from h5async.io.shared import plain_memory
 from h5async.opening.dataset import Samplings
 from h5async.opening.limits import MemoryPlan
 from h5async.order.requests import FillRequest

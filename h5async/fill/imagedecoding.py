@@ -30,7 +30,7 @@ from h5async.core.binding import Core, address
 from h5async.errors import DatasetError, ReadError, needs_package
 from h5async.fill.reading import transformer
 from h5async.index.layout import DatasetLayout
-from h5async.io.growing import Growing, plain_memory
+from h5async.io.shared import Growing, plain_memory
 from h5async.order.spans import StepSpans
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes, random_numbers
 from h5async.plan.transform import RowTransform, image_transform, sized_nbytes

@@ -185,7 +185,11 @@ class BatchReader:
 
         Positions that are submitted are those of `selection`.
         """
-        if self._collection is None or not all(self._collection.reads) or self._column_reader:
+        if (
+            self._collection is None
+            or not all(self._collection.tables.reads)
+            or self._column_reader
+        ):
             return None
         batches = [batches.batch for batches in self._batches]
         return self._collection.open_queue(batches, self._num_threads, selection)
@@ -196,7 +200,7 @@ class BatchReader:
         return all(
             done or transform.is_identity
             for done, transform in zip(
-                self._collection.transforms if self._collection else [],
+                self._collection.tables.transforms if self._collection else [],
                 self._row_transforms,
                 strict=True,
             )
@@ -238,11 +242,11 @@ class BatchReader:
         for field in range(len(self._layouts)):
             if field in others:
                 plans.append(others[field])
-            elif collection is None or not collection.can_read[field]:
+            elif collection is None or not collection.tables.can_read[field]:
                 plans.append(self._plan_rows(field, index, memory.raw[field]))
             else:
                 plans.append(IncludedPlan())
-                wanted[field] = collection.reads[field]
+                wanted[field] = collection.tables.reads[field]
                 if not wanted[field]:
                     assert batches is not None
                     more.append(self._plan_told(field, index, batches.of_rows[field]))
@@ -259,8 +263,8 @@ class BatchReader:
     def _told_fields(collection: Collection) -> list[int]:
         return [
             field
-            for field, can in enumerate(collection.can_read)
-            if can and collection.shares[field]
+            for field, can in enumerate(collection.tables.can_read)
+            if can and collection.tables.shares[field]
         ]
 
     def _plan_told(self, field: int, index: NDArray[np.int64], batch: SlotBatch) -> BatchItems:
@@ -321,7 +325,7 @@ class BatchReader:
         wanted = index if steps is None else steps.rows(index)
         plan = SamplesPlan(wanted[rows], rows, rows.size * layout.row_nbytes)
         self._read_through_h5py(field, plan, memory)
-        if self._collection is not None and self._collection.transforms[field]:
+        if self._collection is not None and self._collection.tables.transforms[field]:
             raw, out = self._rows(field, memory.raw[field]), self._rows(field, memory.out[field])
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
                 run = slice(some[0], some[-1] + 1)
@@ -412,7 +416,7 @@ class BatchReader:
             return
         if source is None and field != NO_FIELD:
             layout = self._layouts[field]
-            source = None if layout.parts or layout.heaps else str(layout.file)
+            source = None if layout.datasets or layout.heaps else str(layout.file)
         timeline.work_on_field(field, -1 if source is None else source)
         if self._core is not None:
             scratch.worker(self._core).struct.batch = timeline.batch_here()
@@ -421,7 +425,7 @@ class BatchReader:
         """Tell whether the core transformed the rows of a field as it read them."""
         return (
             self._collection is not None
-            and self._collection.transforms[field]
+            and self._collection.tables.transforms[field]
             and isinstance(plans[field], IncludedPlan)
         )
 
@@ -467,7 +471,7 @@ class BatchReader:
     @property
     def source_path(self) -> Callable[[int], int | str]:
         """A function that returns the path of a source of the core, also after this is closed."""
-        return _no_path if self._collection is None else self._collection.source_path
+        return _no_path if self._collection is None else self._collection.tables.source_path
 
     def transform_seconds(self) -> float:
         """Return the time that the core transformed rows as it read them, in all threads."""

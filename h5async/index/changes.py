@@ -6,12 +6,9 @@ and the chunk positions. Overwriting values in place changes none of these.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -22,10 +19,10 @@ from h5async.index.attributes import cf_attributes
 from h5async.index.chunkindex import read_chunk_table, without_filters
 from h5async.index.filterpipeline import filters_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import open_hdf5
 from h5async.index.opendataset import Opened, indexed
-from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp, changed
+from h5async.io.stores import HDF5File, open_hdf5
 from h5async.spelling import name_bytes
 
 
@@ -51,29 +48,40 @@ class FileChanges:
     def look_anew(self, file: LocalFile, now: FileStamp) -> None:
         """Raise ReadError if an open file that differs from its stamp lacks the indexed data."""
         may_grow = file.has_swmr_writer
-        self.look_at(file.path, file.descriptor, file.stamp, now, may_grow=may_grow)
+        self.look_at(file.path, file.stamp, now, open_name=file.open_name, may_grow=may_grow)
 
     def look_at(
         self,
         path: str,
-        descriptor: int | None,
         before: FileStamp,
         now: FileStamp,
         *,
+        open_name: str = "",
         may_grow: bool = False,
     ) -> None:
-        """Check a file at a path, or an open one; see `require_same_index`."""
+        """Raise ReadError if a file lacks the indexed data; the message names the difference.
+
+        Parameters
+        ----------
+        path, before, now
+            The file, and its former and present stamps.
+        open_name
+            The name of a file that is open: another one may lie at its path by now.
+        may_grow
+            Whether a writer appends by SWMR: datasets may be longer, and rewritten chunks lie
+            elsewhere, but the old ones are still there.
+        """
         try:
-            require_same_index(path, descriptor, self._of(path), may_grow=may_grow)
+            self._require_same(path, now.nbytes, open_name or path, may_grow)
         except ReadError as error:
-            if before[:4] == now[:4] and isinstance(_cause(error), PermissionError):
+            if now.has_content_of(before) and isinstance(_cause(error), PermissionError):
                 return  # only its mode changed; the open file can be read
             if now.nbytes >= before.nbytes:
                 raise
             raise changed(path, f"it was cut short, and ends at byte {now.nbytes} now") from error
         self._forget()
         # A file that was renamed, or linked, has a new time of change, but not of modification.
-        if may_grow or before[:4] == now[:4]:
+        if may_grow or now.has_content_of(before):
             return
         with self._lock:
             if path not in self._warned:
@@ -82,6 +90,24 @@ class FileChanges:
                     f"{path} was changed while a reader has it open; its chunks still lie where"
                     " they did, so the reader goes on, and gives new values from now on"
                 )
+
+    def _require_same(self, path: str, nbytes: int, open_name: str, may_grow: bool) -> None:
+        layouts = self._of(path)
+        for layout in layouts:
+            end = layout.offset + layout.nbytes
+            if layout.indexed is None and nbytes < end:  # of an external file, without an index
+                raise changed(path, f"it has {nbytes} bytes, but its values end at byte {end}")
+        layouts = [layout for layout in layouts if layout.indexed is not None]
+        if not layouts:
+            return
+        try:
+            file = open_hdf5(open_name, in_use=True)
+        except H5AsyncError as error:
+            text = str(error).replace(open_name, path)
+            raise changed(path, f"it cannot be opened to be checked ({text})") from error
+        with file:
+            for layout in layouts:
+                _require_same(file, layout, path, may_grow or file.swmr_mode)
 
     def take_warnings(self) -> tuple[str, ...]:
         """Return warnings that were not taken yet."""
@@ -109,62 +135,13 @@ def _cause(error: BaseException) -> BaseException:
 def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
     """Yield layouts, and those of all datasets that hold their values."""
     for layout in layouts:
-        if (
-            layout.storage not in ("files", "heap") and not layout.parts
-        ):  # else others hold the values
-            yield layout
+        if layout.storage not in ("files", "heap") and layout.segments is None:
+            yield layout  # else others hold the values
         yield from _all_of(layout.sources)
-        yield from _all_of(part.source for part in layout.parts)
+        yield from _all_of(layout.datasets)
 
 
-def require_same_index(
-    path: str, descriptor: int | None, layouts: Iterable[DatasetLayout], *, may_grow: bool
-) -> None:
-    """Check that a file still holds the indexed data.
-
-    Parameters
-    ----------
-    path, descriptor
-        The file, and its descriptor if it is open: another file may lie at the path by now.
-    layouts
-        Of datasets whose values lie in the file.
-    may_grow
-        Whether a writer appends by SWMR: datasets may be longer, and rewritten chunks lie
-        elsewhere, but the old ones are still there.
-
-    Raises
-    ------
-    ReadError
-        If it does not; the message names the difference.
-    """
-    layouts = list(layouts)
-    raw = [layout for layout in layouts if layout.indexed is None]
-    for layout in raw:  # of an external file, which has no index
-        end = layout.offset + layout.nbytes
-        nbytes = FileStamp.of(path if descriptor is None else descriptor).nbytes
-        if nbytes < end:
-            raise changed(path, f"it has {nbytes} bytes, but its values end at byte {end}")
-    if len(raw) == len(layouts):
-        return
-    with contextlib.ExitStack() as files:
-        try:
-            file = files.enter_context(open_hdf5(Path(_name(path, descriptor)), in_use=True))
-        except H5AsyncError as error:
-            text = str(error).replace(_name(path, descriptor), path)
-            raise changed(path, f"it cannot be opened to be checked ({text})") from error
-        for layout in layouts:
-            if layout.indexed is not None:
-                _require_same(file, layout, path, may_grow or file.swmr_mode)
-
-
-def _name(path: str, descriptor: int | None) -> str:
-    """Return a name that opens an open file again, whatever lies at its path now."""
-    if descriptor is None:
-        return path
-    return f"{'/proc/self' if sys.platform == 'linux' else '/dev'}/fd/{descriptor}"
-
-
-def _require_same(file: h5py.File, layout: DatasetLayout, path: str, may_grow: bool) -> None:
+def _require_same(file: HDF5File, layout: DatasetLayout, path: str, may_grow: bool) -> None:
     where = f'{path}: dataset "{layout.path}"'
     try:
         what = _difference(file, layout, where, may_grow)
@@ -176,13 +153,13 @@ def _require_same(file: h5py.File, layout: DatasetLayout, path: str, may_grow: b
         raise changed(path, what)
 
 
-def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bool) -> str | None:
+def _difference(file: HDF5File, layout: DatasetLayout, where: str, may_grow: bool) -> str | None:
     """Return how a dataset differs from the indexed one, or None."""
     name, known = f'dataset "{layout.path}"', layout.indexed
     found = file.get(name_bytes(layout.path))
     if known is None or not isinstance(found, h5py.Dataset):
         return f"{name} is gone"
-    dataset = Opened(found.id, file.id.get_vfd_handle())
+    dataset = Opened(found.id, file.source)
     if dataset.shape is None:
         return f"{name} has no dimensions any more"
     now = indexed(dataset)

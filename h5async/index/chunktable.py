@@ -40,6 +40,35 @@ class ChunkTable:
         """Return the same table; each column of equal numbers takes the memory of one."""
         return replace(self, nbytes=shortened(self.nbytes), filter_mask=shortened(self.filter_mask))
 
+    @classmethod
+    def joined(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
+        """Return several tables, concatenated; `index` is None if no table has one."""
+        if len(tables) == 1:
+            return tables[0]
+        index = None
+        if any(table.index is not None for table in tables):
+            index = np.concatenate([table.numbers for table in tables])
+        return cls(
+            index,
+            _concatenated([table.offset for table in tables], "i8"),
+            _concatenated([table.nbytes for table in tables], "i8"),
+            _concatenated([table.filter_mask for table in tables], "u4"),
+        )
+
+    @property
+    def numbers(self) -> NDArray[np.int64]:
+        """int64: the number of each chunk."""
+        return np.arange(self.offset.size) if self.index is None else self.index
+
+    def part(self, here: slice, *, is_sparse: bool) -> ChunkTable:
+        """Return the table of one of several datasets whose chunks it has."""
+        return ChunkTable(
+            self.numbers[here] if is_sparse else None,
+            self.offset[here],
+            self.nbytes[here],
+            self.filter_mask[here],
+        )
+
     def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of chunks `numbers` in the arrays; -1 for unallocated ones."""
         if self.index is None:
@@ -48,6 +77,14 @@ class ChunkTable:
             return np.full(numbers.shape, -1, np.int64)
         at = np.minimum(np.searchsorted(self.index, numbers), self.index.size - 1)
         return np.where(self.index[at] == numbers, at, -1)
+
+
+def _concatenated(columns: Sequence[NDArray[Any]], dtype: str) -> NDArray[Any]:
+    """Return columns, concatenated; equal numbers take the memory of one."""
+    firsts = {int(column[0]) for column in columns if column.size}
+    if len(firsts) == 1 and all(not any(c.strides) for c in columns if c.size > 1):
+        return repeated(firsts.pop(), sum(column.size for column in columns), dtype)
+    return np.concatenate([np.zeros(0, dtype), *columns])
 
 
 @lru_cache(maxsize=256)

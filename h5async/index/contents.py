@@ -15,6 +15,7 @@ import h5py
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasets import Indexer
 from h5async.index.links import Reach, metadata_cache
+from h5async.io.stores import HDF5File
 from h5async.spelling import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
 
@@ -31,7 +32,7 @@ _KINDS: dict[int, Literal["dataset", "group"]] = {
 }
 
 
-def what_is_there(file: h5py.File, reach: Reach) -> str:
+def what_is_there(file: HDF5File, reach: Reach) -> str:
     """List datasets of a file, and a command that would read the largest of them.
 
     Only the first objects of a large file are listed: it may hold millions.
@@ -59,7 +60,7 @@ def what_is_there(file: h5py.File, reach: Reach) -> str:
     return f"{text}; try: {command}" if command else text
 
 
-def _opened(file: h5py.File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
+def _opened(file: HDF5File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
     found = {}
     for path in paths:
         with suppressing(Exception):  # it is damaged; the error comes where it is read
@@ -111,7 +112,7 @@ def shape_of_field(group: h5py.Group) -> tuple[int, ...] | None:
     return None
 
 
-def _read_command(file: h5py.File, readable: Mapping[str, tuple[int, ...]]) -> str | None:
+def _read_command(file: HDF5File, readable: Mapping[str, tuple[int, ...]]) -> str | None:
     """Return a command that reads the largest readable object, if there is any."""
     if not readable:
         return None
@@ -123,7 +124,7 @@ def _read_command(file: h5py.File, readable: Mapping[str, tuple[int, ...]]) -> s
     return " ".join(map(shell_word, command))
 
 
-def _shown_shape(file: h5py.File, dataset: h5py.Dataset, reach: Reach) -> tuple[int, ...]:
+def _shown_shape(file: HDF5File, dataset: h5py.Dataset, reach: Reach) -> tuple[int, ...]:
     plist = dataset.id.get_create_plist()
     if plist.get_layout() == h5py.h5d.VIRTUAL:
         is_permitted = False
@@ -163,7 +164,7 @@ class _Level(NamedTuple):
     names: Iterator[tuple[bytes, int]]
 
 
-def walk(file: h5py.File, most_names: int | None = None) -> Iterator[Listed]:
+def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
     """Yield the objects of a file, group by group, in the order of names; each object once.
 
     Parameters

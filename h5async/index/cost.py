@@ -8,11 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.datasetlookup import Leaf, leaves_of
+from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.shapes import num_wanted, wanted_of_cells
-from h5async.index.similardatasets import AlikeParts
-from h5async.index.slabs import PairedRuns, TooManyRunsError
+from h5async.index.segments import Piece, Segments
+from h5async.index.shapes import num_wanted, swaps, wanted_of_cells
 
 
 class ReadCost(NamedTuple):
@@ -35,39 +34,50 @@ def read_cost(layout: DatasetLayout) -> ReadCost:
     count = layout.num_samples
     if count == 0:
         return ReadCost(0.0, 0.0)
+    segments, datasets = table_of(layout)
+    key = segments.dataset.astype(np.int64) * len(segments.pieces) + segments.piece
+    order = np.argsort(key, kind="stable")
+    edges = np.flatnonzero(np.diff(key[order])) + 1
     seen: dict[int, NDArray[np.bool_]] = {}
-    try:
-        costs = [_cost_of_leaf(leaf, seen) for leaf in leaves_of(layout)]
-    except TooManyRunsError:
-        return _whole_cost(layout)
-    in_order, shuffled = sum(cost.in_order for cost in costs), sum(cost.shuffled for cost in costs)
+    in_order = shuffled = 0.0
+    for here in np.split(order, edges):
+        number, piece = int(segments.dataset[here[0]]), segments.pieces[segments.piece[here[0]]]
+        cost = _cost_of_dataset(datasets[number], segments.at(here), piece, layout, seen)
+        in_order, shuffled = in_order + cost.in_order, shuffled + cost.shuffled
     return ReadCost(in_order / count, shuffled / count)
 
 
 def direct_share(layout: DatasetLayout) -> float:
     """Return the share of a dataset's samples that are read directly, without h5py."""
-    if not layout.parts:
+    segments, datasets = table_of(layout)
+    is_direct = np.array([kind.fallback_reason is None for kind in datasets.kinds])
+    held = segments.length[is_direct[datasets.columns.kind[segments.dataset]]]
+    if layout.segments is None:
         return float(layout.fallback_reason is None)
-    if isinstance(layout.parts, AlikeParts):
-        return direct_share(layout.parts.like)
-    held = sum(part.samples.size for part in layout.parts)
-    return sum(direct_share(p.source) * p.samples.size for p in layout.parts) / max(1, held)
+    return float(held.sum() / max(1, segments.length.sum()))
 
 
-def _cost_of_leaf(leaf: Leaf, seen: dict[int, NDArray[np.bool_]]) -> ReadCost:
-    """Return the total cost of all samples that one dataset holds.
+def _cost_of_dataset(
+    layout: DatasetLayout,
+    segments: Segments,
+    piece: Piece,
+    whole: DatasetLayout,
+    seen: dict[int, NDArray[np.bool_]],
+) -> ReadCost:
+    """Return the total cost of all samples of which one dataset holds a piece.
 
-    In order, chunks shared with other leaves count once: `seen` marks those that were counted, by
+    In order, chunks that hold several pieces count once: `seen` marks those that were counted, by
     layout.
     """
-    layout, samples = leaf.layout, int(leaf.runs.length.sum())
-    if leaf.is_left or layout.fallback_reason is not None:
-        cost = read_cost(layout) if layout.parts else _whole_cost(layout)
+    samples = int(segments.length.sum())
+    is_left = piece.member is None and swaps(layout, whole) is None
+    if is_left or layout.fallback_reason is not None:
+        cost = _whole_cost(layout)
         return ReadCost(cost.in_order * samples, cost.shuffled * samples)
     if layout.values is not None:  # they were read with the metadata
         return ReadCost(0.0, 0.0)
     rest = [axis for axis in range(len(layout.shape)) if axis != layout.sample_axis]
-    wanted = leaf.source_region or (slice(None),) * len(rest)
+    wanted = piece.source_region or (slice(None),) * len(rest)
     size = layout.chunk_shape or layout.shape
     if layout.chunks is None:
         wanted_elements = (
@@ -87,8 +97,8 @@ def _cost_of_leaf(leaf: Leaf, seen: dict[int, NDArray[np.bool_]]) -> ReadCost:
     for a, w in zip(rest, wanted, strict=True):
         elements *= wanted_of_cells(index[a], layout.shape[a], size[a], w)[1]
     begin = index[layout.sample_axis] * layout.chunk_shape[layout.sample_axis]
-    used = _used_before(leaf.runs, begin + layout.chunk_shape[layout.sample_axis])
-    used -= _used_before(leaf.runs, begin)
+    used = _used_before(segments, begin + layout.chunk_shape[layout.sample_axis])
+    used -= _used_before(segments, begin)
     used *= elements > 0
     if not layout.filters and layout.sample_axis == 0:  # samples are read alone
         nbytes = float(np.dot(used, elements)) * layout.dtype.itemsize
@@ -100,7 +110,7 @@ def _cost_of_leaf(leaf: Leaf, seen: dict[int, NDArray[np.bool_]]) -> ReadCost:
     return ReadCost(float(stored[is_new].sum()), float(np.dot(stored, used)))
 
 
-def _used_before(runs: PairedRuns, row: NDArray[np.int64]) -> NDArray[np.float64]:
+def _used_before(runs: Segments, row: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the number of samples with a row before each of some rows."""
     is_single = runs.step == 1
     used = np.zeros(row.size)

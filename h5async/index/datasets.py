@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -23,12 +22,14 @@ from h5async.index.chunkindex import (
     read_chunk_table,
     without_filters,
 )
+from h5async.index.composition import Part, with_parts
 from h5async.index.elements import Element, element_of, has_objects
 from h5async.index.external import attached, external_layout
 from h5async.index.filterpipeline import (
     converted,
     edges_are_raw,
     filters_of,
+    left_to_hdf5,
     refuse_filters_of_hdf5,
     require_filters,
     require_filters_of_hdf5,
@@ -37,7 +38,8 @@ from h5async.index.filterpipeline import (
     unavailable,
     undecodable,
 )
-from h5async.index.layout import DatasetLayout, Indexed, Part, Storage, normal_axis
+from h5async.index.layout import DatasetLayout, Storage, normal_axis
+from h5async.index.layoutfacts import Indexed
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.objectheader import stored_compact
 from h5async.index.obstacles import COLUMNS_REASON, NotDirectError, OtherKindError
@@ -50,11 +52,13 @@ from h5async.index.opendataset import (
     member_fill,
     require_fill,
 )
+from h5async.index.segments import Piece
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
 from h5async.index.variablelength import Forms, variable_length
-from h5async.io.maps import may_map
-from h5async.io.stamps import FileStamp
+from h5async.io.localfiles import may_map
+from h5async.io.stamps import settled
+from h5async.io.stores import HDF5File, absolute_name, store_of
 
 _Kind = tuple[bytes, bytes, int, int]  # type, properties (both encoded by HDF5), rank, dimension
 
@@ -72,18 +76,19 @@ class Indexer:
         The number of virtual datasets that these datasets are nested sources of.
     """
 
-    def __init__(self, file: h5py.File, reach: Reach, depth: int = 0) -> None:
+    def __init__(self, file: HDF5File, reach: Reach, depth: int = 0) -> None:
         self.file = file
         self.last_group = LastGroup()
         self.scale_names: dict[int, tuple[str, ...]] = {}
         self._name = file.filename
         # It is opened again later, when the current directory may differ.
-        self._path = str(Path(self._name).absolute())  # (".." after a link leads elsewhere)
-        self._descriptor = file.id.get_vfd_handle()
+        self._path = absolute_name(self._name)  # (".." after a link leads elsewhere)
+        self._source = file.source
+        self._why_h5py = None if store_of(self._path).is_local else "it lies in no local file"
         # Values written in this process may not be in the file yet.
         self._is_writer = bool(file.id.get_intent() & h5py.h5f.ACC_RDWR)
-        self._stamp = FileStamp.settled(self._descriptor)
-        reach.consulted.found(Path(self._path), self._stamp, is_written=self._is_writer)
+        self._stamp = settled(file.source.stamp)
+        reach.consulted.found(self._path, self._stamp, is_written=self._is_writer)
         self._reach = reach
         self._depth = depth
         self._alike: dict[_Kind, DatasetLayout] = {}  # contiguous ones found before
@@ -113,7 +118,7 @@ class Indexer:
         """
         where = f'{self._name}: dataset "{name}"'
         try:
-            dataset = Opened(node, self._descriptor)
+            dataset = Opened(node, self._source)
             kind = self._kind(dataset, member, num_dim)
             known = None if kind is None else self._alike.get(kind)
             if known is not None:
@@ -161,7 +166,7 @@ class Indexer:
         if form is None or not all(form.is_like(other) for other in forms.values()):
             raise NotDirectError("a virtual dataset whose source is of another datatype")
         forms[self._path] = form
-        dataset, dtype = Opened(node, self._descriptor), np.dtype((np.void, form.reference_nbytes))
+        dataset, dtype = Opened(node, self._source), np.dtype((np.void, form.reference_nbytes))
         storage = _storage(dataset)
         if storage == "external":
             raise NotDirectError("elements of variable length of an external dataset")
@@ -186,21 +191,21 @@ class Indexer:
             dtype=dtype,
             sample_axis=normal_axis(num_dim, len(shape), where),
             storage=storage,
-            fallback_reason=None,
+            fallback_reason=self._why_h5py,
             fill=np.zeros((), dtype),
             chunk_shape=tuple(dataset.chunks) if is_chunked else (),
             filters=filters_of(dataset.plist),
             stored_itemsize=dtype.itemsize,
             indexed=indexed(dataset),
         )
-        read_fill = partial(fill_reference, dataset, dtype, self._descriptor)
+        read_fill = partial(fill_reference, dataset, dtype, self._source)
         if sources is not None:
             layout = sources.layout(layout, partial(read_fill, whenever=True))
-            if layout.fallback_reason is not None:
+            if layout.fallback_reason is not None and self._why_h5py is None:
                 raise NotDirectError(layout.fallback_reason)
             return layout
         if storage == "compact":
-            stored = stored_compact(dataset.id, self._descriptor)
+            stored = stored_compact(dataset.id, self._source)
             if len(stored) != layout.nbytes:
                 raise ReadError(
                     f"{where}: {len(stored)} bytes are stored for {layout.nbytes} bytes of"
@@ -299,7 +304,8 @@ class Indexer:
         try:
             if sources is not None:
                 read_fill = partial(fill_value, dataset.plist, base, (), whenever=True)
-                return sources.layout(layout, read_fill)
+                whole = sources.layout(layout, read_fill)
+                return whole if self._why_h5py is None else left_to_hdf5(whole, self._why_h5py)
             if storage == "external":
                 layout, found = attached(layout, dataset.plist, self._reach, where)
                 self._require_direct(layout, dataset, element)
@@ -346,6 +352,8 @@ class Indexer:
             raise NotDirectError(
                 "the file is open for writing in this process, which may hold unwritten values"
             )
+        if self._why_h5py is not None:
+            raise NotDirectError(self._why_h5py)
         if not converts and (not element.is_numpys or (element.text and self._depth)):
             raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
         refuse_filters_of_hdf5(layout, dataset)
@@ -422,13 +430,13 @@ class Indexer:
             chunk_shape=layout.chunk_shape[:rank],
             dtype=compound,
             fill=fill.view(compound).reshape(()),
-            member=(),
+            extra_dims=0,
             text=(),
         )
         source = self._direct(source, dataset, where)
         samples = Slab.run(0, layout.num_samples)
-        part = Part(source, samples, samples, member=label)
-        return layout.changed(parts=(part,) if layout.num_samples else ())
+        part = Part(source, samples, samples, Piece(member=label))
+        return with_parts(layout, (part,) if layout.num_samples else ())
 
 
 def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:

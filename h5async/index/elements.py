@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 
 from h5async.errors import DatasetError
-from h5async.index.layout import Text
+from h5async.index.layoutfacts import Text
 from h5async.index.opendataset import Opened
 from h5async.index.storedtypes import describe
 from h5async.spelling import name_bytes, name_text

@@ -1,14 +1,13 @@
-"""Builds one table of a field's segments and extents, over all datasets that hold its rows.
+"""Makes the tables of fields that the core reads: layers of segments, extents and shapes. Pure.
 
-A field has layers, nearly always one: each holds a piece of every row (the whole row, or a region
-of it). A layer is a table of segments, sorted by their first sample: the rows of a segment lie at
-equal distances in one dataset. The chunks of all these datasets are in one table of extents. So
-another file, or another mapping of a virtual dataset, costs only a few numbers. Pure.
+A layout enters, which already is one flat table (`layout.py`). What leaves says for each dataset
+where its first extent is, and which `Shape` its rows have. A field has layers, nearly always one:
+each holds a piece of every row (the whole row, or a region of it), and covers all samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,17 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.index.chunktable import ChunkTable
-from h5async.index.datasetlookup import Leaf, leaves_of, lie_within
-from h5async.index.layout import DatasetLayout, HeapFile, region_key
-from h5async.index.shapes import Kind, Shape, shape_of, shape_of_small
-from h5async.index.similardatasets import AlikeParts
-from h5async.index.slabs import TooManyRunsError, runs_between
-from h5async.index.smalldatasets import address_of_small, addresses_of_small, kept_whole_nbytes
+from h5async.index.datasettable import table_of
+from h5async.index.layout import DatasetLayout
+from h5async.index.layoutfacts import HeapFile
+from h5async.index.segments import Piece
+from h5async.index.shapes import Kind, Shape, can_take_member, shape_of, shape_of_small, swaps
+from h5async.index.smalldatasets import addresses_of_small, kept_whole_nbytes
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
 
-MOST_SEGMENTS = 1 << 22  # of SEGMENT_NBYTES each; a dataset with more is read part by part
 MOST_PIECES = (1 << 31) - 1  # of a sample: the core counts them in 32 bits
 SEGMENT_NBYTES, EXTENT_NBYTES = 53, 28  # of a row in the tables
 
@@ -90,19 +88,15 @@ class FieldTable:
     ----------
     layers, shapes
         See `Layer` and `Shape`.
-    number, offset, nbytes, mask
-        Per extent: the chunk's number in its dataset (int64), its address and stored size (int64),
-        its filter mask (uint32).
+    chunks
+        The extents.
     is_filled_first
         Whether a sample, or a piece of one, may have no source: rows get the fill value first.
     """
 
     layers: tuple[Layer, ...]
     shapes: tuple[Shape, ...]
-    number: Int64s
-    offset: Int64s
-    nbytes: Int64s
-    mask: NDArray[np.uint32]
+    chunks: ChunkTable
     is_filled_first: bool
 
     @property
@@ -112,25 +106,12 @@ class FieldTable:
 
 
 def table_nbytes(layout: DatasetLayout) -> int:
-    """Return the maximum size of a field's table, beside the tables of its datasets."""
-    if not layout.parts:
+    """Return the maximum size of a field's table, beside the layout itself."""
+    if layout.segments is None:
         return 0
-    if isinstance(layout.parts, AlikeParts):
-        extents = max(len(layout.parts), int(layout.parts.chunk_begin[-1]))
-    else:
-        datasets = {id(leaf): leaf for leaf in layout.leaves()}.values()
-        extents = sum(leaf.chunks.offset.size for leaf in datasets if leaf.chunks is not None)
-    return extents * EXTENT_NBYTES + min(MOST_SEGMENTS, _most_runs(layout)) * 2 * SEGMENT_NBYTES
-
-
-def _most_runs(layout: DatasetLayout) -> int:
-    """Return the maximum number of runs of samples, without listing them."""
-    if isinstance(layout.parts, AlikeParts):
-        return 1 + 3 * len(layout.parts)
-    return 1 + sum(
-        part.samples.num_blocks + part.source_samples.num_blocks + _most_runs(part.source)
-        for part in layout.parts
-    )
+    segments, datasets = table_of(layout)
+    extents = min(len(datasets), int(datasets.columns.begin[-1]) + len(datasets))
+    return extents * EXTENT_NBYTES + (1 + 3 * segments.size) * SEGMENT_NBYTES
 
 
 class TableBuilder:
@@ -149,29 +130,19 @@ class TableBuilder:
         self._max_rank = max_rank
         self.sources: list[SourceFile] = []
         self._source_numbers: dict[Any, int] = {}
-        self._kinds: dict[Any, Kind] = {}
 
-    def build(self, layout: DatasetLayout, kept_nbytes: int = 0) -> FieldTable | None:
-        """Return the table of a field; None if it would be too large.
+    def build(self, layout: DatasetLayout, kept_nbytes: int = 0) -> FieldTable:
+        """Return the table of a field.
 
         A small dataset is one chunk if all that can be kept of the field fits into `kept_nbytes`.
         """
         if layout.heaps:
+            if layout.fallback_reason is not None:
+                return FieldTable((), (Shape(Kind.LEFT),), ChunkTable.joined([]), False)
             return self._heap_table(layout)
         nbytes = kept_whole_nbytes(layout)
         keeps_small = 0 < nbytes.small <= kept_nbytes - nbytes.encoded
-        if isinstance(layout.parts, AlikeParts) and len(layout.parts) <= MOST_SEGMENTS:
-            return _FieldBuilder(self, layout, keeps_small).build_alike(layout.parts)
-        leaves, count = [], 0
-        try:
-            for leaf in leaves_of(layout, self._max_rank):
-                count += leaf.runs.size
-                if count > MOST_SEGMENTS:
-                    return None
-                leaves.append(leaf)
-        except TooManyRunsError:
-            return None
-        return _FieldBuilder(self, layout, keeps_small).build(leaves)
+        return _FieldBuilder(self, layout, keeps_small).build()
 
     def _heap_table(self, layout: DatasetLayout) -> FieldTable:
         """Return the table of variable-length elements: each file is a segment."""
@@ -188,9 +159,7 @@ class TableBuilder:
         first = np.array([heap.first_sample for heap in heaps], np.int64)
         length = np.array([heap.elements.length.size for heap in heaps], np.int64)
         layer = _without_gaps(first, length, columns, layout.sample_count)
-        none, masks = np.zeros(0, np.int64), np.zeros(0, np.uint32)
-        shape = Shape(Kind.HEAP)
-        return FieldTable((layer,), (shape,), none, none, none, masks, is_filled_first=False)
+        return FieldTable((layer,), (Shape(Kind.HEAP),), ChunkTable.joined([]), False)
 
     def _heap_source_of(self, heap: HeapFile) -> int:
         key = "heap", heap.file, heap.stamp
@@ -199,45 +168,41 @@ class TableBuilder:
             self.sources.append(SourceFile(heap.file, heap.stamp, is_heap=True))
         return number
 
-    def source_of(self, layout: DatasetLayout) -> int:
-        """Return the number of a dataset's source, which is added if new."""
-        key: Any = id(layout) if layout.values is not None else (layout.file, layout.stamp)
-        number = self._source_numbers.get(key)
-        if number is None:
-            number = self._source_numbers[key] = len(self.sources)
-            values = layout.values
-            if values is not None:
-                values = np.ascontiguousarray(np.moveaxis(values, layout.sample_axis, 0))
-            self.sources.append(SourceFile(layout.file, layout.stamp, values))
+    def file_source(self, file: str, stamp: FileStamp) -> int:
+        """Return the number of a file, which is added if new."""
+        return self._number((file, stamp), lambda: SourceFile(file, stamp))
+
+    def values_source(self, layout: DatasetLayout) -> int:
+        """Return the number of the values of a compact dataset, which are added if new."""
+        values = layout.values
+        assert values is not None
+        by_sample = np.moveaxis(values, layout.sample_axis, 0)
+        return self._number(
+            id(layout),
+            lambda: SourceFile(layout.file, layout.stamp, np.ascontiguousarray(by_sample)),
+        )
+
+    def _number(self, key: Any, make: Callable[[], SourceFile]) -> int:
+        number = self._source_numbers.setdefault(key, len(self.sources))
+        if number == len(self.sources):
+            self.sources.append(make())
         return number
 
-    def kind_of(self, layout: DatasetLayout) -> Kind:
-        """Return how the rows of a dataset lie, if whole rows are wanted."""
-        key = (
-            layout.shape,
-            layout.chunk_shape,
-            layout.sample_axis,
-            layout.filters,
-            layout.dtype,
-            layout.fallback_reason is None,
-            layout.values is None,
-            layout.chunks is None,
-        )
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = self._new_kind(layout)
-        return kind
-
-    def _new_kind(self, layout: DatasetLayout) -> Kind:
+    def kind_of(self, layout: DatasetLayout, piece: Piece, whole: DatasetLayout) -> Kind:
+        """Return how the rows of a dataset lie of which a piece is wanted."""
         if layout.fallback_reason is not None or len(layout.shape) > self._max_rank:
             return Kind.LEFT
         if layout.num_pieces > MOST_PIECES:
             return Kind.LEFT
+        if piece.member is None and swaps(layout, whole) is None:
+            return Kind.LEFT
+        if piece.member is not None and not can_take_member(layout, piece, whole, self._max_rank):
+            return Kind.LEFT
         if layout.values is not None:
-            return Kind.ROWS
+            return Kind.ROWS if piece.is_whole else Kind.CHUNKS
         if layout.filters and not self._can_decode(layout.filters):
             return Kind.LEFT
-        if not layout.rows_are_whole or layout.filters:
+        if not piece.is_whole or not layout.rows_are_whole or layout.filters:
             return Kind.CHUNKS
         return Kind.ROWS if layout.chunks is None else Kind.ROWS_IN_CHUNKS
 
@@ -248,152 +213,127 @@ class _FieldBuilder:
     def __init__(self, tables: TableBuilder, layout: DatasetLayout, keeps_small: bool) -> None:
         self._tables = tables
         self._layout = layout
-        self._keeps_small = keeps_small
+        self._segments, self._datasets = table_of(layout)
+        # Per dataset, its address if it is kept whole; -1 for others.
+        self._small = np.full(len(self._datasets), -1, np.int64)
+        if keeps_small:
+            self._small = addresses_of_small(self._datasets)
         self._shapes: list[Shape] = []
         self._shape_numbers: dict[Any, int] = {}
-        # By dataset: first extent, number of extents, whether they are sparse.
-        self._extents: dict[Any, tuple[int, int, bool]] = {}
-        self._chunks: list[ChunkTable] = []
-        self._num_extents = 0
 
-    def build(self, leaves: Sequence[Leaf]) -> FieldTable:
-        by_region: dict[Any, list[Leaf]] = {}
-        for leaf in leaves:
-            by_region.setdefault(region_key(leaf.region), []).append(leaf)
-        layers = tuple(self._layer(several) for several in by_region.values())
-        is_one = len(layers) == 1 and next(iter(by_region)) is None
-        return self._table(layers, is_one)
-
-    def build_alike(self, parts: AlikeParts) -> FieldTable:
-        """Build the table of similar datasets; the result equals `build` of their parts."""
-        columns, count = parts.columns, len(parts)
-        small = addresses_of_small(parts) if self._keeps_small else np.full(count, -1, np.int64)
-        first_part = parts[0]
-        runs = runs_between(first_part.samples, first_part.source_samples)
-        kind, source = self._tables.kind_of(parts.like), -1
-        shape, begin = np.empty(count, np.int32), columns.offset.copy()
-        extents = np.zeros(count, np.int64)
-        if kind != Kind.LEFT:
-            source = self._tables.source_of(parts.like)
-        is_small = (small >= 0) & (kind != Kind.LEFT)
-        sizes = np.frexp(columns.rows - 1)[1]  # bits of the number
-        for size in np.unique(sizes[is_small]).tolist():
-            here = is_small & (sizes == size)
-            one = parts[int(here.argmax())].source
-            leaf = Leaf(one, runs, None, None, None, False)
-            shape[here] = self._shape_of(leaf, Kind.CHUNKS, is_small=True)
-        if is_small.any():
-            begin[is_small] = np.arange(np.count_nonzero(is_small)) + self._num_extents
-            extents[is_small] = 1
-            nbytes = columns.rows[is_small] * parts.like.row_nbytes
-            zeros = np.zeros(nbytes.size, np.uint32)
-            self._add_extents(ChunkTable(None, small[is_small], nbytes, zeros))
-        if kind == Kind.LEFT:
-            shape[:] = self._shape_number((Kind.LEFT,), lambda: Shape(Kind.LEFT))
-            begin[:] = 0
-        elif not is_small.all():
-            leaf = Leaf(first_part.source, runs, None, None, None, False)
-            shape[~is_small] = self._shape_of(leaf, kind)
-        if columns.chunks is not None and kind != Kind.LEFT and not is_small.all():
-            begin[~is_small] = (parts.chunk_begin[:-1] + self._num_extents)[~is_small]
-            extents[~is_small] = parts.chunk_counts[~is_small]
-            self._add_extents(columns.chunks)
-        layer = _without_gaps(
-            columns.first,
-            columns.rows,
-            {
-                "row": np.zeros(count, np.int64),
-                "step": np.ones(count, np.int64),
-                "shape": shape,
-                "source": np.full(count, source, np.int32),
-                "begin": begin,
-                "count": extents,
-                "is_sparse": np.zeros(count, np.bool_),
-            },
-            self._layout.num_samples,
-        )
-        return self._table((layer,), is_one_whole=True)
-
-    def _add_extents(self, table: ChunkTable) -> None:
-        self._chunks.append(table)
-        self._num_extents += table.offset.size
-
-    def _table(self, layers: tuple[Layer, ...], is_one_whole: bool) -> FieldTable:
-        """Return the table; `is_one_whole`: there is one layer, of whole rows."""
-        tables = self._chunks
-        return FieldTable(
-            layers=layers,
-            shapes=tuple(self._shapes),
-            number=_joined(
-                [np.arange(t.offset.size) if t.index is None else t.index for t in tables], np.int64
+    def build(self) -> FieldTable:
+        """Return the table."""
+        segments, layout = self._segments, self._layout
+        shape = self._shapes_of_segments()
+        columns = self._columns(shape)
+        layers = tuple(
+            _without_gaps(
+                of_layer.first,
+                of_layer.length,
+                {name: column[here] for name, column in columns.items()},
+                layout.num_samples,
             )
-            if any(sparse for *_, sparse in self._extents.values())
-            else np.zeros(0, np.int64),
-            offset=_joined([t.offset for t in tables], np.int64),
-            nbytes=_joined([t.nbytes for t in tables], np.int64),
-            mask=_joined([t.filter_mask for t in tables], np.uint32),
-            is_filled_first=(
-                not is_one_whole and bool(self._layout.parts) and self._layout.has_gaps
-            ),
+            for here, of_layer in segments.layers
         )
+        is_one_whole = len(layers) == 1 and all(p.region is None for p in segments.pieces)
+        is_filled = not is_one_whole and layout.segments is not None and layout.has_gaps
+        return FieldTable(layers, tuple(self._shapes), self._chunks(), is_filled)
 
-    def _layer(self, leaves: Sequence[Leaf]) -> Layer:
-        counts = [leaf.runs.size for leaf in leaves]
-        shape, source, begin, count, sparse = zip(*map(self._describe, leaves), strict=True)
-        first = _joined([leaf.runs.first for leaf in leaves], np.int64)
-        length = _joined([leaf.runs.length for leaf in leaves], np.int64)
-        order = np.argsort(first, kind="stable")
-        columns = {
-            "row": _joined([leaf.runs.row for leaf in leaves], np.int64),
-            "step": _joined([leaf.runs.step for leaf in leaves], np.int64),
-            "shape": np.repeat(np.array(shape, np.int32), counts),
-            "source": np.repeat(np.array(source, np.int32), counts),
-            "begin": np.repeat(np.array(begin, np.int64), counts),
-            "count": np.repeat(np.array(count, np.int64), counts),
-            "is_sparse": np.repeat(np.array(sparse, np.bool_), counts),
+    @property
+    def _is_small(self) -> NDArray[np.bool_]:
+        """Bool (segments,): whether the dataset of a segment is one chunk, which is kept."""
+        is_whole = np.array([piece.is_whole for piece in self._segments.pieces])
+        is_small: NDArray[np.bool_] = self._small[self._segments.dataset] >= 0
+        is_small &= is_whole[self._segments.piece]
+        return is_small
+
+    def _shapes_of_segments(self) -> NDArray[np.int32]:
+        """Return the number of the shape of each segment."""
+        segments, columns = self._segments, self._datasets.columns
+        kind, rows = columns.kind[segments.dataset], columns.rows[segments.dataset]
+        is_small = self._is_small
+        last = segments.row + (segments.length - 1) * segments.step
+        is_inside = (segments.row >= 0) & (last < rows) & (segments.step >= 1)
+        # Shapes depend on the number of rows where these are not the first dimension, and where the
+        # dataset is its own chunk; a small one has one of a few shapes.
+        kinds, is_whole = self._datasets.kinds, np.array([p.is_whole for p in segments.pieces])
+        depends = np.array([one.sample_axis != 0 for one in kinds])[kind]
+        has_no_chunks = np.array([not one.chunk_shape for one in kinds])[kind]
+        depends |= has_no_chunks & ~is_whole[segments.piece]
+        size = np.where(is_small, -1 - np.frexp(rows - 1)[1], np.where(depends, rows, 0))
+        sizes, at = np.unique(size, return_inverse=True)
+        key = (kind.astype(np.int64) * len(segments.pieces) + segments.piece) * sizes.size + at
+        key[~is_inside] = -1
+        _, example, of_segment = np.unique(key, return_index=True, return_inverse=True)
+        numbers = [
+            self._shape_of(
+                int(segments.dataset[at]),
+                segments.pieces[segments.piece[at]],
+                is_small=bool(is_small[at]),
+            )
+            if is_inside[at]
+            else self._left()
+            for at in example.tolist()
+        ]
+        shape: NDArray[np.int32] = np.array(numbers, np.int32)[of_segment.reshape(-1)]
+        return shape
+
+    def _columns(self, shape: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
+        """Return where segments lie: the columns of a `Layer` behind the first."""
+        segments, columns, datasets = self._segments, self._datasets.columns, self._datasets
+        number, is_small = segments.dataset, self._is_small
+        left = np.array([one.kind == Kind.LEFT for one in self._shapes], np.bool_)[shape]
+        has_values = np.array([kind.values is not None for kind in datasets.kinds])
+        has_values = has_values[columns.kind[number]] & ~left
+        count = np.diff(columns.begin)
+        has_chunks = np.array([kind.chunks is not None for kind in datasets.kinds])
+        begin = np.where(has_chunks[columns.kind], columns.begin[:-1], columns.offset)
+        source = np.full(segments.size, -1, np.int32)
+        files = columns.file[number]
+        for file in np.unique(files[~left & ~has_values]).tolist():
+            source[files == file] = self._tables.file_source(*columns.files[file])
+        for at in np.flatnonzero(has_values).tolist():
+            source[at] = self._tables.values_source(datasets[int(number[at])])
+        small_begin = np.cumsum(self._small >= 0) - 1 + columns.chunks.offset.size
+        begin = np.where(is_small, small_begin[number], begin[number])
+        is_nowhere = left | has_values
+        return {
+            "row": segments.row,
+            "step": segments.step,
+            "shape": shape,
+            "source": np.where(left, np.int32(-1), source),
+            "begin": np.where(is_nowhere, 0, begin),
+            "count": np.where(is_nowhere, 0, np.where(is_small, 1, count[number])),
+            "is_sparse": columns.is_sparse[number] & ~left & ~is_small,
         }
-        columns = {name: column[order] for name, column in columns.items()}
-        return _without_gaps(first[order], length[order], columns, self._layout.num_samples)
 
-    def _describe(self, leaf: Leaf) -> tuple[int, int, int, int, bool]:
-        """Return shape, source, first extent or address, number of extents, whether sparse."""
-        layout = leaf.layout
-        kind = Kind.LEFT
-        if not leaf.is_left and lie_within(leaf.runs, layout.num_samples):
-            kind = self._tables.kind_of(layout)
+    def _chunks(self) -> ChunkTable:
+        """Return the extents: those of chunks, and small datasets behind them."""
+        chunks, is_small = self._datasets.columns.chunks, self._small >= 0
+        if not is_small.any():
+            return chunks
+        row_nbytes = np.array([kind.row_nbytes for kind in self._datasets.kinds], np.int64)
+        columns = self._datasets.columns
+        nbytes = (columns.rows * row_nbytes[columns.kind])[is_small]
+        masks = np.zeros(nbytes.size, np.uint32)
+        return ChunkTable.joined([chunks, ChunkTable(None, self._small[is_small], nbytes, masks)])
+
+    def _left(self) -> int:
+        return self._shape_number((Kind.LEFT,), lambda: Shape(Kind.LEFT))
+
+    def _shape_of(self, number: int, piece: Piece, *, is_small: bool) -> int:
+        layout, whole = self._datasets[number], self._layout
+        kind = self._tables.kind_of(layout, piece, whole)
         if kind == Kind.LEFT:
-            return self._shape_number((Kind.LEFT,), lambda: Shape(Kind.LEFT)), -1, 0, 0, False
-        source = self._tables.source_of(layout)
-        small = address_of_small(layout) if self._keeps_small and _is_whole(leaf) else None
-        if small is not None:
-            shape = self._shape_of(leaf, Kind.CHUNKS, is_small=True)
-            return shape, source, *self._extents_of((id(layout), small), _one_chunk(layout, small))
-        shape = self._shape_of(leaf, kind)
-        if layout.values is not None:
-            return shape, source, 0, 0, False
-        if layout.chunks is None:
-            return shape, source, layout.offset, 0, False
-        return shape, source, *self._extents_of(id(layout), layout.chunks)
-
-    def _extents_of(self, key: Any, table: ChunkTable) -> tuple[int, int, bool]:
-        found = self._extents.get(key)
-        if found is None:
-            found = self._num_extents, table.offset.size, table.index is not None
-            self._extents[key] = found
-            self._add_extents(table)
-        return found
-
-    def _shape_of(self, leaf: Leaf, kind: Kind, *, is_small: bool = False) -> int:
-        layout = leaf.layout
-        if not _is_whole(leaf):
-            kind = Kind.CHUNKS
+            return self._left()
+        kind = Kind.CHUNKS if is_small else kind
         own = (
             layout.shape
             if layout.sample_axis or (kind == Kind.CHUNKS and not layout.chunk_shape)
             else layout.shape[1:]
         )
         how: Any = layout.chunk_shape
-        if is_small:  # so datasets of any number of rows share few shapes
+        if is_small:
             own, how = layout.shape[1:], 1 << (layout.num_samples - 1).bit_length()
         key = (
             kind,
@@ -403,38 +343,20 @@ class _FieldBuilder:
             how,
             layout.dtype,  # a compound's members, too, may lie elsewhere
             layout.filters,
-            region_key(leaf.region),
-            region_key(leaf.source_region),
-            leaf.member,
+            piece.key,
             layout.values is not None,
             layout.fill.tobytes(),
         )
         if is_small:
-            return self._shape_number(key, lambda: shape_of_small(leaf, how, self._layout))
-        return self._shape_number(key, lambda: shape_of(leaf, kind, self._layout, _is_whole(leaf)))
+            return self._shape_number(key, lambda: shape_of_small(layout, how, whole))
+        return self._shape_number(key, lambda: shape_of(layout, piece, kind, whole))
 
-    def _shape_number(self, key: Any, make: Any) -> int:
+    def _shape_number(self, key: Any, make: Callable[[], Shape]) -> int:
         number = self._shape_numbers.get(key)
         if number is None:
             number = self._shape_numbers[key] = len(self._shapes)
             self._shapes.append(make())
         return number
-
-
-def _is_whole(leaf: Leaf) -> bool:
-    """Return whether rows of the batch are whole rows of a dataset."""
-    return leaf.source_region is None and leaf.region is None and leaf.member is None
-
-
-def _one_chunk(layout: DatasetLayout, address: int) -> ChunkTable:
-    return ChunkTable(None, np.array([address]), np.array([layout.nbytes]), np.zeros(1, np.uint32))
-
-
-def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    if len(arrays) == 1:
-        # (A column stored as one number stays so.)
-        return arrays[0] if arrays[0].dtype == dtype else np.asarray(arrays[0], dtype)
-    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
 
 
 def _without_gaps(

@@ -15,11 +15,12 @@ import h5py
 
 from h5async.core.binding import load_core
 from h5async.errors import ReadError, UnsafeFileError
-from h5async.index.layout import DatasetLayout, Part
-from h5async.index.links import Reach, require_in_place
+from h5async.index.composition import Part, with_parts
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach, require_in_place, require_local
 from h5async.index.obstacles import NotDirectError
 from h5async.index.slabs import Slab
-from h5async.io.stamps import FileStamp
+from h5async.io.stores import LOCAL, settled_stamp
 from h5async.spelling import named
 
 _PREFIX = "HDF5_EXTFILE_PREFIX"
@@ -40,13 +41,12 @@ def attached(
         If one is missing, or too short: HDF5 would return zeros for missing values.
     """
     segments = _segments(plist)
-    holder = Path(layout.file)
-    found = [_permitted(os.fsdecode(name), holder, reach, where) for name, _, _ in segments]
-    _require_bytes(layout, segments, found, where)
+    found = [_permitted(os.fsdecode(name), layout.file, reach, where) for name, _, _ in segments]
+    stamps = {str(path): settled_stamp(path) for path in found}
+    sizes = [(path, stamps[str(path)].nbytes) for path in found]
+    _require_bytes(layout, segments, sizes, where)
     reach.consulted.asked(_PREFIX)
-    stamps = {}
     for path in found:
-        stamps[str(path)] = FileStamp.settled(path)
         require_in_place(path, stamps[str(path)], where)
         reach.consulted.found(path, stamps[str(path)])
     return replace(layout, attached=tuple(stamps.items())), found
@@ -89,17 +89,19 @@ def external_layout(
         source = replace(source, shape=(rows, *layout.row_shape))
         parts.append(Part(source, samples, Slab.run(0, rows)))
         begin += nbytes
-    return replace(layout, parts=tuple(parts))
+    return with_parts(layout, parts)
 
 
 def _require_bytes(
-    layout: DatasetLayout, segments: Sequence[Segment], paths: Sequence[Path], where: str
+    layout: DatasetLayout,
+    segments: Sequence[Segment],
+    sizes: Sequence[tuple[Path, int]],
+    where: str,
 ) -> None:
     itemsize = layout.stored_itemsize or layout.dtype.itemsize
     left = itemsize * math.prod(layout.shape[: len(layout.shape) - layout.extra_dims])
-    for path, (_, offset, nbytes) in zip(paths, segments, strict=True):
+    for (path, size), (_, offset, nbytes) in zip(sizes, segments, strict=True):
         nbytes = min(nbytes, left)
-        size = path.stat().st_size
         if size < offset + nbytes:
             raise ReadError(
                 f"{where}: {nbytes} bytes of its values lie at byte {offset} of {path}, which"
@@ -110,12 +112,13 @@ def _require_bytes(
         raise ReadError(f"{where}: {left} bytes of its values lie in no external file")
 
 
-def _permitted(name: str, holder: Path, reach: Reach, where: str) -> Path:
+def _permitted(name: str, holder: str, reach: Reach, where: str) -> Path:
     """Return the real path of an external file, as HDF5 finds it: from the current directory."""
     if not name or "\0" in name:
         raise UnsafeFileError(f"{where} keeps its values in a file with the name {name!r}")
+    require_local(holder, name, where)
     prefix = os.environ.get(_PREFIX, "")
-    prefix = prefix.replace("${ORIGIN}", str(holder.parent))
+    prefix = prefix.replace("${ORIGIN}", str(Path(holder).parent))
     unresolved = Path(prefix, name)
     path = unresolved.resolve()
     roots = [root.resolve() for root in reach.roots]
@@ -124,11 +127,11 @@ def _permitted(name: str, holder: Path, reach: Reach, where: str) -> Path:
             f"{where} keeps its values in an external file, {path}; if you trust this, allow"
             f" it: {named('allow_external', [str(path.parent)])}"
         )
-    if not path.is_file():
+    if not LOCAL.is_regular(path):
         raise ReadError(
             f"{where} keeps its values in {path}, which is missing or is not a regular file"
         )
-    reach.consulted.found(unresolved, FileStamp.of(path))
+    reach.consulted.found(unresolved, LOCAL.stamp(str(path)))
     return path
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.index.chunktable import ChunkTable
+from h5async.index.datasettable import Datasets, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.slabs import Selection, Slab
 
 Int64s = NDArray[np.int64]
 
@@ -35,9 +36,10 @@ def fingerprint(layouts: Iterable[DatasetLayout], *also: Int64s, has_places: boo
         Whether to include addresses and filters. These depend on how a dataset is read: they are
         unknown for h5py.
     """
-    digest, seen = hashlib.blake2b(digest_size=16), dict[int, int]()
+    digest = hashlib.blake2b(digest_size=16)
+    seen: dict[int, int] = {}
     for layout in layouts:
-        _add_dataset(digest, layout, seen, has_places)
+        _add_dataset(digest, layout, has_places)
         for array in (layout.spans, layout.lengths):
             if array is not None and id(array) not in seen:
                 seen[id(array)] = len(seen)
@@ -47,45 +49,65 @@ def fingerprint(layouts: Iterable[DatasetLayout], *also: Int64s, has_places: boo
     return digest.hexdigest()
 
 
-def _add_dataset(
-    digest: Any, layout: DatasetLayout, seen: dict[int, int], has_places: bool
-) -> None:
-    """Hash a dataset and its parts' datasets; one that was `seen` before, by its number."""
-    if id(layout) in seen:
-        _add(digest, seen[id(layout)])
-        return
-    seen[id(layout)] = len(seen)
+def _add_dataset(digest: Any, layout: DatasetLayout, has_places: bool) -> None:
+    """Hash a dataset, and the datasets that hold its samples."""
     stamps = [stamp for _, stamp in layout.attached] or [layout.stamp]
-    stamps = [] if layout.storage == "files" else stamps  # its parts have them
+    stamps = [] if layout.storage == "files" else stamps  # its datasets have them
     _add(digest, [stamp.nbytes for stamp in (*stamps, *(heap.stamp for heap in layout.heaps))])
-    _add(digest, layout.path, layout.shape, _described(layout.dtype), layout.sample_axis)
-    _add(digest, layout.storage, layout.chunk_shape, layout.member)
+    _add_kind(digest, layout, has_places, layout.path, layout.shape)
+    # (Others have segments only if they are read directly.)
+    if layout.segments is not None and (has_places or layout.storage in ("virtual", "files")):
+        segments, datasets = table_of(layout)
+        arrays = segments.first, segments.length, segments.row, segments.step
+        for array in (*arrays, segments.dataset, segments.piece):
+            _add_array(digest, array)
+        _add(digest, segments.pieces)
+        _add_datasets(digest, datasets, has_places)
+    elif layout.segments is None:
+        if has_places:
+            _add(digest, layout.offset)
+            _add_chunks(digest, layout.chunks)
+        for source in layout.sources:
+            _add_dataset(digest, source, has_places)
+
+
+def _add_datasets(digest: Any, datasets: Datasets, has_places: bool) -> None:
+    columns, numbers = datasets.columns, dict[bytes, int]()
+    kinds = []
+    for kind in datasets.kinds:  # some differ only in the way in which they are read
+        own = hashlib.blake2b(digest_size=16)
+        _add_kind(own, kind, has_places, kind.row_shape)
+        for source in kind.sources:
+            _add_dataset(own, source, has_places)
+        kinds.append(numbers.setdefault(own.digest(), len(numbers)))
+    _add(digest, [one.hex() for one in numbers], columns.paths)
+    nbytes = np.array([stamp.nbytes for _, stamp in columns.files], np.int64)[columns.file]
+    attached = [sum(stamp.nbytes for _, stamp in kind.attached) for kind in datasets.kinds]
+    of_attached = np.array(attached, np.int64)[columns.kind]
+    nbytes = np.where(of_attached > 0, of_attached, nbytes)
+    for array in (np.array(kinds, np.int64)[columns.kind], columns.rows, nbytes):
+        _add_array(digest, array)
+    if has_places:
+        _add_array(digest, columns.offset)
+        _add_chunks(digest, columns.chunks)
+
+
+def _add_kind(digest: Any, layout: DatasetLayout, has_places: bool, *names: object) -> None:
+    # (Contiguous values may be cut into units to convert them.)
+    chunk_shape = () if layout.storage == "contiguous" and not has_places else layout.chunk_shape
+    _add(digest, *names, _described(layout.dtype), layout.sample_axis)
+    _add(digest, layout.storage, chunk_shape, layout.member)
     if layout.values is not None:
         _add_array(digest, layout.values)
     if has_places:
-        _add_places(digest, layout)
-    if has_places or layout.storage in ("virtual", "files"):  # others have parts if read directly
-        for part in layout.parts:
-            selections = _selected(part.samples), _selected(part.source_samples)
-            _add(digest, *selections, part.region, part.source_region, part.member)
-            _add_dataset(digest, part.source, seen, has_places)
-        for source in () if layout.parts else layout.sources:
-            _add_dataset(digest, source, seen, has_places)
+        _add(digest, [(entry.number, entry.parameters) for entry in layout.filters])
 
 
-def _add_places(digest: Any, layout: DatasetLayout) -> None:
-    _add(digest, layout.offset, [(entry.number, entry.parameters) for entry in layout.filters])
-    chunks = layout.chunks
+def _add_chunks(digest: Any, chunks: ChunkTable | None) -> None:
     if chunks is not None:
         for array in (chunks.index, chunks.offset, chunks.nbytes, chunks.filter_mask):
             if array is not None:
                 _add_array(digest, array)
-
-
-def _selected(selection: Selection) -> object:
-    if isinstance(selection, Slab):
-        return selection
-    return [np.ascontiguousarray(array).tobytes() for array in selection.blocks()]
 
 
 def _described(dtype: np.dtype[Any]) -> object:

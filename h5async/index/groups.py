@@ -6,14 +6,15 @@ import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import h5py
 
+from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.contents import names_in
 from h5async.index.links import Reach, locate
+from h5async.io.stores import HDF5File
 from h5async.spelling import name_bytes, name_text
 
 _WILDCARDS = re.compile(r"[*?\[]")
@@ -35,12 +36,12 @@ class Grouping(NamedTuple):
 
     pattern: str
     only: str = ""
-    read_names: Callable[[Path, str], Sequence[str]] | None = None
+    read_names: Callable[[FileName, str], Sequence[str]] | None = None
 
     def __str__(self) -> str:
         return f"{self.pattern}\n{self.only}" if self.only else self.pattern
 
-    def find(self, path: Path, file: h5py.File, reach: Reach) -> list[str]:
+    def find(self, path: FileName, file: HDF5File, reach: Reach) -> list[str]:
         """Return the paths of the groups of an open file, in natural order.
 
         Raises
@@ -69,7 +70,7 @@ class Grouping(NamedTuple):
         return sorted({one for name in wanted for one in by_name[name]}, key=natural_key)
 
 
-def matching_groups(file: h5py.File, pattern: str, reach: Reach) -> list[str]:
+def matching_groups(file: HDF5File, pattern: str, reach: Reach) -> list[str]:
     """Return the paths of the groups that match a pattern, in natural order.
 
     Parameters
@@ -103,7 +104,7 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), p) if p.isdecimal() and p.isascii() else (1, 0, p) for p in parts]
 
 
-def _children(file: h5py.File, parent: str, name: str, reach: Reach) -> list[str]:
+def _children(file: HDF5File, parent: str, name: str, reach: Reach) -> list[str]:
     """Return the paths of the groups in a group whose names equal or match `name`."""
     with contextlib.ExitStack() as files:
         group = _group_at(file, parent, reach, files)
@@ -125,7 +126,7 @@ def _children(file: h5py.File, parent: str, name: str, reach: Reach) -> list[str
 
 
 def _group_at(
-    file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
+    file: HDF5File, path: str, reach: Reach, files: contextlib.ExitStack
 ) -> h5py.Group | None:
     """Open a group, in this file or another, which `files` closes; None if there is none."""
     if not path:

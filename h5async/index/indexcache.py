@@ -15,19 +15,18 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import h5py
 
-from h5async.config.files import INDEX_SUFFIX
+from h5async.config.files import INDEX_SUFFIX, FileName
 from h5async.errors import ReadError
-from h5async.index.consulted import Consulted
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach
 from h5async.index.portable import NotPortableError
 from h5async.index.savedfile import SavedIndexError, is_saved_index, remove_unfinished
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
-from h5async.io.stamps import is_at
+from h5async.io.stores import absolute_name, is_at
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
@@ -39,7 +38,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_cache(
-    place: bool | Path, paths: Sequence[Path], wanted: Sequence[Wanted], reach: Reach
+    place: bool | Path, paths: Sequence[FileName], wanted: Sequence[Wanted], reach: Reach
 ) -> IndexCache | None:
     """Return the cache for a reader, or None.
 
@@ -59,7 +58,7 @@ def open_cache(
         return None
     key = ""
     with suppressing(OSError):  # the current directory may have been removed
-        files = [str(path.absolute()) for path in paths]
+        files = [absolute_name(path) for path in paths]
         key = _key(files, [*dict.fromkeys(wanted)], reach)
     if not key:
         return None
@@ -264,13 +263,10 @@ class _GivenFile(IndexCache):
             ) from error
 
 
-class _EntryFile:
-    """An entry of the folder, as a file."""
-
-    def __init__(self, path: str, status: os.stat_result) -> None:
-        self.path = path
-        self.nbytes = status.st_size
-        self.used_ns = status.st_mtime_ns
+class _EntryFile(NamedTuple):
+    path: str
+    nbytes: int
+    used_ns: int
 
 
 def _entries(folder: Path) -> list[_EntryFile]:
@@ -280,7 +276,8 @@ def _entries(folder: Path) -> list[_EntryFile]:
             # In a folder that the user has named, other files are the user's.
             if re.fullmatch(_NAME, entry.name) and entry.is_file(follow_symlinks=False):
                 with suppressing(FileNotFoundError):  # another process may remove it, too
-                    found.append(_EntryFile(entry.path, entry.stat(follow_symlinks=False)))
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(_EntryFile(entry.path, status.st_size, status.st_mtime_ns))
     return found
 
 

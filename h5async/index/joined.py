@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.index.attributes import common_names
+from h5async.index.composition import Part, with_parts
 from h5async.index.filterpipeline import left_to_hdf5
-from h5async.index.layout import CfAttribute, DatasetLayout, HeapFile, Part, SequenceLengths
-from h5async.index.slabs import Slab
+from h5async.index.layout import DatasetLayout
+from h5async.index.layoutfacts import CfAttribute, HeapFile, SequenceLengths
+from h5async.index.slabs import MOST_RUNS, Slab, TooManyRunsError
 
 _UNLIKE_TEXT = "its strings end otherwise than those of other files"
 
@@ -32,7 +34,7 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         first = layouts[0]
     if first.heaps:
         return _joined_heaps(layouts)
-    parts, begin = [], 0
+    parts, begin, unused = [], 0, 0
     for layout in layouts:
         same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
         if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
@@ -51,11 +53,12 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
             source = layout if layout.spans is None else layout.changed(spans=None)
             parts.append(Part(source, samples, Slab.run(int(first_row), int(behind))))
         begin += count
+        unused += layout.unused_rows + layout.num_samples - count
     shape = list(first.shape)
     shape[first.sample_axis] = begin
     same_order = all(layout.dtype == first.dtype for layout in layouts)
     reasons = (layout.fallback_reason for layout in layouts)
-    return DatasetLayout(
+    joined = DatasetLayout(
         file=first.file,
         stamp=first.stamp,
         path=first.path,
@@ -66,14 +69,21 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         fallback_reason=next((reason for reason in reasons if reason is not None), None),
         fill=first.fill,
         stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
-        parts=tuple(parts),
         file_samples=tuple((layout.file, layout.sample_count) for layout in layouts),
         text=first.text,
         sequences=_joined_sequences(layouts),
         dim_names=common_names([layout.dim_names for layout in layouts]),
         cf=_joined_cf(layouts),
         spans=None if first.spans is None else _joined_spans(layouts),
+        unused_rows=unused,
     )
+    try:
+        return with_parts(joined, parts)
+    except TooManyRunsError:
+        raise DatasetError(
+            f'dataset "{first.path}" of {len(layouts)} files: its samples lie in more than'
+            f" {MOST_RUNS:,} runs of rows; read fewer files at once"
+        ) from None
 
 
 def _described(layout: DatasetLayout, other: DatasetLayout) -> str:
@@ -145,18 +155,6 @@ def _joined_sequences(layouts: Sequence[DatasetLayout]) -> SequenceLengths | Non
     if not several:
         return None
     return SequenceLengths(*map(np.concatenate, zip(*several, strict=True)))
-
-
-def unused_rows(layout: DatasetLayout) -> int:
-    """Return the number of rows of flat values that are in no sample, in all files and groups."""
-    if layout.spans is not None and layout.storage != "files":
-        return layout.num_samples - int(layout.spans[-1] - layout.spans[0])
-    if layout.storage != "files" or not isinstance(layout.parts, tuple):
-        return 0
-    return sum(
-        part.source.num_samples - part.source_samples.size + unused_rows(part.source)
-        for part in layout.parts
-    )
 
 
 def _joined_spans(layouts: Sequence[DatasetLayout]) -> NDArray[np.int64]:

@@ -52,7 +52,7 @@ def what_to_keep(
     for number, (shape, nbytes) in enumerate(zip(table.shapes, groups, strict=True)):
         if not nbytes or kept_nbytes < min(_LEAST_GROUPS * nbytes, whole_nbytes):
             continue
-        rows = table.offset.size / len(shape.extents) * shape.chunk_samples
+        rows = table.chunks.offset.size / len(shape.extents) * shape.chunk_samples
         if uses >= _LEAST_USES * rows:
             keeps[number] = Keeps.ROWS
     return keeps

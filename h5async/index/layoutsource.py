@@ -8,18 +8,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from h5async.config import Field
-from h5async.config.files import INDEX_SUFFIX
-from h5async.index.consulted import Consulted
+from h5async.config.files import FileName, is_index
 from h5async.index.groups import Grouping
 from h5async.index.indexcache import open_cache
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.savedindex import NamedIndex, Wanted
 
 
 def layouts_of_files(
-    paths: Sequence[Path],
+    paths: Sequence[FileName],
     fields: Mapping[str, Field],
     reach: Reach,
     cache: bool | Path,
@@ -46,7 +45,7 @@ def layouts_of_files(
         As in `read_layouts`; `ReadError` if a saved index cannot be used.
     """
 
-    def read(path: Path, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
+    def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
         return read_layouts(path, {name: fields[name] for name in names}, reach, grouping)
 
     wanted = {name: Wanted.of(field, grouping) for name, field in fields.items()}
@@ -54,12 +53,12 @@ def layouts_of_files(
 
 
 def known_of_files(
-    paths: Sequence[Path],
+    paths: Sequence[FileName],
     wanted: Mapping[str, Wanted],
-    read: Callable[[Path, Sequence[str], Reach], Mapping[str, DatasetLayout]],
+    read: Callable[[FileName, Sequence[str], Reach], Mapping[str, DatasetLayout]],
     reach: Reach,
     cache: bool | Path,
-    indices: Mapping[Path, NamedIndex] = MappingProxyType({}),
+    indices: Mapping[FileName, NamedIndex] = MappingProxyType({}),
 ) -> Iterator[dict[str, DatasetLayout]]:
     """Yield the facts wanted of each file, in the order of the files; see `layouts_of_files`.
 
@@ -74,11 +73,11 @@ def known_of_files(
     indices
         Saved indices that are already open.
     """
-    plain = [path for path in paths if path.suffix != INDEX_SUFFIX]
+    plain = [path for path in paths if not is_index(path)]
     kept = open_cache(cache, plain, list(wanted.values()), reach) if plain else None
     number = 0
     for path in paths:
-        if path.suffix == INDEX_SUFFIX:
+        if is_index(path):
             index = indices.get(path) or NamedIndex(path, reach)
             yield from _known_of_index(index, wanted, read, reach)
             continue
@@ -101,7 +100,7 @@ def known_of_files(
 def _known_of_index(
     index: NamedIndex,
     wanted: Mapping[str, Wanted],
-    read: Callable[[Path, Sequence[str], Reach], Mapping[str, DatasetLayout]],
+    read: Callable[[FileName, Sequence[str], Reach], Mapping[str, DatasetLayout]],
     reach: Reach,
 ) -> Iterator[dict[str, DatasetLayout]]:
     """Yield the facts in a saved index; others are read from its files."""
@@ -109,7 +108,7 @@ def _known_of_index(
     for number, name in enumerate(index.paths):
         known = index.find(number, several, reach)
         missing = [name for name, one in wanted.items() if one not in known]
-        found = read(Path(name), missing, reach) if missing else {}
+        found = read(name, missing, reach) if missing else {}
         stamp = index.stamp(number)
         for layout in found.values():
             if layout.file == name and layout.stamp != stamp:

@@ -3,16 +3,13 @@
 Links are followed one by one, before HDF5 sees them: it would open any file that a link, a virtual
 dataset or external storage names. A file is permitted if it lies in the directory of the referring
 file, or below; any other must lie below a root given by the caller. Symbolic links are resolved
-first.
+first. What was used is recorded: layouts hold as long as none of it changes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +17,12 @@ from typing import NamedTuple
 
 import h5py
 
-from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
-from h5async.index.consulted import Consulted, NotRecorded
-from h5async.index.openfailure import directory_reason, reason_unopened
+from h5async.config.files import FileName
+from h5async.errors import DatasetError, ReadError, UnsafeFileError
 from h5async.index.room import Room
-from h5async.io.maps import IoMode
+from h5async.io.localfiles import IoMode
 from h5async.io.stamps import FileStamp
+from h5async.io.stores import LOCAL, HDF5File, absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing
 
@@ -37,6 +34,72 @@ class MissingError(DatasetError):
 
 
 _METADATA_NBYTES = 256 * 1024  # cached by HDF5 while a file is indexed
+
+
+class Consulted:
+    """The dependencies of layouts. Used by one thread.
+
+    Attributes
+    ----------
+    files
+        Paths as used, and the stamps of the files there.
+    absent
+        Paths at which nothing was found.
+    variables
+        Environment variables that were read, with their values.
+    folder
+        The current directory, if a name was relative to it; else None.
+    is_stable
+        Whether later changes can be detected.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, FileStamp] = {}
+        self.absent: set[str] = set()
+        self.variables: dict[str, str] = {}
+        self.folder: str | None = None
+        self.is_stable = True
+
+    def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
+        """Record a file.
+
+        Parameters
+        ----------
+        path, stamp
+            The file.
+        is_written
+            Whether this process has it open for writing, so that facts from HDF5 may not be in the
+            file yet.
+        """
+        name = self._name(path)
+        if is_written or self.files.setdefault(name, stamp) != stamp:
+            self.is_stable = False
+
+    def missed(self, path: Path) -> None:
+        """Record that there was nothing at a path."""
+        self.absent.add(self._name(path))
+
+    def asked(self, variable: str) -> None:
+        """Record that an environment variable was read."""
+        self.variables[variable] = os.environ.get(variable, "")
+
+    def _name(self, path: FileName) -> str:
+        if store_of(path).is_local and not Path(path).is_absolute():
+            self.folder = os.getcwd()
+        return absolute_name(path)
+
+
+class NotRecorded(Consulted):
+    """Accepts records and drops them."""
+
+    def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
+        """Do nothing."""
+
+    def missed(self, path: Path) -> None:
+        """Do nothing."""
+
+    def asked(self, variable: str) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +127,7 @@ class Reach:
     room: Room = field(default_factory=Room, compare=False, repr=False)
     consulted: Consulted = field(default=NotRecorded(), compare=False, repr=False)
 
-    def find(self, name: str, holder: Path, variable: str, where: str) -> Path | None:
+    def find(self, name: str, holder: str, variable: str, where: str) -> Path | None:
         """Return the file that `holder` refers to as `name`, or None if there is none.
 
         Looks where HDF5 looks first: below the directories of the environment variable `variable`,
@@ -81,23 +144,27 @@ class Reach:
         """
         if not name or "\0" in name:
             raise UnsafeFileError(f"{where} refers to a file with the name {name!r}")
+        require_local(holder, name, where)
         self.consulted.asked(variable)
+        referring = Path(holder)
+        folder = referring.parent
         prefixes = [
-            prefix.replace("${ORIGIN}", str(holder.parent))
+            prefix.replace("${ORIGIN}", str(folder))
             for prefix in os.environ.get(variable, "").split(":")
             if prefix
         ]
-        candidates = [Path(prefix, name) for prefix in prefixes] + [holder.parent / name]
+        candidates = [Path(prefix, name) for prefix in prefixes] + [folder / name]
         if os.path.isabs(name):
-            candidates.append(holder.parent / os.path.basename(name))
+            candidates.append(folder / os.path.basename(name))
         else:
-            candidates.append(holder.resolve().parent / name)
+            candidates.append(referring.resolve().parent / name)
         for candidate in candidates:
-            found = self.permitted(candidate, holder, where)
-            if found.exists():
-                if not stat.S_ISREG(found.stat().st_mode):
+            found = self.permitted(candidate, referring, where)
+            is_regular = LOCAL.is_regular(found)
+            if is_regular is not None:
+                if not is_regular:
                     raise ReadError(f"{where} refers to {found}, which is not a regular file")
-                self.consulted.found(candidate, FileStamp.settled(found))
+                self.consulted.found(candidate, settled_stamp(found))
                 return found
             self.consulted.missed(candidate)
         return None
@@ -118,6 +185,15 @@ class Reach:
         return resolved
 
 
+def require_local(holder: str, name: str, where: str) -> None:
+    """Raise UnsafeFileError if a source of another store refers to a file: it has no folder."""
+    if not store_of(holder).is_local:
+        raise UnsafeFileError(
+            f"{where} refers to the file {name!r}, but only local files may refer to others; copy"
+            " both to this machine"
+        )
+
+
 BESIDE = Reach()  # only files that lie beside the file
 
 
@@ -132,7 +208,7 @@ class Located(NamedTuple):
         The group that holds the object, and its name there.
     """
 
-    file: h5py.File
+    file: HDF5File
     path: str
     rest: tuple[str, ...]
     group: h5py.h5g.GroupID
@@ -162,7 +238,7 @@ class LastGroup:
 
 
 def locate(
-    file: h5py.File,
+    file: HDF5File,
     path: str,
     reach: Reach,
     files: contextlib.ExitStack,
@@ -220,9 +296,8 @@ def locate(
         if links > _MAX_LINKS:
             raise DatasetError(f"{where}: the path leads through more than {_MAX_LINKS} links")
         if kind == h5py.h5l.TYPE_EXTERNAL:
-            holder = Path(file.filename)
             file_name, leads_to = map(name_text, group.links.get_val(at))
-            target = reach.find(file_name, holder, "HDF5_EXT_PREFIX", where)
+            target = reach.find(file_name, file.filename, "HDF5_EXT_PREFIX", where)
             if target is None:
                 raise MissingError(f"{where} leads to {file_name}, which does not exist")
             file = files.enter_context(open_permitted(target, where))
@@ -251,17 +326,12 @@ def _components(path: str) -> list[str]:
     return [name for name in path.split("/") if name not in ("", ".")]
 
 
-@contextlib.contextmanager
-def open_index(path: Path) -> Iterator[h5py.File]:
+def open_index(path: FileName) -> HDF5File:
     """Open a file like `open_hdf5`, to read its metadata once.
 
     HDF5 would cache up to 32 MB of them, though they are not read again.
     """
-    file = open_hdf5(path, metadata_nbytes=_METADATA_NBYTES)
-    try:
-        yield file
-    finally:
-        file.close()
+    return open_hdf5(path, _METADATA_NBYTES)
 
 
 @contextlib.contextmanager
@@ -279,7 +349,7 @@ def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_permitted(path: Path, where: str) -> Iterator[h5py.File]:
+def open_permitted(path: Path, where: str) -> Iterator[HDF5File]:
     """Open a file that another one refers to, by its real path from `Reach.permitted`.
 
     Raises
@@ -290,77 +360,11 @@ def open_permitted(path: Path, where: str) -> Iterator[h5py.File]:
         As in `open_hdf5`.
     """
     with open_index(path) as file:
-        require_in_place(path, FileStamp.of(file.id.get_vfd_handle()), where)
+        require_in_place(path, file.source.stamp(), where)
         yield file
 
 
 def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
     """Raise UnsafeFileError if a real path now leads elsewhere: a link may have been put there."""
-    with suppressing(OSError, RuntimeError):
-        status = os.stat(path, follow_symlinks=False)
-        if path.resolve() == path and (status.st_dev, status.st_ino) == opened.file_id:
-            return
-    raise UnsafeFileError(f"{where} refers to {path}, which was replaced while it was opened")
-
-
-def open_hdf5(path: Path, *, in_use: bool = False, metadata_nbytes: int | None = None) -> h5py.File:
-    """Open a file for reading with h5py; the caller closes it.
-
-    Parameters
-    ----------
-    path
-        The file.
-    in_use
-        Whether to open a file that a writer has locked and may be writing to.
-    metadata_nbytes
-        The bytes of metadata that HDF5 caches; None for its default. The settings of a file that is
-        already open in this process stay.
-
-    Raises
-    ------
-    ReadError
-        If it cannot be opened; the message says why.
-    """
-    try:
-        with suppressing(FileNotFoundError, NotADirectoryError):
-            mode = os.stat(path).st_mode
-            if stat.S_ISDIR(mode):
-                raise ReadError(f"cannot open {path}: {directory_reason(path)}")
-            if not stat.S_ISREG(mode):  # HDF5 would wait for a pipe
-                raise ReadError(f"cannot open {path}: it is not a regular file")
-        try:
-            # `h5py.File` would make new property lists for each file.
-            properties = _access_properties(metadata_nbytes)
-            return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, properties))
-        except OSError as error:
-            # The caller has it open without locking, and HDF5 requires equal settings; or a writer
-            # permits readers (SWMR).
-            if "file locking flag" in str(error) or (in_use and error.errno == errno.EAGAIN):
-                return h5py.File(path, "r", locking=False)
-            if "already open for write" not in str(error):
-                raise
-            with suppressing(OSError):
-                return h5py.File(path, "r", swmr=True)
-            raise
-    except H5AsyncError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ReadError(f"cannot open {path}: {reason_unopened(path, error)}") from error
-
-
-@functools.cache
-def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
-    """Return the default access properties or, to read metadata, those without a chunk cache.
-
-    HDF5 would allocate that cache whenever a dataset is opened.
-    """
-    properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    if metadata_nbytes is not None:
-        unused, _slots, _nbytes, preemption = properties.get_cache()
-        properties.set_cache(unused, 0, 0, preemption)
-        cache = properties.get_mdc_config()
-        cache.set_initial_size = True
-        cache.initial_size = cache.max_size = metadata_nbytes
-        cache.min_size = min(cache.min_size, metadata_nbytes)
-        properties.set_mdc_config(cache)
-    return properties
+    if not LOCAL.is_in_place(path, opened):
+        raise UnsafeFileError(f"{where} refers to {path}, which was replaced while it was opened")

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field
+from h5async.config.files import FileName
 from h5async.errors import (
     ConfigError,
     DatasetError,
@@ -27,10 +27,11 @@ from h5async.errors import (
     out_of_memory,
 )
 from h5async.index.attributes import cf_attributes, dimension_names
+from h5async.index.composition import Part
 from h5async.index.contents import LISTING_NBYTES, shape_of_field, walk, what_is_there
 from h5async.index.datasets import Indexer
 from h5async.index.groups import Grouping
-from h5async.index.layout import DatasetLayout, Part
+from h5async.index.layout import DatasetLayout
 from h5async.index.links import (
     BESIDE,
     LastGroup,
@@ -43,6 +44,7 @@ from h5async.index.links import (
 from h5async.index.obstacles import OtherKindError
 from h5async.index.oldercategories import older_categories
 from h5async.index.room import files_of
+from h5async.index.segments import Piece
 from h5async.index.sequenced import (
     along_sequences,
     is_one_run,
@@ -51,7 +53,7 @@ from h5async.index.sequenced import (
     sliced,
 )
 from h5async.index.slabs import Slab
-from h5async.io.stamps import FileStamp
+from h5async.io.stores import HDF5File
 from h5async.system.interruptions import passing, suppressing
 
 # Per sequence along a dimension: its bounds, or an object.
@@ -61,7 +63,7 @@ _COLUMN = re.compile(r"\[:, ?(-?\d{1,9})\]$")  # behind a path
 
 
 def read_layouts(
-    path: Path,
+    path: FileName,
     fields: Mapping[str, Field],
     reach: Reach = BESIDE,
     grouping: Grouping | None = None,
@@ -129,7 +131,7 @@ def _wanted(field: Field, may_be_codes: bool) -> Further:
 
 
 def list_layouts(
-    path: Path,
+    path: FileName,
     reach: Reach = BESIDE,
     num_dim: int | str | tuple[int | str, int | str] = 0,
     wanted: Callable[[str], bool] = lambda name: True,
@@ -190,7 +192,7 @@ def _list_joined(
 
 
 def _datasets(
-    file: h5py.File, reach: Reach, wanted: Callable[[str], bool] = lambda name: True
+    file: HDF5File, reach: Reach, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[str]:
     """Yield the paths of datasets, and of objects that cannot be opened."""
     for name, kind in walk(file):
@@ -200,7 +202,7 @@ def _datasets(
             yield name
 
 
-def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
+def _may_be_dataset(file: HDF5File, path: str, reach: Reach) -> bool:
     """Return whether a name leads to a dataset, or to an object that cannot be opened."""
     with contextlib.ExitStack() as files:
         with suppressing(Exception):  # a damaged object may raise anything; the listing says what
@@ -210,7 +212,7 @@ def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
 
 
 def value_layout(
-    path: Path, name: str, most: int, reach: Reach = BESIDE
+    path: FileName, name: str, most: int, reach: Reach = BESIDE
 ) -> DatasetLayout | NDArray[Any]:
     """Find where a small dataset lies that is read whole: a mask, or a number per sample.
 
@@ -269,10 +271,9 @@ def value_layout(
             raise DatasetError(
                 f"{where} holds strings of variable length, which lie in other files"
             )
-        holder = Path(found.file.filename)
+        stamp = found.file.source.stamp()
         what = f"{where} of shape {node.shape}: its strings"
-        stamps = ((str(path), FileStamp.settled(path)) for path in [holder])
-        reach.room.take(_STRING_NBYTES * int(node.size), what, stamps)
+        reach.room.take(_STRING_NBYTES * int(node.size), what, [(found.file.filename, stamp)])
         try:
             return np.asarray(node[()]).reshape(-1)
         except Exception as error:  # h5py raises many types
@@ -283,7 +284,7 @@ def value_layout(
 
 def _column_of(layout: DatasetLayout, number: int) -> DatasetLayout:
     every = Slab.run(0, layout.num_samples)
-    part = Part(layout, every, every, source_region=(slice(number, number + 1),))
+    part = Part(layout, every, every, Piece(source_region=(slice(number, number + 1),)))
     return sliced(layout, layout.num_samples, (), (part,) if layout.num_samples else ())
 
 
@@ -339,7 +340,7 @@ def _read_attributes(
 
 @contextlib.contextmanager
 def indexer_at(
-    file: h5py.File, path: str, reach: Reach
+    file: HDF5File, path: str, reach: Reach
 ) -> Iterator[tuple[Indexer, Located, h5py.h5d.DatasetID]]:
     """Follow a path to a dataset, in this file or another, and yield its `Indexer`.
 
@@ -375,7 +376,7 @@ def _layout_of_two(
 
 
 def _dataset_at(
-    file: h5py.File,
+    file: HDF5File,
     path: str,
     reach: Reach,
     files: contextlib.ExitStack,

@@ -8,12 +8,12 @@ h5py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import h5py
 
 from h5async.index.obstacles import NotDirectError
+from h5async.io.stores import Source
 
 _FILL_VALUE, _LAYOUT, _CONTINUATION = 0x0005, 0x0008, 0x0010  # types of messages
 _IS_SHARED = 2  # a flag: the message lies elsewhere
@@ -21,22 +21,22 @@ _MOST_BLOCKS, _MOST_NBYTES = 64, 1 << 26
 _HAS_TIMES, _HAS_PHASES, _HAS_ORDER = 32, 16, 4  # flags of a header of version 2
 
 
-def stored_fill(dataset: h5py.h5d.DatasetID, descriptor: int) -> bytes:
+def stored_fill(dataset: h5py.h5d.DatasetID, source: Source) -> bytes:
     """Return the fill value of a dataset as stored; b"": zeros.
 
     Parameters
     ----------
     dataset
         One with a fill value.
-    descriptor
-        Of its file.
+    source
+        Its file.
 
     Raises
     ------
     NotDirectError
         If it cannot be found.
     """
-    body = _message(dataset, descriptor, _FILL_VALUE)
+    body = _message(dataset, source, _FILL_VALUE)
     if body[0] == 3:
         return _counted(body, 2, 4) if body[1] & 32 else b""
     if body[0] not in (1, 2):
@@ -44,9 +44,9 @@ def stored_fill(dataset: h5py.h5d.DatasetID, descriptor: int) -> bytes:
     return _counted(body, 4, 4) if body[3] else b""
 
 
-def stored_compact(dataset: h5py.h5d.DatasetID, descriptor: int) -> bytes:
+def stored_compact(dataset: h5py.h5d.DatasetID, source: Source) -> bytes:
     """Return the values of a compact dataset as stored; see `stored_fill`."""
-    body = _message(dataset, descriptor, _LAYOUT)
+    body = _message(dataset, source, _LAYOUT)
     if body[0] not in (3, 4, 5) or body[1] != 0:
         raise NotDirectError(f"compact values in a layout of version {body[0]}")
     return _counted(body, 2, 2)
@@ -64,13 +64,13 @@ def _counted(body: bytes, at: int, width: int) -> bytes:
 _UNKNOWN = "an object header of an unknown form"
 
 
-def _message(dataset: h5py.h5d.DatasetID, descriptor: int, kind: int) -> bytes:
+def _message(dataset: h5py.h5d.DatasetID, source: Source, kind: int) -> bytes:
     """Return the body of the only message of a type."""
     created = h5py.h5i.get_file_id(dataset).get_create_plist()
     base, widths = int(created.get_userblock()), created.get_sizes()
     address = base + int(h5py.h5o.get_info(dataset).addr)
     found = [
-        (body, flags) for one, flags, body in messages(descriptor, address, base, widths)
+        (body, flags) for one, flags, body in messages(source, address, base, widths)
         if one == kind
     ]  # fmt: skip
     if len(found) != 1 or found[0][1] & _IS_SHARED or len(found[0][0]) < 4:
@@ -79,10 +79,10 @@ def _message(dataset: h5py.h5d.DatasetID, descriptor: int, kind: int) -> bytes:
 
 
 def messages(
-    descriptor: int, address: int, base: int, widths: tuple[int, int]
+    source: Source, address: int, base: int, widths: tuple[int, int]
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yield type, flags and body of each message of a header."""
-    head = _read(descriptor, address, 64)
+    head = _read(source, address, 64)
     is_second = head[:4] == b"OHDR"
     extra = 0  # bytes between the head of a message and its body
     if is_second:
@@ -100,7 +100,7 @@ def messages(
     for number, (begin, nbytes) in enumerate(blocks):  # (which grows)
         if number == _MOST_BLOCKS:
             raise NotDirectError(_UNKNOWN)
-        block, at = _read(descriptor, begin, nbytes), 0
+        block, at = _read(source, begin, nbytes), 0
         while at + head_nbytes <= len(block):
             wide = 1 if is_second else 2  # bytes of a type
             kind = int.from_bytes(block[at : at + wide], "little")
@@ -119,10 +119,10 @@ def messages(
             at += head_nbytes + size
 
 
-def _read(descriptor: int, offset: int, nbytes: int) -> bytes:
+def _read(source: Source, offset: int, nbytes: int) -> bytes:
     if not (0 <= offset < 1 << 63 and 0 <= nbytes <= _MOST_NBYTES):
         raise NotDirectError(_UNKNOWN)
-    found = os.pread(descriptor, nbytes, offset)
+    found = source.read(offset, nbytes)
     if len(found) < min(nbytes, 16):
         raise NotDirectError(_UNKNOWN)
     return found

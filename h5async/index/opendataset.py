@@ -7,7 +7,6 @@ distinguishes it from a dataset that takes its place later.
 from __future__ import annotations
 
 import hashlib
-import os
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +16,12 @@ from numpy.typing import NDArray
 
 from h5async.errors import ReadError
 from h5async.index.hdf5 import encoded_properties, fill_nbytes, index_kind
-from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.layout import DatasetLayout
+from h5async.index.layoutfacts import Indexed
 from h5async.index.objectheader import stored_fill
 from h5async.index.obstacles import NotDirectError
 from h5async.index.storedtypes import describe
+from h5async.io.stores import Source
 
 Extents = tuple[int, ...]
 
@@ -32,8 +33,8 @@ class Opened:
     ----------
     identifier
         The dataset.
-    descriptor
-        Of its file.
+    source
+        Its file.
 
     Attributes
     ----------
@@ -45,9 +46,9 @@ class Opened:
         Dimensions of a chunk; empty if it has none.
     """
 
-    def __init__(self, identifier: h5py.h5d.DatasetID, descriptor: int) -> None:
+    def __init__(self, identifier: h5py.h5d.DatasetID, source: Source) -> None:
         self.id = identifier
-        self._descriptor = descriptor
+        self._source = source
         self.plist = identifier.get_create_plist()
         self.layout_class = int(self.plist.get_layout())
         self.type = identifier.get_type()
@@ -126,7 +127,7 @@ class Opened:
     @property
     def end(self) -> int:
         """The current size of the file."""
-        return os.fstat(self._descriptor).st_size
+        return self._source.stamp().nbytes
 
 
 def indexed(dataset: Opened) -> Indexed:
@@ -174,7 +175,7 @@ def fill_value(
 
 
 def fill_reference(
-    dataset: Opened, dtype: np.dtype[Any], descriptor: int, *, whenever: bool = False
+    dataset: Opened, dtype: np.dtype[Any], source: Source, *, whenever: bool = False
 ) -> NDArray[Any]:
     """Return what stands for elements of variable length that were never written.
 
@@ -184,14 +185,14 @@ def fill_reference(
         The dataset.
     dtype
         Of a reference: void.
-    descriptor
-        Of its file, where the fill value lies, as any other element does.
+    source
+        Its file, where the fill value lies, as any other element does.
     whenever
         As in `fill_value`.
     """
     stored = b""
     if _has_fill_value(dataset.plist) and (whenever or _is_filled(dataset.plist)):
-        stored = stored_fill(dataset.id, descriptor)
+        stored = stored_fill(dataset.id, source)
         if len(stored) not in (0, dtype.itemsize):
             raise NotDirectError("elements of variable length with a fill value of another type")
     return np.frombuffer(stored or bytes(dtype.itemsize), dtype)[0:1].reshape(())

@@ -1,4 +1,4 @@
-"""Converts dtypes, selections and filters to JSON values, and back. Pure.
+"""Converts dtypes, regions and filters to JSON values, and back. Pure.
 
 Input may be anything: all functions that read raise `ValueError`, `TypeError`, `KeyError` or
 `IndexError` for invalid values.
@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
 from h5async.codec.storedelements import NUMBER
-from h5async.index.slabs import Blocks, Selection, Slab
 
 _MOST_NESTED = 32  # compound types in compound types
 _LARGEST = (1 << 62) - 1  # of a position or a size
@@ -118,7 +116,7 @@ def _metadata_to_json(metadata: dict[str, Any]) -> object:
     return metadata
 
 
-# --- filters and selections ----------------------------------------------------------------------
+# --- filters and regions ----------------------------------------------------------------------
 
 
 def filter_from_json(found: object) -> Filter:
@@ -146,55 +144,3 @@ def region_from_json(found: object, row_shape: tuple[int, ...]) -> tuple[slice, 
             raise ValueError("a region lies outside its rows")
         slices.append(slice(start, end, by))
     return tuple(slices)
-
-
-class Numbers:
-    """Collects arrays of int64 that a header refers to by position."""
-
-    def __init__(self) -> None:
-        self.arrays: list[NDArray[np.int64]] = []
-        self._count = 0
-
-    def add(self, array: NDArray[Any]) -> list[int]:
-        """Add an array; return its position and its length."""
-        self.arrays.append(np.ascontiguousarray(array, np.int64))
-        place = [self._count, array.size]
-        self._count += array.size
-        return place
-
-
-def numbers_at(place: object, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return an array that was added to `Numbers`, from its position."""
-    begin, count = naturals(place)
-    if begin + count > numbers.size:
-        raise ValueError("numbers lie outside their array")
-    return numbers[begin : begin + count]
-
-
-def selection_to_json(selection: Selection, numbers: Numbers) -> list[int]:
-    """Return the four numbers of a `Slab`, or the positions of the two arrays of `Blocks`."""
-    if isinstance(selection, Slab):
-        return [selection.start, selection.stride, selection.count, selection.block]
-    return numbers.add(selection.first)[:1] + numbers.add(selection.begin)
-
-
-def selection_from_json(found: object, numbers: NDArray[np.int64], extent: int) -> Selection:
-    """Return a selection of a dimension of some extent."""
-    values = naturals(found)
-    selection: Selection
-    if len(values) == 4:
-        selection = Slab(*values)
-        if selection.stride < 1 or selection.stride < selection.block:
-            raise ValueError("a selection overlaps itself")
-    else:
-        first_at, begin_at, count = values
-        first = numbers[first_at : first_at + count - 1]
-        begin = numbers[begin_at : begin_at + count]
-        if begin.size != count or count < 2 or first.size != count - 1:
-            raise ValueError("a selection lies outside its array")
-        if begin[0] != 0 or (np.diff(begin) <= 0).any() or first.min() < 0:
-            raise ValueError("a selection is not in order")
-        selection = Blocks(first, begin)
-    if selection.end > extent:
-        raise ValueError("a selection lies outside its dataset")
-    return selection

@@ -6,20 +6,20 @@ references of some bytes each, and their format.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import h5py
 
+from h5async.config.files import FileName
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import indexer_at
 from h5async.index.obstacles import NotDirectError
 from h5async.index.variablelength import Forms, variable_length
+from h5async.io.stores import HDF5File
 from h5async.system.interruptions import suppressing
 
 
-def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, Forms]:
+def references(path: FileName, name: str, reach: Reach) -> tuple[DatasetLayout, Forms]:
     """Return the layout of the references of a dataset, and what they refer to.
 
     Returns
@@ -56,7 +56,7 @@ def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, Form
             ) from error
 
 
-def may_be_variable_length(file: h5py.File, name: str, reach: Reach) -> bool:
+def may_be_variable_length(file: HDF5File, name: str, reach: Reach) -> bool:
     """Return whether a path of an open file leads to a dataset of a variable-length datatype."""
     try:
         with indexer_at(file, name, reach) as (_, found, node):

@@ -1,163 +1,129 @@
-"""Checks the chunk positions in a saved index, on whole arrays, as is done for HDF5's index.
+"""Checks the tables of a saved index, on whole arrays, as is done for HDF5's index.
 
 Chunks must lie in the file as it was indexed, after its superblock, without overlap, and within the
-grid; those without filters have the length of a chunk. Pure.
+grid; those without filters have the length of a chunk. Segments must lie in their datasets. Pure.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.chunktable import repeated
-from h5async.index.layout import DatasetLayout
+from h5async.index.datasettable import Columns
 from h5async.index.savedfile import SavedIndexError
-from h5async.index.similardatasets import AlikeColumns
+from h5async.index.segments import Segments
 
 Int64s = NDArray[np.int64]
 
-_LARGEST = (1 << 62) - 1  # of bytes, or of chunks
+LARGEST = (1 << 62) - 1  # of bytes, chunks or samples
 _SUPERBLOCK_NBYTES = 48  # at least
 _MANY_CHUNKS = 4096  # per dataset from which copying arrays to check several at once does not pay
 
 
-@dataclass(frozen=True)
-class Tables:
-    """Chunk tables and their limits: each attribute has a number per table.
+class Limits(NamedTuple):
+    """What the kinds of datasets permit: an item for each kind.
 
     Attributes
     ----------
-    count
-        The number of chunks. Tables are concatenated in the array of offsets.
-    numbers, nbytes
-        Where these columns begin in their arrays; -1 if the chunks are the whole grid, or all have
-        `all_nbytes`.
-    all_nbytes
-        The size of all chunks, if `nbytes` is -1.
-    end, grid, expected
-        Bytes of the file, chunks in the grid, and bytes of a chunk without filters (-1 if it has
-        filters).
+    row_nbytes
+        Bytes of a row.
+    is_direct
+        Whether values without chunks lie at an offset.
+    chunk_rows, cross
+        Rows of a chunk, 0 without chunks; and the number of chunks that hold pieces of a row.
+    chunk_nbytes
+        Bytes of a chunk; -1 for any size.
     """
 
-    count: Int64s
-    numbers: Int64s
-    nbytes: Int64s
-    all_nbytes: Int64s
-    end: Int64s
-    grid: Int64s
-    expected: Int64s
+    row_nbytes: Int64s
+    is_direct: Int64s
+    chunk_rows: Int64s
+    cross: Int64s
+    chunk_nbytes: Int64s
 
 
-def check_alike(like: DatasetLayout, columns: AlikeColumns, whole: DatasetLayout) -> None:
-    """Check the columns of datasets that are like one, and make up a whole.
+def require_sound(columns: Columns, limits: Limits) -> None:
+    """Check a table of datasets.
 
     Raises
     ------
     ValueError
-        If they make no sense.
+        If it makes no sense.
     SavedIndexError
         If chunks cannot lie at their positions.
     """
-    _check_rows(like, columns, whole)
-    rows, offset, chunks, end = columns.rows, columns.offset, columns.chunks, like.stamp.nbytes
-    if chunks is None:
-        if (offset < -1).any() or (offset > end - rows * like.row_nbytes)[offset >= 0].any():
-            raise ValueError("values lie beyond the end of their file")
-        return
-    each = math.prod(like.grid[1:])
-    if int(rows.max()) * each > _LARGEST:
-        raise ValueError("datasets that are alike have too many chunks")
-    grid = -(-rows // like.chunk_shape[0]) * each
-    sizes = {sum(grid.tolist()), chunks.nbytes.size, chunks.filter_mask.size}
-    if sizes != {chunks.offset.size}:
-        raise ValueError("chunk tables do not fit their datasets")
-    zeros = np.zeros(rows.size, np.int64)
-    tables = Tables(
-        count=grid,
-        numbers=zeros - 1,
-        nbytes=np.cumsum(grid) - grid,
-        all_nbytes=zeros,
-        end=zeros + end,
-        grid=grid,
-        expected=zeros + (-1 if like.filters else like.chunk_nbytes),
-    )
-    wrong = check_chunks(tables, chunks.offset, np.zeros(0, np.int64), chunks.nbytes)
+    _require_below(columns.kind, limits.row_nbytes.size, "kind")
+    _require_below(columns.file, len(columns.files), "file")
+    rows, chunks, begin = columns.rows, columns.chunks, columns.begin
+    row_nbytes, is_direct, chunk_rows, cross, expected = (x[columns.kind] for x in limits)
+    if (rows < 0).any() or (columns.offset < -1).any() or (columns.stored_nbytes < 0).any():
+        raise ValueError("a dataset has a negative size")
+    end = np.array([stamp.nbytes for _, stamp in columns.files], np.int64)[columns.file]
+    is_there = (is_direct != 0) & (chunk_rows == 0) & (columns.offset >= 0)
+    if (rows > (end - columns.offset) // np.maximum(1, row_nbytes))[is_there].any():
+        raise ValueError("values lie beyond the end of their file")
+    count = np.diff(begin)
+    if begin[0] or (count < 0).any() or begin[-1] != chunks.offset.size:
+        raise ValueError("chunk tables do not lie one after the other")
+    if ((count > 0) & (chunk_rows == 0)).any():
+        raise ValueError("a dataset without chunks has a chunk table")
+    along = -(-rows // np.maximum(1, chunk_rows))
+    grid = np.where(along > LARGEST // np.maximum(1, cross), LARGEST, along * cross)
+    has_table = chunk_rows > 0
+    if ((count != grid) & has_table & ~columns.is_sparse).any():
+        raise SavedIndexError("a chunk table does not fit its dataset")
+    is_large = count >= _MANY_CHUNKS
+    wrong = None
+    for at in np.flatnonzero(is_large).tolist():
+        here = slice(*begin[at : at + 2].tolist())
+        part = chunks.part(here, is_sparse=bool(columns.is_sparse[at]))
+        limit = int(end[at]), int(grid[at]), int(expected[at])
+        wrong = wrong or _wrong(_FIRST, part.index, part.offset, part.nbytes, *limit)
+    small = np.flatnonzero(~is_large & (count > 0))
+    if small.size and not wrong:
+        table = np.repeat(small, count[small])
+        first = np.cumsum(count[small]) - count[small]
+        inside = np.arange(table.size) - np.repeat(first, count[small])
+        at = begin[table] + inside
+        number = inside
+        if chunks.index is not None:
+            number = np.where(columns.is_sparse[table], chunks.index[at], inside)
+        limits_of = end[table], grid[table], expected[table]
+        wrong = _wrong(first, number, chunks.offset[at], chunks.nbytes[at], *limits_of)
     if wrong:
         raise SavedIndexError(wrong)
 
 
-def _check_rows(like: DatasetLayout, columns: AlikeColumns, whole: DatasetLayout) -> None:
-    first, rows = columns.first, columns.rows
-    sizes = {array.size for array in (first, rows, columns.offset, columns.stored_nbytes)}
-    if sizes != {len(columns.paths)} or not rows.size:
-        raise ValueError("datasets that are alike lack some numbers")
-    is_direct = like.fallback_reason is None and like.sample_axis == 0 == whole.sample_axis
-    is_plain = not (like.parts or like.sources) and like.values is None
-    if not (is_direct and is_plain and like.storage in ("contiguous", "chunked")):
-        raise ValueError("datasets that are alike are not read directly")
-    if bool(like.chunk_shape) != (columns.chunks is not None) or like.dtype != whole.dtype:
-        raise ValueError("datasets that are alike are none")
-    if (rows < 1).any() or (rows > whole.num_samples).any() or (first < 0).any():
-        raise ValueError("datasets that are alike have no samples")
-    if (first > whole.num_samples - rows).any() or (first[1:] < first[:-1] + rows[:-1]).any():
-        raise ValueError("datasets that are alike do not follow each other")
-    if int(rows.max()) * like.row_nbytes > _LARGEST or (columns.stored_nbytes < 0).any():
-        raise ValueError("datasets that are alike are too large")
+_FIRST = np.zeros(1, np.int64)
 
 
-def check_chunks(tables: Tables, offset: Int64s, number: Int64s, nbytes: Int64s) -> str | None:
-    """Return the defect of chunk tables, or None.
-
-    The other parameters are the arrays in which the columns of `tables` lie.
-    """
-    count = tables.count
-    if ((tables.numbers < 0) & (count != tables.grid)).any():
-        return "a chunk table does not fit its dataset"
-    for column, array in (tables.numbers, number), (tables.nbytes, nbytes):
-        if ((column >= 0) & (column > array.size - count)).any():
-            return "a chunk table lies outside its array"
-    begins = np.cumsum(count) - count
-    is_large = count >= _MANY_CHUNKS
-    for i in np.flatnonzero(is_large).tolist():
-        here = slice(int(begins[i]), int(begins[i] + count[i]))
-        at, size = int(tables.numbers[i]), int(tables.nbytes[i])
-        found = _wrong(
-            np.zeros(1, np.int64),
-            None if at < 0 else number[at : at + int(count[i])],
-            offset[here],
-            repeated(int(tables.all_nbytes[i]), int(count[i]), "i8")
-            if size < 0
-            else nbytes[size : size + int(count[i])],
-            int(tables.end[i]),
-            int(tables.grid[i]),
-            int(tables.expected[i]),
-        )
-        if found:
-            return found
-    small = np.flatnonzero(~is_large & (count > 0))
-    return _wrong_in_any(tables, small, begins, (offset, number, nbytes)) if small.size else None
+def require_sound_segments(segments: Segments, rows: Int64s, num_samples: int) -> None:
+    """Raise ValueError unless segments lie in datasets of some `rows`, and do not overlap."""
+    first, length, row, step = segments.first, segments.length, segments.row, segments.step
+    _require_below(segments.dataset, rows.size, "dataset")
+    _require_below(segments.piece, len(segments.pieces), "piece")
+    if (first < 0).any() or (length < 1).any() or (row < 0).any() or (step < 1).any():
+        raise ValueError("a segment has a negative size")
+    if (length > num_samples).any() or (first > num_samples - length).any():
+        raise ValueError("a segment lies outside its dataset")
+    limit = rows[segments.dataset]
+    if (row >= limit).any() or (step > np.maximum(1, limit))[length > 1].any():
+        raise ValueError("a segment lies outside the dataset that holds it")
+    if (length - 1 > (limit - 1 - row) // step).any():
+        raise ValueError("a segment lies outside the dataset that holds it")
+    if (first[1:] < first[:-1]).any():
+        raise ValueError("segments are not in order")
+    if any((layer.end[:-1] > layer.first[1:]).any() for _, layer in segments.layers):
+        raise ValueError("segments overlap")
+    if any(not 0 <= begin <= end <= num_samples for begin, end in segments.even):
+        raise ValueError("units lie outside their dataset")
 
 
-def _wrong_in_any(
-    tables: Tables, small: Int64s, begins: Int64s, arrays: tuple[Int64s, Int64s, Int64s]
-) -> str | None:
-    """Return the defect of small tables, which are checked as one, or None."""
-    offset, number, nbytes = arrays
-    count = tables.count[small]
-    first = np.cumsum(count) - count
-    table = np.repeat(small, count)
-    inside = np.arange(table.size) - np.repeat(first, count)
-    at = tables.numbers[table]
-    numbers = inside.copy()
-    numbers[at >= 0] = number[(at + inside)[at >= 0]]
-    at = tables.nbytes[table]
-    sizes = tables.all_nbytes[table]
-    sizes[at >= 0] = nbytes[(at + inside)[at >= 0]]
-    limits = (column[table] for column in (tables.end, tables.grid, tables.expected))
-    return _wrong(first, numbers, offset[begins[table] + inside], sizes, *limits)
+def _require_below(column: NDArray[np.int32], limit: int, what: str) -> None:
+    if ((column < 0) | (column >= limit)).any():
+        raise ValueError(f"a {what} is named that is not there")
 
 
 def _wrong(

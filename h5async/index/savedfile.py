@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.io.descriptors import open_regular
+from h5async.io.localfiles import open_regular
 from h5async.io.shared import forget_pages, map_file
 from h5async.system.interruptions import suppressing
 
 # Changes with the content, and when the same file would be indexed differently: files with another
 # number are not read.
-FORMAT = 3
+FORMAT = 4
 _SIGNATURE = b"\x89h5async\r\n\x1a\n"
 _HEAD = struct.Struct("<12sIQQ16s")
 _ALIGNMENT = 64

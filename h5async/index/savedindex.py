@@ -5,23 +5,26 @@ The layouts of a file are valid while it, and everything consulted to read them,
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.errors import ConfigError, ReadError
-from h5async.index.consulted import Consulted
+from h5async.index.datasettable import Datasets, table_of
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Consulted, Reach, require_local
 from h5async.index.portable import NotPortableError, natural, naturals, text
 from h5async.index.savedfile import SavedIndexError, read_saved, write_saved
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
-from h5async.io.stamps import FileStamp, is_at
+from h5async.io.stamps import FileStamp
+from h5async.io.stores import is_at, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing, suppressing
 
@@ -137,7 +140,7 @@ def write_index(
             needs[number] = [writer.file(*other) for other in others.items()]
         if file.consulted.absent:
             absent[number] = sorted(file.consulted.absent)
-    header = writer.header()
+    header, arrays = writer.header_and_arrays()
     folder = f"{path.absolute().parent}{os.sep}"
     header["files"] = [[_below(name, folder), *stamp] for name, *stamp in header["files"]]
     several = [file.consulted for file in files]
@@ -152,7 +155,6 @@ def write_index(
         folder=next((one.folder for one in several if one.folder is not None), None),
         allow_missing=reach.missing_is_fill,
     )
-    arrays = writer.arrays()
     arrays["entries"] = [np.array(entries, np.int64).reshape(-1, 3)]
     mode = 0o600 if is_entry else 0o644
     write_saved(path, header, arrays, mode=mode, is_lasting=not is_entry)
@@ -172,20 +174,28 @@ def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
     seen: dict[tuple[str, FileStamp], bool] = {}
     for file in files:
         for layout in file.layouts.values():
-            for leaf in layout.leaves():
-                place = leaf.file, leaf.stamp
-                is_read = _is_read(leaf) and not layout.is_ragged
+            datasets = table_of(layout)[1]
+            are_read = _are_read(datasets) & (not layout.is_ragged)
+            for place, number in zip(datasets.columns.files, itertools.count(), strict=False):
+                is_read = bool(are_read[datasets.columns.file == number].all())
                 seen[place] = seen.get(place, True) and is_read
     return [number for place, number in writer.files.items() if not seen.get(place, False)]
 
 
-def _is_read(leaf: DatasetLayout) -> bool:
-    """Return whether reading any row of a dataset opens its file."""
-    if leaf.values is not None or not leaf.num_samples:
-        return False
-    if leaf.fallback_reason is not None or leaf.chunks is None:
-        return leaf.fallback_reason is not None or leaf.offset >= 0
-    return leaf.chunks.index is None and leaf.chunks.offset.size > 0
+def _are_read(datasets: Datasets) -> NDArray[np.bool_]:
+    """Return for which datasets reading any row opens their file."""
+    columns, kinds = datasets.columns, datasets.kinds
+    has_values, by_h5py, has_chunks = (
+        np.array(flags, np.bool_)[columns.kind]
+        for flags in (
+            [kind.values is not None for kind in kinds],
+            [kind.fallback_reason is not None for kind in kinds],
+            [kind.chunks is not None for kind in kinds],
+        )
+    )
+    is_whole = ~columns.is_sparse & (np.diff(columns.begin) > 0)
+    is_there = by_h5py | np.where(has_chunks, is_whole, columns.offset >= 0)
+    return (columns.rows > 0) & ~has_values & is_there
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -378,9 +388,9 @@ class NamedIndex(SavedIndex):
         for name, stamp in self._files:
             if stamp.device not in here:
                 with suppressing(OSError, ValueError):
-                    found = os.stat(name)
-                    if found.st_ino == stamp.inode:
-                        here[stamp.device] = found.st_dev
+                    found = store_of(name).stamp(name)
+                    if found.inode == stamp.inode:
+                        here[stamp.device] = found.device
         for number, (name, stamp) in enumerate(self._files):
             device = here.get(stamp.device, stamp.device)
             if device != stamp.device:
@@ -391,8 +401,10 @@ class NamedIndex(SavedIndex):
         primary = set(self._primary)
         for number, others in self._needs.items():
             holder = Path(self.paths[number])
-            for other in set(others) - primary:
-                reach.permitted(Path(self._files[other][0]), holder, f"{self._path}: {holder}")
+            for name in (self._files[other][0] for other in set(others) - primary):
+                for one in (self.paths[number], name):
+                    require_local(one, name, f"{self._path}: {holder}")
+                reach.permitted(Path(name), holder, f"{self._path}: {holder}")
         known = primary.union(*self._needs.values())
         if len(known) < len(self._files):
             raise self._not_usable(SavedIndexError("it names a file that no other refers to"))
@@ -450,4 +462,5 @@ def _file(found: Sequence[Any], folder: str) -> tuple[str, FileStamp]:
         raise TypeError("a file has no stamp")
     if not os.fsencode(text(name)) or "\0" in name:
         raise ValueError("a file has no name")
-    return os.path.join(folder, name), FileStamp(*stamp)
+    path = os.path.join(folder, name) if store_of(name).is_local else name
+    return path, FileStamp(*stamp)

@@ -1,9 +1,8 @@
 """Converts layouts to the header and the arrays of a saved index, and back. Pure.
 
-Each layout is a row of numbers. Facts that many layouts share, such as dtype, chunk shape and
-filters, are stored once, in a template; so is each path and each shape. Rare facts, such as the
-sources of a virtual dataset, are stored beside the rows. Chunk tables are concatenated in arrays; a
-column of equal numbers is one number in the row.
+All layouts are one table, `Datasets`, and are saved as they are: its columns are arrays, its kinds
+are in the header. A layout that consists of others follows them in the table, and has a kind of its
+own with its segments.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,100 +18,54 @@ from numpy.typing import NDArray
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import can_decode, load_core
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
+from h5async.index.datasettable import Columns, Datasets
 from h5async.index.heapelements import Sequences
-from h5async.index.layout import (
-    CfAttribute,
-    DatasetLayout,
-    HeapFile,
-    Indexed,
-    Part,
-    SequenceLengths,
-    Storage,
-    Text,
-)
+from h5async.index.layout import DatasetLayout, Storage
+from h5async.index.layoutfacts import CfAttribute, HeapFile, Indexed, SequenceLengths, Text
 from h5async.index.obstacles import COLUMNS_REASON
 from h5async.index.portable import (
     NotPortableError,
-    Numbers,
     dtype_from_json,
     dtype_to_json,
     filter_from_json,
     natural,
     naturals,
-    numbers_at,
     region_from_json,
     region_to_json,
-    selection_from_json,
-    selection_to_json,
     text,
 )
-from h5async.index.savedchecks import Tables, check_alike, check_chunks
-from h5async.index.savedfile import Arrays, SavedIndexError
-from h5async.index.similardatasets import AlikeColumns, AlikeParts
+from h5async.index.savedchecks import LARGEST, Limits, require_sound, require_sound_segments
+from h5async.index.savedfile import Arrays
+from h5async.index.segments import Piece, Segments
 from h5async.index.variablelength import VariableLength
-from h5async.io.maps import IoMode, may_map
+from h5async.io.localfiles import IoMode, may_map
 from h5async.io.stamps import FileStamp
 
 _MOST_DIMENSIONS = 64  # of HDF5, 32, and those of array types
-_LARGEST = (1 << 62) - 1
-
-
-# Names of arrays for `AlikeColumns` and their chunks.
-_ALIKE = ("first", "rows", "offset", "stored_nbytes")
-_ALIKE_CHUNKS = {"chunk_offset": "offset", "chunk_nbytes": "nbytes", "chunk_mask": "filter_mask"}
 
 _DEFAULTS = {
     field.name: field.default for field in fields(DatasetLayout) if field.default is not MISSING
 }
+_NOT_SAVED = "limit", "is_shared", "file_samples"  # other values of these cannot be saved
 
-
-class Row(NamedTuple):
-    """A layout as a row of int64.
-
-    Attributes
-    ----------
-    template, file, path, shape
-        Positions in the lists of the header.
-    offset, stored_nbytes
-        As in the layout.
-    chunks, offsets
-        The number of chunks in its table, and the first of them in the array of offsets; -1 without
-        a table.
-    numbers, nbytes, masks
-        The first number of these columns in its array; -1: all chunks have `all_nbytes`, or
-        `all_mask`, or are allocated.
-    all_nbytes, all_mask
-        Common to all chunks.
-    """
-
-    template: int
-    file: int
-    path: int
-    shape: int
-    offset: int
-    stored_nbytes: int
-    chunks: int = -1
-    offsets: int = -1
-    numbers: int = -1
-    nbytes: int = -1
-    masks: int = -1
-    all_nbytes: int = 0
-    all_mask: int = 0
+# The arrays of a saved index, and their dtypes: the columns of the table of datasets, those of its
+# chunks, and what kinds refer to.
+_COLUMNS = {
+    "kind": "i4",
+    "file": "i4",
+    "path": "i4",
+    "rows": "i8",
+    "address": "i8",
+    "stored_nbytes": "i8",
+    "begin": "i8",
+    "is_sparse": "u1",
+}
+_CHUNKS = {"number": "i8", "offset": "i8", "nbytes": "i8", "mask": "u4"}
+_FACTS = {"values": "u1", "numbers": "i8", "lengths": "u4", "places": "i8"}
 
 
 class NotUsableError(Exception):
     """A layout is only valid for other settings of the reader, or another installation."""
-
-
-# In a row, in the template of many, and beside the rows.
-_SAVED = {
-    *("file", "stamp", "path", "shape", "offset", "stored_nbytes", "chunks"),
-    *("dtype", "sample_axis", "storage", "fallback_reason", "fill", "chunk_shape", "filters"),
-    *("member", "stored_itemsize", "has_raw_edges", "extra_dims", "indexed", "text"),
-    *("values", "parts", "sources", "attached", "dim_names", "cf", "sequences"),
-    *("spans", "lengths", "heaps"),
-}
-_NOT_SAVED = _DEFAULTS.keys() - _SAVED  # other values of these cannot be saved
 
 
 # --- layouts -> header and arrays ----------------------------------------------------------------
@@ -123,154 +76,124 @@ class LayoutWriter:
 
     def __init__(self) -> None:
         self.files: dict[tuple[str, FileStamp], int] = {}
-        self._paths: dict[str, int] = {}
-        self._shapes: dict[tuple[int, ...], int] = {}
-        self._template_numbers: dict[Any, int] = {}
-        self._templates: list[dict[str, Any]] = []
-        self._extras: dict[int, dict[str, Any]] = {}
-        self._rows: list[Row] = []
-        self._numbers_of: dict[int, int] = {}
-        self._held: list[DatasetLayout] = []  # so that no other gets the same id
-        self._numbers = Numbers()
-        self._columns: dict[str, list[NDArray[Any]]] = {
-            "index": [np.zeros(0, np.int64)],
-            "offset": [np.zeros(0, np.int64)],
-            "nbytes": [np.zeros(0, np.int64)],
-            "mask": [np.zeros(0, np.uint32)],
-            "values": [np.zeros(0, np.uint8)],
-            "spans": [np.zeros(0, np.int64)],
-            "lengths": [np.zeros(0, np.uint32)],
-            "places": [np.zeros(0, np.int64)],
-        }
-        self._spans: dict[int, list[int]] = {}  # by the array's id, while it is held
-        self._sizes = dict.fromkeys(self._columns, 0)
+        self._tables: list[Datasets] = []
+        self._single: list[DatasetLayout] = []  # not in a table yet
+        self._count = 0
+        self._number_of: dict[int, int] = {}
+        self._facts: dict[int, dict[str, Any]] = {}  # of layouts with a kind of their own
+        self._arrays = {name: [np.zeros(0, dtype)] for name, dtype in _FACTS.items()}
+        self._sizes = dict.fromkeys(_FACTS, 0)
+        self._places: dict[int, list[int]] = {}  # by the array's id
+        self._held: list[Any] = []
 
     def file(self, path: str, stamp: FileStamp) -> int:
         """Return the number of a file."""
         return self.files.setdefault((path, stamp), len(self.files))
 
     def add(self, layout: DatasetLayout) -> int:
-        """Add a layout and its sources; return its number.
+        """Add a layout and its datasets; return its number.
 
         NotPortableError if it has no form in which another process could read it.
         """
-        found = self._numbers_of.get(id(layout))
+        found = self._number_of.get(id(layout))
         if found is not None:
             return found
         for name in _NOT_SAVED:
             if getattr(layout, name) != _DEFAULTS[name]:
                 raise NotPortableError(f"{layout.path}: its {name}")
-        if max(layout.shape, default=0) > _LARGEST:
+        if max(layout.shape, default=0) > LARGEST:
             raise NotPortableError(f"{layout.path}: its shape {layout.shape}")
-        extra = self._extra(layout)
-        row = Row(
-            self._template(layout),
-            self.file(layout.file, layout.stamp),
-            self._paths.setdefault(layout.path, len(self._paths)),
-            self._shapes.setdefault(layout.shape, len(self._shapes)),
-            layout.offset,
-            layout.stored_nbytes,
-        )
-        if layout.chunks is not None:
-            row = self._with_chunks(row, layout.chunks)
-        number = self._numbers_of[id(layout)] = len(self._rows)
+        facts = self._own_facts(layout)
+        if facts:
+            self._facts[id(layout)] = facts
+        number = self._number_of[id(layout)] = self._count
+        self._single.append(layout)
         self._held.append(layout)
-        self._rows.append(row)
-        if extra:
-            self._extras[number] = extra
+        self._count += 1
         return number
 
-    def header(self) -> dict[str, Any]:
-        """Return the part of the header that describes the layouts."""
-        return {
+    def header_and_arrays(self) -> tuple[dict[str, Any], dict[str, list[NDArray[Any]]]]:
+        """Return the part of the header that describes the layouts, and the arrays."""
+        self._end_single()
+        table = Datasets.joined(self._tables) if self._tables else Datasets.of([])
+        columns, paths = table.columns, dict[str, int]()
+        files = np.array([self.file(*file) for file in columns.files], np.int32)
+        found: dict[str, Any] = {
+            "kind": columns.kind,
+            "file": files[columns.file] if files.size else columns.file,
+            "path": [paths.setdefault(path, len(paths)) for path in columns.paths],
+            "rows": columns.rows,
+            "address": columns.offset,
+            "stored_nbytes": columns.stored_nbytes,
+            "begin": columns.begin,
+            "is_sparse": columns.is_sparse,
+            "number": () if columns.chunks.index is None else columns.chunks.index,
+            "offset": columns.chunks.offset,
+            "nbytes": _one_if_equal(columns.chunks.nbytes),
+            "mask": _one_if_equal(columns.chunks.filter_mask),
+        }
+        dtypes = _COLUMNS | _CHUNKS
+        arrays = {name: [np.asarray(found[name], dtype)] for name, dtype in dtypes.items()}
+        header = {
             "files": [[path, *stamp] for path, stamp in self.files],
-            "paths": list(self._paths),
-            "shapes": list(self._shapes),
-            "templates": self._templates,
-            "extras": self._extras,
+            "paths": list(paths),
+            "kinds": [_kind_to_json(kind, self._facts.get(id(kind), {})) for kind in table.kinds],
         }
+        return header, arrays | self._arrays
 
-    def arrays(self) -> dict[str, list[NDArray[Any]]]:
-        """Return the arrays, in pieces."""
-        rows = np.array(self._rows, np.int64).reshape(-1, len(Row._fields))
-        return {
-            "rows": [rows],
-            "numbers": [np.zeros(0, np.int64), *self._numbers.arrays],
-            **self._columns,
-        }
+    def _end_single(self) -> None:
+        if self._single:
+            self._tables.append(Datasets.of(self._single))
+            self._single = []
 
-    def _template(self, layout: DatasetLayout) -> int:
-        dtype = layout.dtype
-        described = dtype.str if dtype.isbuiltin == 1 else repr(dtype_to_json(dtype))
-        key = (
-            described,
-            layout.sample_axis,
-            layout.storage,
-            layout.fallback_reason,
-            layout.fill.tobytes(),
-            layout.chunk_shape,
-            layout.filters,
-            layout.member,
-            layout.stored_itemsize,
-            layout.has_raw_edges,
-            layout.extra_dims,
-            layout.text,
-            layout.dim_names,
-            layout.cf,
-            None if layout.indexed is None else layout.indexed.digest,
-        )
-        number = self._template_numbers.get(key)
-        if number is None:
-            number = self._template_numbers[key] = len(self._templates)
-            digest = key[-1]
-            self._templates.append(
-                {
-                    "dtype": dtype_to_json(dtype),
-                    "sample_axis": layout.sample_axis,
-                    "storage": layout.storage,
-                    "fallback_reason": layout.fallback_reason,
-                    "fill": layout.fill.tobytes().hex(),
-                    "chunk_shape": layout.chunk_shape,
-                    "filters": layout.filters,
-                    "member": layout.member,
-                    "stored_itemsize": layout.stored_itemsize,
-                    "has_raw_edges": layout.has_raw_edges,
-                    "extra_dims": layout.extra_dims,
-                    "text": layout.text,
-                    "dim_names": layout.dim_names,
-                    "cf": [[first, *map(_cf_to_json, found)] for first, found in layout.cf],
-                    "digest": None if digest is None else digest.hex(),
-                }
-            )
-        return number
-
-    def _extra(self, layout: DatasetLayout) -> dict[str, Any]:
-        extra: dict[str, Any] = {}
-        if layout.indexed is not None and layout.indexed.shape != _own_shape(
-            layout.shape, layout.extra_dims
-        ):
-            extra["indexed_shape"] = layout.indexed.shape
+    def _own_facts(self, layout: DatasetLayout) -> dict[str, Any]:
+        """Return the facts that a layout shares with no other, and add their arrays."""
+        facts: dict[str, Any] = {}
+        own = layout.shape[: len(layout.shape) - layout.extra_dims]
+        if layout.indexed is not None and layout.indexed.shape not in (own, own[1:]):
+            facts["indexed_shape"] = layout.indexed.shape
         if layout.values is not None:
-            extra["values"] = self._append("values", layout.values.reshape(-1).view(np.uint8))
+            facts["values"] = self._add("values", layout.values.reshape(-1).view(np.uint8))
         if layout.attached:
-            extra["attached"] = [self.file(path, stamp) for path, stamp in layout.attached]
-        if layout.sources:
-            extra["sources"] = [self.add(source) for source in layout.sources]
+            facts["attached"] = [self.file(path, stamp) for path, stamp in layout.attached]
         if layout.sequences is not None:
-            extra["sequences"] = self._numbers.add(layout.sequences.held)
-        if isinstance(layout.parts, AlikeParts):
-            extra["alike"] = self._alike(layout.parts)
-        elif layout.parts:
-            extra["parts"] = [self._part(part) for part in layout.parts]
+            facts["sequences"] = self._add("numbers", layout.sequences.held)
         if layout.spans is not None:
-            if id(layout.spans) not in self._spans:
-                place = [self._append("spans", layout.spans), layout.spans.size]
-                self._spans[id(layout.spans)] = place
-            extra["spans"] = self._spans[id(layout.spans)]
+            facts["spans"] = self._add("numbers", layout.spans)
         if layout.lengths is not None:
-            extra["lengths"] = [self._append("lengths", layout.lengths), layout.lengths.size]
-            extra["heaps"] = [self._heap(heap) for heap in layout.heaps]
-        return extra
+            facts["lengths"] = self._add("lengths", layout.lengths)
+            facts["heaps"] = [self._heap(heap) for heap in layout.heaps]
+        if layout.segments is not None:
+            facts["segments"] = self._segments(layout.segments)
+            assert isinstance(layout.datasets, Datasets)
+            for kind in layout.datasets.kinds:
+                own_facts = self._own_facts(kind)
+                if own_facts:
+                    self._facts[id(kind)] = own_facts
+            self._end_single()
+            self._tables.append(layout.datasets)
+            facts["datasets"] = [self._count, len(layout.datasets)]
+            self._count += len(layout.datasets)
+        if layout.sources:
+            first = self._count - len(layout.datasets)
+            known = {_place(one): first + at for at, one in enumerate(layout.datasets)}
+            found = ((source, known.get(_place(source))) for source in layout.sources)
+            facts["sources"] = [self.add(one) if n is None else n for one, n in found]
+        return facts
+
+    def _segments(self, segments: Segments) -> dict[str, Any]:
+        columns = segments.first, segments.length, segments.row, segments.step
+        return {
+            "columns": [
+                self._add("numbers", column)
+                for column in (*columns, segments.dataset, segments.piece)
+            ],
+            "pieces": [
+                [region_to_json(piece.region), region_to_json(piece.source_region), piece.member]
+                for piece in segments.pieces
+            ],
+            "even": segments.even,
+        }
 
     def _heap(self, heap: HeapFile) -> list[Any]:
         """Describe variable-length elements; their lengths are those of the layout."""
@@ -279,8 +202,7 @@ class LayoutWriter:
         return [
             self.file(heap.file, heap.stamp),
             heap.first_sample,
-            self._append("places", elements.place),
-            elements.place.size,
+            self._add("places", elements.place),
             elements.where.removeprefix(heap.file),
             dtype_to_json(form.dtype),
             form.is_text,
@@ -290,70 +212,54 @@ class LayoutWriter:
             form.size_nbytes,
         ]
 
-    def _alike(self, parts: AlikeParts) -> dict[str, Any]:
-        columns, chunks = parts.columns, parts.columns.chunks
-        arrays = {name: getattr(columns, name) for name in _ALIKE}
-        if chunks is not None:
-            arrays |= {name: getattr(chunks, member) for name, member in _ALIKE_CHUNKS.items()}
-        places = {name: self._numbers.add(array) for name, array in arrays.items()}
-        return {"like": self.add(parts[0].source), "paths": list(columns.paths), "arrays": places}
-
-    def _part(self, part: Part) -> list[Any]:
-        return [
-            self.add(part.source),
-            selection_to_json(part.samples, self._numbers),
-            selection_to_json(part.source_samples, self._numbers),
-            region_to_json(part.region),
-            region_to_json(part.source_region),
-            part.member,
-        ]
-
-    def _with_chunks(self, row: Row, chunks: ChunkTable) -> Row:
-        nbytes, mask, count = chunks.nbytes, chunks.filter_mask, chunks.offset.size
-        row = row._replace(chunks=count, offsets=self._append("offset", chunks.offset))
-        if chunks.index is not None:
-            row = row._replace(numbers=self._append("index", chunks.index))
-        if count and (nbytes == nbytes[0]).all():
-            row = row._replace(all_nbytes=int(nbytes[0]))
-        elif count:
-            row = row._replace(nbytes=self._append("nbytes", nbytes))
-        if count and (mask == mask[0]).all():
-            row = row._replace(all_mask=int(mask[0]))
-        elif count:
-            row = row._replace(masks=self._append("mask", mask))
-        return row
-
-    def _append(self, name: str, array: NDArray[Any]) -> int:
-        begin = self._sizes[name]
-        self._columns[name].append(np.ascontiguousarray(array))
-        self._sizes[name] += array.size
-        return begin
+    def _add(self, name: str, array: NDArray[Any]) -> list[int]:
+        """Add an array; return where it begins among those of its name, and its length."""
+        found = self._places.get(id(array))
+        if found is None:
+            found = self._places[id(array)] = [self._sizes[name], array.size]
+            self._arrays[name].append(np.ascontiguousarray(array, _FACTS[name]))
+            self._sizes[name] += array.size
+            self._held.append(array)  # so that no other gets the same id
+        return found
 
 
-def _own_shape(shape: tuple[int, ...], extra_dims: int) -> tuple[int, ...]:
-    """Return a dataset's shape without the dimensions of an array type."""
-    return shape[: len(shape) - extra_dims]
+def _place(layout: DatasetLayout) -> Any:
+    """Return what a dataset and a source have in common if they are the same."""
+    is_leaf = layout.segments is None
+    return layout.file, layout.path, layout.sample_axis, layout.shape, is_leaf
+
+
+def _one_if_equal(column: NDArray[Any]) -> NDArray[Any]:
+    return column[:1] if column.size and (column == column[0]).all() else column
+
+
+def _kind_to_json(layout: DatasetLayout, own: dict[str, Any]) -> dict[str, Any]:
+    digest = None if layout.indexed is None else layout.indexed.digest
+    return {
+        "dtype": dtype_to_json(layout.dtype),
+        "shape": layout.shape,
+        "sample_axis": layout.sample_axis,
+        "storage": layout.storage,
+        "fallback_reason": layout.fallback_reason,
+        "fill": layout.fill.tobytes().hex(),
+        "chunk_shape": layout.chunk_shape,
+        "has_chunks": layout.chunks is not None,
+        "filters": layout.filters,
+        "member": layout.member,
+        "stored_itemsize": layout.stored_itemsize,
+        "has_raw_edges": layout.has_raw_edges,
+        "extra_dims": layout.extra_dims,
+        "text": layout.text,
+        "unused_rows": layout.unused_rows,
+        "dim_names": layout.dim_names,
+        "cf": [[first, *map(_cf_to_json, found)] for first, found in layout.cf],
+        "digest": None if digest is None else digest.hex(),
+        "indexed_rank": 0 if layout.indexed is None else len(layout.indexed.shape),
+        "own": own,
+    }
 
 
 # --- header and arrays -> layouts ----------------------------------------------------------------
-
-
-class _Template(NamedTuple):
-    """The common facts of layouts.
-
-    Attributes
-    ----------
-    members
-        Of `DatasetLayout`, by name.
-    digest
-        Of `Indexed`.
-    is_usable
-        Whether this installation would read the datasets in the same way.
-    """
-
-    members: dict[str, Any]
-    digest: bytes | None
-    is_usable: bool
 
 
 class LayoutReader:
@@ -381,303 +287,257 @@ class LayoutReader:
     ) -> None:
         self._forget = forget
         self._files = files
-        self._paths = [text(path) for path in header["paths"]]
-        self._shapes = [_shape(shape) for shape in header["shapes"]]
-        self._templates = [_read_template(found) for found in header["templates"]]
-        self._extras: dict[str, Any] = header["extras"]
-        self._arrays = dict(arrays)
-        rows = arrays["rows"].reshape(-1, len(Row._fields))
-        kinds = {"numbers": "i8", "index": "i8", "offset": "i8", "nbytes": "i8", "mask": "u4"}
-        kinds |= {"values": "u1", "spans": "i8", "lengths": "u4", "places": "i8"}
-        for name, kind in kinds.items():
+        for name, kind in (_COLUMNS | _CHUNKS | _FACTS).items():
             if arrays[name].dtype != kind:
                 raise ValueError(f"the array {name} is of {arrays[name].dtype}")
-        self._rows = rows
+        self._arrays = dict(arrays)
+        self._own = [found["own"] for found in header["kinds"]]
+        self._kinds = [_read_kind(found) for found in header["kinds"]]
+        self._is_usable = [_is_usable(kind) for kind in self._kinds]
+        names = [text(path) for path in header["paths"]]
+        path = arrays["path"]
+        if ((path < 0) | (path >= len(names))).any():
+            raise ValueError("a dataset names a path that is not there")
+        chunks, count = arrays["offset"], arrays["offset"].size
+        self._columns = Columns(
+            arrays["kind"],
+            arrays["file"],
+            [names[at] for at in path.tolist()],
+            arrays["rows"],
+            arrays["address"],
+            arrays["stored_nbytes"],
+            arrays["begin"],
+            arrays["is_sparse"].astype(np.bool_),
+            ChunkTable(
+                arrays["number"] if arrays["is_sparse"].any() else None,
+                chunks,
+                _repeated(arrays["nbytes"], count),
+                _repeated(arrays["mask"], count),
+            ),
+            tuple(files),
+        )
+        sizes = {column.size for column in self._columns[:2]} | {path.size}
+        sizes |= {column.size for column in (*self._columns[3:6], self._columns.is_sparse)}
+        if sizes != {self._columns.begin.size - 1}:
+            raise ValueError("columns have unlike lengths")
+        if arrays["is_sparse"].any() and arrays["number"].size != count:
+            raise ValueError("chunks have no numbers")
+        limits = np.array([_limits(kind) for kind in self._kinds], np.int64).reshape(-1, 5).T
+        require_sound(self._columns, Limits(*limits))
         self._made: dict[int, DatasetLayout] = {}
-        self._checked: dict[tuple[int, int], NDArray[np.int64]] = {}  # spans, by their place
-        self._maps: dict[tuple[int, IoMode], bool] = {}
-        self._check(rows)
+        self._maps: dict[tuple[str, IoMode], bool] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._columns.kind.size
 
     def layout(self, number: int, io: IoMode) -> DatasetLayout:
         """Return layout `number`; `io` says how files are read. Equal sources are the same objects.
 
         NotUsableError if the dataset must be indexed again for this installation, or this `io`.
         """
+        if not self._made:  # stamps may have been adapted to this machine
+            self._columns = self._columns._replace(files=tuple(self._files))
         found = self._made.get(number)
         if found is None:
             found = self._made[number] = self._new(number, io)
         return found
 
     def _new(self, number: int, io: IoMode) -> DatasetLayout:
-        row = Row._make(self._rows[number].tolist())
-        template = self._templates[row.template]
-        if not template.is_usable:
+        kind = int(self._columns.kind[number])
+        self._require_usable(kind, int(self._columns.file[number]), io)
+        layout = self._columns.layout(number, self._kinds[kind])
+        return self._with_own_facts(layout, self._own[kind], number, io)
+
+    def _require_usable(self, kind: int, file: int, io: IoMode) -> None:
+        """Raise NotUsableError for a kind of another installation.
+
+        Also if columns were to be read differently: directly only if mapped.
+        """
+        if not self._is_usable[kind]:
             raise NotUsableError
-        file, stamp = self._files[row.file]
-        layout = DatasetLayout.__new__(DatasetLayout)
-        members = layout.__dict__
-        members.update(template.members)
-        shape = self._shapes[row.shape]
-        members["file"], members["stamp"], members["path"] = file, stamp, self._paths[row.path]
-        members["shape"], members["offset"] = shape, row.offset
-        members["stored_nbytes"] = row.stored_nbytes
-        if row.chunks >= 0:
-            members["chunks"] = self._chunks(row)
-        if template.digest is not None:
-            own = _own_shape(shape, template.members["extra_dims"])
-            members["indexed"] = Indexed(template.digest, own)
-        extra = self._extras.get(str(number))
-        if extra is not None:
-            self._add_extra(layout, extra, number, io)
-        if layout.is_columns:
-            self._require_same_method(layout, row.file, io)
-        return layout
-
-    def _require_same_method(self, layout: DatasetLayout, file: int, io: IoMode) -> None:
-        """Raise NotUsableError if columns were to be read differently: directly only if mapped."""
-        key = file, io
+        like, path = self._kinds[kind], self._files[file][0]
+        if not like.is_columns or like.fallback_reason not in (None, COLUMNS_REASON):
+            return
+        key = path, io
         if key not in self._maps:
-            self._maps[key] = may_map(layout.file, io)
-        if layout.fallback_reason in (None, COLUMNS_REASON):
-            if self._maps[key] != (layout.fallback_reason is None):
-                raise NotUsableError
+            self._maps[key] = may_map(path, io)
+        if self._maps[key] != (like.fallback_reason is None):
+            raise NotUsableError
 
-    def _chunks(self, row: Row) -> ChunkTable:
-        count = row.chunks
-        return ChunkTable(
-            self._column("index", row.numbers, count) if row.numbers >= 0 else None,
-            self._column("offset", row.offsets, count),
-            self._nbytes(row),
-            self._column("mask", row.masks, count)
-            if row.masks >= 0
-            else repeated(row.all_mask, count, np.uint32),
-        )
-
-    def _nbytes(self, row: Row) -> NDArray[np.int64]:
-        if row.nbytes >= 0:
-            return self._column("nbytes", row.nbytes, row.chunks)
-        return repeated(row.all_nbytes, row.chunks, "i8")
-
-    def _column(self, name: str, begin: int, count: int) -> NDArray[Any]:
-        return self._arrays[name][begin : begin + count]
-
-    def _add_extra(self, layout: DatasetLayout, extra: Any, number: int, io: IoMode) -> None:
+    def _with_own_facts(
+        self, layout: DatasetLayout, own: dict[str, Any], number: int, io: IoMode
+    ) -> DatasetLayout:
         members = layout.__dict__
-        if "indexed_shape" in extra:
-            digest = self._templates[int(self._rows[number, 0])].digest or b""
-            members["indexed"] = Indexed(digest, naturals(extra["indexed_shape"]))
-        if "values" in extra:
-            begin, nbytes = natural(extra["values"]), layout.nbytes
-            values = self._column("values", begin, nbytes)
+        if "indexed_shape" in own and layout.indexed is not None:
+            members["indexed"] = Indexed(layout.indexed.digest, naturals(own["indexed_shape"]))
+        if "values" in own:
+            values = self._array("values", own["values"])
             members["values"] = np.ndarray(layout.shape, layout.raw_dtype, values.data)
-        if "attached" in extra:
-            members["attached"] = tuple(self._files[i] for i in naturals(extra["attached"]))
-        if "sources" in extra:
-            sources = naturals(extra["sources"])
-            members["sources"] = tuple(self._source(i, number, io) for i in sources)
-        if "spans" in extra:
-            members["spans"] = self._spans(layout, *naturals(extra["spans"]))
-        if "heaps" in extra:
-            self._add_heaps(layout, extra)
-        if "sequences" in extra:
-            held = numbers_at(extra["sequences"], self._arrays["numbers"])
+        if "attached" in own:
+            members["attached"] = tuple(self._files[i] for i in naturals(own["attached"]))
+        if "sources" in own:
+            sources = naturals(own["sources"])
+            if any(source >= number for source in sources):
+                raise ValueError("a layout is its own source")
+            members["sources"] = tuple(self.layout(i, io) for i in sources)
+        if "spans" in own:
+            members["spans"] = self._spans(layout, own["spans"])
+        if "heaps" in own:
+            self._add_heaps(layout, own)
+        if "sequences" in own:
+            held = self._array("numbers", own["sequences"])
             most = layout.sample_count
             if (held < 0).any() or (held > most).any() or sum(held.tolist()) != most:
                 raise ValueError("sequences have other rows than the dataset")
             members["sequences"] = SequenceLengths(held, held)
-        if "alike" in extra:
-            members["parts"] = self._read_alike(extra["alike"], layout, number, io)
-        if "parts" in extra:
-            members["parts"] = tuple(
-                self._part(part, layout, number, io) for part in extra["parts"]
-            )
+        if "segments" in own:
+            self._add_segments(layout, own, number, io)
+        return layout
 
-    def _spans(self, layout: DatasetLayout, begin: int, count: int) -> NDArray[np.int64]:
+    def _add_segments(
+        self, layout: DatasetLayout, own: dict[str, Any], number: int, io: IoMode
+    ) -> None:
+        first, count = naturals(own["datasets"])
+        if not count or first + count > number:
+            raise ValueError("a layout is its own dataset")
+        columns = self._columns.part(first, count)
+        used, which = np.unique(columns.kind, return_inverse=True)
+        pairs = np.unique(columns.kind.astype(np.int64) * len(self._files) + columns.file)
+        for kind, file in map(divmod, pairs.tolist(), [len(self._files)] * pairs.size):
+            self._require_usable(kind, file, io)
+        kinds = []
+        for kind in used.tolist():
+            at = np.flatnonzero(columns.kind == kind)
+            if self._own[kind] and at.size != 1:
+                raise ValueError("datasets share facts of their own")
+            kinds.append(self.layout(first + int(at[0]), io))
+        if any(kind.segments is not None for kind in kinds):
+            raise ValueError("a layout of layouts of others")
+        files, of_file = np.unique(columns.file, return_inverse=True)
+        columns = columns._replace(
+            kind=which.reshape(-1).astype(np.int32),
+            file=of_file.reshape(-1).astype(np.int32),
+            files=tuple(self._files[file] for file in files.tolist()),
+        )
+        found = own["segments"]
+        arrays = [self._array("numbers", place) for place in found["columns"]]
+        if len({array.size for array in arrays}) != 1 or len(arrays) != 6:
+            raise ValueError("segments lack some numbers")
+        dataset, piece = arrays[4:]
+        if max(dataset.max(initial=0), piece.max(initial=0)) >= 1 << 31:
+            raise ValueError("a segment names what is not there")
+        axis, rows = layout.sample_axis, layout.row_shape
+        like = kinds[0]
+        pieces = tuple(
+            Piece(
+                region_from_json(region, rows),
+                region_from_json(source_region, like.row_shape),
+                None if member is None else text(member),
+            )
+            for region, source_region, member in found["pieces"]
+        )
+        even = tuple((natural(begin), natural(end)) for begin, end in found["even"])
+        segments = Segments.of(arrays, pieces, even)
+        require_sound_segments(segments, columns.rows, layout.shape[axis])
+        keys = columns.kind[segments.dataset].astype(np.int64) * len(pieces) + segments.piece
+        for key in np.unique(keys).tolist():
+            _require_fitting(kinds[key // len(pieces)], pieces[key % len(pieces)], layout)
+        layout.__dict__.update(segments=segments, datasets=Datasets(kinds, columns))
+
+    def _array(self, name: str, place: object) -> NDArray[Any]:
+        """Return an array that was added to the others of its name."""
+        begin, count = naturals(place)
+        found = self._arrays[name][begin : begin + count]
+        if found.size != count:
+            raise ValueError("numbers lie outside their array")
+        return found
+
+    def _spans(self, layout: DatasetLayout, place: object) -> NDArray[np.int64]:
         """Return where the samples of a layout begin, which are runs of its rows."""
-        key = begin, count
-        if key not in self._checked:
-            found = self._column("spans", begin, count)
-            if found.size != count or not count or (found[1:] < found[:-1]).any():
-                raise ValueError("samples do not follow each other")
-            self._checked[key] = found
-        spans = self._checked[key]
+        spans = self._array("numbers", place)
+        if not spans.size or (spans[1:] < spans[:-1]).any():
+            raise ValueError("samples do not follow each other")
         if spans[0] < 0 or spans[-1] > layout.num_samples:
             raise ValueError("samples lie outside their dataset")
         return spans
 
-    def _add_heaps(self, layout: DatasetLayout, extra: Any) -> None:
+    def _add_heaps(self, layout: DatasetLayout, own: dict[str, Any]) -> None:
         """Add the positions of variable-length elements, as a copy that may be written to."""
-        begin, count = naturals(extra["lengths"])
-        lengths = self._column("lengths", begin, count)
-        if lengths.size != count or int(lengths.sum(dtype=np.int64)) != layout.num_samples:
+        lengths = self._array("lengths", own["lengths"])
+        if int(lengths.sum(dtype=np.int64)) != layout.num_samples:
             raise ValueError("elements have other lengths than their dataset")
         if layout.storage != "heap" or layout.sample_axis:
             raise ValueError("a dataset is not of variable length")
         heaps, end = [], 0
-        for number, first, at, size, where, dtype, *form in extra["heaps"]:
-            stored = self._column("places", natural(at), natural(size))
+        for number, first, place, where, dtype, *form in own["heaps"]:
+            stored = self._array("places", place)
+            size = stored.size
             places = stored.copy()
             self._forget(stored)
-            own = lengths[natural(first) : first + size]
+            of_file = lengths[natural(first) : first + size]
             file, stamp = self._files[natural(number)]
             described = _form(dtype_from_json(dtype), *form)
-            if first < end or places.size != size or own.size != size or (places >= 0).any():
+            if first < end or of_file.size != size or (places >= 0).any():
                 raise ValueError("elements have no places")
-            if own.size and int(own.max()) * described.dtype.itemsize > stamp.nbytes:
+            if size and int(of_file.max()) * described.dtype.itemsize > stamp.nbytes:
                 raise ValueError("an element is longer than its file")
             if described.dtype.base != layout.dtype:
                 raise ValueError("elements are of another dtype than their dataset")
-            total = int(own.sum(dtype=np.int64))
-            elements = Sequences(described, file + text(where), own, places, total)
+            total = int(of_file.sum(dtype=np.int64))
+            elements = Sequences(described, file + text(where), of_file, places, total)
             heaps.append(HeapFile(file, stamp, first, elements))
             end = first + size
         layout.__dict__.update(lengths=lengths, heaps=tuple(heaps))
 
-    def _read_alike(self, found: Any, whole: DatasetLayout, number: int, io: IoMode) -> AlikeParts:
-        like = self._source(natural(found["like"]), number, io)
-        paths = [text(path) for path in found["paths"]]
-        arrays = {
-            name: numbers_at(place, self._arrays["numbers"])
-            for name, place in found["arrays"].items()
-        }
-        chunks = None
-        if like.chunks is not None:
-            chunk_offset, nbytes, mask = (arrays[name] for name in _ALIKE_CHUNKS)
-            if (mask < 0).any() or (mask >= 1 << 32).any():
-                raise ValueError("a filter mask has too many bits")
-            chunks = ChunkTable(None, chunk_offset, nbytes, mask.astype(np.uint32)).shortened()
-        first, rows, offset, stored = (arrays[name] for name in _ALIKE)
-        columns = AlikeColumns(paths, first, rows, offset, stored, chunks)
-        check_alike(like, columns, whole)
-        parts = AlikeParts(like, columns)
-        _check_part(parts[0], whole)
-        return parts
 
-    def _source(self, source: int, number: int, io: IoMode) -> DatasetLayout:
-        if source >= number:
-            raise ValueError("a layout is its own source")
-        return self.layout(source, io)
-
-    def _part(self, found: Any, whole: DatasetLayout, number: int, io: IoMode) -> Part:
-        source_number, samples, source_samples, region, source_region, member = found
-        source = self._source(natural(source_number), number, io)
-        numbers = self._arrays["numbers"]
-        part = Part(
-            source,
-            selection_from_json(samples, numbers, whole.num_samples),
-            selection_from_json(source_samples, numbers, source.num_samples),
-            region_from_json(region, whole.row_shape),
-            region_from_json(source_region, source.row_shape),
-            None if member is None else text(member),
-        )
-        _check_part(part, whole)
-        return part
-
-    # --- checks ----------------------------------------------------------------------------------
-
-    def _check(self, rows: NDArray[np.int64]) -> None:
-        lengths = map(len, (self._templates, self._files, self._paths, self._shapes))
-        for column, limit in zip(rows.T[:4], lengths, strict=True):
-            if ((column < 0) | (column >= limit)).any():
-                raise ValueError("a layout names what is not there")
-        if (rows[:, 4:] < -1).any() or (rows[:, 6:11] > _LARGEST).any():
-            raise ValueError("a layout has a negative size")
-        limits = self._limits(rows)
-        stamps = np.array([stamp.nbytes for _, stamp in self._files], np.int64)
-        end, offset, has_table = stamps[rows[:, 1]], rows[:, 4], rows[:, 6] >= 0
-        is_there = ~has_table & (limits["is_contiguous"] != 0) & (offset >= 0)
-        if (offset > end - limits["nbytes"])[is_there].any():
-            raise ValueError("values lie beyond the end of their file")
-        if (has_table & (limits["is_chunked"] == 0)).any():
-            raise ValueError("a dataset without chunks has a chunk table")
-        columns = dict(zip(Row._fields, rows[has_table].T, strict=True))
-        self._check_places(columns)
-        tables = Tables(
-            count=columns["chunks"],
-            numbers=columns["numbers"],
-            nbytes=columns["nbytes"],
-            all_nbytes=columns["all_nbytes"],
-            end=end[has_table],
-            grid=limits["grid"][has_table],
-            expected=limits["chunk_nbytes"][has_table],
-        )
-        wrong = check_chunks(
-            tables, self._arrays["offset"], self._arrays["index"], self._arrays["nbytes"]
-        )
-        if wrong:
-            raise SavedIndexError(wrong)
-
-    def _limits(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Return `_Span` of each row, as columns."""
-        # (NumPy compares whole rows in a way that swallows a signal's exception.)
-        templates, template = np.unique(rows[:, 0], return_inverse=True)
-        shapes, shape = np.unique(rows[:, 3], return_inverse=True)
-        kinds, kind = np.unique(template * shapes.size + shape, return_inverse=True)
-        spans = [
-            _span(
-                self._templates[templates[pair // shapes.size]].members,
-                self._shapes[shapes[pair % shapes.size]],
-            )
-            for pair in kinds.tolist()
-        ]
-        table = np.array(spans, np.int64).reshape(-1, len(_Span._fields))[kind.reshape(-1)]
-        return dict(zip(_Span._fields, table.T, strict=True))
-
-    def _check_places(self, columns: dict[str, NDArray[np.int64]]) -> None:
-        """Check that chunk tables are concatenated, and have filter masks."""
-        count, masks = columns["chunks"], columns["masks"]
-        total = sum(count.tolist())  # which may exceed 64 bits
-        if (
-            total != self._arrays["offset"].size
-            or (columns["offsets"] != np.cumsum(count) - count).any()
-        ):
-            raise ValueError("chunk tables do not lie one after the other")
-        if ((masks >= 0) & (masks > self._arrays["mask"].size - count)).any():
-            raise ValueError("a chunk table lies outside its array")
-        if ((columns["all_mask"] < 0) | (columns["all_mask"] >= 1 << 32)).any():
-            raise ValueError("a filter mask has too many bits")
+def _repeated(column: NDArray[Any], count: int) -> NDArray[Any]:
+    if column.size == count and count != 1:
+        return column
+    if column.size != 1 or count < 1:
+        raise ValueError("a column of chunks has another length")
+    return repeated(int(column[0]), count, column.dtype.str)
 
 
-class _Span(NamedTuple):
-    """How much of a file the layouts with a template and a shape take.
-
-    Attributes
-    ----------
-    is_contiguous, nbytes
-        Whether values lie at an offset, and their size.
-    is_chunked, grid, chunk_nbytes
-        Whether values lie in chunks, the number of chunks, and the size of one; -1 for any size.
-    """
-
-    is_contiguous: bool
-    nbytes: int
-    is_chunked: bool
-    grid: int
-    chunk_nbytes: int
-
-
-def _span(members: dict[str, Any], shape: tuple[int, ...]) -> _Span:
-    """Check that a shape fits a template, and return the resulting limits."""
-    chunk_shape, itemsize = members["chunk_shape"], members["dtype"].itemsize
-    if members["sample_axis"] >= len(shape) or members["extra_dims"] >= len(shape):
+def _limits(kind: DatasetLayout) -> tuple[int, bool, int, int, int]:
+    """Check a kind, and return its `Limits`."""
+    shape, axis, chunk_shape = kind.shape, kind.sample_axis, kind.chunk_shape
+    if axis >= len(shape) or kind.extra_dims >= len(shape):
         raise ValueError("a dataset has too few dimensions")
     if chunk_shape and len(chunk_shape) != len(shape):
         raise ValueError("chunks have another rank than their dataset")
-    nbytes = math.prod(shape) * itemsize
-    grid = math.prod(grid_of(shape, chunk_shape)) if chunk_shape else 0
-    chunk_nbytes = math.prod(chunk_shape) * itemsize
-    if max(nbytes, grid, chunk_nbytes) > _LARGEST:
-        nbytes = grid = chunk_nbytes = _LARGEST  # anything with chunks or an offset is too large
-    return _Span(
-        is_contiguous=members["fallback_reason"] is None and not chunk_shape,
-        nbytes=nbytes,
-        is_chunked=bool(chunk_shape),
-        grid=grid,
-        chunk_nbytes=-1 if members["filters"] else chunk_nbytes,
-    )
+    if kind.chunks is not None and not chunk_shape:
+        raise ValueError("chunks have no shape")
+    grid = grid_of(shape, chunk_shape) if chunk_shape else ()
+    cross = math.prod(n for at, n in enumerate(grid) if at != axis)
+    row_nbytes, chunk_nbytes = kind.row_nbytes, kind.chunk_nbytes
+    rows = chunk_shape[axis] if kind.chunks is not None else 0
+    if max(row_nbytes, cross, chunk_nbytes, rows) > LARGEST:
+        row_nbytes = cross = LARGEST  # anything with chunks or an offset is too large
+    is_direct = kind.fallback_reason is None and not chunk_shape and kind.storage != "files"
+    return row_nbytes, is_direct, min(rows, LARGEST), cross, -1 if kind.filters else chunk_nbytes
+
+
+def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) -> None:
+    """Raise ValueError unless a piece of a dataset's rows is one of the rows of a whole."""
+    source_shape, shape = source.row_shape, whole.row_shape
+    if piece.member is not None:
+        if piece.member not in (source.dtype.names or ()):
+            raise ValueError("a piece is of a member that there is not")
+        member = source.dtype[piece.member]
+        source_shape += member.shape
+        if member.base.itemsize != whole.dtype.itemsize:
+            raise ValueError("a member has another size than its field")
+    extents = [_extents(piece.region, shape), _extents(piece.source_region, source_shape)]
+    ours, theirs = ([n for n in found if n != 1] for found in extents)
+    if ours != theirs:
+        raise ValueError("a piece has another shape than its source")
+
+
+def _extents(region: tuple[slice, ...] | None, shape: tuple[int, ...]) -> list[int]:
+    if region is None:
+        return list(shape)
+    pairs = zip(region, shape, strict=True)
+    return [len(range(*piece.indices(extent))) for piece, extent in pairs]
 
 
 def _shape(found: object) -> tuple[int, ...]:
@@ -687,8 +547,8 @@ def _shape(found: object) -> tuple[int, ...]:
     return shape
 
 
-def _read_template(found: Any) -> _Template:
-    dtype = dtype_from_json(found["dtype"])
+def _read_kind(found: Any) -> DatasetLayout:
+    dtype, shape = dtype_from_json(found["dtype"]), _shape(found["shape"])
     fill = bytes.fromhex(found["fill"])
     if len(fill) != dtype.itemsize:
         raise ValueError("a fill value has another size than its dtype")
@@ -702,29 +562,50 @@ def _read_template(found: Any) -> _Template:
     reason, digest = found["fallback_reason"], found["digest"]
     members: dict[str, Any] = {
         **_DEFAULTS,
+        "file": "",
+        "path": "",
+        "stamp": FileStamp(0, 0),
+        "shape": shape,
         "dtype": dtype,
         "sample_axis": natural(found["sample_axis"]),
         "storage": cast("Storage", storage),
         "fallback_reason": None if reason is None else text(reason),
         "fill": np.frombuffer(fill, dtype).reshape(()) if fill else np.zeros((), dtype),
         "chunk_shape": chunk_shape,
+        "chunks": ChunkTable.joined([]) if found["has_chunks"] else None,
         "filters": filters,
         "member": tuple(text(name) for name in found["member"]),
         "stored_itemsize": natural(found["stored_itemsize"]),
         "has_raw_edges": bool(found["has_raw_edges"]),
         "extra_dims": natural(found["extra_dims"]),
         "text": tuple(_read_text(one, dtype) for one in found["text"]),
+        "unused_rows": natural(found["unused_rows"]),
+        "indexed": _indexed(digest, shape, found),
         "dim_names": tuple(tuple(map(text, names)) for names in found["dim_names"]),
         "cf": tuple(
             (natural(first), tuple(map(_read_cf, several))) for first, *several in found["cf"]
         ),
     }
-    # The installation that made the index may have other filters.
+    layout = DatasetLayout.__new__(DatasetLayout)
+    layout.__dict__.update(members)
+    return layout
+
+
+def _is_usable(kind: DatasetLayout) -> bool:
+    """Return whether this installation would read a dataset in the same way."""
+    reason = kind.fallback_reason
+    if kind.indexed is None and kind.storage in ("contiguous", "external") and reason is None:
+        return load_core() is not None  # h5py cannot read files of values alone
     can_undo = can_decode if reason is None else is_known_to_hdf5
-    is_usable = all(map(can_undo, filters))
-    if digest is None and storage in ("contiguous", "external") and reason is None:
-        is_usable = load_core() is not None  # h5py cannot read files of values alone
-    return _Template(members, None if digest is None else bytes.fromhex(digest), is_usable)
+    return all(map(can_undo, kind.filters))
+
+
+def _indexed(digest: Any, shape: tuple[int, ...], found: Any) -> Indexed | None:
+    if digest is None:
+        return None
+    own = shape[: len(shape) - natural(found["extra_dims"])]
+    is_one_sample = natural(found["indexed_rank"]) < len(own)  # see `with_one_sample`
+    return Indexed(bytes.fromhex(digest), own[1:] if is_one_sample else own)
 
 
 def _read_text(found: Any, dtype: np.dtype[Any]) -> Text:
@@ -768,27 +649,3 @@ def _read_cf(found: Any) -> CfAttribute:
     if dtype and len(attribute.data) % np.dtype(dtype).itemsize:
         raise ValueError(f"an attribute {name} has another size than its dtype")
     return attribute
-
-
-def _check_part(part: Part, whole: DatasetLayout) -> None:
-    if part.samples.size != part.source_samples.size:
-        raise ValueError("a part has more samples than its source")
-    source_shape, shape = part.source.row_shape, whole.row_shape
-    if part.member is not None:
-        if part.member not in (part.source.dtype.names or ()):
-            raise ValueError("a part is of a member that there is not")
-        member = part.source.dtype[part.member]
-        source_shape += member.shape
-        if member.base.itemsize != whole.dtype.itemsize:
-            raise ValueError("a member has another size than its field")
-    extents = [_extents(part.region, shape), _extents(part.source_region, source_shape)]
-    ours, theirs = ([n for n in found if n != 1] for found in extents)
-    if ours != theirs:
-        raise ValueError("a part has rows of another shape than its source")
-
-
-def _extents(region: tuple[slice, ...] | None, shape: tuple[int, ...]) -> list[int]:
-    if region is None:
-        return list(shape)
-    pairs = zip(region, shape, strict=True)
-    return [len(range(*piece.indices(extent))) for piece, extent in pairs]

@@ -15,9 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
+from h5async.index.composition import Part, with_parts
+from h5async.index.datasettable import table_of
 from h5async.index.joined import join_layouts, with_lengths
-from h5async.index.layout import DatasetLayout, Part, SequenceLengths
-from h5async.index.similardatasets import AlikeParts, alike_parts
+from h5async.index.layout import DatasetLayout
+from h5async.index.layoutfacts import SequenceLengths
+from h5async.index.segments import Piece
 from h5async.index.slabs import Slab
 
 _UNCHUNKED = "contiguous", "compact"
@@ -35,14 +38,13 @@ def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         sequences=SequenceLengths(held, held),
         file_samples=(),
         path=layouts[0].path,
-        parts=joined.parts if joined.is_ragged else alike_parts(joined.parts),
     )
 
 
 def is_one_run(layout: DatasetLayout) -> bool:
     """Return whether the bytes of the first two dimensions permit merging them."""
     is_plain = layout.fallback_reason is None and not (
-        layout.text or layout.parts or layout.filters
+        layout.text or layout.segments is not None or layout.filters
     )
     return is_plain and layout.storage in _UNCHUNKED
 
@@ -77,10 +79,10 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
     for number in range(count if length else 0):
         row[rest.index(axis)] = slice(number, number + 1)
         samples = Slab.run(number * length, (number + 1) * length)
-        parts.append(Part(layout, samples, all_steps, source_region=tuple(row)))
+        parts.append(Part(layout, samples, all_steps, Piece(source_region=tuple(row))))
     held = np.full(count, length, np.int64)
     row_shape = tuple(layout.shape[a] for a in rest if a != axis)
-    found = sliced(layout, count * length, row_shape, tuple(parts))
+    found = sliced(layout, count * length, row_shape, parts)
     if (axis, layout.sample_axis) == (0, 1) and layout.storage in _UNCHUNKED:
         # It equals the result of `merged_dimensions`, except for the way of reading.
         found = found.changed(storage=layout.storage, member=layout.member)
@@ -88,10 +90,10 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
 
 
 def sliced(
-    layout: DatasetLayout, count: int, row_shape: tuple[int, ...], parts: tuple[Part, ...]
+    layout: DatasetLayout, count: int, row_shape: tuple[int, ...], parts: Sequence[Part]
 ) -> DatasetLayout:
     """Return a layout of `count` samples that are parts of those of another one."""
-    return layout.changed(
+    whole = layout.changed(
         shape=(count, *row_shape),
         sample_axis=0,
         storage="files",
@@ -100,11 +102,11 @@ def sliced(
         filters=(),
         chunks=None,
         values=None,
-        parts=parts,
         sources=(),
         attached=(),
         member=(),
     )
+    return with_parts(whole, parts)
 
 
 def aligned(layouts: Mapping[str, DatasetLayout]) -> dict[str, DatasetLayout]:
@@ -150,31 +152,18 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
     ends = np.cumsum(held)
     if layout.is_ragged:
         return _ragged_with_room(layout, room, shift)
-    parts: list[Part] | AlikeParts
-    if not layout.parts:  # one run of rows
-        source = layout.changed(sequences=None)
-        parts = [
-            Part(source, Slab.run(begin + move, begin + move + size), Slab.run(begin, begin + size))
-            for begin, move, size in zip(
-                (ends - held).tolist(), shift.tolist(), held.tolist(), strict=True
-            )
-            if size
-        ]
-    elif isinstance(layout.parts, AlikeParts):
-        first = layout.parts.columns.first
-        parts = layout.parts.moved(first + shift[np.searchsorted(ends, first, side="right")])
-    else:
-        parts = []
-        for part in layout.parts:
-            at = int(np.searchsorted(ends, part.samples.start, side="right"))
-            begin = part.samples.start + int(shift[at])
-            parts.append(replace(part, samples=Slab.run(begin, begin + part.samples.size)))
+    segments, datasets = table_of(layout)
+    cut = segments.cut(ends)
+    even = segments.even if layout.storage == "files" else ()
+    moved = cut.moved(shift[np.searchsorted(ends, cut.first, side="right")])
+    even = tuple((_shifted(a, ends, shift), _shifted(b - 1, ends, shift) + 1) for a, b in even)
     return layout.changed(
         shape=(int(room.sum()), *layout.shape[1:]),
         storage="files",
         offset=-1,
         values=None,
-        parts=parts if isinstance(parts, AlikeParts) else tuple(parts),
+        segments=replace(moved, even=even),
+        datasets=datasets,
         sequences=SequenceLengths(room, held),
         cf=tuple((_shifted(first, ends, shift), attributes) for first, attributes in layout.cf),
     )

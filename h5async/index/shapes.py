@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
-from h5async.index.datasetlookup import Leaf, Region, member_fill, swaps
 from h5async.index.layout import DatasetLayout
+from h5async.index.segments import WHOLE, Piece, Region
 
 Int64s = NDArray[np.int64]
 
@@ -136,9 +136,9 @@ def wanted_of_cells(
     return low, np.clip(-(-((cells + 1) * cell_size - start) // step), 0, count) - low
 
 
-def shape_of(leaf: Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Shape:
+def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayout) -> Shape:
     """Return how the rows of a dataset lie, and where their pieces go in rows of the batch."""
-    layout, axis = leaf.layout, leaf.layout.sample_axis
+    axis, is_whole = layout.sample_axis, piece.is_whole
     values_axis_first = layout.values is not None
     shape = layout.shape
     if values_axis_first:  # they were moved
@@ -148,15 +148,15 @@ def shape_of(leaf: Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Sh
     rest = [a for a in range(len(shape)) if a != axis]
     source_itemsize = layout.dtype.itemsize
     itemsize, offset, extra = source_itemsize, 0, ()
-    if leaf.member is not None:
+    if piece.member is not None:
         fields = layout.dtype.fields
         assert fields is not None
-        member, offset = fields[leaf.member][:2]
+        member, offset = fields[piece.member][:2]
         itemsize, extra = member.base.itemsize, member.shape
     strides = np.cumprod((source_itemsize, *chunk_shape[:0:-1]), dtype=np.int64)[::-1]
-    wanted = leaf.source_region or (None,) * len(rest)
+    wanted = piece.source_region or (None,) * len(rest)
     axes = [cells_of(shape[a], cell_shape[a], part) for a, part in zip(rest, wanted, strict=True)]
-    row_strides, row_begin = _row_strides(whole, leaf.region, [a.total for a in axes], extra)
+    row_strides, row_begin = _row_strides(whole, piece.region, [a.total for a in axes], extra)
     if not rest:
         grid_index: list[Int64s] = []
         num_pieces = 1
@@ -202,14 +202,13 @@ def shape_of(leaf: Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Sh
         source_row_nbytes=row_nbytes,
         keeps=bool(layout.filters) and (layout.is_shared or not (is_whole and samples == 1)),
         has_chunks=bool(layout.chunk_shape),
-        fill=_fill_of(leaf),
-        swaps=0 if leaf.member is not None else swaps(layout, whole) or 0,
+        fill=_fill_of(layout, piece),
+        swaps=0 if piece.member is not None else swaps(layout, whole) or 0,
     )
 
 
-def shape_of_small(leaf: Leaf, samples: int, whole: DatasetLayout) -> Shape:
+def shape_of_small(layout: DatasetLayout, samples: int, whole: DatasetLayout) -> Shape:
     """Return how rows lie in a small dataset, taken as one chunk of at most `samples` rows."""
-    layout = leaf.layout
     itemsize, row_nbytes = layout.dtype.itemsize, layout.row_nbytes
     stride = np.array([itemsize], np.int64)
     return Shape(
@@ -225,16 +224,52 @@ def shape_of_small(leaf: Leaf, samples: int, whole: DatasetLayout) -> Shape:
         source_row_nbytes=row_nbytes,
         keeps=True,
         has_chunks=True,
-        fill=_fill_of(leaf),
+        fill=_fill_of(layout, WHOLE),
         swaps=swaps(layout, whole) or 0,
     )
 
 
-def _fill_of(leaf: Leaf) -> NDArray[np.uint8]:
-    fill = leaf.layout.raw_fill.reshape(1)
-    if leaf.member is not None:
-        fill = member_fill(leaf.layout, leaf.member)[:1]
+def _fill_of(layout: DatasetLayout, piece: Piece) -> NDArray[np.uint8]:
+    fill = layout.raw_fill.reshape(1)
+    if piece.member is not None:
+        fill = _member_fill(layout, piece.member)[:1]
     return np.frombuffer(fill.tobytes(), np.uint8)
+
+
+def swaps(source: DatasetLayout, whole: DatasetLayout) -> int | None:
+    """Return the size of the numbers of a source whose byte order must be reversed; 0 for none.
+
+    None means that its values need another conversion.
+    """
+    stored, wanted = source.raw_dtype, whole.raw_dtype
+    if stored == wanted:
+        return 0
+    nbytes = stored.itemsize // 2 if stored.kind == "c" else stored.itemsize
+    is_number = stored.kind in "iufc" and nbytes in (2, 4, 8)
+    return nbytes if is_number and stored.newbyteorder("S") == wanted else None
+
+
+def can_take_member(
+    layout: DatasetLayout, piece: Piece, whole: DatasetLayout, max_rank: int
+) -> bool:
+    """Return whether the core can take a member of a dataset's compound type."""
+    fields = layout.dtype.fields
+    if piece.region is not None or piece.source_region is not None:
+        return False
+    if fields is None or piece.member is None or piece.member not in fields:
+        return False
+    member = fields[piece.member][0]
+    return (
+        len({element.tobytes() for element in _member_fill(layout, piece.member)}) == 1
+        and member.base == whole.raw_dtype
+        and (*layout.row_shape, *member.shape) == whole.row_shape
+        and len(layout.shape) + len(member.shape) <= max_rank
+    )
+
+
+def _member_fill(layout: DatasetLayout, member: str) -> NDArray[Any]:
+    """Return the fill value of a member: (elements,), more than one for an array."""
+    return np.ascontiguousarray(layout.fill[member]).reshape(-1)
 
 
 def _row_strides(

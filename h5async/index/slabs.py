@@ -73,12 +73,6 @@ class Slab:
             return slice(self.start, self.start + (self.count - 1) * self.stride + 1, self.stride)
         return None
 
-    def ordinal(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the ordinal of each index; -1 if it is not selected."""
-        block, inside = np.divmod(index - self.start, self.stride)
-        is_selected = (block >= 0) & (block < self.count) & (inside < self.block)
-        return np.where(is_selected, block * self.block + inside, -1)
-
     def at(self, ordinal: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of some ordinals."""
         block, inside = np.divmod(ordinal, self.block)
@@ -140,12 +134,6 @@ class Blocks:
         """Return None: no slice selects the same."""
         return None
 
-    def ordinal(self, index: Int64s) -> Int64s:
-        """Return the ordinal of each index, or -1; the blocks must be in ascending order."""
-        block = np.searchsorted(self.first, index, side="right") - 1
-        ordinal = self.begin[block] + index - self.first[block]
-        return np.where((block >= 0) & (ordinal < self.begin[block + 1]), ordinal, -1)
-
     def at(self, ordinal: Int64s) -> Int64s:
         """Return the indices of some ordinals."""
         block = np.searchsorted(self.begin, ordinal, side="right") - 1
@@ -180,6 +168,11 @@ class PairedRuns(NamedTuple):
     def one(cls, first: int, length: int, row: int, step: int = 1) -> PairedRuns:
         """Return one run."""
         return cls(*np.array([[first], [length], [row], [step]], np.int64))
+
+    @classmethod
+    def none(cls) -> PairedRuns:
+        """Return no runs."""
+        return cls(*(np.zeros(0, np.int64) for _ in range(4)))
 
     @classmethod
     def joined(cls, several: Sequence[PairedRuns]) -> PairedRuns:
@@ -222,7 +215,7 @@ def runs_between(ours: Selection, theirs: Selection) -> PairedRuns:
         raise TooManyRunsError
     size = min(ours.size, theirs.size)
     if not size:
-        return PairedRuns(*(np.zeros(0, np.int64) for _ in range(4)))
+        return PairedRuns.none()
     if ours.is_run and theirs.is_run:
         return PairedRuns.one(ours.start, size, theirs.start)
     if ours.is_run and isinstance(theirs, Slab) and theirs.block == 1:

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import h5py
 from numpy.typing import NDArray
 
+from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
+from h5async.index.composition import with_parts
 from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, MissingError, Reach, locate, open_permitted
 from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_series
 from h5async.index.obstacles import NotDirectError
+from h5async.index.slabs import TooManyRunsError
 from h5async.index.virtual import virtual_parts
+from h5async.io.stores import HDF5File, absolute_name
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
 
@@ -48,7 +51,7 @@ class VirtualSources:
     """
 
     def __init__(
-        self, file: h5py.File, reach: Reach, depth: int, index: IndexSource, where: str
+        self, file: HDF5File, reach: Reach, depth: int, index: IndexSource, where: str
     ) -> None:
         self._file = file
         self._reach = reach
@@ -98,22 +101,23 @@ class VirtualSources:
         sources = [self._get(*name, 0) for name in names]
         there = tuple(source for source in sources if source is not None)
         stored = sum({(s.file, s.path): s.stored_nbytes for s in there}.values())
-        layout = replace(layout, sources=there, stored_nbytes=stored)
+        layout = layout.changed(sources=there, stored_nbytes=stored)
         try:
             if layout.member:
                 raise NotDirectError("a member of a virtual dataset")
-            layout = replace(layout, fill=read_fill())
+            layout = layout.changed(fill=read_fill())
             parts = virtual_parts(self._mappings, layout, self._get) if there else ()
-        except NotDirectError as error:
+            whole = with_parts(layout, parts)
+        except (NotDirectError, TooManyRunsError) as error:
             if None in sources:
                 raise DatasetError(
                     f"{self._where}: sources are missing, and only h5py could read the rest"
                     f" ({error})"
                 ) from error
-            return left_to_hdf5(layout, str(error))
+            return left_to_hdf5(layout, str(error) or "a virtual dataset of too many runs of rows")
         reasons = [part.source.fallback_reason for part in parts]
         reason = next((reason for reason in reasons if reason is not None), None)
-        return replace(layout, parts=parts, fallback_reason=reason)
+        return whole.changed(fallback_reason=reason)
 
     def _get(self, file_name: str, dataset_name: str, axis: int) -> DatasetLayout | None:
         key = file_name, dataset_name, axis
@@ -121,9 +125,9 @@ class VirtualSources:
             self._found[key] = self._source(*key)
         return self._found[key]
 
-    def _path(self, file_name: str, dataset_name: str, may_be_missing: bool) -> Path | None:
+    def _path(self, file_name: str, dataset_name: str, may_be_missing: bool) -> FileName | None:
         """Return the file of a source, or None if it is missing and may be."""
-        holder = Path(self._file.filename).absolute()
+        holder = absolute_name(self._file.filename)
         if file_name == ".":
             return holder
         found = self._reach.find(file_name, holder, "HDF5_VDS_PREFIX", self._where)
@@ -144,7 +148,11 @@ class VirtualSources:
             return None
         with contextlib.ExitStack() as files:
             is_here = file_name == "."
-            file = self._file if is_here else files.enter_context(open_permitted(path, self._where))
+            file = (
+                self._file
+                if is_here
+                else files.enter_context(open_permitted(Path(path), self._where))
+            )
             what = f'{self._where}: its source "{dataset_name}"'
             try:
                 found = locate(file, dataset_name, self._reach, files)

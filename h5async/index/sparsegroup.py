@@ -20,6 +20,7 @@ from h5async.index.datasets import Indexer
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import BESIDE, Located, Reach, locate
 from h5async.index.metadata import layout_at
+from h5async.io.stores import HDF5File
 from h5async.spelling import name_text, shell_word
 
 _FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
@@ -55,7 +56,7 @@ class SparseGroup:
         return self.data.num_samples
 
 
-def sparse_group(file: h5py.File, path: str, reach: Reach = BESIDE) -> SparseGroup | None:
+def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGroup | None:
     """Return the sparse matrix at a path, or None.
 
     Parameters
@@ -102,7 +103,7 @@ def sparse_group(file: h5py.File, path: str, reach: Reach = BESIDE) -> SparseGro
         return SparseGroup(where, shape, **parts, is_transposed=is_transposed)
 
 
-def names_beside(file: h5py.File, path: str, reach: Reach = BESIDE) -> tuple[str, str] | None:
+def names_beside(file: HDF5File, path: str, reach: Reach = BESIDE) -> tuple[str, str] | None:
     """Return the paths of the names and the ids of a matrix's columns, if they lie beside it.
 
     10x Genomics writes ``features/name`` and ``features/id``, before version 3 ``gene_names`` and
@@ -121,7 +122,7 @@ def names_beside(file: h5py.File, path: str, reach: Reach = BESIDE) -> tuple[str
 
 
 def _group_at(
-    file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
+    file: HDF5File, path: str, reach: Reach, files: contextlib.ExitStack
 ) -> tuple[Located, h5py.Group, str] | None:
     """Return the group at a path, and its name in messages; None if there is none."""
     located, node = find(file, path, reach, files)
@@ -163,7 +164,7 @@ def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
 
 
 def find(
-    file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
+    file: HDF5File, path: str, reach: Reach, files: contextlib.ExitStack
 ) -> tuple[Located | None, h5py._objects.ObjectID | None]:
     """Follow a path and open the object there; (None, None) if nothing, or a member, is there.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -23,6 +22,7 @@ from h5async.index.links import BESIDE, Located, Reach
 from h5async.index.metadata import layout_at, value_layout
 from h5async.index.oldercategories import older_categories
 from h5async.index.sparsegroup import find, reading, text_attribute
+from h5async.io.stores import HDF5File
 from h5async.spelling import name_text
 
 _MOST_CATEGORIES = 1 << 24
@@ -55,7 +55,7 @@ class Column:
     mask: DatasetLayout | None = None
 
 
-def column(file: h5py.File, path: str, reach: Reach = BESIDE) -> Column | None:
+def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:
     """Return the categorical or nullable column at a path, or None.
 
     Parameters
@@ -102,7 +102,7 @@ def column(file: h5py.File, path: str, reach: Reach = BESIDE) -> Column | None:
         return Column(where, values, mask=mask)
 
 
-def index_of_table(file: h5py.File, path: str, reach: Reach = BESIDE) -> str:
+def index_of_table(file: HDF5File, path: str, reach: Reach = BESIDE) -> str:
     """Return which column of a table has the names of its rows: AnnData lets users name it.
 
     Parameters and the errors `ReadError` and `UnsafeFileError` are those of `column`.
@@ -169,7 +169,7 @@ def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | ND
         _, node = find(located.file, path, reach, files)
         if isinstance(node, h5py.h5g.GroupID):
             path = f"{path}/values"
-    return value_layout(Path(located.file.filename), path, _MOST_CATEGORIES, reach)
+    return value_layout(located.file.filename, path, _MOST_CATEGORIES, reach)
 
 
 def _flat(located: Located, name: str, kinds: str, reach: Reach, where: str) -> DatasetLayout:

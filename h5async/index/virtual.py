@@ -10,16 +10,17 @@ become one part, so that there may be one per row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from h5async.index.layout import DatasetLayout, Part, region_key
+from h5async.index.composition import Part
+from h5async.index.layout import DatasetLayout
 from h5async.index.mappings import MAX_BLOCKS, Hyperslab, Mapping, Selected, by_number
 from h5async.index.obstacles import NotDirectError
-from h5async.index.slabs import Blocks, PairedRuns, Slab, runs_between
+from h5async.index.segments import Piece, region_key
+from h5async.index.slabs import Blocks, Slab
 
 # source(file name, dataset name, its dimension that counts samples) -> layout; None: it is missing
 FindSource = Callable[[str, str, int], DatasetLayout | None]
@@ -56,9 +57,9 @@ def virtual_parts(
         else:
             several = by_number(alike[0], whole.shape)
             parts += [_part(mapping, whole, source) for mapping in several]
-    merged = _merged([part for part in parts if part is not None])
-    _require_disjoint(whole, merged)
-    return tuple(sorted(merged, key=lambda part: part.samples.start))
+    found = [part for part in parts if part is not None]
+    _require_disjoint(whole, found)
+    return tuple(sorted(found, key=lambda part: part.samples.start))
 
 
 def _alike(mappings: Iterable[Mapping], whole: DatasetLayout) -> Iterable[list[Mapping]]:
@@ -135,37 +136,9 @@ def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) 
         return None
     order = np.argsort(begin, kind="stable")
     length = np.full(begin.size, part.samples.size, np.int64)
-    return replace(
-        part,
+    return part._replace(
         samples=Blocks.of(begin[order], length),
         source_samples=Blocks.of(source_begin[order], length),
-    )
-
-
-def _merged(parts: list[Part]) -> list[Part]:
-    """Merge parts that are runs of samples of one dataset, or of pieces of them."""
-    groups: dict[Any, list[Part]] = {}
-    for number, part in enumerate(parts):
-        is_run = part.samples.is_run or isinstance(part.samples, Blocks)
-        key = id(part.source), region_key(part.region), region_key(part.source_region)
-        groups.setdefault(key if is_run else number, []).append(part)
-    merged = []
-    for group in groups.values():
-        blocks = sum(p.samples.num_blocks + p.source_samples.num_blocks for p in group)
-        merged += [_merged_part(group)] if 1 < len(group) and blocks <= MAX_BLOCKS else group
-    return merged
-
-
-def _merged_part(parts: list[Part]) -> Part:
-    runs = PairedRuns.joined(
-        [runs_between(part.samples, part.source_samples).single_steps() for part in parts]
-    )
-    order = np.argsort(runs.first, kind="stable")
-    length = runs.length[order]
-    return replace(
-        parts[0],
-        samples=Blocks.of(runs.first[order], length),
-        source_samples=Blocks.of(runs.row[order], length),
     )
 
 
@@ -196,7 +169,7 @@ def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | No
         layout = find(mapping.file, mapping.dataset, source_axis)
         assert layout is not None
     elif source_axis is None:
-        if layout.parts:
+        if layout.segments is not None:
             raise NotDirectError("a virtual dataset whose source, itself virtual, is one sample")
         layout, source, source_axis = layout.with_one_sample(), [Slab.run(0, 1), *source], 0
     _require_convertible(layout.dtype, whole.dtype)
@@ -204,8 +177,9 @@ def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | No
         source=layout,
         samples=virtual[axis],
         source_samples=source[source_axis],
-        region=_region(virtual, whole.shape, axis),
-        source_region=_region(source, layout.shape, source_axis),
+        piece=Piece(
+            _region(virtual, whole.shape, axis), _region(source, layout.shape, source_axis)
+        ),
     )
 
 
@@ -300,11 +274,11 @@ def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
     """Refuse mappings that overlap: only HDF5 knows which one wins."""
     by_region: dict[Any, list[Part]] = {}
     for part in parts:
-        by_region.setdefault(region_key(part.region), []).append(part)
+        by_region.setdefault(region_key(part.piece.region), []).append(part)
     if len(by_region) > _MAX_REGIONS:
         raise NotDirectError(f"a virtual dataset with more than {_MAX_REGIONS} regions of samples")
     groups = [[part.samples for part in group] for group in by_region.values()]
-    regions = [group[0].region for group in by_region.values()]
+    regions = [group[0].piece.region for group in by_region.values()]
     for i, (samples, region) in enumerate(zip(groups, regions, strict=True)):
         shared = _have_common(samples)
         for other, other_region in zip(groups[:i], regions, strict=False):

@@ -1,4 +1,4 @@
-"""Reads byte ranges of local files into memory, and makes memory that processes share.
+"""Opens sources of rows by their names, and makes memory.
 
-A path and byte ranges enter; bytes in the caller's memory leave. Stamps identify a state of a file.
+A name and byte ranges enter; bytes in the caller's memory leave. Stamps identify states of sources.
 """

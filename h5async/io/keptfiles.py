@@ -69,10 +69,6 @@ class KeptFiles(Generic[F]):
         """Return a file if it is open; another thread may close it unless it is in use."""
         return self._files.get(path)
 
-    def values(self) -> list[F]:
-        """Return the open files."""
-        return list(self._files.values())
-
     def discard(self, path: str) -> None:
         """Close a file that is not in use, if it is open."""
         with self._lock:

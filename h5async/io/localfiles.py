@@ -1,23 +1,165 @@
-"""Reads from local files, and keeps as many of them open as it may.
+"""Opens local files and maps them, keeps as many of them open as it may, and reads from them.
 
-Other programs may change a file meanwhile: reading goes on if it still holds what was indexed.
+The core reads: what is here gives it descriptors and maps. Other programs may change a file
+meanwhile: reading goes on if it still holds what was indexed.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import stat
+import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from io import FileIO
+from typing import Literal
 
+import numpy as np
+
+from h5async.config.files import FileName
 from h5async.errors import H5AsyncError, ReadError
 from h5async.io.keptfiles import KeptFiles
-from h5async.io.localfile import LocalFile
-from h5async.io.maps import IoMode
-from h5async.io.stamps import FileStamp, changed, has_swmr_writer, lies_at
-from h5async.system.interruptions import interruption
+from h5async.io.openfailure import SIGNATURE
+from h5async.io.stamps import FileStamp, changed, lies_at, replaced, settled
+from h5async.spelling import named
+from h5async.system.interruptions import interruption, suppressing
+from h5async.system.mounts import can_map
 
+IoMode = Literal["auto", "pread", "map"]
+
+_SUPERBLOCK_HEAD_NBYTES = 12
 _TRIES = 5  # to read a slice of a batch while nobody changes the file
+
+
+def owned(call: Callable[..., int], *arguments: object) -> FileIO:
+    """Return a file that owns the descriptor returned by a C function.
+
+    No Python code runs in between, where an exception raised by a signal handler would lose the
+    number. A negative number raises `ValueError`.
+    """
+    return next(map(FileIO, map(call, *zip(arguments, strict=True)), ("rb",)))
+
+
+def open_regular(path: str | os.PathLike[str]) -> FileIO:
+    """Open a regular file for reading, without waiting for the writer of a pipe.
+
+    `OSError` is raised if it cannot be opened, or is not a regular file.
+    """
+    # `FileIO` would leave the descriptor of a directory open.
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return owned(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def may_map(file: str | int, io: IoMode) -> bool:
+    """Tell whether a file, given by its path or an open descriptor, may be mapped."""
+    return io == "map" or (io == "auto" and can_map(file))
+
+
+def read_ahead(path: FileName, nbytes: int) -> None:
+    """Ask the system to read the first `nbytes` of a file, without waiting for it."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with suppressing(OSError), open(path, "rb", buffering=0) as file:  # it is a hint
+        os.posix_fadvise(file.fileno(), 0, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+class LocalFile:
+    """A file on this machine, open for reading. Safe to use from many threads.
+
+    No HDF5 lock is held: a writer may open the file meanwhile. `ReadError` is raised if the file
+    cannot be opened or mapped, or is not the one that was indexed, whose stamp is `expected`.
+
+    Parameters
+    ----------
+    io
+        ``"auto"`` maps it on local file systems, ``"map"`` on any, ``"pread"`` never.
+    file
+        The file if it is already open; closed with this object. None: it is opened by its path.
+
+    Attributes
+    ----------
+    stamp
+        The state of the file that is known to hold what was indexed.
+    has_swmr_writer
+        Whether a writer has the file open for SWMR, so that it changes all the time.
+    map_address, map_nbytes
+        The memory map, for the compiled core; 0 if it is not mapped.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        expected: FileStamp,
+        io: IoMode = "auto",
+        *,
+        file: FileIO | None = None,
+    ) -> None:
+        self.path = path
+        self.stamp = expected
+        self.looking = threading.Lock()
+        self.io: IoMode = io
+        self.map_address = self.map_nbytes = 0
+        self._map: mmap.mmap | None = None
+        try:
+            file = open_regular(path) if file is None else file
+        except OSError as error:
+            raise ReadError(f"cannot open {path}: {error.strerror}") from error
+        self._file, self.descriptor = file, file.fileno()
+        if FileStamp.of(self.descriptor).file_id != expected.file_id:
+            self.close()
+            raise replaced(path)
+        self.has_swmr_writer = has_swmr_writer(self.descriptor)
+        if may_map(self.descriptor, io):
+            self._make_map()
+
+    @property
+    def open_name(self) -> str:
+        """A path that opens the open file again, whatever lies at its own path now."""
+        return f"{'/proc/self' if sys.platform == 'linux' else '/dev'}/fd/{self.descriptor}"
+
+    def has_changed(self, since: FileStamp) -> bool:
+        """Tell whether the file changed since a stamp, or another thread has found that it did."""
+        if self.has_swmr_writer and since is self.stamp and has_swmr_writer(self.descriptor):
+            return False
+        return since is not self.stamp or FileStamp.of(self.descriptor) != since
+
+    def stop_mapping(self) -> None:
+        """Use reads from now on, whose errors say why; threads that use the map keep it."""
+        self.io = "pread"
+        self.map_address = self.map_nbytes = 0
+
+    def close(self) -> None:
+        """Close the descriptor and the map. Idempotent."""
+        self.descriptor = -1
+        self._file.close()
+        if self._map is not None:
+            with suppressing(BufferError):  # the traceback of an error may hold an array
+                self._map.close()
+            self._map = None
+
+    def _make_map(self) -> None:
+        try:
+            self._map = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError, MemoryError) as error:
+            if self.io == "map":
+                is_empty = self.stamp.nbytes and not os.fstat(self.descriptor).st_size
+                self.close()
+                if is_empty:
+                    raise changed(self.path, "it was cut short, and is empty now") from error
+                raise ReadError(
+                    f"{self.path} cannot be mapped into memory: {error}; read it with"
+                    f" {named('io', 'pread')}"
+                ) from error
+            if interruption(error) is not None:
+                raise
+            self._map = None
+            return
+        data = np.frombuffer(self._map, np.uint8)
+        self.map_address, self.map_nbytes = data.ctypes.data, data.size
 
 
 class FileEventError(Exception):
@@ -114,10 +256,10 @@ class LocalFiles:
             now = FileStamp.of(file.descriptor)
             if file.stamp is not stamp or now == stamp:
                 return
-            if now[:4] != stamp[:4]:
-                now = FileStamp.settled(file.descriptor)
+            if not now.has_content_of(stamp):
+                now = settled(partial(FileStamp.of, file.descriptor))
             # The removal of a file alone changes its status.
-            if now[:4] != stamp[:4] or _has_name(file):
+            if not now.has_content_of(stamp) or _has_name(file):
                 self._look_anew(file, now)
             file.has_swmr_writer = has_swmr_writer(file.descriptor)
             file.stamp = now
@@ -154,3 +296,20 @@ def _has_name(file: LocalFile) -> bool:
     except OSError:  # not Linux
         path = file.path
     return lies_at(path, file.stamp)
+
+
+def has_swmr_writer(descriptor: int) -> bool:
+    """Tell whether an HDF5 file is marked as open for writing by SWMR.
+
+    The mark is in the file consistency flags of a superblock of version 3 ("Disk Format: Level 0A"
+    of the HDF5 file format specification), at byte 0, 512, 1024, 2048, ...
+    """
+    begin = 0
+    with suppressing(OSError):
+        nbytes = os.fstat(descriptor).st_size
+        while begin < nbytes:
+            head = os.pread(descriptor, _SUPERBLOCK_HEAD_NBYTES, begin)
+            if head.startswith(SIGNATURE):
+                return len(head) == _SUPERBLOCK_HEAD_NBYTES and head[8] >= 3 and bool(head[11] & 4)
+            begin = max(512, 2 * begin)
+    return False

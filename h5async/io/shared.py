@@ -1,4 +1,4 @@
-"""Makes memory that processes share, and describes arrays in it to other processes.
+"""Makes memory: what processes share, with descriptions of arrays in it, and what grows.
 
 Shared memory is one anonymous file. All processes have its descriptor; it has no name in the file
 system, and disappears when the last process closes it. A process maps each part that it adds. For
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import OutOfMemoryError
-from h5async.io.descriptors import owned
+from h5async.io.localfiles import owned
 from h5async.spelling import named
 from h5async.system.endings import call_when_gone
 from h5async.system.interruptions import suppressing
@@ -38,6 +38,7 @@ except ImportError:  # Windows, where no helper processes are
     fcntl = resource = None  # type: ignore[assignment]
 
 _MAPS = hasattr(mmap, "MAP_ANONYMOUS")  # else NumPy allocates
+MORE = 4  # memory is larger than requested by a quarter
 
 
 class ArraySpec(NamedTuple):
@@ -51,6 +52,31 @@ class ArraySpec(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def plain_memory(nbytes: int) -> NDArray[np.uint8]:
+    """Return new memory, which is not pinned."""
+    return np.empty(nbytes, np.uint8)
+
+
+class Growing:
+    """A buffer for filling one slot: the largest size requested so far, and a quarter more.
+
+    It grows only while its slot is filled, when its former content is no longer used. `make`
+    returns new memory, uint8 (nbytes,), as a NumPy or a CuPy array. `nbytes` are allocated at once,
+    unless `block` exists already.
+    """
+
+    def __init__(self, make: Callable[[int], Any], nbytes: int = 0, block: Any = None) -> None:
+        self._make = make
+        self._block = make(nbytes) if nbytes and block is None else block
+
+    def of(self, nbytes: int) -> Any:
+        """Return `nbytes` of memory: the same memory each time, while it suffices."""
+        if self._block is None or nbytes > self._block.nbytes:
+            self._block = None  # first, because both together may be too much
+            self._block = self._make(nbytes + nbytes // MORE)
+        return self._block[:nbytes]
 
 
 def page_memory(nbytes: int) -> NDArray[np.uint8]:

@@ -1,27 +1,35 @@
-"""Identifies states of files, and makes the errors for changed files.
+"""Identifies states of sources, and makes the errors for changed ones.
 
-A file is identified by device and inode, and a state of it by size and times as well.
+A local file is identified by device and inode, and a state of it by size and times as well.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import struct
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from h5async.config.files import scheme_of
 from h5async.errors import ReadError
-from h5async.system.interruptions import suppressing
 
-# The tick of file systems' clock; if the system does not tell it, twice that of most kernels.
-_TICK_NS = 20_000_000
-if hasattr(time, "CLOCK_REALTIME_COARSE"):
-    _TICK_NS = int(time.clock_getres(time.CLOCK_REALTIME_COARSE) * 1e9)
-_SIGNATURE, _SUPERBLOCK_HEAD_NBYTES = b"\x89HDF\r\n\x1a\n", 12
+# The tick of file systems' clock: that of Linux's CLOCK_REALTIME_COARSE, for which Python has no
+# name; if the system does not tell it, twice that of most kernels.
+_COARSE_CLOCK, _TICK_NS = 5, 20_000_000
+if sys.platform == "linux" and (_seconds := time.clock_getres(_COARSE_CLOCK)) >= 0.001:
+    _TICK_NS = int(_seconds * 1e9)
 
 
 class FileStamp(NamedTuple):
-    """A file, by device and inode, and its state: size, times of content and status."""
+    """A file, by device and inode, and its state: size, times of content and status.
+
+    For sources of other stores these are any numbers that differ where sources, or states of them,
+    do; `nbytes` is their size.
+    """
 
     device: int
     inode: int
@@ -33,6 +41,17 @@ class FileStamp(NamedTuple):
     def file_id(self) -> tuple[int, int]:
         """Device and inode."""
         return self.device, self.inode
+
+    def has_content_of(self, other: FileStamp) -> bool:
+        """Tell whether no more than its status has changed: its mode, its names."""
+        return self[:4] == other[:4]
+
+    @classmethod
+    def of_tag(cls, tag: str, nbytes: int) -> FileStamp:
+        """Return the stamp of a source that is another one as soon as its tag changes."""
+        digest = hashlib.blake2b(tag.encode(), digest_size=16).digest()
+        device, inode = (n >> 1 for n in struct.unpack("<QQ", digest))
+        return cls(device, inode, nbytes)
 
     @classmethod
     def of(cls, file: int | str | Path) -> FileStamp:
@@ -46,25 +65,25 @@ class FileStamp(NamedTuple):
             status.st_ctime_ns,
         )
 
-    @classmethod
-    def settled(cls, file: int | str | Path) -> FileStamp:
-        """Return the stamp of a file; if possible, once any later change would show in it.
 
-        File systems take the time of a write when it begins, from a clock that ticks every few
-        milliseconds (some count whole seconds). So a second change within a tick, and the rest of
-        that write, leave no trace. If the file was changed that recently, this waits for a tick,
-        and for two at most, since the file may be written to all the time.
-        """
-        stamp = cls.of(file)
-        for _ in range(2):
-            is_whole = stamp.changed_ns % 1_000_000_000 == 0
-            tick_ns = 1_000_000_000 if is_whole else _TICK_NS
-            left_ns = stamp.changed_ns + tick_ns - time.time_ns()
-            if not 0 < left_ns <= tick_ns:
-                break
-            time.sleep((left_ns + _TICK_NS / 2) / 1e9)
-            stamp = cls.of(file)
-        return stamp
+def settled(read: Callable[[], FileStamp]) -> FileStamp:
+    """Return a stamp that `read` returns; if possible, once any later change would show in it.
+
+    File systems take the time of a write when it begins, from a clock that ticks every few
+    milliseconds (some count whole seconds). So a second change within a tick, and the rest of that
+    write, leave no trace. If the file was changed that recently, this waits for a tick, and for two
+    at most, since the file may be written to all the time.
+    """
+    stamp = read()
+    for _ in range(2):
+        is_whole = stamp.changed_ns % 1_000_000_000 == 0
+        tick_ns = 1_000_000_000 if is_whole else _TICK_NS
+        left_ns = stamp.changed_ns + tick_ns - time.time_ns()
+        if not 0 < left_ns <= tick_ns:
+            break
+        time.sleep((left_ns + _TICK_NS / 2) / 1e9)
+        stamp = read()
+    return stamp
 
 
 def lies_at(path: str, stamp: FileStamp) -> bool:
@@ -73,30 +92,6 @@ def lies_at(path: str, stamp: FileStamp) -> bool:
         return FileStamp.of(path).file_id == stamp.file_id
     except OSError:
         return False
-
-
-def is_at(path: str, stamp: FileStamp) -> bool:
-    """Tell whether the file of a stamp lies at a path, unchanged."""
-    with suppressing(OSError, ValueError):
-        return FileStamp.of(path) == stamp
-    return False
-
-
-def has_swmr_writer(descriptor: int) -> bool:
-    """Tell whether an HDF5 file is marked as open for writing by SWMR.
-
-    The mark is in the file consistency flags of a superblock of version 3 ("Disk Format: Level 0A"
-    of the HDF5 file format specification), at byte 0, 512, 1024, 2048, ...
-    """
-    begin = 0
-    with suppressing(OSError):
-        nbytes = os.fstat(descriptor).st_size
-        while begin < nbytes:
-            head = os.pread(descriptor, _SUPERBLOCK_HEAD_NBYTES, begin)
-            if head.startswith(_SIGNATURE):
-                return len(head) == _SUPERBLOCK_HEAD_NBYTES and head[8] >= 3 and bool(head[11] & 4)
-            begin = max(512, 2 * begin)
-    return False
 
 
 def changed(path: str, what: str) -> ReadError:
@@ -109,6 +104,11 @@ def changed(path: str, what: str) -> ReadError:
 
 def replaced(path: str) -> ReadError:
     """Return the error for a file that is not the one that was indexed."""
+    if scheme_of(path):
+        return ReadError(
+            f"{path} was replaced by another one after it had been indexed; make a new reader, or a"
+            " new index, which reads the new one"
+        )
     return ReadError(
         f"{path} was replaced by another file after it had been indexed, and was not kept open:"
         " only as many files are as the limit of open files allows (ulimit -n), and none of a saved"

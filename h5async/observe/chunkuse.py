@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from h5async.config import ReaderConfig
+from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.similardatasets import AlikeParts, kinds_of
 from h5async.observe.stats import ChunkAdvice, Remedy
 from h5async.opening.limits import wanted_kept_nbytes
 from h5async.order.selection import Selection
@@ -195,13 +195,14 @@ def _rows_of_chunk(culprit: _Column) -> int:
 
 def needs_of(layout: DatasetLayout) -> Used:
     """Return what a byte of a dataset needs; nothing if it is in memory from the beginning."""
-    if isinstance(layout.parts, AlikeParts):
-        return needs_of(layout.parts.like)
-    if layout.parts:
+    if layout.segments is not None:
+        segments, datasets = table_of(layout)
+        of_kind = datasets.columns.kind[segments.dataset]
+        held = np.bincount(of_kind, segments.length, len(datasets.kinds))
         found, nbytes = Used(), max(1, layout.num_samples * layout.row_nbytes)
-        for part in layout.parts:  # a member's part has whole records
-            share = part.samples.size * part.source.row_nbytes / nbytes
-            found = found.plus(needs_of(part.source), share)
+        for kind, samples in zip(datasets.kinds, held.tolist(), strict=True):
+            # (A member's dataset has whole records.)
+            found = found.plus(needs_of(kind), samples * kind.row_nbytes / nbytes)
         return found
     encoded = 0.0
     if layout.filters and layout.chunk_shape:
@@ -216,11 +217,7 @@ def needs_of(layout: DatasetLayout) -> Used:
 
 
 def _largest_chunks(layout: DatasetLayout, *, by_h5py: bool) -> DatasetLayout:
-    if isinstance(layout.parts, AlikeParts):
-        return _largest_chunks(layout.parts.like, by_h5py=by_h5py)
-    parts = [part.source for part in layout.parts]
-    found = [part for part in parts if (s := needs_of(part)) and (s.by_h5py if by_h5py else s[0])]
-    if not found:
-        return layout
-    leaves = [_largest_chunks(part, by_h5py=by_h5py) for part in found]
-    return max(leaves, key=lambda leaf: leaf.chunk_nbytes)
+    """Return the dataset with the largest chunks among the parts of a layout."""
+    leaves = [leaf for leaf, _ in kinds_of(layout)]
+    found = [y for y in leaves if (s := needs_of(y)) and (s.by_h5py if by_h5py else s.encoded)]
+    return max(found or [layout], key=lambda leaf: leaf.chunk_nbytes)

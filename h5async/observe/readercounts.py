@@ -18,8 +18,8 @@ from h5async.config import ReaderConfig
 from h5async.errors import ConfigError
 from h5async.fill.outcomes import FillerStats
 from h5async.index.cost import direct_share
+from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.similardatasets import kinds_of
 from h5async.observe.chunkuse import ChunkFacts, Used
 from h5async.observe.stats import ChunkAdvice, ReaderStats
 from h5async.order.selection import Selection

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.core.binding import why_no_core
-from h5async.index.joined import unused_rows
+from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.similardatasets import kinds_of
 from h5async.spelling import printable
 
 _log = logging.getLogger("h5async.reader")
@@ -31,7 +30,7 @@ def log_opened(
     """Log what was opened, and the seconds until it was ready."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    files = {source.file for layout in layouts.values() for source, _ in kinds_of(layout)}
+    files = {file for y in layouts.values() for file, _ in table_of(y)[1].columns.files}
     of_files = f" (data in {len(files):,} files)" if len(files) > 1 else ""
     _log.info(
         "opened %s%s: fields %s, %s samples, in %.3f s",
@@ -90,7 +89,9 @@ def log_memory(
 def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
     """Log values that are in no sample: the offsets may have another meaning."""
     for name, layout in layouts.items():
-        count = unused_rows(layout) if layout.spans is not None else 0
+        count = layout.unused_rows
+        if layout.spans is not None and layout.segments is None:
+            count = layout.num_samples - int(layout.spans[-1] - layout.spans[0])
         if count:
             _warn_once(
                 printable(f'{layout.file}: field {name}, dataset "{layout.path}"')

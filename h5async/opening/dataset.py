@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig, SparseField
-from h5async.config.files import INDEX_SUFFIX
+from h5async.config.files import FileName, is_index
 from h5async.errors import ConfigError, DatasetError, taking_memory
+from h5async.index.datasettable import shared
 from h5async.index.groups import Grouping
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
@@ -25,7 +25,7 @@ from h5async.index.obstacles import OtherKindError
 from h5async.index.room import files_of
 from h5async.index.savedindex import NamedIndex
 from h5async.index.sequenced import aligned
-from h5async.io.localfile import read_ahead
+from h5async.io.localfiles import read_ahead
 from h5async.opening.categories import categories_of, of_one_dtype, require_codes
 from h5async.opening.fieldkinds import Kinds, require_alike, with_kinds
 from h5async.opening.filefacts import (
@@ -85,8 +85,8 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
     """
     reach = reach_of(config)
     grouping = grouping_of(config, reach)
-    indices = {
-        path: NamedIndex(path, reach) for path in config.files if path.suffix == INDEX_SUFFIX
+    indices: dict[FileName, NamedIndex] = {
+        path: NamedIndex(path, reach) for path in config.files if is_index(path)
     }
     if any(map(is_ragged, config.batch_fields.values())):
         _check_ragged(config)
@@ -109,7 +109,7 @@ def _open_alike(
     found: Kinds,
     reach: Reach,
     grouping: Grouping | None,
-    indices: Mapping[Path, NamedIndex],
+    indices: Mapping[FileName, NamedIndex],
 ) -> OpenedDataset:
     """Open a dataset whose fields' kinds are known; on error, check that they are alike."""
     try:
@@ -120,7 +120,7 @@ def _open_alike(
 
 
 def _open_kinds(
-    found: Kinds, reach: Reach, grouping: Grouping | None, indices: Mapping[Path, NamedIndex]
+    found: Kinds, reach: Reach, grouping: Grouping | None, indices: Mapping[FileName, NamedIndex]
 ) -> OpenedDataset:
     """Open a dataset whose fields' kinds are known."""
     config = found.config
@@ -128,7 +128,7 @@ def _open_kinds(
         _check_ragged(config)
     needs = needs_of(config.batch_fields, found.columns, grouping)
 
-    def read(path: Path, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
+    def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
         return read_known(path, {name: needs[name] for name in names}, reach, grouping)
 
     wanted = {name: need.wanted for name, need in needs.items()}
@@ -167,7 +167,7 @@ def _joined(
     joined = {name: join_layouts(several) for name, several in columns.items()}
     for name, field in config.batch_fields.items():
         if field.steps is not None:
-            joined[name] = joined[name].shared()
+            joined[name] = shared(joined[name])
         if name + INDICES in joined:  # its rows are those of the values: stored once
             spans = joined[name].spans
             joined[name + INDICES] = joined[name + INDICES].changed(spans=spans)

@@ -6,11 +6,10 @@ Options enter; the same options leave, with fields of other kinds where needed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from h5async.config import Field, RaggedField, ReaderConfig, SparseField
-from h5async.config.files import INDEX_SUFFIX
+from h5async.config.files import FileName, is_index
 from h5async.errors import ConfigError, DatasetError, H5AsyncError
 from h5async.index.groups import Grouping
 from h5async.index.links import Reach, open_index
@@ -59,7 +58,7 @@ def with_kinds(
     config: ReaderConfig,
     reach: Reach,
     grouping: Grouping | None,
-    indices: Mapping[Path, NamedIndex],
+    indices: Mapping[FileName, NamedIndex],
 ) -> Kinds:
     """Return the options with fields of the kinds found in the first file.
 
@@ -86,7 +85,7 @@ def with_kinds(
     known = {} if index is None else _in_index(index, paths, groups)
     rest = {name: path for name, path in paths.items() if name not in known}
     if rest:
-        first = config.files[0] if index is None else Path(index.paths[0])
+        first = config.files[0] if index is None else index.paths[0]
         known |= _in_file(first, rest, reach, grouping)
     found: dict[str, Field] = {}
     columns: dict[str, str] = {}
@@ -115,7 +114,7 @@ def require_alike(config: ReaderConfig, reach: Reach, grouping: Grouping | None)
     DatasetError
         If they do not; the message says where they differ.
     """
-    files = [path for path in config.files if path.suffix != INDEX_SUFFIX]
+    files = [path for path in config.files if not is_index(path)]
     if len(files) < 2:
         return
     paths = {name: field.path for name, field in config.batch_fields.items()}
@@ -160,7 +159,7 @@ def _in_index(index: NamedIndex, paths: Mapping[str, str], groups: str) -> dict[
 
 
 def _in_file(
-    path: Path, paths: Mapping[str, str], reach: Reach, grouping: Grouping | None
+    path: FileName, paths: Mapping[str, str], reach: Reach, grouping: Grouping | None
 ) -> dict[str, _Found]:
     """Return the objects at paths of a file."""
     found = {}

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField, SparseField
+from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
@@ -37,7 +37,7 @@ from h5async.index.savedindex import Wanted
 from h5async.index.sequenced import join_groups
 from h5async.index.sparsegroup import names_beside
 from h5async.index.tablecolumns import Column, category_names, column, index_of_table
-from h5async.io.stamps import FileStamp
+from h5async.io.stores import absolute_name, settled_stamp
 from h5async.opening.raggedcolumns import ID, heap_layout, sparse_layouts, with_spans
 from h5async.read.whole import read_whole
 from h5async.samples.columns import INDICES
@@ -117,7 +117,7 @@ def _flat_kind(field: RaggedField, offsets: str) -> str:
 
 
 def read_known(
-    path: Path,
+    path: FileName,
     needs: Mapping[str, Need],
     reach: Reach,
     grouping: Grouping | None,
@@ -162,7 +162,7 @@ def read_known(
 
 
 def _elsewhere(
-    path: Path, usual: Mapping[str, str], columns: Mapping[str, str], reach: Reach
+    path: FileName, usual: Mapping[str, str], columns: Mapping[str, str], reach: Reach
 ) -> dict[str, DatasetLayout]:
     """Return the codes of the categorical columns of a file that lie elsewhere than usual."""
     found = {}
@@ -185,7 +185,7 @@ def _require_equal(parts: Sequence[DatasetLayout], need: Need) -> None:
 
 
 def _read_below(
-    path: Path, prefix: str, needs: Mapping[str, Need], reach: Reach
+    path: FileName, prefix: str, needs: Mapping[str, Need], reach: Reach
 ) -> dict[str, DatasetLayout]:
     """Read the facts other than layouts of a dataset alone; paths begin with a prefix."""
     found: dict[str, DatasetLayout] = {}
@@ -209,7 +209,7 @@ def _read_below(
     return found
 
 
-def _flat_layout(name: str, at: str, path: Path, reach: Reach) -> DatasetLayout:
+def _flat_layout(name: str, at: str, path: FileName, reach: Reach) -> DatasetLayout:
     """Return the layout of flat values whose samples another dataset delimits."""
     try:
         return read_layouts(path, {name: Field(at)}, reach, may_be_codes=True)[name]
@@ -223,12 +223,12 @@ def _flat_layout(name: str, at: str, path: Path, reach: Reach) -> DatasetLayout:
         ) from error
 
 
-def _matrix(name: str, at: str, path: Path, reach: Reach) -> dict[str, DatasetLayout]:
+def _matrix(name: str, at: str, path: FileName, reach: Reach) -> dict[str, DatasetLayout]:
     layouts, shape = sparse_layouts(name, at, path, reach)
     return layouts | {name + SHAPE_OF: _in_memory(path, at, np.array(shape, np.int64), reach)}
 
 
-def _index_layout(path: Path, prefix: str, matrix: str, reach: Reach) -> DatasetLayout:
+def _index_layout(path: FileName, prefix: str, matrix: str, reach: Reach) -> DatasetLayout:
     """Return the names of a matrix's columns, each followed by its id if there is one.
 
     10x Genomics has both beside the matrix; AnnData has names, in its ``var``.
@@ -249,7 +249,7 @@ def _index_layout(path: Path, prefix: str, matrix: str, reach: Reach) -> Dataset
     return _texts_layout(path, at, names, reach)
 
 
-def _names(path: Path, at: str, reach: Reach) -> Texts:
+def _names(path: FileName, at: str, reach: Reach) -> Texts:
     found = value_layout(path, at, _MOST_NAMES, reach)
     array = found if isinstance(found, np.ndarray) else read_whole(found, reach)
     return tuple(
@@ -257,7 +257,7 @@ def _names(path: Path, at: str, reach: Reach) -> Texts:
     )
 
 
-def _categories(name: str, at: str, path: Path, reach: Reach) -> DatasetLayout:
+def _categories(name: str, at: str, path: FileName, reach: Reach) -> DatasetLayout:
     with open_index(path) as file:
         found = column(file, at, reach)
     if found is None or found.categories is None:
@@ -265,7 +265,7 @@ def _categories(name: str, at: str, path: Path, reach: Reach) -> DatasetLayout:
     return _categories_layout(path, at, found, reach)
 
 
-def _categories_layout(path: Path, at: str, found: Column, reach: Reach) -> DatasetLayout:
+def _categories_layout(path: FileName, at: str, found: Column, reach: Reach) -> DatasetLayout:
     values = found.categories
     if isinstance(values, DatasetLayout):
         values = read_whole(values, reach)
@@ -279,7 +279,7 @@ def _categories_layout(path: Path, at: str, found: Column, reach: Reach) -> Data
 # --- values in memory ----------------------------------------------------------------------------
 
 
-def _texts_layout(path: Path, at: str, names: Texts, reach: Reach) -> DatasetLayout:
+def _texts_layout(path: FileName, at: str, names: Texts, reach: Reach) -> DatasetLayout:
     """Return names as flat bytes, and where each of them begins."""
     several = [name.encode("utf-8", "surrogateescape") for name in names]
     spans = np.zeros(len(several) + 1, np.int64)
@@ -288,11 +288,12 @@ def _texts_layout(path: Path, at: str, names: Texts, reach: Reach) -> DatasetLay
     return _in_memory(path, at, data, reach).changed(spans=spans)
 
 
-def _in_memory(path: Path, at: str, array: NDArray[Any], reach: Reach) -> DatasetLayout:
-    absolute, stamp = path.absolute(), FileStamp.settled(path)
-    reach.consulted.found(absolute, stamp)
+def _in_memory(path: FileName, at: str, array: NDArray[Any], reach: Reach) -> DatasetLayout:
+    name = absolute_name(path)
+    stamp = settled_stamp(name)
+    reach.consulted.found(name, stamp)
     return DatasetLayout(
-        file=str(absolute),
+        file=name,
         stamp=stamp,
         path=at.strip("/"),
         shape=array.shape,
@@ -330,7 +331,7 @@ def texts_of(layout: DatasetLayout) -> Texts:
 
 
 def list_known(
-    path: Path, reach: Reach, num_dim: Any, grouping: Grouping | None
+    path: FileName, reach: Reach, num_dim: Any, grouping: Grouping | None
 ) -> Iterator[tuple[Wanted, DatasetLayout | H5AsyncError]]:
     """Yield all facts of a file that readers may need, without knowing their fields.
 
@@ -352,7 +353,7 @@ def list_known(
 
 
 def _list_group(
-    path: Path, parent: str, member: str, reach: Reach
+    path: FileName, parent: str, member: str, reach: Reach
 ) -> Iterator[tuple[Wanted, DatasetLayout]]:
     """Yield the facts of a dataset's group: a sparse matrix, or a column."""
 
@@ -381,13 +382,13 @@ def _list_group(
 
 
 def _known_one(
-    path: Path, wanted: Wanted, reach: Reach, grouping: Grouping | None
+    path: FileName, wanted: Wanted, reach: Reach, grouping: Grouping | None
 ) -> DatasetLayout:
     need = Need("", Field(wanted.path), wanted)
     return read_known(path, {"": need}, reach, grouping)[""]
 
 
-def column_at(path: Path, at: str, reach: Reach) -> Column | None:
+def column_at(path: FileName, at: str, reach: Reach) -> Column | None:
     """Return the column of a table at a path of a file, or None."""
     with open_index(path) as file:
         return column(file, at, reach)

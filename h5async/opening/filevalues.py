@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
+from h5async.config.files import FileName
 from h5async.core.binding import mapping_mode
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
@@ -95,12 +95,12 @@ class FileValues:
         one = self._column(self.files()[0][0], path)
         return one is not None and one.categories is not None
 
-    def _column(self, file: Path, path: str) -> Column | None:
+    def _column(self, file: FileName, path: str) -> Column | None:
         """Return the categorical or nullable column at a path of a file, or None."""
         with open_index(file) as opened:
             return column(opened, path, self._reach)
 
-    def read(self, option: str, file: Path, path: str, count: int) -> NDArray[Any]:
+    def read(self, option: str, file: FileName, path: str, count: int) -> NDArray[Any]:
         """Return all values of a dataset of one file, which has `count` samples.
 
         Raises
@@ -143,12 +143,12 @@ class FileValues:
         """Return all values of a dataset."""
         return read_whole(layout, self._reach)
 
-    def files(self) -> Sequence[tuple[Path, int]]:
+    def files(self) -> Sequence[tuple[FileName, int]]:
         """Return the files, and the number of samples in each."""
         first = self._first
         several = first.file_samples or ((first.file, first.sample_count),)
         if self._config.names_index:
-            return [(Path(file), count) for file, count in several]
+            return several
         counts = [count for _, count in several]
         return list(zip(self._config.files, counts, strict=True))
 
@@ -159,7 +159,7 @@ def reach_of(config: ReaderConfig) -> Reach:
     return Reach(config.allow_external, config.allow_missing, mode, Room(config.max_batch_bytes))
 
 
-def read_names(reach: Reach, file: Path, path: str) -> list[str]:
+def read_names(reach: Reach, file: FileName, path: str) -> list[str]:
     """Return the names in a dataset of strings.
 
     Raises
@@ -181,7 +181,7 @@ def read_names(reach: Reach, file: Path, path: str) -> list[str]:
     return names
 
 
-def check_length(array: NDArray[Any], file: Path, path: str, count: int) -> None:
+def check_length(array: NDArray[Any], file: FileName, path: str, count: int) -> None:
     """Check that a dataset has a value per sample of a file; DatasetError if not."""
     if array.size != count:
         raise DatasetError(

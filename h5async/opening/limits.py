@@ -31,17 +31,18 @@ from h5async.core.tablestructures import (
     PLANNED_SAMPLE_NBYTES,
 )
 from h5async.errors import BudgetError, ConfigError
+from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.room import MEMORY_SHARE, Room, files_of
-from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
+from h5async.index.units import most_units, unit_nbytes
 from h5async.order.selection import Selection
 from h5async.order.steps import StepRows
-from h5async.plan.parts import needs_scratch, scratch_nbytes
 from h5async.plan.transform import RowTransform, sized_nbytes
 from h5async.read.executors import method_of
 from h5async.read.fallback import span_nbytes
+from h5async.read.h5pyrows import needs_scratch, scratch_nbytes
 from h5async.read.scratch import ScratchSize
 from h5async.samples.columns import Rows
 from h5async.spelling import named
@@ -263,7 +264,7 @@ class MemoryBudget:
     @property
     def _window_nbytes(self) -> int:
         """What the order of `shuffle="window"` takes."""
-        return _UNIT_NBYTES * max(layout.most_units() for layout in self._layouts.values())
+        return _UNIT_NBYTES * max(map(most_units, self._layouts.values()))
 
     @property
     def _batch_option(self) -> str:
@@ -440,7 +441,7 @@ def _in_order_nbytes(
     spanned = config.batch_size / max(selected, 1e-9)  # rows, by a batch
     at_once = max(2, min(config.prefetch, threads))
     for leaf, _ in kinds_of(layout):
-        if not leaf.unit_nbytes or (leaf.num_pieces == 1 and not reach):
+        if not unit_nbytes(leaf) or (leaf.num_pieces == 1 and not reach):
             continue
         pieces, samples = leaf.num_pieces, leaf.chunk_shape[leaf.sample_axis]
         is_aligned = samples == 1 or (
@@ -448,7 +449,7 @@ def _in_order_nbytes(
         )
         if is_aligned and not reach:
             continue  # no two batches share a group
-        group = leaf.unit_nbytes + pieces * KEPT_OVERHEAD_NBYTES
+        group = unit_nbytes(leaf) + pieces * KEPT_OVERHEAD_NBYTES
         least = 2 + -(-reach // samples)
         is_cut = spanned <= _ITEMS_OF_THREAD * threads * samples  # else a thread decodes a group
         new = int(at_once * spanned) if reach or is_cut else 0
@@ -495,22 +496,15 @@ def _longest_sample(layout: DatasetLayout, selection: Selection | None) -> tuple
 
 
 def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:
-    """Yield the sources whose whole rows are held to take pieces of them."""
-    for part in layout.some_parts:
-        if needs_scratch(layout, part):
-            yield part.source
-        yield from _read_through_scratch(part.source)
+    """Yield the datasets whose whole rows are held to take pieces of them."""
+    for leaf, _ in kinds_of(layout) if layout.segments is not None else ():
+        if needs_scratch(layout, leaf):
+            yield leaf
 
 
 def _parts_scratch_nbytes(layout: DatasetLayout) -> int:
     """Return the bytes that a thread holds of rows to take pieces of them."""
-    return max(
-        (
-            scratch_nbytes(layout, part) + _parts_scratch_nbytes(part.source)
-            for part in layout.some_parts
-        ),
-        default=0,
-    )
+    return max(map(scratch_nbytes, _read_through_scratch(layout)), default=0)
 
 
 def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
@@ -523,8 +517,7 @@ def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
 
 def _num_layers(layout: DatasetLayout) -> int:
     """Return the number of pieces in different datasets that make up a row."""
-    regions = {str(part.region) for part in layout.some_parts}
-    return max(1, len(regions), *(_num_layers(part.source) for part in layout.some_parts))
+    return max(1, len(table_of(layout)[0].layers))
 
 
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:

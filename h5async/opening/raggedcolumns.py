@@ -7,7 +7,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -15,14 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField, SparseField
+from h5async.config.files import FileName
 from h5async.config.indices import Values
 from h5async.core.binding import load_core
 from h5async.core.heap import NOWHERE
 from h5async.errors import ConfigError, DatasetError, ReadError
+from h5async.index.datasettable import table_of
 from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.heapelements import Sequences
 from h5async.index.joined import with_lengths
-from h5async.index.layout import DatasetLayout, HeapFile
+from h5async.index.layout import DatasetLayout
+from h5async.index.layoutfacts import HeapFile
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import indexer_at, value_layout
 from h5async.index.references import references
@@ -49,7 +51,7 @@ def is_ragged(field: Field) -> bool:
     return isinstance(field, RaggedField | SparseField)
 
 
-def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
+def heap_layout(at: str, path: FileName, reach: Reach) -> DatasetLayout:
     """Return the layout of the values of a variable-length dataset at a path of a file.
 
     Raises
@@ -63,7 +65,7 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
     where = f'{layout.file}: dataset "{layout.path}"'
     _require_few(layout.num_samples, where)
     core, heaps = load_core(), []
-    if core is None:
+    if core is None or layout.fallback_reason is not None:
         return _with_heaps(layout, [_elements_by_h5py(at, path, layout, forms[layout.file], reach)])
     read = read_blocks(layout, reach, may_use_h5py=False)
     begin, files = _files_of_samples(layout)
@@ -88,7 +90,7 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
 
 
 def _elements_by_h5py(
-    at: str, path: Path, layout: DatasetLayout, form: VariableLength, reach: Reach
+    at: str, path: FileName, layout: DatasetLayout, form: VariableLength, reach: Reach
 ) -> HeapFile:
     """Return the elements of a dataset that h5py reads: only their lengths are known."""
     where = f'{layout.file}: dataset "{layout.path}"'
@@ -121,7 +123,8 @@ def _with_heaps(layout: DatasetLayout, heaps: Sequence[HeapFile]) -> DatasetLayo
         filters=(),
         chunks=None,
         values=None,
-        parts=(),
+        segments=None,
+        datasets=(),
         sources=(),
         indexed=None,
     )
@@ -164,18 +167,15 @@ def _numbers_of_files(
     """Return the number of the file that holds each of some rows; `known` counts the files."""
     own = known.setdefault((layout.file, layout.stamp), len(known))
     found = np.full(rows.size, own, np.int32)
-    order = np.argsort(rows, kind="stable") if layout.parts else rows
-    for part in layout.parts:
-        edges = np.searchsorted(rows, [part.samples.start, part.samples.end], sorter=order)
-        near = order[slice(*edges)]
-        ordinal = part.samples.ordinal(rows[near])
-        here, inside = near[ordinal >= 0], part.source_samples.at(ordinal[ordinal >= 0])
-        found[here] = _numbers_of_files(part.source, inside, known)
+    segments, datasets = table_of(layout)
+    files = [known.setdefault(file, len(known)) for file in datasets.columns.files]
+    for dataset, _, here, _ in segments.find(rows):
+        found[here] = files[datasets.columns.file[dataset]]
     return found
 
 
 def with_spans(
-    layout: DatasetLayout, kind: str, offsets: str, path: Path, reach: Reach
+    layout: DatasetLayout, kind: str, offsets: str, path: FileName, reach: Reach
 ) -> DatasetLayout:
     """Return the layout of flat values with the extent of each sample.
 
@@ -257,7 +257,7 @@ def _spans(offsets: DatasetLayout, kind: str, where: str, reach: Reach) -> Int64
 
 
 def sparse_layouts(
-    name: str, at: str, path: Path, reach: Reach
+    name: str, at: str, path: FileName, reach: Reach
 ) -> tuple[dict[str, DatasetLayout], tuple[int, int]]:
     """Return the layouts of the columns of a sparse field in one file, and its shape.
 

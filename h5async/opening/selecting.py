@@ -17,6 +17,7 @@ from h5async.config.indices import Values, slice_of
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
 from h5async.index.room import files_of
+from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.opening.sequencing import sequences_of
 from h5async.order.selection import Selection
@@ -294,10 +295,10 @@ class Selecting:
 
     def _of_files(self, weights: Mapping[str, float], samples: Int64s) -> NDArray[np.float64]:
         """Return weights such that each file is drawn from in proportion to its own weight."""
-        given = {Path(file).resolve(): weight for file, weight in weights.items()}
+        given = {real_name(file): weight for file, weight in weights.items()}
         numbers = {file: number for number, file in enumerate(given)}
         several = self._in_files.files()
-        files = [file.resolve() for file, _ in several]
+        files = [real_name(file) for file, _ in several]
         for file in files:
             if file not in numbers:
                 raise ConfigError(f"{named('weights')}: no weight is given for {file}")

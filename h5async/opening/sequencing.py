@@ -6,13 +6,13 @@ Options and layouts enter; a `SequenceTable` leaves.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig, Sequences
+from h5async.config.files import FileName
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.opening.filevalues import FileValues, check_length
@@ -69,7 +69,9 @@ def _of_layouts(layouts: Mapping[str, DatasetLayout]) -> SequenceTable:
     return SequenceTable(ends - room, ends, lengths)
 
 
-def _bounds(sequences: Sequences, kind: str, values: FileValues, file: Path, count: int) -> Int64s:
+def _bounds(
+    sequences: Sequences, kind: str, values: FileValues, file: FileName, count: int
+) -> Int64s:
     """Return where the sequences of one file begin, and where the last one ends: int64 (n + 1,)."""
     if kind == "last":
         paths = sequences.last or ()
@@ -105,7 +107,7 @@ def _bounds(sequences: Sequences, kind: str, values: FileValues, file: Path, cou
     return numbers
 
 
-def _of_rows(values: FileValues, file: Path, path: str, count: int) -> NDArray[Any]:
+def _of_rows(values: FileValues, file: FileName, path: str, count: int) -> NDArray[Any]:
     array = values.read(named("sequences"), file, path, count)
     check_length(array, file, path, count)
     return array

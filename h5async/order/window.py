@@ -28,7 +28,10 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.core.tablestructures import WindowStruct
+from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
+from h5async.index.units import sample_bounds
+from h5async.index.units import unit_nbytes as unit_nbytes_of
 from h5async.order.permutation import keyed_hash, permute, permute_each, round_keys
 from h5async.order.sampling import Order, dealt
 from h5async.order.selection import Selection
@@ -277,9 +280,9 @@ def window_order(
     With several ranks, the order depends on `batch_size`. `selection` is ascending, and its
     positions are ordered; afterwards, samples may be moved by `moved_samples`.
     """
-    leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
-    bounds = leader.sample_bounds()
-    unit_nbytes = sum(layout.unit_nbytes for layout in layouts)
+    leader = max(layouts, key=lambda layout: (unit_nbytes_of(layout), layout.row_nbytes))
+    bounds = sample_bounds(leader)
+    unit_nbytes = sum(map(unit_nbytes_of, layouts))
     if unit_nbytes:
         most = max(1, window_nbytes // (_LEAST_UNITS * unit_nbytes))
         if any(steps):
@@ -310,7 +313,8 @@ def _ragged_times(bounds: Int64s, layouts: Sequence[DatasetLayout]) -> int:
     """Return the number of units to merge, so that few ragged rows reach into two units."""
     times = 1
     for layout in layouts:
-        chunk = max((leaf.chunk_shape[0] for leaf in layout.leaves() if leaf.filters), default=0)
+        leaves = [leaf for leaf, _ in kinds_of(layout) if leaf.filters]
+        chunk = max((leaf.chunk_shape[0] for leaf in leaves), default=0)
         if not layout.is_ragged or not chunk or not layout.num_samples:
             continue
         length = layout.num_samples / max(1, layout.sample_count)
@@ -343,5 +347,5 @@ def _merged_bounds(
 
 def kept_nbytes(layout: DatasetLayout, layouts: Sequence[DatasetLayout], window_nbytes: int) -> int:
     """Return a field's share of the memory for the window."""
-    total = sum(other.unit_nbytes for other in layouts)
-    return window_nbytes * layout.unit_nbytes // max(1, total)
+    total = sum(map(unit_nbytes_of, layouts))
+    return window_nbytes * unit_nbytes_of(layout) // max(1, total)

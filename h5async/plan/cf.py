@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, DatasetError
-from h5async.index.layout import CfAttribute, DatasetLayout
+from h5async.index.layout import DatasetLayout
+from h5async.index.layoutfacts import CfAttribute
 
 _BLOCK_ELEMENTS = 1 << 15  # unpacked at a time: they stay in the second-level cache
 

@@ -15,16 +15,16 @@ from typing import Literal
 from h5async.core.binding import Core
 from h5async.core.structures import MAX_RANK
 from h5async.index.changes import FileChanges
+from h5async.index.datasettable import kinds_of
 from h5async.index.extents import SourceFile
 from h5async.index.layout import DatasetLayout
-from h5async.index.similardatasets import kinds_of
 from h5async.io.keptfiles import affordable_files
-from h5async.io.localfiles import LocalFiles
-from h5async.io.maps import IoMode
+from h5async.io.localfiles import IoMode, LocalFiles
 from h5async.io.stamps import FileStamp
 from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
 from h5async.read.collection import Collection
+from h5async.read.coretables import CoreTables
 from h5async.read.fallback import FallbackReader
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import SlotBatch
@@ -131,7 +131,7 @@ class Executors:
         """
         if self._core is None:
             return None
-        collection = Collection(
+        tables = CoreTables(
             self._core,
             self._layouts,
             io=self._io,
@@ -141,6 +141,7 @@ class Executors:
             steps=steps,
             samples=self._samples,
         )
+        collection = Collection(self._core, tables)
         self._collections.append(collection)
         return collection
 
@@ -162,11 +163,13 @@ class Executors:
         `ReadError` is raised if a file cannot be opened, or is not the one that was indexed.
         """
         for collection in self._collections:
-            if not collection.open_ahead(is_closed) and not is_closed():
-                for source in collection.first_files():
+            if not collection.tables.open_ahead(is_closed) and not is_closed():
+                for source in collection.tables.first_files():
                     self._files_of(source).open(source.path, source.stamp)
         for layout in self._layouts:
-            for leaf, _ in itertools.islice(kinds_of(layout), self._kept_files):
+            if all(method_of(self._core, leaf) != "h5py" for leaf, _ in kinds_of(layout)):
+                continue
+            for leaf in itertools.islice(layout.leaves(), self._kept_files):
                 if is_closed():
                     return
                 if method_of(self._core, leaf) == "h5py":
@@ -186,16 +189,16 @@ def _restamp(
     collections: Sequence[Collection], path: str, stamp: FileStamp, *, is_heap: bool = False
 ) -> None:
     for collection in collections:
-        collection.restamp(path, stamp, is_heap=is_heap)
+        collection.tables.restamp(path, stamp, is_heap=is_heap)
 
 
 def _open_in(collections: Sequence[Collection], path: str) -> FileIO | None:
-    found = (collection.open_again(path) for collection in collections)
+    found = (collection.tables.open_again(path) for collection in collections)
     return next((number for number in found if number is not None), None)
 
 
 def _forget(collections: Sequence[Collection], on_change: Callable[[], None]) -> None:
     """Forget what was read of a file that has changed since."""
     for collection in collections:
-        collection.forget_chunks()
+        collection.tables.forget_chunks()
     on_change()

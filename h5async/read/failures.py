@@ -14,7 +14,8 @@ from h5async.core.structures import FailureStruct, FileStruct
 from h5async.errors import ReadError
 from h5async.index.heapelements import DAMAGED as DAMAGED_HEAP
 from h5async.index.layout import DatasetLayout
-from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import LocalFile
+from h5async.io.stamps import FileStamp
 from h5async.read.pipeline import DAMAGED, wrong_size
 
 
@@ -159,7 +160,7 @@ def _unreadable(file: LocalFile, opened: FileStruct, extent: Extent) -> str:
             f"{file.path}: reading at byte {opened.failed_at} failed: {os.strerror(opened.error)}"
         )
     at = opened.failed_at if opened.failed_at >= 0 else extent.offset + extent.nbytes
-    size = os.fstat(file.descriptor).st_size
+    size = FileStamp.of(file.descriptor).nbytes
     return (
         f"{file.path} ends at byte {size}, before byte {at}: it was cut short after it had been"
         " opened"

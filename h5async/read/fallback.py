@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -28,9 +27,9 @@ from h5async.core.binding import load_core
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import open_hdf5
 from h5async.io.keptfiles import KeptFiles
 from h5async.io.stamps import FileStamp, changed, lies_at, replaced
+from h5async.io.stores import HDF5File, open_hdf5, store_of
 from h5async.plan.records import Int64s
 from h5async.read.chunkcheck import ChunkCheck
 from h5async.read.scratch import Scratch
@@ -64,7 +63,7 @@ class FallbackReader:
     def __init__(self, kept: int, changes: FileChanges) -> None:
         self._changes = changes
         self._lock = threading.Lock()  # one read at a time, as in HDF5
-        self._files: KeptFiles[h5py.File] = KeptFiles(kept)
+        self._files: KeptFiles[HDF5File] = KeptFiles(kept)
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
         self._variables = _variables()
         self._with_filters: set[tuple[str, str]] = set()  # datasets whose filters HDF5 was given
@@ -188,7 +187,7 @@ class FallbackReader:
             if layout.heaps:
                 raise changed(path, "whether its values still lie where they did is unknown")
             self._files.discard(path)  # HDF5 trusts its copies in memory
-            self._changes.look_at(path, None, known, now)
+            self._changes.look_at(path, known, now)
             self._stamps[path] = now
         self._file(layout)
 
@@ -206,33 +205,33 @@ class FallbackReader:
         found: list[tuple[str, FileStamp, FileStamp]],
         path: str,
         indexed: FileStamp,
-        file: h5py.File | None,
+        file: HDF5File | None,
     ) -> None:
         known = self._stamps.setdefault(path, indexed)
         if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
             return  # HDF5 itself knows what is written: to this file, by this process or by SWMR
         try:
-            now = FileStamp.of(path if file is None else file.id.get_vfd_handle())
+            now = store_of(path).stamp(path) if file is None else file.source.stamp()
         except OSError as error:
-            raise ReadError(f"{path} cannot be read: {error.strerror}") from error
+            raise ReadError(f"{path} cannot be read: {error.strerror or error}") from error
         if now == known:
             return
-        is_only_renamed = file is not None and now[:4] == known[:4] and not lies_at(path, now)
-        if is_only_renamed:  # what h5py has open is as it was
+        is_only_renamed = file is not None and now.has_content_of(known)
+        if is_only_renamed and not lies_at(path, now):  # what h5py has open is as it was
             self._stamps[path] = now
         else:
             found.append((path, known, now))
 
-    def _file(self, layout: DatasetLayout) -> h5py.File:
+    def _file(self, layout: DatasetLayout) -> HDF5File:
         """Return the open file of a dataset, for this thread; it may be closed later."""
         file = self._files.take(layout.file, partial(_opened, layout))
         self._files.give_back(layout.file)
         return file
 
 
-def _opened(layout: DatasetLayout) -> h5py.File:
-    file = open_hdf5(Path(layout.file))
-    if FileStamp.of(file.id.get_vfd_handle()).file_id != layout.stamp.file_id:
+def _opened(layout: DatasetLayout) -> HDF5File:
+    file = open_hdf5(layout.file)
+    if file.source.stamp().file_id != layout.stamp.file_id:
         file.close()
         raise replaced(layout.file)
     return file

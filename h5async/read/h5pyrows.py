@@ -14,13 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ReadError
+from h5async.index.datasettable import table_of
 from h5async.index.heapelements import DAMAGED
-from h5async.index.layout import DatasetLayout, HeapFile
-from h5async.plan.parts import needs_scratch, scratch_rows, touched_parts
+from h5async.index.layout import DatasetLayout
+from h5async.index.layoutfacts import HeapFile
 from h5async.plan.records import Int64s, SamplesPlan
 from h5async.read.fallback import DatasetRows, FallbackReader
 from h5async.read.scratch import Scratch
 
+_SCRATCH_NBYTES = 1 << 20  # rows that are read at once if only pieces of them are wanted
 _OBJECTS = 4096  # elements of variable length that are in memory at a time
 
 
@@ -40,10 +42,13 @@ class H5pyRows:
 
         `ReadError` is raised if they cannot be read or decoded; it names file, dataset and samples.
         """
-        if self._layout.heaps:
-            self._read_elements(plan.sample, plan.rows, raw, scratch)
+        layout, sample, rows = self._layout, plan.sample, plan.rows
+        if layout.heaps:
+            self._read_elements(sample, rows, raw, scratch)
+        elif layout.segments is None or layout.member:  # h5py itself takes a member of a compound
+            self._read(layout, sample, rows, raw, scratch)
         else:
-            self._read(self._layout, plan.sample, plan.rows, raw, scratch)
+            self._read_segments(sample, rows, raw, scratch)
 
     def _read(
         self,
@@ -53,45 +58,41 @@ class H5pyRows:
         raw: NDArray[Any],
         scratch: Scratch,
     ) -> None:
-        # (h5py itself takes a member of a compound.)
-        if layout.parts and not (layout.member and layout.parts[0].member):
-            self._read_parts(layout, sample, rows, raw, scratch)
-        elif layout.values is not None:
+        if layout.values is not None:
             values = np.moveaxis(layout.values, layout.sample_axis, 0).view(layout.raw_dtype)
             raw[rows] = values[sample]
-        else:
-            found = self._datasets.get(id(layout))
-            if found is None:  # if two threads make one at once, one is lost, no more
-                made = DatasetRows(layout, self._reader)
-                found = self._datasets.setdefault(id(layout), made)
-            found.read(sample, rows, raw, scratch)
+            return
+        found = self._datasets.get(id(layout))
+        if found is None:  # if two threads make one at once, one is lost, no more
+            made = DatasetRows(layout, self._reader)
+            found = self._datasets.setdefault(id(layout), made)
+        found.read(sample, rows, raw, scratch)
 
-    def _read_parts(
-        self,
-        layout: DatasetLayout,
-        sample: Int64s,
-        rows: Int64s,
-        raw: NDArray[Any],
-        scratch: Scratch,
+    def _read_segments(
+        self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch
     ) -> None:
+        layout = self._layout
+        segments, datasets = table_of(layout)
         if layout.has_gaps:
             raw[rows] = layout.raw_fill
-        for number, chosen, ordinal in touched_parts(layout, sample):
+        for number, piece, chosen, row in segments.find(sample):
             scratch.require_open()
-            part = layout.parts[number]
-            source, found = part.source, part.source_samples.at(ordinal)
-            if not needs_scratch(layout, part):
+            source = datasets[number]
+            if piece.is_whole and source.raw_dtype == layout.raw_dtype:
                 target = raw.reshape(raw.shape[0], *source.row_shape)  # except extents of 1
-                self._read(source, found, rows[chosen], target, scratch)
+                self._read(source, row, rows[chosen], target, scratch)
                 continue
-            count = scratch_rows(source)
-            for begin in range(0, found.size, count):
-                block = found[begin : begin + count]
+            if piece.member is not None:
+                self._read(source, row, rows[chosen], raw, scratch)
+                continue
+            count = _scratch_rows(source)
+            for begin in range(0, row.size, count):
+                block = row[begin : begin + count]
                 whole = np.empty((block.size, *source.row_shape), source.raw_dtype)
                 self._read(source, block, np.arange(block.size), whole, scratch)
-                if part.source_region is not None:
-                    whole = whole[(slice(None), *part.source_region)]
-                region: Any = part.region or ()
+                if piece.source_region is not None:
+                    whole = whole[(slice(None), *piece.source_region)]
+                region: Any = piece.region or ()
                 shape = raw[(slice(0, block.size), *region)].shape
                 goes_to = rows[chosen[begin : begin + count]]
                 raw[(goes_to, *region)] = whole.reshape(shape)
@@ -115,6 +116,22 @@ class H5pyRows:
                 work = partial(_copy_elements, heap, element, places[some], raw)
                 with scratch.timed("read_ns"):
                     self._reader.read(layout, sample[some], work, [], scratch.require_open)
+
+
+def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
+    """Return whether rows of a dataset may have to be changed to become rows of the whole."""
+    segments, _ = table_of(layout)
+    return source.raw_dtype != layout.raw_dtype or not all(p.is_whole for p in segments.pieces)
+
+
+def scratch_nbytes(source: DatasetLayout) -> int:
+    """Return the size of the scratch buffer for rows of a dataset."""
+    return _scratch_rows(source) * source.row_nbytes
+
+
+def _scratch_rows(source: DatasetLayout) -> int:
+    """Return the number of rows of a dataset that are read to a scratch buffer at once."""
+    return max(1, _SCRATCH_NBYTES // max(1, source.row_nbytes))
 
 
 def _copy_elements(

@@ -17,8 +17,8 @@ import numpy as np
 from h5async.codec.decoding import Bytes
 from h5async.core.binding import Core, CoreTrace, CoreWorker
 from h5async.errors import ReaderClosedError
+from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.similardatasets import kinds_of
 from h5async.system.counts import ThreadCounts
 from h5async.system.timeline import Timeline
 

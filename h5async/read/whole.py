@@ -17,7 +17,8 @@ from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.room import files_of
-from h5async.io.maps import IoMode
+from h5async.index.units import unit_nbytes
+from h5async.io.localfiles import IoMode
 from h5async.plan.records import SamplesPlan
 from h5async.read.executors import Executors
 from h5async.read.scratch import Scratch, ScratchSize
@@ -84,7 +85,7 @@ def _blocks(
     size *= max(1, _BLOCK_SAMPLES // size)
     memory = np.empty(min(size, count), layout.raw_dtype)
     core = load_core()
-    executors = Executors(core, [layout], mapping_mode(io), [layout.unit_nbytes], _do_nothing)
+    executors = Executors(core, [layout], mapping_mode(io), [unit_nbytes(layout)], _do_nothing)
     try:
         collection, through_h5py = executors.open_collection([None]), executors.h5py_rows()[0]
         room = ScratchSize.of([layout])
@@ -95,7 +96,7 @@ def _blocks(
             samples = np.arange(first, min(first + size, count))
             block = memory[: samples.size]
             rows, left = block.reshape(-1, *shape), [np.arange(samples.size)]
-            if collection is not None and collection.reads[0]:
+            if collection is not None and collection.tables.reads[0]:
                 with collection.lent_batch([rows], [rows], samples.size) as batch:
                     items, _ = collection.plan(batch, samples, [True], 1)
                     collection.read(batch, 0, items, scratch)

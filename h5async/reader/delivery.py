@@ -28,7 +28,7 @@ from h5async.errors import (
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.submissions import Submissions
-from h5async.io.growing import plain_memory
+from h5async.io.shared import plain_memory
 from h5async.observe.readercounts import ReaderCounts, Work
 from h5async.opening.selecting import sample_numbers
 from h5async.order.requests import FillRequest

@@ -22,6 +22,7 @@ from h5async.deliver.slots import SlotRing
 from h5async.errors import ConfigError, ReadError
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
+from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings
 from h5async.opening.samplelengths import digest
 from h5async.order.ranks import Rank, Source, find_source, may_change
@@ -286,7 +287,7 @@ class ReaderPosition:
         config, samplings, layouts = self._config, self._samplings, self._layouts
         structure = [samplings.sequences.starts, samplings.sequences.ends]
         if config.shuffle == "window":
-            structure.append(np.array([layout.unit_nbytes for layout in layouts]))
+            structure.append(np.array([*map(unit_nbytes, layouts)]))
         found: dict[str, Any] = {
             "seed": config.seed,
             "shuffle": config.shuffle,

@@ -13,6 +13,7 @@ So
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from typing import NoReturn
 
 from h5async.errors import PostprocessError
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def interruption(error: BaseException | None) -> BaseException | None:
@@ -56,6 +57,9 @@ def _is_of_handler(traceback: TracebackType | None) -> bool:
     installed: set[CodeType] | None = None
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
+        # No handler of ours raises an Exception. (Reading a frame's variables keeps them alive.)
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            continue
         if _has_interrupted_frame(frame):
             return True
         if installed is None:
@@ -71,8 +75,7 @@ def _has_interrupted_frame(frame: FrameType) -> bool:
     This finds a handler that installed another one before it raised.
     """
     code = frame.f_code
-    # (Reading a frame's variables keeps their values alive, so skip ours: none is a handler.)
-    if frame.f_back is None or code.co_filename.startswith(_PACKAGE):
+    if frame.f_back is None:
         return False
     names = code.co_varnames[: code.co_argcount]
     values = [frame.f_locals.get(name) for name in names]

@@ -7,9 +7,8 @@ import subprocess
 import sys
 import sysconfig
 
-import h5py
-import numpy as np
 import pytest
+from conftest import reader_of
 from typer.testing import CliRunner
 
 from h5async import (
@@ -19,18 +18,8 @@ from h5async import (
     cli,
 )
 
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.h5"
-
-
 SCRIPT = os.path.join(sysconfig.get_path("scripts"), "h5async")
 SECONDS = 60  # for a subprocess
-
-
-def reader_of(path, **options):
-    return AsyncReader(hdf5_path=path, device="cpu", **{"labels_field": None, **options})
 
 
 def run(code, *arguments, **environment):
@@ -41,14 +30,6 @@ def run(code, *arguments, **environment):
         text=True,
         timeout=SECONDS,
     )
-
-
-@pytest.fixture
-def plain(path):
-    with h5py.File(path, "w") as file:
-        file["data"] = np.zeros((100, 3))
-        file["labels"] = np.arange(100)
-    return path
 
 
 COMMANDS = [

@@ -26,7 +26,7 @@ class Chunk:
         scratch = Scratch(np.empty(0, np.uint8), np.empty(nbytes, np.uint8), between)
         self.nbytes = nbytes
         self.collected = Collected(core, [layout], 1, io="map", scratch=scratch)
-        if self.collected.collection.reads != [True]:
+        if self.collected.collection.tables.reads != [True]:
             pytest.skip("there is no library of blosc")
 
     def decode(self, encoded):

@@ -137,7 +137,7 @@ class OneChunk:
             found = Collected(
                 self.core, [layout], shape[axis], io="map", kept_nbytes=n, scratch=self.scratch
             )
-            assert found.collection.reads == [True], "the core takes this pipeline"
+            assert found.collection.tables.reads == [True], "the core takes this pipeline"
             self._collected[way] = found
         return self._collected[way]
 
@@ -149,7 +149,7 @@ class OneChunk:
         collected.lies_in(stored)
         table = collected.layouts[0].chunks
         table.nbytes[0], table.filter_mask[0] = stored.size, mask
-        collected.collection.forget_chunks()
+        collected.collection.tables.forget_chunks()
         self.chunk.renew()
         # (Of many samples the first comes last, so that the chunk does not go to the batch whole.)
         samples = np.roll(np.arange(collected.rows), -1)
@@ -696,20 +696,20 @@ def test_rows_of_a_file_that_was_cut_short(core, row_file, io):
     """It was longer when it was mapped: to touch what is gone would kill the process."""
     nbytes, kept, stamp = 1000, 7, FileStamp.of(row_file.path)
     with row_file.collected(io, range(0, 20 * nbytes, nbytes), nbytes) as collected:
-        assert collected.collection.open_ahead(lambda: False)
+        assert collected.collection.tables.open_ahead(lambda: False)
         assert collected.read(range(20)) == 0
         os.truncate(row_file.path, nbytes * kept + 500)
         assert collected.read(range(20)) > 0
         assert collected.left() == {0: list(range(20))}  # it is not what was indexed
         now = FileStamp.of(row_file.path)
         assert now != stamp
-        collected.collection.restamp(str(row_file.path), now)
+        collected.collection.tables.restamp(str(row_file.path), now)
         for row in range(20):
             assert collected.read([row]) == (row >= kept)
             if row < kept:
                 assert collected.raw[0].inside[:nbytes].tobytes() == row_file.row(1000 * row, 1000)
         os.truncate(row_file.path, 0)
-        collected.collection.restamp(str(row_file.path), FileStamp.of(row_file.path))
+        collected.collection.tables.restamp(str(row_file.path), FileStamp.of(row_file.path))
         assert collected.read(range(20)) > 0
         assert collected.left() == {0: list(range(20))}
 
@@ -1050,7 +1050,7 @@ def test_chunks_that_are_kept(core, tmp_path):
             assert collected.read(range(1, 7)) == 0
             assert np.array_equal(collected.arrays[0][:6], expected[1:7])
         assert counts().decoded_chunks == 4
-        collected.collection.forget_chunks()
+        collected.collection.tables.forget_chunks()
         assert collected.read(range(1, 7)) == 0
         assert counts().decoded_chunks == 8
 
@@ -1433,13 +1433,13 @@ def test_a_page_that_cannot_be_had_ends_the_call_and_not_the_process(core, tmp_p
     with Collected(core, [layout], 8, io="map", kept_nbytes=1 << 20) as collected:
         assert collected.read(samples) == 0
         before = collected.arrays[0].copy()
-        collected.collection.forget_chunks()
+        collected.collection.tables.forget_chunks()
         os.truncate(path, 0)
         for _ in range(3):
             assert collected.read(samples) > 0
             assert collected.left() == {0: list(range(8))}
         content.tofile(path)
-        collected.collection.restamp(str(path), FileStamp.of(path))
+        collected.collection.tables.restamp(str(path), FileStamp.of(path))
         for _ in range(2):
             assert collected.read(samples) == 0
             assert np.array_equal(collected.arrays[0], before)

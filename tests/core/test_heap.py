@@ -29,8 +29,7 @@ from h5async.errors import ReadError
 from h5async.index.heapelements import Sequences
 from h5async.index.obstacles import NotDirectError
 from h5async.index.variablelength import VariableLength, variable_length
-from h5async.io.localfile import LocalFile
-from h5async.io.localfiles import FileEventError
+from h5async.io.localfiles import FileEventError, LocalFile
 from h5async.io.stamps import FileStamp
 
 SEED = 20160704

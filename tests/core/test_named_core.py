@@ -7,20 +7,12 @@ import subprocess
 import sys
 
 import h5py
-import numpy as np
 import pytest
 
 from h5async import (
-    AsyncReader,
     ConfigError,
 )
 from h5async.core.binding import load_core
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.h5"
-
 
 SECONDS = 60  # for a subprocess
 
@@ -33,18 +25,6 @@ def run(code, *arguments, **environment):
         text=True,
         timeout=SECONDS,
     )
-
-
-def reader_of(path, **options):
-    return AsyncReader(hdf5_path=path, device="cpu", **{"labels_field": None, **options})
-
-
-@pytest.fixture
-def plain(path):
-    with h5py.File(path, "w") as file:
-        file["data"] = np.zeros((100, 3))
-        file["labels"] = np.arange(100)
-    return path
 
 
 OPEN = """

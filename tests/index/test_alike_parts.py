@@ -17,15 +17,15 @@ from test_saved_layouts import ODD, places
 
 from h5async import AsyncReader, Field, H5AsyncError, Sequences
 from h5async.cli import app
-from h5async.index import similardatasets
+from h5async.index import datasettable
+from h5async.index.datasettable import Columns, kinds_of
 from h5async.index.extents import TableBuilder
 from h5async.index.fingerprint import fingerprint
 from h5async.index.groups import Grouping
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
-from h5async.index.similardatasets import AlikeParts, kinds_of
-from h5async.index.slabs import Slab
 from h5async.index.smalldatasets import SMALL_NBYTES, kept_whole_nbytes
+from h5async.index.units import unit_bounds, unit_nbytes
 
 GROUPS = 30
 GROUPING = Grouping("data/demo_*")
@@ -102,32 +102,34 @@ def opened(source, **options):
 
 def test_all_these_are_alike(path):
     for name, layout in layouts_of(path).items():
-        assert isinstance(layout.parts, AlikeParts), name
-        assert len(layout.parts) == GROUPS
+        assert len(layout.datasets.kinds) == 1, name
+        assert len(layout.datasets) == GROUPS
 
 
 def test_parts_are_those_of_separate_layouts(path, monkeypatch):
     found = layouts_of(path)
-    monkeypatch.setattr(similardatasets, "_FEW", 1 << 40)
+    monkeypatch.setattr(datasettable, "is_own_kind", lambda layout: True)
     for name, layout in layouts_of(path).items():
-        assert isinstance(layout.parts, tuple)
+        assert len(layout.datasets.kinds) == GROUPS
         for one in (found[name], pickle.loads(pickle.dumps(found[name]))):
             assert fingerprint([one]) == fingerprint([layout])
         assert found[name].has_gaps == layout.has_gaps
-        assert found[name].unit_nbytes == layout.unit_nbytes
-        assert found[name].unit_bounds().tolist() == layout.unit_bounds().tolist()
+        assert unit_nbytes(found[name]) == unit_nbytes(layout)
+        assert unit_bounds(found[name]).tolist() == unit_bounds(layout).tolist()
         assert kept_whole_nbytes(found[name]) == kept_whole_nbytes(layout)
         assert sum(count for _, count in kinds_of(found[name])) == GROUPS
-        for one, other in zip(found[name].parts, layout.parts, strict=True):
-            assert (one.samples, one.source_samples) == (other.samples, other.source_samples)
+        for column in ("first", "length", "row", "step", "dataset", "piece"):
+            one, other = (getattr(y.segments, column) for y in (found[name], layout))
+            assert np.array_equal(one, other), column
+        for one, other in zip(found[name].datasets, layout.datasets, strict=True):
             for member in ("path", "shape", "offset", "stored_nbytes", "indexed"):
-                assert getattr(one.source, member) == getattr(other.source, member)
+                assert getattr(one, member) == getattr(other, member)
 
 
 @pytest.mark.parametrize("kept_nbytes", [0, 1 << 30])
 def test_their_tables_say_the_same(path, monkeypatch, kept_nbytes):
     found = layouts_of(path)
-    monkeypatch.setattr(similardatasets, "_FEW", 1 << 40)
+    monkeypatch.setattr(datasettable, "is_own_kind", lambda layout: True)
     for name, layout in layouts_of(path).items():
         builders = [TableBuilder(lambda filters: True, 32) for _ in range(2)]
         one, other = (
@@ -150,7 +152,7 @@ def _described(table, layer, i):
     parts = [getattr(layer, name)[i].item() for name in ("row", "step", "source", "is_sparse")]
     extents = [
         column[begin : begin + count].tolist()
-        for column in (table.offset, table.nbytes, table.mask)
+        for column in (table.chunks.offset, table.chunks.nbytes, table.chunks.filter_mask)
     ]
     of_shape = [
         value.tolist() if isinstance(value, np.ndarray) else value for value in vars(shape).values()
@@ -184,18 +186,17 @@ def _rows(reader, samples):
 
 def test_no_layout_is_made_for_each_dataset(index, monkeypatch):
     made = []
-    part = AlikeParts._part
+    layout = Columns.layout
 
-    def counted(self, number):
+    def counted(self, number, like):
         made.append(number)
-        return part(self, number)
+        return layout(self, number, like)
 
-    monkeypatch.setattr(AlikeParts, "_part", counted)
+    monkeypatch.setattr(Columns, "layout", counted)
     fields = {name: Field(name, steps=range(3), pad="edge") for name in ("small", "gzip", "more")}
     with opened(index, fields=fields, shuffle="full") as reader:
         assert sum(batch.size for batch in reader) == reader.num_samples
         assert str(reader.stats())
-    assert set(made) <= set(range(GROUPS))
     assert len(made) < GROUPS * len(fields) / 2
 
 
@@ -220,7 +221,8 @@ def test_datasets_that_are_not_alike_are_read_as_before(tmp_path, odd):
             else:
                 file.create_dataset(f"data/demo_{number}/a", data=rows, **options)
             values.append(rows)
-    assert isinstance(layouts_of(path, {"a": Field("a")})["a"].parts, tuple)
+    kinds = layouts_of(path, {"a": Field("a")})["a"].datasets.kinds
+    assert len(kinds) == (1 if odd == "sparse" else 2)
     with opened(path, fields={"a": Field("a")}, shuffle="full") as reader:
         for batch in reader:
             assert np.array_equal(batch.a, np.concatenate(values)[batch.index])
@@ -233,11 +235,11 @@ def test_a_changed_index_is_refused_or_read(data, index):
     header, arrays = saved_content(index)
     header = {name: found for name, found in header.items() if name not in ("arrays", "checksum")}
     arrays = {name: np.array(array) for name, array in arrays.items()}
-    alike_ones = [extra["alike"] for extra in header["extras"].values() if "alike" in extra]
-    assert len(alike_ones) == len(DATASETS)
+    whole_ones = [kind["own"] for kind in header["kinds"] if "segments" in kind["own"]]
+    assert len(whole_ones) == len(DATASETS)
     original = index.read_bytes()
     for _ in range(data.draw(st.integers(1, 2))):
-        chosen = data.draw(st.sampled_from(alike_ones))
+        chosen = data.draw(st.sampled_from(whole_ones))
         if data.draw(st.booleans()):
             container, key = data.draw(st.sampled_from(places(chosen)))
             container[key] = copy.deepcopy(data.draw(ODD))
@@ -256,30 +258,30 @@ def test_a_changed_index_is_refused_or_read(data, index):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("first", lambda a: a[::-1].copy()),
-        ("first", lambda a: a - 1),
+        ("numbers", lambda a: a[::-1].copy()),
+        ("numbers", lambda a: a - 1),
+        ("numbers", lambda a: a + (1 << 61)),
         ("rows", lambda a: a * 0),
         ("rows", lambda a: a + 1),
         ("rows", lambda a: a * 0 + (1 << 61)),
-        ("offset", lambda a: a * 0 + (1 << 40)),
-        ("offset", lambda a: a * 0 - 2),
+        ("address", lambda a: a * 0 + (1 << 40)),
+        ("address", lambda a: a * 0 - 2),
         ("stored_nbytes", lambda a: a * 0 - 1),
-        ("chunk_offset", lambda a: a * 0 + (1 << 40)),
-        ("chunk_offset", lambda a: a * 0 + 4096),
-        ("chunk_nbytes", lambda a: a * 0 + (1 << 62)),
-        ("chunk_nbytes", lambda a: a * 0 - 1),
-        ("chunk_mask", lambda a: a * 0 + (1 << 32)),
+        ("offset", lambda a: a * 0 + (1 << 40)),
+        ("offset", lambda a: a * 0 + 4096),
+        ("nbytes", lambda a: a * 0 + (1 << 62)),
+        ("nbytes", lambda a: a * 0 - 1),
+        ("kind", lambda a: a + 1),
+        ("file", lambda a: a - 1),
+        ("begin", lambda a: a + 1),
+        ("begin", lambda a: a[::-1].copy()),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(index, name, change):
     header, arrays = saved_content(index)
     header = {key: found for key, found in header.items() if key not in ("arrays", "checksum")}
     arrays = {key: np.array(array) for key, array in arrays.items()}
-    for extra in header["extras"].values():
-        place = extra.get("alike", {"arrays": {}})["arrays"].get(name)
-        if place is not None:
-            here = slice(place[0], sum(place))
-            arrays["numbers"][here] = change(arrays["numbers"][here])
+    arrays[name] = change(arrays[name])
     original = index.read_bytes()
     try:
         rewrite(index, header, arrays)
@@ -287,11 +289,3 @@ def test_numbers_that_make_no_sense_are_refused(index, name, change):
             opened(index)
     finally:
         index.write_bytes(original)
-
-
-def test_what_has_moved_begins_elsewhere(path):
-    parts = layouts_of(path)["small"].parts
-    moved = parts.moved(parts.columns.first * 2)
-    assert [part.samples.start for part in moved] == [2 * part.samples.start for part in parts]
-    assert all(part.source_samples == Slab.run(0, part.samples.size) for part in moved)
-    assert moved.like is parts.like

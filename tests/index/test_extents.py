@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5async.codec.filters import Filter
-from h5async.index import datasetlookup
-from h5async.index.extents import TableBuilder, table_nbytes
-from h5async.index.layout import Part
+from h5async.index.composition import Part, with_parts
+from h5async.index.extents import TableBuilder
+from h5async.index.segments import Piece, Segments
 from h5async.index.shapes import Kind
-from h5async.index.slabs import Blocks, Slab
+from h5async.index.slabs import Blocks, Slab, TooManyRunsError
 from h5async.io.stamps import FileStamp
 
 MAX_RANK = 32
@@ -67,10 +67,10 @@ def _extent(table, layer, at, number):
     begin, count = int(layer.begin[at]), int(layer.count[at])
     if not layer.is_sparse[at]:
         assert number < count
-        return int(table.offset[begin + number])
-    here = table.number[begin : begin + count]
+        return int(table.chunks.offset[begin + number])
+    here = table.chunks.numbers[begin : begin + count]
     found = np.flatnonzero(here == number)
-    return int(table.offset[begin + found[0]]) if found.size else None
+    return int(table.chunks.offset[begin + found[0]]) if found.size else None
 
 
 def _pieces(table, layer, at, shape, source_row):
@@ -100,26 +100,34 @@ def _pieces(table, layer, at, shape, source_row):
             yield to, None if chunk is None else (chunk, inside)
 
 
+PARTS = {}  # of layouts, by their identity
+
+
+def parts_of(layout):
+    """Return the parts that a layout was made of."""
+    return PARTS[id(layout)][1]
+
+
 # --- the model ------------------------------------------------------------------------------------
 
 
 def addresses(layout, sources):
     """Return where all elements lie, the samples first: int64 (samples, *row)."""
     found = np.full(layout.shape, NOWHERE, np.int64)
-    if layout.parts:
+    if layout.segments is not None:
         by_sample = np.moveaxis(found, layout.sample_axis, 0)
-        for part in layout.parts:
+        for part in parts_of(layout):
             theirs = np.moveaxis(addresses(part.source, sources), 0, 0)
             samples = part.source_samples.at(np.arange(part.source_samples.size))
             values = theirs[samples]
-            if part.member is not None:
-                offset = part.source.dtype.fields[part.member][1]
+            if part.piece.member is not None:
+                offset = part.source.dtype.fields[part.piece.member][1]
                 values = np.where(values == NOWHERE, NOWHERE, values + offset)
-            if part.source_region is not None:
-                values = values[(slice(None), *part.source_region)]
+            if part.piece.source_region is not None:
+                values = values[(slice(None), *part.piece.source_region)]
             goes_to = part.samples.at(np.arange(part.samples.size))
             for where, row in zip(goes_to, values, strict=True):
-                region = part.region or (slice(None),) * (by_sample.ndim - 1)
+                region = part.piece.region or (slice(None),) * (by_sample.ndim - 1)
                 target = by_sample[(where, *region)]
                 by_sample[(where, *region)] = row.reshape(target.shape)
         return by_sample
@@ -146,11 +154,17 @@ def addresses(layout, sources):
     return np.moveaxis(found, layout.sample_axis, 0)
 
 
+def all_leaves(layout):
+    if layout.segments is None:
+        return [layout]
+    return [leaf for part in parts_of(layout) for leaf in all_leaves(part.source)]
+
+
 def check(layout):
     """Compare a table with the model, element by element; return how many samples are left."""
     made = builder()
     table = made.build(layout)
-    files = {leaf.file: number for number, leaf in enumerate(layout.leaves())}
+    files = {leaf.file: number for number, leaf in enumerate(all_leaves(layout))}
     sources = [files[source.path] for source in made.sources]
     expected = addresses(layout, files)
     left = 0
@@ -167,7 +181,7 @@ def check(layout):
         has_gap = (row == NOWHERE).any()
         if has_gap and len(table.layers) != 1:
             # Where no layer has it, all rows hold the fill value first.
-            assert table.is_filled_first or not layout.parts or not layout.has_gaps
+            assert table.is_filled_first or layout.segments is None or not layout.has_gaps
     return left
 
 
@@ -209,10 +223,13 @@ def joined(sources, samples, parts, **changes):
     if "whole" not in changes:
         shape[axis] = samples
     changes.pop("whole", None)
-    return dataclasses.replace(
+    whole = dataclasses.replace(
         first, file="whole.h5", shape=tuple(shape), sample_axis=axis, chunk_shape=(), chunks=None,
-        filters=(), offset=-1, parts=tuple(parts), storage="virtual", **changes,
+        filters=(), offset=-1, segments=None, datasets=(), storage="virtual", **changes,
     )  # fmt: skip
+    made = with_parts(whole, parts)
+    PARTS[id(made)] = made, parts  # held, so that no other has its identity
+    return made
 
 
 @st.composite
@@ -272,11 +289,11 @@ def test_datasets_of_their_own(layout):
 def test_datasets_whose_samples_lie_in_others(layout):
     left = check(layout)
     if left:  # what is within gaps of another one, which may have a fill value of its own
-        assert any(part.source.parts and part.source.has_gaps for part in _all_parts(layout))
+        assert any(part.source.has_gaps for part in _all_parts(layout))
 
 
 def _all_parts(layout):
-    for part in layout.parts:
+    for part in parts_of(layout) if layout.segments is not None else ():
         yield part
         yield from _all_parts(part.source)
 
@@ -303,8 +320,7 @@ def test_windows_and_regions_of_rows(data):
                 source,
                 Slab.run(0, samples),
                 Slab.run(1, 1 + samples),
-                (slice(begin, begin + size), slice(0, height)),
-                theirs,
+                Piece((slice(begin, begin + size), slice(0, height)), theirs),
             )
         )
         begin += size + data.draw(st.integers(0, 1))
@@ -331,7 +347,12 @@ def test_members_of_compounds(data):
         source = data.draw(datasets(rank=1 + len(row), row=row, axis=0, dtype=dtype))
         count = source.num_samples
         parts.append(
-            Part(source, Slab.run(begin, begin + count), Slab.run(0, count), member="wanted")
+            Part(
+                source,
+                Slab.run(begin, begin + count),
+                Slab.run(0, count),
+                Piece(member="wanted"),
+            )
         )
         begin += count
     whole = joined(
@@ -360,7 +381,7 @@ def test_files_that_are_alike_share_a_shape():
     table = made.build(joined(sources, 500, parts))
     assert len(table.shapes) == len(table.layers) == 1
     assert table.layers[0].row.size == len(made.sources) == 50
-    assert table.offset.tolist() == [1, 2] * 50
+    assert table.chunks.offset.tolist() == [1, 2] * 50
     assert not table.is_filled_first
 
 
@@ -374,7 +395,7 @@ def test_mappings_that_go_on_are_one_segment():
         ]
         table = builder().build(joined([source], len(rows), parts))
         assert table.layers[0].row.size == segments
-        assert table.offset.size == 100
+        assert table.chunks.offset.size == 100
 
 
 def test_a_nested_dataset_is_not_listed_again_for_each_mapping(monkeypatch):
@@ -383,10 +404,10 @@ def test_a_nested_dataset_is_not_listed_again_for_each_mapping(monkeypatch):
     parts = [Part(s, Slab.run(10 * n, 10 * n + 10), Slab.run(0, 10)) for n, s in enumerate(sources)]
     inner = joined(sources, 200, parts)
     single = Blocks.of(np.arange(199, -1, -1), np.ones(200, np.int64))
-    outer = joined([inner], 200, [Part(inner, Slab.run(0, 200), single)])
     times = []
-    composed = datasetlookup._composed
-    monkeypatch.setattr(datasetlookup, "_composed", lambda *a: times.append(1) or composed(*a))
+    behind = Segments.behind
+    monkeypatch.setattr(Segments, "behind", lambda *a: times.append(1) or behind(*a))
+    outer = joined([inner], 200, [Part(inner, Slab.run(0, 200), single)])
     assert check(outer) == 0
     assert len(times) == 1
 
@@ -403,18 +424,18 @@ HUGE = 1 << 44
     ],
 )
 def test_selections_of_more_blocks_than_there_is_memory_for(ours, theirs):
-    """A file of some bytes declares them; their samples are left to the parts."""
+    """A file of some bytes declares them; they are left to HDF5."""
     source = made_up("a.h5", (4 * HUGE,), (), [0], (), dtype="u1")
-    whole = joined([source], ours.end, [Part(source, ours, theirs)])
-    assert builder().build(whole) is None
-    assert table_nbytes(whole) <= 1 << 30
+    with pytest.raises(TooManyRunsError):
+        joined([source], ours.end, [Part(source, ours, theirs)])
 
 
 def test_a_nested_selection_of_more_rows_than_there_is_memory_for():
     source = made_up("a.h5", (HUGE,), (), [0], (), dtype="u1")
     inner = joined([source], HUGE, [Part(source, Slab.run(0, HUGE), Slab.run(0, HUGE))])
     half = Part(inner, Slab.run(0, HUGE // 2), Slab(0, 2, HUGE // 2, 1))
-    assert builder().build(joined([inner], HUGE // 2, [half])) is None
+    with pytest.raises(TooManyRunsError):
+        joined([inner], HUGE // 2, [half])
 
 
 def test_rows_that_a_source_has_not_are_left():

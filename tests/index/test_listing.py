@@ -5,24 +5,15 @@ from __future__ import annotations
 import h5py
 import numpy as np
 import pytest
+from conftest import reader_of
 from typer.testing import CliRunner
 
 from h5async import (
-    AsyncReader,
     DatasetError,
     cli,
 )
 from h5async.index import contents, metadata
 from h5async.index.contents import walk
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.h5"
-
-
-def reader_of(path, **options):
-    return AsyncReader(hdf5_path=path, device="cpu", **{"labels_field": None, **options})
 
 
 def file_of_many(path, count):

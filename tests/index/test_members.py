@@ -18,7 +18,7 @@ from hdf5files import type_for_h5py
 import h5async.deliver.host
 from h5async import AsyncReader, DatasetError, Field, ReadError
 from h5async.fill import phases
-from h5async.plan import parts
+from h5async.read import h5pyrows
 
 COLOUR = h5py.enum_dtype({"red": 0, "green": 300}, "<i2")
 POSITION = np.dtype([("x", "<f4"), ("y", ">f8"), ("tag", "S3")])
@@ -199,7 +199,7 @@ def test_member_of_many_rows_and_large_elements_in_small_stages(tmp_path):
 @pytest.mark.parametrize("storage", list(STORAGES))
 def test_several_members_and_the_whole_of_one_table(tmp_path, monkeypatch, storage):
     monkeypatch.setattr(phases, "_MIN_SHARE_NBYTES", 1)
-    monkeypatch.setattr(parts, "_SCRATCH_NBYTES", 64)
+    monkeypatch.setattr(h5pyrows, "_SCRATCH_NBYTES", 64)
     path = write_table(tmp_path / "f.h5", storage)
     values = random_bits(TABLE, (11,))
     with h5py.File(path, "a") as file:

@@ -13,30 +13,12 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import assert_reads_like_h5py, assert_same_bits, truth
+from conftest import assert_reads_like_h5py, assert_same_bits, first_batch, reader_of, truth
 
-from h5async import (
-    AsyncReader,
-)
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.io.stamps import FileStamp
 from h5async.process.child import HelperDied
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.h5"
-
-
-def reader_of(path, **options):
-    return AsyncReader(hdf5_path=path, device="cpu", **{"labels_field": None, **options})
-
-
-def first_batch(path, **options):
-    with reader_of(path, **options) as reader:
-        return reader.get_next_batch().copy()
-
 
 INNER = np.dtype({"names": ["a", "b"], "formats": ["<i4", "<f4"], "offsets": [4, 0]})
 OUT_OF_ORDER = {

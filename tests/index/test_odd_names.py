@@ -12,10 +12,9 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import assert_same_bits
+from conftest import assert_same_bits, first_batch, reader_of
 
 from h5async import (
-    AsyncReader,
     ConfigError,
     DatasetError,
     Field,
@@ -23,21 +22,6 @@ from h5async import (
     ReadError,
 )
 from h5async.spelling import name_bytes, printable, shell_word
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.h5"
-
-
-def reader_of(path, **options):
-    return AsyncReader(hdf5_path=path, device="cpu", **{"labels_field": None, **options})
-
-
-def first_batch(path, **options):
-    with reader_of(path, **options) as reader:
-        return reader.get_next_batch().copy()
-
 
 SCRIPT = os.path.join(sysconfig.get_path("scripts"), "h5async")
 SECONDS = 60  # for a subprocess

@@ -19,11 +19,13 @@ from h5async import H5AsyncError
 from h5async.codec.filters import Filter
 from h5async.config import Field
 from h5async.index.chunktable import ChunkTable, grid_of
-from h5async.index.consulted import Consulted
+from h5async.index.composition import Part, with_parts
 from h5async.index.fingerprint import fingerprint
-from h5async.index.layout import DatasetLayout, Indexed, Part
-from h5async.index.links import Reach
+from h5async.index.layout import DatasetLayout
+from h5async.index.layoutfacts import Indexed
+from h5async.index.links import Consulted, Reach
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
+from h5async.index.segments import Piece
 from h5async.index.slabs import Blocks, Slab
 from h5async.io.stamps import FileStamp
 
@@ -136,10 +138,10 @@ def _virtual(draw: st.DrawFn, layout: DatasetLayout, depth: int) -> DatasetLayou
                 source,
                 samples,
                 draw(selections(source.num_samples, samples.size)),
-                *_regions(row_shape, layout),
+                Piece(*_regions(row_shape, layout)),
             )
         )
-    return _replace(layout, storage="virtual", sources=sources, parts=tuple(parts))
+    return with_parts(_replace(layout, storage="virtual", sources=sources), parts)
 
 
 def _regions(row_shape: tuple[int, ...], layout: DatasetLayout) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from conftest import assert_same_bits, require_extra
 
 from h5async.errors import DatasetError, ReadError, UnsafeFileError
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Reach, open_index
 from h5async.index.sparsegroup import row_offsets, sparse_group
 from h5async.index.tablecolumns import category_names, column, union_of
 from h5async.read.whole import read_whole
@@ -34,7 +34,7 @@ def values_of(layout):
 def matrix_of(path, name):
     """Return what SciPy makes of the parts of a matrix."""
     scipy = require_extra("scipy.sparse")
-    with h5py.File(path) as file:
+    with open_index(path) as file:
         found = sparse_group(file, name)
     data, indices = values_of(found.data), values_of(found.indices)
     offsets = row_offsets(values_of(found.indptr), found)
@@ -91,7 +91,7 @@ def test_matrices_of_anndata(path):
     ):
         found = matrix_of(path, name)
         assert_same_bits(found.toarray(), matrix.toarray())
-    with h5py.File(path) as file:
+    with open_index(path) as file:
         found = sparse_group(file, "X")
         assert found.where == f'{path}: group "X"'
         assert found.shape == expected.shape
@@ -104,7 +104,7 @@ def test_matrices_of_anndata(path):
 @pytest.mark.slow
 def test_the_command_for_compressed_columns_makes_rows_of_them(path):
     expected = annotated(path)
-    with h5py.File(path) as file, pytest.raises(DatasetError) as caught:
+    with open_index(path) as file, pytest.raises(DatasetError) as caught:
         sparse_group(file, "layers/columns")
     message = str(caught.value)
     assert "is a matrix of compressed columns (CSC)" in message
@@ -148,6 +148,7 @@ def test_matrices_of_10x(path, name):
         write_matrix(group, matrix)
         group["shape"] = np.array([9, 5], np.int32)
         group["barcodes"] = np.array([b"AAA"] * 5)
+    with open_index(path) as file:
         assert sparse_group(file, name).is_transposed
     assert_same_bits(matrix_of(path, name).toarray(), matrix.toarray().T)
 
@@ -167,8 +168,8 @@ def test_parts_behind_links(path):
     with h5py.File(path, "r+") as file:
         del file["X/data"]
         file["X/data"] = h5py.ExternalLink("/etc/hostname", "data")
-        with pytest.raises(UnsafeFileError):
-            sparse_group(file, "X")
+    with open_index(path) as file, pytest.raises(UnsafeFileError):
+        sparse_group(file, "X")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_parts_that_do_not_fit(path, change, words):
         group = file.create_group("X")
         write_matrix(group, matrix, **{"encoding-type": "csr_matrix"}, shape=(9, 5))
         change(group)
-    with h5py.File(path) as file, pytest.raises(DatasetError, match=words):
+    with open_index(path) as file, pytest.raises(DatasetError, match=words):
         sparse_group(file, "X")
 
 
@@ -219,7 +220,7 @@ def test_offsets_that_lie(path, indptr, words):
         group["data"], group["indices"] = np.zeros(18, "f4"), np.zeros(18, "i4")
         group["indptr"] = np.asarray(indptr)
         group.attrs.update({"encoding-type": "csr_matrix", "shape": (3, 5)})
-    with h5py.File(path) as file:
+    with open_index(path) as file:
         found = sparse_group(file, "X")
     with pytest.raises(DatasetError, match=words) as caught:
         row_offsets(values_of(found.indptr), found)
@@ -243,7 +244,7 @@ def test_a_damaged_group(path):
     at = data.rfind(b"TREE")
     data[at : at + 4] = b"EERT"
     path.write_bytes(data)
-    with h5py.File(path) as file, pytest.raises((ReadError, DatasetError)):
+    with open_index(path) as file, pytest.raises((ReadError, DatasetError)):
         assert sparse_group(file, "X") is not None
 
 
@@ -253,7 +254,7 @@ def test_a_damaged_group(path):
 def test_categorical_columns_of_anndata(path):
     expected = annotated(path).obs
     for name in ("kind", "donor"):
-        with h5py.File(path) as file:
+        with open_index(path) as file:
             found = column(file, f"obs/{name}")
         assert found.where == f'{path}: column "obs/{name}"'
         assert found.mask is None
@@ -266,7 +267,7 @@ def test_categorical_columns_of_anndata(path):
 
 
 def column_of(path, name):
-    with h5py.File(path) as file:
+    with open_index(path) as file:
         return column(file, name)
 
 

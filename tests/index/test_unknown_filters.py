@@ -9,30 +9,14 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import assert_reads_like_h5py
+from conftest import assert_reads_like_h5py, reader_of
 from corpus import DONT_FILTER_PARTIAL_CHUNKS, HDF5
 from hdf5files import type_for_h5py
 
 from h5async import (
-    AsyncReader,
     DatasetError,
     ReadError,
 )
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.h5"
-
-
-def reader_of(path, **options):
-    return AsyncReader(hdf5_path=path, device="cpu", **{"labels_field": None, **options})
-
-
-def first_batch(path, **options):
-    with reader_of(path, **options) as reader:
-        return reader.get_next_batch().copy()
-
 
 NOBODYS = 511
 

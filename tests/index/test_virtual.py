@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from h5async import AsyncReader, DatasetError, Field, H5AsyncError, ReadError, UnsafeFileError
 from h5async.fill import phases
-from h5async.plan import parts
+from h5async.read import h5pyrows
 
 Slabs = tuple[tuple[int, int, int, int], ...]  # start, stride, count, block of each dimension
 
@@ -392,7 +392,7 @@ def check_reads_like_h5py(
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(phases, "_MIN_SHARE_NBYTES", 1),
-        mock.patch.object(parts, "_SCRATCH_NBYTES", stage_nbytes),
+        mock.patch.object(h5pyrows, "_SCRATCH_NBYTES", stage_nbytes),
     ):
         path = recipe.write(Path(folder))
         expected = truth(path, "data", num_dim)

@@ -24,6 +24,7 @@ from h5async.errors import BudgetError
 from h5async.index import objectheader
 from h5async.index.links import Reach
 from h5async.index.obstacles import NotDirectError
+from h5async.io.stores import LocalSource
 from h5async.opening.raggedcolumns import heap_layout
 
 TEXT, INTEGERS = h5py.string_dtype(), h5py.vlen_dtype(np.dtype("i4"))
@@ -161,9 +162,10 @@ def assert_equal(found: list[Any], truth: list[Any]) -> None:
         assert one.tobytes() == other.tobytes()
 
 
-SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 150))]
+SEEDS = range(150)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_files(tmp_path, seed):
     folder = tmp_path / "files"
@@ -173,6 +175,7 @@ def test_random_files(tmp_path, seed):
         assert_equal(read(folder / "a.h5", name), truth)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "options",
@@ -331,7 +334,7 @@ def test_a_damaged_header_is_no_crash(path, libver):
         path.write_bytes(damaged)
         with path.open("rb") as file:
             try:
-                found = list(objectheader.messages(file.fileno(), begin, 0, widths))
+                found = list(objectheader.messages(LocalSource(file.fileno()), begin, 0, widths))
             except NotDirectError:
                 assert nth
             else:

@@ -256,9 +256,10 @@ def test_states_and_orders_are_the_same(case, tmp_path):
 
 
 def all_told(folder: Path) -> dict[str, Any]:
-    """Return what is told of all cases, of files that are written if they are not there."""
+    """Return what is told of all cases, or a few; files are written if they are not there."""
     found = {}
-    for case, (make, options) in CASES.items():
+    for case in list(CASES)[:: 1 if os.environ.get("H5ASYNC_TESTS") == "all" else 4]:
+        make, options = CASES[case]
         path = folder / case / "f.h5"
         if not path.exists():
             written(make, path.parent)

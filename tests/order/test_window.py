@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import assert_epoch_is, assert_same_bits, truth
+from conftest import assert_epoch_is, assert_same_bits, read_exactly_an_epoch, truth
 from hdf5files import type_for_h5py, write_compact
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +26,8 @@ from layouts import DEFLATE, layout
 
 from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.core.binding import load_core
+from h5async.index.units import unit_bounds
+from h5async.index.units import unit_nbytes as unit_nbytes_of
 from h5async.order.sampling import Sampling
 from h5async.order.window import _GROUP_SAMPLES, WindowOrder, kept_nbytes, window_order
 from h5async.read.collection import Collection
@@ -386,7 +388,7 @@ def test_samples_that_follow_each_other_are_not_neighbours() -> None:
 
 def test_the_window_holds_what_the_memory_holds() -> None:
     of = layout((10_000, 4), (10, 4), filters=DEFLATE)
-    assert of.unit_nbytes == 160
+    assert unit_nbytes_of(of) == 160
     windows = [window_order([of], n, 0).window for n in (1, 160, 10_000, 50_000, 10**9)]
     assert windows[:2] == [2, 2]
     assert windows == sorted(windows)
@@ -618,7 +620,7 @@ def test_several_files(tmp_path: Path, nothing_is_kept_whole: None) -> None:
         options = {"labels_field": "labels", "num_threads": num_threads}
         for nbytes in (1, 10_000, 1 << 28):
             with open_window(paths, window_bytes=nbytes, **options) as reader:
-                assert np.diff(reader.layouts["data"].unit_bounds()).tolist() == counts
+                assert np.diff(unit_bounds(reader.layouts["data"])).tolist() == counts
                 assert_epoch_is(reader, expected, in_order=False)
                 assert_epoch_is(reader, labels, name="labels", in_order=False)
 
@@ -626,7 +628,7 @@ def test_several_files(tmp_path: Path, nothing_is_kept_whole: None) -> None:
 def test_units_of_a_virtual_dataset_are_those_of_its_sources(tmp_path: Path) -> None:
     write_virtual(tmp_path / "f.h5")
     with open_window(tmp_path / "f.h5") as reader:
-        counts = np.diff(reader.layouts["data"].unit_bounds()).tolist()
+        counts = np.diff(unit_bounds(reader.layouts["data"])).tolist()
     assert counts == [16] * 6 + [4] + [40] * 3 + [30, 45, 5]
 
 
@@ -685,14 +687,6 @@ def test_memory_for_the_window_that_does_not_fit(tmp_path: Path, value: Any) -> 
 # --- each chunk is decoded once --------------------------------------------------------------
 
 
-def read_exactly_an_epoch(reader: AsyncReader) -> None:
-    """Read an epoch, and nothing of the one that follows."""
-    for _ in range(len(reader)):
-        reader.fetch_data()
-    for _ in range(len(reader)):
-        reader.get_next_batch()
-
-
 def num_chunks(path: Path, *names: str) -> int:
     with h5py.File(path) as file:
         return sum(file[name].id.get_num_chunks() for name in names)
@@ -705,7 +699,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Collected(Collection):
         def close(self) -> None:
-            most = self.most_kept_nbytes()
+            most = self.tables.most_kept_nbytes()
             if any(most):
                 made.extend(SimpleNamespace(most_nbytes=n) for n in most)
             super().close()
@@ -736,7 +730,7 @@ def test_each_chunk_is_decoded_once_an_epoch(
     options = {"num_dim": num_dim, "num_threads": num_threads, "batch_size": 6}
     window_bytes = 100 * unit_nbytes  # of 120 units, or 240; the window takes half of them
     with open_window(path, window_bytes=window_bytes, **options) as reader:
-        assert reader.layouts["data"].unit_nbytes == unit_nbytes
+        assert unit_nbytes_of(reader.layouts["data"]) == unit_nbytes
         read_exactly_an_epoch(reader)
         assert reader.stats().decoded_chunks == num_chunks(path, "data")
         assert reader.stats().samples == reader.num_samples

@@ -468,22 +468,6 @@ def test_readers_that_nobody_closes(mixed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"dense": True}, {"columns": [1, 0]}])
-def test_an_index_that_is_no_column_names_file_and_sample(tmp_path, options):
-    paths = [sparse_file(tmp_path / name) for name in ("a.h5", "b.h5")]
-    with h5py.File(paths[1], "r+") as file:
-        file["X/indices"][file["X/indptr"][4] + 1] = 4
-    fields = {"x": SparseField("X", **options)}
-    with make((paths, {}), "process", fields=fields, batch_size=3) as reader:
-        for number in range(4):
-            if number == 3:
-                with pytest.raises(DatasetError, match=r"b\.h5.*row 4 \(sample 10\).*index 4"):
-                    reader.get_next_batch()
-            else:
-                reader.get_next_batch()
-
-
-@pytest.mark.slow
 def test_offsets_that_lie(tmp_path):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:

@@ -577,6 +577,7 @@ def test_scripts_end_as_they_should(path, tmp_path, how):
 
 @pytest.mark.slow
 def test_ctrl_c_is_the_readers(path, tmp_path):
+    """A terminal sends it to the helpers too."""
     script = tmp_path / "program.py"
     script.write_text(
         "import os, signal, sys, time\n"

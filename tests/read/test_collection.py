@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -22,7 +23,7 @@ from conftest import assert_same_bits, open_descriptors
 from h5async import AsyncReader, Field, FileChangedWarning, H5AsyncError
 from h5async.core.tablestructures import PLANNED_ROW_NBYTES, ItemStruct, WantedStruct
 from h5async.index.metadata import read_layouts
-from h5async.io.stamps import FileStamp
+from h5async.io.stamps import FileStamp, settled
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.scratch import Scratch, ScratchSize
 
@@ -31,12 +32,6 @@ WAIT_SECONDS = 200
 IO = ["auto", "pread", "map"]
 
 pytestmark = pytest.mark.usefixtures("core")
-
-
-@pytest.fixture(autouse=True)
-def _no_descriptors_are_left(tmp_path):
-    yield
-    assert not open_descriptors(tmp_path)
 
 
 # --- random files and fields ----------------------------------------------------------------------
@@ -362,7 +357,7 @@ def test_many_threads_share_decoded_chunks(tmp_path, core, budget, io):
             assert slot.read(samples, cuts=[random.randint(0, 9)], threads=2) == 0
             assert_same_bits(slot.arrays[0][: len(samples)], values[samples])
             if random.random() < 0.1:
-                slot.collection.forget_chunks()
+                slot.collection.tables.forget_chunks()
 
         assert not read_in_threads(core, collected, 4, 60, one)
 
@@ -389,7 +384,7 @@ def many_files(folder, count, samples=3):
 def test_more_files_than_may_be_open(tmp_path, core, io, most_files):
     paths, values, layouts = many_files(tmp_path, 40)
     with Collected(core, layouts, 60, io=io, most_files=most_files) as collected:
-        assert collected.collection.open_ahead(lambda: False)
+        assert collected.collection.tables.open_ahead(lambda: False)
 
         def one(slot, random):
             samples = [random.randrange(len(values)) for _ in range(60)]
@@ -471,7 +466,7 @@ def test_files_that_are_replaced_truncated_or_touched(tmp_path, core, io, most_f
             for row, sample in enumerate(samples):
                 if sample // 3 not in changed:
                     assert_same_bits(collected.arrays[0][row], values[sample])
-        collected.collection.restamp(str(touched), FileStamp.of(touched))
+        collected.collection.tables.restamp(str(touched), FileStamp.of(touched))
         assert collected.read(range(21, 24)) == 0
         assert_same_bits(collected.arrays[0][:3], values[21:24])
 
@@ -499,8 +494,8 @@ def test_a_file_that_is_rewritten_while_threads_read_it(tmp_path, core, io):
                 return
             with path.open("r+b") as file:
                 file.write(content)
-            collected.collection.forget_chunks()
-            collected.collection.restamp(str(path), FileStamp.settled(path))
+            collected.collection.tables.forget_chunks()
+            collected.collection.tables.restamp(str(path), settled(partial(FileStamp.of, path)))
 
     def one(slot, random):
         samples = sorted(random.sample(range(1, 120), 25))
@@ -517,8 +512,8 @@ def test_a_file_that_is_rewritten_while_threads_read_it(tmp_path, core, io):
             stop.set()
             writer.join(WAIT_SECONDS)
         assert not wrong
-        collected.collection.restamp(str(path), FileStamp.settled(path))
-        collected.collection.forget_chunks()
+        collected.collection.tables.restamp(str(path), settled(partial(FileStamp.of, path)))
+        collected.collection.tables.forget_chunks()
         assert collected.read(range(25)) == 0, "nothing stays refused"
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from h5async import AsyncReader, Field
 from h5async.fill import phases
-from h5async.io import maps
+from h5async.io import localfiles
 
 PLAIN = [
     f"{order}{kind}" for order in "<>" for kind in ("u2 i2 u4 i4 u8 i8 f2 f4 f8 c8 c16").split()
@@ -221,7 +221,7 @@ SMALL_LIMITS = {
     (phases, "_MIN_SHARE_NBYTES"): 1,
 }
 NO_MAPPING = {
-    (maps, "can_map"): lambda path: False,
+    (localfiles, "can_map"): lambda path: False,
 }
 
 
@@ -243,7 +243,7 @@ def is_direct(recipe: Recipe, num_dim: int, patches: dict[tuple[Any, str], Any])
     if recipe.is_of_few_bits:
         return False
     if recipe.chunks is None:
-        return num_dim == 0 or (maps, "can_map") not in patches
+        return num_dim == 0 or (localfiles, "can_map") not in patches
     assert recipe.maxshape is not None
     unlimited = [axis for axis, limit in enumerate(recipe.maxshape) if limit is None]
     is_misplaced = recipe.libver in WITH_EXTENSIBLE_ARRAYS and unlimited != [0]

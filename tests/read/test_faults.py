@@ -28,8 +28,7 @@ from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, R
 from h5async.core.binding import load_core
 from h5async.core.tablestructures import REFUSED
 from h5async.fill.reading import BatchReader
-from h5async.io.localfile import LocalFile
-from h5async.io.localfiles import LocalFiles
+from h5async.io.localfiles import LocalFile, LocalFiles
 
 N = 120
 

@@ -25,9 +25,9 @@ from hdf5files import type_for_h5py
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
 from h5async.fill import phases
-from h5async.io.descriptors import open_regular
+from h5async.io.localfiles import open_regular
 from h5async.plan import parts
-from h5async.read import collection, executors
+from h5async.read import coretables, executors
 
 OPTIONS: dict[str, Any] = {"labels_field": None, "device": "cpu", "batch_size": 4}
 
@@ -593,7 +593,7 @@ def test_damaged_chunk_fails_its_batches_alone(tmp_path, num_threads):
 def test_file_that_changed_after_indexing_is_an_error(tmp_path, monkeypatch, what, through_h5py):
     """It was not open any more: too many others were opened after it."""
     monkeypatch.setattr(executors, "affordable_files", lambda: 32)
-    monkeypatch.setattr(collection, "_TRUSTED_NS", 0)
+    monkeypatch.setattr(coretables, "_TRUSTED_NS", 0)
     if through_h5py:
         paths = write_odd_integers(tmp_path, 150)
     else:

@@ -9,21 +9,15 @@ import numpy as np
 import pytest
 from cases import each
 from collecting import Collected, layouts_of
-from conftest import assert_same_bits, open_descriptors
+from conftest import assert_same_bits
 
 from h5async import Field
-from h5async.read import collection
+from h5async.read import coretables
 
 ALWAYS, NEVER = 1 << 60, 0
 ROWS, CHUNK = 40, 8
 
 pytestmark = pytest.mark.usefixtures("core")
-
-
-@pytest.fixture(autouse=True)
-def _no_descriptors_are_left(tmp_path):
-    yield
-    assert not open_descriptors(tmp_path)
 
 
 @pytest.fixture
@@ -38,7 +32,7 @@ def files(tmp_path):
 
 
 def collected(core, layouts, trusted_ns, monkeypatch):
-    monkeypatch.setattr(collection, "_TRUSTED_NS", trusted_ns)
+    monkeypatch.setattr(coretables, "_TRUSTED_NS", trusted_ns)
     return Collected(core, layouts, 12, kept_nbytes=1 << 20)
 
 
@@ -71,19 +65,21 @@ def test_what_is_kept_and_what_is_read_are_of_one_state(files, core, monkeypatch
         assert read.left() == {0: [0, 2, 4]}
         assert_same_bits(read.arrays[0][[1, 3]], rows[[FIRST[1], FIRST[3]]])
         assert read.read(FIRST) == 1, "it is not trusted until it is known anew"
-        read.collection.forget_chunks()
-        read.collection.restamp(str(paths[0]), layouts_of(paths[:1], {"d": Field("data")})[0].stamp)
+        read.collection.tables.forget_chunks()
+        read.collection.tables.restamp(
+            str(paths[0]), layouts_of(paths[:1], {"d": Field("data")})[0].stamp
+        )
         assert read.read(mixed) == 0
         assert_same_bits(read.arrays[0][:5], rows[mixed])
 
 
 def test_nothing_is_opened_for_what_is_kept(files, core, monkeypatch):
     paths, rows, layouts = files
-    monkeypatch.setattr(collection, "_TRUSTED_NS", ALWAYS)
+    monkeypatch.setattr(coretables, "_TRUSTED_NS", ALWAYS)
     with Collected(core, layouts, 12, kept_nbytes=1 << 20, most_files=1, io="pread") as read:
         assert read.read(FIRST) == 0
         paths[0].unlink()
         assert read.read(FIRST) == 0
         assert_same_bits(read.arrays[0][: len(FIRST)], rows[FIRST])
-        read.collection.forget_chunks()
+        read.collection.tables.forget_chunks()
         assert read.read(FIRST) == 1

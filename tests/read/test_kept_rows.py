@@ -25,7 +25,7 @@ from h5async.index import keeping
 from h5async.index.keeping import Keeps
 from h5async.index.metadata import read_layouts
 from h5async.opening import limits
-from h5async.read.collection import Collection
+from h5async.read.coretables import CoreTables
 
 ALL = 1 << 24  # bytes: room for all rows of a test
 SEED = 5
@@ -33,7 +33,7 @@ SEED = 5
 
 def kept_by(read: Collected) -> set[int]:
     """Return what is kept of the chunks of the first field, by segment."""
-    field = read.collection._fields[0]
+    field = read.collection.tables.fields[0]
     layer = field.layers[0]
     numbers = (ctypes.c_int32 * layer.num_segments).from_address(layer.shape)
     return {int(field.shapes[number].keeps) for number in numbers}
@@ -76,7 +76,7 @@ def test_each_chunk_is_decoded_once(tmp_path, core, threads, dtype):
             assert read.raw[0].is_intact()
             assert_same_bits(read.arrays[0][: samples.size], values[samples])
         assert decoded(read, core) == 6 * 3 * 2 * 2
-        before = sum(read.collection.most_kept_nbytes())
+        before = sum(read.collection.tables.most_kept_nbytes())
         assert before == 6 * 4 * values[0].nbytes, "rows of all chunks, and none beside"
 
 
@@ -95,7 +95,7 @@ def test_any_budget(tmp_path, core, threads, kept_nbytes, monkeypatch):
             assert read.read(samples, threads=threads, cuts=cuts) == 0
             assert_same_bits(read.arrays[0][: samples.size], values[samples])
         least = 2 * (4 * 90 + 128 + 2)
-        assert sum(read.collection.most_kept_nbytes()) <= max(kept_nbytes, least)
+        assert sum(read.collection.tables.most_kept_nbytes()) <= max(kept_nbytes, least)
 
 
 @each("kept_nbytes", [0, 1500, ALL])
@@ -111,7 +111,7 @@ def test_many_threads_share_rows(tmp_path, core, kept_nbytes, forgets, monkeypat
             assert slot.read(samples, cuts=cuts, threads=draw.choice([1, 2, 8])) == 0
             assert_same_bits(slot.arrays[0][: len(samples)], values[samples])
             if forgets and draw.random() < 0.2:
-                slot.collection.forget_chunks()
+                slot.collection.tables.forget_chunks()
 
         assert not read_in_threads(core, collected, 4, 60, one)
 
@@ -133,7 +133,7 @@ def test_many_threads_meet_a_damaged_chunk(tmp_path, core):
             good = [row for row in range(len(samples)) if row not in bad]
             assert_same_bits(slot.arrays[0][good], values[samples][good])
             if draw.random() < 0.2:
-                slot.collection.forget_chunks()
+                slot.collection.tables.forget_chunks()
 
         assert not read_in_threads(core, collected, 4, 60, one)
 
@@ -156,7 +156,7 @@ def test_many_threads_wait_for_a_piece_that_is_given_up(tmp_path, core):
             assert slot.read([draw.randrange(2)], threads=draw.choice([1, 4])) > 0
             assert slot.left() == {0: [0]}
             if draw.random() < 0.5:
-                slot.collection.forget_chunks()
+                slot.collection.tables.forget_chunks()
 
         assert not read_in_threads(core, collected, 4, 60, one)
 
@@ -170,7 +170,7 @@ def test_nothing_of_a_file_that_changed_is_kept(tmp_path, core, threads):
         assert read.read(range(23), threads=threads) > 0
         assert read.left() == {0: list(range(23))}
         stamp = layouts_of([path], {"d": Field("data")})[0].stamp
-        read.collection.restamp(str(path), stamp)
+        read.collection.tables.restamp(str(path), stamp)
         before = decoded(read, core)
         assert read.read(range(23), threads=threads) == 0
         assert_same_bits(read.arrays[0][:23], values)
@@ -301,7 +301,7 @@ def test_where_rows_are_put_together(tmp_path, core, rows, uses, keeps):
             "data", data=values, chunks=(12, 4), maxshape=(None, 6), compression="gzip"
         )
     layouts = list(read_layouts(path, {"data": Field("data")}).values())
-    read = Collection(
+    tables = CoreTables(
         core,
         layouts,
         io="auto",
@@ -310,8 +310,8 @@ def test_where_rows_are_put_together(tmp_path, core, rows, uses, keeps):
         transforms=[None],
         samples=int(rows * uses),
     )
-    assert read._fields[0].shapes[0].keeps == keeps
-    read.close()
+    assert tables.fields[0].shapes[0].keeps == keeps
+    tables.close()
 
 
 # --- whole readers, against h5py -----------------------------------------------------------------

@@ -16,7 +16,7 @@ from h5async.index.extents import TableBuilder
 from h5async.index.joined import join_layouts
 from h5async.index.shapes import Kind
 from h5async.index.smalldatasets import MANY, SMALL_NBYTES, kept_whole_nbytes
-from h5async.read import collection
+from h5async.read import coretables
 
 ALWAYS, NEVER = 1 << 60, 0
 COUNT = MANY + 3
@@ -60,7 +60,7 @@ def test_rows_are_those_of_h5py(tmp_path, core, how, io, monkeypatch):
     _, rows, layouts = many(tmp_path, how)
     rng = np.random.default_rng(0)
     for trusted_ns in (ALWAYS, NEVER):
-        monkeypatch.setattr(collection, "_TRUSTED_NS", trusted_ns)
+        monkeypatch.setattr(coretables, "_TRUSTED_NS", trusted_ns)
         with Collected(core, layouts, 30, io=io, kept_nbytes=KEPT) as read:
             for _ in range(20):
                 samples = rng.integers(0, len(rows), 30)
@@ -68,12 +68,12 @@ def test_rows_are_those_of_h5py(tmp_path, core, how, io, monkeypatch):
                 assert_same_bits(read.arrays[0], rows[samples])
             are_small = [how != "mixed" or n % 4 < 3 or n % 5 == 0 for n in range(COUNT)]
             sizes = [12 * (n % 5 + 1) for n in range(COUNT) if are_small[n]]
-            assert read.collection.most_kept_nbytes() == [sum(sizes)]
+            assert read.collection.tables.most_kept_nbytes() == [sum(sizes)]
 
 
 @pytest.mark.usefixtures("core")
 def test_nothing_is_read_of_a_file_that_was_checked_a_moment_ago(tmp_path, core, monkeypatch):
-    monkeypatch.setattr(collection, "_TRUSTED_NS", ALWAYS)
+    monkeypatch.setattr(coretables, "_TRUSTED_NS", ALWAYS)
     paths, rows, layouts = many(tmp_path, "contiguous")
     some = [0, 1, 3]  # of the first three files
     with Collected(core, layouts, 3, io="pread", kept_nbytes=KEPT, most_files=1) as read:
@@ -89,7 +89,7 @@ def test_nothing_is_read_of_a_file_that_was_checked_a_moment_ago(tmp_path, core,
 @pytest.mark.usefixtures("core")
 @each("is_trusted", [True, False])
 def test_a_file_that_has_changed(tmp_path, core, is_trusted, monkeypatch):
-    monkeypatch.setattr(collection, "_TRUSTED_NS", ALWAYS if is_trusted else NEVER)
+    monkeypatch.setattr(coretables, "_TRUSTED_NS", ALWAYS if is_trusted else NEVER)
     paths, rows, layouts = many(tmp_path, "contiguous")
     with Collected(core, layouts, 3, kept_nbytes=KEPT) as read:
         assert read.read([1, 3]) == 0
@@ -99,9 +99,9 @@ def test_a_file_that_has_changed(tmp_path, core, is_trusted, monkeypatch):
         assert_same_bits(read.arrays[0][1], rows[3])
         if is_trusted:
             assert_same_bits(read.arrays[0][:2], rows[[1, 3]])
-        read.collection.forget_chunks()
+        read.collection.tables.forget_chunks()
         assert read.read([1, 3]) == 1
-        read.collection.restamp(
+        read.collection.tables.restamp(
             str(paths[1]), layouts_of(paths[1:2], {"d": Field("data")})[0].stamp
         )
         assert read.read([1, 3]) == 0
@@ -122,7 +122,7 @@ def test_rows_that_a_dataset_has_not(tmp_path, core):
     """Its chunk holds fewer rows than others of its shape."""
     _, _, layouts = many(tmp_path, "contiguous")
     with Collected(core, layouts, 1, kept_nbytes=KEPT) as read:
-        (field,) = read.collection._fields
+        (field,) = read.collection.tables.fields
         nbytes = np.ctypeslib.as_array(
             (np.ctypeslib.ctypes.c_int64 * COUNT).from_address(field.nbytes)
         )
@@ -137,7 +137,7 @@ def test_only_small_ones_of_many_are_kept(tmp_path):
     wanted = kept_whole_nbytes(layout).small
     assert any(is_kept(layout, wanted))
     assert not any(is_kept(layout, wanted - 1))
-    few = join_layouts([part.source for part in layout.parts[: MANY - 1]])
+    few = join_layouts(layout.datasets[: MANY - 1])
     assert kept_whole_nbytes(few) == (0, 0)
     assert not any(is_kept(few, KEPT))
 

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp
 from h5async.system import mounts
 
@@ -35,7 +35,7 @@ from pathlib import Path
 import h5py, numpy as np
 from h5async import AsyncReader
 from h5async.system.mounts import can_map
-from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp
 
 place, plain = map(os.fsencode, sys.argv[1:])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO
 
 from h5async.system.interruptions import interruption, suppressing
 
@@ -53,17 +53,19 @@ def directory_reason(path: Path) -> str:
     return "it is a directory; name a file"
 
 
-def reason_unopened(path: Path, error: Exception) -> str:
-    """Say why a file was not opened: the text after ``cannot open FILE:``.
+def reason_unopened(file: str | RawIOBase, error: Exception) -> str:
+    """Say why a file, by its path or open, was not opened: the text after ``cannot open FILE:``.
 
     If the cause is unknown, that is the message of `error`, which h5py raised.
     """
     try:
-        path.stat()
+        if not isinstance(file, str):
+            return _content_reason(file) or str(error)
+        os.stat(file)
         if "unable to lock file" in str(error):
             return _lock_reason(error)
-        with path.open("rb") as file:
-            return _content_reason(file) or _other_reason(error)
+        with open(file, "rb", buffering=0) as opened:
+            return _content_reason(opened) or _other_reason(error)
     except (OSError, ValueError) as reason:
         if interruption(reason) is not None:
             raise
@@ -95,9 +97,9 @@ def _other_reason(error: Exception) -> str:
     return str(error)
 
 
-def _content_reason(file: BinaryIO) -> str | None:
+def _content_reason(file: RawIOBase) -> str | None:
     """Say what is wrong with the first bytes of a file or with its length, or return None."""
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
     if not size:
         return "it is empty"
     at = _superblock_at(file, size)
@@ -124,7 +126,7 @@ def _format_reason(beginning: bytes) -> str:
     return f"it is not an HDF5 file: it begins with {shown!r}"
 
 
-def _superblock_at(file: BinaryIO, size: int) -> int | None:
+def _superblock_at(file: RawIOBase, size: int) -> int | None:
     """Return where HDF5 would find the superblock, with or without a user block."""
     at = 0
     while at + len(SIGNATURE) <= size:
@@ -152,6 +154,6 @@ def _end_of_file(superblock: bytes) -> int | None:
     return None
 
 
-def _bytes_at(file: BinaryIO, at: int, nbytes: int) -> bytes:
+def _bytes_at(file: RawIOBase, at: int, nbytes: int) -> bytes:
     file.seek(at)
-    return file.read(nbytes)
+    return file.read(nbytes) or b""

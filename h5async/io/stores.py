@@ -1,0 +1,297 @@
+"""Stores of sources: the seam between HDF5 files, wherever they lie, and whoever reads them.
+
+The name of a source enters; an open source leaves, of which byte ranges are read, or an h5py file
+over it. The scheme of a name says in which store it lies: ``"memory"`` that of
+``"memory://a.h5"``; a name without a registered scheme is the path of a local file. All that
+others know of a source is its name and its stamps.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import io
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import h5py
+
+from h5async.config.files import FileName, scheme_of
+from h5async.errors import H5AsyncError, ReadError
+from h5async.io.localfiles import open_regular
+from h5async.io.openfailure import directory_reason, reason_unopened
+from h5async.io.stamps import FileStamp, settled
+from h5async.system.interruptions import suppressing
+
+
+class Source(ABC):
+    """An open source. Safe to use from many threads."""
+
+    @abstractmethod
+    def stamp(self) -> FileStamp:
+        """Return the state of what is open."""
+
+    @abstractmethod
+    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
+        """Read ranges, each an offset and a number of bytes, to `into`, one after the other.
+
+        `ReadError` is raised if the source ends before, or is not what was opened any more.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close it. Idempotent."""
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes; fewer where the source ends."""
+        found = bytearray(max(0, min(nbytes, self.stamp().nbytes - offset)))
+        self.read_ranges([(offset, len(found))], memoryview(found))
+        return bytes(found)
+
+
+class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
+    """A file that h5py reads, and its source, which is closed with it."""
+
+    source: Source
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        super().close()
+        self.source.close()
+
+
+class Store(ABC):
+    """Sources of one kind, by their names. Safe to use from many threads.
+
+    The stamp of a source identifies its state. It is compared with others, also of other processes
+    and of saved indices: `FileStamp.of_tag` makes one of an ETag.
+    """
+
+    is_local = False  # whether names are paths, which the core opens itself, and links may lead to
+
+    @abstractmethod
+    def open(self, name: str) -> Source:
+        """Open a source; `OSError` if that fails, `FileNotFoundError` if there is none."""
+
+    def stamp(self, name: str) -> FileStamp:
+        """Return the state of a source; raises as `open`."""
+        source = self.open(name)
+        try:
+            return source.stamp()
+        finally:
+            source.close()
+
+    def open_hdf5(
+        self, name: str, metadata_nbytes: int | None = None, *, in_use: bool = False
+    ) -> HDF5File:
+        """Open a source for reading with h5py; see `open_hdf5`."""
+        try:
+            source = self.open(name)
+        except OSError as error:
+            raise ReadError(f"cannot open {name}: {error.strerror or error}") from error
+        try:
+            content = FileObject(source)
+            properties = _access_properties(metadata_nbytes).copy()
+            properties.set_fileobj_driver(h5py.h5fd.fileobj_driver, content)
+            try:
+                file = HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
+            except (OSError, RuntimeError, ValueError) as error:
+                reason = reason_unopened(content, error)
+                raise ReadError(f"cannot open {name}: {reason}") from error
+        except BaseException:
+            source.close()
+            raise
+        file.source = source
+        return file
+
+
+class FileObject(io.RawIOBase):
+    """An open source as one of Python's file objects; closing it leaves the source open."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._nbytes = source.stamp().nbytes
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to an offset from the beginning, from here, or from the end."""
+        self._at = offset + (0, self._at, self._nbytes)[whence]
+        return self._at
+
+    def readinto(self, into: memoryview) -> int:  # type: ignore[override]
+        """Read what fits into some memory; return the number of bytes."""
+        memory = memoryview(into).cast("B")
+        nbytes = max(0, min(memory.nbytes, self._nbytes - self._at))
+        self._source.read_ranges([(self._at, nbytes)], memory[:nbytes])
+        self._at += nbytes
+        return nbytes
+
+
+class LocalSource(Source):
+    """An open file of this machine, by its descriptor, which `file` owns."""
+
+    def __init__(self, descriptor: int, file: io.FileIO | None = None) -> None:
+        self._descriptor = descriptor
+        self._file = file
+
+    def stamp(self) -> FileStamp:
+        """Return the state of the open file, whatever lies at its path now."""
+        return FileStamp.of(self._descriptor)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
+        """Read ranges one after the other."""
+        for offset, nbytes in ranges:
+            while nbytes:
+                count = os.preadv(self._descriptor, [into[:nbytes]], offset)
+                if not count:
+                    raise ReadError(f"{nbytes} bytes are missing at byte {offset}")
+                into, offset, nbytes = into[count:], offset + count, nbytes - count
+
+    def close(self) -> None:
+        """Close the file, if this object owns it."""
+        if self._file is not None:
+            self._file.close()
+
+
+class LocalStore(Store):
+    """Files of this machine, by their paths."""
+
+    is_local = True
+
+    def open(self, name: str) -> Source:
+        """Open a regular file."""
+        file = open_regular(name)
+        return LocalSource(file.fileno(), file)
+
+    def stamp(self, name: str) -> FileStamp:
+        """Return the state of what lies at a path now."""
+        return FileStamp.of(name)
+
+    def is_regular(self, path: Path) -> bool | None:
+        """Tell whether a regular file lies at a path; None if nothing does."""
+        return path.is_file() if path.exists() else None
+
+    def is_in_place(self, path: Path, stamp: FileStamp) -> bool:
+        """Tell whether a file lies at a real path, with no symbolic link on the way."""
+        with suppressing(OSError, RuntimeError):
+            status = os.stat(path, follow_symlinks=False)
+            return path.resolve() == path and (status.st_dev, status.st_ino) == stamp.file_id
+        return False
+
+    def open_hdf5(
+        self, name: str, metadata_nbytes: int | None = None, *, in_use: bool = False
+    ) -> HDF5File:
+        """Open a file by HDF5's own driver, also if it is open for writing; see `open_hdf5`."""
+        try:
+            with suppressing(FileNotFoundError, NotADirectoryError):
+                mode = os.stat(name).st_mode
+                if stat.S_ISDIR(mode):
+                    raise ReadError(f"cannot open {name}: {directory_reason(Path(name))}")
+                if not stat.S_ISREG(mode):  # HDF5 would wait for a pipe
+                    raise ReadError(f"cannot open {name}: it is not a regular file")
+            file = _open_local(name, _access_properties(metadata_nbytes), in_use=in_use)
+        except H5AsyncError:
+            raise
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ReadError(f"cannot open {name}: {reason_unopened(name, error)}") from error
+        file.source = LocalSource(file.id.get_vfd_handle())
+        return file
+
+
+def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HDF5File:
+    try:
+        # `h5py.File` would make new property lists for each file.
+        return HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
+    except OSError as error:
+        # The caller has it open without locking, and HDF5 requires equal settings; or a writer
+        # permits readers (SWMR).
+        if "file locking flag" in str(error) or (in_use and error.errno == errno.EAGAIN):
+            return HDF5File(name, "r", locking=False)
+        if "already open for write" not in str(error):
+            raise
+        with suppressing(OSError):
+            return HDF5File(name, "r", swmr=True)
+        raise
+
+
+@functools.cache
+def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
+    """Return the default access properties or, to read metadata, those without a chunk cache.
+
+    HDF5 would allocate that cache whenever a dataset is opened.
+    """
+    properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    if metadata_nbytes is not None:
+        unused, _slots, _nbytes, preemption = properties.get_cache()
+        properties.set_cache(unused, 0, 0, preemption)
+        cache = properties.get_mdc_config()
+        cache.set_initial_size = True
+        cache.initial_size = cache.max_size = metadata_nbytes
+        cache.min_size = min(cache.min_size, metadata_nbytes)
+        properties.set_mdc_config(cache)
+    return properties
+
+
+# --- by the scheme of a name ---------------------------------------------------------------------
+
+LOCAL = LocalStore()
+_STORES: dict[str, Store] = {}
+
+
+def register(scheme: str, store: Store) -> None:
+    """Read sources whose names begin with ``scheme://`` from a store."""
+    _STORES[scheme] = store
+
+
+def store_of(name: FileName) -> Store:
+    """Return the store of a source."""
+    return _STORES.get(scheme_of(name), LOCAL)
+
+
+def absolute_name(name: FileName) -> str:
+    """Return a name that is the same when the current directory changes."""
+    return str(Path(name).absolute()) if store_of(name).is_local else str(name)
+
+
+def real_name(name: FileName) -> str:
+    """Return a name that is the same for all names of a file."""
+    return str(Path(name).resolve()) if store_of(name).is_local else str(name)
+
+
+def settled_stamp(name: FileName) -> FileStamp:
+    """Return the state of a source; if possible, once any later change would show in it."""
+    return settled(partial(store_of(name).stamp, str(name)))
+
+
+def is_at(name: FileName, stamp: FileStamp) -> bool:
+    """Tell whether a source is in the state of a stamp."""
+    with suppressing(OSError, ValueError):
+        return store_of(name).stamp(str(name)) == stamp
+    return False
+
+
+def open_hdf5(
+    name: FileName, metadata_nbytes: int | None = None, *, in_use: bool = False
+) -> HDF5File:
+    """Open a source for reading with h5py; the caller closes it.
+
+    Parameters
+    ----------
+    name
+        The source.
+    metadata_nbytes
+        The bytes of metadata that HDF5 caches; None for its default. The settings of a file that is
+        already open in this process stay.
+    in_use
+        Whether to open a file that a writer has locked and may be writing to.
+
+    Raises
+    ------
+    ReadError
+        If it cannot be opened; the message says why.
+    """
+    return store_of(name).open_hdf5(str(name), metadata_nbytes, in_use=in_use)
