@@ -220,7 +220,7 @@ def test_an_index_stands_for_its_sources(several, store, tmp_path):
     run("index", *sources, "-o", str(index))
     with reader_of(str(index), fields=FIELDS) as reader:
         assert_epoch_is(reader, rows_of(paths))
-        assert reader.layouts["data"].parts[1].source.file == sources[1]
+        assert reader.layouts["data"].datasets[1].file == sources[1]
     demos(paths[0], 5)
     store.put(paths[0])
     with (
