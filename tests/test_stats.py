@@ -17,7 +17,7 @@ from hdf5files import type_for_h5py
 from h5async import AsyncReader, Field, ReadError, ReaderStats
 from h5async.codec.filters import Filter
 from h5async.core.binding import can_decode, load_core
-from h5async.observe.stats import Waits, WaitTotals, percentile
+from h5async.observe.readercounts import Waits, WaitTotals
 from h5async.system.timeline import STAGES, StageTimes, ThreadCounts
 
 BY_US = "core" if load_core() else "h5py"
@@ -86,15 +86,6 @@ def test_waits() -> None:
     assert waits.before.seconds == pytest.approx(4.95)
     assert waits.before.elapsed_seconds == pytest.approx(120.0 - 13.0)
     assert percentiles(waits) == pytest.approx((0.0505, 0.09901))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 10, 101])
-def test_percentiles_are_those_of_numpy(size: int) -> None:
-    values = np.sort(np.random.default_rng(size).random(size))
-    for percent in (0, 1, 50, 99, 100):
-        expected = np.percentile(values, percent)
-        assert percentile(values.tolist(), percent) == pytest.approx(expected)
-    assert percentile([], 50) == 0.0
 
 
 def test_percentiles_are_those_of_the_last_waits() -> None:

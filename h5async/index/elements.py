@@ -11,7 +11,7 @@ from h5async.errors import DatasetError
 from h5async.index.layoutfacts import Text
 from h5async.index.opendataset import Opened
 from h5async.index.storedtypes import describe
-from h5async.names import name_bytes, name_text
+from h5async.spelling import name_bytes, name_text
 
 
 class Element(NamedTuple):

@@ -15,7 +15,7 @@ from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.contents import names_in
 from h5async.index.links import Reach, locate
 from h5async.io.stores import HDF5File
-from h5async.names import name_bytes, name_text
+from h5async.spelling import name_bytes, name_text
 
 _WILDCARDS = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"(\d+)")

@@ -10,7 +10,7 @@ import h5py
 
 from h5async.errors import DatasetError
 from h5async.index.links import Located
-from h5async.names import name_bytes, name_text
+from h5async.spelling import name_bytes, name_text
 
 _GROUP = "__categories"
 

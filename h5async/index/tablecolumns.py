@@ -23,7 +23,7 @@ from h5async.index.metadata import layout_at, value_layout
 from h5async.index.oldercategories import older_categories
 from h5async.index.sparsegroup import find, reading, text_attribute
 from h5async.io.stores import HDF5File
-from h5async.names import name_text
+from h5async.spelling import name_text
 
 _MOST_CATEGORIES = 1 << 24
 _NULLABLE = ("nullable-integer", "nullable-boolean")

@@ -37,7 +37,6 @@ from h5async.index.sequenced import join_groups
 from h5async.index.sparsegroup import names_beside
 from h5async.index.tablecolumns import Column, category_names, column, index_of_table
 from h5async.io.stores import absolute_name, settled_stamp
-from h5async.names import name_text
 from h5async.opening.raggedcolumns import heap_layout, sparse_layouts, with_spans
 from h5async.read.whole import read_whole
 from h5async.samples.fieldkind import (
@@ -52,7 +51,7 @@ from h5async.samples.fieldkind import (
     values_of,
 )
 from h5async.samples.sparsekind import ID, SHAPE_OF
-from h5async.spelling import named
+from h5async.spelling import name_text, named
 from h5async.system.interruptions import suppressing
 
 _MOST_NAMES = 1 << 24

@@ -616,7 +616,7 @@ def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypat
             num_threads=num_threads,
             prefetch=3,
         ) as reader:
-            device, slots = reader._engine.device, reader._engine.slots
+            device, slots = reader._engine.setup.device, reader._engine.setup.slots
             assert device.decoders
             assert all(slot.staging for slot in slots)
             check(path, late_copies(cupy, simulation, reader, epochs=2))

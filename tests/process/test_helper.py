@@ -188,7 +188,7 @@ def test_batches_are_h5pys(path):
 @pytest.mark.slow
 def test_batches_lie_in_the_slots(path):
     with make(path) as reader:
-        slots = {a.ctypes.data for slot in reader._engine.slots for a in slot.memory.out}
+        slots = {a.ctypes.data for slot in reader._engine.setup.slots for a in slot.memory.out}
         for batch in reader:
             assert all(array.ctypes.data in slots for array in batch)
         assert reader.layouts["data"].path == "data"

@@ -43,9 +43,9 @@ def opened(path: Path, **options: Any) -> AsyncReader:
 
 
 def submissions_of(reader: AsyncReader) -> Submissions:
-    found = reader._engine._submitter
+    found = reader._engine.delivery._submissions
     assert found is not None
-    return found._submissions
+    return found
 
 
 def check(batch: Any, path: Path) -> None:

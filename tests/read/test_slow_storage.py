@@ -237,7 +237,7 @@ if {num_threads}:
     reader.fetch_data()
     del batch
     reader._engine.ring.hand_back()
-    reader._engine._begin()
+    reader._engine.delivery.begin()
     slow.slow_await(2)
 before = slow.slow_begun()
 del reader
