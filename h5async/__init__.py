@@ -29,7 +29,7 @@ from h5async.errors import (
     UnsafeFileError,
 )
 from h5async.observe.stats import ReaderStats
-from h5async.observe.trace import Trace
+from h5async.observe.tracing import Trace
 from h5async.reader.asyncreader import AsyncReader
 from h5async.reader.batch import Batch
 from h5async.samples.ragged import Images, Ragged

@@ -86,15 +86,14 @@ def counted(count: int, singular: str, plural: str = "") -> str:
 
 def seconds_text(seconds: float) -> str:
     """Return a time in a suitable unit."""
-    for unit, times in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * times >= 1 or unit == "µs":
-            return f"{seconds * times:.3g} {unit}"
-    raise AssertionError
+    return _in_unit(seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
 
 
 def size_text(nbytes: float) -> str:
     """Return a size in a suitable unit."""
-    for unit, of_unit in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= of_unit:
-            return f"{nbytes / of_unit:.3g} {unit}"
-    return f"{nbytes:.0f} B"
+    return _in_unit(nbytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+
+
+def _in_unit(amount: float, units: Sequence[tuple[str, float]]) -> str:
+    unit, size = next((pair for pair in units if amount >= pair[1]), units[-1])
+    return f"{amount / size:.3g} {unit}"

@@ -1,8 +1,10 @@
-"""Spells options in messages as the reader of the message would write them.
+"""Spells names and options in messages as their reader would write them.
+
+Names in HDF5 files are bytes. Those that are not UTF-8 become surrogate escapes, as in Python's
+file names; such text cannot be written to a terminal or a log.
 
 Messages mark options with `named`. Python shows ``allow_missing=True``; the command line spells the
-same message with ``--allow-missing``, and a configuration file with ``allow_missing = true``. So no
-code searches messages for words that look like options.
+same message with ``--allow-missing``, and a configuration file with ``allow_missing = true``.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
@@ -22,11 +25,34 @@ _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}{_VALUE}]*)(?:{_VALUE}([^{_BEGIN
 _NOT_GIVEN: Final = object()
 
 
-def named(name: str, value: object = _NOT_GIVEN) -> str:
-    """Return an option, and optionally its value, marked for a message.
+def name_bytes(name: str) -> bytes:
+    """Return the bytes that HDF5 stores for a name or a path, or raise `ValueError`."""
+    return name.encode("utf-8", "surrogateescape")
 
-    `value` is a literal of Python: None, a bool, a number, a string, or a list of these.
-    """
+
+def name_text(name: str | bytes) -> str:
+    """Return a name as `str`; h5py gives names that are not UTF-8 as bytes."""
+    return name if isinstance(name, str) else name.decode("utf-8", "surrogateescape")
+
+
+def printable(text: str) -> str:
+    r"""Return text that can be encoded; bytes that are not UTF-8 look like ``\xff``."""
+    if text.isascii():
+        return text
+    shown = (f"\\x{ord(c) - 0xDC00:02x}" if "\udc80" <= c <= "\udcff" else c for c in text)
+    return "".join(shown).encode("utf-8", "backslashreplace").decode()
+
+
+def shell_word(text: str) -> str:
+    """Quote text for a shell; bytes that are not UTF-8 need bash or zsh."""
+    if printable(text) == text:
+        return shlex.quote(text)
+    escaped = text.replace("\\", r"\\").replace("'", r"\'")
+    return f"$'{printable(escaped)}'"
+
+
+def named(name: str, value: object = _NOT_GIVEN) -> str:
+    """Return an option, and optionally its value, a literal of Python, marked for a message."""
     shown = "" if value is _NOT_GIVEN else f"{_VALUE}{value!r}"
     return f"{_BEGIN}{name}{shown}{_END}"
 
@@ -39,7 +65,7 @@ def has_options(text: str) -> bool:
 def spelled(text: str, spell: Spell) -> str:
     """Return a message with its marked options written by `spell`.
 
-    `spell` takes the name of an option, and a tuple of its value, empty if none is given.
+    It takes the name of an option, and a tuple of its value, empty if none is given.
     """
 
     def one(found: re.Match[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import numpy as np
@@ -35,25 +34,22 @@ class H5Dataset(IterableDataset):
     Each iteration is the next epoch, and gives dicts of tensors by field name. **The tensors live
     until the next iteration of the loop**, as a batch does: they are the reader's own buffers, not
     copies. Clone what has to last longer. (With the option ``debug_lifetimes``, tensors that are
-    kept too long hold NaN, -1 or 255.) The same holds with ``pin_memory``: the reader waits for a
-    copy to a GPU that is still running, if it was made on PyTorch's current stream at the time of
-    the next request.
+    kept too long hold NaN, -1 or 255.) A copy to a GPU that is still running is waited for, if it
+    was made on PyTorch's current stream at the time of the next request.
 
     Sparse rows are tensors of layout ``torch.sparse_csr``, and samples of varying lengths are
     nested tensors of layout ``torch.jagged``, over the same buffers.
 
-    The reader's threads do the work of a DataLoader's worker processes. If a DataLoader is needed,
-    write ``DataLoader(dataset, batch_size=None)``: the batches exist already, and `num_workers`
-    stays 0. For a `postprocess` that holds the GIL, give the dataset ``workers=4``, say, so that
-    several processes fill batches side by side.
+    If a DataLoader is needed, write ``DataLoader(dataset, batch_size=None)``, without
+    `num_workers`: the reader's threads do the work. For a `postprocess` that holds the GIL, give
+    the dataset ``workers=4``, say, so that several processes fill batches side by side.
 
     Any first use except `close` opens the files. The dataset can be pickled before and after that:
     the copy opens the files again, and continues at the same position.
 
     With several processes, each gets its part of every epoch, and all get the same number of
-    batches. The options `rank` and `world_size` identify the process; without them,
-    ``torch.distributed`` does, if a process group exists at the time of the first batch; else the
-    launcher's environment. The state is the same in all processes.
+    batches. The options `rank` and `world_size` identify the process; or ``torch.distributed``, if
+    a process group exists at the time of the first batch; or the launcher's environment.
 
     Parameters
     ----------
@@ -151,8 +147,7 @@ class H5Dataset(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Continue at the beginning of an epoch, as `AsyncReader.set_epoch`.
 
-        No loop needs it: each iteration is the next epoch. Do not call it after `load_state_dict`:
-        it would restart the epoch instead of continuing it.
+        No loop needs it; after `load_state_dict`, it would restart the epoch.
         """
         self.reader.set_epoch(epoch)
 
@@ -173,12 +168,7 @@ class H5Dataset(IterableDataset):
     def __enter__(self) -> H5Dataset:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,7 +207,6 @@ def _open(config: ReaderConfig, state: Mapping[str, Any] | None) -> AsyncReader:
 
 
 def _check_dtypes(reader: AsyncReader) -> None:
-    """Raise early for dtypes that PyTorch lacks, not with the first batch."""
     if reader.config.postprocess is not None:
         return  # it may change dtypes
     for name, field in reader.config.batch_fields.items():
@@ -229,7 +218,6 @@ def _check_dtypes(reader: AsyncReader) -> None:
 
 
 def _tensor(array: Any, name: str, where: str = "") -> Any:
-    """Return a tensor over the memory of an array, NumPy's or CuPy's, or of sample arrays."""
     try:
         return array.to_tensor() if isinstance(array, SampleArrays) else torch.from_dlpack(array)
     except NoTensorError as error:

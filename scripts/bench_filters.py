@@ -18,11 +18,11 @@ from __future__ import annotations
 import argparse
 import bz2
 import contextlib
+import ctypes
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -56,8 +56,8 @@ from rich.table import Table
 
 from h5async import AsyncReader
 from h5async.codec.filters import Filter
-from h5async.read.pipeline import FilterPipeline
-from h5async.read.scratch import Scratch
+from h5async.core.binding import address, load_core
+from h5async.read.scratch import Scratch, encoded_room
 
 OF_DECODER = 0.9
 MEMORY_BOUND = 0.25  # of memcpy's speed: a decoder above it is bound by memory, not by itself
@@ -171,15 +171,20 @@ def decoder_run(case: Case, stored: Stored, orders: np.ndarray, pool: ThreadPool
 
 
 def _pipeline(stored: Stored) -> Decode:
-    pipeline = FilterPipeline(stored.filters, ROW_NBYTES)
-    scratch = Scratch.allocate(0, 0, pipeline.between_nbytes)
-    return partial(_decode_by, pipeline, scratch)
+    core = load_core()
+    filters, scratch = (
+        core.filters(stored.filters),
+        Scratch.allocate(0, 0, encoded_room(ROW_NBYTES)),
+    )
+    worker = scratch.worker(core)
 
+    def decode(encoded: np.ndarray, out: np.ndarray) -> None:
+        places = address(encoded), address(out)
+        sizes = len(stored.filters), encoded.size, 0, out.nbytes
+        if not core.decode(filters, ctypes.byref(worker.struct), *places, *sizes):
+            raise ValueError("the core cannot decode the chunk")
 
-def _decode_by(
-    pipeline: FilterPipeline, scratch: Scratch, encoded: np.ndarray, out: np.ndarray
-) -> None:
-    pipeline.decode(encoded, 0, out, scratch)
+    return decode
 
 
 def memcpy_speed(pool: ThreadPoolExecutor) -> float:

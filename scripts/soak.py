@@ -214,7 +214,7 @@ class Workload:
 
     def is_resumed_epoch(self, reader: AsyncReader) -> bool:
         """Tell whether a loop goes on with the rest of an epoch, which a state was saved in."""
-        schedule, serial = reader._engine.schedule, reader._engine.ring.next_serial
+        schedule, serial = reader._engine.position.schedule, reader._engine.ring.consumer.next
         return schedule.epoch_begin(serial) == serial and self.due[1] > 0
 
     def take(self, reader: AsyncReader, name: str, get: Any, times_out: bool = False) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from h5async import Field
 from h5async.codec.filters import Filter
 from h5async.core.binding import Core, address
-from h5async.core.tablestructures import REFUSED, WantedStruct
+from h5async.core.structures import REFUSED, WantedStruct
 from h5async.index.chunktable import ChunkTable
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout

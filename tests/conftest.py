@@ -293,7 +293,7 @@ def spoil_chunk(path: Path, number: int, name: str = "data") -> None:
 
 def poison(reader: AsyncReader) -> None:
     """Overwrite the buffers of a reader that was not used yet: what is not written shows."""
-    for slot in reader._engine.slots:
+    for slot in reader._engine.setup.slots:
         for array in (*slot.memory.raw, *slot.memory.out):
             array.reshape(-1).view(np.uint8)[...] = POISON
 
@@ -364,9 +364,8 @@ def assert_reads_like_h5py(
 
 def fetch_and_keep_the_gil(reader: AsyncReader) -> None:
     """Ask for a batch, and give the GIL to nobody until it is filled."""
-    submitter = reader._engine._submitter
-    assert submitter is not None
-    submissions = submitter._submissions
+    submissions = reader._engine.delivery._submissions
+    assert submissions is not None
     seen = submissions.events()
     reader.fetch_data()
     end = time.monotonic() + 60

@@ -10,16 +10,20 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from collecting import made_up
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.heap import INDEX_BITS, MOST_ADDRESS
-from h5async.core.structures import Event
+from h5async.core.structures import INDEX_BITS, MOST_ADDRESS
 from h5async.errors import ReadError
+from h5async.index.layout import HeapFile
 from h5async.index.variablelength import DAMAGED, Sequences, VariableLength
-from h5async.io.localfiles import FileEventError, LocalFile
+from h5async.io.localfiles import IoMode
 from h5async.io.stamps import FileStamp
-from h5async.read.collection import file_struct
+from h5async.opening.raggedcolumns import _with_heaps
+from h5async.read.collection import Collection
+from h5async.read.coretables import CoreTables
+from h5async.read.scratch import Scratch, ScratchSize
 
 _NUM_INDICES = 1 << INDEX_BITS
 _COLLECTION_HEAD = _OBJECT_HEAD = 16
@@ -70,41 +74,55 @@ def decoded_by(
 
 
 class HeapReader:
-    """Reads elements out of an open file by the core, or, with None, by what is here."""
+    """Reads elements of a file by the core, as a reader does, or, with None, by what is here.
 
-    def __init__(self, core: Core | None) -> None:
-        self._core, empty = core, np.empty(0, np.uint8)
-        self._worker = None if core is None else core.new_worker(empty, empty, (empty,) * 3)
+    `memory`: the bytes of the file, if the core is to take them from there.
+    """
 
-    def read(
+    def __init__(
         self,
+        core: Core | None,
         sequences: Sequences,
-        file: LocalFile,
-        stamp: FileStamp,
-        element: NDArray[np.int64],
-        position: NDArray[np.int64],
-        out: NDArray[np.uint8] | None,
+        path: str,
+        io: IoMode = "auto",
+        memory: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Copy the values of some elements to bytes `position` of `out`; None: find places."""
-        if self._core is None:
-            read_into = partial(_read_into, file.descriptor)
-            nbytes = os.fstat(file.descriptor).st_size
-            read_in_python(sequences, read_into, nbytes, element, position, out)
+        self._path, self._sequences, self._collection = path, sequences, None
+        if core is None:
             return
-        assert self._worker is not None
-        opened = file_struct(file, stamp)
-        done = self._core.read_heap(
-            *map(ctypes.byref, (sequences.struct(), opened, self._worker.struct)),
-            address(element),
-            address(position),
-            None if out is None else address(out),
-            element.size,
-            0 if out is None else out.size,
+        stamp = FileStamp.of(path)
+        references = made_up(path, (sequences.length.size,), (), [0], [], stamp=stamp)
+        self._layout = _with_heaps(references, [HeapFile(path, stamp, 0, sequences)])
+        self._scratch = Scratch.allocate(*ScratchSize.of([self._layout]))
+        tables = CoreTables(
+            core, [self._layout], io=io, most_files=9, kept_nbytes=[0], transforms=[None]
         )
-        if opened.event != Event.NONE:
-            raise FileEventError(map_failed=opened.event == Event.FAULTED)
-        if done < element.size:
-            raise ReadError(f"the core refuses element {element[done]}")
+        self._collection = Collection(core, tables)
+        if memory is not None:
+            row = tables._table[0]
+            row["path"], row["map"], row["map_nbytes"] = 0, address(memory), memory.size
+
+    def __enter__(self) -> HeapReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._collection is not None:
+            self._collection.close()
+
+    def read(self, element: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        """Copy the values of some elements to `out`, one behind the other."""
+        if self._collection is None:
+            with open(self._path, "rb") as file:
+                read_into = partial(_read_into, file.fileno())
+                nbytes = os.fstat(file.fileno()).st_size
+                read_in_python(self._sequences, read_into, nbytes, element, out)
+            return
+        itemsize = self._layout.dtype.itemsize
+        values = np.ndarray((out.size // itemsize,), f"V{itemsize}", out.data)
+        with self._collection.lent_batch([values], [values], element.size) as batch:
+            count, _ = self._collection.plan(batch, element, [True], 1)
+            if self._collection.read(batch, 0, count, self._scratch):
+                raise ReadError("the core refuses elements")
 
 
 def _read_into(descriptor: int, offset: int, buffers: list[memoryview]) -> None:
@@ -116,16 +134,15 @@ def read_in_python(
     read_into: ReadInto,
     file_nbytes: int,
     element: NDArray[np.int64],
-    position: NDArray[np.int64],
-    out: NDArray[np.uint8] | None,
+    out: NDArray[np.uint8],
 ) -> None:
-    """Copy the values of some elements to bytes `position` of `out`; None: find their places."""
+    """Copy the values of some elements to `out`, one behind the other."""
+    nbytes = sequences.length[element].astype(np.int64) * sequences.form.dtype.itemsize
+    position = np.cumsum(nbytes) - nbytes
     heap = _Heap(sequences, read_into, file_nbytes)
     order = np.argsort(-1 - sequences.place[element], kind="stable")
     for i in order.tolist():
         heap.find(int(element[i]))
-    if out is None:
-        return
     for i in np.argsort(sequences.place[element], kind="stable").tolist():
         heap.copy(int(element[i]), int(position[i]), out)
 

@@ -27,6 +27,7 @@ FORMS = [
     ("FLAC", "PCM_16"),
     ("FLAC", "PCM_24"),
     ("OGG", "VORBIS"),
+    ("AIFF", "PCM_16"),
 ]
 
 
@@ -271,6 +272,29 @@ def test_an_error_names_file_dataset_and_sample(tmp_path, how, options, workers)
         with pytest.raises(ReadError, match=rf"{where} \(sample 2 of this file\).*{words}"):
             reader.get_next_batch()
         assert len(reader.get_next_batch().audio) == 3
+
+
+def test_damaged_bytes_are_an_error_or_frames(tmp_path, capfd):
+    """Nothing is written to standard error, as Python does of errors in a callback of C."""
+    rng = np.random.default_rng(20261124)
+    damaged = []
+    for number in range(400):
+        data = bytearray(encoded(500, 1, *FORMS[number % len(FORMS)], seed=number))
+        for _ in range(rng.integers(1, 9)):
+            at = int(min(rng.exponential(60), len(data) - 1))
+            data[at : at + 4] = rng.choice([b"\0" * 4, b"\xff" * 4, rng.bytes(1)])
+        damaged.append(bytes(data))
+    path = write(tmp_path / "a.h5", damaged)
+    good, errors = 0, []
+    with reading(path, AudioField("audio", mono=True), batch_size=1, num_threads=0) as reader:
+        for _ in damaged:
+            try:
+                good += len(reader.get_next_batch().audio)
+            except ReadError as error:
+                errors.append(str(error))
+    assert all("the recording of sample" in error for error in errors)
+    assert 0 < good < len(damaged)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_recording_that_declares_many_frames(tmp_path):

@@ -537,7 +537,7 @@ def test_values_that_do_not_fit(name, value):
 
 
 def capacities(reader):
-    return [slot.memory.raw[0].shape[0] for slot in reader._engine.slots]
+    return [slot.memory.raw[0].shape[0] for slot in reader._engine.setup.slots]
 
 
 def test_slots_have_room_for_what_fits(dataset):

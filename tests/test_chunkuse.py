@@ -51,7 +51,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have readers keep no decoded chunks between batches, as they do of large datasets."""
     monkeypatch.setattr(
-        "h5async.reader.engine.wanted_kept_nbytes", lambda config, layouts, *_: (0,) * len(layouts)
+        "h5async.reader.readersetup.wanted_kept_nbytes",
+        lambda config, layouts, *_: (0,) * len(layouts),
     )
 
 
@@ -205,7 +206,7 @@ def test_what_is_kept_for_later_is_no_waste(
     path: Path, shuffle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the beginning, chunks are decoded of which most samples come later."""
-    monkeypatch.setattr("h5async.reader.engine.wanted_kept_nbytes", wanted_kept_nbytes)
+    monkeypatch.setattr("h5async.reader.readersetup.wanted_kept_nbytes", wanted_kept_nbytes)
     options = {"labels_field": None, "shuffle": shuffle, "batch_size": 8, "num_threads": 0}
     with AsyncReader(hdf5_path=path, data_field="eight", **options) as reader:
         for _ in range(4):
@@ -274,7 +275,7 @@ def test_a_window_wants_no_more_than_all_chunks(tmp_path: Path, monkeypatch: Any
         file.create_dataset("data", (400, *ROW), "u1", chunks=(8, *ROW), **GZIP)
     options: dict[str, Any] = {"labels_field": None, "shuffle": "window", "batch_size": 8}
     with AsyncReader(hdf5_path=tmp_path / "f.h5", **options) as reader:
-        layouts = reader._engine.layouts
+        layouts = reader._engine.setup.layouts
         (wanted,) = wanted_kept_nbytes(reader.config, layouts)
         assert 400 * 3072 <= wanted < 2 * 400 * 3072
         less = reader.config.model_copy(update={"window_bytes": 100_000})
@@ -301,9 +302,9 @@ def test_facts_are_made_of_empty_datasets(tmp_path: Path) -> None:
         file.create_dataset("data", (0, 4), "f4", chunks=(16, 4), maxshape=(None, 4), **GZIP)
     with AsyncReader(hdf5_path=tmp_path / "f.h5", labels_field=None) as reader:
         assert reader.stats().decoded_per_used == 0.0
-        engine = reader._engine
-        rows, selection = engine.samplings.rows, engine.samplings.selection
-        facts = ChunkFacts(engine.config, engine.layouts, rows, selection)
+        setup = reader._engine.setup
+        rows, selection = setup.samplings.rows, setup.samplings.selection
+        facts = ChunkFacts(setup.config, setup.layouts, rows, selection)
         assert facts.advice().unit == "sample"
 
 

@@ -176,7 +176,8 @@ def test_an_error_that_is_kept_keeps_no_memory(folder):
 import weakref
 for kind in "damaged", "damaged_alone":
     reader, errors = opened(kind), []
-    arrays = [weakref.ref(array) for slot in reader._engine.slots for array in slot.memory.out]
+    slots = reader._engine.setup.slots
+    arrays = [weakref.ref(array) for slot in slots for array in slot.memory.out]
     scratches = reader._engine.filler._reader._scratches
     arrays += [weakref.ref(scratch.raw_chunk) for scratch in scratches]
     assert all(array() is not None for array in arrays)
@@ -200,7 +201,7 @@ for options in {}, {"postprocess": double}, {"workers": "process"}:
     KINDS["held"] = dict(data_field="gzip", prefetch=4, batch_size=128, **options)
     reader = opened("held")
     blocks = []
-    for slot in reader._engine.slots:
+    for slot in reader._engine.setup.slots:
         block = slot.memory.out[0]
         while isinstance(block.base, np.ndarray):
             block = block.base
@@ -298,7 +299,7 @@ def test_a_process_that_was_stopped_does_not_run_out_of_time(folder, tmp_path, k
     if what == "get_next_batch":
         body = STOPPED + "print(reader.get_next_batch().number)\nreader.close()\n"
     else:
-        body = STOPPED + "reader.close()\nprint(reader._engine.slots)\n"
+        body = STOPPED + "reader.close()\nprint(reader._engine.setup.slots)\n"
     os.link(folder / "data.h5", tmp_path / "data.h5")
     os.mkfifo(tmp_path / "gate")
     script = SCRIPT + f"KIND = {kind!r}\n" + body

@@ -28,7 +28,7 @@ MODULES = (
     "h5async.samples.sparse",
     "h5async.observe.stats",
     "h5async.torch",
-    "h5async.observe.trace",
+    "h5async.observe.tracing",
 )
 NEEDED = {"h5async.torch": "torch", "h5async.config.kinds": "soundfile"}
 # What the examples take for imported, as the reference says.

@@ -15,7 +15,7 @@ from cases import each
 from conftest import assert_same_bits, open_descriptors, our_threads, poison
 from hdf5files import type_for_h5py
 
-import h5async.reader.engine
+import h5async.reader.readersetup
 from h5async import (
     AsyncReader,
     BatchTimeoutError,
@@ -261,14 +261,14 @@ def test_replaced_file_is_not_mixed_with_the_one_that_was_opened(
 
 def test_file_that_is_replaced_while_it_is_being_opened(path, monkeypatch):
     plain_file(path)
-    find_device = h5async.reader.engine.find_device
+    find_device = h5async.reader.readersetup.find_device
 
     def replace_first(*name):
         shutil.copy(path, f"{path}.new")
         os.replace(f"{path}.new", path)
         return find_device(*name)
 
-    monkeypatch.setattr("h5async.reader.engine.find_device", replace_first)
+    monkeypatch.setattr("h5async.reader.readersetup.find_device", replace_first)
     assert "was replaced by another file after it had been indexed" in error_of(
         ReadError, path=path
     )

@@ -122,7 +122,7 @@ def test_threads_and_chunks_for_which_there_is_no_memory(path, caplog, monkeypat
 
     monkeypatch.setattr(limits.MemoryBudget, "plan", less)
     monkeypatch.setattr(
-        "h5async.reader.engine.wanted_kept_nbytes", lambda config, layouts, *_: [700, 0]
+        "h5async.reader.readersetup.wanted_kept_nbytes", lambda config, layouts, *_: [700, 0]
     )
     reader_of(path, num_threads=4).close()
     warned = at(caplog, "WARNING")

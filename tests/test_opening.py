@@ -11,7 +11,7 @@ from h5py import h5d, h5p, h5s, h5t
 from rich.console import Console
 
 from h5async import AsyncReader, ReadError
-from h5async.cli import progressbars
+from h5async.cli import output
 from h5async.core.binding import load_core
 from h5async.index import visits
 from h5async.index.opendataset import Opened
@@ -31,9 +31,9 @@ def make_files(folder, count):
 def shown_by(monkeypatch, paths, seconds):
     """Return what a terminal shows, where indexing a file takes so many seconds."""
     now = iter(np.arange(0, 1e6, seconds).tolist())
-    monkeypatch.setattr(progressbars, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(output, "perf_counter", lambda: next(now))
     text = io.StringIO()
-    with progressbars.opening(Console(file=text, force_terminal=True, width=60)):
+    with output.opening(Console(file=text, force_terminal=True, width=60)):
         AsyncReader(hdf5_path=paths, labels_field=None, num_threads=0, device="cpu").close()
     return text.getvalue()
 
@@ -43,7 +43,7 @@ def test_a_bar_counts_files_where_these_take_longer_than_two_seconds(tmp_path, m
     assert "3/6" in shown
     assert "files indexed" in shown
     assert "1/6" not in shown, "two seconds have not passed"
-    assert progressbars.on_indexed.get() is None
+    assert output.on_indexed.get() is None
 
 
 def test_no_bar_where_files_are_indexed_soon(tmp_path, monkeypatch):

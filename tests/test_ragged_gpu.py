@@ -171,7 +171,7 @@ def assert_same(cupy, found, wanted):
 
 def poison(reader):
     """Overwrite memory of the slots, so that what is not written again shows."""
-    for slot in reader._engine.slots:
+    for slot in reader._engine.setup.slots:
         for array in (*slot.memory.raw, *slot.memory.out):
             array.reshape(-1).view(np.uint8)[...] = POISON
         for field in slot._fields:
@@ -180,7 +180,7 @@ def poison(reader):
                     room._block[...] = POISON
             if field is not None and field._made is not None:
                 field._made.reshape(-1).view(np.uint8)[...] = POISON
-    reader._engine.device.gpu.cupy.cuda.runtime.deviceSynchronize()
+    reader._engine.setup.device.gpu.cupy.cuda.runtime.deviceSynchronize()
 
 
 def compare(cupy, path, fields=ALL, epochs=1, **options):
@@ -269,7 +269,7 @@ def test_these_tests_see_a_missing_guard(cupy, spin, path, guard, monkeypatch):
 
 
 def of_slot(reader, field, slot=0):
-    return reader._engine.slots[slot]._fields[list(reader._engine.names).index(field)]
+    return reader._engine.setup.slots[slot]._fields[list(reader._engine.setup.names).index(field)]
 
 
 def test_memory_begins_at_the_mean_and_grows_with_the_batches(cupy, path):
@@ -301,7 +301,7 @@ def test_memory_begins_at_the_mean_and_grows_with_the_batches(cupy, path):
 def test_only_what_a_batch_has_is_uploaded(cupy, path, monkeypatch):
     fields = {"small": ragged("small"), "dense": SparseField("X", dense=True)}
     with reader_of(path, fields, num_threads=0) as reader:
-        gpu, seen = reader._engine.device.gpu, []
+        gpu, seen = reader._engine.setup.device.gpu, []
         upload = gpu.upload
 
         def noted(target, source, stream):
@@ -548,7 +548,7 @@ def test_the_gpu_decodes_other_fields(cupy, tmp_path, num_threads):
     ):
         for one, other in zip(reader, truth, strict=True):
             assert_same(cupy, one, other)
-        assert reader._engine.device_policy.num_chunks > 0
+        assert reader._engine.setup.device_policy.num_chunks > 0
 
 
 def test_a_dtype_that_cupy_lacks(cupy, tmp_path):

@@ -360,7 +360,7 @@ def test_a_batch_may_be_larger_than_the_dataset(train: Path) -> None:
         assert_epoch_is(reader, truth(train))
         batch = reader.get_next_batch()
         assert batch.last
-        memory = reader._engine.slots[0].memory
+        memory = reader._engine.setup.slots[0].memory
         assert [len(array) for array in (*memory.raw, *memory.out)] == [23] * 4
 
 
@@ -1088,7 +1088,7 @@ def test_a_reader_that_is_dropped_unclosed_leaves_nothing(
     reader = AsyncReader(
         hdf5_path=train, batch_size=5, num_threads=num_threads, postprocess=postprocess
     )
-    memory = weakref.ref(reader._engine.slots[0].memory.out[0])
+    memory = weakref.ref(reader._engine.setup.slots[0].memory.out[0])
     gone = weakref.ref(reader)
     use(reader)
     assert bool(our_threads()) or not num_threads or use is leave_untouched
@@ -1249,11 +1249,11 @@ COLLECTED_WHILE = {
     # what runs in a worker when the garbage collector strikes, and how it is patched to strike
     "h5py reads": """
 import h5async.read.fallback
-inner = h5async.read.fallback._spans
+inner = h5async.read.h5pyrows._spans
 def spans(*arguments):
     collect()
     return inner(*arguments)
-h5async.read.fallback._spans = spans
+h5async.read.h5pyrows._spans = spans
 field = "odd"
 """,
     "a share is read": """

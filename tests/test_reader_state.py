@@ -131,7 +131,7 @@ class ReaderMachine(RuleBasedStateMachine):
             deadline = time.monotonic() + DEADLOCK_SECONDS
             done = ring._is_done
             while ring.can_assign() or not all(done(*e) for e in [*ring._entries.items()]):
-                self.reader._engine._begin()
+                self.reader._engine.delivery.begin()
                 assert time.monotonic() < deadline
                 time.sleep(0.0002)
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import spoil_chunk
 
 from h5async import AsyncReader, ConfigError, ReaderStats
-from h5async.observe import readerstats
+from h5async.observe import readercounts
 
 COUNTS = ("batches", "samples", "nbytes", "read_nbytes", "decoded_chunks", "fallback_reads")
 WAYS: list[dict[str, Any]] = [
@@ -143,7 +143,7 @@ def test_a_pause_between_epochs_does_not_count(path: Path, monkeypatch: Any) -> 
         return now[0]
 
     with open_reader(path, num_threads=0) as reader:
-        monkeypatch.setattr("h5async.reader.engine.time.perf_counter", clock)
+        monkeypatch.setattr("h5async.reader.delivery.time.perf_counter", clock)
         for _ in range(2):
             for _ in reader:
                 pass
@@ -181,7 +181,7 @@ def test_an_epoch_that_begins_anew_is_another_one(path: Path, epoch: int) -> Non
 
 
 def test_memory_for_epochs_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = readerstats._KEPT_EPOCHS
+    kept = readercounts._KEPT_EPOCHS
     with open_reader(path, batch_size=100, num_threads=0) as reader:
         for _ in range(kept + 10):
             reader.get_next_batch()

@@ -111,7 +111,7 @@ def test_images_are_permuted_and_scaled(path):
 def test_no_value_is_copied(path, through, as_tuple):
     with make(path, as_tuple=as_tuple, num_threads=0) as dataset:
         buffers = [
-            {slot.memory.out[field].ctypes.data for slot in dataset.reader._engine.slots}
+            {slot.memory.out[field].ctypes.data for slot in dataset.reader._engine.setup.slots}
             for field in range(2)
         ]
         for batch in through(dataset):

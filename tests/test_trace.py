@@ -624,7 +624,6 @@ def test_there_is_no_memory_for_events_without_a_trace(path: Path) -> None:
         recorder = reader._engine._recorder
         assert recorder.timeline is None
         assert not _traces()
-        assert reader._engine._tracing is None
         with reader.trace(trace):
             for _ in reader:
                 pass

@@ -1,27 +1,49 @@
-"""`h5async bench`: reads at full speed, says where the time goes, and tries faster options."""
+"""`h5async bench`: reads at full speed, says where the time goes, and tries faster options.
+
+Matplotlib, which draws the results, is an extra, and imported only for a plot.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.filesize import decimal
 
 from h5async import ReaderConfig, ReaderStats
-from h5async.cli.benchplot import Plot, Speeds
-from h5async.cli.documents import Json, print_document
-from h5async.cli.measuring import LEAST_ROUNDS, Trial, alternatives, compare, fits, run_flat_out
+from h5async.cli.measuring import (
+    LEAST_ROUNDS,
+    Trial,
+    alternatives,
+    compare,
+    fits,
+    run_flat_out,
+    spread,
+)
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
-from h5async.cli.progressbars import opening, progress_bar
-from h5async.cli.text import files_text, safe
+from h5async.cli.output import (
+    Json,
+    files_text,
+    limit_text,
+    opening,
+    print_document,
+    progress_bar,
+    safe,
+)
 from h5async.config.files import home_path, with_variables
-from h5async.observe.stats import reader_sentence
-from h5async.spelling import spelled
+from h5async.errors import ConfigError, MissingPackageError
 
 _SHOWN_SHARE = 0.001  # stages with a smaller share of the time are left out
+_OURS, _OTHER = "#1f6feb", "#8c959f"
+_COLOURS = {None: _OURS, "faster": "#1a7f37", "slower": "#bc4c00"}  # by verdict
+_LEAST_SECONDS = 1e-7  # shortest wait that is drawn
+_BINS_A_DECADE = 6
+_LONGEST_NAME = 40
 _VERDICTS = {
     "faster": "faster",
     "slower": "slower",
@@ -53,30 +75,16 @@ def bench(
         stats = run_flat_out(config, seconds, waits)
     if not as_json:
         typer.echo("\n".join(_breakdown(stats)))
-        typer.echo(f"\n{safe(_sentence(stats))}\n")
+        typer.echo(f"\n{safe(limit_text(stats))}\n")
     trials = _compared(config, seconds, rounds)
     if picture is not None:
-        _draw(picture, config, stats, waits, trials)
+        title = f"h5async bench: {files_text(config.files)}"
+        picture.save(title, trials, waits, _times(stats))
     if as_json:
         print_document("bench", _content(config, stats, seconds, trials))
         return
     typer.echo("\n".join(_trial_lines(trials)))
     typer.echo(f"\n{_verdict(trials)}")
-
-
-def _draw(
-    picture: Plot,
-    config: ReaderConfig,
-    stats: ReaderStats,
-    waits: Sequence[float],
-    trials: Sequence[Trial],
-) -> None:
-    several = [
-        Speeds(_typed(trial.changed) or "as given", trial.speeds, trial.verdict if number else None)
-        for number, trial in enumerate(trials)
-    ]
-    stages = {**stats.stage_seconds, "GIL": stats.gil_wait_seconds}
-    picture.save(f"h5async bench: {files_text(config.files)}", several, waits, stages)
 
 
 def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
@@ -91,15 +99,9 @@ def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
         return compare(config, changes, seconds, rounds, tell)
 
 
-def _sentence(stats: ReaderStats) -> str:
-    """Say what limits the reader, regardless of the loop, which only reads."""
-    return spelled(reader_sentence(stats), spell_in_shell)
-
-
 def _breakdown(stats: ReaderStats) -> list[str]:
-    """Say where the threads' time went, with a line per stage."""
-    total = stats.busy_seconds + stats.gil_wait_seconds or 1.0
-    times = {**stats.stage_seconds, "GIL": stats.gil_wait_seconds}
+    times = _times(stats)
+    total = sum(times.values()) or 1.0
     methods = ", ".join(f"{name}: {method}" for name, method in stats.ways.items())
     return [
         f"read by    {methods}",
@@ -113,30 +115,21 @@ def _breakdown(stats: ReaderStats) -> list[str]:
     ]
 
 
+def _times(stats: ReaderStats) -> dict[str, float]:
+    return {**stats.stage_seconds, "GIL": stats.gil_wait_seconds}
+
+
 def _trial_lines(trials: Sequence[Trial]) -> list[str]:
-    """Return a line per trial: the median of its speeds, their spread, and the ratio's."""
-    given, *others = trials
-    width = max(len(_typed(trial.changed)) for trial in trials)
-    head = f"{'as given':<{width}}  {_speed_text(given)}".rstrip()
-    return [head, *(f"{_typed(trial.changed):<{width}}  {_line_of(trial)}" for trial in others)]
-
-
-def _line_of(trial: Trial) -> str:
-    return f"{_speed_text(trial)}  {_ratio_text(trial)}  {_VERDICTS[trial.verdict]}"
-
-
-def _speed_text(trial: Trial) -> str:
-    low, middle, high = (
-        f"{value / 1e9:.3g}"
-        for value in (min(trial.speeds), median(trial.speeds), max(trial.speeds))
-    )
-    spread = f"({low} to {high})"
-    return f"{middle:>6} GB/s {spread:<18}"
-
-
-def _ratio_text(trial: Trial) -> str:
-    spread = f"({min(trial.ratios):.2f} to {max(trial.ratios):.2f})"
-    return f"{median(trial.ratios):5.2f}x {spread:<16}"
+    names = [_typed(trial.changed) or "as given" for trial in trials]
+    lines = []
+    for name, trial in zip(names, trials, strict=True):
+        low, middle, high = (f"{speed / 1e9:.3g}" for speed in spread(trial.speeds))
+        line = f"{name:<{max(map(len, names))}}  {middle:>6} GB/s {f'({low} to {high})':<18}"
+        if trial.verdict is not None:
+            low, middle, high = (f"{ratio:.2f}" for ratio in spread(trial.ratios))
+            line += f"  {middle:>5}x {f'({low} to {high})':<16}  {_VERDICTS[trial.verdict]}"
+        lines.append(line.rstrip())
+    return lines
 
 
 def _typed(changed: Mapping[str, Any]) -> str:
@@ -149,12 +142,12 @@ def _fastest(trials: Sequence[Trial]) -> Trial | None:
 
 
 def _verdict(trials: Sequence[Trial]) -> str:
-    """Say in a sentence what to change, if the rounds agree."""
     rounds, best = len(trials[0].speeds), _fastest(trials)
     if best is not None:
+        low, middle, high = spread(best.ratios)
         return (
-            f"verdict: {_typed(best.changed)} is {median(best.ratios):.2f} times as fast"
-            f" ({min(best.ratios):.2f} to {max(best.ratios):.2f} in {rounds} rounds)"
+            f"verdict: {_typed(best.changed)} is {middle:.2f} times as fast"
+            f" ({low:.2f} to {high:.2f} in {rounds} rounds)"
         )
     unclear = sum(trial.verdict == "unclear" for trial in trials[1:])
     if unclear:
@@ -168,24 +161,139 @@ def _verdict(trials: Sequence[Trial]) -> str:
 def _content(
     config: ReaderConfig, stats: ReaderStats, seconds: float, trials: Sequence[Trial]
 ) -> dict[str, Any]:
-    """Return the contents of the JSON document, as in `docs/command-line.md`."""
     best = _fastest(trials)
     return {
         "files": config.files,
         "seconds": seconds,
         "rounds": len(trials[0].speeds),
         "stats": stats.as_dict(),
-        "sentence": _sentence(stats),
+        "sentence": limit_text(stats),
         "trials": [
             {
                 "options": trial.changed,
                 "typed": _typed(trial.changed),
                 "bytes_per_second": trial.speeds,
                 "ratios": trial.ratios,
-                "verdict": trial.verdict if number else None,
+                "verdict": trial.verdict,
             }
-            for number, trial in enumerate(trials)
+            for trial in trials
         ],
         "fastest": None if best is None else _typed(best.changed),
         "verdict": _verdict(trials).removeprefix("verdict: "),
     }
+
+
+class Plot:
+    """A picture to be written; made before measuring, so that errors come first.
+
+    The suffix of `path` decides its format. Raises `MissingPackageError` without Matplotlib, and
+    `ConfigError` for a missing folder or an unknown format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            figure = importlib.import_module("matplotlib.figure")
+        except ImportError as error:
+            raise MissingPackageError(
+                f"--plot needs Matplotlib ({error}); install it with: pip install 'h5async[plot]',"
+                " or pip install matplotlib"
+            ) from error
+        self._path = path
+        self._figure: Any = figure.Figure(layout="constrained")
+        kinds = self._figure.canvas.get_supported_filetypes()
+        if path.suffix[1:].lower() not in kinds:
+            raise ConfigError(
+                f"--plot {path}: the name must end in one of:"
+                f" {', '.join(f'.{kind}' for kind in sorted(kinds))}"
+            )
+        if not path.parent.is_dir():
+            raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it first")
+
+    def save(
+        self,
+        title: str,
+        trials: Sequence[Trial],
+        waits: Sequence[float],
+        stages: Mapping[str, float],
+    ) -> None:
+        """Draw and write the picture, or raise `ConfigError` if it cannot be written.
+
+        `waits` are the seconds waited for each batch, and `stages` those of threads in each stage.
+        """
+        height = 0.42 * len(trials)
+        self._figure.set_size_inches(11, 4.2 + height)
+        self._figure.suptitle(title, fontsize=11)
+        grid = self._figure.add_gridspec(2, 2, height_ratios=[1 + height, 3])
+        _draw_speeds(self._figure.add_subplot(grid[0, :]), trials)
+        _draw_waits(self._figure.add_subplot(grid[1, 0]), waits)
+        _draw_stages(self._figure.add_subplot(grid[1, 1]), stages)
+        try:
+            self._figure.savefig(self._path, dpi=120)
+        except OSError as error:
+            raise ConfigError(
+                f"--plot {self._path} cannot be written: {error.strerror or error}"
+            ) from error
+
+
+def _draw_speeds(panel: Any, trials: Sequence[Trial]) -> None:
+    for row, trial in enumerate(trials):
+        speeds = [speed / 1e9 for speed in trial.speeds]
+        low, middle, high = spread(speeds)
+        colour = _COLOURS.get(trial.verdict, _OTHER)
+        panel.barh(row, middle, height=0.62, color=colour, alpha=0.35)
+        panel.plot(speeds, [row] * len(speeds), "o", color=colour, markersize=4, alpha=0.8)
+        panel.plot([middle] * 2, [row - 0.31, row + 0.31], color=colour, lw=2)
+        text = f"{middle:.3g}  ({low:.3g} to {high:.3g})"
+        if trial.verdict is not None:
+            text += f", {_VERDICTS[trial.verdict].partition(':')[0]}"
+        at = {"textcoords": "offset points", "va": "center", "fontsize": 9}
+        panel.annotate(text, (high, row), (7, 0), **at)
+    panel.set_yticks(range(len(trials)), [_short(trial) for trial in trials])
+    panel.set_ylim(len(trials) - 0.4, -0.6)
+    panel.set_xlim(0, 1.42 * max((max(trial.speeds) for trial in trials), default=1) / 1e9 or 1)
+    rounds = len(trials[0].speeds)
+    panel.set_xlabel(f"GB/s, decoded: median of {rounds} rounds, and each round")
+    _tidy(panel, "Throughput by option")
+
+
+def _draw_waits(panel: Any, waits: Sequence[float]) -> None:
+    """Draw a logarithmic histogram of waits, with the median and a high percentile."""
+    lines = ""
+    values = np.maximum(np.asarray(waits, np.float64), _LEAST_SECONDS) * 1e3
+    if values.size:
+        low, high = np.floor(np.log10(values.min())), np.ceil(np.log10(values.max()))
+        high = max(high, low + 1)
+        bins = np.logspace(low, high, int(high - low) * _BINS_A_DECADE + 1)
+        inside = np.clip(values, bins[0], bins[-1])  # bins are rounded
+        panel.hist(inside, bins=bins, color=_OURS, alpha=0.6)
+        panel.set_xscale("log")
+        panel.xaxis.set_major_formatter("{x:g}")
+        middle, most = np.percentile(values, (50, 99)).tolist()
+        panel.axvline(middle, color="black", lw=1)
+        panel.axvline(most, color="black", lw=1, ls="--")
+        lines = f" (line: median, {middle:.3g}; dashed: 99 % are below {most:.3g})"
+    panel.set_xlabel(f"milliseconds{lines}")
+    panel.set_ylabel("batches")
+    _tidy(panel, f"Waits of the loop, for {len(waits):,} batches")
+
+
+def _draw_stages(panel: Any, stages: Mapping[str, float]) -> None:
+    total = sum(stages.values()) or 1.0
+    shown = {name: seconds for name, seconds in stages.items() if seconds / total >= _SHOWN_SHARE}
+    bars = panel.barh(list(shown), list(shown.values()), height=0.62, color=_OURS, alpha=0.6)
+    labels = [f"{seconds / total:.1%}" for seconds in shown.values()]
+    panel.bar_label(bars, labels, padding=4, fontsize=9)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.18 * max(shown.values(), default=1))
+    panel.set_xlabel("seconds of threads, as given")
+    _tidy(panel, "Where the time of the threads went")
+
+
+def _tidy(panel: Any, title: str) -> None:
+    panel.set_title(title, fontsize=10, loc="left", fontweight="bold")
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _short(trial: Trial) -> str:
+    name = _typed(trial.changed) or "as given"
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +11,9 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
-from h5async.cli.documents import Json, print_document
-from h5async.cli.options import fields_of, number_or_name, spell_in_shell, table, takes_options
-from h5async.cli.progressbars import opening
-from h5async.cli.text import safe
-from h5async.config.files import INDEX_SUFFIX, FileName, home_path, map_paths, with_variables
+from h5async.cli.options import spell_in_shell, takes_options, typed_options
+from h5async.cli.output import Json, opening, print_document, safe
+from h5async.config.files import INDEX_SUFFIX, FileName, home_path, with_variables
 from h5async.index.contents import Grouping
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.layout import DatasetLayout
@@ -28,6 +26,8 @@ from h5async.opening.fieldkinds import with_kinds
 from h5async.opening.filefacts import Need, list_known, needs_of, read_known
 from h5async.opening.filevalues import reach_of
 from h5async.samples.fieldkind import CATEGORIES, NULLABLE, SHAPE, TEXTS
+
+_FACTS = (SHAPE, TEXTS, CATEGORIES, NULLABLE)  # kinds of entries beside datasets' layouts
 
 _Files = Annotated[
     list[str] | None, typer.Argument(metavar="FILES...", help="HDF5 files, or globs.")
@@ -53,7 +53,10 @@ def index(
     """
     cleared = _clear() if clear else None
     if cleared is not None and not as_json:
-        typer.echo(cleared.sentence)
+        removed = f"removed {cleared['entries']:,} entries, {decimal(cleared['nbytes'])}"
+        no_home = "there is no cache folder, because there is no home"
+        folder = cleared["folder"]
+        typer.echo(no_home if folder is None else f"{safe(folder)}: {removed}")
     if clear and not files and output is None:
         if as_json:
             print_document("index", {"index": None, "left_out": [], "cleared": cleared})
@@ -64,12 +67,13 @@ def index(
     if path.suffix != INDEX_SUFFIX:
         raise ConfigError(f"the name of a saved index ends in {INDEX_SUFFIX}, found {output!r}")
     config = _config(files, typed)
-    paths = config.files
     reach = reach_of(config)
     left_out: list[str] = []
     with opening():
-        found = list(_indexed(paths, config, reach, left_out))
-    datasets = sum(len({one.path for one in file.layouts if _is_dataset(one)}) for file in found)
+        found = list(_indexed(config, reach, left_out))
+    datasets = sum(
+        len({one.path for one in file.layouts if one.kind not in _FACTS}) for file in found
+    )
     try:
         write_index(path, found, reach)
     except NotPortableError as error:
@@ -79,8 +83,7 @@ def index(
     nbytes = path.stat().st_size
     if as_json:
         made = {"path": path, "files": len(found), "datasets": datasets, "nbytes": nbytes}
-        content = {"index": made, "left_out": left_out, "cleared": cleared}
-        print_document("index", content)
+        print_document("index", {"index": made, "left_out": left_out, "cleared": cleared})
         return
     typer.echo(f"{safe(path)}: {len(found):,} files, {datasets:,} datasets, {decimal(nbytes)}")
     if left_out:
@@ -88,32 +91,25 @@ def index(
         typer.echo(f"left out, because no reader can read it: {safe(left_out[0])}{more}", err=True)
 
 
-def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
-    given = {name: value for name, value in typed.items() if value not in (None, [], ())}
-    typed_fields = fields_of(given.pop("fields", ()), "--field")
-    num_dim = number_or_name(given.pop("num_dim", "0"))
-    if "sequences" in given:
-        given["sequences"] = table(given["sequences"], "--sequences")
-    if typed_fields:
+def _config(files: Sequence[str], typed: Mapping[str, Any]) -> ReaderConfig:
+    given = typed_options({**typed, "hdf5_path": files})
+    if "fields" in given:
+        num_dim = given.pop("num_dim", 0)
         given["fields"] = {
-            key: {"path": field, "num_dim": num_dim} if isinstance(field, str) else field
-            for key, field in typed_fields.items()
+            name: {"path": field, "num_dim": num_dim} if isinstance(field, str) else field
+            for name, field in given["fields"].items()
         }
-    else:
-        given["num_dim"] = num_dim
-    return ReaderConfig.load(map_paths({"hdf5_path": list(files), **given}, with_variables))
+    return ReaderConfig.load(given)
 
 
-def _indexed(
-    paths: Sequence[FileName], config: ReaderConfig, reach: Reach, left_out: list[str]
-) -> Iterator[IndexedFile]:
+def _indexed(config: ReaderConfig, reach: Reach, left_out: list[str]) -> Iterator[IndexedFile]:
     """Yield the index of each file; add datasets without a layout, and why, to `left_out`."""
     tell = on_indexed.get()
     grouping = grouping_of(config, reach)
     needs: dict[str, Need] = {}
     if config.fields is not None:
         needs = needs_of(with_kinds(config, reach, grouping, {})[1], grouping)
-    for number, path in enumerate(paths, 1):
+    for number, path in enumerate(config.files, 1):
         consulted = Consulted()
         recorded = replace(reach, consulted=consulted)
         if needs:
@@ -123,7 +119,7 @@ def _indexed(
             layouts = _layouts(path, config, recorded, grouping, left_out)
         yield IndexedFile(absolute_name(path), layouts, consulted)
         if tell is not None:
-            tell(number, len(paths))
+            tell(number, len(config.files))
 
 
 def _layouts(
@@ -133,7 +129,6 @@ def _layouts(
     grouping: Grouping | None,
     left_out: list[str],
 ) -> dict[Wanted, DatasetLayout]:
-    """Return the layouts of all readable datasets of a file."""
     layouts = {}
     for wanted, layout in list_known(path, reach, config.num_dim, grouping):
         if isinstance(layout, DatasetLayout):
@@ -143,31 +138,11 @@ def _layouts(
     return layouts
 
 
-def _is_dataset(wanted: Wanted) -> bool:
-    """Tell whether an entry is a dataset's layout, and not further facts."""
-    return wanted.kind not in (SHAPE, TEXTS, CATEGORIES, NULLABLE)
-
-
-@dataclass(frozen=True)
-class _Cleared:
-    """What was removed from the user's cache folder; None if there is no home."""
-
-    folder: Path | None
-    entries: int
-    nbytes: int
-
-    @property
-    def sentence(self) -> str:
-        if self.folder is None:
-            return "there is no cache folder, because there is no home"
-        return f"{safe(self.folder)}: removed {self.entries:,} entries, {decimal(self.nbytes)}"
-
-
-def _clear() -> _Cleared:
+def _clear() -> dict[str, Any]:
+    """Empty the user's cache folder; return what was removed."""
     folder = cache_folder()
-    if folder is None:
-        return _Cleared(None, 0, 0)
     try:
-        return _Cleared(folder, *clear_cache(folder))
+        entries, nbytes = (0, 0) if folder is None else clear_cache(folder)
     except OSError as error:
         raise H5AsyncError(f"cannot empty {folder}: {error.strerror or error}") from error
+    return {"folder": folder, "entries": entries, "nbytes": nbytes}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Annotated, Any
 
 import typer
 
-from h5async import DatasetError, H5AsyncError, ReaderConfig
+from h5async import DatasetError, H5AsyncError
 from h5async.cli.datasetfacts import (
     Dataset,
     dataset_of,
@@ -18,14 +19,11 @@ from h5async.cli.datasetfacts import (
     ragged_dataset,
     sparse_dataset,
 )
-from h5async.cli.documents import Json, plain, print_document
-from h5async.cli.folding import Folding, Line
-from h5async.cli.options import takes_options
-from h5async.cli.patterns import is_meant
-from h5async.cli.rowlisting import Listing
-from h5async.cli.text import safe
-from h5async.config.files import FileName, is_index, map_paths, with_variables
-from h5async.core.binding import load_core, why_no_core
+from h5async.cli.listing import Folding, Listing
+from h5async.cli.options import reader_config, takes_options
+from h5async.cli.output import Json, plain, print_document, safe
+from h5async.config.files import FileName, is_index
+from h5async.core.binding import why_no_core
 from h5async.index.groupfields import column, sparse_group
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
@@ -62,8 +60,7 @@ def inspect(
     **typed: Any,
 ) -> None:
     """List the datasets of FILE, how each is stored and read, and what a sample costs."""
-    given = {name: value for name, value in typed.items() if value is not None}
-    config = ReaderConfig.load(map_paths({"hdf5_path": file, **given}, with_variables))
+    config = reader_config({**typed, "hdf5_path": [file]})
     path = config.hdf5_path
     assert not isinstance(path, tuple)
     reach = reach_of(config)
@@ -77,7 +74,7 @@ def inspect(
         return
     has_several = index is not None and len(index.paths) > 1
     listing = Listing()
-    for row in _lines(found, fold, has_several):
+    for row in _rows(found, fold, has_several):
         listing.add(row)
     listing.print()
     _require_some(listing.has_begun, path, wanted)
@@ -97,22 +94,15 @@ def _require_some(found: bool, path: FileName, patterns: Sequence[str]) -> None:
         )
 
 
-def _lines(
+def _rows(
     datasets: Iterator[Dataset], fold: bool, has_several_files: bool
 ) -> Iterator[Sequence[str]]:
-    """Yield the rows of the table as their datasets arrive."""
     for file, of_file in groupby(datasets, lambda dataset: dataset.file):
         prefix = f"{file}: " if has_several_files else ""
         folding = Folding(fold)
-        for dataset in of_file:
-            yield from _rows(folding.add(dataset), prefix)
-        yield from _rows(folding.end(), prefix)
-
-
-def _rows(lines: Iterator[Line], prefix: str) -> Iterator[Sequence[str]]:
-    for text, dataset in lines:
-        name = text if text.startswith(" ") else f"{prefix}{text}"
-        yield tuple(map(safe, (name,) if dataset is None else dataset.cells(name)))
+        for text, dataset in chain(chain.from_iterable(map(folding.add, of_file)), folding.end()):
+            name = text if text.startswith(" ") else f"{prefix}{text}"
+            yield tuple(map(safe, (name,) if dataset is None else dataset.cells(name)))
 
 
 def _content(path: FileName, datasets: Sequence[Dataset]) -> dict[str, Any]:
@@ -120,16 +110,16 @@ def _content(path: FileName, datasets: Sequence[Dataset]) -> dict[str, Any]:
     for facts in listed:
         for name in _OF_TABLE:
             del facts[name]
+    why = why_no_core()
     return {
         "file": path,
-        "core": load_core() is not None,
-        "no_core_because": why_no_core(),
+        "core": why is None,
+        "no_core_because": why,
         "datasets": listed,
     }
 
 
 def _datasets(path: FileName, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
-    """Yield a file's matching datasets, and groups that are read as one field."""
     wanted = partial(is_meant, patterns=patterns)
     for name, found in list_layouts(path, reach, wanted=wanted, with_attributes=True):
         ragged = None
@@ -155,28 +145,25 @@ def _ragged(name: str, path: FileName, reach: Reach) -> Dataset:
 
 def _group(parent: str, member: str, path: FileName, reach: Reach) -> Dataset | None:
     """Return the group whose last member is this dataset, if it is read as one field."""
-    if member == "indptr":
-        with open_index(path) as file:
+    if member not in ("indptr", "codes", "values"):
+        return None
+    with open_index(path) as file:
+        if member == "indptr":
             matrix = sparse_group(file, parent, reach)
-        if matrix is not None:
+            if matrix is None:
+                return None
             return sparse_dataset(parent, path, (matrix.data, matrix.indices), matrix.shape)
-    if member in ("codes", "values"):
-        with open_index(path) as file:
-            of_table = column(file, parent, reach)
-        if of_table is None:
-            return None
-        if of_table.mask is not None:
-            return group_dataset(parent, path, (of_table.values, of_table.mask), "nullable")
-        names, codes = of_table.categories, of_table.values
-        if names is None:
-            return None
-        count = names.num_samples if isinstance(names, DatasetLayout) else len(names)
-        return replace(group_dataset(parent, path, (codes,), "categorical"), categories=count)
-    return None
+        found = column(file, parent, reach)
+    if found is not None and found.mask is not None:
+        return group_dataset(parent, path, (found.values, found.mask), "nullable")
+    if found is None or found.categories is None:
+        return None
+    names = found.categories
+    count = names.num_samples if isinstance(names, DatasetLayout) else len(names)
+    return replace(group_dataset(parent, path, (found.values,), "categorical"), categories=count)
 
 
 def _indexed(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
-    """Yield the matching datasets of a saved index."""
     for number, file in enumerate(index.paths):
         known = [one for one in index.datasets(number) if is_meant(one.path, patterns)]
         layouts = index.find(number, index.datasets(number), reach)
@@ -192,23 +179,24 @@ def _known(
     """Return the facts of an index's entry; None if it is part of something else."""
     layout = layouts[wanted]
 
-    def part(name: str, kind: str = "") -> DatasetLayout | None:
-        return layouts.get(Wanted.at(f"{wanted.path}/{name}")._replace(kind=kind))
-
-    parts: list[DatasetLayout | None] = []
-    if wanted.kind == SHAPE:
-        parts = [part("data", ROWS), part("indices", ROWS)]
-        there = [one for one in parts if one is not None]
-        rows, columns = values_of(layout).tolist()
-        return sparse_dataset(wanted.path, file, there, (rows, columns)) if all(parts) else None
-    if wanted.kind in (CATEGORIES, NULLABLE):
-        is_codes = wanted.kind == CATEGORIES
-        parts = [part("codes")] if is_codes else [part("values"), part("mask")]
-        there = [one for one in parts if one is not None]
-        if len(there) < len(parts):
+    of_group = {
+        SHAPE: (("data", "indices"), ROWS),
+        CATEGORIES: (("codes",), ""),
+        NULLABLE: (("values", "mask"), ""),
+    }
+    if wanted.kind in of_group:
+        names, kind = of_group[wanted.kind]
+        keys = [Wanted.at(f"{wanted.path}/{name}")._replace(kind=kind) for name in names]
+        parts = [layouts[key] for key in keys if key in layouts]
+        if len(parts) < len(keys):
             return None
-        found = group_dataset(wanted.path, file, there, "categorical" if is_codes else "nullable")
-        return replace(found, categories=layout.sample_count if is_codes else None)
+        if wanted.kind == SHAPE:
+            rows, columns = values_of(layout).tolist()
+            return sparse_dataset(wanted.path, file, parts, (rows, columns))
+        if wanted.kind == NULLABLE:
+            return group_dataset(wanted.path, file, parts, "nullable")
+        found = group_dataset(wanted.path, file, parts, "categorical")
+        return replace(found, categories=layout.sample_count)
     if wanted.kind in (ROWS, TEXTS):
         return None
     found = dataset_of(wanted.path, file, layout)
@@ -229,3 +217,27 @@ def _known(
         in_order_nbytes=in_order * (mean or 0),
         shuffled_nbytes=max(shuffled, in_order * (mean or 0)),
     )
+
+
+def is_meant(path: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a pattern matches a dataset's path, or a group around it, as in a shell.
+
+    ``**`` matches any number of names; characters of patterns also match themselves.
+    """
+    names = _names(path)
+    return not patterns or any(_begins(names, _names(pattern)) for pattern in patterns)
+
+
+def _begins(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_begins(names[at:], pattern[1:]) for at in range(len(names) + 1))
+    if not names:
+        return False
+    is_same = names[0] == pattern[0] or fnmatchcase(names[0], pattern[0])
+    return is_same and _begins(names[1:], pattern[1:])
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name not in ("", ".")]

@@ -18,24 +18,21 @@ from h5async.cli.bench import bench
 from h5async.cli.index import index
 from h5async.cli.inspect import inspect
 from h5async.cli.options import spell_in_shell
+from h5async.cli.output import safe
 from h5async.cli.read import read
-from h5async.cli.text import safe
 from h5async.config.hints import hint_for
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or the copy in typer
 
 
 class _Group(TyperGroup):
-    """The commands, with a common way to report errors of the library."""
-
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Run a command; if its output cannot be written, end with a message.
 
         A pipe that its reader has closed ends it without one.
         """
-        if isinstance(
-            sys.stdout, TextIOWrapper
-        ):  # names may have characters that the terminal lacks
+        if isinstance(sys.stdout, TextIOWrapper):
+            # Names may have characters that the terminal lacks.
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             try:

@@ -1,7 +1,7 @@
 """Measures how fast a reader delivers batches to a loop that only reads.
 
 Options take turns: each reads for a short while in each round, so that changes on the machine
-affect all of them. If the rounds disagree, there is no verdict.
+affect all of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal
@@ -29,26 +30,21 @@ Verdict = Literal["faster", "slower", "same", "unclear"]
 
 @dataclass
 class Trial:
-    """Changed options, and the speed of a reader with them, round by round.
-
-    Attributes
-    ----------
-    changed
-        The options; empty for those as given.
-    speeds
-        Decoded bytes per second.
-    ratios
-        Relative to the speed as given, in the same round.
-    """
+    """Changed options, if any, and the speed of a reader with them, round by round."""
 
     changed: Mapping[str, Any]
-    speeds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)  # decoded bytes per second
+    ratios: list[float] = field(default_factory=list)  # to the speed as given, in the same round
 
     @property
-    def verdict(self) -> Verdict:
-        """The verdict of all rounds; see `judge`."""
-        return judge(self.ratios)
+    def verdict(self) -> Verdict | None:
+        """The verdict of all rounds, of changed options; see `judge`."""
+        return judge(self.ratios) if self.changed else None
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the least, the median and the largest value."""
+    return min(values), median(values), max(values)
 
 
 def judge(ratios: Sequence[float]) -> Verdict:
@@ -60,7 +56,7 @@ def judge(ratios: Sequence[float]) -> Verdict:
     """
     if len(ratios) < LEAST_ROUNDS:
         return "unclear"
-    low, middle, high = min(ratios), median(ratios), max(ratios)
+    low, middle, high = spread(ratios)
     difference = abs(middle - 1)
     if max(1 - low, high - 1) < _LEAST_DIFFERENCE:
         return "same"
@@ -80,7 +76,7 @@ def run_flat_out(
         require_batches(reader)
         asked = perf_counter()
         end = asked + seconds
-        for batches, _ in enumerate(_endless(reader), 1):
+        for batches, _ in enumerate(chain.from_iterable(repeat(reader)), 1):
             now = perf_counter()
             if waits is not None and batches > 1:
                 waits.append(now - asked)
@@ -99,16 +95,7 @@ def compare(
 ) -> list[Trial]:
     """Measure options in turns; return a trial of the options as given, then of each change.
 
-    Parameters
-    ----------
-    changes
-        Options to change.
-    seconds
-        Time that each trial reads, all rounds together.
-    rounds
-        Number of turns of each trial.
-    tell
-        Called after each turn.
+    Each trial reads for `seconds` in `rounds` turns; `tell` is called after each.
     """
     trials = [Trial({}), *map(Trial, changes)]
     for number in range(rounds):
@@ -125,13 +112,12 @@ def compare(
 
 
 def _speed(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> float:
-    """Return the decoded bytes per second of a new, warmed-up reader."""
     with AsyncReader(config, **changed) as reader:
         require_batches(reader)
         warm_up = reader.config.prefetch + 1  # batches, read before the first is taken
         counted = read_before = 0
         begin = since = perf_counter()
-        for batches, _ in enumerate(_endless(reader), 1):
+        for batches, _ in enumerate(chain.from_iterable(repeat(reader)), 1):
             now = perf_counter()
             if not counted and (batches < warm_up or now - begin < _WARM_UP_SHARE * seconds):
                 continue
@@ -142,11 +128,6 @@ def _speed(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> 
                 break
         nbytes = reader.stats().nbytes - read_before
         return nbytes / (now - since) if now > since else 0.0
-
-
-def _endless(reader: AsyncReader) -> Iterator[Any]:
-    while True:
-        yield from reader
 
 
 def require_batches(reader: AsyncReader) -> None:

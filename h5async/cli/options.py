@@ -1,8 +1,4 @@
-"""Makes command options from those of `ReaderConfig`, and its values from what was typed.
-
-An option added to `ReaderConfig` becomes one of `read` and `bench`, with its type, choices, default
-and description.
-"""
+"""Makes command options from those of `ReaderConfig`, and its values from what was typed."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ from pydantic import BaseModel
 from h5async import ConfigError, ReaderConfig
 from h5async.config.describe import Option, options_of
 from h5async.config.files import kind_of_file, load_file, map_paths, with_variables
-from h5async.names import shell_word
-from h5async.spelling import as_keyword, in_file, named, spelled
+from h5async.spelling import as_keyword, in_file, named, shell_word, spelled
 
 _CONFIG = typer.Option(
     metavar="FILE", help="File of options (TOML, .json, .yaml); those typed here win."
@@ -31,7 +26,7 @@ _CONFIG = typer.Option(
 _NO_LABELS = typer.Option("--no-labels", help="Read no labels.")
 
 _OBJECTS = ("sampler",)  # cannot be typed
-_TABLES = ("indices", "weights", "sequences")  # may be typed as tables of TOML
+_TABLES = ("indices", "weights")  # may be typed as tables of TOML
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -43,10 +38,7 @@ def takes_options(names: Iterable[str]) -> Callable[[Command], Command]:
 
 
 def takes_reader(command: Command) -> Command:
-    """Give a command all options of `ReaderConfig`, and a file of options, as ``**typed``.
-
-    `reader_config` converts them.
-    """
+    """Give a command all options of `ReaderConfig`, and a file of options, as ``**typed``."""
     options = reader_options(ReaderConfig)
     parameters = {
         "hdf5_path": options.pop("hdf5_path"),
@@ -59,8 +51,7 @@ def takes_reader(command: Command) -> Command:
 def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
     """Return the parameters of a command for all options of a configuration.
 
-    Options that were not typed are None, and the default is only shown: passed on, it would
-    override a configuration file.
+    Their default is None, and the option's is only shown: it would override a configuration file.
     """
     return {
         option.name: _parameter(option.name, _type(option), _declaration(option))
@@ -114,7 +105,6 @@ def _declaration(option: Option) -> Any:
 
 
 def _completion(option: Option) -> Callable[[str], list[str]] | None:
-    """Return a function that completes a choice in a shell; None to complete paths."""
     words = [_typed_choice(choice) for choice in option.choices]
     if not words:
         return None
@@ -122,7 +112,7 @@ def _completion(option: Option) -> Callable[[str], list[str]] | None:
 
 
 def flag(option: Option) -> str:
-    """Return the flag of an option, in the singular if it takes several names and values."""
+    """Return the flag of an option, in the singular if it takes names and values."""
     name = option.name.removesuffix("s") if option.is_mapping else option.name
     return f"--{name.replace('_', '-')}"
 
@@ -144,13 +134,11 @@ def _typed_choice(choice: object) -> str:
 
 
 def reader_config(typed: Mapping[str, Any]) -> ReaderConfig:
-    """Return the configuration that was typed.
-
-    Raises `H5AsyncError` if it is invalid, or `typer.BadParameter` if it cannot be parsed.
-    """
-    if not typed["hdf5_path"] and typed["config"] is None:
+    """Return the configuration that was typed, or raise `H5AsyncError` or `typer.BadParameter`."""
+    path = typed.get("config")
+    if not typed["hdf5_path"] and path is None:
         raise typer.BadParameter("give it, or --config with an hdf5_path", param_hint="FILE")
-    given, path = map_paths(_typed_options(typed), with_variables), typed["config"]
+    given = typed_options(typed)
     try:
         config = ReaderConfig.load(path, **given)
     except ConfigError as error:
@@ -202,57 +190,48 @@ def _negated(name: str) -> str:
     return f"--no-{name.removeprefix('--')}"
 
 
-def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reader's options that the user typed."""
+def typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the user typed; in paths, ~ and variables are resolved."""
     options: dict[str, Any] = {}
     for option in options_of(ReaderConfig):
         value = typed.get(option.name)
         if value is None or value in ([], ()):
             continue
         if option.is_mapping:
-            value = fields_of(value, flag(option))
-        elif option.name in _TABLES and value.startswith("{"):
-            value = table(value, flag(option))
-        elif option.takes_names:
-            value = number_or_name(value)
+            value = _fields_of(value, flag(option))
+        elif option.name == "sequences" or (option.name in _TABLES and value.startswith("{")):
+            value = _table(value, flag(option))
+        elif option.takes_names and re.fullmatch(r"[-+]?\d+", value):
+            value = int(value)
         for choice in option.choices:
             if isinstance(choice, bool) and value == _typed_choice(choice):
                 value = choice
         options[option.name] = value
     if len(options.get("hdf5_path", ())) == 1:
         options["hdf5_path"] = options["hdf5_path"][0]
-    if typed["no_labels"]:
+    if typed.get("no_labels"):
         if "labels_field" in options:
             raise typer.BadParameter(
                 "give one of them, not both", param_hint="--labels-field, --no-labels"
             )
         options["labels_field"] = None
-    return options
+    return map_paths(options, with_variables)
 
 
-def number_or_name(text: str) -> int | str:
-    """Convert a typed dimension to its number, or its name."""
-    return int(text) if re.fullmatch(r"[-+]?\d+", text) else text
-
-
-def table(text: str, name: str) -> object:
-    """Parse a typed table of TOML; raise `typer.BadParameter` if it is invalid."""
+def _table(text: str, name: str) -> object:
     try:
         return tomllib.loads(f"table = {text}")["table"]
     except tomllib.TOMLDecodeError as error:
         raise typer.BadParameter(f"is not a table of TOML: {error}", param_hint=name) from error
 
 
-def fields_of(entries: Iterable[str], name: str) -> dict[str, Any]:
-    """Parse NAME=PATH, or NAME= and a table of the field's options.
-
-    Raises `typer.BadParameter` for anything else, or if a name repeats.
-    """
+def _fields_of(entries: Iterable[str], name: str) -> dict[str, Any]:
+    """Parse NAME=PATH, or NAME= and a table of the field's options."""
     pairs = [entry.partition("=") for entry in entries]
     if not all(key and value for key, _, value in pairs):
         raise typer.BadParameter("must be NAME=PATH", param_hint=name)
     found = {
-        key: table(value, name) if value.lstrip().startswith("{") else value
+        key: _table(value, name) if value.lstrip().startswith("{") else value
         for key, _, value in pairs
     }
     if len(found) < len(pairs):

@@ -15,20 +15,23 @@ import typer
 from rich.filesize import decimal
 
 from h5async import AsyncReader
-from h5async.cli.documents import (
-    Json,
-    SampleForm,
-    field_facts,
-    print_document,
-    sample_form,
-)
+from h5async.cli.datasetfacts import method_text, methods_of
 from h5async.cli.measuring import require_batches
-from h5async.cli.options import reader_config, spell_in_shell, takes_reader
-from h5async.cli.progressbars import REFRESH_SECONDS, opening, progress_bar
-from h5async.cli.text import files_text, method_text, safe
+from h5async.cli.options import reader_config, takes_reader
+from h5async.cli.output import (
+    REFRESH_SECONDS,
+    Json,
+    files_text,
+    limit_text,
+    opening,
+    print_document,
+    progress_bar,
+    safe,
+)
+from h5async.config import Field
 from h5async.config.files import home_path, with_variables
-from h5async.observe.stats import reader_sentence
-from h5async.spelling import spelled
+from h5async.index.layout import DatasetLayout
+from h5async.samples.samplearrays import SampleArrays
 
 _CTRL_C = 128 + signal.SIGINT
 
@@ -105,7 +108,7 @@ class Tally:
     nbytes: int = 0
     seconds: float = 0.0
     waited_seconds: float = 0.0
-    forms: dict[str, SampleForm] = field(default_factory=dict)  # per field
+    forms: dict[str, dict[str, Any]] = field(default_factory=dict)  # of samples, per field
 
     @property
     def speed(self) -> str:
@@ -115,7 +118,7 @@ class Tally:
 
 
 def stream(reader: AsyncReader, epochs: int, tally: Tally) -> None:
-    """Read epochs with a new reader, counting batches, bytes and the time spent waiting."""
+    """Read epochs with a new reader."""
     with progress_bar("batches, {task.description}") as progress:
         task = progress.add_task(tally.speed, total=epochs * len(reader))
         began = shown = perf_counter()
@@ -131,7 +134,7 @@ def stream(reader: AsyncReader, epochs: int, tally: Tally) -> None:
                     break
                 tally.batches += 1
                 if tally.batches == 1:
-                    tally.forms = {name: sample_form(batch[name]) for name in batch.keys()}
+                    tally.forms = {name: _sample_form(batch[name]) for name in batch.keys()}
                 tally.samples += batch.size
                 if now - shown > REFRESH_SECONDS:
                     shown, tally.nbytes = now, reader.stats().nbytes
@@ -140,32 +143,49 @@ def stream(reader: AsyncReader, epochs: int, tally: Tally) -> None:
             tally.epochs += 1
 
 
-def _limit(reader: AsyncReader) -> str:
-    """Say what limits the reader; a loop that only reads always waits."""
-    return spelled(reader_sentence(reader.stats()), spell_in_shell)
+def _sample_form(batch: Any) -> dict[str, Any]:
+    """Return the form of a field's sample, as delivered; None stands for lengths that vary."""
+    is_array = not isinstance(batch, SampleArrays)
+    kind, shape = ("array", batch.shape[1:]) if is_array else (batch.kind, batch.sample_shape)
+    return {"kind": kind, "shape": shape, "dtype": str(batch.dtype)}
+
+
+def _field_facts(
+    name: str, layout: DatasetLayout, typed: Field | None, form: dict[str, Any] | None
+) -> dict[str, Any]:
+    is_direct = layout.fallback_reason is None
+    inner = form["shape"] if form is not None and form["kind"] != "array" else ()
+    return {
+        "name": name,
+        "path": layout.path if typed is None else typed.path.strip("/"),
+        "shape": (layout.sample_count, *inner) if layout.is_ragged else layout.shape,
+        "dtype": str(layout.dtype),
+        "sample": form,
+        "read": "direct" if is_direct else "h5py",
+        "by": methods_of(layout)[0] if is_direct else (),
+        "reason": layout.fallback_reason,
+    }
 
 
 def _content(reader: AsyncReader, tally: Tally, code: int) -> dict[str, Any]:
-    """Return the contents of the JSON document, as in `docs/command-line.md`."""
     layouts, typed = reader.layouts.items(), reader.config.batch_fields
     totals = asdict(tally)
     del totals["forms"]
     return {
         "files": reader.config.files,
         "fields": [
-            field_facts(name, layout, typed.get(name), tally.forms.get(name))
+            _field_facts(name, layout, typed.get(name), tally.forms.get(name))
             for name, layout in layouts
         ],
         "device": reader.device,
         **totals,
         "interrupted": bool(code),
         "stats": reader.stats().as_dict(),
-        "sentence": f"{tally.speed}; {_limit(reader)}",
+        "sentence": f"{tally.speed}; {limit_text(reader.stats())}",
     }
 
 
 def _summary(reader: AsyncReader, epochs: int, tally: Tally) -> str:
-    """Say what was read, how, and how fast, with a line for each."""
     is_whole = tally.epochs == epochs
     lines = [
         ("file", files_text(reader.config.files)),
@@ -182,6 +202,6 @@ def _summary(reader: AsyncReader, epochs: int, tally: Tally) -> str:
         ("decoded", decimal(tally.nbytes)),
         ("device", reader.device),
         ("speed", tally.speed),
-        ("limit", _limit(reader).removeprefix("the limit is ")),
+        ("limit", limit_text(reader.stats()).removeprefix("the limit is ")),
     ]
     return "\n".join(f"{name:<9}{safe(text)}" for name, text in lines)

@@ -1,101 +1,167 @@
-"""The registry of HDF5 filters, one entry per filter.
+"""The registry of HDF5 filters, one entry per filter, with how the compiled core undoes it.
 
-It says which filters are decoded without HDF5, by which function, and how the compiled core takes
-them. docs/architecture.md explains how to add one.
+docs/architecture.md explains how to add one.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from h5async.codec import storedelements
-from h5async.codec.bitshuffle import bitshuffle_codec
-from h5async.codec.entry import (
-    Codec,
-    CoreFilter,
-    CoreKind,
-    FilterEntry,
-    Parameters,
-    StatedLengths,
-)
-from h5async.codec.packed import (
-    NBIT_LENGTHS,
-    nbit_codec,
-    scaleoffset_codec,
-    stated_chunk_nbytes,
-)
-from h5async.codec.plugins import has_hdf5, plugin_codec
-from h5async.codec.shuffle import shuffle_codec
-from h5async.codec.streams import (
-    CHECKSUM_NBYTES,
-    decode_blosc,
-    decode_bzip2,
-    decode_lz4,
-    decode_lzf,
-    decode_zstd,
-    inflate,
-    verify_fletcher32,
-)
-from h5async.codec.szip import SZIP_LENGTHS, szip_codec
+from h5async.codec.entry import NOTHING, CoreFilter, CoreKind, Parameters
+from h5async.codec.plugins import has_hdf5, plugin_filter
 
 DEFLATE, SHUFFLE, FLETCHER32, SZIP, NBIT, SCALEOFFSET = 1, 2, 3, 4, 5, 6
 BZIP2, LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD, BLOSC2 = 307, 32000, 32001, 32004, 32008, 32015, 32026
+_LARGEST = 1 << 31  # element sizes of the core are 32-bit numbers
+# Of client data, as in H5Zscaleoffset.c and H5Znbit.c.
+_NBYTES_DECODED = (1, 2, 4, 8)
+_SCALEOFFSET_PARAMETERS, _NBIT_PARAMETERS = 20, 8
+_FLOAT_D_SCALING, _INTEGER = 0, 2
+_INTEGER_CLASS, _FLOAT_CLASS = 0, 1
+_NBIT_ATOMIC = 1
 
 
-def _deflate(_parameters: Parameters) -> Codec:
-    core = CoreFilter(CoreKind.DEFLATE, library="deflate")
-    return Codec(inflate, core=core)
+class FilterEntry(NamedTuple):
+    """A filter of the registry.
+
+    Attributes
+    ----------
+    number
+        As registered by The HDF Group.
+    name
+        For messages.
+    core
+        Client data -> the filter as the core takes it; None if HDF5 has to decode, or a plugin.
+    stated_chunk_nbytes
+        Client data -> the decoded bytes of a chunk that they state; None if they do not.
+    """
+
+    number: int
+    name: str
+    core: Callable[[Parameters], CoreFilter | None] = lambda parameters: None
+    stated_chunk_nbytes: Callable[[Parameters], int | None] = lambda parameters: None
 
 
-def _fletcher32(_parameters: Parameters) -> Codec:
-    core = CoreFilter(CoreKind.FLETCHER32)
-    return Codec(verify_fletcher32, added_nbytes=CHECKSUM_NBYTES, gives_view=True, core=core)
+def _same(kind: CoreKind, library: str | None = None) -> Callable[[Parameters], CoreFilter]:
+    """Return a function for a filter that the core undoes whatever its client data are."""
+    return lambda _parameters: CoreFilter(kind, library=library)
 
 
-def _lzf(_parameters: Parameters) -> Codec:
-    return Codec(decode_lzf, core=CoreFilter(CoreKind.LZF))
+def _shuffle(parameters: Parameters) -> CoreFilter | None:
+    if not parameters or not 0 < parameters[0] < _LARGEST:
+        return None
+    return CoreFilter(CoreKind.SHUFFLE, parameters[0])
 
 
-def _blosc(_parameters: Parameters) -> Codec:
-    return Codec(decode_blosc, core=CoreFilter(CoreKind.BLOSC, library="blosc"))
+def _szip(parameters: Parameters) -> CoreFilter | None:
+    if len(parameters) < 4:
+        return None
+    _, block, bits, pixels_a_line = parameters[:4]
+    if not (1 <= bits <= 32 or bits == 64) or block % 2 or not block or not pixels_a_line:
+        return None
+    return CoreFilter(CoreKind.SZIP, library="aec", values=parameters)
 
 
-def _bzip2(_parameters: Parameters) -> Codec:
-    return Codec(decode_bzip2, core=CoreFilter(CoreKind.BZIP2, library="bz2"))
+def _bitshuffle(parameters: Parameters) -> CoreFilter | None:
+    _, _, element, block, compressor = (*parameters, 0, 0, 0, 0, 0)[:5]
+    if not 0 < element < _LARGEST:
+        return None
+    if compressor == 0:
+        return None if block % 8 else CoreFilter(CoreKind.BITSHUFFLE, element, block)
+    if compressor == 2:
+        return CoreFilter(CoreKind.BITSHUFFLE_LZ4, element, block, "lz4")
+    if compressor == 3:
+        return CoreFilter(CoreKind.BITSHUFFLE_ZSTD, element, block, "zstd")
+    return None
 
 
-def _lz4(_parameters: Parameters) -> Codec:
-    core = CoreFilter(CoreKind.LZ4, library="lz4")
-    return Codec(decode_lz4, core=core)
+def _scaleoffset(parameters: Parameters) -> CoreFilter | None:
+    if len(parameters) != _SCALEOFFSET_PARAMETERS or sys.byteorder != "little":
+        return None
+    scale_type, factor, count, class_, nbytes, sign, order, has_fill = parameters[:8]
+    factor = (factor + (1 << 31)) % (1 << 32) - (1 << 31)  # the file has it without its sign
+    if nbytes not in _NBYTES_DECODED or order not in (0, 1) or has_fill not in (0, 1) or count < 1:
+        return None
+    if class_ == _INTEGER_CLASS:
+        if scale_type != _INTEGER or sign not in (0, 1) or factor > 8 * nbytes:
+            return None
+        if factor == 8 * nbytes:
+            return NOTHING
+    elif class_ != _FLOAT_CLASS or scale_type != _FLOAT_D_SCALING or nbytes < 4:
+        return None
+    elif not 0 < _power_of_ten(factor, nbytes) < np.inf:
+        return None
+    return CoreFilter(CoreKind.SCALEOFFSET, values=parameters)
 
 
-def _zstd(_parameters: Parameters) -> Codec:
-    core = CoreFilter(CoreKind.ZSTD, library="zstd")
-    return Codec(decode_zstd, core=core)
+def _power_of_ten(exponent: int, nbytes: int) -> np.floating[Any]:
+    """Return what the C library's `pow`, or `powf` for 4 bytes, returns to HDF5 too.
+
+    NumPy calls it for scalars; for arrays it has a vectorized one that may round differently.
+    """
+    if nbytes == 4:
+        with np.errstate(all="ignore"):
+            power: np.floating[Any] = np.float32(10) ** np.float32(exponent)
+        return power
+    try:
+        return np.float64(math.pow(10, exponent))
+    except OverflowError:
+        return np.float64(np.inf)
+
+
+def _nbit(parameters: Parameters) -> CoreFilter | None:
+    if len(parameters) < 2 or parameters[0] != len(parameters):
+        return None
+    if parameters[1]:  # HDF5 says "need not compress"
+        return NOTHING
+    if len(parameters) != _NBIT_PARAMETERS or sys.byteorder != "little":
+        return None
+    count, class_, nbytes, order, precision, offset = parameters[2:]
+    if count < 1 or class_ != _NBIT_ATOMIC or nbytes not in _NBYTES_DECODED or order not in (0, 1):
+        return None
+    if precision < 1 or precision + offset > 8 * nbytes:
+        return None
+    return CoreFilter(CoreKind.NBIT, values=parameters)
+
+
+def _stated_chunk_nbytes(parameters: Parameters) -> int | None:
+    """Return the bytes of a chunk by the client data of either filter; None if they do not say."""
+    return parameters[2] * parameters[4] if len(parameters) > 4 else None
+
+
+def default_block(element: int) -> int:
+    """Return the elements in a block of bitshuffle if the filter's client data do not say."""
+    return max(128, 8192 // element // 8 * 8)
 
 
 _ENTRIES = (
-    FilterEntry(DEFLATE, "deflate", _deflate),
-    FilterEntry(SHUFFLE, "shuffle", shuffle_codec),
-    FilterEntry(FLETCHER32, "fletcher32", _fletcher32),
-    FilterEntry(SZIP, "szip", szip_codec, stated_lengths=SZIP_LENGTHS),
-    FilterEntry(NBIT, "nbit", nbit_codec, stated_chunk_nbytes, NBIT_LENGTHS),
-    FilterEntry(SCALEOFFSET, "scaleoffset", scaleoffset_codec, stated_chunk_nbytes),
+    FilterEntry(DEFLATE, "deflate", _same(CoreKind.DEFLATE, "deflate")),
+    FilterEntry(SHUFFLE, "shuffle", _shuffle),
+    FilterEntry(FLETCHER32, "fletcher32", _same(CoreKind.FLETCHER32)),
+    FilterEntry(SZIP, "szip", _szip),
+    FilterEntry(NBIT, "nbit", _nbit, _stated_chunk_nbytes),
+    FilterEntry(SCALEOFFSET, "scaleoffset", _scaleoffset, _stated_chunk_nbytes),
     FilterEntry(305, "lzo"),
-    FilterEntry(BZIP2, "bzip2", _bzip2),
-    FilterEntry(LZF, "lzf", _lzf),
-    FilterEntry(BLOSC, "blosc", _blosc),
-    FilterEntry(LZ4, "lz4", _lz4),
-    FilterEntry(BITSHUFFLE, "bitshuffle", bitshuffle_codec),
+    FilterEntry(BZIP2, "bzip2", _same(CoreKind.BZIP2, "bz2")),
+    FilterEntry(LZF, "lzf", _same(CoreKind.LZF)),
+    FilterEntry(BLOSC, "blosc", _same(CoreKind.BLOSC, "blosc")),
+    FilterEntry(LZ4, "lz4", _same(CoreKind.LZ4, "lz4")),
+    FilterEntry(BITSHUFFLE, "bitshuffle", _bitshuffle),
     FilterEntry(32013, "zfp"),
-    FilterEntry(ZSTD, "zstd", _zstd),
+    FilterEntry(ZSTD, "zstd", _same(CoreKind.ZSTD, "zstd")),
     FilterEntry(32017, "sz"),
     FilterEntry(32018, "fcidecomp"),
     FilterEntry(32024, "sz3"),
     FilterEntry(BLOSC2, "blosc2"),
     FilterEntry(32028, "sperr"),
-    FilterEntry(storedelements.NUMBER, "conversion", storedelements.stored_codec),
+    FilterEntry(storedelements.NUMBER, "conversion", storedelements.stored_filter),
 )
 REGISTRY = {entry.number: entry for entry in _ENTRIES}
 
@@ -118,30 +184,22 @@ class Filter(NamedTuple):
         return self.entry.name or f"filter {self.number}"
 
     @property
-    def codec(self) -> Codec | None:
-        """How it is undone, or None if HDF5 has to."""
-        return _codec(self.number, self.parameters) or plugin_codec(self.number, self.parameters)
+    def core(self) -> CoreFilter | None:
+        """How the core takes it; None if HDF5 has to undo it."""
+        return _registered(self.number, self.parameters) or plugin_filter(
+            self.number, self.parameters
+        )
 
     @property
     def stated_chunk_nbytes(self) -> int | None:
         """The decoded bytes of a chunk by the client data; None if they do not say."""
         return self.entry.stated_chunk_nbytes(self.parameters)
 
-    @property
-    def stated_lengths(self) -> StatedLengths | None:
-        """What is checked of chunks that only HDF5 decodes; None if nothing is known."""
-        return self.entry.stated_lengths
-
 
 @lru_cache(maxsize=256)
-def _codec(number: int, parameters: Parameters) -> Codec | None:
+def _registered(number: int, parameters: Parameters) -> CoreFilter | None:
     entry = REGISTRY.get(number)
-    return None if entry is None else entry.codec(parameters)
-
-
-def can_decode(entry: Filter) -> bool:
-    """Tell whether a filter is decoded here, not by HDF5."""
-    return entry.codec is not None
+    return None if entry is None else entry.core(parameters)
 
 
 def is_known_to_hdf5(entry: Filter) -> bool:

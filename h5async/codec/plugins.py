@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import threading
 from collections.abc import Iterator
-from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_uint, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
 import h5py
 
-from h5async.codec.decoding import Bytes, filled, require_room
-from h5async.codec.entry import Codec, CoreFilter, CoreKind, Parameters
+from h5async.codec.entry import CoreFilter, CoreKind, Parameters
 from h5async.system.interruptions import suppressing
 
 _FIRST_REGISTERED = 256  # smaller numbers are HDF5's own filters
-_FILTER_TYPE, _CLASS_VERSION, _REVERSE = 0, 1, 0x0100
+_FILTER_TYPE, _CLASS_VERSION = 0, 1
 _FILTERS_MAY_BE_LOADED = 1  # of H5PLget_loading_state
-_TAKES_TURNS, _CHECKS_ITS_INPUT, _IS_BLOSC2 = 1, 2, 4  # enum PluginTrait of core/src/plugin.h
+_TAKES_TURNS, _CHECKS_ITS_INPUT, _IS_BLOSC2 = 1, 2, 4  # enum PluginTrait of core/src/plugin.c
 
 # Plugins that gave h5py's values in several threads at once (tests/read/test_plugins.py), and their
 # other traits. All others take turns.
@@ -59,21 +57,15 @@ class _FilterClass(Structure):
     ]
 
 
-_Function = ctypes.CFUNCTYPE(
-    c_size_t, c_uint, c_size_t, POINTER(c_uint), c_size_t, POINTER(c_size_t), POINTER(c_void_p)
-)
-
-
-def plugin_codec(number: int, parameters: Parameters) -> Codec | None:
-    """Return the codec that calls a filter's plugin; None if there is none."""
+def plugin_filter(number: int, parameters: Parameters) -> CoreFilter | None:
+    """Return a filter that the core undoes by calling its plugin; None if there is none."""
     if number == _ZFP and (len(parameters) < 2 or parameters[1] & 0xFFFFFF != _ZFP_MAGIC):
         return None  # from a big-endian machine: the plugin would ask HDF5 to swap its bytes
     function = find_plugin(number)
     if function is None:
         return None
     traits = _TRAITS.get(number, _TAKES_TURNS)
-    core = CoreFilter(CoreKind.PLUGIN, traits, values=parameters, function=function)
-    return Codec(_CallPlugin(number, function, parameters), core=core)
+    return CoreFilter(CoreKind.PLUGIN, traits, values=parameters, function=function)
 
 
 def find_plugin(number: int) -> int | None:
@@ -133,45 +125,3 @@ def _plugin(path: Path) -> tuple[int, int | None]:
             if found and found[0].version == _CLASS_VERSION:
                 return int(found[0].id), found[0].filter
     return -1, None
-
-
-class _CallPlugin:
-    """Undoes a filter by its plugin, from Python."""
-
-    def __init__(self, number: int, function: int, parameters: Parameters) -> None:
-        self._name = f"filter {number}"
-        self._function = _Function(function)
-        self._values = (c_uint * max(1, len(parameters)))(*parameters)
-        self._count = len(parameters)
-        self._is_blosc2 = number == _BLOSC2
-
-    def __call__(self, encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
-        if self._is_blosc2:
-            chunk = int.from_bytes(encoded[11:15].tobytes(), "big")
-            if int.from_bytes(encoded[30:38].tobytes(), "big") > out.size or (
-                chunk + 32 <= encoded.size
-                and encoded[chunk + 2] & 5 == 5
-                and encoded[chunk + 31] >> 4 & 7 >= 4
-            ):
-                raise ValueError("blosc2: the chunk is too long, or has no values")
-        libc = ctypes.CDLL(None)
-        libc.malloc.restype = c_void_p
-        memory = libc.malloc(c_size_t(encoded.size + out.size + 1))
-        ctypes.memset(memory, 0, encoded.size + out.size + 1)
-        ctypes.memmove(memory, encoded.ctypes.data, encoded.size)
-        buffer, nbytes = c_void_p(memory), c_size_t(encoded.size)
-        with _turn:
-            count = self._function(
-                _REVERSE, self._count, self._values, encoded.size, byref(nbytes), byref(buffer)
-            )
-        try:
-            if not count or not buffer.value:
-                raise ValueError(f"{self._name}: its plugin finds the bytes damaged")
-            require_room(self._name, count, out)
-            ctypes.memmove(out.ctypes.data, buffer.value, count)
-        finally:
-            libc.free(buffer)
-        return filled(out, count)
-
-
-_turn = threading.Lock()

@@ -7,16 +7,11 @@ core alone undoes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
-from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
-
-from h5async.codec.decoding import Bytes, filled, require_room
-from h5async.codec.entry import Codec, CoreFilter, CoreKind, Parameters
+from h5async.codec.entry import CoreFilter, CoreKind, Parameters
 
 NUMBER = -1  # HDF5's numbers are not negative, so no file can name it
 _STEP_VALUES = 13
@@ -24,12 +19,9 @@ MOST_STEPS = 1024
 _LARGEST = 1 << 31
 _MANTISSAS = {2: 10, 4: 23, 8: 52}  # bits, by the bytes of a float of NumPy's
 
-Native = Callable[[int, int, int, int, int, int], int]
-native: list[Native] = []  # the core's function, once it is loaded
-
 
 class StepKind(IntEnum):
-    """What a step does: ``enum StepKind`` of core/src/stored.h."""
+    """What a step does: ``enum StepKind`` of core/src/stored.c."""
 
     COPY = 0
     ENDED = 1  # a string terminated by NUL
@@ -101,31 +93,23 @@ def parameters_of(nbytes: int, stored_nbytes: int, steps: list[Step]) -> Paramet
         for step in steps
     )
     found = tuple(map(int, (nbytes, stored_nbytes, *chain.from_iterable(flat))))
-    return None if _steps(found) is None else found
+    return found if _are_valid(found) else None
 
 
-def stored_codec(parameters: Parameters) -> Codec | None:
-    """Return the codec for these parameters, or None if they are invalid."""
-    if _steps(parameters) is None:
-        return None
-    is_as_long = parameters[0] == parameters[1]
-    return Codec(
-        partial(_convert, parameters),
-        added_nbytes=0 if is_as_long else None,
-        core=CoreFilter(CoreKind.STORED, values=parameters),
-    )
+def stored_filter(parameters: Parameters) -> CoreFilter | None:
+    """Return the filter as the core takes it; None if the parameters are invalid."""
+    return CoreFilter(CoreKind.STORED, values=parameters) if _are_valid(parameters) else None
 
 
-def _steps(parameters: Parameters) -> list[Step] | None:
+def _are_valid(parameters: Parameters) -> bool:
     nbytes, stored_nbytes, *rest = (*parameters, 0, 0)[: max(2, len(parameters))]
     is_sized = 0 < stored_nbytes <= nbytes < _LARGEST  # so no chunk grows as it is stored
     if not is_sized or len(rest) % _STEP_VALUES or len(rest) > MOST_STEPS * _STEP_VALUES:
-        return None
-    steps = []
+        return False
     for at in range(0, len(rest), _STEP_VALUES):
         kind, *numbers = rest[at : at + _STEP_VALUES]
         if kind not in set(StepKind) or not all(0 <= n < _LARGEST for n in numbers):
-            return None
+            return False
         start, to, one, each, count, is_big, *given = numbers
         step = Step(StepKind(kind), start, to, one, each, count, bool(is_big), tuple(given))
         is_within = (
@@ -133,23 +117,5 @@ def _steps(parameters: Parameters) -> list[Step] | None:
             and step.to + step.repeats * step.nbytes <= nbytes
         )
         if not (is_within and step.is_valid):
-            return None
-        steps.append(step)
-    return steps
-
-
-def _convert(parameters: Parameters, encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
-    count, odd = divmod(encoded.size, parameters[1])
-    if odd or not native:
-        raise ValueError(f"stored elements of {parameters[1]} bytes cannot be converted here")
-    require_room("stored elements", count * parameters[0], out)
-    values = np.array(parameters, np.uint32)
-    found = native[0](
-        values.ctypes.data,
-        values.size,
-        encoded.ctypes.data,
-        encoded.size,
-        out.ctypes.data,
-        out.size,
-    )
-    return filled(out, found)
+            return False
+    return True

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 from pydantic import BeforeValidator
 
 from h5async.errors import ConfigError, ReadError
-from h5async.names import printable
-from h5async.spelling import Where, named
+from h5async.spelling import Where, named, printable
 
 FileName: TypeAlias = Path | str  # str: ``scheme://...``, which no path of a local file is
 

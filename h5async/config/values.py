@@ -28,8 +28,7 @@ from pydantic import (
 from pydantic import Field as Bound
 
 from h5async.errors import ConfigError
-from h5async.names import name_bytes, name_text
-from h5async.spelling import named
+from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import passing, suppressing
 
 _MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times that overflows the system's clocks

@@ -14,15 +14,14 @@ import os
 import time
 from ctypes import POINTER, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec import storedelements
 from h5async.codec.entry import CoreFilter
 from h5async.codec.filters import Filter
-from h5async.core import heap, structures, tablestructures
+from h5async.core import structures
 from h5async.core.libraries import find_functions
 from h5async.core.structures import (
     MAX_FILTERS,
@@ -40,14 +39,75 @@ from h5async.system.interruptions import call_when_gone, suppressing
 from h5async.system.timeline import ThreadCounts
 
 _COST = "everything is read through h5py, by one thread at a time; values are the same"
-
-
 _TRACE_EVENT = np.dtype(TraceEventStruct)
 _SAME_CLOCK_NS = 10_000_000  # two readings of one clock are closer together
+
+# The core's functions, and the types of their parameters; comments in `src/` explain them.
+_TYPES = {"p": c_void_p, "i": c_int32, "q": c_int64, "Q": c_uint64}
+_FUNCTIONS = {
+    "transform": "ppp",
+    "unpack": "ppp",
+    "permute": "pqQQQp",
+    "draw": "pppqqq",
+    "window_block": "ppqq",
+    "cut": "ppqqq",
+    "cut_sorted": "ppppqqq",
+    "read_ranges": "ppppppqqq",
+    "cut_frames": "p",
+    "open_sources": "ppqqqiiq",
+    "open_ahead": "pq",
+    "descriptor": "pq",
+    "restamp": "pqqqqi",
+    "close_sources": "p",
+    "new_store": "qq",
+    "clear_store": "p",
+    "most_kept": "p",
+    "free_store": "p",
+    "plan_batch": "pppqpqqqq",
+    "read_batch": "pppppqq",
+    "read_again": "pppppq",
+    "free_plan": "p",
+    "next": "pp",
+    "do_oldest": "pp",
+    "spin": "pq",
+    "wait": "pqq",
+    "decode": "ppppqqqq",
+    "decode_references": "ppq",
+    "make_dense": "p",
+    "copy_runs": "pppppq",
+    "image_headers": "pppqq",
+    "look_up": "ppppq",
+    "copy_events": "ppqq",
+    "free": "p",
+}
+# Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
+_BRIEF_FUNCTIONS = {
+    "visit": "p",
+    "open_queue": "ppppqqqqi",
+    "select": "ppqq",
+    "draw_from": "ppq",
+    "open_job": "ppppqq",
+    "submit": "pppqqqqi",
+    "drop": "pqq",
+    "samples_at": "pq",
+    "ready_at": "pqq",
+    "is_planned": "pq",
+    "put_ticket": "p",
+    "forget_jobs": "p",
+    "end_queue": "p",
+    "plan_ns": "p",
+    "events": "p",
+    "wake": "p",
+    "clock": "",
+    "trace": "pp",
+}
 
 
 class Core:
     """The compiled core, loaded. `OSError` is raised if it cannot be, or is of another version.
+
+    Its functions are attributes. Most release the GIL, and may be called from many threads, each
+    with its own worker.
 
     Attributes
     ----------
@@ -55,135 +115,36 @@ class Core:
         The shared library.
     missing
         Codec libraries that were not found; data that need them are read through h5py.
-    transform, permute, draw, window_block, cut, cut_sorted
-        Its functions. They release the GIL, and may be called from many threads, each with its own
-        worker.
-    plan_batch, read_batch, read_ranges, submit, next and others
-        Called by modules of `read/`; see the comments in `src/`.
-    cut_frames
-        ``cut_frames(frames)``, of a `FramesStruct`, cuts encoded chunks into blocks that can each
-        be decoded alone, and returns the number of chunks cut. It stops before the first chunk that
-        is unusual, or for which there is no room. It decodes nothing, so that only the decoder
-        finds damage within a block.
-    visit
-        ``visit(visit)``, of a `VisitStruct`, fills the columns with the chunks of a dataset, and
-        returns 0. It returns -1 if HDF5 reports an error, there is no room, or a signal handler
-        raised an exception, which is raised here. It releases the GIL meanwhile, and takes it now
-        and then to let signal handlers run.
-    look_up
-        ``look_up(visit, number, expected, function, count)`` looks chunks up by their numbers in
-        HDF5. It returns how many have the sizes expected, before the first that does not.
-    decode
-        ``decode(filters, worker, encoded, out, num_filters, nbytes, mask, out_nbytes)`` decodes a
-        chunk to exactly ``out_nbytes`` bytes, and returns whether it could.
-    decode_references
-        ``decode_references(heap, references, most_nbytes)``, of a `HeapStruct`, fills its lengths
-        and places, and returns the number of values; -1 - i if element i is longer than that.
-    read_heap
-        ``read_heap(heap, file, worker, element, position, out, count, out_nbytes)`` reads the
-        values of ``element[i]`` to ``out + position[i]`` (int64 arrays), and returns `count`, or
-        the first i that cannot be done. Without an `out` it only finds their places.
-    make_dense
-        ``make_dense(sparse)``, of a `SparseStruct`, returns the number of rows made dense before
-        the first with an index outside the columns; -1 if it does not support the dtypes.
-    copy_runs
-        ``copy_runs(to, from, to_begin, from_begin, nbytes, count)`` copies ``nbytes[i]`` bytes from
-        ``from + from_begin[i]`` to ``to + to_begin[i]`` (int64 arrays); the caller checks bounds.
-    image_headers
-        ``image_headers(values, offsets, found, nbytes, count)`` does the same as
-        `codec.imageformats.header_rows`; `found` has its rows.
+    nbytes
+        By name: the memory for structures that only the core looks into.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         library, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         try:
-            declared = structures.STRUCTURES | tablestructures.STRUCTURES | heap.STRUCTURES
-            if _members_of(library) != members(declared):
+            found = _members_of(library)
+            self.nbytes = {name: found.pop(name, (0, 0))[1] for name in ("Sources", "Queue", "Job")}
+            if found != members(structures.STRUCTURES):
                 raise OSError(f"{path} was built for another version; install h5async again")
-            self._find_functions(library)
-            self._find_brief_functions(brief)
+            for build, functions in (library, _FUNCTIONS), (brief, _BRIEF_FUNCTIONS):
+                for name, parameters in functions.items():
+                    setattr(self, name, _function(build, name, parameters))
         except AttributeError as error:
             raise OSError(f"{path} is not h5async's core") from error
-        functions, self.missing = find_functions()
-        self._libraries = LibrariesStruct(**functions)
-
-    def _find_functions(self, library: Any) -> None:
-        self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
-        self.unpack = _function(library, "h5async_unpack", 1, c_void_p, c_void_p)
-        self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
-        convert = _function(library, "h5async_convert_stored", 0, c_void_p, c_int64, c_void_p)
-        convert.argtypes = [*convert.argtypes, c_int64, c_void_p, c_int64]
-        storedelements.native[:] = [convert]
-        self.draw = _function(library, "h5async_draw", 3, *[c_int64] * 3)
-        self.window_block = _function(library, "h5async_window_block", 2, c_int64, c_int64)
-        self.cut = _function(library, "h5async_cut", 2, *[c_int64] * 3)
-        self.cut_sorted = _function(library, "h5async_cut_sorted", 4, *[c_int64] * 3)
-        self.read_ranges = _function(library, "h5async_read_ranges", 6, *[c_int64] * 3)
-        self.cut_frames = _function(library, "h5async_cut_frames", 1)
-        self.sources_nbytes = _function(library, "h5async_sources_nbytes", 0)
-        self.open_sources = _function(
-            library, "h5async_open_sources", 2, *[c_int64] * 3, c_int32, c_int32, c_int64
-        )
-        self.open_ahead = _function(library, "h5async_open_ahead", 1, c_int64)
-        self.descriptor = _function(library, "h5async_descriptor", 1, c_int64)
-        self.restamp = _function(library, "h5async_restamp", 1, *[c_int64] * 4, c_int32)
-        self.close_sources = _function(library, "h5async_close_sources", 1)
-        self.new_store = _function(library, "h5async_new_store", 0, c_int64, c_int64)
         self.new_store.restype = c_void_p
-        self.clear_store = _function(library, "h5async_clear_store", 1)
-        self.most_kept = _function(library, "h5async_most_kept", 1)
-        self.free_store = _function(library, "h5async_free_store", 1)
-        self.plan_batch = _function(
-            library, "h5async_plan_batch", 3, c_int64, c_void_p, *[c_int64] * 4
-        )
-        self.read_batch = _function(library, "h5async_read_batch", 5, c_int64, c_int64)
-        self.read_again = _function(library, "h5async_read_again", 5, c_int64)
-        self.free_plan = _function(library, "h5async_free_plan", 1)
-        self.next = _function(library, "h5async_next", 2)
-        self.do_oldest = _function(library, "h5async_do_oldest", 2)
-        self.spin = _function(library, "h5async_spin", 1, c_int64)
-        self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
-        self.decode = _function(library, "h5async_decode", 4, *[c_int64] * 4)
-        self.decode_references = _function(library, "h5async_decode_references", 2, c_int64)
-        self.read_heap = _function(library, "h5async_read_heap", 6, c_int64, c_int64)
-        self.make_dense = _function(library, "h5async_make_dense", 1)
-        self.copy_runs = _function(library, "h5async_copy_runs", 5, c_int64)
-        self.image_headers = _function(library, "h5async_image_headers", 3, c_int64, c_int64)
-        self.look_up = _function(library, "h5async_look_up", 4, c_int64)
-        self.copy_events = _function(library, "h5async_copy_events", 2, c_int64, c_int64)
-        self._free = _function(library, "h5async_free", 1)
+        addresses, self.missing = find_functions()
+        self._libraries = LibrariesStruct(**addresses)
 
-    def _find_brief_functions(self, library: Any) -> None:
-        """Find functions that take less time than releasing the GIL: they keep it."""
-        self.visit = _function(library, "h5async_visit", 1)  # gives it away itself
-        self.queue_nbytes = _function(library, "h5async_queue_nbytes", 0)
-        self.job_nbytes = _function(library, "h5async_job_nbytes", 0)
-        self.open_queue = _function(library, "h5async_open_queue", 4, *[c_int64] * 4, c_int32)
-        self.select = _function(library, "h5async_select", 2, c_int64, c_int64)
-        self.draw_from = _function(library, "h5async_draw_from", 2, c_int64)
-        self.open_job = _function(library, "h5async_open_job", 4, c_int64, c_int64)
-        self.submit = _function(
-            library, "h5async_submit", 1, c_void_p, c_void_p, *[c_int64] * 4, c_int32
-        )
-        self.drop = _function(library, "h5async_drop", 1, c_int64, c_int64)
-        self.samples_at = _function(library, "h5async_samples_at", 1, c_int64)
-        self.ready_at = _function(library, "h5async_ready_at", 1, c_int64, c_int64)
-        self.is_planned = _function(library, "h5async_is_planned", 1, c_int64)
-        self.put_ticket = _function(library, "h5async_put_ticket", 1)
-        self.forget_jobs = _function(library, "h5async_forget_jobs", 1)
-        self.end_queue = _function(library, "h5async_end_queue", 1)
-        self.plan_ns = _function(library, "h5async_plan_ns", 1)
-        self.events = _function(library, "h5async_events", 1)
-        self.wake = _function(library, "h5async_wake", 1)
-        self.clock_ns = _function(library, "h5async_clock", 0)
-        self._trace = _function(library, "h5async_trace", 2)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def filters(self, filters: tuple[Filter, ...]) -> Any | None:
         """Return a pipeline as the core takes it, or None if the core cannot undo it."""
         if len(filters) > MAX_FILTERS:
             return None
-        taken = [found for entry in filters if (found := core_filter(entry)) is not None]
+        taken = [found for entry in filters if (found := entry.core) is not None]
         if len(taken) < len(filters) or any(entry.library in self.missing for entry in taken):
             return None
         structs = [_filter_struct(entry) for entry in taken]
@@ -210,7 +171,7 @@ class Core:
             between_nbytes=min(array.nbytes for array in between),
             stop=None if stop is None else ctypes.pointer(stop),
         )
-        return CoreWorker(struct, self._free, self._trace)
+        return CoreWorker(struct, self.free, self.trace)
 
 
 class CoreWorker:
@@ -263,7 +224,7 @@ class CoreTrace:
         self._events = np.zeros(capacity, _TRACE_EVENT)
         self.struct = TraceStruct(address(self._events), capacity, 0)
         # Python's clock minus the core's: 0 on Linux.
-        self._offset_ns = time.perf_counter_ns() - int(core.clock_ns())
+        self._offset_ns = time.perf_counter_ns() - int(core.clock())
         if abs(self._offset_ns) < _SAME_CLOCK_NS:
             self._offset_ns = 0
 
@@ -347,7 +308,7 @@ def _installed() -> list[Path]:
 
 def _members_of(library: Any) -> dict[str, tuple[int, int]]:
     """Return offset and size of each member of each structure, as a core was built."""
-    count = _function(library, "h5async_num_members", 0)()
+    count = _function(library, "num_members", "")()
     members = library.h5async_members
     members.restype = POINTER(MemberStruct)
     members.argtypes = []
@@ -355,19 +316,13 @@ def _members_of(library: Any) -> dict[str, tuple[int, int]]:
     return {found[i].name.decode(): (found[i].offset, found[i].nbytes) for i in range(count)}
 
 
-def core_filter(entry: Filter) -> CoreFilter | None:
-    """Return a filter as the core takes it; None if the core cannot undo it."""
-    codec = entry.codec
-    return None if codec is None else codec.core
-
-
 def _filter_struct(entry: CoreFilter) -> FilterStruct:
     values = (ctypes.c_uint32 * max(1, len(entry.values)))(*entry.values)
     return FilterStruct(*entry[:3], values, len(entry.values), entry.function)
 
 
-def _function(library: Any, name: str, pointers: int, *others: Any) -> Any:
-    function = getattr(library, name)
+def _function(library: Any, name: str, parameters: str) -> Any:
+    function = getattr(library, f"h5async_{name}")
     function.restype = c_int64
-    function.argtypes = [c_void_p] * pointers + list(others)
+    function.argtypes = [_TYPES[kind] for kind in parameters]
     return function

@@ -21,36 +21,33 @@ import imagecodecs
 from h5async.codec.plugins import folders_of_hdf5plugin
 from h5async.system.interruptions import suppressing
 
-# Functions and their libraries, in the order of the structure in src/common.h.
-FUNCTIONS = {
-    "libdeflate_alloc_decompressor": "deflate",
-    "libdeflate_free_decompressor": "deflate",
-    "libdeflate_zlib_decompress": "deflate",
-    "ZSTD_createDCtx": "zstd",
-    "ZSTD_freeDCtx": "zstd",
-    "ZSTD_decompressDCtx": "zstd",
-    "ZSTD_isError": "zstd",
-    "LZ4_decompress_safe": "lz4",
-    "blosc_decompress_ctx": "blosc",
-    "aec_buffer_decode": "aec",
-    "BZ2_bzBuffToBuffDecompress": "bz2",
+# Libraries and their functions, in the order of the structure in src/common.h.
+LIBRARIES = {
+    "deflate": (
+        "libdeflate_alloc_decompressor",
+        "libdeflate_free_decompressor",
+        "libdeflate_zlib_decompress",
+    ),
+    "zstd": ("ZSTD_createDCtx", "ZSTD_freeDCtx", "ZSTD_decompressDCtx", "ZSTD_isError"),
+    "lz4": ("LZ4_decompress_safe",),
+    "blosc": ("blosc_decompress_ctx",),
+    "aec": ("aec_buffer_decode",),
+    "bz2": ("BZ2_bzBuffToBuffDecompress",),
 }
 
 
 def find_functions() -> tuple[dict[str, int], frozenset[str]]:
     """Return the addresses of functions by their names, and the libraries that were not found."""
     found: dict[str, int] = {}
-    missing = set()
-    for name in dict.fromkeys(FUNCTIONS.values()):
-        functions = [f for f, library in FUNCTIONS.items() if library == name]
+    missing = set(LIBRARIES)
+    for name, functions in LIBRARIES.items():
         for library in _codec_libraries(name):
             if all(hasattr(library, function) for function in functions):
                 for function in functions:
                     pointer = ctypes.cast(getattr(library, function), c_void_p)
                     found[function] = pointer.value or 0
+                missing.discard(name)
                 break
-        else:
-            missing.add(name)
     return found, frozenset(missing)
 
 

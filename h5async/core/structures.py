@@ -1,120 +1,28 @@
-"""Declares the structures of the compiled core, as in core/src/common.h and its neighbours.
+"""Declares the structures of the compiled core: name for name and type for type, as in `src/`.
 
-A core that was built with other members is refused when it is loaded: see `members`.
+They hold addresses of arrays; their owner keeps the arrays. The comments in `src/` explain the
+members. A core that was built with others is refused when it is loaded: see `members`.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, Structure, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, Structure, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
-from h5async.core.libraries import FUNCTIONS
+from h5async.core.libraries import LIBRARIES
 
-ABI = 15  # the core's own number, for changes that its structures do not show
+ABI = 16  # the core's own number, for changes that its structures do not show
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
-
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
-
-
-class LibrariesStruct(Structure):
-    """The functions of codec libraries, by pointers."""
-
-    _fields_ = [(name, c_void_p) for name in FUNCTIONS]
-
-
-class TraceEventStruct(Structure):
-    """Begin and end of a stage, with its batch, field and source; see src/trace.h."""
-
-    _fields_ = [
-        ("begin_ns", c_int64),
-        ("end_ns", c_int64),
-        ("thread", c_int64),
-        ("batch", c_int64),
-        ("stage", c_int32),
-        ("field", c_int32),
-        ("source", c_int32),
-        ("padding", c_int32),
-    ]
-
-
-class TraceStruct(Structure):
-    """The events of all threads while a reader is traced; see src/trace.h."""
-
-    _fields_ = [("events", c_void_p), ("capacity", c_int64), ("count", c_int64)]
-
-
-class FailureStruct(Structure):
-    """Which part of an item failed, and why; see src/common.h."""
-
-    _fields_ = [
-        ("reason", c_int64),
-        ("filter", c_int64),
-        ("extent", c_int64),
-        ("cross", c_int64),
-        ("at", c_int64),
-        ("expected", c_int64),
-        ("found", c_int64),
-    ]
-
-
-class WorkerStruct(Structure):
-    """What one thread needs to call the core; see `CoreWorker`."""
-
-    _fields_ = [
-        ("libraries", POINTER(LibrariesStruct)),
-        ("encoded", c_void_p),
-        ("chunk", c_void_p),
-        ("between", c_void_p * 3),
-        ("encoded_nbytes", c_int64),
-        ("chunk_nbytes", c_int64),
-        ("between_nbytes", c_int64),
-        ("deflate", c_void_p),
-        ("zstd", c_void_p),
-        ("heap", c_void_p),
-        ("read_ns", c_int64),
-        ("decode_ns", c_int64),
-        ("place_ns", c_int64),
-        ("read_nbytes", c_int64),
-        ("decoded_chunks", c_int64),
-        ("decoded_nbytes", c_int64),
-        ("returned_ns", c_int64),
-        ("stop", POINTER(c_int32)),
-        ("transform_ns", c_int64),
-        ("trace", c_void_p),
-        ("tracing", c_void_p),
-        ("batch", c_int64),
-        ("latest", TraceEventStruct),
-        ("traced_field", c_int32),
-        ("traced_source", c_int32),
-        ("failure", FailureStruct),
-        ("least_nbytes", c_int64),
-        ("held", c_void_p),
-    ]
-
-
-class FileStruct(Structure):
-    """An open file, its map, and its `FileStamp`; a call of the core sets `event`."""
-
-    _fields_ = [
-        ("fd", c_int32),
-        ("io", c_int32),
-        ("map", c_void_p),
-        ("map_nbytes", c_int64),
-        ("device", c_int64),
-        ("inode", c_int64),
-        ("nbytes", c_int64),
-        ("modified_ns", c_int64),
-        ("changed_ns", c_int64),
-        ("event", c_int64),
-        ("path", c_void_p),
-        ("failed_at", c_int64),
-        ("error", c_int64),
-    ]
+REFUSED = 2  # the status of an item that Python has read again, or reports as an error
+# Parts of the places of elements whose collection was not walked yet; NOWHERE: without an address.
+INDEX_BITS, MOST_ADDRESS = 16, (1 << 47) - 1
+NOWHERE = -1
 
 
 class Event(IntEnum):
@@ -126,182 +34,278 @@ class Event(IntEnum):
     STOPPED = 3  # the reader is being closed
 
 
-class FilterStruct(Structure):
+STRUCTURES: dict[str, type[Structure]] = {}  # by their names in C
+
+
+class _Shared(Structure):
+    def __init_subclass__(cls) -> None:
+        STRUCTURES[cls.__name__.removesuffix("Struct")] = cls
+
+
+def _declared(*declarations: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """Return members for ctypes: each declaration is a type, and the names of that type."""
+    return [(name, kind) for kind, names in declarations for name in names.split()]
+
+
+class LibrariesStruct(_Shared):
+    """The functions of codec libraries, by pointers."""
+
+    _fields_ = _declared(*((c_void_p, " ".join(functions)) for functions in LIBRARIES.values()))
+
+
+class TraceEventStruct(_Shared):
+    """Begin and end of a stage, with its batch, field and source."""
+
+    _fields_ = _declared(
+        (c_int64, "begin_ns end_ns thread batch"), (c_int32, "stage field source padding")
+    )
+
+
+class TraceStruct(_Shared):
+    """The events of all threads while a reader is traced."""
+
+    _fields_ = _declared((c_void_p, "events"), (c_int64, "capacity count"))
+
+
+class FailureStruct(_Shared):
+    """Which part of an item failed, and why."""
+
+    _fields_ = _declared((c_int64, "reason filter extent cross at expected found"))
+
+
+class WorkerStruct(_Shared):
+    """What one thread needs to call the core; see `CoreWorker`."""
+
+    _fields_ = _declared(
+        (POINTER(LibrariesStruct), "libraries"),
+        (c_void_p, "encoded chunk"),
+        (c_void_p * 3, "between"),
+        (c_int64, "encoded_nbytes chunk_nbytes between_nbytes"),
+        (c_void_p, "deflate zstd heap"),
+        (c_int64, "read_ns decode_ns place_ns read_nbytes decoded_chunks decoded_nbytes"),
+        (c_int64, "returned_ns"),
+        (POINTER(c_int32), "stop"),
+        (c_int64, "transform_ns"),
+        (c_void_p, "trace tracing"),
+        (c_int64, "batch"),
+        (TraceEventStruct, "latest"),
+        (c_int32, "traced_field traced_source"),
+        (FailureStruct, "failure"),
+        (c_int64, "least_nbytes"),
+        (c_void_p, "held"),
+    )
+
+
+class FileStruct(_Shared):
+    """An open file, its map, and its `FileStamp`; a call of the core sets `event`."""
+
+    _fields_ = _declared(
+        (c_int32, "fd io"),
+        (c_void_p, "map"),
+        (c_int64, "map_nbytes device inode nbytes modified_ns changed_ns event"),
+        (c_void_p, "path"),
+        (c_int64, "failed_at error"),
+    )
+
+
+class FilterStruct(_Shared):
     """A `CoreFilter`, without its library."""
 
-    _fields_ = [
-        ("kind", c_int32),
-        ("element", c_int32),
-        ("block", c_int64),
-        ("values", POINTER(c_uint32)),
-        ("num_values", c_int64),
-        ("function", c_void_p),
-    ]
+    _fields_ = _declared(
+        (c_int32, "kind element"),
+        (c_int64, "block"),
+        (POINTER(c_uint32), "values"),
+        (c_int64, "num_values"),
+        (c_void_p, "function"),
+    )
 
 
-class DatasetStruct(Structure):
-    """Where the chunks of a dataset lie, how they are encoded, and where pieces go in rows."""
+class DatasetStruct(_Shared):
+    """How the chunks of a dataset are encoded, and where pieces of them go in rows."""
 
-    _fields_ = [
-        ("filters", POINTER(FilterStruct)),
-        ("chunk_offset", c_void_p),
-        ("chunk_stored", c_void_p),
-        ("chunk_mask", c_void_p),
-        ("chunk_strides", c_void_p),
-        ("row_strides", c_void_p),
-        ("extents", c_void_p),
-        ("row_begin", c_void_p),
-        ("piece_begin", c_void_p),
-        ("fill", c_void_p),
-        ("num_filters", c_int64),
-        ("num_chunks", c_int64),
-        ("num_cross", c_int64),
-        ("rank", c_int64),
-        ("chunk_nbytes", c_int64),
-        ("chunk_samples", c_int64),
-        ("sample_stride", c_int64),
-        ("itemsize", c_int64),
-        ("row_nbytes", c_int64),
-        ("rows_are_whole", c_int64),
-        ("begin", c_int64),
-    ]
+    _fields_ = _declared(
+        (POINTER(FilterStruct), "filters"),
+        (c_void_p, "chunk_strides row_strides extents row_begin piece_begin fill"),
+        (c_int64, "num_filters num_cross rank chunk_nbytes chunk_samples sample_stride itemsize"),
+        (c_int64, "row_nbytes rows_are_whole begin"),
+    )
 
 
-class TransformStruct(Structure):
+class TransformStruct(_Shared):
     """How samples of (points, channels) become (channels, points)."""
 
-    _fields_ = [
-        ("samples", c_int64),
-        ("points", c_int64),
-        ("channels", c_int64),
-        ("source", c_int32),
-        ("is_float", c_int32),
-        ("scale", c_void_p),
-        ("offset", c_void_p),
-    ]
+    _fields_ = _declared(
+        (c_int64, "samples points channels"),
+        (c_int32, "source is_float"),
+        (c_void_p, "scale offset"),
+    )
 
 
-class UnpackStruct(Structure):
+class UnpackStruct(_Shared):
     """How stored values are unpacked, each row by the numbers at its place in the arrays."""
 
-    _fields_ = [
-        ("rows", c_int64),
-        ("count", c_int64),
-        ("source", c_int32),
-        ("is_double", c_int32),
-        ("is_wide", c_int32),
-        ("has_scale", c_int32),
-        ("has_offset", c_int32),
-        ("which", c_void_p),
-        ("scale", c_void_p),
-        ("offset", c_void_p),
-        ("fill", c_void_p),
-        ("low", c_void_p),
-        ("high", c_void_p),
-    ]
+    _fields_ = _declared(
+        (c_int64, "rows count"),
+        (c_int32, "source is_double is_wide has_scale has_offset"),
+        (c_void_p, "which scale offset fill low high"),
+    )
 
 
-class FramesStruct(Structure):
-    """Encoded chunks, and the blocks into which they are cut; see `Core.cut_frames`.
+class FramesStruct(_Shared):
+    """Encoded chunks, and the blocks into which they are cut.
 
-    The caller sets all but the last two, and owns the arrays. They are int64, except
-    `source_nbytes` and `target_nbytes` (uint64) and `adler` (uint32).
-
-    Attributes
-    ----------
-    base, base_nbytes
-        Memory with the encoded chunks.
-    position, nbytes
-        (`count`,): their positions in it, and their lengths.
-    kind, element, block_nbytes, has_checksum
-        How a chunk is framed: a `FrameFormat`.
-    expected_nbytes
-        Bytes of a chunk without the frame.
-    pitch
-        Chunk k goes to byte k * `pitch` of the output; at least `expected_nbytes`.
-    source, source_nbytes, target, target_nbytes
-        (`max_tasks`,): per block, its place from `base` on, and its place in the output.
-    copy_source, copy_target, copy_nbytes
-        (`max_copies`,): the same for bytes that are not compressed.
-    adler
-        (`count`,): for DEFLATE, the Adler-32 of each decoded chunk; else None.
-    num_tasks, num_copies
-        Their numbers, for the chunks that were cut.
+    The caller sets all but the last two, and owns the arrays.
     """
 
-    _fields_ = [
-        ("base", c_void_p),
-        ("position", c_void_p),
-        ("nbytes", c_void_p),
-        ("base_nbytes", c_int64),
-        ("count", c_int64),
-        ("kind", c_int32),
-        ("has_checksum", c_int32),
-        ("element", c_int64),
-        ("block_nbytes", c_int64),
-        ("expected_nbytes", c_int64),
-        ("pitch", c_int64),
-        ("source", c_void_p),
-        ("source_nbytes", c_void_p),
-        ("target", c_void_p),
-        ("target_nbytes", c_void_p),
-        ("copy_source", c_void_p),
-        ("copy_target", c_void_p),
-        ("copy_nbytes", c_void_p),
-        ("adler", c_void_p),
-        ("max_tasks", c_int64),
-        ("max_copies", c_int64),
-        ("num_tasks", c_int64),
-        ("num_copies", c_int64),
-    ]
+    _fields_ = _declared(
+        (c_void_p, "base position nbytes"),
+        (c_int64, "base_nbytes count"),
+        (c_int32, "kind has_checksum"),
+        (c_int64, "element block_nbytes expected_nbytes pitch"),
+        (c_void_p, "source source_nbytes target target_nbytes copy_source copy_target copy_nbytes"),
+        (c_void_p, "adler"),
+        (c_int64, "max_tasks max_copies num_tasks num_copies"),
+    )
 
 
-class VisitStruct(Structure):
-    """Visits the chunks of a dataset, and fills columns with them; see src/visit.h."""
+class VisitStruct(_Shared):
+    """Visits the chunks of a dataset, and fills columns with them."""
 
-    _fields_ = [
-        ("iterate", c_void_p),
-        ("save_thread", c_void_p),
-        ("restore_thread", c_void_p),
-        ("check_signals", c_void_p),
-        ("dataset", c_int64),
-        ("rank", c_int64),
-        ("chunk", c_void_p),
-        ("grid", c_void_p),
-        ("number", c_void_p),
-        ("offset", c_void_p),
-        ("nbytes", c_void_p),
-        ("mask", c_void_p),
-        ("capacity", c_int64),
-        ("count", c_int64),
-        ("begin", c_int64),
-        ("end", c_int64),
-        ("least", c_int64),
-        ("most", c_int64),
-        ("is_ascending", c_int64),
-        ("is_apart", c_int64),
-        ("is_outside", c_int64),
-        ("thread", c_void_p),
-    ]
+    _fields_ = _declared(
+        (c_void_p, "iterate save_thread restore_thread check_signals"),
+        (c_int64, "dataset rank"),
+        (c_void_p, "chunk grid number offset nbytes mask"),
+        (c_int64, "capacity count begin end least most is_ascending is_apart is_outside"),
+        (c_void_p, "thread"),
+    )
 
 
-class SparseStruct(Structure):
-    """A sparse matrix (CSR), and where its dense rows go; see src/dense.h."""
+class SparseStruct(_Shared):
+    """A sparse matrix (CSR), and where its dense rows go."""
 
-    _fields_ = [
-        ("data", c_void_p),
-        ("indices", c_void_p),
-        ("indptr", c_void_p),
-        ("out", c_void_p),
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("total", c_int64),
-        ("row_nbytes", c_int64),
-        ("data_kind", c_int32),
-        ("out_kind", c_int32),
-        ("index_nbytes", c_int32),
-        ("padding", c_int32),
-    ]
+    _fields_ = _declared(
+        (c_void_p, "data indices indptr out"),
+        (c_int64, "rows columns total row_nbytes"),
+        (c_int32, "data_kind out_kind index_nbytes padding"),
+    )
+
+
+class HeapStruct(_Shared):
+    """Elements of a variable-length datatype; see `index.variablelength`."""
+
+    _fields_ = _declared(
+        (c_void_p, "length place"),
+        (c_int64, "count base value_nbytes"),
+        (c_int32, "address_nbytes size_nbytes is_text padding"),
+    )
+
+
+class SourceStruct(_Shared):
+    """A row of the table of sources; the core writes to the members from `fd` on."""
+
+    _fields_ = _declared(
+        (c_void_p, "path map"),
+        (c_int64, "map_nbytes device inode nbytes modified_ns changed_ns"),
+        (c_int32, "may_map fd is_open users has_swmr_writer is_stale was_cached uses"),
+        (c_int64, "checked_ns"),
+        (c_void_p, "newer older"),
+    )
+
+
+class ShapeStruct(_Shared):
+    """A `Shape`."""
+
+    _fields_ = _declared(
+        (DatasetStruct, "dataset"),
+        (c_void_p, "cross_number"),
+        (c_int64, "number_stride kind source_row_nbytes keeps swaps"),
+    )
+
+
+class LayerStruct(_Shared):
+    """A `Layer`."""
+
+    _fields_ = _declared(
+        (c_void_p, "first row step shape source begin count is_sparse"), (c_int64, "num_segments")
+    )
+
+
+class StepRowsStruct(_Shared):
+    """Which rows of a field each sample is: a `StepRows`."""
+
+    _fields_ = _declared(
+        (c_void_p, "offsets starts ends"), (c_int64, "num_offsets num_sequences pad")
+    )
+
+
+class SpanRowsStruct(_Shared):
+    """The same if the number of rows differs: a `SpanRows`."""
+
+    _fields_ = _declared((c_void_p, "starts"), (c_int64, "num_samples"))
+
+
+class FieldStruct(_Shared):
+    """A `FieldTable`, and how its rows are transformed."""
+
+    _fields_ = _declared(
+        (POINTER(LayerStruct), "layers"),
+        (POINTER(ShapeStruct), "shapes"),
+        (c_void_p, "number offset nbytes mask fill"),
+        (POINTER(TransformStruct), "transform"),
+        (c_void_p, "store"),
+        (c_int64, "nbytes_step mask_step num_layers num_extents row_nbytes itemsize"),
+        (c_int64, "is_filled_first"),
+        (POINTER(StepRowsStruct), "steps"),
+        (POINTER(SpanRowsStruct), "spans"),
+        (POINTER(HeapStruct), "heaps"),
+        (c_void_p, "lengths"),
+        (c_int64, "num_rows limit"),
+    )
+
+
+class ItemStruct(_Shared):
+    """An item of a plan."""
+
+    _fields_ = _declared(
+        (c_int32, "source field layer segment kind status"),
+        (c_int64, "number first_run num_runs"),
+        (c_int32, "cross cross_end"),
+        (c_int64, "nbytes"),
+    )
+
+
+class WantedStruct(_Shared):
+    """A run of the samples of a batch."""
+
+    _fields_ = _declared((c_int64, "sample"), (c_int32, "position rank"))
+
+
+class BatchPlanStruct(_Shared):
+    """A plan of a batch; its arrays are the core's, and grow."""
+
+    _fields_ = _declared(
+        (c_void_p, "items run_local run_position run_length wanted spare joined sorted"),
+        (c_void_p, "order order_spare places"),
+        (c_int64, "num_items num_runs num_wanted"),
+        (c_int64, "most_items most_runs most_wanted most_order most_joined most_places"),
+        (c_int64, "first_wanted nbytes was_cached"),
+    )
+
+
+class TargetStruct(_Shared):
+    """Where the rows of a field go in a slot."""
+
+    _fields_ = _declared((c_void_p, "raw out"), (c_int64, "is_wanted capacity"))
+
+
+class WindowStruct(_Shared):
+    """An epoch's order of `shuffle="window"`."""
+
+    _fields_ = _declared(
+        (c_void_p, "unit skip count bounds delay"),
+        (c_int64, "num_units size group_rounds"),
+        (c_uint64 * 6, "keys"),
+    )
 
 
 class MemberStruct(Structure):
@@ -310,21 +314,13 @@ class MemberStruct(Structure):
     _fields_ = [("name", ctypes.c_char_p), ("offset", c_int64), ("nbytes", c_int64)]
 
 
-STRUCTURES = {
-    "Libraries": LibrariesStruct,
-    "Failure": FailureStruct,
-    "Worker": WorkerStruct,
-    "TraceEvent": TraceEventStruct,
-    "Trace": TraceStruct,
-    "File": FileStruct,
-    "Filter": FilterStruct,
-    "Dataset": DatasetStruct,
-    "Transform": TransformStruct,
-    "Unpack": UnpackStruct,
-    "Frames": FramesStruct,
-    "Visit": VisitStruct,
-    "Sparse": SparseStruct,
-}
+# The maximum that a plan takes per sample (a number and a position, and room to sort them), and per
+# row of a field (an item and a run, too).
+PLANNED_SAMPLE_NBYTES = 3 * ctypes.sizeof(WantedStruct)
+PLANNED_ROW_NBYTES = ctypes.sizeof(ItemStruct) + 3 * 8 + PLANNED_SAMPLE_NBYTES
+# The memory of a thread that reads elements of variable length: HeapScratch in src/heap.c.
+HEAP_SCRATCH_NBYTES = (1 << 16) * 24 + 5 * 8 + 16 * 1024 + 512 * 16
+KEPT_OVERHEAD_NBYTES = 128  # per kept decoded chunk, beside its bytes: KEPT_OVERHEAD
 
 
 def members(structures: Mapping[str, type[Structure]]) -> dict[str, tuple[int, int]]:
@@ -337,13 +333,13 @@ def members(structures: Mapping[str, type[Structure]]) -> dict[str, tuple[int, i
     return found
 
 
-# Numbers of the kinds of values in sparse matrices; see src/dense.h.
+# Numbers of the kinds of values in sparse matrices; see src/dense.c.
 VALUE_KINDS = {
     np.dtype(name): kind
     for kind, name in enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"), 1)
 }
 
-# Numbers of conversions; see src/transform.h.
+# Numbers of conversions; see src/transform.c.
 _SOURCES = {"uint8": 11, "uint16": 12, "int16": 13, "float32": 14}
 
 

@@ -26,11 +26,10 @@ from h5async.core.binding import load_core
 from h5async.deliver.cudafield import cupy_has
 from h5async.deliver.cudaslot import CudaSlot, SharedBySlots
 from h5async.deliver.decodeplan import EncodedFormat
-from h5async.deliver.device import DeviceSlot
+from h5async.deliver.device import Device, DeviceSlot
 from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.gpu import Gpu, in_own_thread
 from h5async.deliver.kernels import needs_host
-from h5async.deliver.nvcomp import load_nvcomp
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
@@ -44,14 +43,15 @@ from h5async.spelling import named
 _CACHE_SHARE = 0.8  # of the device's free memory, if no budget is given
 
 
-class CudaDevice(SharedBySlots):
+class CudaDevice(SharedBySlots, Device):
     """Delivers CuPy arrays, uploaded from pinned memory; `DeviceError` if the GPU is unusable."""
 
     def __init__(self, gpu: Gpu) -> None:
-        super().__init__(gpu)
+        Device.__init__(self)
+        SharedBySlots.__init__(self, gpu)
+        self.is_writable_at_once = False  # uploads from a slot have to be waited for
         self.name = gpu.name
         self.slots: list[CudaSlot] = []
-        self._row_nbytes: list[int] = []
 
     def open_slots(
         self,
@@ -63,10 +63,7 @@ class CudaDevice(SharedBySlots):
         shared: SharedMemory | None = None,
         outlines: Sequence[Outline] = (),
     ) -> list[DeviceSlot]:
-        """Allocate pinned host slots and device slots of `rows` rows.
-
-        `DeviceError` is raised if CuPy lacks a dtype, memory is short, or the GPU fails.
-        """
+        """Allocate slots; `DeviceError` if CuPy lacks a dtype, or the GPU memory, or it fails."""
         outlines = outlines or [Outline(name, (i,)) for i, name in enumerate(transforms)]
         dtypes = {field_of(name): one.dtype for name, one in transforms.items()}
         dtypes |= {one.name: one.made[1] for one in outlines if one.made is not None}
@@ -88,8 +85,7 @@ class CudaDevice(SharedBySlots):
             with gpu.current(), gpu.allocating():
                 for field, form in enumerate(encoded_formats):
                     if form is not None and core is not None:
-                        decoder = DeviceDecoder(gpu, self.kernels, load_nvcomp(), core, form)
-                        self.decoders[field] = decoder
+                        self.decoders[field] = DeviceDecoder(gpu, self.kernels, core, form)
                 slots = [
                     CudaSlot(self, rows, todo, on_host, shared, outlines, postprocess)
                     for _ in range(count)
@@ -103,7 +99,6 @@ class CudaDevice(SharedBySlots):
                 f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
                 f" make {named('batch_size')} or {named('prefetch')} smaller"
             ) from error
-        self._row_nbytes = [array.nbytes // rows for array in slots[0].memory.out]
         self.slots = slots
         self._compile()
         return list(slots)
@@ -132,7 +127,7 @@ class CudaDevice(SharedBySlots):
         """Free the memory that is only for decoding on the device."""
         self.decoders = {}
         for slot in self.slots:
-            slot.drop_staging()
+            slot.staging, slot.staged = {}, {}
 
     @property
     def free_nbytes(self) -> int:
@@ -140,11 +135,10 @@ class CudaDevice(SharedBySlots):
         return self.gpu.free_nbytes
 
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
-        """Reserve device memory for the rows of all samples of a selection, as they are uploaded.
-
-        If `cache_bytes` or the GPU's free memory does not suffice, the `Budget` is returned.
-        """
-        gpu, nbytes = self.gpu, selection.size * sum(self._row_nbytes)
+        """Reserve memory for the rows of all samples of a selection, as they are uploaded."""
+        gpu, slot = self.gpu, self.slots[0]
+        row_nbytes = [array.nbytes // slot.num_rows for array in slot.memory.out]
+        nbytes = selection.size * sum(row_nbytes)
         if cache_bytes is None:
             cache_bytes = int(gpu.free_nbytes * _CACHE_SHARE)
         budget = Budget("device", nbytes, cache_bytes)
@@ -152,9 +146,7 @@ class CudaDevice(SharedBySlots):
             return budget
         with gpu.working("the cache could not be made"), gpu.allocating():
             try:
-                self.cache = [
-                    gpu.cupy.empty((selection.size, row), np.uint8) for row in self._row_nbytes
-                ]
+                self.cache = [gpu.cupy.empty((selection.size, row), np.uint8) for row in row_nbytes]
             except gpu.errors as error:
                 if not gpu.is_lack_of_memory(error):
                     raise
@@ -207,11 +199,6 @@ class CudaDevice(SharedBySlots):
                 if array.nbytes:
                     runtime = self.gpu.cupy.cuda.runtime
                     runtime.memsetAsync(array.data.ptr, 255, array.nbytes, current)
-
-    @property
-    def is_writable_at_once(self) -> bool:
-        """Return False: uploads from a slot have to be waited for."""
-        return False
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context that makes this GPU current, and turns its errors into `DeviceError`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.pinnedpart import PinnedPart
+from h5async.deliver.device import PinnedPart
 from h5async.errors import DeviceError
 from h5async.io.shared import MORE, Growing
 from h5async.plan.transform import RowTransform
@@ -38,8 +38,8 @@ class CudaField:
         Samples that fit into the slot.
     outline
         How the field is assembled; None: it is uploaded unchanged.
-    transform, index_dtype
-        Of the values of samples, and of the indices of sparse ones.
+    transforms
+        Of the values of samples, and then of the indices of sparse ones; none for images.
     parts
         Memory of the slot that is pinned, now or when used; arrays elsewhere are first copied to
         pinned memory.
@@ -55,8 +55,7 @@ class CudaField:
         kernels: Kernels,
         rows: int,
         outline: Outline | None = None,
-        transform: RowTransform | None = None,
-        index_dtype: np.dtype[Any] | None = None,
+        transforms: Sequence[RowTransform] = (),
         parts: Sequence[PinnedPart] = (),
         *,
         is_done: bool = False,
@@ -66,35 +65,27 @@ class CudaField:
         self._outline = outline
         self._parts = parts
         self._is_pinned = is_pinned
-        self._on_device: list[Growing] = []  # by array
-        self._pinned: list[Growing] = []  # for arrays that are not pinned elsewhere
-        pixels = None if outline is None else outline.pixels
-        self._transform = transform if pixels is None else pixels
+        first = transforms[0] if transforms else None
+        self._transform = first if outline is None or outline.pixels is None else outline.pixels
+        self._index_dtype = transforms[1].dtype if len(transforms) > 1 else None
         self._change: RowChange | None = None
         if self._transform is not None and not (is_done or self._transform.is_identity):
             self._change = kernels.row_change(self._transform, gpu.on_device)
-        self._changed = self._room(0)
-        if transform is not None:
-            self._begin(transform, index_dtype, is_done)
+        # By array: memory for a batch of the usual size, and for what is not pinned elsewhere.
+        self._on_device: list[Growing] = []
+        self._pinned: list[Growing] = []
+        for number, one in enumerate(transforms):
+            nbytes = one.nbytes if is_done or number else one.raw_nbytes
+            self._on_device.append(self._room(one.likely * nbytes))
+        likely = 0 if first is None or self._change is None else first.likely * first.nbytes
+        self._changed = self._room(likely)
         self._every: Any = None  # numbers from 0 on
-        self._index_dtype = index_dtype
         self._made: Any = None
         self._bad: Any = None
         if outline is not None and outline.is_left:
             self._reserve(outline, rows)
         self._batch: Any = None  # the uploaded batch in host memory,
         self._arrays: list[Any] = []  # and its arrays on the device
-
-    def _begin(
-        self, transform: RowTransform, index_dtype: np.dtype[Any] | None, is_done: bool
-    ) -> None:
-        """Allocate memory for a batch of the usual size."""
-        value_nbytes = transform.nbytes if is_done else transform.raw_nbytes
-        self._on_device.append(self._room(transform.likely * value_nbytes))
-        if index_dtype is not None:
-            self._on_device.append(self._room(transform.likely * index_dtype.itemsize))
-        if self._change is not None:
-            self._changed = self._room(transform.likely * transform.nbytes)
 
     def _reserve(self, outline: Outline, rows: int) -> None:
         """Allocate memory for the plain array that is made here."""
@@ -137,8 +128,7 @@ class CudaField:
             if self._is_pinned and not number:
                 return array
             for part in self._parts:
-                if part.has(array):
-                    part.reach(array)
+                if part.reach(array):
                     return array
         pinned: NDArray[Any] = self._pinned[number].of(array.nbytes)
         pinned = pinned.view(array.dtype).reshape(array.shape)

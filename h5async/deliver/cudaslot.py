@@ -7,29 +7,24 @@ kept.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.deliver.cudafield import CudaField
-from h5async.deliver.decodeplan import EncodedPlan
-from h5async.deliver.device import NotDecoded
+from h5async.deliver.decodeplan import EncodedPlan, NotDecoded
+from h5async.deliver.device import DeviceSlot, LaidOut, PinnedPart, host_slot
 from h5async.deliver.devicedecode import DeviceDecoder, Staging
 from h5async.deliver.gpu import Gpu
-from h5async.deliver.host import LaidOut, host_slot, made_on_host
-from h5async.deliver.kernels import Kernels
-from h5async.deliver.pinnedpart import PinnedPart
+from h5async.deliver.kernels import Kernels, RowChange
 from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import SharedMemory, page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.samples.fieldkind import Outline
-
-_BYTE = np.dtype(np.uint8)
 
 
 class SharedBySlots:
@@ -59,22 +54,27 @@ class SharedBySlots:
         self.decoding = threading.Lock()
 
 
-class CudaSlot:
+class _Rows(NamedTuple):
+    """A column with a row per sample, on the GPU: as uploaded, as delivered, and from one to other.
+
+    `change` is None if both are the same memory.
+    """
+
+    raw: Any
+    delivered: Any
+    change: RowChange | None
+
+
+class CudaSlot(DeviceSlot):
     """Pinned host arrays, and device arrays of the same batch.
 
-    Parameters
-    ----------
-    transforms, on_host
-        By column: the transform, and whether it is done on the host.
-    shared
-        If a helper process fills the slot, the memory shared with it.
-    outlines
-        How each field is assembled from its columns.
-    postprocess
-        Whether arrays are results of a user's function, which may be any.
+    Parameters are those of `Device.open_slots`; `on_host` says of each transform whether the host
+    does it.
 
     Attributes
     ----------
+    num_rows
+        Samples in the slot.
     staging
         By column: memory for encoded chunks.
     staged
@@ -98,56 +98,39 @@ class CudaSlot:
         self._shared = shared
         self.staged: Mapping[int, EncodedPlan] = {}
         self.staging = {
-            field: Staging(gpu, decoder.form, self._empty_filled)
-            for field, decoder in device.decoders.items()
+            field: Staging(gpu, decoder.form) for field, decoder in device.decoders.items()
         }
         # The uploaded data of all columns with a row per sample are contiguous, on both sides, to
         # be sent at once. Of other columns only the batch's values are sent.
-        self._rows = rows
+        self.num_rows = rows
+        self._made_parts: list[PinnedPart] = []
         laid_out = host_slot(
             rows,
             transforms,
             on_host,
-            self._empty_block,
             outlines,
-            self._empty_pages,
-            plain_memory if shared is None else shared.empty,
+            block=self._pinned_block,
+            varying=self._pages,
+            encoded=plain_memory if shared is None else shared.empty,
+            made=self._made_memory,
         )
-        self._host_block, begins = laid_out.block, laid_out.begins
+        super().__init__(laid_out.memory)
+        self._host_block = laid_out.block
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
-        self._made_parts: list[PinnedPart] = []
-        self.memory = laid_out.memory._replace(
-            made=made_on_host(rows, outlines, self._empty_made),
-        )
-        # By column; empty for those that are not in the block.
-        self._in_block = [transform.capacity is None for transform in transforms]
-        nothing = cupy.empty(0, np.uint8)
-        self._raw = [
-            self._device_block[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-            if is_in
-            else nothing
-            for begin, array, is_in in zip(begins, self.memory.out, self._in_block, strict=True)
-        ]
-        self._delivered = [
-            raw
-            if done or todo.is_identity or not is_in
-            else cupy.empty((rows, *todo.row), todo.dtype)
-            for raw, todo, done, is_in in zip(
-                self._raw, transforms, on_host, self._in_block, strict=True
-            )
-        ]
-        self._change = [
-            device.kernels.row_change(transform, gpu.on_device) if is_in else None
-            for transform, is_in in zip(transforms, self._in_block, strict=True)
-        ]
-        # By field; None for those in the block.
-        self._fields = [
-            self._new_field(outline, laid_out, transforms, on_host, postprocess)
-            for outline in outlines
-        ]
+        # By column, and by field; None for those that are not in the block, and that are. (Not made
+        # by comprehensions: where one fails, its closure would keep this object.)
+        self._rows: list[_Rows | None] = []
+        self._fields: list[CudaField | None] = []
+        several = zip(laid_out.begins, self.memory.out, transforms, on_host, strict=True)
+        for begin, own, todo, done in several:
+            is_in = todo.capacity is None
+            self._rows.append(self._new_rows(begin, own, todo, done) if is_in else None)
+        for outline in outlines:
+            field = self._new_field(outline, laid_out, transforms, on_host, postprocess)
+            self._fields.append(field)
         self._columns = [outline.columns[0] for outline in outlines]
         # Sample numbers, for the cache.
-        self._index = self._empty_pinned((rows,), np.dtype(np.int64))
+        self._index = gpu.pinned_memory(8 * rows).view(np.int64)
         self._index_on_device = cupy.empty(rows, np.int64)
         self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
         # Results of `postprocess` may have any shape; their memory is allocated when they come.
@@ -159,6 +142,16 @@ class CudaSlot:
         self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # the upload, and the kernels
         self._sent = gpu.event(is_timed=True)
         self._released = [gpu.event()]
+
+    def _new_rows(
+        self, begin: int, own: NDArray[Any], transform: RowTransform, done: bool
+    ) -> _Rows:
+        raw = self._device_block[begin : begin + own.nbytes].view(own.dtype).reshape(own.shape)
+        if done or transform.is_identity:
+            return _Rows(raw, raw, None)
+        delivered = self._gpu.cupy.empty((len(own), *transform.row), transform.dtype)
+        change = self._device.kernels.row_change(transform, self._gpu.on_device)
+        return _Rows(raw, delivered, change)
 
     def _new_field(
         self,
@@ -174,51 +167,34 @@ class CudaSlot:
         gpu, kernels = self._gpu, self._device.kernels
         if outline.is_encoded:  # decoded images have pinned memory of their own
             is_pinned = self._shared is None and not postprocess
-            return CudaField(gpu, kernels, self._rows, outline, is_pinned=is_pinned)
-        first, *others = outline.columns
+            return CudaField(gpu, kernels, self.num_rows, outline, is_pinned=is_pinned)
+        own = [transforms[column] for column in outline.columns]
         parts = [
             PinnedPart(
-                laid_out.varying[column],
-                gpu.pin,
-                transforms[column].likely * laid_out.memory.out[column][:1].nbytes,
+                laid_out.varying[column], gpu.pin, one.likely * self.memory.out[column][:1].nbytes
             )
-            for column in outline.columns
+            for column, one in zip(outline.columns, own, strict=True)
         ]
-        return CudaField(
-            gpu,
-            kernels,
-            self._rows,
-            outline,
-            transforms[first],
-            transforms[others[0]].dtype if others else None,
-            [*parts, *self._made_parts],
-            is_done=on_host[first],
-        )
+        parts += self._made_parts
+        is_done = on_host[outline.columns[0]]
+        return CudaField(gpu, kernels, self.num_rows, outline, own, parts, is_done=is_done)
 
-    def _empty_block(self, nbytes: int) -> NDArray[np.uint8]:
-        return self._empty_filled((nbytes,), _BYTE)
-
-    def _empty_pages(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return memory that is not pinned yet."""
+    def _pages(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return memory that is not pinned yet; a filler in a helper process has it, too."""
         return page_memory(nbytes) if self._shared is None else self._shared.empty(nbytes)
 
-    def _empty_made(self, nbytes: int) -> NDArray[np.uint8]:
-        memory = self._empty_pages(nbytes)
-        self._made_parts.append(PinnedPart(memory, self._gpu.pin, nbytes))
+    def _pinned_block(self, nbytes: int) -> NDArray[np.uint8]:
+        if self._shared is None:
+            return self._gpu.pinned_memory(nbytes)
+        memory = self._pages(nbytes)
+        if nbytes:
+            self._gpu.pin(memory)
         return memory
 
-    def _empty_filled(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return pinned memory that the filler has, too, also in a helper process."""
-        if self._shared is None:
-            return self._empty_pinned(shape, dtype)
-        memory = self._shared.empty(math.prod(shape) * dtype.itemsize)
-        if memory.nbytes:
-            self._gpu.pin(memory)
-        return memory.view(dtype).reshape(shape)
-
-    def _empty_pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        memory = self._gpu.pinned_memory(math.prod(shape) * dtype.itemsize)
-        return memory.view(dtype).reshape(shape)
+    def _made_memory(self, nbytes: int) -> NDArray[np.uint8]:
+        memory = self._pages(nbytes)
+        self._made_parts.append(PinnedPart(memory, self._gpu.pin, nbytes))
+        return memory
 
     def warm_up(self) -> None:
         """Run each kernel of a transform, on the current stream, and wait for it.
@@ -226,11 +202,12 @@ class CudaSlot:
         CuPy compiles one for a single row, one for more, and, from 2 GiB on, one for larger arrays.
         """
         cache = self._device.cache
-        for i, (raw, change) in enumerate(zip(self._raw, self._change, strict=True)):
-            if change is None or self._delivered[i] is raw:
+        for i, found in enumerate(self._rows):
+            if found is None or (change := found.change) is None:
                 continue
+            raw, delivered = found.raw, found.delivered
             for rows in sorted({1, min(2, len(raw)), len(raw)}):
-                index, out = self._every[:rows], self._delivered[i][:rows]
+                index, out = self._every[:rows], delivered[:rows]
                 change.change(raw[:rows], index, out)
                 if cache and change.gathers:
                     change.change(cache[i].view(raw.dtype), index, out)
@@ -247,12 +224,7 @@ class CudaSlot:
     def upload(
         self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
     ) -> tuple[Any, ...]:
-        """Upload on the copy stream; permute, cast and scale in one kernel on the work stream.
-
-        Returns views of the device slot, fields and then masks, for use after `acquire`.
-        `NotDecoded` is raised if the host has to decode chunks of this batch, `DeviceError` if the
-        GPU fails.
-        """
+        """Upload on the copy stream; permute, cast and scale in one kernel on the work stream."""
         device = self._device
         staged = {} if outcome.is_resident else self.staged
         with self._gpu.working("a batch could not be uploaded"):
@@ -298,28 +270,27 @@ class CudaSlot:
         stream: Any,
     ) -> list[CudaField | None]:
         """Upload rows; return, by field and mask, a `CudaField` for those that are not rows."""
-        size = outcome.index.size
+        size, out = outcome.index.size, self.memory.out
         if self._device.cache:
             self._index[:size] = self._device.cached.positions(outcome.index)
             self._gpu.upload(self._index_on_device[:size], self._index[:size], stream)
         found: list[CudaField | None] = [None] * len(self._fields)
-        mine = []
+        mine: list[tuple[Any, NDArray[Any]]] = []
         for i, array in enumerate(outcome.arrays if not outcome.is_resident else ()):
             column = self._columns[i]
             if column in staged:
                 continue
-            if self._in_block[column] and _is_same(array, self.memory.out[column][:size]):
-                mine.append(column)
+            rows = self._rows[column]
+            if rows is not None and _is_same(array, out[column][:size]):
+                mine.append((rows.raw[:size], array))
             else:
                 found[i] = self._uploaded_other(i, array, stream)
         for i, mask in enumerate(masks, len(found)):
             found.append(self._uploaded_other(i, mask, stream))
-        if len(mine) == sum(self._in_block) and size == self._rows:
-            if self._host_block.nbytes:
-                self._gpu.upload(self._device_block, self._host_block, stream)
-            return found
-        for column in mine:
-            self._gpu.upload(self._raw[column][:size], self.memory.out[column][:size], stream)
+        if size == self.num_rows and len(mine) == len(self._rows) - self._rows.count(None):
+            mine = [(self._device_block, self._host_block)] if self._host_block.nbytes else []
+        for target, source in mine:
+            self._gpu.upload(target, source, stream)
         return found
 
     def _uploaded_other(self, i: int, array: Any, stream: Any) -> CudaField:
@@ -328,16 +299,18 @@ class CudaSlot:
         if field is None:
             field = self._others.get(i)
         if field is None:
-            field = self._others[i] = CudaField(self._gpu, self._device.kernels, self._rows)
+            field = self._others[i] = CudaField(self._gpu, self._device.kernels, self.num_rows)
         field.upload(array, stream)
         return field
 
     def _decode(self, staged: Mapping[int, EncodedPlan], stream: Any) -> None:
         """Decode chunks on the work stream, wait, and check them before anything is cached."""
         for i in staged:
-            rows = self._raw[i].view(np.uint8)
+            rows = self._rows[i]
+            assert rows is not None
             with self._device.decoding:
-                self._device.decoders[i].decode(self.staging[i], rows, stream)
+                decoder = self._device.decoders[i]
+                decoder.decode(self.staging[i], rows.raw.view(np.uint8), stream)
         if staged:
             self._decoded.record(stream.ptr)
             self._decoded.synchronize()
@@ -360,22 +333,20 @@ class CudaSlot:
                 for event, stream in zip(self._released, streams, strict=False):
                     stack.callback(event.record, stream)
 
-    def drop_staging(self) -> None:
-        """Free the memory that is only for chunks to be decoded on the device."""
-        self.staging, self.staged = {}, {}
-
     def _transformed(self, i: int, outcome: FillOutcome) -> Any:
-        device, size = self._device, outcome.index.size
-        raw, out, change = self._raw[i][:size], self._delivered[i][:size], self._change[i]
-        assert change is not None
+        found, device, size = self._rows[i], self._device, outcome.index.size
+        assert found is not None
+        raw, out, change = found.raw[:size], found.delivered[:size], found.change
         index, rows = self._every[:size], raw
-        if device.cache and not outcome.is_resident:
-            device.kernels.scatter(raw, self._index_on_device[:size], device.cache[i])
-        elif device.cache and change.gathers and self._delivered[i] is not self._raw[i]:
-            index, rows = self._index_on_device[:size], device.cache[i].view(raw.dtype)
-        elif device.cache:
-            device.kernels.gather(device.cache[i], self._index_on_device[:size], raw)
-        if self._delivered[i] is not self._raw[i]:
+        if device.cache:
+            kept, numbers = device.cache[i], self._index_on_device[:size]
+            if not outcome.is_resident:
+                device.kernels.copy_rows(raw, numbers, kept, scatters=True)
+            elif change is not None and change.gathers:
+                index, rows = numbers, kept.view(raw.dtype)
+            else:
+                device.kernels.copy_rows(kept, numbers, raw, scatters=False)
+        if change is not None:
             change.change(rows, index, out)
         return out
 

@@ -3,24 +3,42 @@
 The tables of fields and the core's plans enter. A field whose chunks a GPU can decode gets an
 `EncodedFormat`. For a batch, an `EncodedPlan` leaves: the chunks that are read as stored in the
 file, and where the samples in them go. So chunks cross the link to the GPU compressed.
+
+A GPU decodes many compressed blocks at once, each alone. A chunk may have passed at most one
+compressor, after filters that only change the order of bytes or bits, which are undone afterwards;
+a checksum may come last. The compiled core then cuts the chunks to blocks (core/src/frames.h).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.codec.entry import CoreFilter, CoreKind
+from h5async.codec.filters import Filter, default_block
 from h5async.core.binding import Core
 from h5async.core.structures import MAX_RANK
-from h5async.deliver.frames import FrameFormat, Unshuffle, frame_format, unshuffles
 from h5async.index.extents import FieldTable, Layer, TableBuilder
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Shape
-from h5async.read.collection import Planned, Ranges
+from h5async.plan.records import Ranges
+from h5async.read.collection import Planned
 
 Int64s = NDArray[np.int64]
+BlockCodec = Literal["deflate", "zstd", "lz4"]  # raw deflate, a zstd frame, an LZ4 block
+
+_SHUFFLES = CoreKind.SHUFFLE, CoreKind.BITSHUFFLE
+_OF_BITS = CoreKind.BITSHUFFLE, CoreKind.BITSHUFFLE_LZ4, CoreKind.BITSHUFFLE_ZSTD
+_COMPRESSORS: dict[CoreKind, BlockCodec] = {
+    CoreKind.DEFLATE: "deflate",
+    CoreKind.ZSTD: "zstd",
+    CoreKind.LZ4: "lz4",
+    CoreKind.BITSHUFFLE_LZ4: "lz4",
+    CoreKind.BITSHUFFLE_ZSTD: "zstd",
+}
 
 _ALIGNMENT = 16  # of encoded and decoded chunks
 _DEFLATE_BEGIN = 14  # past a multiple of it: the stream, 2 bytes later, is aligned
@@ -28,24 +46,101 @@ _MOST_DECODED_NBYTES = 4 << 30  # per batch, before samples are extracted
 _MOST_ENCODED_NBYTES = 1 << 30
 
 
+class NotDecoded(Exception):
+    """The host has to decode a batch; the message says why."""
+
+
+class Unshuffle(NamedTuple):
+    """An order of bytes or bits, undone on the GPU after the blocks were decoded.
+
+    `block` is the number of elements in a block of shuffled bits; 0 if bytes are shuffled.
+    """
+
+    itemsize: int
+    block: int
+
+
+@dataclass(frozen=True)
+class FrameFormat:
+    """How an encoded chunk is framed.
+
+    `has_checksum`: a Fletcher-32 checksum was added last. `element` and `block_nbytes` are of
+    bitshuffle with a compressor; else 0. `codec` decodes one block. `usual_block_nbytes` is for
+    filters whose chunks state their blocks' size: the size by the filter's client data; 0 means the
+    whole chunk.
+    """
+
+    kind: CoreKind
+    has_checksum: bool = False
+    element: int = 0
+    block_nbytes: int = 0
+    codec: BlockCodec | None = None
+    usual_block_nbytes: int = 0
+
+    def usual_tasks(self, chunk_nbytes: int) -> int:
+        """Return the number of compressed blocks in a chunk.
+
+        It is the maximum, unless chunks state the size of their blocks. If they do not, at most one
+        stretch of a chunk is not compressed.
+        """
+        nbytes = self.block_nbytes or self.usual_block_nbytes
+        if nbytes:
+            return -(-chunk_nbytes // nbytes)
+        return 0 if self.codec is None else 1
+
+
+def frame_format(filters: tuple[Filter, ...]) -> FrameFormat | None:
+    """Return the framing of chunks after these filters; None if the core does not cut them."""
+    known = _known(filters)
+    if known is None:
+        return None
+    rest = [one for one in known if one[1].kind != CoreKind.NOTHING]
+    has_checksum = bool(rest) and rest[-1][1].kind == CoreKind.FLETCHER32
+    if has_checksum:
+        rest.pop()
+    compressor = rest.pop() if rest and rest[-1][1].kind not in _SHUFFLES else None
+    if any(core.kind not in _SHUFFLES for _, core in rest):
+        return None
+    if compressor is None:
+        return FrameFormat(CoreKind.NOTHING, has_checksum)
+    entry, core = compressor
+    codec = _COMPRESSORS.get(core.kind)
+    if codec is None:
+        return None
+    is_plain = core.kind not in _OF_BITS
+    element, block = (0, 0) if is_plain else (core.element_nbytes, _block(core))
+    if block % 8:
+        return None
+    usual = entry.parameters[0] if core.kind == CoreKind.LZ4 and entry.parameters else 0
+    return FrameFormat(core.kind, has_checksum, element, block * element, codec, usual)
+
+
+def unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
+    """Return what is undone after the compressor, in this order."""
+    return tuple(
+        Unshuffle(core.element_nbytes, 0 if core.kind == CoreKind.SHUFFLE else _block(core))
+        for _, core in reversed(_known(filters) or [])
+        if core.kind == CoreKind.SHUFFLE or core.kind in _OF_BITS
+    )
+
+
+def _known(filters: tuple[Filter, ...]) -> list[tuple[Filter, CoreFilter]] | None:
+    """Return filters as the core takes them; None if it does not know one."""
+    known = [(entry, core) for entry in filters if (core := entry.core) is not None]
+    return known if len(known) == len(filters) else None
+
+
+def _block(core: CoreFilter) -> int:
+    return core.block or default_block(core.element_nbytes)
+
+
 @dataclass(frozen=True)
 class EncodedFormat:
     """How chunks of a dataset are decoded on a GPU, and the limits of a batch.
 
-    Attributes
-    ----------
-    frame
-        How encoded bytes are framed.
-    unshuffles
-        Undone after the codec, in this order.
-    shape
-        How pieces lie in chunks and rows.
-    pitch
-        Bytes between decoded chunks.
-    max_chunks, max_tasks, max_runs
-        Maximum per batch: chunks, compressed blocks, runs of samples.
-    encoded_nbytes
-        Maximum bytes of a batch's encoded chunks.
+    `unshuffles` are undone after the codec, in this order. `shape` says how pieces lie in chunks
+    and rows; decoded chunks are `pitch` bytes apart. A batch has `max_chunks` at most, as many
+    compressed blocks as `max_tasks`, runs of samples as `max_runs`, and `encoded_nbytes` of them.
     """
 
     frame: FrameFormat
@@ -70,10 +165,8 @@ class EncodedFormat:
     @property
     def staging_nbytes(self) -> int:
         """Bytes of host memory that a slot needs for a batch's encoded chunks and their lists."""
-        lists = 4 * self.max_tasks + 3 * (
-            self.max_chunks + self.max_tasks
-        )  # before they are packed
-        return self.encoded_nbytes + 8 * (self.list_words + lists) + 4 * self.max_chunks
+        unpacked = 4 * self.max_tasks + 3 * (self.max_chunks + self.max_tasks)
+        return self.encoded_nbytes + 8 * (self.list_words + unpacked) + 4 * self.max_chunks
 
     @property
     def is_deflate(self) -> bool:
@@ -85,21 +178,13 @@ class EncodedFormat:
 class EncodedPlan:
     """The chunks that are read encoded, and where the samples in them go.
 
-    Attributes
-    ----------
-    chunks
-        Each chunk once.
-    run_chunk, run_cross, run_local, run_position, run_length
-        int64 (r,): runs of samples that go from a chunk to the batch: the chunk, its index in the
-        cross-section, the first sample in the chunk, the first row of the batch, and the length.
+    `chunks` has each chunk once. `runs`, int64 (5, r), are runs of samples that go from a chunk to
+    the batch: the chunk, its index in the cross-section, the first sample in the chunk, the first
+    row of the batch, and the length.
     """
 
     chunks: Ranges
-    run_chunk: Int64s
-    run_cross: Int64s
-    run_local: Int64s
-    run_position: Int64s
-    run_length: Int64s
+    runs: Int64s
 
     @property
     def num_chunks(self) -> int:
@@ -218,11 +303,15 @@ def plan_encoded(
             position=np.cumsum(room) - room + (_DEFLATE_BEGIN if form.is_deflate else 0),
             memory=memory,
         ),
-        run_chunk=chunk_of[item].reshape(-1),
-        run_cross=cross,
-        run_local=planned.run_local[run],
-        run_position=planned.run_position[run],
-        run_length=planned.run_length[run],
+        runs=np.stack(
+            [
+                chunk_of[item].reshape(-1),
+                cross,
+                planned.run_local[run],
+                planned.run_position[run],
+                planned.run_length[run],
+            ]
+        ),
     )
     fits = plan.num_chunks <= form.max_chunks and plan.used_nbytes <= form.encoded_nbytes
     return plan if fits and run.size <= form.max_runs else None

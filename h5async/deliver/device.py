@@ -1,68 +1,224 @@
-"""Defines what a device is by two protocols, which `host.py` and `cuda.py` implement."""
+"""Where batches are delivered: on the host, as NumPy arrays in the memory of the slots themselves.
+
+That memory may be pinned, for copies to a GPU by the caller. What a GPU does otherwise is in
+`cuda.py`: its device and slots are subclasses of those here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.deliver.decodeplan import EncodedFormat
+from h5async.errors import DeviceError
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.resident import Budget, Residency
-from h5async.io.shared import SharedMemory
+from h5async.io.shared import MORE, SharedMemory, page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.samples.assembly import SlotMemory
 from h5async.samples.fieldkind import Outline
+from h5async.samples.samplearrays import memory_of
+from h5async.spelling import named
+
+if TYPE_CHECKING:
+    from h5async.deliver.pinned import Pinning
+
+# Returns new memory of so many bytes.
+Empty: TypeAlias = Callable[[int], NDArray[np.uint8]]
+
+_BLOCK_ALIGNMENT = 512  # CuPy's, of arrays
 
 
-class NotDecoded(Exception):
-    """The host has to decode a batch; the message says why."""
+class LaidOut(NamedTuple):
+    """The host memory of a slot, and its arrays.
 
-
-class DeviceSlot(Protocol):
-    """A slot's memory, and the order of its fills, uploads and uses."""
+    `block` has the delivered, or raw, rows of all columns with a row per sample, contiguous;
+    `begins` says where each begins in it. `varying` is the memory of columns whose number of rows
+    per sample differs, by number.
+    """
 
     memory: SlotMemory
+    block: NDArray[np.uint8]
+    begins: list[int]
+    varying: dict[int, NDArray[np.uint8]]
+
+
+def host_slot(
+    rows: int,
+    transforms: Sequence[RowTransform],
+    on_host: Sequence[bool],
+    outlines: Sequence[Outline] = (),
+    *,
+    block: Empty = plain_memory,
+    varying: Empty = plain_memory,
+    encoded: Empty = plain_memory,
+    made: Empty = plain_memory,
+) -> LaidOut:
+    """Lay out a slot's delivered rows, or raw ones that need no work on the host, in memory.
+
+    `on_host` says of each transform whether the host does it. Encoded columns, and arrays that the
+    host makes of others, lie outside the block; `outlines` are of all fields.
+
+    `block`, `varying`, `encoded` and `made` return memory: for the block, for columns whose number
+    of rows per sample differs, for encoded columns, and for arrays that the host makes of samples
+    of differing lengths.
+    """
+    of_images = {column for one in outlines if one.is_encoded for column in one.columns}
+    sizes = [
+        transform.slot_rows(rows) * (transform.nbytes if done else transform.raw_nbytes)
+        for transform, done in zip(transforms, on_host, strict=True)
+    ]
+    in_block = [
+        -(-size // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT if transform.capacity is None else 0
+        for size, transform in zip(sizes, transforms, strict=True)
+    ]
+    *begins, total = itertools.accumulate(in_block, initial=0)
+    whole = block(total)
+    raw, out = [], []
+    of_varying: dict[int, NDArray[np.uint8]] = {}
+    several = enumerate(zip(transforms, on_host, begins, strict=True))
+    for number, (transform, done, begin) in several:
+        home = whole
+        if number in of_images:
+            home = encoded(sizes[number])
+        elif transform.capacity is not None:
+            home = of_varying[number] = varying(sizes[number])
+        count = transform.slot_rows(rows)
+        shape, dtype = (count, *transform.raw_row), transform.raw_dtype
+        at = begin if home is whole else 0
+        if done:
+            raw.append(np.empty(shape, dtype))
+            out.append(np.ndarray((count, *transform.row), transform.dtype, home, at))
+        else:
+            raw.append(np.ndarray(shape, dtype, home, at))
+            out.append(raw[-1])
+    made_on_host: list[NDArray[Any] | None] = []
+    for outline in outlines:
+        if outline.made is None or outline.is_left:
+            made_on_host.append(None)
+            continue
+        row, dtype = outline.made
+        home = made(rows * math.prod(row) * dtype.itemsize)
+        made_on_host.append(np.ndarray((rows, *row), dtype, home))
+    memory = SlotMemory(tuple(raw), tuple(out), tuple(made_on_host))
+    return LaidOut(memory, whole, begins, of_varying)
+
+
+class PinnedPart:
+    """Host memory of one slot, whose beginning is pinned: the part that batches use.
+
+    A slot has room for the longest samples that may meet in a batch. The system allocates such
+    memory only when it is touched, and pinning touches all of it. So the pinned part begins at the
+    mean of batches, and a quarter more, and grows by a quarter when a batch needs more.
+
+    `memory` is uint8 (nbytes,), of whole pages; `nbytes` are pinned at once. `pin` pins whole
+    pages, and returns a function that unpins them, once; its exceptions pass, here and in `reach`.
+    """
+
+    def __init__(
+        self,
+        memory: NDArray[np.uint8],
+        pin: Callable[[NDArray[np.uint8]], Callable[[], object]],
+        nbytes: int,
+    ) -> None:
+        self._memory = memory
+        self._begin = memory.ctypes.data
+        self._pin = pin
+        self._unpin: Callable[[], object] | None = None
+        self._pinned_nbytes = 0
+        self._pin_all_of(min(nbytes, memory.nbytes))
+
+    def reach(self, array: NDArray[Any]) -> bool:
+        """Pin the memory up to the end of a C-contiguous array; return False if it lies elsewhere.
+
+        Called while the slot is filled, when nothing copies out of the memory.
+        """
+        begin = array.ctypes.data - self._begin
+        end = begin + array.nbytes
+        if begin < 0 or end > self._memory.nbytes:
+            return False
+        if end > self._pinned_nbytes:
+            self._pin_all_of(min(end + end // MORE, self._memory.nbytes))
+        return True
+
+    def _pin_all_of(self, nbytes: int) -> None:
+        if self._unpin is not None:
+            unpin, self._unpin, self._pinned_nbytes = self._unpin, None, 0
+            unpin()
+        if nbytes:
+            self._unpin = self._pin(self._memory[:nbytes])
+            self._pinned_nbytes = nbytes
+
+
+class DeviceSlot:
+    """A slot's memory, and the order of its fills, uploads and uses.
+
+    On the host nothing is copied. Refilling pinned memory waits for the caller's copies. Of
+    `parts`, only as much is pinned as batches use.
+    """
+
+    def __init__(
+        self,
+        memory: SlotMemory,
+        pinning: Pinning | None = None,
+        parts: Sequence[PinnedPart] = (),
+    ) -> None:
+        self.memory = memory
+        self._pinning = pinning
+        self._parts = parts
+        self._copies: Sequence[Any] = ()  # events of the caller's work with the last batch
 
     def wait_writable(self) -> None:
         """Block until the host arrays may be overwritten; in a worker."""
+        if self._pinning is not None:
+            self._pinning.wait(self._copies)
 
     def upload(
         self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
     ) -> tuple[Any, ...]:
         """Begin to bring a filled batch, and then masks, to the device; in a worker.
 
-        `NotDecoded` is raised if the host has to decode its chunks; they were waited for.
+        Returns the arrays that are delivered. `NotDecoded` is raised if the host has to decode its
+        chunks; they were waited for. `DeviceError` is raised if the GPU fails.
         """
-
-    def transfer_seconds(self) -> float:
-        """Wait for the last upload; return the time of the slower of link and kernels."""
+        if self._parts:
+            for array in itertools.chain.from_iterable(map(memory_of, outcome.arrays)):
+                for part in self._parts:
+                    part.reach(array)
+        return (*outcome.arrays, *masks)
 
     def acquire(self) -> None:
         """Make the caller's current streams wait for the upload."""
 
     def release(self) -> None:
         """Record the caller's current streams, which are done with the batch."""
+        if self._pinning is not None:
+            self._copies = self._pinning.record()
 
 
-class Device(Protocol):
-    """Where batches are delivered."""
+class Device:
+    """Where batches are delivered; `pinning` pins the slots' memory, if given.
 
-    @property
-    def name(self) -> str:
-        """``"cpu"`` or ``"cuda:N"``."""
+    Attributes
+    ----------
+    name
+        ``"cpu"`` or ``"cuda:N"``.
+    is_writable_at_once
+        Whether a free slot may be filled without `DeviceSlot.wait_writable`.
+    """
 
-    @property
-    def free_nbytes(self) -> int:
-        """Bytes of device memory that are free now."""
+    name = "cpu"
 
-    @property
-    def is_writable_at_once(self) -> bool:
-        """Whether a free slot may be filled without `DeviceSlot.wait_writable`."""
+    def __init__(self, pinning: Pinning | None = None) -> None:
+        self.is_writable_at_once = pinning is None
+        self._pinning = pinning
 
     def open_slots(
         self,
@@ -74,7 +230,7 @@ class Device(Protocol):
         shared: SharedMemory | None = None,
         outlines: Sequence[Outline] = (),
     ) -> list[DeviceSlot]:
-        """Allocate slots of `rows` rows.
+        """Allocate slots.
 
         Parameters
         ----------
@@ -91,27 +247,85 @@ class Device(Protocol):
         outlines
             How each field is assembled from its columns; empty: a column is a field.
         """
+        todo = list(transforms.values())
+        return [self._slot(rows, todo, shared, outlines) for _ in range(count)]
+
+    def _slot(
+        self,
+        rows: int,
+        todo: Sequence[RowTransform],
+        shared: SharedMemory | None,
+        outlines: Sequence[Outline],
+    ) -> DeviceSlot:
+        """Return a slot for which the filler does all transforming."""
+        empty = plain_memory if self._pinning is None else page_memory
+        if shared is not None:
+            empty = shared.empty
+        laid_out = host_slot(
+            rows,
+            todo,
+            [not transform.is_identity for transform in todo],
+            outlines,
+            block=empty,
+            varying=empty,
+            # Helper processes write encoded images there, too.
+            encoded=plain_memory if shared is None else empty,
+            made=self.host_memory if shared is None else empty,
+        )
+        if self._pinning is None:
+            return DeviceSlot(laid_out.memory)
+        pin = self._pinning.pin
+        if laid_out.block.nbytes:
+            pin(laid_out.block)
+        parts = [
+            PinnedPart(varying, pin, todo[number].likely * todo[number].nbytes)
+            for number, varying in laid_out.varying.items()
+        ]
+        return DeviceSlot(laid_out.memory, self._pinning, parts)
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return host memory for arrays that a worker makes beside a slot's; in any thread."""
+        """Return host memory for arrays that a worker makes beside a slot's; in any thread.
+
+        `DeviceError` is raised if it cannot be pinned.
+        """
+        if self._pinning is None or not nbytes:
+            return plain_memory(nbytes)
+        memory = page_memory(nbytes)
+        self._pinning.pin(memory)
+        return memory
 
     def can_transform(self, transform: RowTransform) -> bool:
         """Tell whether the device transforms rows with exactly the host's result."""
+        return False
 
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
-        """Reserve room for the rows of all samples, after `open_slots`, if the budget allows it."""
+        """Reserve room for the rows of all samples, after `open_slots`.
+
+        If `cache_bytes` or the device's free memory does not suffice, the `Budget` is returned.
+        """
+        raise DeviceError(
+            f"{named('cache', 'device')} keeps rows on a GPU, and none was found; use"
+            f" {named('cache', 'host')}"
+        )
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which this device is the current one."""
+        return nullcontext()
 
     def owned(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return host arrays as lasting arrays where batches are delivered; may block."""
+        return arrays
 
     def share(self) -> None:
         """Have the caller's other streams wait for the work of its current one."""
 
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255 (NaN, -1, 255), after all work of the caller."""
+        for array in itertools.chain.from_iterable(map(memory_of, arrays)):
+            if array.dtype.hasobject:
+                array.fill(None)
+            else:
+                array.reshape(-1).view(np.uint8).fill(255)
 
     def close(self) -> None:
         """Wait until the device no longer uses the slots' memory. Raises nothing."""

@@ -1,17 +1,24 @@
 """Decodes chunks on the GPU: encoded chunks in pinned memory enter, rows of a batch leave.
 
-The host cuts the chunks' frames into compressed blocks (`core/src/frames.h`), nvCOMP decodes all
+The host cuts the chunks' frames into compressed blocks (`core/src/frames.c`), nvCOMP decodes all
 blocks of a batch in one call, and our kernels undo the shuffling, check, and copy samples to their
 rows. If anything is doubtful, or fails a check, the host decodes that batch again, and raises the
 error that says what is wrong.
+
+nvCOMP is called through its C interface (its low-level, batched API, nvCOMP 5 and 6). It checks
+little, and NVIDIA promises nothing for damaged bytes: sizes, states and checksums are compared
+afterwards. Source: the headers of the package nvidia-libnvcomp, `nvcomp/deflate.h` and its kin.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,40 +26,145 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.core.binding import Core, address, load_core
 from h5async.core.structures import FramesStruct
-from h5async.deliver.decodeplan import EncodedFormat, EncodedPlan, encoded_format
-from h5async.deliver.device import NotDecoded
+from h5async.deliver.decodeplan import EncodedFormat, EncodedPlan, NotDecoded, encoded_format
 from h5async.deliver.gpu import Gpu
 from h5async.deliver.kernels import Kernels
-from h5async.deliver.nvcomp import Blocks, Nvcomp, NvcompError, load_nvcomp
 from h5async.errors import DeviceError
 from h5async.index.layout import DatasetLayout
 from h5async.samples.fieldkind import field_of
 from h5async.spelling import named
 
-EmptyPinned = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
-
-
 _MEMORY_SHARE = 0.5  # of the GPU's free memory, for decoding
+
+_MAJOR_VERSIONS = (5, 6)
+_BACKEND_CUDA = 2  # the decompression engine of newer GPUs does not notice damage
+
+_NAMES = {"deflate": "Deflate", "zstd": "Zstd", "lz4": "LZ4"}
+FORMATS = tuple(_NAMES)
+
+
+class _Options(ctypes.Structure):  # the reserved bytes have to be 0
+    _fields_ = (("backend", ctypes.c_int), ("reserved", ctypes.c_char * 60))
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("cudart_version", ctypes.c_uint32))
+
+
+class NvcompError(Exception):
+    """nvCOMP is missing, or refused a call; the message says which."""
+
+
+class Blocks(NamedTuple):
+    """Device addresses of arrays with a number per block.
+
+    Addresses and sizes have 64 bits each; for deflate, a source lies at a multiple of 4. To be
+    filled are `actual_nbytes`, and `states` of 32 bits; 0 means success.
+    """
+
+    sources: int
+    source_nbytes: int
+    targets: int
+    target_nbytes: int
+    actual_nbytes: int
+    states: int
+
+
+class Nvcomp:
+    """The library. Safe to use from many threads.
+
+    `NvcompError` is raised if it cannot be loaded, or its version has another interface.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NvcompError(f"nvCOMP cannot be loaded: {error}") from error
+        properties = _Properties()
+        self._check(self._library.nvcompGetProperties(ctypes.byref(properties)), "nvCOMP")
+        major, minor = properties.version // 1000, properties.version % 1000 // 100
+        self.version = f"{major}.{minor}.{properties.version % 100}"
+        if major not in _MAJOR_VERSIONS:
+            raise NvcompError(f"nvCOMP {self.version} is installed; versions 5 and 6 are known")
+        self._wants_stream = major >= 6
+        self._options = _Options(_BACKEND_CUDA, b"")
+
+    def temp_nbytes(self, form: str, count: int, largest_nbytes: int, total_nbytes: int) -> int:
+        """Return the bytes of device memory that `decompress` needs to work with.
+
+        `form` is one of `FORMATS`; `count` blocks have at most `largest_nbytes`, and `total_nbytes`
+        together, once decoded.
+        """
+        name = f"nvcompBatched{_NAMES[form]}DecompressGetTempSize"
+        function = getattr(self._library, name if self._wants_stream else f"{name}Async")
+        found = ctypes.c_size_t()
+        sizes = ctypes.c_size_t(count), ctypes.c_size_t(largest_nbytes)
+        total, stream = ctypes.c_size_t(total_nbytes), [None] if self._wants_stream else []
+        self._check(function(*sizes, self._options, ctypes.byref(found), total, *stream), name)
+        return found.value
+
+    def decompress(
+        self,
+        form: str,
+        count: int,
+        blocks: Blocks,
+        temp: int,
+        temp_nbytes: int,
+        stream: int,
+    ) -> None:
+        """Put the decoding of `count` blocks on a stream.
+
+        `form` is one of `FORMATS`: raw deflate, a zstd frame, an LZ4 block. `temp` is device memory
+        of the size that the method `temp_nbytes` returns. `NvcompError` is raised if the call is
+        refused; errors of blocks are in `blocks.states`.
+        """
+        name = f"nvcompBatched{_NAMES[form]}DecompressAsync"
+        status = getattr(self._library, name)(
+            ctypes.c_void_p(blocks.sources),
+            ctypes.c_void_p(blocks.source_nbytes),
+            ctypes.c_void_p(blocks.target_nbytes),
+            ctypes.c_void_p(blocks.actual_nbytes),
+            ctypes.c_size_t(count),
+            ctypes.c_void_p(temp),
+            ctypes.c_size_t(temp_nbytes),
+            ctypes.c_void_p(blocks.targets),
+            self._options,
+            ctypes.c_void_p(blocks.states),
+            ctypes.c_void_p(stream),
+        )
+        self._check(status, name)
+
+    @staticmethod
+    def _check(status: int, name: str) -> None:
+        if status:
+            raise NvcompError(f"{name} failed: nvcompStatus_t {status}")
+
+
+@functools.cache
+def load_nvcomp() -> Nvcomp:
+    """Load the library of the package nvidia-libnvcomp; `NvcompError` if there is none."""
+    spec = None
+    if importlib.util.find_spec("nvidia") is not None:
+        spec = importlib.util.find_spec("nvidia.libnvcomp")
+    for folder in [] if spec is None else spec.submodule_search_locations or []:
+        for path in sorted(Path(folder).glob("lib*/libnvcomp.so*")):
+            return Nvcomp(path)
+    raise NvcompError("nvCOMP is not installed")
 
 
 class Staging:
-    """A slot's memory for the encoded chunks of one field, on the host and on the device.
+    """A slot's memory for the encoded chunks of one field, on the host and on the device."""
 
-    `empty_pinned` makes an array in pinned memory.
-    """
-
-    def __init__(self, gpu: Gpu, form: EncodedFormat, empty_pinned: EmptyPinned) -> None:
-        cupy = gpu.cupy
-        byte, word = np.dtype(np.uint8), np.dtype(np.int64)
-        tasks, chunks = form.max_tasks, form.max_chunks
-        self.encoded = empty_pinned((form.encoded_nbytes,), byte)
-        self.encoded_on_device = cupy.empty(form.encoded_nbytes, byte)
-        words = form.list_words
-        self.lists = empty_pinned((words,), word)
-        self.lists_on_device = cupy.empty(words, word)
-        self.is_bad = empty_pinned((1,), np.dtype(np.int32))
-        self.blocks = np.empty((4, tasks), word)
-        self.copies = np.empty((3, chunks + tasks), word)
+    def __init__(self, gpu: Gpu, form: EncodedFormat) -> None:
+        tasks, chunks, words = form.max_tasks, form.max_chunks, form.list_words
+        self.encoded = gpu.pinned_memory(form.encoded_nbytes)
+        self.encoded_on_device = gpu.cupy.empty(form.encoded_nbytes, np.uint8)
+        self.lists = gpu.pinned_memory(8 * words).view(np.int64)
+        self.lists_on_device = gpu.cupy.empty(words, np.int64)
+        self.is_bad = gpu.pinned_memory(4).view(np.int32)
+        self.blocks = np.empty((4, tasks), np.int64)
+        self.copies = np.empty((3, chunks + tasks), np.int64)
         self.adler = np.empty(chunks, np.uint32)
         self.views: list[Any] = []  # of `lists_on_device`, for the current batch
         self.count = 0
@@ -72,13 +184,11 @@ class Staging:
 class DeviceDecoder:
     """Decodes chunks of one field. Safe to use from many threads, except `decode`."""
 
-    def __init__(
-        self, gpu: Gpu, kernels: Kernels, nvcomp: Nvcomp, core: Core, form: EncodedFormat
-    ) -> None:
+    def __init__(self, gpu: Gpu, kernels: Kernels, core: Core, form: EncodedFormat) -> None:
         self._gpu = gpu
         cupy = gpu.cupy
         self._kernels = kernels
-        self._nvcomp = nvcomp
+        self._nvcomp = load_nvcomp()
         self._core = core
         self.form = form
         self._codec = form.frame.codec
@@ -91,15 +201,9 @@ class DeviceDecoder:
         shape = form.shape
         self._pieces = [
             gpu.on_device(array)
-            for array in (
-                shape.extents,
-                shape.row_begin,
-                shape.chunk_strides,
-                shape.row_strides,
-            )
+            for array in (shape.extents, shape.row_begin, shape.chunk_strides, shape.row_strides)
         ]
-        nbytes = _temp_nbytes(form, nvcomp)
-        self._temp = cupy.empty(max(1, nbytes), np.uint8)
+        self._temp = cupy.empty(max(1, _temp_nbytes(form, self._nvcomp)), np.uint8)
 
     def upload(self, plan: EncodedPlan, staging: Staging, stream: Any) -> None:
         """Cut the chunks of a batch, and upload them and the lists of their blocks.
@@ -115,7 +219,7 @@ class DeviceDecoder:
             target + self._chunks[0].data.ptr,
             target_nbytes,
             *staging.copies[:, :copies],
-            *((plan.run_chunk, plan.run_cross, plan.run_local, plan.run_position, plan.run_length)),
+            *plan.runs,
         ]
         if form.is_deflate:
             padded = np.zeros((plan.num_chunks + 1) // 2 * 2, np.uint32)
@@ -147,20 +251,10 @@ class DeviceDecoder:
         runtime.memsetAsync(states.data.ptr, 0xFF, states.nbytes, stream.ptr)
         actual.fill(0)
         if tasks and self._codec is not None:
+            arrays = source, source_nbytes, target, target_nbytes, actual, states
+            blocks, temp = Blocks(*(one.data.ptr for one in arrays)), self._temp
             self._nvcomp.decompress(
-                self._codec,
-                tasks,
-                Blocks(
-                    source.data.ptr,
-                    source_nbytes.data.ptr,
-                    target.data.ptr,
-                    target_nbytes.data.ptr,
-                    actual.data.ptr,
-                    states.data.ptr,
-                ),
-                self._temp.data.ptr,
-                self._temp.nbytes,
-                stream.ptr,
+                self._codec, tasks, blocks, temp.data.ptr, temp.nbytes, stream.ptr
             )
             sums = adler = None
             if form.is_deflate:
@@ -171,10 +265,7 @@ class DeviceDecoder:
         kernels.copy(staging.encoded_on_device, decoded, *copies)
         for i, (itemsize, block) in enumerate(form.unshuffles):
             before, decoded = decoded, self._chunks[(i + 1) % 2]
-            if block:
-                kernels.bitunshuffle(before, decoded, pitch, nbytes, count, itemsize, block)
-            else:
-                kernels.unshuffle(before, decoded, pitch, nbytes, count, itemsize)
+            kernels.unshuffle(before, decoded, pitch, nbytes, count, itemsize, block)
         kernels.place(
             decoded,
             rows,
@@ -266,26 +357,24 @@ def find_formats(
     for i, (name, layout) in enumerate(layouts.items()):
         if name not in encoded:
             continue
-        found = encoded_format(layout, core, rows, in_order=not config.shuffle)
-        if name in on_host:
-            found = on_host[name]
+        found = on_host.get(name) or encoded_format(layout, core, rows, in_order=not config.shuffle)
         if isinstance(found, EncodedFormat):
             needed = _device_nbytes(found, nvcomp, config.prefetch)
             staged = config.prefetch * found.staging_nbytes
-            if needed <= free_nbytes * _MEMORY_SHARE and staged <= host_nbytes:
-                free_nbytes -= needed
-                host_nbytes -= staged
-                formats[i] = found
-                continue
             if staged > host_nbytes:
                 found = (
                     f"its encoded chunks take {staged:,} bytes of the host's memory, of"
                     f" {max(0, host_nbytes):,} that max_batch_bytes leaves them"
                 )
-            else:
+            elif needed > free_nbytes * _MEMORY_SHARE:
                 found = (
                     f"it takes {needed / 1e9:.2g} GB of {free_nbytes / 1e9:.2g} GB that are free"
                 )
+            else:
+                free_nbytes -= needed
+                host_nbytes -= staged
+                formats[i] = found
+                continue
         reasons.append(f'field "{field_of(name)}": {found}')
     if config.decode == "device" and reasons:
         raise DeviceError(

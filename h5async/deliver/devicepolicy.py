@@ -1,36 +1,118 @@
 """Decides for each batch whether a GPU decodes its chunks, and frees the GPU's memory.
 
 Options and layouts enter once: they say which fields a GPU can decode. Then requests and outcomes
-of batches enter. If the host proves faster, the memory that only decoding on the GPU needs is
-freed, once no batch under way may be decoded there.
+of batches enter. With `decode="auto"` the first batches are decoded on both in turn, until each was
+measured often enough. The slowest stage counts: all threads together, the link, or the kernels. If
+the host proves faster, the memory that only decoding on the GPU needs is freed, once no batch under
+way may be decoded there.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Collection as Names
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.deliver.decodechoice import DecodeChoice
-from h5async.deliver.decodeplan import EncodedFormat, plan_encoded
-from h5async.deliver.device import Device, NotDecoded
+from h5async.deliver.decodeplan import EncodedFormat, NotDecoded, plan_encoded
+from h5async.deliver.device import Device
 from h5async.errors import DeviceError
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.reading import PlanColumns
 from h5async.index.layout import DatasetLayout
 from h5async.order.sampling import FillRequest
+from h5async.plan.records import Ranges
 from h5async.plan.transform import RowTransform
-from h5async.read.collection import Collection, Ranges
+from h5async.read.collection import Collection
 from h5async.read.queue import SlotBatch
 from h5async.spelling import named
 
 if TYPE_CHECKING:
     from h5async.deliver.cuda import CudaDevice
+
+_MEASURED = 4  # batches decoded on each; the first is warm-up, and does not count
+_MARGIN = 0.9  # the GPU, which has other work, must be faster by this factor
+
+
+class DecodeChoice:
+    """Decides where chunks are decoded, by the option `decode`. Safe to use from many threads.
+
+    `obstacle` says why the GPU cannot decode, if it cannot.
+    """
+
+    def __init__(self, decode: Literal["auto", "host", "device"], obstacle: str | None) -> None:
+        self._lock = threading.Lock()
+        self._begun = {False: 0, True: 0}
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}
+        self._on_device: bool | None = None
+        self._reason = ""
+        self._fallbacks = 0
+        if obstacle is not None:
+            self._decide(False, f"host: {obstacle}")
+        elif decode != "auto":
+            self._decide(decode == "device", f'{decode}: decode="{decode}"')
+        else:
+            self._reason = "not decided yet: both are being measured"
+
+    @property
+    def sentence(self) -> str:
+        """Where chunks are decoded, and why."""
+        if not self._fallbacks:
+            return self._reason
+        return f"{self._reason}; {self._fallbacks} batches meant for it were left to the host"
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host decodes all batches from now on."""
+        return self._on_device is False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether more times are needed."""
+        return self._on_device is None
+
+    def next_on_device(self) -> bool:
+        """Tell whether the next batch is decoded on the device."""
+        with self._lock:
+            if self._on_device is not None:
+                return self._on_device
+            is_next = self._begun[True] < self._begun[False]
+            self._begun[is_next] += 1
+            return is_next
+
+    def note(self, on_device: bool, seconds: float) -> None:
+        """Note the seconds of a batch's slowest stage."""
+        with self._lock:
+            if self._on_device is not None:
+                return
+            self._seconds[on_device].append(seconds)
+            if min(map(len, self._seconds.values())) >= _MEASURED:
+                import statistics
+
+                host, device = (
+                    statistics.median(self._seconds[there][1:]) for there in (False, True)
+                )
+                where = device < _MARGIN * host
+                self._decide(
+                    where,
+                    f"{'device' if where else 'host'}: a batch takes {1e3 * device:.2g} ms on the"
+                    f" device, {1e3 * host:.2g} ms on the host",
+                )
+
+    def note_fallback(self) -> None:
+        """Note a batch that was meant for the device, and that the host has to decode."""
+        with self._lock:
+            self._fallbacks += 1
+        self.note(True, math.inf)
+
+    def _decide(self, on_device: bool, sentence: str) -> None:
+        self._on_device = on_device
+        self._reason = sentence
 
 
 class DevicePolicy:
@@ -38,16 +120,9 @@ class DevicePolicy:
 
     `DeviceError` is raised if ``decode="device"`` was requested, and is not possible.
 
-    Parameters
-    ----------
-    layouts, transforms
-        By column.
-    rows
-        Samples in a batch.
-    host_nbytes
-        The limit of host memory for encoded chunks, in all slots.
-    mapped
-        Columns of codes that are mapped to others.
+    Layouts and transforms are by column; a batch has `rows` samples at most; `host_nbytes` limits
+    the host memory for encoded chunks, in all slots; `mapped` are columns of codes that are mapped
+    to others.
 
     Attributes
     ----------
@@ -81,10 +156,9 @@ class DevicePolicy:
         else:
             from h5async.deliver.devicedecode import find_formats
 
-            on_host = _left_to_host(transforms, mapped)
-            free_nbytes = device.free_nbytes
+            on_host = _left_to_host(device, transforms, mapped)
             self.formats, obstacle = find_formats(
-                config, layouts, rows, on_host, free_nbytes, host_nbytes
+                config, layouts, rows, on_host, self._gpu.free_nbytes, host_nbytes
             )
         staged = sum(form.staging_nbytes for form in self.formats if form is not None)
         self.host_nbytes = config.prefetch * staged
@@ -194,14 +268,14 @@ class DevicePolicy:
         self._gpu.drop_decoders()
 
 
-def _left_to_host(transforms: Mapping[str, RowTransform], mapped: Names[str]) -> dict[str, str]:
+def _left_to_host(
+    device: Device, transforms: Mapping[str, RowTransform], mapped: Names[str]
+) -> dict[str, str]:
     """Return why the host always decodes some columns."""
-    from h5async.deliver.kernels import needs_host
-
     on_host = dict.fromkeys(mapped, "its codes are mapped on the host")
     for name, transform in transforms.items():
         if transform.capacity is not None:
             on_host[name] = "its samples have differing lengths"
-        elif needs_host(transform) or transform.steps is not None:
+        elif transform.steps is not None or not device.can_transform(transform):
             on_host[name] = "its rows are transformed on the host"
     return on_host

@@ -1,6 +1,6 @@
 """Makes a GPU current, allocates on it, and turns its errors into a `DeviceError`.
 
-All use of the GPU goes through a `Gpu`, which `findgpu.py` makes.
+All use of the GPU goes through a `Gpu`, which `finddevice.py` makes.
 
 Each GPU that a process uses costs it half a gigabyte of that GPU's memory, for a context. If in
 doubt, CUDA makes one on GPU 0, which is every thread's GPU until it chooses another. With many
@@ -165,7 +165,7 @@ class Gpu:
         """Return a new stream that does not wait for the default one; this GPU is current."""
         runtime = self.cupy.cuda.runtime
         # CuPy would destroy one of its own under any context, and even if it was never made.
-        owner = _OwnStream(int(runtime.streamCreateWithFlags(runtime.streamNonBlocking)))
+        owner = _Owned(int(runtime.streamCreateWithFlags(runtime.streamNonBlocking)))
         self._freed_with(owner, runtime.streamDestroy, owner.address)
         return self.cupy.cuda.Stream.from_external(owner)
 
@@ -197,7 +197,7 @@ class Gpu:
             # CuPy's pool may keep unused memory.
             self.cupy.get_default_memory_pool().free_all_blocks()
             address = int(cuda.runtime.malloc(nbytes))
-        owner = _Owner()
+        owner = _Owned(address)
         self._freed_with(owner, cuda.runtime.free, address)
         return cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, owner, self.number), 0)
 
@@ -206,7 +206,7 @@ class Gpu:
         # Not from CuPy's pool, which takes the next power of two.
         runtime = self.cupy.cuda.runtime
         address = int(runtime.hostAlloc(max(1, nbytes), 0))
-        owner = _HostMemory(address, nbytes)
+        owner = _Owned(address, nbytes)
         self._freed_with(owner, runtime.freeHost, address)
         return np.asarray(owner)
 
@@ -262,30 +262,20 @@ class Event:
         return float(self._runtime.eventElapsedTime(earlier.address, self.address)) / 1e3
 
 
-class _Owner:
-    """Lives as long as the memory of an array on the GPU is used."""
+class _Owned:
+    """Lives as long as what CUDA has made is used: a stream for CuPy, or memory, also for NumPy."""
 
-
-class _OwnStream:
-    """A stream made by CUDA, for CuPy, which keeps this as long as its own."""
-
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, nbytes: int = 0) -> None:
         self.address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.address  # the version of the protocol
-
-
-class _HostMemory:
-    """Host memory that CUDA has allocated, for NumPy."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {
             "version": 3,
             "data": (address, False),
             "shape": (nbytes,),
             "typestr": "|u1",
         }
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address  # the version of the protocol
 
 
 def in_own_thread(work: Callable[[], _Result]) -> _Result:

@@ -1,11 +1,12 @@
 """Moves, unshuffles, permutes, casts and scales arrays on the GPU.
 
 CUDA kernels, compiled by CuPy on first use, and launched on the current stream. CuPy is passed as a
-parameter: `findgpu.py` imports it.
+parameter: `finddevice.py` imports it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,13 +45,9 @@ _MAX_GRID_Y = 65535
 class RowChange(NamedTuple):
     """Does a transform on the device, with exactly the result of `RowTransform.apply`.
 
-    Attributes
-    ----------
-    change
-        ``change(raw, index, out)`` fills (n, *row) from (n, *raw_row), both C-contiguous; `index`,
-        int64 (n,), is 0 to n - 1.
-    gathers
-        Whether `raw` may have other rows, from which `index` selects.
+    ``change(raw, index, out)`` fills (n, *row) from (n, *raw_row), both C-contiguous; `index`,
+    int64 (n,), is 0 to n - 1. If it `gathers`, `raw` may have other rows, from which `index`
+    selects.
     """
 
     change: Callable[[Any, Any, Any], None]
@@ -63,40 +60,30 @@ class Kernels:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         source = Path(__file__).with_name("kernels.cu").read_text()
-        self._module = cupy.RawModule(code=source, options=("-std=c++17",))
-        self._functions: dict[str, Any] = {}
+        module = cupy.RawModule(code=source, options=("-std=c++17",))
+        self._function = functools.cache(module.get_function)
         self.of_samples = SampleKernels(cupy)
-        self._move = cupy.ElementwiseKernel(
+        kernel = partial(cupy.ElementwiseKernel, options=OPTIONS, preamble=EXACT)
+        self._move = kernel(
             _PLANES_PARAMETERS,
             "raw T delivered",
             _PLANES.format(value=_STORED),
             "h5async_planes",
-            options=OPTIONS,
-            preamble=EXACT,
         )
-        self._move_scaled = cupy.ElementwiseKernel(
+        self._move_scaled = kernel(
             f"{_PLANES_PARAMETERS}, raw T scale, raw T offset",
             "raw T delivered",
             _PLANES.format(value=_scaled(_STORED, "scale[c]", "offset[c]")),
             "h5async_planes_scaled",
-            options=OPTIONS,
-            preamble=EXACT,
         )
-        self._scale = cupy.ElementwiseKernel(
+        self._scale = kernel(
             "S stored, T scale, T offset",
             "T delivered",
             f"delivered = {_scaled('h5async_to<T>(stored)', 'scale', 'offset')}",
             "h5async_scale",
-            options=OPTIONS,
-            preamble=EXACT,
         )
-        self._cast = cupy.ElementwiseKernel(
-            "S stored",
-            "T delivered",
-            "delivered = h5async_to<T>(stored)",
-            "h5async_cast",
-            options=OPTIONS,
-            preamble=EXACT,
+        self._cast = kernel(
+            "S stored", "T delivered", "delivered = h5async_to<T>(stored)", "h5async_cast"
         )
 
     def row_change(
@@ -116,13 +103,13 @@ class Kernels:
         each = tuple(on_device(np.broadcast_to(factor.reshape(-1), channels)) for factor in factors)
         return RowChange(partial(self._change_planes, channels, each), True)
 
-    def gather(self, rows: Any, index: Any, out: Any) -> None:
-        """Copy rows number `index` of (samples, row bytes), uint8, to all rows of `out`."""
-        self._copy_rows(rows, index, out, out_is_indexed=False)
-
-    def scatter(self, rows: Any, index: Any, out: Any) -> None:
-        """Copy all rows to rows number `index` of (samples, row bytes), uint8."""
-        self._copy_rows(rows, index, out, out_is_indexed=True)
+    def copy_rows(self, rows: Any, index: Any, out: Any, *, scatters: bool) -> None:
+        """Copy rows number `index` to all rows of `out`, or, if it `scatters`, all to these."""
+        count, row_nbytes = index.size, (rows.nbytes // len(rows) if len(rows) else 0)
+        if row_nbytes:
+            arrays = rows.view(np.uint8), out.view(np.uint8), index
+            sizes = np.int64(count), np.int64(row_nbytes), np.int32(scatters)
+            self._launch("h5async_copy_rows", row_nbytes, count, *arrays, *sizes)
 
     def copy(self, base: Any, out: Any, source: Any, target: Any, nbytes: Any) -> None:
         """Copy pieces of `base` to `out`, both uint8; int64 arrays say from where to where."""
@@ -131,13 +118,6 @@ class Kernels:
         self._launch("h5async_copy", _PIECE_NBYTES, count, *arrays, np.int64(count))
 
     def unshuffle(
-        self, shuffled: Any, out: Any, pitch: int, nbytes: int, count: int, itemsize: int
-    ) -> None:
-        """Undo the shuffling of bytes of `count` chunks of `nbytes`, `pitch` bytes apart."""
-        sizes = np.int64(pitch), np.int64(nbytes), np.int64(count), np.int32(itemsize)
-        self._launch("h5async_unshuffle", nbytes, count, shuffled, out, *sizes)
-
-    def bitunshuffle(
         self,
         shuffled: Any,
         out: Any,
@@ -147,25 +127,25 @@ class Kernels:
         itemsize: int,
         block: int,
     ) -> None:
-        """Undo the shuffling of bits within blocks of `block` elements; else as `unshuffle`."""
+        """Undo the shuffling of bytes of `count` chunks of `nbytes`, `pitch` bytes apart.
+
+        If `block` is not 0, bits were shuffled, within blocks of so many elements.
+        """
         sizes = np.int64(pitch), np.int64(nbytes), np.int64(count), np.int32(itemsize)
-        self._launch("h5async_bitunshuffle", nbytes, count, shuffled, out, *sizes, np.int64(block))
+        arguments = shuffled, out, *sizes
+        if block:
+            self._launch("h5async_bitunshuffle", nbytes, count, *arguments, np.int64(block))
+        else:
+            self._launch("h5async_unshuffle", nbytes, count, *arguments)
 
     def place(
         self, chunks: Any, rows: Any, runs: Sequence[Any], pieces: Sequence[Any], *sizes: Any
     ) -> None:
         """Copy runs of samples out of decoded chunks to rows of a batch, both uint8.
 
-        Parameters
-        ----------
-        chunks, rows
-            Decoded chunks, and the batch.
-        runs
-            int64 arrays: item, cross, local, position and length, as in `EncodedPlan`.
-        pieces
-            int64 arrays: extents, row_begin, chunk_strides, row_strides, as in `Shape`.
-        *sizes
-            Rank, pitch, sample_stride, row_nbytes and itemsize, as the kernel takes them.
+        `runs` are those of an `EncodedPlan`, and `pieces` extents, row_begin, chunk_strides and
+        row_strides of a `Shape`, all int64. `sizes` are rank, pitch, sample_stride, row_nbytes and
+        itemsize, as the kernel takes them.
         """
         count = runs[0].size
         arrays = (*runs, np.int64(count), *pieces)
@@ -188,13 +168,6 @@ class Kernels:
         grid = min(_MAX_BLOCKS, -(-max(int(tasks), int(chunks)) // _THREADS)), 1
         self._function("h5async_verify")(grid, (_THREADS,), arguments)
 
-    def _copy_rows(self, rows: Any, index: Any, out: Any, *, out_is_indexed: bool) -> None:
-        count, row_nbytes = index.size, (rows.nbytes // len(rows) if len(rows) else 0)
-        if row_nbytes:
-            arrays = rows.view(np.uint8), out.view(np.uint8), index
-            sizes = np.int64(count), np.int64(row_nbytes), np.int32(out_is_indexed)
-            self._launch("h5async_copy_rows", row_nbytes, count, *arrays, *sizes)
-
     def _launch(self, name: str, nbytes: int, count: int, *arguments: Any) -> None:
         """Launch a kernel on `count` pieces of about `nbytes` each."""
         if count:
@@ -205,12 +178,6 @@ class Kernels:
         """Compile the kernels that move bytes now, rather than on first use."""
         for name in _FUNCTIONS:
             self._function(name)
-
-    def _function(self, name: str) -> Any:
-        function = self._functions.get(name)
-        if function is None:
-            function = self._functions[name] = self._module.get_function(name)
-        return function
 
     def _change(
         self, permutation: tuple[int, ...], factors: tuple[Any, ...], raw: Any, _: Any, out: Any
@@ -253,17 +220,16 @@ def _is_plain(transform: RowTransform) -> bool:
 
 
 def needs_host(transform: RowTransform) -> bool:
-    """Tell whether rows have to be transformed on the host, to be delivered on a GPU."""
+    """Tell whether rows have to be transformed on the host, to be delivered on a GPU.
+
+    That is so if the GPU would not give exactly the host's result. It has no foreign byte order,
+    casts values out of an integer's range to other integers, and rounds twice on the way to float16
+    values that float32 does not hold exactly. Complex numbers were not examined.
+    """
     return not (transform.is_identity or _gpu_can(transform))
 
 
 def _gpu_can(transform: RowTransform) -> bool:
-    """Tell whether the GPU gives exactly the host's result.
-
-    It has no foreign byte order, casts values out of an integer's range to other integers, and
-    rounds twice on the way to float16 values that float32 does not hold exactly. Complex numbers
-    were not examined.
-    """
     raw, dtype = transform.raw_dtype, transform.dtype
     if transform.text or transform.cf is not None:
         return False

@@ -13,82 +13,154 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from h5async.deliver.slotrecords import (
-    Assignment,
-    Completions,
-    Consumer,
-    Entry,
-    Result,
-    new_consumer,
-)
 from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 from h5async.system.waiting import Patience
+
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Assignment(NamedTuple):
+    """Fill this slot with this batch."""
+
+    slot: int
+    serial: int
+
+
+class Consumer(NamedTuple):
+    """What the consumer wants.
+
+    `next` is the serial of the batch that is delivered next; batches below `asked` were requested;
+    the consumer holds batch `held`. `reads_ahead`: batches are filled before they are requested.
+    `course` is the caller's meaning of the serial numbers. `loops`: a loop takes the batches, and
+    they are read ahead for it.
+    """
+
+    next: int = 0
+    asked: int = 0
+    held: int | None = None
+    reads_ahead: bool = False
+    course: Any = None
+    loops: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any batch was requested."""
+        return self.asked > 0 or self.reads_ahead
+
+
+_new_consumer = partial(tuple.__new__, Consumer)  # in half the time
+
+
+class Completions(Protocol[Result_co]):
+    """Reports that batches are ready without calling `SlotRing.filled`, and wakes the consumer."""
+
+    def result(self, slot: int, serial: int) -> Result_co | None:
+        """Return the batch in a slot; None if it is not ready. Never blocks."""
+
+    def drop(self, slot: int, serial: int) -> bool:
+        """Say that a batch is no longer wanted; tell whether its slot may have another one."""
+
+    def events(self) -> Any:
+        """Return what `wait` needs to notice later batches, and calls of `wake`."""
+
+    def wait(self, seen: Any, seconds: float | None) -> bool:
+        """Wait until something happened since `events` returned `seen`; return whether it did."""
+
+    def wake(self) -> None:
+        """Have `wait` return. Never blocks."""
+
+
+class _FilledOnly:
+    """The completions of a ring whose batches are all reported by `SlotRing.filled`."""
+
+    # An exception in the middle of Condition.wait would leave a condition broken.
+    _waiter: threading.Lock | None = None
+
+    def result(self, slot: int, serial: int) -> None:
+        """Return None."""
+
+    def drop(self, slot: int, serial: int) -> bool:
+        return False
+
+    def events(self) -> threading.Lock:
+        """Return a lock that is released by `wake`; the ring's lock is held in both."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiter = waiter
+        return waiter
+
+    def wait(self, seen: threading.Lock, seconds: float | None) -> bool:
+        return seen.acquire(timeout=-1 if seconds is None else seconds)
+
+    def wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.release()
+
+
+@dataclass(eq=False, slots=True)
+class _Entry(Generic[Result]):
+    """A slot that has an owner."""
+
+    slot: int
+    result: Result | None = None
+    is_ready: bool = False
 
 
 class SlotRing(Generic[Result]):
     """The states of all slots. Safe to use from many threads; one of them is the consumer.
 
-    `completions` reports that batches are ready; None: only `filled` does. Set before the first
-    batch.
+    Attributes
+    ----------
+    completions
+        Set before the first batch, if not only `filled` reports batches.
+    consumer
+        What the consumer wants; only its own calls change it.
+    is_closed
+        Whether the ring was closed.
+    lock
+        Held, only this thread changes the ring. Reentrant: a reader may be collected, and closed,
+        by the garbage collector while one of its own threads is in here.
     """
 
     def __init__(self, num_slots: int) -> None:
-        # Reentrant: a reader may be collected, and closed, by the garbage collector while one of
-        # its own threads is in here.
-        self._lock = threading.RLock()
+        self.completions: Completions[Result] = _FilledOnly()
+        self.consumer = Consumer()
+        self.is_closed = self._at_exit = False
+        self.lock = threading.RLock()
         self._num_slots = num_slots
-        self._consumer = Consumer()
+        self._never_given = list(reversed(range(num_slots)))
         # By serial, ascending. An entry is removed when it is ready and no longer needed.
-        self._entries: dict[int, Entry[Result]] = {}
-        self._never_given = 0  # this slot and all after it
-        # Released to wake the consumer. (An exception in the middle of Condition.wait would leave
-        # the condition broken.)
-        self._waiter: threading.Lock | None = None
-        self.completions: Completions[Result] | None = None
-        self._closed = self._at_exit = False
+        self._entries: dict[int, _Entry[Result]] = {}
         self._failure: str | None = None
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
     @property
-    def next_serial(self) -> int:
-        """Serial of the batch that will be delivered next."""
-        return self._consumer.next
-
-    @property
-    def held(self) -> int | None:
-        """Serial of the batch that the consumer holds."""
-        return self._consumer.held
-
-    @property
     def serials(self) -> list[int]:
         """Serials of all batches that have slots."""
-        with self._lock:
+        with self.lock:
             serials = list(self._entries)
         return serials
 
     @property
     def in_use(self) -> int | None:
         """The slot whose batch the consumer holds."""
-        held = self._consumer.held
+        held = self.consumer.held
         entry = None if held is None else self._entries.get(held)
         return None if entry is None else entry.slot
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether any batch was requested."""
-        return self._consumer.asked > 0 or bool(self._entries)
-
     def ask(self) -> int:
         """Request one batch more; return its serial. Never blocks."""
-        with self._lock:
+        with self.lock:
             self.check_open()
-            following, asked, *others = self._consumer
-            self._consumer = new_consumer((following, asked + 1, *others))
+            following, asked, *others = self.consumer
+            self.consumer = _new_consumer((following, asked + 1, *others))
             return asked
 
     def ask_for(self, course_from: Callable[[int, int], Any]) -> int:
@@ -100,14 +172,14 @@ class SlotRing(Generic[Result]):
         batch to be delivered. It returns the meaning of serial numbers from now on, which is
         unchanged for those below its serial.
         """
-        with self._lock:
+        with self.lock:
             self.check_open()
-            following, asked, held, reads_ahead, _, loops = self._consumer
+            following, asked, held, reads_ahead, _, loops = self.consumer
             serial = max(asked, self._next_to_assign())
             if loops:
                 serial = max(serial, following + self._num_slots - (held is not None))
             course = course_from(serial, following)
-            self._consumer = new_consumer((following, serial + 1, held, reads_ahead, course, loops))
+            self.consumer = Consumer(following, serial + 1, held, reads_ahead, course, loops)
             return serial
 
     def skip_to(self, serial: int, *, read_ahead: bool, loops: bool = False) -> None:
@@ -115,17 +187,13 @@ class SlotRing(Generic[Result]):
 
         `loops`: a loop takes them; see `ask_for`.
         """
-        with self._lock:
+        with self.lock:
             self.check_open()
-            held, following = self._consumer.held, max(self._consumer.next, serial)
-            asked = max(self._consumer.asked, following)
-            course = self._consumer.course
-            self._consumer = Consumer(following, asked, held, read_ahead, course, loops)
-
-    @property
-    def course(self) -> Any:
-        """The meaning of serial numbers, as given to `restart` last."""
-        return self._consumer.course
+            following = max(self.consumer.next, serial)
+            asked = max(self.consumer.asked, following)
+            self.consumer = self.consumer._replace(
+                next=following, asked=asked, reads_ahead=read_ahead, loops=loops
+            )
 
     def restart(self, course_from: Callable[[int], Any]) -> None:
         """Drop all requested batches, stop reading ahead, and take another course.
@@ -134,22 +202,22 @@ class SlotRing(Generic[Result]):
         serial of the next batch to be delivered, which has no slot yet. It returns the meaning of
         serial numbers from there on.
         """
-        with self._lock:
+        with self.lock:
             self.check_open()
-            serial = max(self._consumer.asked, self._next_to_assign())
+            serial = max(self.consumer.asked, self._next_to_assign())
             course = course_from(serial)
-            self._consumer = Consumer(serial, serial, self._consumer.held, False, course)
+            self.consumer = Consumer(serial, serial, self.consumer.held, False, course)
 
     def hand_back(self) -> None:
         """Give the slot in use back, and request at least one batch."""
-        with self._lock:
+        with self.lock:
             self.check_open()
-            following, asked, _, *others = self._consumer
-            self._consumer = new_consumer((following, max(asked, following + 1), None, *others))
+            following, asked, _, *others = self.consumer
+            self.consumer = _new_consumer((following, max(asked, following + 1), None, *others))
 
     def is_ready(self) -> bool:
         """Tell whether the next batch can be taken without waiting."""
-        serial = self._consumer.next
+        serial = self.consumer.next
         entry = self._entries.get(serial)
         return entry is not None and self._is_done(serial, entry)
 
@@ -166,34 +234,29 @@ class SlotRing(Generic[Result]):
         found = self._next()
         if found is not None:
             return found
-        patience, others = Patience(timeout_seconds), self.completions
-        wait: Callable[[float | None], bool]
+        patience = Patience(timeout_seconds)
         while True:
-            if others is not None:
-                wait = partial(others.wait, others.events())
-            if begin is not None and self._consumer.next not in self._entries:
+            with self.lock:
+                seen = self.completions.events()
+            if begin is not None and self.consumer.next not in self._entries:
                 begin()  # after reading the events: it is called again after the next one
-            with self._lock:
-                found = self._next()
-                if found is not None:
-                    return found
-                if self._failure is not None:
-                    raise H5AsyncError(self._failure)
-                if others is None:
-                    waiter = threading.Lock()
-                    waiter.acquire()
-                    self._waiter, wait = waiter, partial(_acquired, waiter)
+            found = self._next()
+            if found is not None:
+                return found
+            if self._failure is not None:
+                raise H5AsyncError(self._failure)
+            wait = partial(self.completions.wait, seen)
             if not patience.wait(wait) and patience.is_over:
                 raise BatchTimeoutError(
-                    f"batch {self._consumer.next} was not ready within {timeout_seconds} s; call"
+                    f"batch {self.consumer.next} was not ready within {timeout_seconds} s; call"
                     " get_next_batch() again to go on waiting for it"
                 )
 
     def _next(self) -> tuple[int, int, Result] | None:
         """Return the next batch's serial, slot and result; None if it is not ready."""
-        with self._lock:
+        with self.lock:
             self.check_open()
-            serial = self._consumer.next
+            serial = self.consumer.next
             entry = self._entries.get(serial)
             is_done = entry is not None and self._is_done(serial, entry)
             self.check_open()  # a signal handler may have closed it meanwhile
@@ -203,29 +266,29 @@ class SlotRing(Generic[Result]):
 
     def take(self, serial: int, *, forget: bool = False) -> None:
         """Mark the batch that was waited for as in use; `forget` drops its result here."""
-        with self._lock:
+        with self.lock:
             entry = self._entries.get(serial)
             if forget and entry is not None:
                 entry.result = None
-            _, asked, _, *others = self._consumer
-            self._consumer = new_consumer((serial + 1, asked, serial, *others))
+            _, asked, _, *others = self.consumer
+            self.consumer = _new_consumer((serial + 1, asked, serial, *others))
 
     def put_back(self, serial: int, result: Result) -> None:
         """Undo `take`, whether or not it was done: the batch is the next one again."""
-        with self._lock:
+        with self.lock:
             entry = self._entries.get(serial)
             if entry is not None:
                 entry.result = result
-            self._consumer = self._consumer._replace(next=serial, held=None)
+            self.consumer = self.consumer._replace(next=serial, held=None)
 
     # --- the workers' calls -----------------------------------------------------------------------
 
     def can_assign(self) -> bool:
         """Tell whether there is a free slot, and a batch to fill it with."""
-        with self._lock:
+        with self.lock:
             return (
-                not self._closed
-                and (self._consumer.reads_ahead or self._next_to_assign() < self._consumer.asked)
+                not self.is_closed
+                and (self.consumer.reads_ahead or self._next_to_assign() < self.consumer.asked)
                 and len(self._entries) - len(self._done_with()) < self._num_slots
             )
 
@@ -235,11 +298,11 @@ class SlotRing(Generic[Result]):
         The caller must ensure that each is carried out, and answered by `filled`.
         """
         assignments: list[Assignment] = []
-        with self._lock:
-            if self._closed:
+        with self.lock:
+            if self.is_closed:
                 return assignments
             serial = self._next_to_assign()
-            if not (self._consumer.reads_ahead or serial < self._consumer.asked):
+            if not (self.consumer.reads_ahead or serial < self.consumer.asked):
                 return assignments
             free: list[int] = []
             for done in self._done_with():
@@ -247,59 +310,45 @@ class SlotRing(Generic[Result]):
                 if entry is not None:  # else the garbage collector has closed the ring
                     free.append(entry.slot)
             while len(self._entries) < self._num_slots:
-                if not (self._consumer.reads_ahead or serial < self._consumer.asked):
+                if not (self.consumer.reads_ahead or serial < self.consumer.asked):
                     break
-                slot = (free or self._unused_slots(free)).pop()
-                self._entries[serial] = Entry(slot)
+                if not (free or self._never_given):  # slots were taken back, or lost
+                    used = {entry.slot for entry in self._entries.values()}
+                    free = [slot for slot in range(self._num_slots) if slot not in used]
+                slot = (free or self._never_given).pop()
+                self._entries[serial] = _Entry(slot)
                 assignments.append(Assignment(slot, serial))
                 serial += 1
             return assignments
 
-    def unchanged(self) -> AbstractContextManager[Any]:
-        """Return a context in which only this thread changes the ring."""
-        return self._lock
-
     def pending(self) -> list[Assignment]:
         """Return all assignments that are not carried out yet."""
-        with self._lock:
+        with self.lock:
             pending = [Assignment(e.slot, s) for s, e in self._entries.items() if not e.is_ready]
         return pending
 
-    def _unused_slots(self, free: list[int]) -> list[int]:
-        """Add at least one slot without a batch to `free`; search all slots only rarely."""
-        if self._never_given < self._num_slots:
-            free.append(self._never_given)
-            self._never_given += 1
-        else:  # slots were taken back, or lost by an exception
-            used = {entry.slot for entry in self._entries.values()}
-            free.extend(slot for slot in range(self._num_slots) if slot not in used)
-        return free
-
     def filled(self, serial: int, result: Result) -> None:
         """Say that an assignment was carried out, with or without an error. Never blocks."""
-        with self._lock:
+        with self.lock:
             entry = self._entries.get(serial)
-            if entry is None:  # it is closed
-                return
-            entry.result = result
-            entry.is_ready = True
-            # If the consumer assigns slots, it waits for those of dropped batches, too.
-            if serial == self._consumer.next or self.completions is not None:
-                self._wake()
+            if entry is not None:  # else it is closed
+                entry.result = result
+                entry.is_ready = True
+                self.completions.wake()  # a consumer that assigns slots waits for any of them
 
     def fail(self, error: BaseException) -> None:
         """Say that assignments may never be carried out: something broke outside of any batch."""
-        with self._lock:
+        with self.lock:
             self._failure = self._failure or (
                 f"a worker of the reader broke down ({type(error).__name__}: {error}), and batches"
                 " that it had to fill may never come; close the reader and make a new one"
             )
-            self._wake()
+            self.completions.wake()
 
     def unassign(self) -> None:
         """Take back assignments that will not be carried out."""
-        with self._lock:
-            for serial in [s for s, entry in self._entries.items() if not entry.is_ready]:
+        with self.lock:
+            for _, serial in self.pending():
                 self._entries.pop(serial, None)
 
     def close(self, *, at_exit: bool = False) -> bool:
@@ -308,62 +357,44 @@ class SlotRing(Generic[Result]):
         `at_exit`: the interpreter ends; a daemon thread then gets `SystemExit`, and ends without a
         useless traceback.
         """
-        with self._lock:
-            was_open = not self._closed
+        with self.lock:
+            was_open = not self.is_closed
             self._at_exit = self._at_exit or at_exit
-            self._closed = True
+            self.is_closed = True
             self._entries = {}  # a new one: this may come in the middle of a loop over the old
-            self._wake()
+            self.completions.wake()
             return was_open
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the ring was closed."""
-        return self._closed
 
     def check_open(self) -> None:
         """Raise `ReaderClosedError` if the ring is closed."""
-        if self._closed:
+        if self.is_closed:
             if self._at_exit and threading.current_thread().daemon:
                 raise SystemExit
             raise ReaderClosedError("the reader is closed; make a new one")
 
+    # --- under the lock ---------------------------------------------------------------------------
+
     def _next_to_assign(self) -> int:
-        return max(next(reversed(self._entries), -1) + 1, self._consumer.next)
+        return max(next(reversed(self._entries), -1) + 1, self.consumer.next)
 
     def _done_with(self) -> list[int]:
         """Return batches that were delivered, or dropped: their slots are free."""
-        following, held = self._consumer.next, self._consumer.held
+        following, held = self.consumer.next, self.consumer.held
         done: list[int] = []
         for serial, entry in self._entries.items():
             if serial >= following:
                 break
             if serial == held:
                 continue
-            if self._is_done(serial, entry) or self._is_dropped(serial, entry):
+            if self._is_done(serial, entry) or self.completions.drop(entry.slot, serial):
                 done.append(serial)
         return done
 
-    def _is_dropped(self, serial: int, entry: Entry[Result]) -> bool:
-        """Drop a batch; tell whether its slot may be given out. Holds the lock."""
-        return self.completions is not None and self.completions.drop(entry.slot, serial)
-
-    def _is_done(self, serial: int, entry: Entry[Result]) -> bool:
-        """Tell whether a batch is reported ready. Holds the lock."""
-        if not entry.is_ready and self.completions is not None:
+    def _is_done(self, serial: int, entry: _Entry[Result]) -> bool:
+        """Tell whether a batch is reported ready."""
+        if not entry.is_ready:
             result = self.completions.result(entry.slot, serial)
             if result is not None:
                 entry.result = result
                 entry.is_ready = True
         return entry.is_ready
-
-    def _wake(self) -> None:
-        if self.completions is not None:
-            self.completions.wake()
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            waiter.release()
-
-
-def _acquired(lock: threading.Lock, seconds: float | None) -> bool:
-    return lock.acquire(timeout=-1 if seconds is None else seconds)

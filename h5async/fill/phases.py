@@ -27,8 +27,7 @@ from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Refused, Slot
 from h5async.fill.resident import HostCache, Residency
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_SAMPLES, FillRequest
-from h5async.plan.records import GatherPlan
-from h5async.plan.shares import PlanSlice, cut
+from h5async.plan.records import GatherPlan, PlanSlice, cut
 from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder

@@ -31,24 +31,24 @@ from h5async.plan.records import (
     GatherPlan,
     IncludedPlan,
     Int64s,
+    PlanSlice,
+    Ranges,
     ReadPlan,
     SamplesPlan,
 )
-from h5async.plan.shares import PlanSlice
 from h5async.plan.transform import RowTransform
-from h5async.read.collection import Collection, Ranges
+from h5async.read.collection import Collection
 from h5async.read.executors import Executors
 from h5async.read.h5pyrows import H5pyRows
+from h5async.read.nativetransform import NativeTransform, native_transform, native_unpack
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
-from h5async.read.transform import NativeTransform, native_transform
-from h5async.read.unpack import native_unpack
 from h5async.samples.assembly import SlotMemory
 from h5async.samples.fieldkind import Rows
 from h5async.spelling import named
 from h5async.system.timeline import NO_FIELD, Recorder, StageTimes, ThreadCounts
 
-BatchPlan = Sequence[ReadPlan | Ranges]  # of one batch, by field; at the end, of several
+BatchPlan = Sequence[ReadPlan]  # of one batch, by field; at the end, of several
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
@@ -207,7 +207,7 @@ class BatchReader:
         others: Mapping[int, Ranges],
     ) -> BatchPlan:
         """Plan each field for the core or for h5py, except those that `others` has planned."""
-        plans: list[ReadPlan | Ranges] = []
+        plans: list[ReadPlan] = []
         collection, wanted = self._collection, [False] * len(self._layouts)
         more: list[BatchItems] = []
         for field in range(len(self._layouts)):
@@ -333,7 +333,7 @@ class BatchReader:
 
     def _read_items(
         self,
-        plan: ReadPlan | Ranges,
+        plan: ReadPlan,
         field: int,
         start: int,
         stop: int,

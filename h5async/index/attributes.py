@@ -17,7 +17,7 @@ import numpy as np
 from h5async.errors import DatasetError
 from h5async.index.layout import normal_axis
 from h5async.index.layoutfacts import CfAttribute
-from h5async.names import name_text, printable
+from h5async.spelling import name_text, printable
 from h5async.system.interruptions import suppressing
 
 DimensionNames = tuple[tuple[str, ...], ...]

@@ -23,7 +23,7 @@ from h5async.index.opendataset import Opened, indexed
 from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp, changed
 from h5async.io.stores import HDF5File, open_hdf5
-from h5async.names import name_bytes
+from h5async.spelling import name_bytes
 
 
 class FileChanges:

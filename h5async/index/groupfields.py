@@ -26,7 +26,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import BESIDE, Located, Reach, locate
 from h5async.index.metadata import layout_at, value_layout
 from h5async.io.stores import HDF5File
-from h5async.names import name_text, shell_word
+from h5async.spelling import name_text, shell_word
 
 _FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
 _MOST_CATEGORIES = 1 << 24

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
+from h5async.core.structures import KEPT_OVERHEAD_NBYTES
 from h5async.index.extents import FieldTable
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Shape

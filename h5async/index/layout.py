@@ -29,7 +29,7 @@ from h5async.index.layoutfacts import (
 )
 from h5async.index.segments import Segments
 from h5async.io.stamps import FileStamp
-from h5async.names import printable
+from h5async.spelling import printable
 
 _SLICES = 32  # of a contiguous dataset, so that several threads can read it
 

@@ -23,8 +23,7 @@ from h5async.index.room import Room
 from h5async.io.localfiles import IoMode
 from h5async.io.stamps import FileStamp
 from h5async.io.stores import LOCAL, HDF5File, absolute_name, open_hdf5, settled_stamp, store_of
-from h5async.names import name_bytes, name_text
-from h5async.spelling import named
+from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing
 
 _MAX_LINKS = 32  # per path; HDF5 stops at 16

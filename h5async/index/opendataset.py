@@ -26,7 +26,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import Indexed
 from h5async.index.storedtypes import StoredType, describe
 from h5async.io.stores import Source
-from h5async.names import name_bytes, name_text
+from h5async.spelling import name_bytes, name_text
 
 Extents = tuple[int, ...]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
+from h5async.core.structures import KEPT_OVERHEAD_NBYTES
 from h5async.index.datasettable import Datasets, table_of
 from h5async.index.layout import DatasetLayout
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.heap import HeapStruct
+from h5async.core.structures import HeapStruct
 from h5async.errors import ReadError
 from h5async.index.hdf5 import NotDirectError
 from h5async.index.storedtypes import describe, without_metadata

@@ -1,10 +1,9 @@
 """Writes events in Chrome's trace event format, for Perfetto and chrome://tracing.
 
 The file has the "JSON Object Format" of Google's "Trace Event Format",
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each event is a
-complete one (``"ph": "X"``), with times in microseconds of `time.perf_counter`. An arrow (``"ph":
-"s"``, ``"t"``, ``"f"``) leads from the request for a batch through the first work on it to the wait
-for it.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, with complete
+events (``"ph": "X"``), in microseconds of `time.perf_counter`. An arrow (``"s"``, ``"t"``, ``"f"``)
+leads from the request for a batch through the first work on it to the wait for it.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ import gzip
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from h5async.fill.outcomes import Recorded
 from h5async.system.interruptions import suppressing
@@ -23,36 +24,24 @@ from h5async.system.timeline import NO_BATCH, Event
 
 FORMAT = "h5async trace 1"
 
+Processes = Sequence[tuple[str, Recorded]]
+Where = Callable[[int, int], str]
+
 _CATEGORY = "h5async"
 _CONSUMER = ("fetch", "wait", "in use")  # stages of the caller's thread
 
 
 def write_trace(
     path: Path,
-    processes: Sequence[tuple[str, Recorded]],
+    processes: Processes,
     batches: Mapping[int, tuple[int, int]],
     max_events: int,
     other: Mapping[str, Any],
 ) -> None:
-    """Write a trace, replacing an existing file in one step.
+    """Write a trace of named processes, or raise `OSError`; an existing file is replaced at once.
 
-    Parameters
-    ----------
-    path
-        The file; ``.gz`` compresses it.
-    processes
-        Name and events of each process.
-    batches
-        Epoch and number, by serial number.
-    max_events
-        Number of events to write, from the first one on.
-    other
-        Further metadata.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written, or `path` exists and is not a file.
+    `batches` are epochs and numbers by serial number, and `other` is further metadata. The first
+    `max_events` events are written; a path in ``.gz`` is compressed.
     """
     path = Path(os.path.realpath(path))
     with suppressing(FileNotFoundError):
@@ -64,13 +53,18 @@ def write_trace(
     dropped = sum(one.dropped for _, one in processes) + max(0, len(several) - max_events)
     del several[max_events:]
     told = {"format": FORMAT, **other, "events": len(several), "dropped_events": dropped}
-    numbers = _ThreadNumbers(processes)
+    where = partial(_where, processes)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with _opened(new, path.suffix == ".gz") as file:
+        opened = (
+            gzip.open(new, "wt", compresslevel=3, encoding="utf-8")
+            if path.suffix == ".gz"
+            else new.open("w", encoding="utf-8")
+        )
+        with opened as file:
             file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(told)},"traceEvents":[')
-            parts = (_names(processes, several, numbers), _events(several, numbers, batches))
-            lines = (line for part in (*parts, _arrows(several, numbers)) for line in part)
+            names = _names(processes, several, where)
+            lines = chain(names, _events(several, where, batches), _arrows(several, where))
             for count, line in enumerate(lines):
                 file.write(f"{',' if count else ''}\n{line}")
             file.write("\n]}\n")
@@ -81,36 +75,23 @@ def write_trace(
         raise
 
 
-def _opened(path: Path, is_compressed: bool) -> IO[str]:
-    if is_compressed:
-        return gzip.open(path, "wt", compresslevel=3, encoding="utf-8")
-    return path.open("w", encoding="utf-8")
-
-
-class _ThreadNumbers:
-    """Numbers of threads in the file: those of the operating system."""
-
-    def __init__(self, processes: Sequence[tuple[str, Recorded]]) -> None:
-        self._processes = processes
-
-    def __call__(self, process: int, thread: int) -> str:
-        recorded = self._processes[process][1]
-        known = recorded.threads.get(thread)
-        number = thread if known is None else known.native_id
-        return f'"pid":{recorded.process},"tid":{number}'
+def _where(processes: Processes, process: int, thread: int) -> str:
+    """Return the keys of a process and a thread: the numbers of the operating system."""
+    recorded = processes[process][1]
+    known = recorded.threads.get(thread)
+    number = thread if known is None else known.native_id
+    return f'"pid":{recorded.process},"tid":{number}'
 
 
 def _names(
-    processes: Sequence[tuple[str, Recorded]],
+    processes: Processes,
     several: Sequence[tuple[int, Event]],
-    numbers: _ThreadNumbers,
+    where: Where,
 ) -> Iterator[str]:
-    """Yield the names of the processes and threads that have events."""
     for process, (name, recorded) in enumerate(processes):
-        yield _name_of("process_name", f'"pid":{recorded.process},"tid":0', {"name": name})
-        yield _name_of(
-            "process_sort_index", f'"pid":{recorded.process},"tid":0', {"sort_index": process}
-        )
+        whole = f'"pid":{recorded.process},"tid":0'
+        yield _name_of("process_name", whole, {"name": name})
+        yield _name_of("process_sort_index", whole, {"sort_index": process})
     callers = {(process, e.thread) for process, e in several if e.stage in _CONSUMER[1:]}
     # The caller's threads come first, then the others, by name.
     threads = sorted(
@@ -121,9 +102,8 @@ def _names(
         name = _thread_name(processes[process][1], thread)
         if (process, thread) in callers:
             name += " (takes the batches)"
-        where = numbers(process, thread)
-        yield _name_of("thread_name", where, {"name": name})
-        yield _name_of("thread_sort_index", where, {"sort_index": place})
+        yield _name_of("thread_name", where(process, thread), {"name": name})
+        yield _name_of("thread_sort_index", where(process, thread), {"sort_index": place})
 
 
 def _name_of(kind: str, where: str, args: Mapping[str, Any]) -> str:
@@ -137,7 +117,7 @@ def _thread_name(recorded: Recorded, thread: int) -> str:
 
 def _events(
     several: Iterable[tuple[int, Event]],
-    numbers: _ThreadNumbers,
+    where: Where,
     batches: Mapping[int, tuple[int, int]],
 ) -> Iterator[str]:
     for process, event in several:
@@ -154,11 +134,11 @@ def _events(
         told = f',"args":{json.dumps(args)}' if args else ""
         yield (
             f'{{"ph":"X","cat":"{_CATEGORY}","name":"{event.stage}","ts":{_us(event.begin_ns)},'
-            f'"dur":{_us(event.end_ns - event.begin_ns)},{numbers(process, event.thread)}{told}}}'
+            f'"dur":{_us(event.end_ns - event.begin_ns)},{where(process, event.thread)}{told}}}'
         )
 
 
-def _arrows(several: Iterable[tuple[int, Event]], numbers: _ThreadNumbers) -> Iterator[str]:
+def _arrows(several: Iterable[tuple[int, Event]], where: Where) -> Iterator[str]:
     """Yield an arrow per batch that has all three: request, work and wait."""
     ends: dict[int, dict[str, tuple[int, Event]]] = {}
     for process, event in several:
@@ -178,7 +158,7 @@ def _arrows(several: Iterable[tuple[int, Event]], numbers: _ThreadNumbers) -> It
             bound = ',"bp":"e"' if phase == "f" else ""
             yield (
                 f'{{"ph":"{phase}","cat":"{_CATEGORY}","name":"batch","id":{batch},'
-                f'"ts":{_us(at)},{numbers(process, event.thread)}{bound}}}'
+                f'"ts":{_us(at)},{where(process, event.thread)}{bound}}}'
             )
 
 

@@ -1,8 +1,4 @@
-"""Compares the bytes that are read and decoded with those that are used, and advises.
-
-Layouts, options and counts enter; `ChunkUse` leaves. Used bytes are counted when batches are
-delivered, decoded bytes when chunks are decoded.
-"""
+"""Compares the bytes that are read and decoded with those that are used, and advises."""
 
 from __future__ import annotations
 
@@ -15,13 +11,12 @@ import numpy as np
 from h5async.config import ReaderConfig
 from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.names import printable
 from h5async.observe.stats import ChunkAdvice, Remedy
 from h5async.opening.slotsizes import wanted_kept_nbytes
 from h5async.order.rows import SpanRows, StepRows
 from h5async.order.selection import Selection
 from h5async.samples.fieldkind import Rows, field_of
-from h5async.spelling import named
+from h5async.spelling import named, printable
 from h5async.system.resources import free_memory
 
 _CACHED_SHARE = 0.5  # of the free memory, for a dataset or a window that is kept
@@ -31,52 +26,42 @@ _FAR_FEWER = 1.5  # reduction of samples per chunk that justifies rewriting a fi
 
 
 class Used(NamedTuple):
-    """Bytes that samples need, by storage, with each chunk read or decoded once.
+    """Bytes that samples need, by storage, with each chunk read or decoded once."""
 
-    Attributes
-    ----------
-    encoded
-        In chunks that h5async decodes. Records of a table count as a whole, and so do edge chunks
-        that extend beyond the dataset: no order of samples avoids these bytes.
-    raw
-        Not encoded.
-    by_h5py
-        In encoded chunks that only h5py reads.
-    """
-
+    # In chunks that h5async decodes. Records of a table count as a whole, and so do edge chunks
+    # that extend beyond the dataset: no order of samples avoids these bytes.
     encoded: float = 0.0
-    raw: float = 0.0
-    by_h5py: float = 0.0
+    raw: float = 0.0  # not encoded
+    by_h5py: float = 0.0  # in encoded chunks that only h5py reads
 
     def plus(self, other: Used, times: float = 1.0) -> Used:
         """Return the sum; `other` counts `times` times."""
         return Used(*(mine + times * others for mine, others in zip(self, other, strict=True)))
 
 
-class _Culprit(NamedTuple):
-    """The column whose chunks cause the most decoded bytes per sample."""
+class _Column(NamedTuple):
+    """A column, and what a byte of it needs."""
 
-    nbytes: float
     name: str
     layout: DatasetLayout
+    rows: Rows
+    needs: Used
+
+    @property
+    def field(self) -> str:
+        return field_of(self.name)
+
+    @property
+    def rows_of_sample(self) -> int:
+        """Number of rows that a sample consists of, if it is fixed."""
+        return self.rows.size if isinstance(self.rows, StepRows) else 1
 
 
 class ChunkFacts:
     """Facts about the chunks of a reader that do not change.
 
-    Parameters
-    ----------
-    layouts
-        Layouts of all columns, by name.
-    rows
-        Per column: the rows that each sample consists of.
-    selection
-        The samples of an epoch.
-
-    Attributes
-    ----------
-    stored_share
-        Encoded bytes per decoded byte, for chunks that h5async decodes.
+    `layouts` and `rows` are those of all columns; `stored_share` is the number of encoded bytes per
+    decoded byte, in chunks that h5async decodes.
     """
 
     def __init__(
@@ -88,9 +73,11 @@ class ChunkFacts:
     ) -> None:
         self._config = config
         self._layouts = layouts
-        self._rows = dict(zip(layouts, rows, strict=True))
         self._selection = selection
-        self._shares = {name: needs_of(layout) for name, layout in layouts.items()}
+        self._columns = {
+            name: _Column(name, layout, one, needs_of(layout))
+            for (name, layout), one in zip(layouts.items(), rows, strict=True)
+        }
         stored = decoded = 0.0
         for layout in layouts.values():
             for leaf, count in kinds_of(layout):
@@ -101,7 +88,7 @@ class ChunkFacts:
 
     def used(self, column: str, nbytes: float) -> Used:
         """Return the bytes needed for `nbytes` delivered bytes of a column."""
-        return Used().plus(self._shares[column], nbytes)
+        return Used().plus(self._columns[column].needs, nbytes)
 
     def advice(self) -> ChunkAdvice:
         """Return what would decode or read less, with these options and this memory."""
@@ -115,37 +102,31 @@ class ChunkFacts:
             self._remedies_of_raw(),
         )
 
-    def _culprit(self, *, by_h5py: bool) -> _Culprit | None:
-        found = []
-        for name, layout in self._layouts.items():
-            share = self._shares[name]
-            if share.by_h5py if by_h5py else share.encoded:
-                leaf = _largest_chunks(layout, by_h5py=by_h5py)
-                found.append(_Culprit(float(leaf.chunk_nbytes), name, leaf))
-        return max(found, key=lambda one: one.nbytes, default=None)
+    def _culprit(self, *, by_h5py: bool) -> _Column | None:
+        """Return the column whose chunks cause the most decoded bytes; its layout is theirs."""
+        found = [
+            column._replace(layout=_largest_chunks(column.layout, by_h5py=by_h5py))
+            for column in self._columns.values()
+            if (column.needs.by_h5py if by_h5py else column.needs.encoded)
+        ]
+        return max(found, key=lambda column: column.layout.chunk_nbytes, default=None)
 
-    def _name_of(self, culprit: _Culprit | None) -> str:
+    def _name_of(self, culprit: _Column | None) -> str:
         """Return the field's name if there are several fields."""
-        if culprit is None or len(set(map(field_of, self._layouts))) == 1:
-            return ""
-        return printable(field_of(culprit.name))
+        is_alone = len({column.field for column in self._columns.values()}) == 1
+        return "" if culprit is None or is_alone else printable(culprit.field)
 
-    def _unit_of(self, culprit: _Culprit | None) -> str:
-        """Return the word for an item of a chunk."""
+    def _unit_of(self, culprit: _Column | None) -> str:
         if culprit is None:
             return "sample"
-        if isinstance(self._rows[culprit.name], StepRows):
+        if isinstance(culprit.rows, StepRows):
             return "row"
-        if isinstance(self._rows[culprit.name], SpanRows):
+        if isinstance(culprit.rows, SpanRows):
             return "value"
-        is_image = self._config.h_dim is not None and culprit.name == self._first
+        is_image = self._config.h_dim is not None and culprit.name == next(iter(self._layouts))
         return "image" if is_image else "sample"
 
-    @property
-    def _first(self) -> str:
-        return next(iter(self._layouts))
-
-    def _remedies(self, culprit: _Culprit | None, *, by_h5py: bool) -> tuple[Remedy, ...]:
+    def _remedies(self, culprit: _Column | None, *, by_h5py: bool) -> tuple[Remedy, ...]:
         if culprit is None:
             return ()
         config, found = self._config, []
@@ -156,7 +137,7 @@ class ChunkFacts:
         if config.cache is None and config.num_helpers <= 1 and config.decode != "device":
             if self._fits():
                 found.append(Remedy(f"{named('cache', 'host')} from the second epoch on", 0.0))
-        rows = self._rows_of_chunk(culprit)
+        rows = _rows_of_chunk(culprit)
         if rows:
             unit = self._unit_of(culprit)
             of = f' "{self._name_of(culprit)}"' if self._name_of(culprit) else ""
@@ -164,62 +145,51 @@ class ChunkFacts:
             found.append(Remedy(f"repack{of} with {count} a chunk"))
         return tuple(found)
 
-    def _rows_of_chunk(self, culprit: _Culprit) -> int:
-        """Return the number of rows that a chunk should have; 0 if it need not change."""
-        layout, rows = culprit.layout, self._rows[culprit.name]
-        now = layout.chunk_shape[layout.sample_axis]
-        wanted = -(-_LEAST_CHUNK_NBYTES // max(1, layout.row_nbytes))
-        if isinstance(rows, StepRows):
-            wanted = max(wanted, rows.size)
-        elif isinstance(rows, SpanRows):
-            wanted = max(wanted, rows.likely(1))
-        return wanted if wanted * _FAR_FEWER <= now else 0
-
-    def _left_by_window(self, culprit: _Culprit) -> float:
+    def _left_by_window(self, culprit: _Column) -> float:
         """Return the samples decoded per used sample if each chunk is decoded once.
 
         Unselected samples of a chunk are decoded in vain in any order, and each helper process
         decodes the chunks of its batches.
         """
-        layout, rows = culprit.layout, self._rows[culprit.name]
-        per_chunk, steps = float(layout.chunk_shape[layout.sample_axis]), 1
-        if isinstance(rows, StepRows):
-            steps = rows.size
-        elif isinstance(rows, SpanRows):
-            per_chunk = max(1.0, per_chunk / max(1, rows.likely(1)))
+        per_chunk = float(culprit.layout.chunk_shape[culprit.layout.sample_axis])
+        if isinstance(culprit.rows, SpanRows):
+            per_chunk = max(1.0, per_chunk / max(1, culprit.rows.likely(1)))
         looked_at = np.arange(min(self._selection.size, _LOOKED_AT))
         samples = self._selection.ascending.samples(looked_at)
         chunks = np.unique(samples // per_chunk).size
-        once = chunks * per_chunk / max(1, samples.size * steps)
+        once = chunks * per_chunk / max(1, samples.size * culprit.rows_of_sample)
         return max(1.0, once) * max(1, self._config.num_helpers)
 
     def _remedies_of_raw(self) -> tuple[Remedy, ...]:
         """Return remedies for raw chunks that are read whole because they lie across samples."""
-        across = [
-            name
-            for name, layout in self._layouts.items()
-            if self._shares[name].raw and layout.chunk_shape and layout.sample_axis
-        ]
-        if not across:
-            return ()
-        name = printable(field_of(across[0]))
-        return (Remedy(f'store "{name}" with the dimension of its samples first'),)
+        for column in self._columns.values():
+            layout = column.layout
+            if column.needs.raw and layout.chunk_shape and layout.sample_axis:
+                name = printable(column.field)
+                return (Remedy(f'store "{name}" with the dimension of its samples first'),)
+        return ()
 
     def _window_fits(self) -> bool:
-        """Tell whether memory suffices for the chunks that a window keeps."""
         wanted = sum(wanted_kept_nbytes(self._config, self._layouts, in_window=True))
         wanted *= max(1, self._config.num_helpers)
         return wanted <= _CACHED_SHARE * free_memory()[0].nbytes
 
     def _fits(self) -> bool:
-        """Tell whether the selected samples fit into memory."""
         nbytes = 0
-        for name, layout in self._layouts.items():
-            share = self._selection.size / max(1, layout.sample_count)
-            rows = self._rows[name]
-            times = rows.size if isinstance(rows, StepRows) else 1
-            nbytes += int(layout.nbytes * share * times)
+        for column in self._columns.values():
+            share = self._selection.size / max(1, column.layout.sample_count)
+            nbytes += int(column.layout.nbytes * share * column.rows_of_sample)
         return nbytes <= _CACHED_SHARE * free_memory()[0].nbytes
+
+
+def _rows_of_chunk(culprit: _Column) -> int:
+    """Return the number of rows that a chunk should have; 0 if it need not change."""
+    layout, rows = culprit.layout, culprit.rows
+    now = layout.chunk_shape[layout.sample_axis]
+    least = -(-_LEAST_CHUNK_NBYTES // max(1, layout.row_nbytes))
+    of_sample = rows.likely(1) if isinstance(rows, SpanRows) else culprit.rows_of_sample
+    wanted = max(least, of_sample)
+    return wanted if wanted * _FAR_FEWER <= now else 0
 
 
 def needs_of(layout: DatasetLayout) -> Used:

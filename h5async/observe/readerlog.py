@@ -1,7 +1,6 @@
 """Logs what a reader has opened, how it reads each field, and what memory did not allow.
 
-All records come from the process that made the reader. A process logs each warning once, since
-readers of the same files may follow one another.
+A process logs each warning once, since readers of the same files may follow one another.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from h5async.config.files import paths_text
 from h5async.core.binding import why_no_core
 from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout
-from h5async.names import printable
+from h5async.spelling import printable
 
 _log = logging.getLogger("h5async.reader")
 _MOST_WARNED = 1000  # remembered
@@ -28,7 +27,7 @@ _warned: set[str] = set()
 def log_opened(
     config: ReaderConfig, layouts: Mapping[str, DatasetLayout], num_samples: int, seconds: float
 ) -> None:
-    """Log what was opened: fields, `num_samples` selected ones, and the seconds until ready."""
+    """Log what was opened, and the seconds until it was ready."""
     if not _log.isEnabledFor(logging.INFO):
         return
     files = {file for y in layouts.values() for file, _ in table_of(y)[1].columns.files}
@@ -44,24 +43,18 @@ def log_opened(
 
 
 def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> None:
-    """Log how each field is read, and warn if that is not the fastest way.
-
-    `methods` has an entry per field, as in `ReaderStats.ways`.
-    """
+    """Log how each field is read, and warn if that is not the fastest way."""
     reason = why_no_core()
     if reason is not None:
         _warn_once(reason)
     for (name, layout), method in zip(layouts.items(), methods, strict=True):
         what = printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
-        if layout.fallback_reason is not None and reason is None:
-            _warn_once(
-                f"{what}: is read through h5py, one read at a time: {layout.fallback_reason}"
-            )
-        elif "h5py" in method and reason is None:
-            _warn_once(
-                f"{what}: is read through h5py, one read at a time, because the core does not read"
-                " its storage"
-            )
+        why = ", because the core does not read its storage"
+        if layout.fallback_reason is not None:
+            why = f": {layout.fallback_reason}"
+        is_slow = layout.fallback_reason is not None or "h5py" in method
+        if is_slow and reason is None:
+            _warn_once(f"{what}: is read through h5py, one read at a time{why}")
         else:
             how = "through h5py" if method == "h5py" else f"directly ({method})"
             _log.info("%s: is read %s", what, how)
@@ -70,16 +63,10 @@ def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> No
 def log_memory(
     config: ReaderConfig, cache: str, most_threads: int, kept: Sequence[int], wanted: Sequence[int]
 ) -> None:
-    """Log what memory did not allow.
+    """Log what memory did not allow; `cache` is that of `ReaderStats`.
 
-    Parameters
-    ----------
-    cache
-        As in `ReaderStats.cache`.
-    most_threads
-        Number of threads that memory allows.
-    kept, wanted
-        Bytes of decoded chunks, per field, that may be kept for later batches, and that would help.
+    `kept` and `wanted` are bytes of decoded chunks, per field, that may be kept for later batches,
+    and that would help.
     """
     what = paths_text(config.hdf5_path)
     if config.cache is not None and cache.startswith("none: "):

@@ -1,16 +1,11 @@
-"""Collects times and counts while a reader works, and names the bottleneck in a sentence.
-
-`ReaderStats` is the public result: of all the work, of an epoch, or since earlier statistics.
+"""Defines `ReaderStats`: times and counts of a reader, and its bottleneck in a sentence.
 
 A stage is one step of delivering a batch, in the threads of the pool: plan, read, decode, place
-(copying samples from decoded chunks into the batch), transform, postprocess, upload. The consumer's
-own time is what it spends in `get_next_batch()`.
+(copying samples from decoded chunks into the batch), transform, postprocess, upload.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +13,6 @@ from typing import Any, NamedTuple
 from h5async.html import Bar, Cell, counted, seconds_text, size_text, table
 from h5async.spelling import as_keyword, named, spelled
 
-_KEPT_WAITS = 4096
 _DATA_BOUND = 0.02  # share of waiting from which a loop counts as data-bound
 _HOLDS = 0.6  # share of waiting up to which the loop may be what holds the GIL
 _STARVED = 0.25  # share of the threads' time spent waiting for the GIL
@@ -36,111 +30,22 @@ _WORK = {  # names of stages in the sentence
 }
 
 
-class WaitTotals(NamedTuple):
-    """The consumer's waits so far.
-
-    Attributes
-    ----------
-    number
-        Number of waits, without the first, which is start-up.
-    seconds
-        Their sum.
-    elapsed_seconds
-        Time from the first batch to the end of the last wait.
-    """
-
-    number: int = 0
-    seconds: float = 0.0
-    elapsed_seconds: float = 0.0
-
-
-class Waits:
-    """The consumer's waits for batches; only it notes, any thread may ask."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
-        self._last: deque[float] = deque(maxlen=_KEPT_WAITS)
-        self._totals = self._before = WaitTotals()
-        self._begin: float | None = None
-
-    def note(self, begin: float, end: float) -> None:
-        """Note a wait, in seconds of `time.perf_counter`; leave out the first one, start-up."""
-        with self._lock:
-            if self._begin is None:
-                self._begin = end
-                return
-            number, seconds, _ = self._totals
-            self._before = self._totals._replace(elapsed_seconds=begin - self._begin)
-            self._last.append(end - begin)
-            self._totals = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
-
-    @property
-    def totals(self) -> WaitTotals:
-        """All waits so far."""
-        return self._totals
-
-    @property
-    def before(self) -> WaitTotals:
-        """All waits before the last one."""
-        return self._before
-
-    def percentiles(self, totals: WaitTotals, since: WaitTotals) -> tuple[float, float]:
-        """Return median and 99th percentile of the kept waits between two moments."""
-        with self._lock:
-            later = self._totals.number - totals.number
-            kept = list(self._last)
-        kept = sorted(kept[: max(0, len(kept) - later)][since.number - totals.number :])
-        if totals.number <= since.number:
-            return 0.0, 0.0
-        return percentile(kept, 50), percentile(kept, 99)
-
-
-def percentile(ascending: Sequence[float], percent: float) -> float:
-    """Return a percentile, interpolated as NumPy does; 0 if there are no numbers."""
-    if not ascending:
-        return 0.0
-    at = (len(ascending) - 1) * percent / 100
-    below = int(at)
-    above = min(below + 1, len(ascending) - 1)
-    return ascending[below] + (ascending[above] - ascending[below]) * (at - below)
-
-
 class Remedy(NamedTuple):
-    """A way to decode less.
-
-    Attributes
-    ----------
-    text
-        What to do; options are marked.
-    leaves
-        Samples that would then be decoded per used one.
-    """
+    """A way to decode less; options are marked in its text."""
 
     text: str
-    leaves: float = 1.0
+    leaves: float = 1.0  # samples that would then be decoded per used one
 
 
 class ChunkAdvice(NamedTuple):
-    """Advice on chunks that hold more than is used.
+    """Advice on chunks that hold more than is used."""
 
-    Attributes
-    ----------
-    name
-        The field whose chunks are decoded most; empty if there is only one field.
-    unit
-        An item of a chunk: "sample", "image", "row" or "value".
-    h5py_name, h5py_remedies
-        The same for chunks that only h5py reads.
-    raw_remedies
-        Remedies for reading too much of chunks without filters.
-    """
-
-    name: str = ""
-    unit: str = "sample"
+    name: str = ""  # the field whose chunks are decoded most, if there are several
+    unit: str = "sample"  # of a chunk: "sample", "image", "row" or "value"
     remedies: tuple[Remedy, ...] = ()
-    h5py_name: str = ""
+    h5py_name: str = ""  # the same for chunks that only h5py reads
     h5py_remedies: tuple[Remedy, ...] = ()
-    raw_remedies: tuple[Remedy, ...] = ()
+    raw_remedies: tuple[Remedy, ...] = ()  # for chunks without filters
 
 
 @dataclass(frozen=True)
@@ -155,8 +60,8 @@ class ReaderStats:
         Time between the deliveries of the first and the last batch. For an epoch, it begins with
         the request for its first batch; since an earlier moment, with the last batch before it.
     wait_seconds, wait_p50_seconds, wait_p99_seconds
-        Time that the consumer waited for batches since the first one: the sum, and the median and
-        99th percentile of the last 4,096 waits.
+        Time that the consumer waited after the first batch: the sum, and the median and 99th
+        percentile of the last 4,096 waits.
     stage_seconds
         Time that threads spent in each stage (plan, read, decode, place, transform, postprocess,
         upload), for all filled batches. If h5py reads a dataset, all of it counts as ``"read"``.
@@ -165,9 +70,8 @@ class ReaderStats:
     read_nbytes, decoded_chunks, decoded_nbytes
         Encoded bytes read, chunks decoded, and the bytes in these.
     decoded_per_used
-        Samples decoded per used one; by bytes, over the fields whose chunks are encoded. 1: each
-        chunk was decoded once, and all of it was used. 0: nothing was decoded. Batches that are
-        probably on their way count as used.
+        Samples decoded per used one, by bytes, of fields whose chunks are encoded; 1 means that
+        each chunk was decoded once and used whole. Batches on their way count as used.
     read_per_used
         Bytes read per used one, of fields that are not encoded.
     fallback_reads
@@ -175,20 +79,17 @@ class ReaderStats:
     direct_share
         Share of the bytes of a sample that are read without h5py.
     ways
-        How each field is read: ``"core"``, ``"h5py"``, ``"memory"``, or several of these
-        for several files.
+        What reads each field: ``"core"``, ``"h5py"``, ``"memory"``, or several of these.
     cache
         Where rows are kept for later epochs, and how many; or why they are not.
     decode
         Where chunks are decoded, ``"host"`` or ``"device"``, and why.
-    num_threads
-        Threads of the pool; 0: the consumer's thread does the work.
+    num_threads, workers
+        Threads of the pool (0: the consumer does the work), and the option `workers`.
     filters
         Names of the filters of all fields.
     broken_images
         Images that were replaced because they cannot be decoded; see `ImageField`.
-    workers
-        The option: the processes that the threads, and their GIL, belong to.
     epoch
         The requested epoch; None means all.
     first_batch
@@ -240,7 +141,7 @@ class ReaderStats:
     _encoded_share: float = 0.0  # of the bytes read: those of decoded chunks
     _waits: int | None = None  # None: one fewer than batches
     _advice: ChunkAdvice = field(default=ChunkAdvice(), compare=False)
-    _mark: object = field(default=None, compare=False)  # where statistics since these begin
+    _moment: object = field(default=None, compare=False)  # where statistics since these begin
 
     @property
     def waited_share(self) -> float:
@@ -294,13 +195,10 @@ class ReaderStats:
         return spelled(loop_sentence(self), as_keyword)
 
     def __repr__(self) -> str:
-        return f"<ReaderStats{self._span}: {self._glance()}>"
-
-    def _glance(self) -> str:
         text = f"{self._amount} in {self.elapsed_seconds:.3g} s"
-        if not self._says_something:
-            return text
-        return f"{text}, waited {_percent(self.waited_share)} %, most time in {self.limit}"
+        if self._says_something:
+            text += f", waited {_percent(self.waited_share)} %, most time in {self.limit}"
+        return f"<ReaderStats{self._span}: {text}>"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON types: numbers, strings, None, lists and dicts.
@@ -308,26 +206,14 @@ class ReaderStats:
         The keys are the attributes, `waited_share`, `busy_seconds`, `headroom`, `limit`,
         `bottleneck` and ``"sentence"``, which is ``str()``. Names end in their units: seconds,
         share, or nbytes for bytes.
-
-        Examples
-        --------
-        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
-        ...     for data, labels in reader:
-        ...         pass
-        ...     told = reader.stats().as_dict()
-        >>> told["samples"], told["filters"], told["epoch"]
-        (1797, ['deflate', 'shuffle'], None)
         """
         names = [name for name in self.__dataclass_fields__ if not name.startswith("_")]
+        names += ["waited_share", "busy_seconds", "headroom", "limit", "bottleneck"]
         found = {name: getattr(self, name) for name in names}
-        for name in ("waited_share", "busy_seconds", "headroom", "limit", "bottleneck"):
-            found[name] = getattr(self, name)
-        found["stage_seconds"], found["ways"] = dict(self.stage_seconds), dict(self.ways)
-        found["filters"] = list(self.filters)
-        return {**found, "sentence": str(self)}
+        found |= {name: dict(found[name]) for name in ("stage_seconds", "ways")}
+        return {**found, "filters": list(self.filters), "sentence": str(self)}
 
     def _repr_html_(self) -> str:
-        """Show a small table in a notebook, with bars for where the time went."""
         busy = self.busy_seconds
         rows: list[list[Cell]] = []
         for stage, seconds in self.stage_seconds.items():
@@ -395,7 +281,6 @@ def _percent(share: float) -> str:
 
 
 def _limit(stats: ReaderStats) -> str:
-    """Name the limiting stage, and its wasted work."""
     stage, threads = stats.limit, max(1, stats.num_threads)
     work = _WORK[stage]
     if stage == "decode" and stats.filters:
@@ -437,7 +322,6 @@ def _told(ratio: float, unit: str, name: str, remedies: Sequence[Remedy]) -> str
 
 
 def _remedies(ratio: float, remedies: Sequence[Remedy]) -> str:
-    """Name remedies that would help noticeably."""
     texts = [remedy.text for remedy in remedies if remedy.leaves * _WASTED <= ratio]
     if len(texts) > 1:
         texts[-1] = f"or {texts[-1]}"

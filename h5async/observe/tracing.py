@@ -1,53 +1,84 @@
 """Records what a reader does, and writes it as a trace at the end.
 
-The engine reports its requests and deliveries here; the caller holds a `Trace`.
+The engine reports its requests and deliveries here; the caller holds a `Trace`. Ranges of NVTX and
+of PyTorch's profiler, which are imported on request only, show what is done in Python.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import operator
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
-from h5async.errors import ConfigError, ReadError, out_of_memory
-from h5async.fill.outcomes import Recorded
-from h5async.observe.chrometrace import write_trace
-from h5async.observe.ranges import nvtx_ranges, torch_ranges
-from h5async.observe.trace import Trace
+from h5async.errors import ConfigError, MissingPackageError, ReadError, out_of_memory
 from h5async.system.interruptions import interruption, passing
-from h5async.system.timeline import Recorder, Timeline
+from h5async.system.timeline import OpenRange, Recorder, Timeline
 
-MAX_EVENTS = 500_000
+if TYPE_CHECKING:
+    from h5async.fill.filling import Filler
+    from h5async.fill.outcomes import Recorded
+    from h5async.process.helper import HelperFiller
+
 _MOST_EVENTS = 20_000_000  # 1 GB of memory, 3 GB of a file
-
-_log = logging.getLogger("h5async.trace")
 _ENDED_EARLY = "the process ended before the trace did"
 
+_log = logging.getLogger("h5async.trace")
 
-class Records(Protocol):
-    """A filler, which records its threads."""
 
-    def record(self, timeline: Timeline | None) -> None:
-        """Begin recording to a timeline, or end it if None."""
+class Trace:
+    """A running trace of a reader, begun by `AsyncReader.trace` and ended by `stop`.
 
-    def recorded(self) -> list[Recorded]:
-        """Return what was recorded since the last call, per process."""
+    It also ends at the end of its ``with`` block, and with its reader.
+
+    Attributes
+    ----------
+    path
+        The file that is written at the end; None means no file.
+    is_ending
+        Whether it has ended or is ending.
+
+    Examples
+    --------
+    >>> with AsyncReader(hdf5_path="sample_data/digits.h5") as reader:
+    ...     trace = reader.trace("t.json")
+    ...     batch = reader.get_next_batch()
+    ...     trace.stop()
+    >>> trace.path.name
+    't.json'
+    """
+
+    def __init__(self, path: Path | None, end: Callable[[Trace], None]) -> None:
+        self.path = path
+        self.is_ending = False
+        self._end = end
+
+    def stop(self) -> None:
+        """End the trace and write the file, or raise `ReadError`. Extra calls are harmless."""
+        self.is_ending = True
+        self._end(self)
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = "ended" if self.is_ending else "running"
+        return f"<Trace {self.path or 'without a file'}, {state}>"
 
 
 class Tracing:
     """The traces of a reader, one at a time. For the caller's thread.
 
-    Parameters
-    ----------
-    recorder
-        Gets reports from all parts of the reader.
-    title
-        Name of what is read.
+    All parts of the reader report to `recorder`; `title` names what is read.
     """
 
     def __init__(self, recorder: Recorder, title: str) -> None:
@@ -57,16 +88,16 @@ class Tracing:
         # Held by the caller: a trace that an interruption kept from him is ended by the next one.
         self._trace: weakref.ref[Trace] | None = None
         self._file: Path | None = None
-        self._filler: Records | None = None  # that is recorded
+        self._filler: Filler | HelperFiller | None = None  # that is recorded
         self._recorded: list[Recorded] | None = None
         self._batches: dict[int, tuple[int, int]] = {}  # epoch and number, by serial number
         self._began = ""
-        self._max_events = MAX_EVENTS
+        self._max_events = 0
 
     def begin(
         self,
         path: str | os.PathLike[str] | None,
-        filler: Records,
+        filler: Filler | HelperFiller,
         batches: Callable[[], Mapping[int, tuple[int, int]]],
         held: int | None,
         *,
@@ -74,18 +105,10 @@ class Tracing:
         torch: bool,
         max_events: int,
     ) -> Trace:
-        """Begin a trace.
+        """Begin a trace, as `AsyncReader.trace`.
 
-        Parameters
-        ----------
-        path, nvtx, torch, max_events
-            As in `AsyncReader.trace`, like the errors raised.
-        filler
-            The filler whose threads are recorded.
-        batches
-            Returns epoch and number of requested batches, by serial number.
-        held
-            Serial number of the batch that the caller holds.
+        `batches` returns epoch and number of requested batches, by serial number; `held` is the
+        serial number of the batch that the caller holds.
         """
         trace = None if self._trace is None else self._trace()
         if trace is not None and not trace.is_ending:
@@ -104,7 +127,7 @@ class Tracing:
             )
         if path is None and not (nvtx or torch):
             raise ConfigError('trace() needs a path: trace("t.json"), or nvtx=True, or torch=True')
-        ranges = [*([nvtx_ranges()] if nvtx else ()), *([torch_ranges()] if torch else ())]
+        ranges = [*([_nvtx_ranges()] if nvtx else ()), *([_torch_ranges()] if torch else ())]
         try:
             self._file = None if path is None else Path(os.path.abspath(os.fsdecode(path)))
         except TypeError as error:
@@ -148,8 +171,6 @@ class Tracing:
                 f"the trace cannot be written to {self._file}: {error.strerror or error};"
                 " give the path of a file in a folder that you may write to"
             ) from error
-
-    # --- its end ----------------------------------------------------------------------------------
 
     def close(self) -> ReadError | None:
         """End a running trace with the reader; return the error if it cannot be written."""
@@ -195,9 +216,46 @@ class Tracing:
 
     def _write(self, recorded: Sequence[Recorded], note: str | None = None) -> None:
         assert self._file is not None
+        from h5async.observe.chrometrace import write_trace  # rarely needed
+
         names = [f"h5async: {self._title}", *["h5async: a helper process"] * len(recorded)]
         other = {"reader": self._title, "began": self._began}
         if note is not None:
             other["note"] = note
         processes = list(zip(names, recorded, strict=False))
         write_trace(self._file, processes, self._batches, self._max_events, other)
+
+
+def _nvtx_ranges() -> OpenRange:
+    nvtx = _imported(
+        "cupy.cuda.nvtx",
+        "nvtx=True needs CuPy, which has NVTX ({}); install it with: pip install"
+        " 'h5async[cuda13]', or 'h5async[cuda12]' for a driver of CUDA 12",
+    )
+
+    def open_range(name: str) -> Callable[[], object]:
+        nvtx.RangePush(name)
+        close: Callable[[], object] = nvtx.RangePop
+        return close
+
+    return open_range
+
+
+def _torch_ranges() -> OpenRange:
+    profiler = _imported(
+        "torch.profiler", "torch=True needs PyTorch ({}); install it as https://pytorch.org says"
+    )
+
+    def open_range(name: str) -> Callable[[], object]:
+        opened = profiler.record_function(name)
+        opened.__enter__()
+        return partial(opened.__exit__, None, None, None)
+
+    return open_range
+
+
+def _imported(module: str, otherwise: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingPackageError(otherwise.format(error)) from error

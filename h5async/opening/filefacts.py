@@ -35,7 +35,6 @@ from h5async.index.metadata import list_layouts, may_be_variable_length, read_la
 from h5async.index.savedindex import Wanted
 from h5async.index.sequenced import join_groups
 from h5async.io.stores import absolute_name, settled_stamp
-from h5async.names import name_text
 from h5async.opening.raggedcolumns import heap_layout, sparse_layouts, with_spans
 from h5async.read.whole import read_whole
 from h5async.samples.fieldkind import (
@@ -50,7 +49,7 @@ from h5async.samples.fieldkind import (
     values_of,
 )
 from h5async.samples.sparsekind import ID, SHAPE_OF
-from h5async.spelling import named
+from h5async.spelling import name_text, named
 from h5async.system.interruptions import suppressing
 
 _MOST_NAMES = 1 << 24

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.core.binding import load_core
-from h5async.core.tablestructures import (
+from h5async.core.structures import (
     HEAP_SCRATCH_NBYTES,
     PLANNED_ROW_NBYTES,
     PLANNED_SAMPLE_NBYTES,
@@ -38,8 +37,7 @@ from h5async.index.units import most_units
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import method_of
-from h5async.read.fallback import span_nbytes
-from h5async.read.h5pyrows import needs_scratch, scratch_nbytes
+from h5async.read.h5pyrows import needs_scratch, scratch_nbytes, span_nbytes
 from h5async.read.scratch import ScratchSize
 from h5async.spelling import named
 from h5async.system.resources import free_memory, local_ranks
@@ -369,9 +367,8 @@ def _num_layers(layout: DatasetLayout) -> int:
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
     """Return the bytes held to read through h5py, by one thread at a time."""
     most = 0
-    core = load_core()
     for leaf, _ in kinds_of(layout):
-        if method_of(core, leaf) != "h5py":
+        if method_of(leaf) != "h5py":
             continue
         read = min(leaf.nbytes, span_nbytes(leaf, rows))
         # A chunk that is checked: encoded, decoded, and between its filters.

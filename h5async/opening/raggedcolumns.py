@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from h5async.config.files import FileName
 from h5async.core.binding import load_core
-from h5async.core.heap import NOWHERE
+from h5async.core.structures import NOWHERE
 from h5async.errors import DatasetError, ReadError
 from h5async.index.datasettable import table_of
 from h5async.index.groupfields import row_offsets, sparse_group

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from h5async.config import ReaderConfig
-from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
+from h5async.core.structures import KEPT_OVERHEAD_NBYTES
 from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.smalldatasets import kept_whole_nbytes

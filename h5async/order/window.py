@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
-from h5async.core.tablestructures import WindowStruct
+from h5async.core.structures import WindowStruct
 from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.units import sample_bounds

@@ -217,9 +217,7 @@ class CfForm:
             self._decode_block(stored[block], out[block], numbers)
 
     def _decode_block(self, stored: NDArray[Any], out: NDArray[Any], numbers: Any) -> None:
-        def of_rows(column: NDArray[Any] | None) -> Any:
-            if column is None:
-                return None
+        def of_rows(column: NDArray[Any]) -> Any:
             if numbers is None:
                 return column[0]
             found = column[numbers]
@@ -227,17 +225,12 @@ class CfForm:
 
         values = out if out.dtype == self.dtype else np.empty(out.shape, self.dtype)
         np.copyto(values, stored, casting="unsafe")
-        is_missing: Any = None
-        for fill in self.fills:
-            is_fill = values == of_rows(fill)
-            is_missing = is_fill if is_missing is None else is_missing | is_fill
+        missing = [values == of_rows(fill) for fill in self.fills]
         if self.low is not None:
-            is_below = stored < of_rows(self.low)
-            is_missing = is_below if is_missing is None else is_missing | is_below
+            missing.append(stored < of_rows(self.low))
         if self.high is not None:
-            is_above = stored > of_rows(self.high)
-            is_missing = is_above if is_missing is None else is_missing | is_above
-        if is_missing is not None:
+            missing.append(stored > of_rows(self.high))
+        for is_missing in missing:
             np.copyto(values, np.nan, where=is_missing)
         if self.scale is not None:
             np.multiply(values, of_rows(self.scale), out=values)

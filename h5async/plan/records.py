@@ -1,16 +1,16 @@
-"""Defines the plans of a batch: who reads which rows. Pure.
+"""Defines the plans of a batch, and cuts their work into shares. Pure.
 
 The core holds its own plans, for which `BatchItems` stands. A `SamplesPlan` says which rows of a
-field h5py reads. A `GatherPlan` needs no file.
+field h5py reads. A `GatherPlan` needs no file; `Ranges` are not decoded.
 
 Every plan has a number of items that do not depend on each other, so any thread can execute slices
-of it.
+of it. `num_items` and `item_nbytes` are their number, and the mean cost of one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,33 +18,26 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchItems:
-    """A plan that the core holds, of one field or several.
-
-    `batch` is a `read.queue.SlotBatch`; `item_nbytes` is the mean cost of an item.
-    """
+class BatchItems(NamedTuple):
+    """A plan that the core holds, of one field or several; `batch` is a `read.queue.SlotBatch`."""
 
     batch: Any
     num_items: int
     item_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class IncludedPlan:
+class IncludedPlan(NamedTuple):
     """A field that is read with others: there is a `BatchItems` for all of them."""
 
     num_items: int = 0
     item_nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SamplesPlan:
+class SamplesPlan(NamedTuple):
     """Rows of a field that h5py reads at once: only one thread at a time can.
 
     `sample`, int64 (n,), are rows of the dataset, or elements of variable length. `rows`, int64
     (n,), are their rows in the memory of the field; for variable length, the first value of each.
-    `item_nbytes` is the cost of all of them.
     """
 
     sample: Int64s
@@ -52,13 +45,11 @@ class SamplesPlan:
     item_nbytes: int
 
     @property
-    def num_items(self) -> int:
-        """One, or none if nothing is to be read."""
+    def num_items(self) -> int:  # noqa: D102
         return int(self.sample.size > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class GatherPlan:
+class GatherPlan(NamedTuple):
     """Samples whose rows a cache holds.
 
     `begin`, int64 (n,), are their first bytes in the cache; `offsets`, int64 (n + 1,), the bytes of
@@ -69,26 +60,73 @@ class GatherPlan:
     offsets: Int64s
 
     @property
-    def num_items(self) -> int:
-        """Samples to copy."""
+    def num_items(self) -> int:  # noqa: D102
         return self.begin.size
 
     @property
-    def item_nbytes(self) -> int:
-        """The mean cost of an item, in bytes."""
+    def item_nbytes(self) -> int:  # noqa: D102
         return -(-int(self.offsets[-1]) // max(1, self.begin.size))
 
 
-ReadPlan = BatchItems | IncludedPlan | SamplesPlan | GatherPlan
+class Ranges(NamedTuple):
+    """Byte ranges of sources, to be read as they are stored.
 
+    Attributes
+    ----------
+    source, offset, nbytes
+        int64 (n,): the source of each, its address there, and its length.
+    position
+        int64 (n,): where it goes in `memory`.
+    memory
+        uint8.
+    """
 
-class Plan(Protocol):
-    """The work of a plan of any kind."""
+    source: Int64s
+    offset: Int64s
+    nbytes: Int64s
+    position: Int64s
+    memory: NDArray[np.uint8]
 
     @property
-    def num_items(self) -> int:
-        """Pieces of work that do not depend on each other."""
+    def num_items(self) -> int:  # noqa: D102
+        return self.offset.size
 
     @property
-    def item_nbytes(self) -> int:
-        """The cost of an item, in bytes."""
+    def item_nbytes(self) -> int:  # noqa: D102
+        return int(self.nbytes.sum()) // max(1, self.nbytes.size)
+
+
+ReadPlan = BatchItems | IncludedPlan | SamplesPlan | GatherPlan | Ranges
+
+
+class PlanSlice(NamedTuple):
+    """Items `start` to `stop` of the plan of field number `field`."""
+
+    field: int
+    start: int
+    stop: int
+
+
+def cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> Iterator[list[PlanSlice]]:
+    """Cut the work of a batch into at most `parts` shares of about equal cost.
+
+    The items of all plans, one per field, are concatenated, each as long as its bytes, and cut at
+    equal distances, so that small fields are combined with large ones. Together the shares hold
+    each item once. From `min_part_nbytes` on, a share is worth handing to a thread.
+    """
+    costs = [plan.num_items * plan.item_nbytes for plan in plans]
+    total = sum(costs)
+    parts = max(1, min(parts, total // max(1, min_part_nbytes)))
+    cuts: list[list[PlanSlice]] = [[] for _ in range(parts)]
+    begin = 0
+    for field, (plan, cost) in enumerate(zip(plans, costs, strict=True)):
+        edges = [0]
+        for part in range(1, parts):
+            inside = total * part // parts - begin
+            edges.append(min(plan.num_items, max(0, round(inside / max(1, plan.item_nbytes)))))
+        edges.append(plan.num_items)
+        for part in range(parts):
+            if edges[part] < edges[part + 1]:
+                cuts[part].append(PlanSlice(field, edges[part], edges[part + 1]))
+        begin += cost
+    return (share for share in cuts if share)

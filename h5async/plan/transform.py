@@ -1,7 +1,7 @@
 """Permutes, casts and scales rows, on the host.
 
 Rows as stored enter; rows as delivered leave. `RowTransform` describes the transform;
-`RowTransform.apply` does it with NumPy, `read/transform.py` in the compiled core, and the device in
+`RowTransform.apply` does it with NumPy, `read/nativetransform.py` in the core, and the device in
 one kernel on the GPU.
 """
 

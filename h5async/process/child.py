@@ -7,10 +7,12 @@ own process group.
 
 from __future__ import annotations
 
+import _socket
 import collections
 import contextlib
 import errno
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,9 +21,8 @@ from typing import Any
 
 from h5async.errors import ConfigError, ReadError
 from h5async.io.shared import duplicate
-from h5async.process.channel import channel_of, socket_pair
 from h5async.process.helper_main import GROUP_SIGNALS, MARK
-from h5async.process.messages import dump, load
+from h5async.process.messages import Channel, dump
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
@@ -57,15 +58,8 @@ class HelperProcess:
     """A helper process that ends when the ``with`` block is left; ReadError if it cannot start.
 
     The caller holds a lock for `post`; one thread calls `flush`, and one thread calls `receive`.
-
-    Parameters
-    ----------
-    memory_fd
-        Descriptor of the shared memory.
-    what
-        What the helper reads, for messages.
-    folder
-        The folder that relative paths start from. None means the current one.
+    `what` is what the helper reads, for messages; relative paths start from `folder`, None means
+    the current one.
     """
 
     def __init__(self, memory_fd: int, what: str, folder: str | None) -> None:
@@ -82,10 +76,11 @@ class HelperProcess:
             self._resources = stack.pop_all()
 
     def _open(self, stack: contextlib.ExitStack, memory_fd: int, folder: str | None) -> None:
-        self._channel, theirs = socket_pair()
+        ours, theirs = _socket.socketpair()
+        self._channel = Channel(ours)
         stack.callback(self._channel.close)
         with contextlib.closing(theirs):
-            inherited = channel_of(duplicate(theirs.fileno()))
+            inherited = _socket.socket(fileno=duplicate(theirs.fileno()))
         with contextlib.closing(inherited), _signals_blocked():
             code = _code(inherited.fileno(), memory_fd, os.getpid())
             self._popen = subprocess.Popen(
@@ -119,7 +114,7 @@ class HelperProcess:
     def receive(self) -> Any:
         """Wait for the next message and return it; HelperDied if the helper has ended."""
         try:
-            return load(self._channel.receive())
+            return pickle.loads(self._channel.receive())
         except EOFError:
             raise HelperDied(f"{self._what}: the helper process {self._wait()}") from None
 

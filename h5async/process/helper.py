@@ -4,18 +4,21 @@
 memory (`helper_main.py`).
 
 Each helper has a thread here that keeps it alive and takes its answers (`supervisor.py`). One more
-thread takes tickets, fetches requests, waits until a slot may be written to, distributes the
-requests over the helpers (`crew.py`), and sends them.
+thread takes tickets, fetches requests, waits until a slot may be written to, and sends each request
+to the helper with the fewest outstanding ones. It stays there even if that helper dies and another
+replaces it, so no two processes ever write to the same slot.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
+import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,26 +28,28 @@ from h5async.errors import ConfigError, ReadError
 from h5async.fill.outcomes import NO_CALLS, Calls, FillerStats, FillOutcome, Recorded
 from h5async.fill.pool import THREAD_NAME, start_all
 from h5async.fill.resident import Residency
-from h5async.index.layout import DatasetLayout
 from h5async.io.shared import SharedMemory
 from h5async.opening.limits import MemoryPlan
-from h5async.opening.selecting import Chosen
 from h5async.order.sampling import FillRequest
 from h5async.process.child import HelperProcess, check_interpreter, refusal
-from h5async.process.crew import Crew
-from h5async.process.messages import Opened, Opening, Starting, dump_opening
+from h5async.process.messages import NoteUploaded, Opened, Starting
+from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots
+from h5async.process.supervisor import Supervisor
 from h5async.samples.assembly import SlotMemory, first_columns_of
 from h5async.spelling import named
 from h5async.system.timeline import Timeline
 from h5async.system.waiting import Once, Patience, join_threads
 
+_FOUND = "was changed while the reader was made, of which helper processes have found two versions"
+
 
 class HelperFiller:
     """Fills slots in the threads of helper processes. Thread-safe.
 
-    `open` starts the helpers, which open the dataset; `start` has them fill slots in `shared`,
-    memory that the helpers map too.
+    Made in the thread that opens the reader. `open` starts the helpers, which open the dataset;
+    `start` has them fill slots in `shared`, memory that the helpers map too. Each of `supervisors`
+    keeps a helper alive.
 
     Raises
     ------
@@ -59,7 +64,7 @@ class HelperFiller:
         self._what = paths_text(config.hdf5_path)
         check_interpreter()
         try:
-            opening = dump_opening(Opening(config))
+            opening = bytes(cloudpickle.dumps(config))
         except Exception as error:
             raise ConfigError(
                 f"postprocess cannot be sent to a helper process ({type(error).__name__}:"
@@ -75,46 +80,31 @@ class HelperFiller:
             ) from error
         # A request, or True: fetch requests; False: send queued messages; None: the end.
         self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()
-        tickets = self._tickets
-        self._crew = Crew(
-            config.num_helpers,
-            self._what,
-            opening,
-            self.shared,
-            wake_sender=lambda: tickets.put(False),
-        )
-        self._lock = self._crew.lock
+        # Reentrant: the garbage collector may close a reader anywhere, even while it is held.
+        self._lock = threading.RLock()
+        wake_sender = functools.partial(self._tickets.put, False)
+        self.supervisors = [
+            Supervisor(self._what, opening, self.shared, self._lock, wake_sender)
+            for _ in range(config.num_helpers)
+        ]
         self._closed = False
         self._then: Callable[[], None] = _nothing
         self._working = 0  # threads
         self._ending = Once()
-        self._slots: ReaderSlots | None = None
         self._device_cache: Residency | None = None
         self._calls = NO_CALLS
         self._threads: list[threading.Thread] = []
         self._timeline: Timeline | None = None
 
     @property
-    def layouts(self) -> Mapping[str, DatasetLayout]:
-        """The layouts by column name, in order, after `open`."""
-        assert self._crew.opened is not None
-        return self._crew.opened.layouts
-
-    @property
-    def chosen(self) -> Chosen:
-        """The samples of an epoch, after `open`."""
-        assert self._crew.opened is not None
-        return self._crew.opened.chosen
-
-    @property
     def methods(self) -> list[str]:
         """How each field is read, in field order, after `start`."""
-        return self._crew.methods
+        return self.supervisors[0].methods
 
     @property
     def processes(self) -> list[HelperProcess | None]:
         """The current helper processes; None for one that is not running."""
-        return [supervisor.process for supervisor in self._crew.supervisors]
+        return [supervisor.process for supervisor in self.supervisors]
 
     def open(self) -> Opened:
         """Start the helpers, each of which opens the dataset; return what they found.
@@ -122,15 +112,22 @@ class HelperFiller:
         Raises
         ------
         H5AsyncError
-            As in `AsyncReader`; `ReadError` if opening the files kills a helper process.
+            As in `AsyncReader`; `ReadError` if opening the files kills a helper process, or they
+            found different files.
         BatchTimeoutError
             If that takes longer than both the option ``timeout`` and a minute.
         """
-        for number, supervisor in enumerate(self._crew.supervisors):
+        for number, supervisor in enumerate(self.supervisors):
             self._start_thread(supervisor.run, f"helper_{number}")
-        self._crew.await_opened(self._config.timeout)
-        assert self._crew.opened is not None
-        return self._crew.opened
+        first = None
+        for supervisor in self.supervisors:
+            supervisor.await_step(self._config.timeout)
+            assert supervisor.opened is not None
+            first = first or supervisor.opened
+            check_same(first, supervisor.opened, _FOUND)
+            supervisor.opened = first  # tables of chunks are kept once
+        assert first is not None
+        return first
 
     def start(
         self,
@@ -142,29 +139,23 @@ class HelperFiller:
         device_cache: Residency | None,
         calls: Calls,
     ) -> None:
-        """Have slots filled from now on; parameters and errors are those of `Filler`.
+        """Have slots filled from now on; errors, and parameters not named here, are `Filler`'s.
 
-        Parameters
-        ----------
-        slots
-            Arrays in `shared`; raw arrays lie in other memory if the filler transforms them.
-        rows
-            The number of samples that a slot has room for.
-        pixels_nbytes
-            Per field: the maximum size of the pixels of a batch of images.
-        memory_plan, calls
-            As in `Filler`. Functions are called in threads of this object.
-        device_cache
-            See `OnDevice`.
+        `slots`, `rows` and `pixels_nbytes` are those of `ReaderSlots`. Functions are called in
+        threads of this object.
         """
-        first_columns = first_columns_of(self.layouts)
-        self._slots = ReaderSlots(self.shared, slots, rows, first_columns, pixels_nbytes)
+        opened = self.supervisors[0].opened
+        assert opened is not None
+        first_columns = first_columns_of(opened.layouts)
+        own = ReaderSlots(self.shared, slots, rows, first_columns, pixels_nbytes)
         self._calls = calls
         self._device_cache = device_cache
-        starting = Starting(self._slots.specs, rows, memory_plan, device_cache is not None)
-        self._crew.start_filling(self._slots, starting, calls.on_done)
+        starting = Starting(own.specs, rows, memory_plan, device_cache is not None)
+        for supervisor in self.supervisors:
+            supervisor.start_filling(own, starting, calls.on_done)
         self._start_thread(self._send_all, "send")
-        self._crew.await_started(self._config.timeout)
+        for supervisor in self.supervisors:
+            supervisor.await_step(self._config.timeout)
 
     def kick(self) -> None:
         """Have new requests fetched. Never blocks; extra calls are harmless."""
@@ -186,16 +177,18 @@ class HelperFiller:
         """Note that the device cache has the samples of a slot's batch."""
         assert self._device_cache is not None
         self._device_cache.add(index)
-        self._crew.note_uploaded(slot)
+        (only,) = self.supervisors  # the options allow no others with a cache
+        only.note(NoteUploaded(slot))
 
     def stats(self) -> FillerStats:
         """Return the statistics of all helpers so far."""
-        return self._crew.stats()
+        return functools.reduce(FillerStats.plus, [each.stats() for each in self.supervisors])
 
     def record(self, timeline: Timeline | None) -> None:
         """Record the events of all threads, including those of helpers. None stops it."""
         self._timeline = timeline or self._timeline
-        self._crew.record(0 if timeline is None else timeline.max_events)
+        for supervisor in self.supervisors:
+            supervisor.record(0 if timeline is None else timeline.max_events)
 
     def recorded(self) -> list[Recorded]:
         """Return what was recorded here or received from helpers since the last call."""
@@ -203,15 +196,18 @@ class HelperFiller:
         if timeline is None:
             return []
         events = timeline.take_events(time.perf_counter_ns())
-        here = Recorded(os.getpid(), timeline.threads, events, timeline.dropped)
-        return [here, *self._crew.take_recorded()]
+        found = [Recorded(os.getpid(), timeline.threads, events, timeline.dropped)]
+        for supervisor in self.supervisors:
+            found += supervisor.take_recorded()
+        return found
 
     def stop(self, then: Callable[[], None]) -> None:
         """Drop all requests, end the helpers, then call `then`, like `Filler.stop`."""
         with self._lock:
             if not self._ending.has_begun:
                 self._closed, self._then = True, then
-            self._crew.close()
+            for supervisor in self.supervisors:
+                supervisor.close()
             is_idle = not self._working
         self._tickets.put(None)
         if is_idle:
@@ -239,10 +235,21 @@ class HelperFiller:
                 except BaseException as error:
                     self._calls.on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
                     continue
-                if not self._crew.request(request):
+                if not self._request(request):
                     return
-                self._crew.flush()
-            self._crew.flush()
+                self._flush()
+            self._flush()
+
+    def _request(self, request: FillRequest) -> bool:
+        """Post a request to one helper; return False if this is closed."""
+        with self._lock:
+            freest = min(self.supervisors, key=lambda supervisor: supervisor.num_outstanding)
+            is_posted = freest.request(request)
+        return is_posted
+
+    def _flush(self) -> None:
+        for supervisor in self.supervisors:
+            supervisor.flush()
 
     def _start_thread(self, target: Callable[[], None], name: str) -> None:
         name = f"{THREAD_NAME}-{name}"
@@ -269,10 +276,10 @@ class HelperFiller:
     def _end(self) -> None:
         """Release all that the threads used; called after the last of them."""
         self.shared.close()
-        self._slots = None
         # These functions are bound to the owner of this object.
         self._calls = NO_CALLS
-        self._crew.release()
+        for supervisor in self.supervisors:
+            supervisor.release()
         self._then()
         self._then = _nothing
 

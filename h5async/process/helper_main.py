@@ -6,10 +6,12 @@ reader's process, however that ends.
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import ctypes
 import faulthandler
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -29,20 +31,18 @@ from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.opening.selecting import Chosen, choose
 from h5async.opening.slotsizes import slot_transforms
 from h5async.order.sampling import FillRequest
-from h5async.process.channel import Channel, channel_of
 from h5async.process.messages import (
     Answer,
+    Channel,
     Failed,
     NoteUploaded,
     Opened,
-    Opening,
     Record,
     Rooms,
     SentField,
     Started,
     Starting,
     dump,
-    load,
     portable,
 )
 from h5async.process.sharedslots import HelperSlots
@@ -87,34 +87,17 @@ def main(channel_fd: int, memory_fd: int, parent: int) -> None:
         os.environ.pop(MARK, None)  # for `check_interpreter`
         for fd in (channel_fd, memory_fd):
             os.set_inheritable(fd, False)
-        end = channel_of(channel_fd)
+        end = Channel(_socket.socket(fileno=channel_fd))
         _ignore_signals()
         os.register_at_fork(after_in_child=partial(_leave_to_parent, end))
         if sys.stderr is not None:  # the reader's process may have closed it
             faulthandler.enable()  # prints where a C library crashed
-        _Helper(_Messages(end), SharedMemory(memory_fd)).serve()
+        _Helper(end, SharedMemory(memory_fd)).serve()
     except EOFError:  # the reader is closed, or gone
         pass
     except BaseException as raised:
         error = raised
     _exit(error)
-
-
-class _Messages:
-    """Messages from and to the reader. `send` is thread-safe."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def receive(self) -> Any:
-        return load(self._channel.receive())
-
-    def send(self, message: Any) -> None:
-        data = dump(message)
-        try:
-            self._channel.send(data)
-        except OSError:  # the reader is gone
-            os._exit(0)
 
 
 class _StepFailed(Exception):
@@ -133,9 +116,20 @@ def _step() -> Iterator[None]:
 
 
 class _Helper:
-    def __init__(self, channel: _Messages, memory: SharedMemory) -> None:
+    def __init__(self, channel: Channel, memory: SharedMemory) -> None:
         self._channel = channel
         self._memory = memory
+
+    def _receive(self) -> Any:
+        return pickle.loads(self._channel.receive())
+
+    def _send(self, message: Any) -> None:
+        """Send a message to the reader; in any thread."""
+        data = dump(message)
+        try:
+            self._channel.send(data)
+        except OSError:  # the reader is gone
+            os._exit(0)
 
     def serve(self) -> None:
         """Answer messages until EOFError: the reader has hung up."""
@@ -144,21 +138,21 @@ class _Helper:
             with _step():
                 opened = open_dataset(config)
                 chosen = choose(opened.config, opened.layouts)
-            self._channel.send(_told(config, opened, chosen))
-            starting = self._channel.receive()
+            self._send(_told(config, opened, chosen))
+            starting = self._receive()
             assert isinstance(starting, Starting)
             with _step():
                 self._start(opened, chosen, starting)
         except _StepFailed as failed:
-            self._channel.send(Failed(portable(failed.reason)))
+            self._send(Failed(portable(failed.reason)))
             return
-        self._channel.send(Started(self._filler.methods, self._filler.stats().cache))
+        self._send(Started(self._filler.methods, self._filler.stats().cache))
         while True:
-            self._obey(self._channel.receive())
+            self._obey(self._receive())
 
     def _receive_config(self) -> ReaderConfig:
         try:
-            opening = self._channel.receive()
+            config = self._receive()
         except EOFError:
             raise
         except BaseException as error:  # a module of `postprocess` cannot be imported, say
@@ -168,8 +162,7 @@ class _Helper:
                     f" {error}); make its module one that a new interpreter can import, or read"
                     f" with {named('workers', 'thread')}"
                 ) from error
-        assert isinstance(opening, Opening)
-        config = opening.config
+        assert isinstance(config, ReaderConfig)
         # This thread only receives; otherwise the reader might wait for it.
         return config.model_copy(update={"num_threads": config.filler_threads})
 
@@ -233,9 +226,9 @@ class _Helper:
             self._filler.recorded(),
         )
         try:
-            self._channel.send(answer)
+            self._send(answer)
         except BaseException as raised:  # it cannot be pickled
-            self._channel.send(answer._replace(fields=(), error=portable(raised)))
+            self._send(answer._replace(fields=(), error=portable(raised)))
 
 
 def _told(config: ReaderConfig, opened: OpenedDataset, chosen: Chosen) -> Opened:

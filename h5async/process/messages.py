@@ -1,14 +1,18 @@
-"""Defines the messages between a reader and its helper process, and pickles them.
+"""Defines the messages between a reader and its helper process, pickles them, and sends them.
 
-First `Opening` is answered by `Opened`, and `Starting` by `Started`. Then the reader sends requests
-to fill slots (`FillRequest` and `Rooms`, as plain tuples), each answered by one `Answer` in any
-order, and notes without an answer (`NoteUploaded`, `Record`). Arrays stay in shared memory.
+First the options (`ReaderConfig`) are answered by `Opened`, and `Starting` by `Started`. Then the
+reader sends requests to fill slots (`FillRequest` and `Rooms`, as plain tuples), each answered by
+one `Answer` in any order, and notes without an answer (`NoteUploaded`, `Record`). Arrays stay in
+shared memory.
 """
 
 from __future__ import annotations
 
+import _socket
 import itertools
 import pickle
+import struct
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias
 import cloudpickle  # type: ignore[import-untyped]
 
 from h5async import errors
-from h5async.config import ReaderConfig
 from h5async.errors import H5AsyncError
 from h5async.fill.outcomes import FillerStats, Recorded
 from h5async.index.layout import DatasetLayout
@@ -33,14 +36,13 @@ Rooms: TypeAlias = Mapping[int, tuple[int, int]]
 # number and the number of rows.
 Part: TypeAlias = ArraySpec | tuple[int, int]
 
+_SIZE = struct.Struct("!Q")  # the size of the message that follows
+_READ_NBYTES = 1 << 16  # one call receives the whole of most messages
+# Without it, sending to a closed end is fatal in a program that does not ignore SIGPIPE.
+_SEND_FLAGS = getattr(_socket, "MSG_NOSIGNAL", 0)
+
 _MAX_CAUSES = 8
 _KNOWN = {kind for kind in vars(errors).values() if isinstance(kind, type)}
-
-
-class Opening(NamedTuple):
-    """Open the dataset of these options."""
-
-    config: ReaderConfig
 
 
 class Opened(NamedTuple):
@@ -65,12 +67,8 @@ class Opened(NamedTuple):
 class SlotSpecs(NamedTuple):
     """Describes a slot in shared memory: arrays of `SlotMemory`, and the batch's sample numbers.
 
-    Attributes
-    ----------
-    raw, out, made
-        As in `SlotMemory`; None for an array that is not in shared memory or not needed.
-    numbers
-        int64 (batch,): sample numbers.
+    None stands for an array that is not in shared memory or not needed. `numbers` is int64
+    (batch,).
     """
 
     raw: tuple[ArraySpec | None, ...]
@@ -80,16 +78,9 @@ class SlotSpecs(NamedTuple):
 
 
 class Starting(NamedTuple):
-    """Start to fill slots.
+    """Start to fill slots, which have room for `rows` samples each.
 
-    Attributes
-    ----------
-    slots, rows
-        The slots, and the number of samples that each has room for.
-    memory_plan
-        As in `Filler`.
-    has_device_cache
-        Whether the reader tracks which samples the device cache has.
+    `has_device_cache`: the reader tracks which samples the device cache has.
     """
 
     slots: list[SlotSpecs]
@@ -145,10 +136,8 @@ class Answer(NamedTuple):
         The error, if any, from `portable`.
     is_resident, busy_seconds, warnings
         As in `FillOutcome`.
-    stats
-        The statistics of the helper's filler so far.
-    recorded
-        Events of its threads since the last answer, if recorded.
+    stats, recorded
+        Of the helper's filler so far, and events of its threads since the last answer.
     """
 
     request: tuple[Any, ...]
@@ -169,22 +158,65 @@ class Failed(NamedTuple):
     error: tuple[bytes, ...]
 
 
-def dump_opening(opening: Opening) -> bytes:
-    """Pickle the first message; its functions may be local, or defined in ``__main__``.
+class Channel:
+    """One end of a socket pair, which it owns: messages, as bytes, arrive whole and in order.
 
-    Raises any exception if something in it cannot be pickled.
+    Any thread sends; one thread receives. It calls the system directly: Python's default socket
+    timeouts do not apply, and it uses no function that gevent or eventlet replace (as they do with
+    `os.close`).
     """
-    return bytes(cloudpickle.dumps(opening))
+
+    def __init__(self, end: _socket.socket) -> None:
+        end.setblocking(True)  # `socket.setdefaulttimeout` may have set a timeout
+        self._socket = end
+        # Held while sending, so that the descriptor is not closed and its number reused meanwhile.
+        self._sending = threading.Lock()
+        self._received = bytearray()
+
+    def send(self, data: bytes) -> None:
+        """Send a message. Blocks until the other end has room; OSError if either end is closed."""
+        with self._sending:
+            self._socket.sendall(_SIZE.pack(len(data)) + data, _SEND_FLAGS)
+
+    def receive(self) -> bytes:
+        """Wait for a message and return it; EOFError if the other end closes, even within one."""
+        (size,) = _SIZE.unpack(self._take(_SIZE.size))
+        return self._take(size)
+
+    def hang_up(self) -> None:
+        """End messages in both directions, also for a thread in `receive`. Never blocks."""
+        with suppressing(OSError):  # the other end may be closed already
+            self._socket.shutdown(_socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the descriptor; no thread may be in `receive`. Idempotent."""
+        with self._sending:
+            self._socket.close()
+
+    def forget(self) -> None:
+        """Close the descriptor in a forked child, where another thread's lock stays locked."""
+        self._socket.close()
+
+    def _take(self, nbytes: int) -> bytes:
+        while len(self._received) < nbytes:
+            try:
+                data = self._socket.recv(max(nbytes - len(self._received), _READ_NBYTES))
+            except OSError as error:
+                raise EOFError from error
+            if not data:
+                raise EOFError
+            self._received += data
+        taken = bytes(self._received[:nbytes])
+        del self._received[:nbytes]
+        return taken
 
 
 def dump(message: Any) -> bytes:
-    """Pickle any other message."""
+    """Pickle a message other than the first, in which functions may be local."""
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
-def load(data: bytes) -> Any:
-    """Unpickle a message."""
-    return pickle.loads(data)
+# --- errors ---------------------------------------------------------------------------------------
 
 
 class _Parts(NamedTuple):

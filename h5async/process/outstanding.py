@@ -25,23 +25,21 @@ class _Entry:
 
 
 class Outstanding:
-    """Unanswered requests, at most one per slot. The caller holds a lock."""
+    """Unanswered requests, at most one per slot. The caller holds a lock.
+
+    `has_started`: the current helper, or else the last one, got as far as taking requests.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by slot, like the sets below
         self._unsent: set[int] = set()  # not given to the current helper
         self._suspects: set[int] = set()  # a helper died while it had them
         self._takes_requests = False
-        self._has_started = False
+        self.has_started = False
 
     def __len__(self) -> int:
         """Return the number of unanswered requests."""
         return len(self._entries)
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the current helper, or else the last one, got as far as taking requests."""
-        return self._has_started
 
     def add(self, request: FillRequest) -> None:
         """Add a request; it replaces an earlier one for the same slot."""
@@ -80,11 +78,11 @@ class Outstanding:
 
     def helper_starts(self) -> None:
         """Note that a new helper is being started; it does not take requests yet."""
-        self._has_started = False
+        self.has_started = False
 
     def helper_started(self) -> None:
         """Note that the helper takes requests from now on."""
-        self._takes_requests = self._has_started = True
+        self._takes_requests = self.has_started = True
 
     def helper_ends(self) -> None:
         """Note that the helper takes no more requests; `blame` follows when the reason is known."""
@@ -102,7 +100,7 @@ class Outstanding:
         """
         assert not self._takes_requests, "the helper has not ended"
         had = self._entries.keys() - self._unsent
-        if not self._has_started:
+        if not self.has_started:
             oldest = self.oldest()
             had = set() if oldest is None else {oldest.slot}
         for slot in had:

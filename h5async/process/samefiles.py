@@ -23,26 +23,32 @@ def check_same(before: Opened, now: Opened, found: str = _FOUND) -> None:
 
     `found` completes the message; its subject is what differs.
     """
+    file, what = next(iter(before.layouts.values())).file, None
+    changed = _changed_layout(before, now)
+    if changed is not None:
+        file, what = changed.file, "this file"
+    elif not before.chosen.is_same(now.chosen):
+        what = "what indices or weights are read from"
+    elif not _has_same_columns(before, now):
+        what = "a table of categories or columns"
+    if what is not None:
+        raise ReadError(f"{file}: {what} {found}; make a new reader")
+
+
+def _changed_layout(before: Opened, now: Opened) -> DatasetLayout | None:
     if list(before.layouts) != list(now.layouts):  # a path leads to data of another kind
-        first = next(iter(before.layouts.values()))
-        raise ReadError(f"{first.file}: this file {found}; make a new reader")
+        return next(iter(before.layouts.values()))
     for name, layout in before.layouts.items():
-        if _is_same(layout, now.layouts[name]):
-            continue
-        pairs = zip(layout.leaves(), now.layouts[name].leaves(), strict=False)
-        changed = next((old for old, new in pairs if not _is_same(old, new)), layout)
-        raise ReadError(f"{changed.file}: this file {found}; make a new reader")
-    if not before.chosen.is_same(now.chosen):
-        first = next(iter(before.layouts.values()))
-        raise ReadError(
-            f"{first.file}: what indices or weights are read from {found}; make a new reader"
-        )
+        if not _is_same(layout, now.layouts[name]):
+            pairs = zip(layout.leaves(), now.layouts[name].leaves(), strict=False)
+            return next((old for old, new in pairs if not _is_same(old, new)), layout)
+    return None
+
+
+def _has_same_columns(before: Opened, now: Opened) -> bool:
+    """Compare the meaning of codes, and which columns are delivered."""
     kinds = zip(before.kinds.values(), now.kinds.values(), strict=True)
-    if not all(type(one) is type(other) and one.is_same(other) for one, other in kinds):
-        first = next(iter(before.layouts.values()))
-        raise ReadError(
-            f"{first.file}: a table of categories or columns {found}; make a new reader"
-        )
+    return all(type(one) is type(other) and one.is_same(other) for one, other in kinds)
 
 
 def _is_same(one: DatasetLayout, other: DatasetLayout) -> bool:
@@ -61,6 +67,4 @@ def _files(layout: DatasetLayout) -> list[object]:
 
 
 def _are_equal(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return np.array_equal(one, other)
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))

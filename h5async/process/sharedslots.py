@@ -11,6 +11,7 @@ is told its rooms, so their number does not depend on the number of helpers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,25 +29,11 @@ _MOST_ARRAYS = 3  # of one field
 
 
 class ReaderSlots:
-    """Slots in the memory of the process that made them.
+    """Slots in the memory of the process that made them; `specs` is what helpers receive.
 
-    Parameters
-    ----------
-    shared
-        The memory.
-    slots
-        Arrays in it; raw arrays lie in other memory if the filler transforms them.
-    rows
-        The number of samples that a slot has room for.
-    first_columns
-        Per field: the number of its first column.
-    pixels_nbytes
-        Per field: the maximum size of the pixels of a batch of images.
-
-    Attributes
-    ----------
-    specs
-        The description that helpers receive.
+    `slots` are arrays in `shared`; raw arrays lie in other memory if the filler transforms them. A
+    slot has room for `rows` samples. Per field, `first_columns` has the number of its first column,
+    and `pixels_nbytes` the maximum size of the pixels of a batch of images.
     """
 
     def __init__(
@@ -113,40 +100,24 @@ class ReaderSlots:
         pixels: Sequence[NDArray[np.uint8] | None],
         numbers: NDArray[np.int64],
     ) -> SlotSpecs:
-        spec = self._shared.spec
+        spec, own = self._shared.spec, partial(_own_spec, self._shared)
         made = [
             slot.made[number] if slot.made and slot.made[number] is not None else of_field
             for number, of_field in enumerate(pixels)
         ]
-        out = [spec(array) for array in slot.out]
-        of_numbers = spec(numbers)
-        assert of_numbers is not None
         return SlotSpecs(
-            tuple(spec(array) for array in slot.raw),
-            tuple(found for found in out if found is not None),
+            tuple(map(spec, slot.raw)),
+            tuple(map(own, slot.out)),
             tuple(None if array is None else spec(array) for array in made),
-            of_numbers,
+            own(numbers),
         )
 
 
 class HelperSlots:
-    """Slots in the memory of the process that fills them.
+    """Slots in the memory of the process that fills them; `slots` is for the filler.
 
-    Parameters
-    ----------
-    shared
-        The memory.
-    specs
-        The description from the reader's process.
-    raws
-        Per column: shape and dtype of a row as read.
-    first_columns
-        Per field: the number of its first column.
-
-    Attributes
-    ----------
-    slots
-        Memory for the filler.
+    `raws` has the shape and dtype of a row as read, per column; `first_columns` the number of a
+    field's first column.
     """
 
     def __init__(
@@ -180,19 +151,8 @@ class HelperSlots:
     ) -> tuple[tuple[SentField | None, ...], dict[int, tuple[int, int]]]:
         """Put the arrays outside a batch's slot into shared memory; different slots in any threads.
 
-        Returns
-        -------
-        fields
-            Per field: its arrays; None for the slot's own array.
-        rooms
-            Memory that was added for them.
-
-        Raises
-        ------
-        PostprocessError
-            If an array cannot lie in shared memory.
-        OutOfMemoryError
-            If the system refuses memory.
+        Returns `Answer.fields` and `Answer.rooms`. `PostprocessError` is raised if an array cannot
+        lie in shared memory, `OutOfMemoryError` if the system refuses memory.
         """
         size = self._sizes[slot] = outcome.index.size
         self._numbers[slot][:size] = outcome.index
@@ -236,7 +196,7 @@ class HelperSlots:
         return None if is_own else SentField(kind, tuple(parts), sample_shape)
 
     def _is_column(self, slot: int, column: int, array: NDArray[Any]) -> bool:
-        """Return whether an array is the first rows of a column of a slot."""
+        """Tell whether an array is the first rows of a column of a slot."""
         own = self.slots[slot].out[column]
         return (
             array.ctypes.data == own.ctypes.data
@@ -270,28 +230,31 @@ class HelperSlots:
         if room is None or room.nbytes < array.nbytes:
             twice = 0 if room is None else 2 * room.nbytes
             new = self._shared.empty(max(array.nbytes, twice))
-            of_new = self._shared.spec(new)
-            assert of_new is not None
-            if room is not None and (of_old := self._shared.spec(room)) is not None:
-                self._shared.discard(of_old)  # the batch that was there is no longer in use
+            if room is not None:  # the batch that was there is no longer in use
+                self._shared.discard(_own_spec(self._shared, room))
             room = self._rooms[slot, number] = new
-            added[number] = (of_new.offset, new.nbytes)
+            added[number] = (_own_spec(self._shared, new).offset, new.nbytes)
         target: NDArray[Any] = np.ndarray(array.shape, array.dtype, room)
         np.copyto(target, array)
-        spec = self._shared.spec(target)
-        assert spec is not None
-        return spec
+        return _own_spec(self._shared, target)
 
     def _room(self, slot: int, number: int) -> NDArray[np.uint8] | None:
         told = self._told[slot].get(number)
         if told is None:
             return None
         known = self._rooms.get((slot, number))
-        spec = None if known is None else self._shared.spec(known)
-        if spec is None or spec.offset != told[0]:  # another helper has added it
+        if known is None or _own_spec(self._shared, known).offset != told[0]:
+            # Another helper has added it.
             room = ArraySpec(told[0], (told[1],), np.dtype(np.uint8))
             known = self._rooms[slot, number] = self._shared.array(room)
         return known
+
+
+def _own_spec(shared: SharedMemory, array: NDArray[Any]) -> ArraySpec:
+    """Describe an array that is known to be in shared memory."""
+    spec = shared.spec(array)
+    assert spec is not None
+    return spec
 
 
 def _blocks(slot: SlotMemory, specs: SlotSpecs) -> list[tuple[int, int, int]]:

@@ -61,18 +61,9 @@ class Supervisor:
 
     Methods are thread-safe, except `run` and `flush`, each called by one thread.
 
-    Parameters
-    ----------
-    what
-        What helpers read, for messages.
-    opening
-        The first message to a helper, pickled.
-    shared
-        Memory that helpers map too.
-    lock
-        Reentrant: the garbage collector may close a reader anywhere, even while it is held.
-    wake_sender
-        Makes the other thread call `flush`.
+    `what` is what helpers read, for messages; `opening` is the first message to a helper, pickled;
+    `shared` is memory that helpers map too; `lock` is reentrant; `wake_sender` makes the other
+    thread call `flush`.
 
     Attributes
     ----------
@@ -80,6 +71,8 @@ class Supervisor:
         What the first helper found, once it has opened the dataset.
     methods
         How each field is read, in field order, once a helper has started to fill slots.
+    process
+        The current helper process.
     """
 
     def __init__(
@@ -103,7 +96,7 @@ class Supervisor:
         self._lock = lock
         self._changed = Gate()
         self._closed = False
-        self._process: HelperProcess | None = None
+        self.process: HelperProcess | None = None
         self._takes_notes = False  # it was sent `Starting`, so messages may be posted after it
         self._starting: Starting | None = None
         self._slots: ReaderSlots | None = None
@@ -111,15 +104,11 @@ class Supervisor:
         self._outstanding = Outstanding()
         self._stats = self._former_stats = _NOTHING_DONE
         self._max_events = 0  # the limit of recorded events
-        self._recorded: list[Recorded] = []
-        self._steps = Steps()
+        self._recorded: dict[int, Recorded] = {}  # by process
+        # Steps of the start that are done, or the error that ended them.
+        self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._opener_id = threading.get_native_id()  # of the system's thread
         self._is_alone = False  # there is no other thread of the system
-
-    @property
-    def process(self) -> HelperProcess | None:
-        """The current helper process."""
-        return self._process
 
     @property
     def num_outstanding(self) -> int:
@@ -164,13 +153,13 @@ class Supervisor:
     def take_recorded(self) -> list[Recorded]:
         """Return what helpers have recorded and sent since the last call."""
         with self._lock:
-            found, self._recorded = self._recorded, []
-            return found
+            found, self._recorded = self._recorded, {}
+        return list(found.values())
 
     def flush(self) -> None:
         """Send what was posted; blocks until the helper has received it or has ended."""
         with self._lock:
-            process = self._process
+            process = self.process
         if process is not None:
             process.flush()
 
@@ -186,8 +175,8 @@ class Supervisor:
             self._closed = True
             self._outstanding.clear()
             self._changed.notify()
-            if self._process is not None:
-                self._process.hang_up()
+            if self.process is not None:
+                self.process.hang_up()
 
     def release(self) -> None:
         """Release slots and functions, after `run` has ended."""
@@ -204,14 +193,37 @@ class Supervisor:
             If it takes longer than both the timeout and a minute.
         """
         step = "start its threads" if self.opened else "open the files"
-        self._steps.wait(f"{self._what}: the helper process did not {step}", timeout_seconds)
+        if timeout_seconds is not None:
+            timeout_seconds = min(max(timeout_seconds, _STEP_SECONDS), threading.TIMEOUT_MAX)
+        found: list[BaseException | None] = []
+        patience = Patience(timeout_seconds)
+        while not patience.wait(partial(self._has_step, found)):
+            if patience.is_over:
+                raise BatchTimeoutError(
+                    f"{self._what}: the helper process did not {step} within {timeout_seconds} s;"
+                    " set timeout to more than that (or HDF5 hangs, as it may on a damaged file)"
+                )
+        error = found.pop()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
+
+    def _has_step(self, found: list[BaseException | None], seconds: float | None) -> bool:
+        """Wait `seconds` for a step and append it to `found`; return whether one came."""
+        try:
+            found.append(self._steps.get(timeout=seconds))
+        except queue.Empty:
+            return False
+        return True
 
     # --- posting ----------------------------------------------------------------------------------
 
     def _post(self, message: Any) -> None:
         with self._lock:
-            if self._takes_notes and self._process is not None:
-                self._process.post(message)
+            if self._takes_notes and self.process is not None:
+                self.process.post(message)
 
     def _post_requests(self) -> bool:
         """Post the requests that the helper may have now; return whether there are any."""
@@ -254,12 +266,12 @@ class Supervisor:
     def _registered(self, process: HelperProcess) -> Iterator[None]:
         """Ensure that nothing is posted to a process once it is being closed."""
         with self._lock:
-            self._process = process
+            self.process = process
         try:
             yield
         finally:
             with self._lock:
-                self._process, self._takes_notes = None, False
+                self.process, self._takes_notes = None, False
                 self._outstanding.helper_ends()
 
     def _start(self, process: HelperProcess) -> bool:
@@ -271,7 +283,7 @@ class Supervisor:
             check_same(self.opened, opened)
         else:
             self.opened = opened
-            self._steps.put()
+            self._steps.put(None)
         self._changed.wait(lambda: self._closed or self._starting is not None)
         with self._lock:
             if self._starting is None or self._slots is None:
@@ -293,7 +305,7 @@ class Supervisor:
                 self._wake_sender()
         if not self.methods:
             self.methods = started.methods
-            self._steps.put()
+            self._steps.put(None)
         return True
 
     def _take_answers(self, process: HelperProcess) -> None:
@@ -346,20 +358,16 @@ class Supervisor:
         if not self._max_events:
             return
         for recorded in several:
-            room = self._max_events - sum(len(one.events) for one in self._recorded)
-            events = recorded.events
-            former = self._recorded[-1] if self._recorded else None
-            dropped = recorded.dropped + max(0, len(events) - room)
-            if former is not None and former.process == recorded.process:
-                former.events.extend(events[:room])
-                self._recorded[-1] = former._replace(
-                    threads=recorded.threads, dropped=former.dropped + dropped
-                )
-            else:
-                self._recorded.append(recorded._replace(events=events[:room], dropped=dropped))
+            room = self._max_events - sum(len(one.events) for one in self._recorded.values())
+            nothing = recorded._replace(events=[], dropped=0)
+            former = self._recorded.get(recorded.process, nothing)
+            former.events.extend(recorded.events[:room])
+            dropped = former.dropped + recorded.dropped + max(0, len(recorded.events) - room)
+            self._recorded[recorded.process] = recorded._replace(
+                events=former.events, dropped=dropped
+            )
 
-    # # --- the end of a helper
-    # ----------------------------------------------------------------------
+    # --- the end of a helper ----------------------------------------------------------------------
 
     def _go_on(self, error: BaseException | None) -> bool:
         """Fail the requests that a helper's end costs; return whether to start another one.
@@ -380,21 +388,16 @@ class Supervisor:
                 self._what,
                 str(error),
             )
-        for request, reason in self._victims(error):
-            self._fail(request, reason)
-        return True
-
-    def _victims(self, error: BaseException) -> list[tuple[FillRequest, BaseException]]:
-        """Return requests that fail because a helper ended, each with its error."""
         with self._lock:
             blamed = self._outstanding.blame()
             oldest = self._outstanding.oldest()
             has_started = self._outstanding.has_started
         if isinstance(error, HelperDied):
-            return [
-                (request, _death(error, request, deaths, has_started)) for request, deaths in blamed
-            ]
-        return [] if oldest is None else [(oldest, error)]
+            for request, deaths in blamed:
+                self._fail(request, _death(error, request, deaths, has_started))
+        elif oldest is not None:
+            self._fail(oldest, error)
+        return True
 
     def _fail(self, request: FillRequest, error: BaseException) -> None:
         with self._lock:
@@ -422,44 +425,3 @@ def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bo
 
 def _nothing(*_: object) -> None:
     pass
-
-
-class Steps:
-    """Steps, or the exception that ended them. One thread puts them, and another one waits."""
-
-    def __init__(self) -> None:
-        self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def put(self, error: BaseException | None = None) -> None:
-        """Note that the next step is done, or failed with `error`."""
-        self._steps.put(error)
-
-    def wait(self, what: str, timeout_seconds: float | None) -> None:
-        """Wait for the next step, for a minute at least; raise the error that ended it.
-
-        `what` begins the message of BatchTimeoutError: "a.h5: ... did not open the files".
-        """
-        if timeout_seconds is not None:
-            timeout_seconds = min(max(timeout_seconds, _STEP_SECONDS), threading.TIMEOUT_MAX)
-        found: list[BaseException | None] = []
-        patience = Patience(timeout_seconds)
-        while not patience.wait(partial(self._has_come, found)):
-            if patience.is_over:
-                raise BatchTimeoutError(
-                    f"{what} within {timeout_seconds} s; set timeout to more than that (or HDF5"
-                    " hangs, as it may on a damaged file)"
-                )
-        error = found.pop()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback has this frame
-
-    def _has_come(self, found: list[BaseException | None], seconds: float | None) -> bool:
-        """Wait `seconds` for a step and append it to `found`; return whether one came."""
-        try:
-            found.append(self._steps.get(timeout=seconds))
-        except queue.Empty:
-            return False
-        return True

@@ -18,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import IO_MODES, Event, FileStruct
-from h5async.core.tablestructures import (
+from h5async.core.structures import (
+    IO_MODES,
     REFUSED,
     BatchPlanStruct,
+    Event,
+    FileStruct,
     ItemStruct,
     TargetStruct,
     WantedStruct,
@@ -33,6 +35,7 @@ from h5async.index.shapes import Kind
 from h5async.io.localfiles import FileEventError, LocalFile, LocalFiles
 from h5async.io.stamps import FileStamp
 from h5async.order.selection import Selection
+from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
 from h5async.read.failures import Chunk, Extent, Reason, error_of, error_of_element, find_chunk
 from h5async.read.queue import BatchQueue, SlotBatch
@@ -40,36 +43,6 @@ from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
 _ITEM, _WANTED = map(np.dtype, (ItemStruct, WantedStruct))
-
-
-class Ranges(NamedTuple):
-    """Byte ranges of sources, to be read as they are stored.
-
-    Attributes
-    ----------
-    source, offset, nbytes
-        int64 (n,): the source of each, its address there, and its length.
-    position
-        int64 (n,): where it goes in `memory`.
-    memory
-        uint8.
-    """
-
-    source: Int64s
-    offset: Int64s
-    nbytes: Int64s
-    position: Int64s
-    memory: NDArray[np.uint8]
-
-    @property
-    def num_items(self) -> int:
-        """Ranges to read."""
-        return self.offset.size
-
-    @property
-    def item_nbytes(self) -> int:
-        """The mean length of a range: its cost."""
-        return int(self.nbytes.sum()) // max(1, self.nbytes.size)
 
 
 class Planned(NamedTuple):
@@ -108,7 +81,7 @@ class Collection:
     def new_batch(
         self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int | None = None
     ) -> SlotBatch:
-        """Return the memory for plans of the batches of one slot; `raw` and `out` are its memory.
+        """Return the memory for the plans of a slot with this memory.
 
         `rows` are samples that fit into it; None means the rows of the first array.
         """
@@ -140,25 +113,11 @@ class Collection:
         threads: int,
         num_samples: int | None = None,
     ) -> tuple[int, int]:
-        """Plan a batch; return the number of items, and their cost.
+        """Plan a batch for some threads; return the number of items, and their cost in bytes.
 
-        Parameters
-        ----------
-        samples
-            int64 (n,): sample numbers, at most the rows of the slot.
-        wanted
-            By field: whether it is to be read.
-        threads
-            The number of threads that may share the work.
-        num_samples
-            Bound of the sample numbers; None: samples of the dataset.
-
-        Raises
-        ------
-        MemoryError
-            If there is not enough memory for the plan.
-        IndexError
-            If there are too many samples, or one is out of range.
+        `samples`, int64 (n,), are below `num_samples`, or those of the dataset, and at most the
+        rows of the slot; else `IndexError` is raised. `wanted` says which fields are read.
+        `MemoryError` is raised if there is not enough memory for the plan.
         """
         samples = np.ascontiguousarray(samples, np.int64)
         for target, is_wanted in zip(batch.targets, wanted, strict=True):
@@ -204,7 +163,7 @@ class Collection:
         return int(refused)
 
     def planned(self, batch: SlotBatch) -> Planned:
-        """Return the result of `plan`."""
+        """Return the plan of a batch."""
         plan = batch.plan
         runs = plan.run_local, plan.run_position, plan.run_length
         return Planned(self._items(batch), *(_array(run, plan.num_runs, np.int64) for run in runs))
@@ -371,15 +330,7 @@ class Collection:
         self, batches: Sequence[SlotBatch], num_threads: int, selection: Selection
     ) -> BatchQueue:
         """Return a queue of the batches of these slots, for `num_threads` and a selection."""
-        return BatchQueue(
-            self._core,
-            self.tables.fields,
-            self.tables.sources,
-            self.tables.num_samples,
-            batches,
-            num_threads,
-            selection,
-        )
+        return BatchQueue(self._core, self.tables, batches, num_threads, selection)
 
     def close(self) -> None:
         """Close the files and free all memory, which must not be in use. Idempotent."""

@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.heap import HeapStruct
-from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct
-from h5async.core.tablestructures import (
+from h5async.core.structures import (
+    IO_MODES,
+    MAX_RANK,
+    DatasetStruct,
     FieldStruct,
+    HeapStruct,
     LayerStruct,
     ShapeStruct,
     SourceStruct,
@@ -35,7 +37,7 @@ from h5async.io.keptfiles import affordable_maps
 from h5async.io.localfiles import IoMode, may_map, owned
 from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows, StepSpans
-from h5async.read.transform import NativeTransform
+from h5async.read.nativetransform import NativeTransform
 from h5async.system.interruptions import suppressing
 
 Int64s = NDArray[np.int64]
@@ -164,7 +166,7 @@ class CoreTables:
         self._table = table  # the core writes to it from now on
         gives_back = len(sources) > most_files
         self._most_files = most_files
-        memory = ctypes.create_string_buffer(self._core.sources_nbytes())
+        memory = ctypes.create_string_buffer(self._core.nbytes["Sources"])
         self._core.open_sources(
             memory,
             address(table),

@@ -12,7 +12,7 @@ from functools import partial
 from io import FileIO
 from typing import Literal
 
-from h5async.core.binding import Core
+from h5async.core.binding import Core, load_core
 from h5async.core.structures import MAX_RANK
 from h5async.index.changes import FileChanges
 from h5async.index.datasettable import kinds_of
@@ -26,13 +26,19 @@ from h5async.read.collection import Collection
 from h5async.read.coretables import CoreTables
 from h5async.read.fallback import FallbackReader
 from h5async.read.h5pyrows import H5pyRows
+from h5async.read.nativetransform import NativeTransform
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import Scratch
-from h5async.read.transform import NativeTransform
+
+Method = Literal["core", "h5py", "memory"]
 
 
-def method_of(core: Core | None, layout: DatasetLayout) -> Literal["core", "h5py", "memory"]:
+def method_of(layout: DatasetLayout) -> Method:
     """Return the method by which a dataset without parts is read."""
+    return _method(load_core(), layout)
+
+
+def _method(core: Core | None, layout: DatasetLayout) -> Method:
     if layout.values is not None:
         return "memory"
     if layout.fallback_reason is not None or core is None:
@@ -88,7 +94,7 @@ class Executors:
         self.changes = FileChanges(layouts, forget)
         self._kept_files = max(1, affordable_files() // (1 if core is None else 2))
         self._io = io
-        self._fallback = FallbackReader(self._kept_files, self.changes)
+        self._fallback = FallbackReader(self._kept_files, self.changes, core)
         self._files = LocalFiles(
             self._kept_files,
             io,
@@ -109,7 +115,7 @@ class Executors:
     def methods(self) -> list[str]:
         """How each field is read, in field order; see `ReaderStats.ways`."""
         return [
-            " and ".join(sorted({method_of(self.core, leaf) for leaf, _ in kinds_of(layout)}))
+            " and ".join(sorted({_method(self.core, leaf) for leaf, _ in kinds_of(layout)}))
             for layout in self.layouts
         ]
 
@@ -166,12 +172,12 @@ class Executors:
                 for source in collection.tables.first_files():
                     self._files_of(source).open(source.path, source.stamp)
         for layout in self.layouts:
-            if all(method_of(self.core, leaf) != "h5py" for leaf, _ in kinds_of(layout)):
+            if all(_method(self.core, leaf) != "h5py" for leaf, _ in kinds_of(layout)):
                 continue
             for leaf in itertools.islice(layout.leaves(), self._kept_files):
                 if is_closed():
                     return
-                if method_of(self.core, leaf) == "h5py":
+                if _method(self.core, leaf) == "h5py":
                     self._fallback.open(leaf)
 
     def close(self) -> None:

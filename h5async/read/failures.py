@@ -10,13 +10,15 @@ import os
 from enum import IntEnum
 from typing import NamedTuple
 
+from h5async.codec.filters import Filter
 from h5async.core.structures import FailureStruct, FileStruct
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.index.variablelength import DAMAGED as DAMAGED_HEAP
 from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp
-from h5async.read.pipeline import DAMAGED, wrong_size
+
+DAMAGED = "; the file is damaged there: restore it, or leave these samples out"
 
 
 class Reason(IntEnum):
@@ -108,14 +110,8 @@ def error_of(
     """Return the error of an item in a chunk, or in contiguous rows."""
     reason, what = Reason(failure.reason), _unreadable(file, opened, extent)
     filters = found.layout.filters if isinstance(found, Chunk) else ()
-    label = filters[failure.filter].label if 0 <= failure.filter < len(filters) else None
-    if reason == Reason.WRONG_SIZE:
-        what = wrong_size(failure.expected, failure.found, label) + DAMAGED
-    elif reason == Reason.DAMAGED:
-        least = f" to {failure.expected} bytes" if failure.expected >= 0 else ""
-        what = f"{label}: cannot be decoded{least}{DAMAGED}"
-    elif reason == Reason.NO_ROOM:
-        what = f"expected at most {failure.expected} bytes, got {failure.found}{DAMAGED}"
+    if reason in (Reason.WRONG_SIZE, Reason.DAMAGED, Reason.NO_ROOM):
+        what = decoding_error(failure, filters) + DAMAGED
     elif reason == Reason.NOT_MAPPED:
         what = f"{file.path}: a page of its memory map cannot be read"
     if not isinstance(found, Chunk):
@@ -133,6 +129,18 @@ def error_of(
         f'{layout.file}: dataset "{layout.path}", chunk {tuple(corner)} (samples {corner[axis]} to'
         f" {last}), {extent.nbytes} bytes at byte {extent.offset}: {what}"
     )
+
+
+def decoding_error(failure: FailureStruct, filters: tuple[Filter, ...]) -> str:
+    """Say why the core could not decode a chunk."""
+    label = filters[failure.filter].label if 0 <= failure.filter < len(filters) else None
+    if failure.reason == Reason.WRONG_SIZE:
+        by = f"{label}: " if label else ""
+        return f"{by}expected {failure.expected} bytes, got {failure.found}"
+    if failure.reason == Reason.DAMAGED:
+        least = f" to {failure.expected} bytes" if failure.expected >= 0 else ""
+        return f"{label}: cannot be decoded{least}"
+    return f"expected at most {failure.expected} bytes, got {failure.found}"
 
 
 def error_of_element(

@@ -1,45 +1,50 @@
-"""Reads datasets that the core does not read through h5py, one at a time.
+"""Opens datasets that the core does not read through h5py, and checks their chunks.
 
-Sample numbers enter; rows leave. `h5pyrows.py` finds the datasets of a field. HDF5 has one lock for
-the whole process, so one such read runs at a time, whatever the number of threads. A file stays
-open, with HDF5's shared lock on it, until the reader is closed, or too many others were opened
-after it.
+Sample numbers enter, and what reads them (`h5pyrows.py`), which is called with the open dataset.
+HDF5 has one lock for the whole process, so one such read runs at a time, whatever the number of
+threads. A file stays open, with HDF5's shared lock on it, until the reader is closed, or too many
+others were opened after it.
 
-If a chunk decodes short, HDF5 returns whatever its heap held. So chunks are checked before they are
-read (`chunkcheck.py`).
+If a chunk decodes short, HDF5 returns whatever its heap held. So the core decodes it first, the
+first time that one of its samples is needed; without the core, its length is checked.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
+from h5async.codec.chunklengths import decoded_nbytes, unchecked
 from h5async.codec.filters import is_known_to_hdf5
-from h5async.core.binding import load_core
+from h5async.core.binding import Core, address
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
 from h5async.index.changes import FileChanges
+from h5async.index.chunktable import needed_nbytes
+from h5async.index.filterpipeline import filters_of
+from h5async.index.hdf5 import stored_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.io.keptfiles import KeptFiles
 from h5async.io.stamps import FileStamp, changed, lies_at, replaced
 from h5async.io.stores import HDF5File, open_hdf5, store_of
-from h5async.names import name_bytes
 from h5async.plan.records import Int64s
-from h5async.read.chunkcheck import ChunkCheck
-from h5async.read.scratch import Scratch
+from h5async.read.failures import DAMAGED, decoding_error
+from h5async.read.scratch import Bytes, Scratch, encoded_room
+from h5async.spelling import name_bytes
 from h5async.system.interruptions import interruption, suppressing
 
 _TRIES = 3  # to read while nobody changes a file
 _VARIABLES = "HDF5_EXTFILE_PREFIX", "HDF5_VDS_PREFIX"
-_SPAN_NBYTES = 4 << 20  # may be read for samples of one chunk, even if few bytes are wanted
-_NEIGHBOURS = 4  # chunks that concurrent batches may share, in any order
+_log = logging.getLogger("h5async.read")
+_told: set[str] = set()  # filters whose chunks nothing checks, in this process
 
 
 class FallbackReader:
@@ -51,6 +56,8 @@ class FallbackReader:
         Files that stay open while unused.
     changes
         Reads files again that were changed since they were indexed.
+    core
+        Checks chunks, if there is one.
 
     Attributes
     ----------
@@ -60,8 +67,9 @@ class FallbackReader:
         How often a file was found changed.
     """
 
-    def __init__(self, kept: int, changes: FileChanges) -> None:
+    def __init__(self, kept: int, changes: FileChanges, core: Core | None) -> None:
         self._changes = changes
+        self._core = core
         self._lock = threading.Lock()  # one read at a time, as in HDF5
         self._files: KeptFiles[HDF5File] = KeptFiles(kept)
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
@@ -130,13 +138,24 @@ class FallbackReader:
                         continue
                     raise ReadError(
                         f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
-                        f" {sample.max()}, read through h5py ({_why_h5py(layout)}): {error}"
+                        f" {sample.max()}, read through h5py ({self._why(layout)}): {error}"
                     ) from error
                 if not self._changed_paths(layout):
                     self.reads += 1
                     return
             self._check_files(layout)  # it is written to all the time, but holds what was indexed
             self.reads += 1
+
+    def _why(self, layout: DatasetLayout) -> str:
+        core_lacks = (
+            "the core is missing" if self._core is None else "the core cannot take its rows"
+        )
+        return layout.fallback_reason or core_lacks
+
+    def checks(self, layout: DatasetLayout) -> list[ChunkCheck]:
+        """Return the checks of the chunks of a dataset, or of its sources."""
+        found = (ChunkCheck.of(origin, self._core) for origin in layout.origins())
+        return [check for check in found if check is not None]
 
     def close(self) -> None:
         """Close the files, after any read under way."""
@@ -193,34 +212,28 @@ class FallbackReader:
 
     def _changed_paths(self, layout: DatasetLayout) -> list[tuple[str, FileStamp, FileStamp]]:
         """Return changed files: their paths, former and present stamps."""
-        found: list[tuple[str, FileStamp, FileStamp]] = []
-        for path, indexed in layout.attached or [(y.file, y.stamp) for y in layout.origins()]:
-            if path != layout.file:
-                self._note_change(found, path, indexed, None)
-        self._note_change(found, layout.file, layout.stamp, self._files.find(layout.file))
+        others = layout.attached or [(y.file, y.stamp) for y in layout.origins()]
+        files: list[tuple[str, FileStamp, HDF5File | None]] = [
+            (*one, None) for one in others if one[0] != layout.file
+        ]
+        files.append((layout.file, layout.stamp, self._files.find(layout.file)))
+        found = []
+        for path, indexed, file in files:
+            known = self._stamps.setdefault(path, indexed)
+            if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
+                continue  # HDF5 knows what is written: to this file, by this process or by SWMR
+            try:
+                now = store_of(path).stamp(path) if file is None else file.source.stamp()
+            except OSError as error:
+                raise ReadError(f"{path} cannot be read: {error.strerror or error}") from error
+            if now == known:
+                continue
+            is_only_renamed = file is not None and now.has_content_of(known)
+            if is_only_renamed and not lies_at(path, now):
+                self._stamps[path] = now  # what h5py has open is as it was
+            else:
+                found.append((path, known, now))
         return found
-
-    def _note_change(
-        self,
-        found: list[tuple[str, FileStamp, FileStamp]],
-        path: str,
-        indexed: FileStamp,
-        file: HDF5File | None,
-    ) -> None:
-        known = self._stamps.setdefault(path, indexed)
-        if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
-            return  # HDF5 itself knows what is written: to this file, by this process or by SWMR
-        try:
-            now = store_of(path).stamp(path) if file is None else file.source.stamp()
-        except OSError as error:
-            raise ReadError(f"{path} cannot be read: {error.strerror or error}") from error
-        if now == known:
-            return
-        is_only_renamed = file is not None and now.has_content_of(known)
-        if is_only_renamed and not lies_at(path, now):  # what h5py has open is as it was
-            self._stamps[path] = now
-        else:
-            found.append((path, known, now))
 
     def _file(self, layout: DatasetLayout) -> HDF5File:
         """Return the open file of a dataset, for this thread; it may be closed later."""
@@ -242,119 +255,6 @@ def _variables() -> list[str | None]:
     return [os.environ.get(name) for name in _VARIABLES]
 
 
-def _why_h5py(layout: DatasetLayout) -> str:
-    if layout.fallback_reason is not None:
-        return layout.fallback_reason
-    return "the core is missing" if load_core() is None else "the core cannot take its rows"
-
-
-class DatasetRows:
-    """Reads rows of one dataset through a `FallbackReader`. Safe to use from many threads."""
-
-    def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
-        self._layout = _as_stored(layout)
-        self._is_one_sample = self._layout is not layout
-        self._reader = reader
-        self._changes_found = -1
-        self._checks: list[ChunkCheck] = []
-        # Rows of chunks along the samples that HDF5 may still have decoded, the latest last.
-        self._recent: dict[int, None] = {}
-        self._counting = threading.Lock()
-
-    def read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
-        """Read samples to rows of a batch; raises as `FallbackReader.read`.
-
-        `raw` is (batch, *raw_row), of the dataset's dtype (bool as uint8).
-        """
-        if self._is_one_sample:
-            sample = np.arange(self._layout.num_samples)
-            one = np.empty(self._layout.shape, raw.dtype)
-            self._read(sample, sample, one, scratch)
-            raw[rows] = one.reshape(raw.shape[1:])
-        else:
-            self._read(sample, rows, raw, scratch)
-
-    def _read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
-        if not sample.size:
-            return
-        if self._changes_found != self._reader.changes_found:  # or nothing was checked yet
-            self._changes_found = self._reader.changes_found
-            checks = map(ChunkCheck.of, self._layout.origins())
-            self._checks = [check for check in checks if check is not None]
-        work = partial(_copy, self._layout, sample, rows, raw, scratch.require_open)
-        with scratch.timed("read_ns"):
-            self._reader.read(self._layout, sample, work, self._checks, scratch.require_open)
-        scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(sample)
-
-    def _decoded_nbytes(self, sample: Int64s) -> int:
-        """Return the bytes that HDF5 has decoded for some samples: whole chunks, some cached."""
-        layout, axis = self._layout, self._layout.sample_axis
-        if not (layout.filters and layout.chunk_shape and sample.size):
-            return 0
-        nbytes = math.prod(layout.grid) // layout.grid[axis] * layout.chunk_nbytes
-        nbytes *= max(1, layout.stored_itemsize // max(1, layout.dtype.itemsize))
-        decoded = 0
-        with self._counting:
-            for chunk in np.unique(sample // layout.chunk_shape[axis]).tolist():
-                decoded += nbytes * (chunk not in self._recent)
-                self._recent.pop(chunk, None)
-                self._recent[chunk] = None
-            while len(self._recent) > max(_NEIGHBOURS, self._reader.cache_nbytes // max(1, nbytes)):
-                del self._recent[next(iter(self._recent))]
-        return decoded
-
-
-def _as_stored(layout: DatasetLayout) -> DatasetLayout:
-    """Return the stored layout of a dataset that is read as one sample (`with_one_sample`)."""
-    known = layout.indexed
-    if known is None or len(known.shape) + layout.extra_dims + 1 != len(layout.shape):
-        return layout
-    if not known.shape:
-        return layout
-    return layout.changed(shape=layout.shape[1:], chunk_shape=layout.chunk_shape[1:])
-
-
-def _are_same_bytes(some: np.dtype[Any], found: np.dtype[Any]) -> bool:
-    """Tell whether compounds have the same members at the same places."""
-    if some.fields is None or found.fields is None or some.itemsize != found.itemsize:
-        return False
-    return all(found.fields.get(name, ())[:2] == field[:2] for name, field in some.fields.items())
-
-
-def _copy(
-    layout: DatasetLayout,
-    sample: Int64s,
-    rows: Int64s,
-    raw: NDArray[Any],
-    require_open: Callable[[], None],
-    dataset: h5py.Dataset,
-) -> None:
-    values = dataset.fields(layout.member[0]) if layout.member else dataset
-    is_merged = layout.sequences is not None and dataset.shape[:1] != layout.shape[:1]
-    for first, last, chosen in _spans(layout, sample):
-        require_open()
-        where = (slice(None),) * layout.sample_axis
-        if is_merged:
-            length = dataset.shape[1]
-            block = np.concatenate(
-                [
-                    values[number, max(0, first - number * length) : last - number * length]
-                    for number in range(first // length, (last - 1) // length + 1)
-                ]
-            )
-        elif dataset.shape:
-            block = values[(*where, slice(first, last))]
-        else:
-            block = np.array([values[()]])
-        for name in layout.member[1:]:
-            block = block[name]
-        block = np.moveaxis(block, len(where), 0)
-        out = raw
-        if _are_same_bytes(raw.dtype, block.dtype):  # padding, too
-            out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
-        out[rows[chosen]] = block[sample[chosen] - first]
-
-
 def _written(layout: DatasetLayout) -> Int64s:
     """Return one sample per row of chunks of which any is in the file, if that is known."""
     axis, chunks = layout.sample_axis, layout.chunks
@@ -365,25 +265,96 @@ def _written(layout: DatasetLayout) -> Int64s:
     return number * layout.chunk_shape[axis]
 
 
-def span_nbytes(layout: DatasetLayout, rows: int) -> int:
-    """Return the maximum number of bytes read at once for `rows` samples."""
-    decoded_nbytes = layout.chunk_nbytes if layout.filters else 0
-    return max(_SPAN_NBYTES, 2 * rows * layout.row_nbytes, decoded_nbytes)
+class ChunkCheck:
+    """Finds chunks that do not decode to their full length; checks each once.
 
-
-def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:
-    """Yield (first sample, end, which samples): the samples that one h5py call should read.
-
-    Neighbouring samples are read together, and samples of one chunk, unless far more would be read
-    than is wanted: HDF5 does not cache a decoded chunk that is larger than its cache.
+    `layout` is of a chunked dataset, or a source of it, with filters.
     """
-    order = np.argsort(sample, kind="stable")
-    ordered = sample[order]
-    apart = np.diff(ordered) > 1
-    if layout.chunk_shape:
-        chunk, inside = np.divmod(ordered, layout.chunk_shape[layout.sample_axis])
-        nbytes = span_nbytes(layout, sample.size)
-        block = inside // max(1, nbytes // max(1, layout.row_nbytes))
-        apart &= (np.diff(chunk) != 0) | (np.diff(block) != 0)
-    for part in np.split(order, np.flatnonzero(apart) + 1):
-        yield int(sample[part[0]]), int(sample[part[-1]]) + 1, part
+
+    def __init__(self, layout: DatasetLayout, core: Core | None) -> None:
+        self.layout = layout
+        rank = len(layout.chunk_shape) - layout.extra_dims
+        self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
+        self._grid = layout.grid[:rank]
+        self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
+        self._filters = layout.hdf5_filters
+        self._core = core
+        self._pipeline = None if core is None else core.filters(self._filters)
+        self._checked: set[int] = set()  # numbers along the samples' dimension
+
+    @classmethod
+    def of(cls, layout: DatasetLayout, core: Core | None) -> ChunkCheck | None:
+        """Return the check for a dataset, or None if nothing can be checked."""
+        if not (layout.chunk_shape and layout.hdf5_filters and layout.stored_itemsize):
+            return None
+        check = cls(layout, core)
+        left = None if check._pipeline is not None else unchecked(check._filters)
+        if left is not None and left.label not in _told:
+            _told.add(left.label)
+            text = "%s: chunks of %s are decoded by HDF5 alone, which may not notice damage"
+            _log.info(text, layout.file, left.label)
+        return None if left == check._filters[-1] else check
+
+    def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
+        """Check the chunks that hold some samples, through the open dataset.
+
+        `require_open` is called before each chunk, and raises if the rest is no longer wanted.
+        `ValueError` is raised if a chunk is damaged; the message names it.
+        """
+        axis = self.layout.sample_axis
+        numbers = set(np.unique(sample // self._chunk[axis]).tolist()) - self._checked
+        if not numbers:
+            return
+        # Allocated only while chunks are checked: there may be thousands of files with a check.
+        scratch = Scratch.allocate(0, self._nbytes, encoded_room(self._nbytes))
+        # Filters that are not available, and that no chunk needed, were left out of the layout.
+        stored = filters_of(dataset.id.get_create_plist())
+        bits = [bit for bit, entry in enumerate(stored) if entry in self._filters]
+        for number in sorted(numbers):
+            cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
+            for cell in itertools.product(*cells):
+                require_open()
+                corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
+                try:
+                    self._check(dataset, corner, bits, scratch)
+                except (ValueError, OSError) as error:
+                    at = f'{self.layout.file}: dataset "{self.layout.path}", chunk {corner}'
+                    raise ValueError(f"{at}: {error}{DAMAGED}") from error
+            self._checked.add(number)
+
+    def _check(
+        self, dataset: h5py.Dataset, corner: tuple[int, ...], bits: list[int], scratch: Scratch
+    ) -> None:
+        ends = (c + size for c, size in zip(corner, self._chunk, strict=True))
+        is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
+        if is_partial and self.layout.has_raw_edges:
+            return
+        if not stored_nbytes(dataset.id, corner):
+            return
+        stored_mask, encoded = dataset.id.read_direct_chunk(corner)
+        mask = sum((stored_mask >> bit & 1) << k for k, bit in enumerate(bits))
+        # Some writers leave out the part of a chunk beyond the dataset's edge.
+        least = needed_nbytes(self._shape, self._chunk, corner, self.layout.stored_itemsize)
+        if self._core is not None and self._pipeline is not None:
+            self._decode(self._core, np.frombuffer(encoded, np.uint8), mask, least, scratch)
+            return
+        room = encoded_room(self._nbytes)
+        found = decoded_nbytes(self._filters, mask, encoded, self._nbytes, room)
+        if found is not None and not least <= found <= self._nbytes:
+            raise ValueError(f"expected {self._nbytes} bytes, got {found}")
+
+    def _decode(self, core: Core, encoded: Bytes, mask: int, least: int, scratch: Scratch) -> None:
+        struct = scratch.worker(core).struct
+        struct.least_nbytes = least
+        is_done = core.decode(
+            self._pipeline,
+            ctypes.byref(struct),
+            address(encoded),
+            address(scratch.raw_chunk),
+            len(self._filters),
+            encoded.size,
+            mask,
+            self._nbytes,
+        )
+        if not is_done:
+            raise ValueError(decoding_error(struct.failure, self._filters))

@@ -6,6 +6,9 @@ are read one after the other. Elements of variable length come as objects.
 
 from __future__ import annotations
 
+import math
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,11 +22,13 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import HeapFile
 from h5async.index.variablelength import DAMAGED
 from h5async.plan.records import Int64s, SamplesPlan
-from h5async.read.fallback import DatasetRows, FallbackReader
+from h5async.read.fallback import ChunkCheck, FallbackReader
 from h5async.read.scratch import Scratch
 
 _SCRATCH_NBYTES = 1 << 20  # rows that are read at once if only pieces of them are wanted
 _OBJECTS = 4096  # elements of variable length that are in memory at a time
+_SPAN_NBYTES = 4 << 20  # may be read for samples of one chunk, even if few bytes are wanted
+_NEIGHBOURS = 4  # chunks that concurrent batches may share, in any order
 
 
 class H5pyRows:
@@ -152,3 +157,136 @@ def _copy_elements(
         # For numbers in the other byte order, h5py returns the bytes labelled as native.
         values = np.frombuffer(found.tobytes(), raw.dtype)
         raw[place : place + count] = values.reshape(count, *raw.shape[1:])
+
+
+# --- one dataset ----------------------------------------------------------------------------------
+
+
+class DatasetRows:
+    """Reads rows of one dataset through a `FallbackReader`. Safe to use from many threads."""
+
+    def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
+        self._layout = _as_stored(layout)
+        self._is_one_sample = self._layout is not layout
+        self._reader = reader
+        self._changes_found = -1
+        self._checks: list[ChunkCheck] = []
+        # Rows of chunks along the samples that HDF5 may still have decoded, the latest last.
+        self._recent: dict[int, None] = {}
+        self._counting = threading.Lock()
+
+    def read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
+        """Read samples to rows of a batch; raises as `FallbackReader.read`.
+
+        `raw` is (batch, *raw_row), of the dataset's dtype (bool as uint8).
+        """
+        if self._is_one_sample:
+            sample = np.arange(self._layout.num_samples)
+            one = np.empty(self._layout.shape, raw.dtype)
+            self._read(sample, sample, one, scratch)
+            raw[rows] = one.reshape(raw.shape[1:])
+        else:
+            self._read(sample, rows, raw, scratch)
+
+    def _read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
+        if not sample.size:
+            return
+        if self._changes_found != self._reader.changes_found:  # or nothing was checked yet
+            self._changes_found = self._reader.changes_found
+            self._checks = self._reader.checks(self._layout)
+        work = partial(_copy, self._layout, sample, rows, raw, scratch.require_open)
+        with scratch.timed("read_ns"):
+            self._reader.read(self._layout, sample, work, self._checks, scratch.require_open)
+        scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(sample)
+
+    def _decoded_nbytes(self, sample: Int64s) -> int:
+        """Return the bytes that HDF5 has decoded for some samples: whole chunks, some cached."""
+        layout, axis = self._layout, self._layout.sample_axis
+        if not (layout.filters and layout.chunk_shape and sample.size):
+            return 0
+        nbytes = math.prod(layout.grid) // layout.grid[axis] * layout.chunk_nbytes
+        nbytes *= max(1, layout.stored_itemsize // max(1, layout.dtype.itemsize))
+        decoded = 0
+        with self._counting:
+            for chunk in np.unique(sample // layout.chunk_shape[axis]).tolist():
+                decoded += nbytes * (chunk not in self._recent)
+                self._recent.pop(chunk, None)
+                self._recent[chunk] = None
+            while len(self._recent) > max(_NEIGHBOURS, self._reader.cache_nbytes // max(1, nbytes)):
+                del self._recent[next(iter(self._recent))]
+        return decoded
+
+
+def _as_stored(layout: DatasetLayout) -> DatasetLayout:
+    """Return the stored layout of a dataset that is read as one sample (`with_one_sample`)."""
+    known = layout.indexed
+    if known is None or len(known.shape) + layout.extra_dims + 1 != len(layout.shape):
+        return layout
+    if not known.shape:
+        return layout
+    return layout.changed(shape=layout.shape[1:], chunk_shape=layout.chunk_shape[1:])
+
+
+def _are_same_bytes(some: np.dtype[Any], found: np.dtype[Any]) -> bool:
+    """Tell whether compounds have the same members at the same places."""
+    if some.fields is None or found.fields is None or some.itemsize != found.itemsize:
+        return False
+    return all(found.fields.get(name, ())[:2] == field[:2] for name, field in some.fields.items())
+
+
+def _copy(
+    layout: DatasetLayout,
+    sample: Int64s,
+    rows: Int64s,
+    raw: NDArray[Any],
+    require_open: Callable[[], None],
+    dataset: h5py.Dataset,
+) -> None:
+    values = dataset.fields(layout.member[0]) if layout.member else dataset
+    is_merged = layout.sequences is not None and dataset.shape[:1] != layout.shape[:1]
+    for first, last, chosen in _spans(layout, sample):
+        require_open()
+        where = (slice(None),) * layout.sample_axis
+        if is_merged:
+            length = dataset.shape[1]
+            block = np.concatenate(
+                [
+                    values[number, max(0, first - number * length) : last - number * length]
+                    for number in range(first // length, (last - 1) // length + 1)
+                ]
+            )
+        elif dataset.shape:
+            block = values[(*where, slice(first, last))]
+        else:
+            block = np.array([values[()]])
+        for name in layout.member[1:]:
+            block = block[name]
+        block = np.moveaxis(block, len(where), 0)
+        out = raw
+        if _are_same_bytes(raw.dtype, block.dtype):  # padding, too
+            out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
+        out[rows[chosen]] = block[sample[chosen] - first]
+
+
+def span_nbytes(layout: DatasetLayout, rows: int) -> int:
+    """Return the maximum number of bytes read at once for `rows` samples."""
+    decoded_nbytes = layout.chunk_nbytes if layout.filters else 0
+    return max(_SPAN_NBYTES, 2 * rows * layout.row_nbytes, decoded_nbytes)
+
+
+def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:
+    """Yield (first sample, end, which samples): the samples that one h5py call should read.
+
+    Neighbouring samples are read together, and samples of one chunk, unless far more would be read
+    than is wanted: HDF5 does not cache a decoded chunk that is larger than its cache.
+    """
+    order = np.argsort(sample, kind="stable")
+    ordered = sample[order]
+    apart = np.diff(ordered) > 1
+    if layout.chunk_shape:
+        chunk, inside = np.divmod(ordered, layout.chunk_shape[layout.sample_axis])
+        nbytes = span_nbytes(layout, sample.size)
+        block = inside // max(1, nbytes // max(1, layout.row_nbytes))
+        apart &= (np.diff(chunk) != 0) | (np.diff(block) != 0)
+    for part in np.split(order, np.flatnonzero(apart) + 1):
+        yield int(sample[part[0]]), int(sample[part[-1]]) + 1, part

@@ -1,8 +1,8 @@
 """The core's queue: batches that are read without Python, and threads that wait for them.
 
 Sample numbers, or what they are computed from, enter in the consumer's thread; rows leave in the
-memory of slots, with the numbers. The threads are Python's, and wait and work in one call of the
-core, without the GIL. They return only for work that needs Python.
+memory of slots, with the numbers. Python's threads wait and work in one call of the core, without
+the GIL, and return only for work that needs Python.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.tablestructures import BatchPlanStruct, FieldStruct
+from h5async.core.structures import BatchPlanStruct
 from h5async.order.selection import Selection
+from h5async.read.coretables import CoreTables
 from h5async.read.scratch import Scratch
 from h5async.system.resources import usable_cores
 
@@ -57,10 +58,8 @@ class BatchQueue:
     ----------
     core
         The compiled core.
-    fields, sources
-        Tables, as the core takes them; their owner closes them after the last call of `next`.
-    num_samples
-        Samples of the dataset.
+    tables
+        Closed by their owner after the last call of `next`.
     batches
         Per slot: its plan, and where its rows go.
     num_threads
@@ -72,24 +71,22 @@ class BatchQueue:
     def __init__(
         self,
         core: Core,
-        fields: ctypes.Array[FieldStruct],
-        sources: Any,
-        num_samples: int,
+        tables: CoreTables,
         batches: Sequence[SlotBatch],
         num_threads: int,
         selection: Selection,
     ) -> None:
         self._core = core
-        self._keep: tuple[Any, ...] = fields, sources, batches
-        self._jobs = ctypes.create_string_buffer(core.job_nbytes() * len(batches))
-        self._queue = ctypes.create_string_buffer(core.queue_nbytes())
+        self._keep: tuple[Any, ...] = tables, batches
+        self._jobs = ctypes.create_string_buffer(core.nbytes["Job"] * len(batches))
+        self._queue = ctypes.create_string_buffer(core.nbytes["Queue"])
         core.open_queue(
             self._queue,
             self._jobs,
-            fields,
-            sources,
-            len(fields),
-            num_samples,
+            tables.fields,
+            tables.sources,
+            len(tables.fields),
+            tables.num_samples,
             len(batches),
             num_threads,
             usable_cores() > 1,
@@ -134,8 +131,7 @@ class BatchQueue:
         begin, count
             Positions in the selection: `count` from `begin` on, at most the rows of the slot.
         mapping
-            The result of `Sampling.mapping_of`, which maps the positions first; None: they are
-            unchanged.
+            From `Sampling.mapping_of`: maps the positions first, if given.
         samples
             int64 (count,), C-contiguous: sample numbers in place of all this.
         needs_python

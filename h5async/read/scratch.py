@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from h5async.codec.decoding import Bytes
 from h5async.core.binding import Core, CoreTrace, CoreWorker
 from h5async.errors import ReaderClosedError
 from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.system.timeline import ThreadCounts, Timeline
 
+Bytes = NDArray[np.uint8]
 CLOSED = "the reader was closed while a batch was being read"
 
 
@@ -39,10 +40,9 @@ class ScratchSize(NamedTuple):
 
 
 def _scratch_size(layout: DatasetLayout) -> ScratchSize:
-    if layout.chunks is None or (layout.rows_are_whole and not layout.filters):
-        return ScratchSize(0, 0, 0)
     if not layout.filters:
-        return ScratchSize(0, layout.chunk_nbytes, 0)
+        return ScratchSize(0, 0 if layout.rows_are_whole else layout.chunk_nbytes, 0)
+    assert layout.chunks is not None
     encoded = int(layout.chunks.nbytes.max(initial=0))
     return ScratchSize(encoded, layout.chunk_nbytes, encoded_room(layout.chunk_nbytes))
 
@@ -71,7 +71,7 @@ class Scratch:
 
     encoded: Bytes
     raw_chunk: Bytes
-    between: tuple[Bytes, Bytes, Bytes]
+    between: tuple[Bytes, ...]
     stop: c_int32 = field(default_factory=c_int32)
     counts: ThreadCounts = field(default_factory=ThreadCounts)
     trace: CoreTrace | None = None
@@ -130,16 +130,11 @@ class Scratch:
         stop: c_int32 | None = None,
     ) -> Scratch:
         """Reserve memory; pages that are never touched cost nothing."""
-        return cls(
-            np.empty(encoded_nbytes, np.uint8),
-            np.empty(chunk_nbytes, np.uint8),
-            (
-                np.empty(between_nbytes, np.uint8),
-                np.empty(between_nbytes, np.uint8),
-                np.empty(between_nbytes, np.uint8),
-            ),
-            c_int32() if stop is None else stop,
+        encoded, chunk, *between = (
+            np.empty(nbytes, np.uint8)
+            for nbytes in (encoded_nbytes, chunk_nbytes, *[between_nbytes] * 3)
         )
+        return cls(encoded, chunk, tuple(between), c_int32() if stop is None else stop)
 
 
 def encoded_room(chunk_nbytes: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import load_core, mapping_mode
+from h5async.core.binding import load_core
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
@@ -29,14 +29,7 @@ _BLOCK_SAMPLES = 1 << 18
 def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
     """Return all values of a dataset that has one per sample, in native byte order.
 
-    `reach` says how files are read, and how much memory may be used.
-
-    Raises
-    ------
-    DatasetError
-        If it has several values for a sample, or none.
-    ReadError
-        If it cannot be read.
+    It raises as `read_blocks`.
     """
     blocks = read_blocks(layout, reach)
     found = np.empty(layout.num_samples, layout.dtype.newbyteorder("="))
@@ -51,17 +44,11 @@ def read_blocks(
     """Yield its values block by block, each with the number of its first sample.
 
     Blocks share their memory. Values are in the dataset's byte order. There must be room for all of
-    them, of `kept_itemsize` bytes if they are kept in another form. If not `may_use_h5py`, the core
-    must read all: h5py would return references to its own memory.
+    them, of `kept_itemsize` bytes if they are kept in another form; else `BudgetError` is raised.
+    If not `may_use_h5py`, the core must read all: h5py would return references to its own memory.
 
-    Raises
-    ------
-    BudgetError
-        If the file declares too many values.
-    DatasetError
-        If it has several values for a sample, or none, or only h5py could read it.
-    ReadError
-        If it cannot be read.
+    `DatasetError` is raised if it has several values for a sample, or none, or only h5py could read
+    it, `ReadError` if it cannot be read.
     """
     count = layout.num_samples
     if math.prod(layout.shape) != count:
@@ -85,7 +72,7 @@ def _blocks(
     size *= max(1, _BLOCK_SAMPLES // size)
     memory = np.empty(min(size, count), layout.raw_dtype)
     core = load_core()
-    executors = Executors(core, [layout], mapping_mode(io), [unit_nbytes(layout)], _do_nothing)
+    executors = Executors(core, [layout], io, [unit_nbytes(layout)], _do_nothing)
     try:
         collection, through_h5py = executors.open_collection([None]), executors.h5py_rows()[0]
         room = ScratchSize.of([layout])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from numpy.typing import ArrayLike
@@ -15,14 +13,11 @@ from numpy.typing import ArrayLike
 from h5async.config import ReaderConfig, check_timeout
 from h5async.config.describe import takes_options
 from h5async.config.files import paths_text
-from h5async.errors import ConfigError, DatasetError, FileChangedWarning, ReadError
-from h5async.html import Bar, Cell, box, grid, size_text
-from h5async.names import printable
+from h5async.errors import ConfigError, ReadError
 from h5async.observe.stats import ReaderStats
-from h5async.observe.trace import Trace
+from h5async.observe.tracing import Trace
 from h5async.reader import lifetime  # noqa: F401  # registers exit and fork handlers
 from h5async.reader.batch import Batch
-from h5async.spelling import named
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
@@ -33,7 +28,9 @@ if TYPE_CHECKING:
 class AsyncReader:
     """Reads minibatches from HDF5 files in threads, ahead of the loop that uses them.
 
-    A reader has one consumer: call its methods from one thread at a time.
+    A reader has one consumer: call its methods from one thread at a time. They raise
+    `ReaderClosedError` once it is closed, also during the call, and `DatasetError` if an epoch has
+    no batch.
 
     Parameters
     ----------
@@ -81,7 +78,6 @@ class AsyncReader:
     ) -> None:
         # Imported here, because it loads nearly all of the package.
         from h5async.reader.engine import Engine
-        from h5async.reader.handover import Handover
 
         self._config = ReaderConfig.load(config, **options)
         self._engine = Engine(self._config)
@@ -93,8 +89,6 @@ class AsyncReader:
             self._engine.close()
             self._dropped.detach()
             raise
-        self._has_settled = False  # the rank is known, and has batches
-        self._handover = Handover(self._engine)
 
     @property
     def config(self) -> ReaderConfig:
@@ -104,41 +98,26 @@ class AsyncReader:
     @property
     def device(self) -> str:
         """Where batches are delivered: ``"cpu"`` or ``"cuda:N"``."""
-        return self._engine.device.name
+        return self._engine.setup.device.name
 
     @property
     def layouts(self) -> dict[str, DatasetLayout]:
-        """Where the values of each field lie, and why h5py reads them, if it does.
-
-        For a sparse field, this is the layout of the stored values.
-        """
-        from h5async.samples.assembly import by_field  # a slow import
-
-        return by_field(self._engine.layouts, lambda values, indices: values)
+        """Where the (stored) values of each field lie, and why h5py reads them, if it does."""
+        return self._engine.setup.field_layouts
 
     @property
     def categories(self) -> dict[str, tuple[Any, ...]]:
         """The names of categorical fields' codes, per field: name number c belongs to code c.
 
         Code -1 means no value. If files have different categories, these are all of them.
-
-        Examples
-        --------
-        >>> with h5py.File("cells.h5", "w") as file:  # as AnnData writes it
-        ...     file["obs/kind/codes"] = np.array([1, 0, -1], "i1")
-        ...     file["obs/kind/categories"] = ["B", "T"]
-        ...     file["obs/kind"].attrs["encoding-type"] = "categorical"
-        >>> with AsyncReader(hdf5_path="cells.h5", fields={"kind": "obs/kind"}) as reader:
-        ...     print(reader.get_next_batch().kind, reader.categories)
-        [ 1  0 -1] {'kind': ('B', 'T')}
         """
-        kinds = self._engine.kinds.items()
+        kinds = self._engine.setup.kinds.items()
         return {n: kind.categories.names for n, kind in kinds if kind.categories is not None}
 
     @property
     def num_samples(self) -> int:
         """Number of selected samples: all of the dataset, or those of the option `indices`."""
-        return self._engine.num_samples
+        return self._engine.setup.num_samples
 
     @property
     def nbytes(self) -> int:
@@ -146,8 +125,7 @@ class AsyncReader:
 
         If samples vary in length, and some are left out or drawn, their mean length counts.
         """
-        engine = self._engine
-        return engine.counts.epoch_nbytes(engine.samplings.selection, engine.position.epoch_samples)
+        return self._engine.epoch_nbytes
 
     @property
     def fallback_reads(self) -> int:
@@ -165,36 +143,19 @@ class AsyncReader:
             Earlier statistics of this reader: count only what was done after them.
         epoch
             The number of an epoch, of the last 256; -1 is that of the last delivered batch, -2 the
-            one before. None means everything. Work for an epoch that is done before the end of the
-            previous one counts for the previous one.
-
-        Raises
-        ------
-        ConfigError
-            If `since` is not of this reader, or newer, or if there are no statistics of the epoch.
+            one before. Work done before the end of the previous epoch counts for that one.
+            `ConfigError` is raised for one without statistics.
 
         Examples
         --------
         >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
+        ...     before = reader.stats()
         ...     for data, labels in reader:
         ...         pass
-        ...     stats = reader.stats()
-        >>> stats.batches, stats.samples, stats.filters
-        (29, 1797, ('deflate', 'shuffle'))
-        >>> print(stats)  # doctest: +SKIP
+        ...     print(reader.stats(epoch=-1).batches, reader.stats(since=before).batches)
+        29 29
+        >>> print(reader.stats())  # doctest: +SKIP
         data-bound: waited 31 % of the time; the limit is deflate decoding, 0.9 GB/s on 2 threads
-
-        Of each epoch, and since an earlier moment:
-
-        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
-        ...     for epoch in range(3):
-        ...         before = reader.stats()
-        ...         for data, labels in reader:
-        ...             pass
-        ...         print(reader.stats(epoch=-1).batches, reader.stats(since=before).batches)
-        29 29
-        29 29
-        29 29
         """
         return self._engine.stats(since, epoch)
 
@@ -210,8 +171,7 @@ class AsyncReader:
 
         The file is written at the end: by ``stop()`` of the returned `Trace`, at the end of ``with
         reader.trace(...)``, or with the reader. https://ui.perfetto.dev and chrome://tracing show
-        when each thread planned, read, decoded, placed, transformed, postprocessed and uploaded
-        batches, and when the loop waited for one (``wait``) and had one (``in use``).
+        the stages of each thread, and when the loop waited for a batch and had one (``in use``).
 
         Parameters
         ----------
@@ -226,20 +186,16 @@ class AsyncReader:
             shows only those of the thread that started it.
         max_events
             Number of events to keep, from the first one on, at most 20,000,000; the others are
-            counted. An event takes about 50 bytes of memory in the compiled core, 200 in Python,
-            and 150 in the file.
+            counted. Each takes 50 bytes of memory (in Python 200), and 150 in the file.
 
         Raises
         ------
         ConfigError
-            If a trace of this reader is already running, the file cannot be written, or
-            `max_events` is invalid.
+            If a trace of this reader is running already, or the file cannot be written.
         MissingPackageError
             If CuPy or PyTorch is needed and not installed.
         OutOfMemoryError
             If the system refuses memory for that many events.
-        ReaderClosedError
-            If the reader is closed.
 
         Examples
         --------
@@ -247,33 +203,23 @@ class AsyncReader:
         ...     with reader.trace("t.json"):
         ...         for data, labels in reader:
         ...             pass
-        >>> import json
-        >>> with open("t.json") as file:
-        ...     events = json.load(file)["traceEvents"]
-        >>> sorted({event["name"] for event in events})[:5]
-        ['batch', 'decode', 'fetch', 'in use', 'place']
         """
         return self._engine.trace(path, nvtx=nvtx, torch=torch, max_events=max_events)
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch.
+        """Return the number of batches in an epoch, of this rank.
 
-        With `batch_values` or `bucket`, epochs may differ: it is that of the current epoch or,
-        between two epochs, of the next one. Unless the rank is given as an option, it is settled
-        with the first batch; until then, the number is for the rank found now.
-
-        Raises
-        ------
-        ConfigError
-            If the environment has contradictory ranks.
+        If epochs differ (`batch_values`, `bucket`), it is that of the current epoch or, between two
+        epochs, of the next one. The rank is settled with the first batch; until then, it is the one
+        found now. Raises `ConfigError` if the environment has contradictory ranks.
         """
         return self._engine.position.num_batches
 
     def fetch_data(self, index: ArrayLike | None = None) -> bool:
-        """Request the next batch in order, or one of given samples. Never blocks.
+        """Request the next batch in order; return whether it is the last of its epoch.
 
-        While all slots are busy, the request waits in line: a batch in use is never overwritten.
-        Extra calls are harmless.
+        Never blocks. While all slots are busy, the request waits in line: a batch in use is never
+        overwritten. Extra calls are harmless.
 
         Parameters
         ----------
@@ -281,21 +227,8 @@ class AsyncReader:
             Sample numbers of the dataset, for a batch outside of epochs (its `epoch` and `number`
             are -1), in this order; at most `batch_size`, repeats are allowed. It comes after
             earlier requests, and, in a ``for`` loop, after batches that threads read ahead. The
-            order of epochs does not change.
-
-        Returns
-        -------
-        bool
-            Whether the requested batch is the last of its epoch.
-
-        Raises
-        ------
-        ConfigError
-            If `index` has invalid sample numbers, or too many; then nothing is requested.
-        ReaderClosedError
-            If the reader is closed.
-        DatasetError
-            If an epoch has no batch.
+            order of epochs does not change. `ConfigError` is raised for invalid numbers, or too
+            many; then nothing is requested.
 
         Examples
         --------
@@ -306,8 +239,8 @@ class AsyncReader:
         [1000, 797, 3]
         >>> reader.close()
         """
-        self._settle()
-        return self._engine.fetch(None if index is None else self._engine.given.batch(index))
+        self._engine.settle()
+        return self._engine.delivery.fetch(index)
 
     def get_next_batch(self, timeout: float | None = None) -> Batch:
         """Return the oldest requested batch, and end the life of the one before.
@@ -328,10 +261,6 @@ class AsyncReader:
             If the batch is not ready in time; the next call continues to wait for it.
         ReadError, DeviceError, PostprocessError
             If filling this batch failed; the next call returns the next batch.
-        ReaderClosedError
-            If the reader is closed, before the call or during it.
-        DatasetError
-            If an epoch has no batch.
 
         Examples
         --------
@@ -341,19 +270,13 @@ class AsyncReader:
         <Batch 0 of epoch 0: data=(64, 8, 8) uint8, labels=(64,) int64>
         """
         seconds = self._config.timeout if timeout is None else check_timeout(timeout)
-        self._settle()
-        self._handover.expire()
-        engine = self._engine
-        serial, filled = engine.next(seconds)
+        self._engine.settle()
+        delivery = self._engine.delivery
+        serial, filled = delivery.wait(seconds)
         try:
-            for message in engine.counts.new_warnings(filled.warnings) if filled.warnings else ():
-                warnings.warn(message, FileChangedWarning, stacklevel=2)
-            batch = self._handover.batch(serial, filled) if filled.error is None else None
-            engine.take(serial, filled)
-            if batch is not None:
-                engine.note(batch.index, batch.epoch, batch.number, batch.last)
+            batch = delivery.take(serial, filled)
         except BaseException:  # Ctrl-C: the next call returns this batch
-            engine.ring.put_back(serial, filled)
+            delivery.put_back(serial, filled)
             raise
         if batch is None:
             try:
@@ -366,26 +289,14 @@ class AsyncReader:
     def read(self, index: ArrayLike) -> Batch:
         """Read given samples at once, in the calling thread; the batch owns its memory.
 
-        Requested batches continue to be filled, and do not change.
+        Requested batches continue to be filled, and do not change. The batch's `epoch` and `number`
+        are -1.
 
         Parameters
         ----------
         index
             Sample numbers of the dataset: any number of them, in this order; repeats are allowed.
-
-        Returns
-        -------
-        Batch
-            Its `epoch` and `number` are -1.
-
-        Raises
-        ------
-        ConfigError
-            If `index` has invalid sample numbers.
-        ReadError, PostprocessError
-            If the samples cannot be read.
-        ReaderClosedError
-            If the reader is closed.
+            `ConfigError` is raised for invalid ones.
 
         Examples
         --------
@@ -394,10 +305,8 @@ class AsyncReader:
         >>> batch.labels
         array([3, 7, 1])
         """
-        engine = self._engine
-        engine.check_open()
-        samples = engine.given.checked(index)
-        return self._handover.given(samples, engine.read(samples))
+        self._engine.check_open()
+        return self._engine.delivery.read(index)
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin the next epoch: the first one of which no batch was taken yet.
@@ -405,38 +314,18 @@ class AsyncReader:
         If an epoch is left before its end, its requested batches are dropped. The next epoch's
         first batches are read before this one ends.
         """
-        from h5async.reader.handover import Epoch
-
         engine = self._engine
         engine.check_open()
         engine.position.settle()
         if not engine.position.num_batches:
             return iter(())
-        return Epoch(engine, engine.begin_epoch(), self.get_next_batch)
+        return engine.delivery.next_epoch(self.get_next_batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Continue at the beginning of an epoch; requested batches of others are dropped.
 
-        Nothing is dropped if this epoch comes next anyway.
-
-        Parameters
-        ----------
-        epoch
-            Number of the epoch, from 0.
-
-        Raises
-        ------
-        ConfigError
-            If it is not an integer, or negative.
-        ReaderClosedError
-            If the reader is closed.
-
-        Examples
-        --------
-        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", shuffle="full") as reader:
-        ...     reader.set_epoch(5)
-        ...     print(reader.get_next_batch().epoch)
-        5
+        Nothing is dropped if this epoch comes next anyway. Epochs count from 0; `ConfigError` is
+        raised for anything else.
         """
         try:
             epoch = operator.index(epoch)
@@ -444,10 +333,8 @@ class AsyncReader:
             raise ConfigError(f"an epoch must be an integer from 0, found {epoch!r}") from error
         if epoch < 0:
             raise ConfigError(f"there is no epoch {epoch}; the first is 0")
-        self._check_not_empty()
-        engine = self._engine
-        if engine.schedule.position(engine.ring.next_serial)[::2] != (epoch, 0):
-            engine.jump(epoch)
+        self._engine.check_not_empty()
+        self._engine.jump(epoch)
 
     def reset(self) -> None:
         """Go back to the first batch of epoch 0."""
@@ -457,58 +344,36 @@ class AsyncReader:
         """Return the reader's position, for `load_state_dict` to continue from later.
 
         Only batches that `get_next_batch` returned count. The state is small for any dataset, can
-        be written as JSON, and is the same in all ranks. It describes the files as they were when
-        the reader was made.
-
-        Examples
-        --------
-        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
-        ...     for number in range(10):
-        ...         batch = reader.get_next_batch()
-        ...     state = reader.state_dict()
-        >>> state["epoch"], state["position"]
-        (0, 640)
+        be written as JSON, and is the same in all ranks.
         """
-        self._check_not_empty()
+        self._engine.check_not_empty()
         return self._engine.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where a state was saved; requested batches are dropped.
 
         The next batch is the one that would have come next then, with any number of threads or
-        slots and on any device. With another `batch_size` or `world_size`, the rest of the epoch is
-        dealt again: samples that all ranks together had received do not repeat, and none is left
-        out. (Whole steps of all ranks count: save the state of all ranks at the same step.) The
-        next ``for`` loop gives the rest of the epoch.
+        slots and on any device; the next ``for`` loop gives the rest of the epoch. With another
+        `batch_size` or `world_size`, the rest is dealt again: samples that all ranks together had
+        received do not repeat, and none is left out. (Save the state of all ranks at the same
+        step.)
 
-        Parameters
-        ----------
-        state
-            What `state_dict` returned.
-
-        Raises
-        ------
-        ConfigError
-            If it was saved with another seed, shuffle, window, selection, weights, sampler,
-            `batch_values` or `bucket`, or is not a state.
-        ReadError
-            If a file has changed since.
-        ReaderClosedError
-            If the reader is closed.
+        `ConfigError` is raised if it was saved with another seed, shuffle, window, selection,
+        weights, sampler, `batch_values` or `bucket`, or is not a state; `ReadError` if a file has
+        changed since.
 
         Examples
         --------
         >>> options = {"hdf5_path": "sample_data/digits.h5", "batch_size": 64, "shuffle": "full"}
         >>> with AsyncReader(options) as reader:
-        ...     for number in range(10):
-        ...         batch = reader.get_next_batch()
+        ...     batches = [reader.get_next_batch().copy() for _ in range(10)]
         ...     state = reader.state_dict()
         >>> with AsyncReader(options) as reader:
         ...     reader.load_state_dict(state)
         ...     print(reader.get_next_batch())
         <Batch 10 of epoch 0: data=(64, 8, 8) uint8, labels=(64,) int64>
         """
-        self._check_not_empty()
+        self._engine.check_not_empty()
         if not isinstance(state, Mapping):
             raise ConfigError(
                 f"load_state_dict() takes what state_dict() returned, found {state!r}"
@@ -520,12 +385,8 @@ class AsyncReader:
 
         Waits for work in progress (a `postprocess`, say), but no longer than the option `timeout`;
         anything still running then ends with that work. The arrays of the batch that the caller
-        holds stay valid. A running trace ends, too.
-
-        Raises
-        ------
-        ReadError
-            If the file of a trace cannot be written; the reader is still closed.
+        holds stay valid. A running trace ends, too; `ReadError` is raised if it cannot be written,
+        and the reader is still closed.
         """
         try:
             self._engine.close(self._config.timeout)
@@ -537,21 +398,13 @@ class AsyncReader:
     def __enter__(self) -> AsyncReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a reader that has not begun; unpickling opens it again.
-
-        Raises `ConfigError` if a batch was requested already.
-        """
-        self._check_not_empty()
-        if self._engine.ring.has_begun:
+        """Pickle a reader that has not begun; unpickling opens it again."""
+        self._engine.check_not_empty()
+        if self._engine.ring.consumer.has_begun:
             raise ConfigError(
                 "a reader that has begun cannot be pickled; pickle it before the first batch is"
                 " asked for, or send its config and its state_dict()"
@@ -564,88 +417,14 @@ class AsyncReader:
             batches = f"{len(self)} batches an epoch"
         except ConfigError:  # launchers contradict each other, and no batch was requested yet
             batches = "rank not known"
+        files, fields = paths_text(self._config.hdf5_path), ", ".join(self._config.batch_fields)
         return (
-            f"<AsyncReader {paths_text(self._config.hdf5_path)}: {', '.join(self._engine.names)},"
-            f" {self.num_samples} samples, {batches}, {self.device}{state}>"
+            f"<AsyncReader {files}: {fields}, {self.num_samples} samples, {batches},"
+            f" {self.device}{state}>"
         )
 
     def _repr_html_(self) -> str:
-        """Show a small table in a notebook: the fields, how they are read, and the progress."""
-        layouts, ways = self.layouts, self.stats().ways
-        fields = [
-            [name, one.path, _row_text(one), str(one.dtype), ways[name]]
-            for name, one in layouts.items()
-        ]
-        threads = self._engine.num_threads if self._engine.has_threads else 0
-        facts: list[list[Cell]] = [
-            ["samples", f"{self.num_samples:,}"],
-            ["order", _order_text(self._config)],
-            ["device", f"{self.device}, {threads} thread{'s' * (threads != 1)}"],
-        ]
-        try:
-            facts.append(["decoded", f"{size_text(self.nbytes)} an epoch"])
-            facts.append(["progress", self._progress()])
-        except ConfigError:  # as in `__repr__`
-            facts.append(["progress", "rank not known"])
-        head = ("field", "dataset", "sample shape", "dtype", "read by")
-        state = "closed" if self._engine.ring.is_closed else ""
-        files = paths_text(self._config.hdf5_path)
-        rows = [[printable(cell) for cell in row] for row in fields]
-        return box(f"AsyncReader {files}", [grid(facts), grid(rows, head)], subtitle=state)
-
-    def _progress(self) -> Cell:
-        batches, last = len(self), self._engine.counts.last
-        if last is None or not batches:
-            return f"{batches:,} batches an epoch, none delivered yet"
-        epoch, number = last
-        return Bar((number + 1) / batches, f"epoch {epoch}, {number + 1:,} of {batches:,} batches")
-
-    def _settle(self) -> None:
-        """Settle the rank, and check that it has batches."""
-        self._engine.check_open()
-        if not self._has_settled:
-            self._engine.position.settle()
-            self._check_not_empty()
-            self._has_settled = True
-
-    def _check_not_empty(self) -> None:
-        self._engine.check_open()
-        if not self._engine.position.num_batches:
-            raise DatasetError(
-                f"{paths_text(self._config.hdf5_path)}: an epoch has no batch: {_why_empty(self)}"
-            )
-
-
-def _why_empty(reader: AsyncReader) -> str:
-    config, count = reader.config, reader.num_samples
-    if config.sampler is not None:
-        return "the sampler draws no sample"
-    if not count and config.indices is not None:
-        return f"`{named('indices')}` selects no sample"
-    remedy = (
-        f"; make {named('batch_size')} smaller, or use {named('drop_last', False)}" if count else ""
-    )
-    given = (named(name, getattr(config, name)) for name in ("batch_size", "drop_last"))
-    return f"{count} samples, {', '.join(given)}{remedy}"
-
-
-def _row_text(layout: DatasetLayout) -> str:
-    """Return the shape of a stored sample; "any" marks a dimension that varies."""
-    if not layout.is_ragged:
-        return str(layout.row_shape)
-    inner = "".join(f" {length}," for length in layout.row_shape)
-    return f"(any,{inner.removesuffix(',')})"
-
-
-def _order_text(config: ReaderConfig) -> str:
-    if config.sampler is not None:
-        order = "by a sampler"
-    elif config.weights is not None:
-        order = "drawn by weights"
-    else:
-        order = f"shuffled, {config.shuffle}" if config.shuffle else "as in the file"
-    limit = f", or {config.batch_values:,} values" if config.batch_values else ""
-    return f"{order}; batches of {config.batch_size:,} samples{limit}"
+        return self._engine.html()
 
 
 def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:

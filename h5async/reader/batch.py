@@ -101,8 +101,7 @@ class Batch(Sequence[Any]):
     def __getitem__(self, key: Any) -> Any:
         """Return the array of a field, by its name or number; a slice gives a tuple.
 
-        Raises `DatasetError` for an unknown name, and `BatchExpiredError` as in
-        `ReaderConfig.debug_lifetimes`.
+        Raises `DatasetError` for an unknown name.
         """
         if isinstance(key, str):
             if key not in self._arrays:
@@ -125,7 +124,6 @@ class Batch(Sequence[Any]):
 
     @property
     def _where(self) -> str:
-        """The batch's name within a sentence."""
         if self.epoch < 0:
             return "a batch of given samples"
         return f"batch {self.number} of epoch {self.epoch}"
@@ -138,7 +136,6 @@ class Batch(Sequence[Any]):
         return f"<{where}: {fields}>"
 
     def _repr_html_(self) -> str:
-        """Show a small table of the fields in a notebook. Nothing is copied from a GPU."""
         title = self._where.removeprefix("a ").capitalize()
         if isinstance(self._arrays, _ExpiredArrays) or (self._life is not None and self._life.over):
             return table(title, [], note=_OVER)
@@ -165,12 +162,11 @@ class Batch(Sequence[Any]):
             what = f"a copy of {self._where}"
             with taking_memory(what, f"keep fewer batches, or make {named('batch_size')} smaller"):
                 arrays = {name: array.copy() for name, array in self._arrays.items()}
-        epoch, number, last = self.epoch, self.number, self.last
-        return Batch(arrays, self.index, epoch, number, last, self._device, self._sequences)
+        place = self.epoch, self.number, self.last
+        return Batch(arrays, self.index, *place, self._device, self._sequences)
 
 
 def _cells(array: Any) -> tuple[str, str, str]:
-    """Return shape, dtype and first values of an array, as text; on a GPU, no values."""
     shape = getattr(array, "shape", None)
     if shape is None or not hasattr(array, "ndim"):  # ragged or sparse
         return f"{len(array):,} {type(array).__name__}", str(array.dtype), preview(array)
@@ -178,16 +174,12 @@ def _cells(array: Any) -> tuple[str, str, str]:
 
 
 def _shown(array: Any) -> str:
-    """Return shape and dtype of an array, or the repr of ragged samples."""
     shape = getattr(array, "shape", None)
     return repr(array) if shape is None else f"{shape} {array.dtype}"
 
 
 class Life:
-    """The life of a batch in the memory of a slot.
-
-    It is `over` when the next batch is requested, and the memory gets other samples.
-    """
+    """The life of a batch in the memory of a slot: `over` when the next batch is requested."""
 
     __slots__ = ("over",)
 

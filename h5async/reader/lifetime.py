@@ -1,7 +1,6 @@
 """Closes open readers when the interpreter ends, and counts the forks of this process.
 
-Objects with threads register while they are open. After a fork, the child has none of these
-threads, and a higher count.
+After a fork, the child has none of the threads of readers, and a higher count.
 """
 
 from __future__ import annotations
@@ -11,43 +10,26 @@ import os
 import threading
 import time
 import weakref
-from typing import Protocol
+from typing import Any
 
 # Imported first, so that our exit handler runs before h5py's, which changes HDF5 while our threads
 # may still be in it.
 import h5py  # noqa: F401
 
-from h5async.system.waiting import Flag
-
 EXIT_SECONDS = 10.0  # for unfinished work when the interpreter ends
 
 
-class Closable(Protocol):
-    """An object to close when the interpreter ends.
-
-    `has_opened` is set unless it is being opened.
-    """
-
-    has_opened: Flag
-
-    def stop(self, *, at_exit: bool = False) -> None:
-        """Begin to end, without waiting."""
-
-    def join(self, patience_seconds: float | None) -> None:
-        """Wait until everything has ended."""
-
-
-_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_open: weakref.WeakSet[Any] = weakref.WeakSet()  # engines
 _is_exiting = False  # whether the interpreter is
 num_forks = 0  # from the first process to this one, since the import
 
 
-def register(closable: Closable) -> None:
-    """Have an object closed when the interpreter ends, as long as it exists.
+def register(engine: Any) -> None:
+    """Have an engine closed when the interpreter ends, as long as it exists.
 
     Raises `SystemExit` in a daemon thread of an interpreter that is ending.
     """
-    _open.add(closable)
+    _open.add(engine)
     if _is_exiting and threading.current_thread().daemon:
         raise SystemExit
 
@@ -67,10 +49,10 @@ def close_all() -> None:
     global _is_exiting
     _is_exiting = True
     found = list(_open)
-    for closable in found:
-        closable.stop(at_exit=True)
+    for engine in found:
+        engine.stop(at_exit=True)
     end = time.monotonic() + EXIT_SECONDS
-    for closable in found:
-        closable.join(max(0.0, end - time.monotonic()))
+    for engine in found:
+        engine.join(max(0.0, end - time.monotonic()))
         # A daemon thread that opens files may hold h5py's lock, and would never release it.
-        closable.has_opened.wait_set(max(0.0, end - time.monotonic()))
+        engine.has_opened.wait_set(max(0.0, end - time.monotonic()))

@@ -1,45 +1,47 @@
-"""Decides which batches come next: settles the rank, and moves from epoch to epoch.
+"""Decides which batches come next: settles the rank, moves from epoch to epoch, saves positions.
 
-Options and launchers' ranks enter; the schedule of batches, by serial number, leaves.
+A saved position is a small dict of JSON types, the same in all ranks, with what the order depends
+on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.deliver.slotrecords import Assignment
-from h5async.deliver.slots import SlotRing
-from h5async.errors import ConfigError
-from h5async.opening.dataset import Samplings
+from h5async.config.files import paths_text
+from h5async.deliver.slots import Assignment, SlotRing
+from h5async.errors import ConfigError, ReadError
+from h5async.index.fingerprint import fingerprint
+from h5async.index.layout import DatasetLayout
+from h5async.index.units import unit_nbytes
+from h5async.opening.dataset import Samplings, digest
 from h5async.order.ranks import Rank, Source, find_source, may_change
 from h5async.order.sampling import FillRequest, Sampling
 from h5async.order.schedule import Course, Schedule
 
 _log = logging.getLogger("h5async")
 
-
-class SavedPosition(NamedTuple):
-    """A position from which another reader can continue.
-
-    Attributes
-    ----------
-    start
-        Position in the epoch's order at which the next batch begins.
-    batch_size, world_size
-        The sizes with which the epoch was begun: the order of its samples depends on them.
-    """
-
-    epoch: int
-    start: int
-    batch_size: int
-    world_size: int
+_VERSION = 1
+# A state's epoch, the position in its order at which the next batch begins, and the sizes with
+# which the epoch was begun, on which the order of its samples depends.
+_POSITION = ("epoch", "position", "batch_size", "world_size")
+# Optional parts of a state; those in the first line are digests.
+_DIGESTS = ("indices", "weights", "sampler")
+_OPTIONAL = (*_DIGESTS, "batch_values", "bucket")
+_OF_FILES = {
+    "fingerprint": "a file has changed since the state was saved: its size, shapes, dtypes, chunks,"
+    " sequences or the lengths of its samples differ",
+    "lengths": "samples have other lengths than when the state was saved",
+}
+_MOST_RANKS = 1 << 20  # bounds what a bad state can cost
 
 
 class ReaderPosition:
@@ -47,17 +49,18 @@ class ReaderPosition:
 
     The consumer's thread changes it. All threads may read it, because it is one value in the ring
     that is replaced as a whole. Raises `ConfigError` if the environment has contradictory ranks.
-
-    Attributes
-    ----------
-    has_settled
-        Whether the rank is final.
-    looped_epoch
-        The epoch of the caller's last batch, until the epoch ends for it.
+    `looped_epoch` is the epoch of the caller's last batch, until the epoch ends for it.
     """
 
-    def __init__(self, config: ReaderConfig, samplings: Samplings, ring: SlotRing[Any]) -> None:
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        samplings: Samplings,
+        ring: SlotRing[Any],
+    ) -> None:
         self._config = config
+        self._layouts = list(layouts.values())
         self._samplings = samplings
         self._ring = ring
         self.has_settled = False
@@ -68,7 +71,6 @@ class ReaderPosition:
         """Settle rank and world size of this process.
 
         This waits for the first batch, because process groups are often made after the reader.
-        Raises `ConfigError` as `find_source` does.
         """
         if self.has_settled:
             return
@@ -79,7 +81,6 @@ class ReaderPosition:
         self.has_settled = True
 
     def _find_source(self) -> Source:
-        """Return the rank and its source, from the options or as found now."""
         rank, world_size = self._config.rank, self._config.world_size
         if self._config.sampler is not None:
             return Source(Rank(0, 1), "the sampler, one per process", "", None)
@@ -88,7 +89,6 @@ class ReaderPosition:
         return Source(Rank(rank, world_size), "the options rank and world_size", "", None)
 
     def _expected_rank(self) -> Rank:
-        """Return the rank that is likely when the reader is made."""
         try:
             return self._find_source().rank
         except ConfigError:
@@ -99,18 +99,13 @@ class ReaderPosition:
     @property
     def course(self) -> Course:
         """The position as one value."""
-        course: Course = self._ring.course
+        course: Course = self._ring.consumer.course
         return course
 
     @property
     def schedule(self) -> Schedule:
         """Maps serial numbers to batches."""
         return self.course.schedule
-
-    @property
-    def sampling(self) -> Sampling:
-        """The order of samples, and how it is dealt."""
-        return self.course.schedule.sampling
 
     @property
     def num_batches(self) -> int:
@@ -126,24 +121,26 @@ class ReaderPosition:
         return self._sampling_by_now().samples_in(self._epoch_by_now())
 
     def _epoch_by_now(self) -> int:
-        if self.sampling.is_uniform:
+        if self.schedule.sampling.is_uniform:
             return 0
         if self.looped_epoch is not None:
             return self.looped_epoch
         schedule = self.schedule
         if not schedule.start and not schedule.sampling.batches_in(schedule.epoch):
             return schedule.epoch  # there is no next batch
-        return schedule.position(self._ring.next_serial).epoch
+        return schedule.position(self._ring.consumer.next).epoch
 
     def _sampling_by_now(self) -> Sampling:
         """Return the sampling for the rank found now, without settling it."""
         if self.has_settled:
-            return self.sampling
+            return self.schedule.sampling
         rank = self._find_source().rank
         if rank == self.course.rank:
-            return self.sampling
-        if self.sampling.is_uniform:
-            return dataclasses.replace(self.sampling, rank=rank.rank, world_size=rank.world_size)
+            return self.schedule.sampling
+        if self.schedule.sampling.is_uniform:
+            return dataclasses.replace(
+                self.schedule.sampling, rank=rank.rank, world_size=rank.world_size
+            )
         return self._samplings.at((*rank,))
 
     def give(self, samples: NDArray[np.int64]) -> int:
@@ -183,19 +180,51 @@ class ReaderPosition:
         """Continue at the beginning of an epoch; requested batches are dropped."""
         self._go_to(self.course.rank, epoch, 0, None)
 
-    def save(self) -> SavedPosition:
-        """Return the position of the caller's next batch, ignoring requested ones."""
-        epoch, _, start = self.schedule.position(self._ring.next_serial)
-        course = self.course
+    def state(self) -> dict[str, Any]:
+        """Return the state at the caller's next batch, ignoring requested ones."""
+        epoch, _, start = self.schedule.position(self._ring.consumer.next)
+        course, sampler = self.course, self._samplings.sampler
         begun_with = self._config.batch_size, course.rank.world_size
         if course.origin[0] == epoch and start:
             begun_with = course.origin[1]
-        return SavedPosition(epoch, start, *begun_with)
+        return {
+            "version": _VERSION,
+            **dict(zip(_POSITION, (epoch, start, *begun_with), strict=True)),
+            **self._order_depends_on,
+            **({} if sampler is None else {"sampler": sampler.state(epoch)}),
+        }
 
-    def restore(self, saved: SavedPosition) -> None:
-        """Continue at a saved position; requested batches are dropped."""
-        start = min(saved.start, self._samplings.epoch_samples)
-        self._go_to(self.course.rank, saved.epoch, start, (saved.batch_size, saved.world_size))
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue at a saved position, which must fit; requested batches are dropped.
+
+        Raises `ConfigError` if it was saved with other options or is not a state, and `ReadError`
+        if a file has changed since.
+        """
+        if not _is(state.get("version"), _VERSION):
+            raise ConfigError(
+                f"the state has version {state.get('version')}, and this h5async reads version"
+                f" {_VERSION}; start anew, without the state"
+            )
+        self._check_order(state)
+        numbers = [state.get(name) for name in _POSITION]
+        if (
+            not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)  # (not a bool)
+            or not all(numbers[2:])
+            or cast("int", numbers[3]) > _MOST_RANKS
+        ):
+            raise ConfigError(
+                f"the state holds no valid position: {dict(state)!r}; give what state_dict()"
+                " returned"
+            )
+        epoch, start, batch_size, world_size = cast("list[int]", numbers)
+        sampler = self._samplings.sampler
+        if sampler is not None:
+            sampler.restore(epoch, state["sampler"])
+            if sampler.draws_batches:  # each stands for `batch_size` positions
+                start = start // batch_size * self._config.batch_size
+                batch_size = self._config.batch_size
+        start = min(start, self._samplings.epoch_samples)
+        self._go_to(self.course.rank, epoch, start, (batch_size, world_size))
 
     def _go_to(
         self, rank: Rank, epoch: int, start: int, begun_with: tuple[int, int] | None
@@ -216,3 +245,68 @@ class ReaderPosition:
 
         self._ring.restart(course_from)
         self.looped_epoch = None
+
+    def _check_order(self, state: Mapping[str, Any]) -> None:
+        for name in _OPTIONAL:
+            mine = name in self._order_depends_on
+            mine = self._config.sampler is not None if name == "sampler" else mine
+            if (name in state) != mine:
+                who, other = ("reader", "state") if mine else ("state", "reader")
+                raise ConfigError(
+                    f"the {who} has {name}, and the {other} has none; give the reader what it had"
+                    " when the state was saved, or start anew, without the state"
+                )
+        for name, value in self._order_depends_on.items():
+            if not _is(state.get(name), value):
+                raise self._other(name, state.get(name), value)
+
+    def _other(self, name: str, saved: object, own: object) -> ConfigError | ReadError:
+        anew = "start anew, without the state"
+        if name in _OF_FILES:
+            return ReadError(f"{paths_text(self._config.hdf5_path)}: {_OF_FILES[name]}; {anew}")
+        if name == "num_samples":
+            return ConfigError(
+                f"the state was saved from files with {saved!r} samples, and the files of this"
+                f" reader have {own}; give it the same files, or {anew}"
+            )
+        if name in _DIGESTS:
+            return ConfigError(
+                f"the state was saved with other {name}; give the reader what it had then, or"
+                f" {anew}"
+            )
+        return ConfigError(
+            f"the state was saved with {name}={saved!r}, and this reader has {own!r}; give the"
+            f" reader the same, or {anew}"
+        )
+
+    @functools.cached_property
+    def _order_depends_on(self) -> dict[str, Any]:
+        config, samplings, layouts = self._config, self._samplings, self._layouts
+        structure = [samplings.sequences.starts, samplings.sequences.ends]
+        if config.shuffle == "window":
+            structure.append(np.array([*map(unit_nbytes, layouts)]))
+        found: dict[str, Any] = {
+            "seed": config.seed,
+            "shuffle": config.shuffle,
+            "num_samples": layouts[0].sample_count,
+            "fingerprint": fingerprint(layouts, *structure),
+        }
+        if config.shuffle == "window":
+            found["window_bytes"] = config.window_bytes
+        selection = samplings.selection
+        if not selection.is_prefix or selection.size != found["num_samples"]:
+            found["indices"] = selection.digest()
+        if config.weights is not None:
+            found["weights"] = samplings.weights_digest()
+            found["epoch_samples"] = samplings.epoch_samples
+        lengths = samplings.lengths
+        if lengths is not None:
+            given = {"batch_values": lengths.values, "bucket": lengths.bucket}
+            found |= {name: value for name, value in given.items() if value is not None}
+            found["lengths"] = digest(lengths)
+        return found
+
+
+def _is(found: object, expected: object) -> bool:
+    """Compare values of a state: True and 1.0 are not 1."""
+    return type(found) is type(expected) and found == expected

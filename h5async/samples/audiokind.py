@@ -22,6 +22,7 @@ from h5async.plan.crops import random_start
 from h5async.samples.fieldkind import DecodingWork, EncodedBatch, FieldDecoder, Rows
 from h5async.samples.ragged import Ragged
 from h5async.samples.raggedkind import EncodedKind
+from h5async.system.interruptions import suppressing
 
 _MIXED_NBYTES = 1 << 20  # of several channels, decoded at a time
 
@@ -96,7 +97,7 @@ class _AudioDecoder(FieldDecoder):
     def _open(self, data: NDArray[Any], sample: int) -> Any:
         """Open a recording; `ReadError` if it is none, or not of the kind that the field says."""
         try:
-            file = self._soundfile.SoundFile(io.BytesIO(data.tobytes()))
+            file = self._soundfile.SoundFile(_Bytes(data.tobytes()))
         except self._soundfile.SoundFileError as error:
             first = data[:8].tobytes().hex(" ") or "none"
             raise self._broken(sample, f"{_said(error)} (its first bytes are {first})") from error
@@ -143,6 +144,15 @@ class _AudioDecoder(FieldDecoder):
         return ReadError(f"{self._where(sample)} cannot be decoded: {found}; {remedy}")
 
 
+class _Bytes(io.BytesIO):
+    """Bytes that libsndfile reads; a damaged header may have it seek anywhere."""
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        with suppressing(ValueError, OverflowError):  # libsndfile asks where it is
+            super().seek(offset, whence)
+        return self.tell()
+
+
 def _read(file: Any, out: NDArray[Any]) -> int:
     """Decode frames; return their number, which is smaller where the recording ends."""
     return len(file.read(out=out))
@@ -154,7 +164,8 @@ def _read_mean(file: Any, out: NDArray[Any]) -> int:
     while done < len(out):
         wanted = min(most, len(out) - done)
         block = file.read(wanted, out.dtype.name, always_2d=True)
-        np.mean(block, axis=1, out=out[done : done + len(block)])
+        with np.errstate(all="ignore"):  # of floats that are infinite
+            np.mean(block, axis=1, out=out[done : done + len(block)])
         done += len(block)
         if len(block) < wanted:
             break

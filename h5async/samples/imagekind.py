@@ -33,7 +33,7 @@ from h5async.order.rows import StepSpans
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes
 from h5async.plan.records import Int64s
 from h5async.plan.transform import RowTransform, factor_of
-from h5async.read.transform import native_transform
+from h5async.read.nativetransform import native_transform
 from h5async.samples.fieldkind import (
     CanTransform,
     DecodingWork,

@@ -4,7 +4,7 @@
 
 A `Recorder` lives as long as a reader, and has a `Timeline` while recording. All parts report to
 the recorder, which otherwise does nothing. The compiled core records its own work
-(core/src/trace.h).
+(core/src/trace.c).
 """
 
 from __future__ import annotations

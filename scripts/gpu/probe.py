@@ -19,7 +19,7 @@ import numpy as np
 from findings import Findings, delivered, difference, parse_options
 
 from h5async import Field
-from h5async.deliver.nvcomp import load_nvcomp
+from h5async.deliver.devicedecode import load_nvcomp
 
 LATE_UNREGISTERING = """
 import mmap

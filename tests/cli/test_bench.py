@@ -72,7 +72,7 @@ def test_options_are_measured_by_turns(monkeypatch):
     )
     assert asked == [0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2]
     assert len(told) == 12
-    assert [trial.verdict for trial in trials] == ["same", "faster", "faster"]
+    assert [trial.verdict for trial in trials] == [None, "faster", "faster"]
     assert trials[2].ratios == [2.0] * 4
 
 

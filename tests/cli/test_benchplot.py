@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from h5async import ConfigError, MissingPackageError
-from h5async.cli.benchplot import Plot, Speeds
+from h5async.cli.bench import Plot
+from h5async.cli.measuring import Trial
 
 TRIALS = [
-    Speeds("as given", [2.1e9, 2.0e9, 2.4e9], None),
-    Speeds("--shuffle window", [1.0e9, 1.1e9, 0.9e9], "slower"),
-    Speeds("--num-threads 4", [2.5e9, 2.0e9, 3.9e9], "unclear"),
-    Speeds("--num-threads 1 " + "--some-option " * 9, [3.0e9, 3.1e9, 3.2e9], "faster"),
+    Trial({}, [2.1e9, 2.0e9, 2.4e9], [1.0, 1.0, 1.0]),
+    Trial({"shuffle": "window"}, [1.0e9, 1.1e9, 0.9e9], [0.5, 0.55, 0.4]),  # slower
+    Trial({"num_threads": 4}, [2.5e9, 2.0e9, 3.9e9], [1.2, 1.0, 1.6]),  # unclear
+    Trial({"num_threads": 1, "data_field": "x" * 90}, [3.0e9, 3.1e9, 3.2e9], [1.4, 1.5, 1.3]),
 ]
 WAITS = [0.0, 1e-5, 2e-4, 3e-4, 0.2]
 STAGES = {"plan": 0.1, "read": 0.4, "decode": 2.5, "upload": 0.0}
@@ -60,7 +61,7 @@ def test_no_word_lies_over_another_or_sticks_out(tmp_path: Path) -> None:
 
 def test_a_reader_that_did_nothing_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    Plot(tmp_path / "b.svg").save("nothing", [Speeds("as given", [0.0] * 3, None)], [], {})
+    Plot(tmp_path / "b.svg").save("nothing", [Trial({}, [0.0] * 3, [0.0] * 3)], [], {})
     assert "<svg" in (tmp_path / "b.svg").read_text()
 
 

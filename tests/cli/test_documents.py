@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from h5async.cli import app
-from h5async.cli.documents import plain
+from h5async.cli.output import plain
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 

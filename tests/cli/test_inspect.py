@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from h5async.cli import app
 from h5async.cli.datasetfacts import Dataset
-from h5async.cli.folding import Folding
-from h5async.cli.patterns import is_meant
+from h5async.cli.inspect import is_meant
+from h5async.cli.listing import Folding
 
 
 @pytest.fixture(autouse=True)
 def _one_table(monkeypatch):
-    monkeypatch.setattr("h5async.cli.rowlisting.BLOCK_SECONDS", math.inf)
+    monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", math.inf)
 
 
 def run(*arguments):

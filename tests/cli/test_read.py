@@ -93,7 +93,8 @@ def test_its_own_empty_loop_is_not_blamed(
 ) -> None:
     # (Chunks are decoded anew for each batch, as they are of large datasets.)
     monkeypatch.setattr(
-        "h5async.reader.engine.wanted_kept_nbytes", lambda config, layouts, *_: (0,) * len(layouts)
+        "h5async.reader.readersetup.wanted_kept_nbytes",
+        lambda config, layouts, *_: (0,) * len(layouts),
     )
     values = np.random.default_rng(0).integers(0, 9, (600, 4000)).astype("f4")
     with h5py.File(train, "a") as file:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from cases import each
 from collecting import Collected, made_up
+from pythondecoders import decode_blosc
 
 from h5async.codec.filters import Filter
-from h5async.codec.streams import decode_blosc
 from h5async.read.scratch import Scratch, encoded_room
 
 BLOSC = 32001

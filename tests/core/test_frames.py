@@ -24,6 +24,7 @@ from conftest import require_extra
 from hdf5_encoder import HDF5Encoder, contents
 from hypothesis import given
 from hypothesis import strategies as st
+from pythondecoders import FilterPipeline
 from test_core import HUGE, RowFile, damaged, exactly, int64s, some
 
 from h5async import Field
@@ -40,12 +41,10 @@ from h5async.codec.filters import (
     Filter,
 )
 from h5async.core.binding import address
-from h5async.core.structures import IO_MODES, FramesStruct
-from h5async.core.tablestructures import SourceStruct
-from h5async.deliver.frames import FrameFormat, Unshuffle, frame_format, unshuffles
+from h5async.core.structures import IO_MODES, FramesStruct, SourceStruct
+from h5async.deliver.decodeplan import FrameFormat, Unshuffle, frame_format, unshuffles
 from h5async.index.metadata import read_layouts
 from h5async.io.stamps import FileStamp
-from h5async.read.pipeline import FilterPipeline
 from h5async.read.scratch import Scratch
 
 require_extra("hdf5plugin")
@@ -107,7 +106,7 @@ class Pieces:
         if self.memory is not None:
             table[0].path = None
             table[0].map, table[0].map_nbytes = address(self.memory), self.memory.size
-        sources = ctypes.create_string_buffer(self.core.sources_nbytes())
+        sources = ctypes.create_string_buffer(self.core.nbytes["Sources"])
         # Where maps are kept without descriptors, as of many files.
         gives_back = io == "auto"
         self.core.open_sources(

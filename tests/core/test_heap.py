@@ -6,8 +6,8 @@ sides, so that a build with sanitizers (scripts/check_core) tells of any byte be
 
 from __future__ import annotations
 
-import ctypes
 import itertools
+import mmap
 import os
 import threading
 import zlib
@@ -23,13 +23,9 @@ from heapreference import HeapReader, decoded_by, read_in_python
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async.core.binding import address
-from h5async.core.structures import IO_MODES, Event, FileStruct
 from h5async.errors import ReadError
 from h5async.index.hdf5 import NotDirectError
 from h5async.index.variablelength import VariableLength, variable_length
-from h5async.io.localfiles import FileEventError, LocalFile
-from h5async.io.stamps import FileStamp
 
 SEED = 20160704
 COMPOUND = np.dtype([("x", "<i2"), ("y", ">f8"), ("z", "u1", (3,))])
@@ -109,13 +105,8 @@ class Opened:
     def read(self, element, io="auto", core=None, sequences=None):
         """Return the bytes of some elements, by the core or the reference."""
         sequences = self.sequences(core) if sequences is None else sequences
-        stamp = FileStamp.of(self.path)
-        file = LocalFile(str(self.path), stamp, io)
-        try:
-            reader = HeapReader(core)
-            return collected(sequences, element, lambda *a: reader.read(sequences, file, stamp, *a))
-        finally:
-            file.close()
+        with HeapReader(core, sequences, str(self.path), io) as reader:
+            return collected(sequences, element, reader.read)
 
     def assert_reads_as_h5py(self, element):
         expected = [self.expected[i] for i in element]
@@ -139,7 +130,7 @@ def collected(sequences, element, read):
     nbytes = sequences.length[element].astype(np.int64) * sequences.form.dtype.itemsize
     position = np.cumsum(np.append(0, nbytes))
     out = Guarded(int(position[-1]))
-    read(element, position[:-1].copy(), out.inside)
+    read(element, out.inside)
     assert out.is_intact(), "written beside the memory"
     data = out.inside.tobytes()
     return [data[a:b] for a, b in itertools.pairwise(position.tolist())]
@@ -281,25 +272,6 @@ def test_big_endian_numbers(core, path):
     assert opened.read([0], core=core) == [values.astype(">f8").tobytes()]
 
 
-def test_only_places(core, path):
-    opened = Opened(file_of(path, [[1, 2], [], [3]]), core)
-    stamp = FileStamp.of(path)
-    file = LocalFile(str(path), stamp, "pread")
-    data = path.read_bytes()
-    for one in (core, None):
-        sequences = opened.sequences(one)
-        element, position = np.arange(3), np.zeros(3, np.int64)
-        HeapReader(one).read(sequences, file, stamp, element, position, None)
-        places = sequences.place.tolist()
-        assert [data[at : at + n] for at, n in zip(places, (2, 0, 1), strict=True)] == [
-            b"\1\2",
-            b"",
-            b"\3",
-        ]
-        assert places[1] < 0
-    file.close()
-
-
 def test_neighbours_are_found_with_an_element(core, path):
     """Elements that lie in one collection are found at once, and a collection is walked once."""
     opened = Opened(file_of(path, [[i % 250] * (1 + i % 5) for i in range(3000)]), core)
@@ -333,19 +305,12 @@ def test_many_threads_share_the_places(core, path):
         assert wrong == []
 
 
-def test_a_changed_file_is_an_event(core, path):
+def test_elements_of_a_changed_file_are_refused(core, path):
     opened = Opened(file_of(path, [[1, 2], [3]]), core)
-    stamp = FileStamp.of(path)
-    file = LocalFile(str(path), stamp)
-    os.utime(path, (0, 0))
-    sequences = opened.sequences(core)
-    with pytest.raises(FileEventError):
-        HeapReader(core).read(sequences, file, stamp, *one_element())
-    file.close()
-
-
-def one_element():
-    return np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(2, np.uint8)
+    with HeapReader(core, opened.sequences(core), str(path)) as reader:
+        os.utime(path, (0, 0))
+        with pytest.raises(ReadError):
+            reader.read(np.zeros(1, np.int64), np.zeros(2, np.uint8))
 
 
 # --- datatypes ------------------------------------------------------------------------------------
@@ -404,15 +369,13 @@ def test_stored_values_that_are_not_numpys(path):
 
 
 class InMemory:
-    """A file whose bytes lie in memory of exactly their size."""
+    """A file whose bytes lie in memory of exactly their size, and in a file of the system."""
 
     def __init__(self, core, opened, data=None, references=None):
-        self.core, self.form = core, opened.form
+        self.core, self.form, self.path = core, opened.form, opened.path
         self.data = np.array(bytearray(opened.path.read_bytes() if data is None else data))
         self.data = np.frombuffer(bytearray(self.data), np.uint8).copy()
         self.references = opened.references.copy() if references is None else references
-        empty = np.empty(0, np.uint8)
-        self.worker = core.new_worker(empty, empty, (empty,) * 3)
         self.descriptor = os.memfd_create("heap") if hasattr(os, "memfd_create") else -1
         if self.descriptor >= 0:
             os.write(self.descriptor, self.data)
@@ -424,22 +387,10 @@ class InMemory:
     def sequences(self, core):
         return decoded_by(self.references, self.form, self.data.size, 'a.h5: dataset "data"', core)
 
-    def core_reads(self, sequences, io, *arguments):
-        """Have the core read elements; return whether it did."""
-        element, position, out = arguments
-        mapped = self.data.ctypes.data if io == "map" else None
-        descriptor = -1 if io == "map" else self.descriptor
-        file = FileStruct(descriptor, IO_MODES[io], mapped, self.data.size, nbytes=-1)
-        heap = sequences.struct()
-        done = self.core.read_heap(
-            *map(ctypes.byref, (heap, file, self.worker.struct)),
-            *map(address, (element, position, out)),
-            element.size,
-            out.size,
-        )
-        assert file.event == Event.NONE
-        assert 0 <= done <= element.size
-        return done == element.size
+    def reader(self, sequences, io):
+        if io == "map":
+            return HeapReader(self.core, sequences, str(self.path), io, self.data)
+        return HeapReader(self.core, sequences, f"/proc/self/fd/{self.descriptor}", io)
 
     def read_into(self, offset, buffers):
         for buffer in buffers:
@@ -454,11 +405,12 @@ class InMemory:
             if sequences.total * self.form.dtype.itemsize > 1 << 22:
                 return "more than fits into the test's memory"
 
+            if way != "python":
+                with self.reader(sequences, way) as reader:
+                    return collected(sequences, element, reader.read)
+
             def read(*arguments):
-                if way == "python":
-                    read_in_python(sequences, self.read_into, self.data.size, *arguments)
-                elif not self.core_reads(sequences, way, *arguments):
-                    raise ReadError("the core leaves it to Python")
+                read_in_python(sequences, self.read_into, self.data.size, *arguments)
 
             return collected(sequences, element, read)
         except ReadError as error:
@@ -613,14 +565,14 @@ def test_a_string_with_a_nul_byte(core, path):
 
 def test_what_is_asked_for_is_checked(core, path):
     memory = InMemory(core, Opened(file_of(path, [[1] * 8]), core))
-    sequences = memory.sequences(core)
     out = Guarded(8)
-    for element, position in ((-1, 0), (1, 0), (2**62, 0), (0, 1), (0, -1), (0, 2**63 - 1)):
-        arguments = np.array([element]), np.array([position]), out.inside
-        assert not memory.core_reads(sequences, "map", *arguments)
-    assert out.is_fresh()
-    assert out.is_intact()
-    assert memory.core_reads(sequences, "map", np.array([0]), np.array([0]), out.inside)
+    with memory.reader(memory.sequences(core), "map") as reader:
+        for element, room in ((-1, 8), (1, 8), (2**62, 8), (0, 7), (0, 0)):
+            with pytest.raises(IndexError):
+                reader.read(np.array([element]), out.inside[:room])
+        assert out.is_fresh()
+        assert out.is_intact()
+        reader.read(np.array([0]), out.inside)
     assert out.inside.tobytes() == b"\1" * 8
     memory.close()
 
@@ -706,21 +658,12 @@ def test_references_are_decoded_alike(core, data):
     assert found[0] == found[1]
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs a file in memory")
 def test_a_page_of_the_map_that_is_missing(core, path):
     opened = Opened(file_of(path, [[1] * 50_000, [2] * 50_000]), core)
-    file = LocalFile(str(path), FileStamp.of(path), "map")
-    memory = InMemory(core, opened)
-    struct = FileStruct(-1, IO_MODES["map"], file.map_address, file.map_nbytes, nbytes=-1)
-    heap, out = memory.sequences(core), np.zeros(100_000, np.uint8)
-    element, position = np.arange(2), np.array([0, 50_000])
-    os.truncate(path, 4096)
-    core.read_heap(
-        *map(ctypes.byref, (heap.struct(), struct, memory.worker.struct)),
-        *map(address, (element, position, out)),
-        2,
-        out.size,
-    )
-    assert struct.event == Event.FAULTED
-    memory.close()
-    file.close()
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        memory = np.frombuffer(mapped, np.uint8)
+        with HeapReader(core, opened.sequences(core), str(path), "map", memory) as reader:
+            os.truncate(path, 4096)
+            with pytest.raises(ReadError):
+                reader.read(np.arange(2), np.zeros(100_000, np.uint8))
+        del memory, reader

@@ -18,12 +18,12 @@ from conftest import require_extra
 from gpus import use_fake_gpu, use_gpu
 
 import h5async.deliver.devicedecode
-import h5async.deliver.findgpu
+import h5async.deliver.finddevice
 from h5async import AsyncReader, ConfigError, DeviceError, Field, ReadError
 from h5async.core.binding import load_core
-from h5async.deliver.decodechoice import DecodeChoice
 from h5async.deliver.decodeplan import EncodedFormat, encoded_format
-from h5async.deliver.nvcomp import NvcompError
+from h5async.deliver.devicedecode import NvcompError
+from h5async.deliver.devicepolicy import DecodeChoice
 
 hdf5plugin = require_extra("hdf5plugin")
 pytestmark = [
@@ -502,9 +502,9 @@ def test_what_needs_rows_on_the_host(tmp_path, monkeypatch, other):
 
 def test_there_is_no_gpu(tmp_path, monkeypatch):
     def missing():
-        raise h5async.deliver.findgpu.MissingGpuError("CuPy is not installed")
+        raise h5async.deliver.finddevice.MissingGpuError("CuPy is not installed")
 
-    monkeypatch.setattr(h5async.deliver.findgpu, "import_cupy", missing)
+    monkeypatch.setattr(h5async.deliver.finddevice, "import_cupy", missing)
     path = tmp_path / "data.h5"
     make(path, compression="gzip")
     with pytest.raises(DeviceError, match='decode="device" needs a GPU'):
@@ -616,7 +616,7 @@ def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypat
             num_threads=num_threads,
             prefetch=3,
         ) as reader:
-            device, slots = reader._engine.device, reader._engine.slots
+            device, slots = reader._engine.setup.device, reader._engine.setup.slots
             assert device.decoders
             assert all(slot.staging for slot in slots)
             check(path, late_copies(cupy, simulation, reader, epochs=2))

@@ -9,7 +9,7 @@ import pytest
 
 from h5async.config import ReaderConfig
 from h5async.deliver import devicedecode
-from h5async.deliver.device import NotDecoded
+from h5async.deliver.decodeplan import NotDecoded
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.errors import DeviceError
 from h5async.fill.outcomes import FillOutcome

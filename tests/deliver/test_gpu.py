@@ -55,13 +55,14 @@ def images(tmp_path):
 
 def poison(reader):
     """Overwrite every buffer of a new reader, so that what is not written again shows."""
-    for slot in reader._engine.slots:
+    for slot in reader._engine.setup.slots:
         for array in (*slot.memory.raw, *slot.memory.out):
             array.reshape(-1).view(np.uint8)[...] = POISON
-        for array in (*slot._raw, *slot._delivered):
-            array.reshape(-1).view(np.uint8)[...] = POISON
+        for rows in filter(None, slot._rows):
+            for array in (rows.raw, rows.delivered):
+                array.reshape(-1).view(np.uint8)[...] = POISON
     # Uploads wait for nothing of it.
-    reader._engine.device.gpu.cupy.cuda.runtime.deviceSynchronize()
+    reader._engine.setup.device.gpu.cupy.cuda.runtime.deviceSynchronize()
 
 
 def late_copies(reader, spin, epochs=2):
@@ -150,7 +151,7 @@ def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, monkeypatch)
         poison(reader)
         if guard == "acquire":
             # Hold the copy stream back instead, so that the caller's stream comes first.
-            with reader._engine.device.copy_stream:
+            with reader._engine.setup.device.copy_stream:
                 spin(LONG_SPIN_CYCLES)
         with stream:
             kept = late_copies(reader, (lambda: None) if guard == "acquire" else spin)
@@ -527,7 +528,7 @@ def test_the_gpu_decodes_what_the_host_decodes(
                 kept.append((batch.index, batch.data.copy()))
             for index, got in kept:
                 assert got.get().tobytes() == np.ascontiguousarray(data[index]).tobytes()
-            assert reader._engine.device_policy.num_chunks > 0
+            assert reader._engine.setup.device_policy.num_chunks > 0
 
 
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "lz4"])
@@ -654,7 +655,7 @@ def test_a_helper_process_fills_pinned_slots(cupy, spin, images, prefetch, cache
         cache=cache,
         shuffle="full",
     ) as reader:
-        for slot in reader._engine.slots:
+        for slot in reader._engine.setup.slots:
             address = slot._host_block.ctypes.data
             attributes = cupy.cuda.runtime.pointerGetAttributes(address)
             assert attributes.type == cupy.cuda.runtime.memoryTypeHost  # it is registered

@@ -27,9 +27,9 @@ from chunkplans import ChunkPlan, plan_chunks
 from cuda_on_cpu import load_kernels
 from hypothesis import given
 from hypothesis import strategies as st
+from pythondecoders import bitshuffle_codec
 
 from h5async import Field
-from h5async.codec.bitshuffle import bitshuffle_codec
 from h5async.deliver import kernels as kernels_module
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts

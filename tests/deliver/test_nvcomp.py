@@ -9,8 +9,8 @@ import fake_nvcomp
 import pytest
 from conftest import require_extra
 
-from h5async.deliver import nvcomp as module
-from h5async.deliver.nvcomp import FORMATS, Nvcomp, NvcompError, load_nvcomp
+from h5async.deliver import devicedecode as module
+from h5async.deliver.devicedecode import FORMATS, Nvcomp, NvcompError, load_nvcomp
 
 
 @pytest.fixture

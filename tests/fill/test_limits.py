@@ -153,15 +153,15 @@ def test_few_samples_of_large_chunks_that_h5py_reads(
         kind = type_for_h5py(31)
         file.create_dataset("data", data=np.arange(count), dtype=kind, **storage)
     spans = []
-    inner = h5async.read.fallback._spans
+    inner = h5async.read.h5pyrows._spans
 
     def note(*arguments: Any) -> Any:
         found = list(inner(*arguments))
         spans.append([end - first for first, end, _ in found])
         return found
 
-    monkeypatch.setattr(h5async.read.fallback, "_spans", note)
-    monkeypatch.setattr(h5async.read.fallback, "_SPAN_NBYTES", 1000 * 4)
+    monkeypatch.setattr(h5async.read.h5pyrows, "_spans", note)
+    monkeypatch.setattr(h5async.read.h5pyrows, "_SPAN_NBYTES", 1000 * 4)
     with open_reader(path, batch_size=100, shuffle=True) as reader:
         assert "NumPy" in str(reader.layouts["data"].fallback_reason)
         batch = reader.get_next_batch()
@@ -179,12 +179,12 @@ def test_a_chunk_that_is_wanted_is_read_at_once(
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("data", (64, 8), "u1", chunks=(64, 8))
-    monkeypatch.setattr(h5async.read.fallback, "_SPAN_NBYTES", 1)
+    monkeypatch.setattr(h5async.read.h5pyrows, "_SPAN_NBYTES", 1)
     with open_reader(path, batch_size=4) as reader:
         layout = reader.layouts["data"]
-    spans = list(h5async.read.fallback._spans(layout, np.arange(64)))
+    spans = list(h5async.read.h5pyrows._spans(layout, np.arange(64)))
     assert [(first, end) for first, end, _ in spans] == [(0, 64)]
-    every_second = list(h5async.read.fallback._spans(layout, np.arange(0, 64, 2)))
+    every_second = list(h5async.read.h5pyrows._spans(layout, np.arange(0, 64, 2)))
     assert [(first, end) for first, end, _ in every_second] == [(0, 63)]
 
 

@@ -168,15 +168,15 @@ def test_what_makes_no_sense_is_refused(path, options, message):
 
 
 def test_a_device_cache_needs_a_device(path, monkeypatch):
-    monkeypatch.setattr("h5async.reader.engine.find_device", lambda *_: h5async_host())
+    monkeypatch.setattr("h5async.reader.readersetup.find_device", lambda *_: h5async_host())
     with pytest.raises(DeviceError, match='use cache="host"'):
         AsyncReader(hdf5_path=path, cache="device")
 
 
 def h5async_host():
-    from h5async.deliver.host import HostDevice
+    from h5async.deliver.device import Device
 
-    return HostDevice()
+    return Device()
 
 
 def test_the_default_budget_is_a_share_of_the_memory():

@@ -179,7 +179,7 @@ def test_reads_like_h5py(source, shuffle, has_core, truth, request):
 
 def _rows(reader, samples):
     """Return which of the true rows samples are: between sequences, a row has no sample."""
-    sequences = reader._engine.samplings.sequences
+    sequences = reader._engine.setup.samplings.sequences
     number = np.searchsorted(sequences.starts, samples, side="right") - 1
     return samples - number
 

@@ -7,7 +7,7 @@ from h5py import h5t
 from test_saved_index import save
 
 from h5async import AsyncReader, Field
-from h5async.codec.storedelements import stored_codec
+from h5async.codec.storedelements import stored_filter
 from h5async.core.binding import load_core
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="the core converts")
@@ -230,7 +230,7 @@ def test_strings_of_the_sources_of_a_virtual_dataset_are_converted(tmp_path):
     ],
 )
 def test_parameters_that_make_no_sense_are_refused(parameters):
-    assert stored_codec(parameters) is None
+    assert stored_filter(parameters) is None
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "e4m3"])

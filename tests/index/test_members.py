@@ -15,7 +15,7 @@ from conftest import POISON, assert_epoch_is, assert_reads_like_h5py, assert_sam
 from h5py import h5d, h5p, h5s, h5t
 from hdf5files import type_for_h5py
 
-import h5async.deliver.host
+import h5async.deliver.device
 from h5async import AsyncReader, DatasetError, Field, ReadError
 from h5async.fill import phases
 from h5async.read import h5pyrows
@@ -694,7 +694,7 @@ def test_padding_of_a_converted_table_is_not_what_memory_held(tmp_path, monkeypa
         data = h5py.Dataset(h5py.h5d.create(file.id, b"data", table, space))
         data[...] = np.zeros(20, data.dtype)
     monkeypatch.setattr(
-        h5async.deliver.host, "plain_memory", lambda nbytes: np.full(nbytes, POISON, "u1")
+        h5async.deliver.device, "plain_memory", lambda nbytes: np.full(nbytes, POISON, "u1")
     )
     with AsyncReader(hdf5_path=path, labels_field=None, batch_size=7, device="cpu") as reader:
         assert (reader.layouts["data"].fallback_reason is not None) == is_left

@@ -21,7 +21,7 @@ from h5async import (
     H5AsyncError,
     ReadError,
 )
-from h5async.names import name_bytes, printable, shell_word
+from h5async.spelling import name_bytes, printable, shell_word
 
 SCRIPT = os.path.join(sysconfig.get_path("scripts"), "h5async")
 SECONDS = 60  # for a subprocess

@@ -855,7 +855,7 @@ def test_memory_stays_within_the_window(
         before = tracemalloc.get_traced_memory()[0]
         options = {"batch_size": batch_size, "num_threads": num_threads}
         with open_window(path, window_bytes=window_bytes, **options) as reader:
-            window = reader._engine.position.sampling.order
+            window = reader._engine.position.schedule.sampling.order
             assert isinstance(window, WindowOrder)
             assert 12 <= window.window < 24
             for batch in reader:

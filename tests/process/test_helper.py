@@ -29,7 +29,7 @@ from conftest import SAMPLE
 from hdf5files import type_for_h5py
 
 import h5async.deliver.device
-import h5async.deliver.findgpu
+import h5async.deliver.finddevice
 import h5async.process.child
 import h5async.process.helper
 import h5async.process.supervisor
@@ -188,7 +188,7 @@ def test_batches_are_h5pys(path):
 @pytest.mark.slow
 def test_batches_lie_in_the_slots(path):
     with make(path) as reader:
-        slots = {a.ctypes.data for slot in reader._engine.slots for a in slot.memory.out}
+        slots = {a.ctypes.data for slot in reader._engine.setup.slots for a in slot.memory.out}
         for batch in reader:
             assert all(array.ctypes.data in slots for array in batch)
         assert reader.layouts["data"].path == "data"
@@ -788,7 +788,7 @@ def test_nobody_waits_for_a_helper_that_does_not_receive(path, tmp_path, num_thr
         "except BatchTimeoutError: pass\n"
         "from h5async.process.messages import NoteUploaded\n"
         "for turn in range(5000):\n"
-        "    reader._engine.filler._crew.supervisors[0].note(NoteUploaded(0))\n"
+        "    reader._engine.filler.supervisors[0].note(NoteUploaded(0))\n"
         "reader.close()\n"
         "assert not [t.name for t in threading.enumerate() if t.name.startswith('h5async')]\n"
     )
@@ -807,7 +807,7 @@ def test_a_helper_receives_while_a_fill_hangs(path, tmp_path, monkeypatch, num_t
         reader.fetch_data()
         wait_until(lambda: any(type(note) is tuple for note in notes))
         for _ in range(2000):
-            reader._engine.filler._crew.supervisors[0].note(NoteUploaded(0))
+            reader._engine.filler.supervisors[0].note(NoteUploaded(0))
         wait_until(lambda: sum(isinstance(note, NoteUploaded) for note in notes) == 2000)
 
 
@@ -839,7 +839,7 @@ def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch)
         if isinstance(message, Started):
             starts.append(len(messages))
             if len(starts) == 2:
-                reader._engine.filler._crew.record(1000)
+                reader._engine.filler.supervisors[0].record(1000)
                 reader.load_state_dict(state)
                 noted.set()
         return message
@@ -975,7 +975,7 @@ def test_a_gpu_gets_the_right_batches_in_any_order(path, monkeypatch, num_thread
     fields = {"data": Field("data", axes=(0, 3, 1, 2), scale=0.5), "labels": "labels"}
     options = {"fields": fields, "shuffle": "full", "device": "cuda", "prefetch": prefetch}
     cupy, simulation = fake_cupy.make(seed=prefetch)
-    monkeypatch.setattr(h5async.deliver.findgpu, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(h5async.deliver.finddevice, "import_cupy", lambda: cupy)
     kept = []
     with make(path, num_threads=num_threads, cache=cache, **options) as reader:
         assert cupy.cuda.runtime.registered

@@ -144,7 +144,7 @@ def test_killed_at_random_moments_every_batch_comes_or_says_why(path):
 @pytest.mark.slow
 def test_a_message_that_is_cut_off_is_no_message(path, monkeypatch):
     cut_off = (
-        "import os, signal, threading, h5async.process.channel as c; inner = c.Channel.send;"
+        "import os, signal, threading, h5async.process.messages as c; inner = c.Channel.send;"
         "sent = []\n"
         "def send(self, data):\n"
         "    sent.append(data)\n"

@@ -270,7 +270,7 @@ def test_images_lie_in_shared_memory_as_they_are_decoded(pictures):
     """No helper copies them; what all slots may take is there once, and is given when touched."""
     fields = {"image": ImageField("jpeg")}
     with make((pictures["any"], {}), 2, fields=fields) as reader:
-        shared, slots = reader._engine.filler.shared, reader._engine.filler._slots
+        shared, slots = reader._engine.filler.shared, reader._engine.filler.supervisors[0]._slots
         made = [(spec.offset, spec.nbytes) for one in slots.specs for spec in one.made if spec]
         assert len(made) == reader.config.prefetch
         for batch in [batch for _ in range(2) for batch in reader]:

@@ -52,7 +52,7 @@ from h5async.opening.dataset import open_dataset
 from h5async.opening.limits import MemoryBudget
 from h5async.order.sampling import FillRequest
 from h5async.plan.transform import row_transform
-from h5async.process.crew import Crew
+from h5async.process.helper import HelperFiller
 from h5async.process.messages import Opened
 
 N = 53
@@ -190,7 +190,7 @@ def test_all_helpers_fill_slots_and_what_they_did_is_added_up(path):
         assert len(pids) == 3
         stats = reader.stats()
         assert (stats.workers, stats.num_threads) == (3, 6)
-        each_one = [one.stats() for one in reader._engine.filler._crew.supervisors]
+        each_one = [one.stats() for one in reader._engine.filler.supervisors]
         assert all(one.stage_seconds["postprocess"] > 0 for one in each_one)
         assert stats.decoded_chunks >= sum(one.counts.decoded_chunks for one in each_one) > 0
         assert "waiting for the GIL: the loop" not in str(stats)
@@ -317,18 +317,17 @@ class Counting:
 
 
 def test_a_request_goes_to_the_freest():
-    shared = SharedMemory()
-    crew = Crew(3, "x.h5", b"", shared, lambda: None)
-    first, second, third = crew.supervisors = [Counting() for _ in range(3)]
+    filler = HelperFiller(ReaderConfig(hdf5_path="x.h5", workers=3))
+    first, second, third = filler.supervisors = [Counting() for _ in range(3)]
     for serial in range(5):
-        assert crew.request(FillRequest(serial, serial, 0, serial, 0))
-    assert [one.found for one in crew.supervisors] == [[0, 3], [1, 4], [2]]
+        assert filler._request(FillRequest(serial, serial, 0, serial, 0))
+    assert [one.found for one in filler.supervisors] == [[0, 3], [1, 4], [2]]
     first.found.clear()
     third.found.clear()
     for serial in range(5, 8):
-        crew.request(FillRequest(serial, serial, 0, serial, 0))
+        filler._request(FillRequest(serial, serial, 0, serial, 0))
     assert [one.found for one in (first, second, third)] == [[5, 7], [1, 4], [6]]
-    shared.close()
+    filler.shared.close()
 
 
 # --- shared memory -------------------------------------------------------------------------------
@@ -434,8 +433,8 @@ def test_one_is_killed_and_the_others_go_on(path, tmp_path, monkeypatch):
         before = pids_of(reader)
         (other,) = set(before) - {hangs}
         assert reader.get_next_batch().number == 0
-        hanging = reader._engine.filler._crew.supervisors[before.index(hangs)]
-        going_on = reader._engine.filler._crew.supervisors[before.index(other)]
+        hanging = reader._engine.filler.supervisors[before.index(hangs)]
+        going_on = reader._engine.filler.supervisors[before.index(other)]
         wait_until(lambda: going_on.num_outstanding == 0)
         assert hanging.num_outstanding > 0
         assert len(found) == 2

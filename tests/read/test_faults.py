@@ -19,14 +19,14 @@ from cases import each
 from collecting import Collected, layouts_of
 from conftest import our_threads
 
-import h5async.deliver.host
+import h5async.deliver.device
 import h5async.fill.filling
 import h5async.fill.phases
 import h5async.fill.reading
 import h5async.order.sampling
 from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, ReadError
 from h5async.core.binding import load_core
-from h5async.core.tablestructures import REFUSED
+from h5async.core.structures import REFUSED
 from h5async.fill.reading import BatchReader
 from h5async.io.localfiles import LocalFile, LocalFiles
 
@@ -127,14 +127,14 @@ def once(monkeypatch, owner, name, at):
 
 
 STAGES = {
-    "before": (h5async.deliver.host.HostSlot, "wait_writable"),
+    "before": (h5async.deliver.device.DeviceSlot, "wait_writable"),
     "order": (h5async.order.sampling.Sampling, "batch_at"),
     "plan": (h5async.fill.reading.BatchReader, "plan"),
     "numbers": (h5async.order.sampling.Sampling, "dealt_at"),  # in the consumer's thread
     "cut": (h5async.fill.phases, "cut"),
     "read": (h5async.fill.reading.BatchReader, "read"),
     "transform": (h5async.fill.reading.BatchReader, "transform"),
-    "upload": (h5async.deliver.host.HostSlot, "upload"),
+    "upload": (h5async.deliver.device.DeviceSlot, "upload"),
 }
 
 

@@ -26,8 +26,7 @@ from hdf5files import type_for_h5py
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
 from h5async.fill import phases
 from h5async.io.localfiles import open_regular
-from h5async.plan import parts
-from h5async.read import coretables, executors
+from h5async.read import coretables, executors, h5pyrows
 
 OPTIONS: dict[str, Any] = {"labels_field": None, "device": "cpu", "batch_size": 4}
 
@@ -67,7 +66,7 @@ def joined(paths: Sequence[Path], name: str = "data", num_dim: int = 0) -> np.nd
 def _many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let threads share the work of small batches, too."""
     monkeypatch.setattr(phases, "_MIN_SHARE_NBYTES", 1)
-    monkeypatch.setattr(parts, "_SCRATCH_NBYTES", 64)
+    monkeypatch.setattr(h5pyrows, "_SCRATCH_NBYTES", 64)
 
 
 def assert_files_read_like_h5py(

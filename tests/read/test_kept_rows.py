@@ -53,7 +53,7 @@ def decoded(read: Collected, core) -> int:
 
 
 def test_what_is_kept_has_the_same_numbers_in_python_and_in_c():
-    source = Path(core_module.__file__).with_name("src").joinpath("tables.h").read_text()
+    source = Path(core_module.__file__).with_name("src").joinpath("tables.c").read_text()
     for what in Keeps:
         assert f"KEEPS_{what.name} = {what.value}" in source
 

@@ -18,8 +18,8 @@ from conftest import require_extra
 
 from h5async import AsyncReader, ReadError
 from h5async.codec import plugins
-from h5async.codec.filters import BZIP2, NBIT, Filter, can_decode
-from h5async.core.binding import address, load_core
+from h5async.codec.filters import BZIP2, NBIT, Filter
+from h5async.core.binding import address, can_decode, load_core
 from h5async.index.filterpipeline import filters_of
 from h5async.read.scratch import encoded_room
 
@@ -49,23 +49,6 @@ CASES = {
     "checked": ({"fletcher32": True, **hdf5plugin.BZip2()}, ("f4", "i2"), False),
 }
 KINDS = [(name, dtype) for name, (_, dtypes, _) in CASES.items() for dtype in dtypes]
-
-
-@pytest.fixture(autouse=True)
-def nothing_in_python(monkeypatch):
-    """Have every chunk that the core does not decode fail."""
-
-    def refuse(*_):
-        raise ValueError("the core did not decode it")
-
-    for name in ("_codec", "plugin_codec"):
-        made = getattr(sys.modules["h5async.codec.filters"], name)
-
-        def without_python(number, parameters, made=made):
-            codec = made(number, parameters)
-            return codec and codec.__class__(**{**vars(codec), "decode": refuse})
-
-        monkeypatch.setattr(f"h5async.codec.filters.{name}", without_python)
 
 
 def write(path: Path, name: str, dtype: str) -> None:

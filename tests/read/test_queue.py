@@ -43,9 +43,9 @@ def opened(path: Path, **options: Any) -> AsyncReader:
 
 
 def submissions_of(reader: AsyncReader) -> Submissions:
-    found = reader._engine._submitter
+    found = reader._engine.delivery._submissions
     assert found is not None
-    return found._submissions
+    return found
 
 
 def check(batch: Any, path: Path) -> None:
@@ -220,7 +220,7 @@ def test_after_a_jump_batches_are_begun_at_once(path, prefetch, nobody_else_gets
             reader.set_epoch(epoch)
             for _ in range(prefetch):
                 reader.fetch_data()
-            first = reader._engine.ring.next_serial
+            first = reader._engine.ring.consumer.next
             slots = reader._engine.ring._entries
             end = time.monotonic() + DEADLOCK_SECONDS
             while submissions.result(slots[first].slot, first) is None:  # the loop waits for none

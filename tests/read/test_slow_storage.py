@@ -159,14 +159,14 @@ def test_no_call_of_h5py_begins_after_close(folder, library, num_threads):
     """HDF5 keeps the GIL while it reads, so nobody else can be at the gate's other side."""
     body = f"""
 import h5async.read.fallback
-spans, before = h5async.read.fallback._spans, []
+spans, before = h5async.read.h5pyrows._spans, []
 def stopping(*arguments):
     for number, span in enumerate(spans(*arguments)):
         if number == 2:
             before.append(slow.slow_begun())
             reader._engine.stop()
         yield span
-h5async.read.fallback._spans = stopping
+h5async.read.h5pyrows._spans = stopping
 reader = opened(data_field="zfp", num_threads={num_threads})
 reader.fetch_data()
 consume(reader)
@@ -237,7 +237,7 @@ if {num_threads}:
     reader.fetch_data()
     del batch
     reader._engine.ring.hand_back()
-    reader._engine._begin()
+    reader._engine.delivery.begin()
     slow.slow_await(2)
 before = slow.slow_begun()
 del reader

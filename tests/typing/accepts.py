@@ -11,6 +11,7 @@ import numpy as np
 import h5async
 from h5async import (
     AsyncReader,
+    AudioField,
     Batch,
     Csr,
     Field,
@@ -120,6 +121,7 @@ def fields() -> Iterator[AsyncReader]:
             "tokens": RaggedField("tokens", offsets="index", offsets_kind="lengths", pad_to=128),
             "jpeg": ImageField("jpeg", size=224, crop="random", flip=True, axes=(0, 3, 1, 2)),
             "photo": ImageField("photo", size=(224, 160), crop_scale=(0.2, 1), on_error="zero"),
+            "flac": AudioField("flac", sample_rate=16000, frames=8, crop="random", dense=True),
             "counts": SparseField("X", columns=["gene7", "gene0"], dense=True),
             "others": SparseField("X", columns=np.arange(10), dtype="float32"),
         },

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from h5async import (
     AsyncReader,
+    AudioField,
     Field,
     ImageField,
     RaggedField,
@@ -29,6 +30,7 @@ Field("data", step=range(3))  # type: ignore[call-arg]
 RaggedField("data", pad=128)  # type: ignore[arg-type]
 RaggedField("data", padto=128)  # type: ignore[call-arg]
 ImageField("jpeg", resize=224)  # type: ignore[call-arg]
+AudioField("flac", rate=16000)  # type: ignore[call-arg]
 SparseField("X", sparse=False)  # type: ignore[call-arg]
 Sequences(group="data/*")  # type: ignore[call-arg]
 Split("train", {"train": 1.0}, random_state=3)  # type: ignore[call-arg]

@@ -48,8 +48,53 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline)) /* so that its loops have the registers that they need */
 
-enum { ABI = 15 };
+/* Define a function by one whose name ends with _inline, compiled a second time for AVX2. */
+#if defined(AVX2)
+#define ALSO_FOR_AVX2(name, parameters, arguments)                                                \
+    AVX2 static void name##_avx2 parameters { name##_inline arguments; }                          \
+    static void name parameters                                                                   \
+    {                                                                                             \
+        if (HAS_AVX2())                                                                           \
+            name##_avx2 arguments;                                                                \
+        else                                                                                      \
+            name##_inline arguments;                                                              \
+    }
+#else
+#define ALSO_FOR_AVX2(name, parameters, arguments)                                                \
+    static void name parameters { name##_inline arguments; }
+#endif
+
+/* Call a function that is inlined with a size, which the compiler knows in each case. */
+#define BY_SIZE(size, function, ...)                                                              \
+    switch (size) {                                                                               \
+    case 1:                                                                                       \
+        function(__VA_ARGS__, 1);                                                                 \
+        break;                                                                                    \
+    case 2:                                                                                       \
+        function(__VA_ARGS__, 2);                                                                 \
+        break;                                                                                    \
+    case 4:                                                                                       \
+        function(__VA_ARGS__, 4);                                                                 \
+        break;                                                                                    \
+    case 8:                                                                                       \
+        function(__VA_ARGS__, 8);                                                                 \
+        break;                                                                                    \
+    default:                                                                                      \
+        function(__VA_ARGS__, (int64_t)(size));                                                   \
+    }
+
+/* A list, from its `newest` to its `oldest`: take one out, or put one to its front. */
+#define UNLINK(list, one)                                                                         \
+    (*((one)->newer ? &(one)->newer->older : &(list)->newest) = (one)->older,                     \
+     *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one)->newer,                     \
+     (one)->newer = (one)->older = NULL)
+#define PUT_NEWEST(list, one)                                                                     \
+    ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
+     *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
+
+enum { ABI = 16 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -92,7 +137,7 @@ typedef struct {
     int (*BZ2_bzBuffToBuffDecompress)(char *, unsigned *, char *, unsigned, int, int);
 } Libraries;
 
-typedef struct Trace Trace; /* see trace.h */
+typedef struct Trace Trace; /* see trace.c */
 
 /* NumPy declares it, too: h5async/system/timeline.py. */
 typedef struct {
@@ -155,16 +200,14 @@ typedef struct {
    pieces that make up one sample, `num_cross` of them. */
 typedef struct {
     const Filter *filters;
-    const int64_t *chunk_offset, *chunk_stored;
-    const uint32_t *chunk_mask;
     const int64_t *chunk_strides, *row_strides; /* [rank], bytes */
     const int64_t *extents;                     /* [num_cross][rank] */
     const int64_t *row_begin, *piece_begin;     /* [num_cross], bytes: in a row, in a chunk */
     const uint8_t *fill;                        /* [itemsize] */
-    int64_t num_filters, num_chunks, num_cross, rank;
+    int64_t num_filters, num_cross, rank;
     int64_t chunk_nbytes, chunk_samples, sample_stride, itemsize, row_nbytes;
     int64_t rows_are_whole;
-    int64_t begin; /* of a contiguous dataset, which is its own only chunk; else -1 */
+    int64_t begin; /* below 0: it has chunks; else it is contiguous, and its own only chunk */
 } Dataset;
 
 static int fail(Worker *w, int64_t reason, int64_t filter, int64_t expected, int64_t found)

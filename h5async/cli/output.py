@@ -1,0 +1,113 @@
+"""Prints what commands say: JSON documents, text that is safe to print, progress bars.
+
+Progress bars have no thread, which would take the GIL from readers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from h5async.cli.options import spell_in_shell
+from h5async.config.files import FileName
+from h5async.observe.stats import ReaderStats, reader_sentence
+from h5async.opening.dataset import on_indexed
+from h5async.spelling import printable, spelled
+
+VERSION = 1  # of all schemas: raised if a key is renamed or removed, not if one is added
+REFRESH_SECONDS = 0.1
+_PATIENCE_SECONDS = 2.0  # before a bar for indexing is shown
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
+
+
+def print_document(command: str, content: Mapping[str, Any]) -> None:
+    """Print a document on standard output; docs/command-line.md describes it."""
+    whole = {"schema": f"h5async {command} {VERSION}", **content}
+    typer.echo(json.dumps(plain(whole), indent=2, allow_nan=False))
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to JSON types: non-finite numbers become null, paths text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {printable(str(name)): plain(one) for name, one in value.items()}
+    if isinstance(value, str | Path):
+        return printable(str(value))
+    if isinstance(value, Sequence):
+        return [plain(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def safe(text: object) -> str:
+    """Escape characters in names that could control the terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in printable(str(text)))
+
+
+def limit_text(stats: ReaderStats) -> str:
+    """Say what limits a reader, regardless of the loop, which only reads."""
+    return spelled(reader_sentence(stats), spell_in_shell)
+
+
+def files_text(paths: Sequence[FileName]) -> str:
+    """Name one file, or the first and the last of several."""
+    first, last = str(paths[0]), str(paths[-1])
+    return first if len(paths) == 1 else f"{len(paths)} files, {first} to {last}"
+
+
+def progress_bar(counted: str, console: Console | None = None) -> Progress:
+    """Return a bar for stderr, shown if that is a terminal; `counted` names what is counted."""
+    console = Console(stderr=True) if console is None else console
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(counted),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+@contextmanager
+def opening(console: Console | None = None) -> Iterator[None]:
+    """Show the number of indexed files if opening a reader inside takes a while."""
+    began = shown = perf_counter()
+    progress = progress_bar("files indexed", console)
+    task = progress.add_task("")
+
+    def show(done: int, count: int) -> None:
+        nonlocal shown
+        now = perf_counter()
+        if done == count:
+            progress.stop()
+            return
+        if now - began < _PATIENCE_SECONDS or now - shown < REFRESH_SECONDS:
+            return
+        shown = now
+        progress.start()  # extra calls are harmless
+        progress.update(task, completed=done, total=count)
+        progress.refresh()
+
+    token = on_indexed.set(show)
+    try:
+        yield
+    finally:
+        on_indexed.reset(token)
+        progress.stop()

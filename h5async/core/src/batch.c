@@ -1,0 +1,257 @@
+/* The plan of a batch enters; its rows leave, of all fields, out of all sources.
+
+   Threads take ranges of a plan's items, each in one call. First come pieces that are kept decoded,
+   for which no file is needed (kept.c); then what is read, source by source. An item that cannot be
+   done is marked: Python opens its file, checks it where it was changed, and has it read again out of
+   that, so that it learns the reason (read/failures.py). */
+
+/* Where a piece of an item lies; -1: nowhere, or it is not asked for. */
+static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross, int64_t *nbytes)
+{
+    const Field *f = &work->fields[item->field];
+    const Layer *l = &f->layers[item->layer];
+    const Shape *shape = shape_of(f, item);
+    if (shape->dataset.begin >= 0)
+        return -1; /* what is wanted of it lies anywhere in it */
+    int64_t extent = find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);
+    if (extent < 0 || extent >= f->num_extents)
+        return -1;
+    *nbytes = f->nbytes[extent * f->nbytes_step];
+    return f->offset[extent];
+}
+
+/* Ask the system for all that is to be read, but for long runs, which it reads ahead by itself, and
+   better. Returns whether there were such. */
+static int ask_for_items(Work *work)
+{
+    int64_t nbytes = 0;
+    Span span = {0, 0, 0};
+    for (int64_t i = work->at; i < work->end && !is_stopped(work->file, work->w); i++) {
+        const Item *item = &work->plan->items[i];
+        if (item->status != TO_DO)
+            continue;
+        if (item->kind == ROWS)
+            ask_for_rows(work, item, &span);
+        if (item->kind == HEAP)
+            ask_for_elements(work, item, &span);
+        for (int32_t c = item->cross; item->kind == CHUNKS && c < item->cross_end; c++) {
+            int64_t offset = offset_of_piece(work, item, c, &nbytes);
+            if (offset >= 0)
+                ask_later(work->file, &span, offset, nbytes);
+        }
+    }
+    ask_later(work->file, &span, INT64_MAX, 0);
+    return span.num_long > 0;
+}
+
+static int seem_cached(const Work *work)
+{
+    int64_t count = work->end - work->at, step = count / MAX_PROBES + 1, nbytes;
+    for (int64_t i = work->at; i < work->end; i += step) {
+        const Item *item = &work->plan->items[i];
+        if (item->status != TO_DO)
+            continue;
+        int64_t offset = item->kind == ROWS   ? offset_of_rows(work, item)
+                         : item->kind == HEAP ? offset_of_elements(work, item)
+                                              : offset_of_piece(work, item, item->cross, &nbytes);
+        if (offset >= 0 && offset != INT64_MAX && !is_cached(work->file, offset))
+            return 0;
+    }
+    return 1;
+}
+
+/* Find out whether to read out of the map; not each time where it did. A file of which long runs were
+   not in the page cache a moment ago is read further as it was then: what the system reads ahead is
+   cached, too, and what follows need not be. */
+static void probe(Work *work)
+{
+    Source *s = work->source;
+    int can_wait = work->file->io == IO_MAP || work->file->fd < 0; /* pages come when touched */
+    int is_cached = can_wait;
+    if (!can_wait)
+        is_cached = (s->was_cached >= SURE_USES && ++s->uses % USES_PER_PROBE) || seem_cached(work);
+    work->is_cold = !can_wait && (!is_cached || s->was_cached < 0);
+    if (work->is_cold)
+        work->plan->was_cached = 0;
+    if (!is_cached)
+        s->was_cached = ask_for_items(work) ? -COLD_USES : 0;
+    else if (s->was_cached < SURE_USES)
+        s->was_cached++;
+    work->mappable = mappable_nbytes(work->file);
+    work->available = work->is_cold ? 0 : work->mappable;
+}
+
+static void go_to(Work *work, int64_t item)
+{
+    work->at = item;
+    if (item < work->end)
+        work->cross = work->plan->items[item].cross;
+}
+
+/* Items of one source, until all are done or skipped, or a chunk has to be waited for. One of which
+   another thread decodes a chunk is skipped, where it can be: that chunk will be there soon. */
+static void do_section(void *data)
+{
+    Work *work = data;
+    BatchPlan *plan = work->plan;
+    if (work->available < 0)
+        probe(work);
+    for (; work->at < work->end && !is_stopped(work->file, work->w); go_to(work, work->at + 1)) {
+        Item *item = &plan->items[work->at];
+        const Field *f = &work->fields[item->field];
+        const Target *target = &work->targets[item->field];
+        enum Outcome outcome = READ;
+        if (item->status != TO_DO)
+            continue;
+        set_traced(work->w, item->field, item->source);
+        if (item->kind == ROWS) {
+            outcome = read_row_item(work, f, target, item) ? READ : FAILED;
+        } else if (item->kind == HEAP) {
+            outcome = read_heap_item(work, f, target, item) ? READ : FAILED;
+        } else if (keeps_rows(f, item)) {
+            outcome = read_kept_rows(work, f, target, item);
+            if (outcome == IS_BUSY && work->rows != NULL)
+                return;
+        } else {
+            for (; work->cross < item->cross_end && outcome == READ; work->cross += outcome == READ)
+                outcome = read_piece(work, f, target, item, work->cross);
+            if (outcome == IS_BUSY && (work->num_claims == MAX_CLAIMS || work->cross > item->cross))
+                return;
+        }
+        if (item->kind == CHUNKS && outcome == READ && f->transform) {
+            transform_item(plan, f, target, item);
+            end_stage(work->w, TRANSFORMING, &work->last_ns);
+        }
+        if (outcome == READ && !item_is_within(plan, f, target, item))
+            outcome = fail(work->w, ABOVE_LIMIT, -1, f->limit, 0) ? READ : FAILED;
+        if (outcome == FAILED)
+            fail(work->w, UNREADABLE, -1, 0, 0);
+        if (outcome != IS_BUSY)
+            item->status = outcome == READ ? DONE : REFUSED;
+        else if (work->skipped == work->end)
+            work->skipped = work->at;
+    }
+}
+
+static void release_claims(Work *work, int are_filled)
+{
+    for (int i = 0; i < work->num_claims; i++)
+        release_piece(work->claims[i].store, work->claims[i].kept, work->claims[i].piece, are_filled);
+    work->num_claims = 0;
+}
+
+/* Items `begin` to `end`, all of one source, out of its open file. */
+static void read_file(Work *work, File *file, Source *s, int64_t begin, int64_t end)
+{
+    work->file = file, work->source = s;
+    work->end = work->skipped = end, work->may_wait = 0;
+    work->available = -1;
+    go_to(work, begin);
+    while (work->at < end) {
+        int64_t now = now_ns();
+        /* A file that was changed before, too, shows it afterwards. */
+        int is_good = guarded(file, do_section, work);
+        if (!is_good)
+            file->event = FAULTED;
+        else
+            is_good = file->event == NO_EVENT && is_as_indexed(file);
+        if (is_good && s->has_swmr_writer && !has_swmr_writer(file->fd, INT64_MAX)) {
+            file->event = CHANGED; /* the writer has ended, and left the file for good */
+            is_good = 0;
+        }
+        release_claims(work, is_good);
+        for (int64_t i = begin; !is_good && i < end; i++)
+            work->plan->items[i].status = REFUSED;
+        if (!is_good)
+            break;
+        s->checked_ns = now;
+        if (work->at == end && work->skipped < end) {
+            go_to(work, work->skipped);
+            work->skipped = end;
+        }
+        work->may_wait = 1;
+    }
+    let_go_of_rows(work); /* where it was given up midway */
+}
+
+/* Items `begin` to `end`, all of one source. */
+static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end)
+{
+    File file;
+    Source *s = acquire_source(sources, work->plan->items[begin].source, &file);
+    if (s == NULL) {
+        for (int64_t i = begin; i < end; i++)
+            work->plan->items[i].status = REFUSED;
+        return;
+    }
+    read_file(work, &file, s, begin, end);
+    release_source(sources, s, file.event);
+}
+
+/* Read one item again that was refused, out of an open file. Returns whether it was read; if not, the
+   event of the file says why, or the failure of the worker. */
+PUBLIC int64_t h5async_read_again(BatchPlan *plan, const Field *fields, const Target *targets,
+                                  File *file, Worker *w, int64_t number)
+{
+    Work work = {.plan = plan, .fields = fields, .targets = targets, .w = w, .last_ns = now_ns()};
+    Source source = {.fd = file->fd};
+    Item *item = &plan->items[number];
+    w->failure = (Failure){.filter = -1, .extent = -1, .at = -1};
+    file->event = NO_EVENT;
+    file->failed_at = -1, file->error = 0;
+    if (number < 0 || number >= plan->num_items)
+        return 0;
+    install_guard();
+    begin_tracing(w);
+    item->status = TO_DO;
+    read_file(&work, file, &source, number, number + 1);
+    end_tracing(w);
+    w->returned_ns = now_ns();
+    return item->status == DONE;
+}
+
+static void fill_items(Work *work, int64_t begin, int64_t end)
+{
+    for (int64_t i = begin; i < end; i++) {
+        Item *item = &work->plan->items[i];
+        item->status = item->kind == NO_SOURCE || item->kind == ZEROS ? DONE : REFUSED;
+        if (item->status == DONE)
+            fill_rows(work->plan, &work->fields[item->field], &work->targets[item->field], item);
+    }
+}
+
+/* Read items `start` to `stop` of a plan. Returns how many were refused; -1: the reader is being
+   closed. Safe from many threads, each with a worker and items of its own. */
+PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Target *targets,
+                                  Sources *sources, Worker *w, int64_t start, int64_t stop)
+{
+    Work work = {.plan = plan, .fields = fields, .targets = targets, .w = w, .last_ns = now_ns()};
+    int64_t refused = 0;
+    if (start < 0 || stop > plan->num_items)
+        return -1;
+    install_guard();
+    begin_tracing(w);
+    read_kept(&work, sources, start, stop);
+    for (int64_t i = start, end; i < stop; i = end) {
+        Item *item = &plan->items[i];
+        if (w->stop != NULL && *w->stop)
+            break;
+        int64_t first = item->status == TO_DO ? i : stop;
+        for (end = i + 1; end < stop && plan->items[end].source == item->source; end++)
+            if (first == stop && plan->items[end].status == TO_DO)
+                first = end;
+        if (item->source >= 0 && first < stop)
+            read_source(&work, sources, i, end);
+        else if (item->source < 0)
+            fill_items(&work, i, end);
+    }
+    for (int64_t i = start; i < stop; i++) {
+        Item *item = &plan->items[i];
+        if (item->kind == CHUNKS && item->num_runs == 0)
+            item->status = DONE; /* it only helped others, as far as it could */
+        refused += item->status == REFUSED;
+    }
+    end_tracing(w);
+    w->returned_ns = now_ns();
+    return w->stop != NULL && *w->stop ? -1 : refused;
+}

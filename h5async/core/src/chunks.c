@@ -1,0 +1,145 @@
+/* Reads and decodes a chunk, and copies its samples into the batch. */
+
+/* Read the wanted samples of a chunk that no filter was applied to into the scratch buffer. */
+static int read_raw_samples(const Dataset *d, Worker *w, File *file, int64_t offset,
+                            const Runs *runs)
+{
+    int64_t stride = d->sample_stride;
+    if (d->chunk_nbytes > w->chunk_nbytes)
+        return fail(w, NO_ROOM, -1, w->chunk_nbytes, d->chunk_nbytes);
+    if (stride * d->chunk_samples != d->chunk_nbytes)
+        return read_fully(file, offset, w->chunk, d->chunk_nbytes);
+    for (int64_t r = 0; r < runs->count; r++)
+        if (!read_fully(file, offset + runs->local[r] * stride, w->chunk + runs->local[r] * stride,
+                        runs->length[r] * stride))
+            return 0;
+    return 1;
+}
+
+/* Bytes that some samples take in a chunk without filters: what is read of it. */
+static int64_t raw_nbytes(const Dataset *d, const Runs *runs)
+{
+    int64_t samples = 0;
+    for (int64_t r = 0; r < runs->count; r++)
+        samples += runs->length[r];
+    if (d->begin >= 0)
+        return samples * d->row_nbytes;
+    return d->sample_stride * d->chunk_samples == d->chunk_nbytes ? samples * d->sample_stride
+                                                                  : d->chunk_nbytes;
+}
+
+/* A chunk: how it is encoded, where it lies, and where its samples go. */
+typedef struct {
+    Dataset d;
+    Worker *w;
+    File *file;
+    int64_t is_stored, offset, stored; /* is_stored 0: it was never allocated */
+    uint32_t mask;
+    int64_t available; /* bytes that may be read out of the map */
+    uint8_t *batch;
+    int64_t last_ns;
+} Call;
+
+/* Read samples of a dataset without chunks one by one, and copy a piece of each, without a map. */
+static int read_contiguous_samples(Call *call, const Piece *piece, const Runs *runs)
+{
+    const Dataset *d = &call->d;
+    const int64_t stride = d->sample_stride, none = 0, one = 1;
+    uint8_t *sample = malloc((size_t)(stride > 0 ? stride : 1));
+    int is_good = sample != NULL || fail(call->w, NO_ROOM, -1, 0, stride);
+    for (int64_t r = 0; is_good && r < runs->count; r++)
+        for (int64_t k = 0; is_good && k < runs->length[r]; k++) {
+            const int64_t position = runs->position[r] + k;
+            const Runs here = {&none, &position, &one, 1};
+            is_good = !is_stopped(call->file, call->w) &&
+                      read_fully(call->file, call->offset + (runs->local[r] + k) * stride, sample,
+                                 stride);
+            if (is_good)
+                place(d, piece, &here, sample, call->batch);
+        }
+    free(sample);
+    call->w->read_nbytes += is_good ? raw_nbytes(d, runs) : 0;
+    end_stage(call->w, READING, &call->last_ns);
+    return is_good;
+}
+
+/* Read a chunk; `state` says whether it is decoded into the scratch buffer or into memory that is kept
+   (`target`), or lies decoded there already. The runs are of samples in the chunk, and rows in the
+   batch. */
+static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State state, uint8_t *target)
+{
+    const Dataset *d = &call->d;
+    const int64_t offset = call->offset, stored = call->stored;
+    Worker *w = call->w;
+    Piece piece;
+    if (cross < 0 || cross >= d->num_cross || !piece_of(d, cross, &piece))
+        return 0;
+    if (!call->is_stored) {
+        place_fill(d, &piece, runs, call->batch);
+        return 1;
+    }
+    if (state == IN_TARGET) {
+        place(d, &piece, runs, target, call->batch);
+        end_stage(w, PLACING, &call->last_ns);
+        return 1;
+    }
+    if (offset < 0 || stored < 0 || offset > INT64_MAX - stored)
+        return 0;
+    const uint8_t *in = stored <= call->available && offset <= call->available - stored
+                            ? call->file->map + offset
+                            : NULL;
+    if (in == NULL && d->begin >= 0 && d->sample_stride * d->chunk_samples == d->chunk_nbytes &&
+        call->file->map == NULL)
+        return read_contiguous_samples(call, &piece, runs);
+    if (in == NULL && (call->file->io == IO_MAP || call->available > 0 || d->begin >= 0))
+        return fail(w, d->begin >= 0 || call->file->map == NULL ? NOT_MAPPED : UNREADABLE, -1,
+                    offset + stored, call->available); /* the file is too short, or can only be mapped */
+    int raw = is_raw(d, call->mask);
+    int is_whole = state == TO_SCRATCH && d->rows_are_whole && runs->count == 1 &&
+                   runs->length[0] == d->chunk_samples &&
+                   d->chunk_samples * d->row_nbytes == d->chunk_nbytes;
+    uint8_t *whole = is_whole ? call->batch + runs->position[0] * d->row_nbytes : NULL;
+    if (raw && stored != d->chunk_nbytes)
+        return fail(w, WRONG_SIZE, -1, d->chunk_nbytes, stored);
+    if (raw && state == TO_TARGET) {
+        if (in == NULL && !read_fully(call->file, offset, target, stored))
+            return 0;
+        if (in != NULL)
+            memcpy(target, in, (size_t)stored);
+        in = target;
+        end_stage(w, READING, &call->last_ns);
+    } else if (raw && in == NULL) {
+        if (whole ? !read_fully(call->file, offset, whole, stored)
+                  : !read_raw_samples(d, w, call->file, offset, runs))
+            return 0;
+        in = w->chunk;
+        end_stage(w, READING, &call->last_ns);
+    } else if (in == NULL) {
+        if (stored > w->encoded_nbytes)
+            return fail(w, NO_ROOM, -1, w->encoded_nbytes, stored);
+        if (!read_fully(call->file, offset, w->encoded, stored))
+            return 0;
+        in = w->encoded;
+        end_stage(w, READING, &call->last_ns);
+    } else if (raw && whole) {
+        memcpy(whole, in, (size_t)stored);
+        end_stage(w, READING, &call->last_ns);
+    }
+    w->read_nbytes += raw && state == TO_SCRATCH ? raw_nbytes(d, runs) : stored;
+    if (!raw) {
+        uint8_t *out = whole ? whole : state == TO_TARGET ? target : w->chunk;
+        if (out == w->chunk && d->chunk_nbytes > w->chunk_nbytes)
+            return fail(w, NO_ROOM, -1, w->chunk_nbytes, d->chunk_nbytes);
+        if (!decode(d, w, in, stored, call->mask, out))
+            return 0;
+        in = out;
+        w->decoded_chunks++;
+        w->decoded_nbytes += d->chunk_nbytes;
+        end_stage(w, DECODING, &call->last_ns);
+    }
+    if (!whole) {
+        place(d, &piece, runs, in, call->batch);
+        end_stage(w, raw ? READING : PLACING, &call->last_ns);
+    }
+    return 1;
+}

@@ -1,0 +1,126 @@
+/* Reads byte ranges of a file, tells whether they are cached, and asks the system to cache them. */
+
+#if defined(__APPLE__)
+#define MODIFIED(status) (status).st_mtimespec
+#define STATUS_CHANGED(status) (status).st_ctimespec
+#else
+#define MODIFIED(status) (status).st_mtim
+#define STATUS_CHANGED(status) (status).st_ctim
+#endif
+
+static int64_t in_ns(struct timespec t)
+{
+    return (int64_t)((uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec); /* 2262: it wraps */
+}
+
+/* Whether a File or a Source, as it was indexed, has the status of a file. */
+#define IS_SAME_FILE(known, status)                                                               \
+    ((int64_t)(status).st_dev == (known)->device && (int64_t)(status).st_ino == (known)->inode)
+#define IS_SAME_STATE(known, status)                                                              \
+    (IS_SAME_FILE(known, status) && (status).st_size == (known)->nbytes &&                        \
+     in_ns(MODIFIED(status)) == (known)->modified_ns &&                                           \
+     in_ns(STATUS_CHANGED(status)) == (known)->changed_ns)
+
+/* Whether the file is what was indexed, by device, inode, size and times. */
+static int is_as_indexed(File *file)
+{
+    struct stat status;
+    if (file->nbytes < 0 || (file->fd < 0 && file->path == NULL))
+        return 1;
+    int is_there = file->fd < 0 ? stat(file->path, &status) : fstat(file->fd, &status);
+    if (is_there == 0 && IS_SAME_STATE(file, status))
+        return 1;
+    file->event = CHANGED;
+    return 0;
+}
+
+/* Of a file that was just compared with what was indexed: so it has that size. */
+static int64_t mappable_nbytes(const File *file)
+{
+    struct stat status;
+    int64_t nbytes = file->nbytes;
+    if (file->map == NULL || file->io == IO_PREAD)
+        return 0;
+    if (file->fd < 0)
+        return file->map_nbytes;
+    if (nbytes < 0)
+        nbytes = fstat(file->fd, &status) == 0 ? status.st_size : 0;
+    return nbytes < file->map_nbytes ? nbytes : file->map_nbytes;
+}
+
+/* Whether the reader is being closed, so that nobody wants the rest. */
+static int is_stopped(File *file, const Worker *w)
+{
+    if (w->stop == NULL || *w->stop == 0)
+        return 0;
+    file->event = STOPPED;
+    return 1;
+}
+
+/* Whether one byte can be read without waiting for a disk; no where the system cannot tell. */
+static int is_cached(const File *file, int64_t offset)
+{
+#ifdef RWF_NOWAIT
+    uint8_t byte;
+    struct iovec one = {&byte, 1};
+    return preadv2(file->fd, &one, 1, offset, RWF_NOWAIT) == 1;
+#else
+    (void)file, (void)offset;
+    return 0;
+#endif
+}
+
+static void ask_for(const File *file, int64_t offset, int64_t nbytes)
+{
+#ifdef POSIX_FADV_WILLNEED
+    if (offset < 0 || offset > INT64_MAX - ADVISED_NBYTES - nbytes)
+        return;
+    for (; nbytes > 0; offset += ADVISED_NBYTES, nbytes -= ADVISED_NBYTES)
+        posix_fadvise(file->fd, offset, nbytes < ADVISED_NBYTES ? nbytes : ADVISED_NBYTES,
+                      POSIX_FADV_WILLNEED);
+#else
+    (void)file, (void)offset, (void)nbytes;
+#endif
+}
+
+/* Some bytes that are to be asked for. */
+typedef struct {
+    int64_t begin, end, num_long; /* num_long: long runs before, for which nothing was asked */
+} Span;
+
+/* Ask for some bytes together with those before and behind that follow each other. Of a long run
+   nothing is asked for: when it is read, the system reads ahead, in pages that are larger. */
+static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbytes)
+{
+    if (nbytes > 0 && offset > INT64_MAX - nbytes)
+        return;
+    if (nbytes == 0 || offset < span->begin || offset - CLOSE_NBYTES > span->end) {
+        if (span->end - span->begin < LONG_RUN_NBYTES)
+            ask_for(file, span->begin, span->end - span->begin);
+        else
+            span->num_long++;
+        span->begin = span->end = offset;
+    }
+    span->end = offset + nbytes > span->end ? offset + nbytes : span->end;
+}
+
+static int read_fully(File *file, int64_t offset, uint8_t *out, int64_t nbytes)
+{
+    while (nbytes > 0) {
+        ssize_t count = pread(file->fd, out, (size_t)nbytes, offset);
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count <= 0) {
+            file->failed_at = offset, file->error = count < 0 ? errno : 0;
+            return 0;
+        }
+        offset += count, out += count, nbytes -= count;
+    }
+    return 1;
+}
+
+static void fill_elements(const uint8_t *fill, int64_t itemsize, uint8_t *out, int64_t nbytes)
+{
+    for (int64_t at = 0; at + itemsize <= nbytes; at += itemsize)
+        memcpy(out + at, fill, (size_t)itemsize);
+}

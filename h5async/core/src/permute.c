@@ -1,0 +1,82 @@
+/* Maps positions to sample numbers, by the permutations of order/sampling.py. */
+
+enum { ROUNDS = 6, LANES = 4, MAX_LANES = 16 };
+
+ALWAYS_INLINE uint64_t hash64(uint64_t x)
+{
+    x *= 0xBF58476D1CE4E5B9u;
+    x ^= x >> 32;
+    return x * 0x94D049BB133111EBu;
+}
+
+ALWAYS_INLINE uint64_t shifted(uint64_t half, uint64_t other, uint64_t modulus, uint64_t key)
+{
+    half += (hash64(other + key) >> 32) * modulus >> 32;
+    return half - (modulus & -(uint64_t)(half >= modulus)); /* no branch: it could not be predicted */
+}
+
+/* Several numbers at a time: one alone waits for its products. `lanes` is known to the compiler, which
+   has them in vectors where the processor multiplies these. */
+ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, uint64_t a, uint64_t b, const uint64_t *keys)
+{
+    uint64_t right[MAX_LANES], left[MAX_LANES], all = a;
+    for (int j = 0; j < lanes; j++)
+        all |= x[j];
+    for (int j = 0; j < lanes && all >> 32; j++)
+        right[j] = x[j] / a;
+    for (int j = 0; j < lanes && !(all >> 32); j++) /* exact: no quotient is rounded up to a number */
+        right[j] = (uint64_t)((double)x[j] / (double)a);
+    for (int j = 0; j < lanes; j++)
+        left[j] = x[j] - right[j] * a;
+    for (int i = 0; i < ROUNDS; i += 2) {
+        for (int j = 0; j < lanes; j++)
+            left[j] = shifted(left[j], right[j], a, keys[i]);
+        for (int j = 0; j < lanes; j++)
+            right[j] = shifted(right[j], left[j], b, keys[i + 1]);
+    }
+    for (int j = 0; j < lanes; j++)
+        x[j] = right[j] * a + left[j];
+}
+
+ALWAYS_INLINE uint64_t feistel(uint64_t x, uint64_t a, uint64_t b, const uint64_t *keys)
+{
+    feistel_lanes(&x, 1, a, b, keys);
+    return x;
+}
+
+/* Permute numbers, `lanes` at a time; returns how many, those at the end are left. */
+ALWAYS_INLINE int64_t permute_lanes(uint64_t *numbers, int64_t n, int lanes, uint64_t a, uint64_t b,
+                                    const uint64_t *keys)
+{
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes)
+        feistel_lanes(numbers + i, lanes, a, b, keys);
+    return i;
+}
+
+#if defined(AVX512)
+AVX512 static int64_t permute_avx512(uint64_t *numbers, int64_t n, uint64_t a, uint64_t b,
+                                     const uint64_t *keys)
+{
+    return permute_lanes(numbers, n, MAX_LANES, a, b, keys);
+}
+#endif
+
+/* Permutes numbers below `count` in place; `a` * `b` is a few more than `count`. */
+PUBLIC int64_t h5async_permute(uint64_t *numbers, int64_t n, uint64_t count, uint64_t a, uint64_t b,
+                               const uint64_t *keys)
+{
+    int64_t i = 0;
+    if (a == 0 || b == 0 || count == 0)
+        return 0;
+#if defined(AVX512)
+    if (HAS_AVX512())
+        i = permute_avx512(numbers, n, a, b, keys);
+#endif
+    i += permute_lanes(numbers + i, n - i, LANES, a, b, keys);
+    permute_lanes(numbers + i, n - i, 1, a, b, keys);
+    for (int64_t j = 0; j < n; j++)
+        while (numbers[j] >= count)
+            numbers[j] = feistel(numbers[j], a, b, keys);
+    return n;
+}

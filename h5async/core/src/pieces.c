@@ -1,0 +1,226 @@
+/* Copies pieces (runs of bytes) of a file into memory: out of the map, or by reads. */
+
+typedef struct {
+    const int64_t *offset;   /* below 0: not in the file, but filled */
+    const int64_t *nbytes;   /* NULL: `unit` each */
+    const int64_t *position; /* where they go, in units; NULL: in order */
+    int64_t count, unit;
+    uint8_t *base;
+    const uint8_t *fill;
+    int64_t itemsize;
+} Pieces;
+
+static uint8_t *place_of_piece(const Pieces *p, int64_t i)
+{
+    return p->base + (p->position ? p->position[i] : i) * p->unit;
+}
+
+static int64_t nbytes_of_piece(const Pieces *p, int64_t i)
+{
+    return p->nbytes ? p->nbytes[i] : p->unit;
+}
+
+static void fill_piece(const Pieces *p, int64_t i)
+{
+    fill_elements(p->fill, p->itemsize, place_of_piece(p, i), nbytes_of_piece(p, i));
+}
+
+enum { FEW_NBYTES = 512, LINES_AHEAD = 32, LEAST_AHEAD = 4, MOST_AHEAD = 16 };
+enum { EARLY_NBYTES = 32 * 1024, AHEAD_NBYTES = 4096 };
+
+/* Copy so few bytes that a call costs more than they do: two moves may overlap. */
+ALWAYS_INLINE void copy_few(uint8_t *to, const uint8_t *from, int64_t nbytes)
+{
+    if (nbytes >= 16) {
+        for (int64_t at = 0; at < nbytes - 16; at += 16)
+            memcpy(to + at, from + at, 16);
+        memcpy(to + nbytes - 16, from + nbytes - 16, 16);
+    } else if (nbytes >= 8) {
+        memcpy(to, from, 8);
+        memcpy(to + nbytes - 8, from + nbytes - 8, 8);
+    } else if (nbytes >= 4) {
+        memcpy(to, from, 4);
+        memcpy(to + nbytes - 4, from + nbytes - 4, 4);
+    } else {
+        for (int64_t at = 0; at < nbytes; at++)
+            to[at] = from[at];
+    }
+}
+
+/* How many rows to fetch ahead of the one that is copied: so many lines are on their way at a time. */
+ALWAYS_INLINE int64_t rows_ahead(int64_t nbytes)
+{
+    int64_t ahead = LINES_AHEAD / (nbytes / 64 + 1);
+    return ahead < LEAST_AHEAD ? LEAST_AHEAD : ahead > MOST_AHEAD ? MOST_AHEAD : ahead;
+}
+
+ALWAYS_INLINE void fetch(const uint8_t *from, int64_t nbytes)
+{
+    for (int64_t at = 0; at < nbytes; at += 64)
+        __builtin_prefetch(from + at);
+    __builtin_prefetch(from + nbytes - 1);
+}
+
+/* Pieces of a few bytes each: many are on their way from memory at a time. */
+ALWAYS_INLINE int64_t copy_small(File *file, const Worker *w, const Pieces *p, int64_t available,
+                                 int64_t nbytes)
+{
+    const uint8_t *map = file->map;
+    int64_t ahead = rows_ahead(nbytes);
+    for (int64_t i = 0; i < p->count; i++) {
+        int64_t offset = p->offset[i], next = i + ahead < p->count ? p->offset[i + ahead] : -1;
+        if (next >= 0 && next <= available - nbytes)
+            fetch(map + next, nbytes);
+        if (i % 64 == 0 && is_stopped(file, w))
+            return i;
+        if (offset < 0)
+            fill_piece(p, i);
+        else if (offset > available - nbytes)
+            return i;
+        else
+            copy_few(p->base + p->position[i] * nbytes, map + offset, nbytes);
+    }
+    return p->count;
+}
+
+/* Fetch what is copied soon into the second cache. By itself the processor begins anew in each piece,
+   and at the end of each page. */
+ALWAYS_INLINE void fetch_early(const uint8_t *from, int64_t nbytes)
+{
+    for (int64_t at = 0; at < nbytes && at < EARLY_NBYTES; at += 64)
+        __builtin_prefetch(from + at, 0, 2);
+}
+
+static int64_t copy_pieces(File *file, const Worker *w, const Pieces *p, int64_t available)
+{
+    if (p->nbytes == NULL && p->position != NULL && p->unit <= FEW_NBYTES)
+        return copy_small(file, w, p, available, p->unit);
+    int64_t ahead = 0, fetched = 0; /* bytes from piece i on; pieces */
+    for (int64_t i = 0; i < p->count; i++) {
+        int64_t offset = p->offset[i], nbytes = nbytes_of_piece(p, i);
+        for (; fetched < p->count && (fetched <= i || ahead - nbytes < AHEAD_NBYTES); fetched++) {
+            int64_t next = nbytes_of_piece(p, fetched);
+            if (p->offset[fetched] >= 0 && p->offset[fetched] <= available - next)
+                fetch_early(file->map + p->offset[fetched], next);
+            ahead += next;
+        }
+        ahead -= nbytes;
+        if (is_stopped(file, w))
+            return i;
+        if (offset < 0)
+            fill_piece(p, i);
+        else if (offset > available - nbytes)
+            return i;
+        else
+            memcpy(place_of_piece(p, i), file->map + offset, (size_t)nbytes);
+    }
+    return p->count;
+}
+
+/* The end of the pieces from `begin` on that follow each other in the file. */
+static int64_t end_of_run(const Pieces *p, int64_t begin)
+{
+    int64_t end = begin + 1;
+    while (end < p->count && end - begin < MAX_IOVEC &&
+           p->offset[end] >= nbytes_of_piece(p, end - 1) &&
+           p->offset[end] - nbytes_of_piece(p, end - 1) == p->offset[end - 1])
+        end++;
+    return end;
+}
+
+/* The bytes of a run, which lies in the file, so that this does not overflow. */
+static int64_t nbytes_of_run(const Pieces *p, int64_t begin, int64_t end)
+{
+    return p->offset[end - 1] - p->offset[begin] + nbytes_of_piece(p, end - 1);
+}
+
+static int read_run(const File *file, const Pieces *p, int64_t begin, int64_t end, int flags)
+{
+    struct iovec parts[MAX_IOVEC];
+    int count = 0;
+    for (int64_t i = begin; i < end; i++) {
+        uint8_t *to = place_of_piece(p, i);
+        size_t nbytes = (size_t)nbytes_of_piece(p, i);
+        if (count && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == to)
+            parts[count - 1].iov_len += nbytes;
+        else
+            parts[count++] = (struct iovec){to, nbytes};
+    }
+#ifdef RWF_NOWAIT
+    ssize_t got = preadv2(file->fd, parts, count, p->offset[begin], flags);
+#else
+    (void)flags;
+    ssize_t got = preadv(file->fd, parts, count, p->offset[begin]);
+#endif
+    return got == nbytes_of_run(p, begin, end);
+}
+
+static int read_run_slowly(File *file, const Worker *w, const Pieces *p, int64_t begin, int64_t end)
+{
+    for (int64_t i = begin; i < end; i++)
+        if (is_stopped(file, w) ||
+            !read_fully(file, p->offset[i], place_of_piece(p, i), nbytes_of_piece(p, i)))
+            return 0;
+    return 1;
+}
+
+/* Read all, or those from which `is_late`, run by run; returns how many were read before the first
+   that cannot be. */
+static int64_t read_runs(File *file, const Worker *w, const Pieces *p, const uint8_t *is_late)
+{
+    for (int64_t i = 0, end; i < p->count; i = end) {
+        end = i + 1;
+        if (is_late && !is_late[i])
+            continue;
+        if (p->offset[i] < 0) {
+            fill_piece(p, i);
+            continue;
+        }
+        end = end_of_run(p, i);
+        if (is_stopped(file, w) ||
+            (!read_run(file, p, i, end, 0) && !read_run_slowly(file, w, p, i, end)))
+            return i;
+    }
+    return p->count;
+}
+
+/* Reads what the page cache holds at once, and asks the system for all the rest before the first
+   read that waits: so as many reads are in flight as the disk takes. */
+static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
+{
+#ifdef RWF_NOWAIT
+    uint8_t *is_late = calloc((size_t)p->count + 1, 1);
+    int64_t done = is_late ? p->count : 0, late = 0;
+    for (int64_t i = 0, end; i < done; i = end) {
+        end = i + 1;
+        if (p->offset[i] < 0) {
+            fill_piece(p, i);
+            continue;
+        }
+        end = end_of_run(p, i);
+        if (is_stopped(file, w)) {
+            done = late = 0;
+        } else if (!read_run(file, p, i, end, RWF_NOWAIT)) {
+            ask_for(file, p->offset[i], nbytes_of_run(p, i, end));
+            is_late[i] = 1, late = 1;
+        }
+    }
+    if (late)
+        done = read_runs(file, w, p, is_late);
+    free(is_late);
+    return done;
+#else
+    return read_runs(file, w, p, NULL);
+#endif
+}
+
+/* Copies runs of bytes from one memory to another: rows of samples of differing lengths. The caller has
+   checked their bounds. */
+
+PUBLIC int64_t h5async_copy_runs(uint8_t *to, const uint8_t *from, const int64_t *to_begin,
+                                 const int64_t *from_begin, const int64_t *nbytes, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        memcpy(to + to_begin[i], from + from_begin[i], (size_t)nbytes[i]);
+    return count;
+}

@@ -1,0 +1,180 @@
+/* Reads the pieces of rows that chunks hold: each to where it is wanted; or all that some chunks hold
+   of their rows, which are put together once, kept, and given whole to all who want them.
+
+   Several threads may put pieces to the same rows. Who needs the rows decodes what nobody does yet,
+   and waits for the rest; who helps only decodes. */
+
+enum Outcome { FAILED = 0, READ = 1, IS_BUSY = 2 };
+
+/* Find the chunk of a piece of an item's samples, and its extent, -1: none. Returns 0 where there is no
+   such chunk, or not all that is wanted of it. */
+static int locate_piece(const Work *work, const Field *f, const Item *item, const Runs *runs,
+                        int32_t cross, uint8_t *rows, Call *call, int64_t *extent)
+{
+    const Layer *l = &f->layers[item->layer];
+    const Shape *shape = shape_of(f, item);
+    Dataset *d = &call->d;
+    *extent = -1;
+    *call = (Call){.d = shape->dataset, .w = work->w, .file = work->file, .batch = rows,
+                   .available = work->available, .last_ns = work->last_ns};
+    if (d->begin >= 0) { /* contiguous: only out of a map, cached or not, can pieces be had */
+        call->available = work->mappable;
+        call->offset = l->begin[item->segment], call->stored = d->chunk_nbytes;
+        call->is_stored = call->offset >= 0;
+        return item->number == 0;
+    }
+    *extent = find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);
+    if (*extent == -2 || *extent >= f->num_extents)
+        return 0;
+    if (*extent < 0)
+        return 1;
+    call->is_stored = 1;
+    call->offset = f->offset[*extent];
+    call->stored = f->nbytes[*extent * f->nbytes_step];
+    call->mask = f->mask[*extent * f->mask_step];
+    if (is_small(shape)) {
+        d->chunk_nbytes = call->stored, d->chunk_samples = d->chunk_nbytes / d->sample_stride;
+        return d->chunk_samples <= shape->dataset.chunk_samples &&
+               runs_lie_within(runs, d->chunk_samples);
+    }
+    return 1;
+}
+
+static void note_claim(Work *work, Store *store, Kept *kept, int64_t piece)
+{
+    work->claims[work->num_claims++] = (Claimed){store, kept, piece};
+}
+
+static void note_piece(Worker *w, int64_t extent, int64_t cross)
+{
+    fail(w, UNREADABLE, -1, 0, 0);
+    w->failure.extent = extent, w->failure.cross = cross;
+}
+
+static enum Outcome read_piece(Work *work, const Field *f, const Target *target, const Item *item,
+                               int32_t cross)
+{
+    const Shape *shape = shape_of(f, item);
+    Runs runs = runs_of_item(work->plan, item);
+    Call call;
+    int64_t extent;
+    if (!locate_piece(work, f, item, &runs, cross, target->raw, &call, &extent))
+        return FAILED;
+    int is_whole = call.d.rows_are_whole && runs.count == 1 &&
+                   runs.length[0] == call.d.chunk_samples &&
+                   f->steps == NULL; /* else other samples need it, too */
+    Kept *kept = NULL;
+    enum Claim claim = UNKEPT;
+    if (shape->keeps == KEEPS_CHUNKS && extent >= 0 &&
+        (is_small(shape) || (!is_whole && !is_raw(&call.d, call.mask)))) {
+        if (work->num_claims == MAX_CLAIMS)
+            return IS_BUSY;
+        claim = claim_chunk(f->store, (uint64_t)extent, call.d.chunk_nbytes,
+                            work->may_wait && work->num_claims == 0, &kept);
+        if (claim == BUSY)
+            return IS_BUSY;
+        if (claim == CLAIMED)
+            note_claim(work, f->store, kept, 0);
+    }
+    enum State state = claim == CLAIMED ? TO_TARGET : claim == READY ? IN_TARGET : TO_SCRATCH;
+    int is_good = read_chunk(&call, cross, &runs, state, kept ? kept->data : NULL);
+    if (is_good)
+        swap_pieces(shape, cross, &runs, target->raw);
+    else
+        note_piece(work->w, extent, cross);
+    work->last_ns = call.last_ns;
+    if (claim == READY)
+        let_go(f->store, kept);
+    if (claim == CLAIMED && !is_good) { /* others may try; what was decoded before is good */
+        work->num_claims--;
+        release_piece(f->store, kept, 0, 0);
+    }
+    return is_good ? READ : FAILED;
+}
+
+/* Decode a piece of rows that are kept, and put it into all of them. */
+static int put_piece(Work *work, const Field *f, const Item *item, int64_t cross)
+{
+    const Shape *shape = shape_of(f, item);
+    const int64_t none = 0, all = shape->dataset.chunk_samples;
+    Runs runs = {&none, &none, &all, 1};
+    uint8_t *rows = work->rows->data;
+    Call call;
+    int64_t extent;
+    if (!locate_piece(work, f, item, &runs, (int32_t)cross, rows, &call, &extent))
+        return 0;
+    int is_good = read_chunk(&call, cross, &runs, TO_SCRATCH, NULL);
+    if (is_good)
+        swap_pieces(shape, (int32_t)cross, &runs, rows);
+    else
+        note_piece(work->w, extent, cross);
+    work->last_ns = call.last_ns;
+    return is_good;
+}
+
+static void let_go_of_rows(Work *work)
+{
+    if (work->rows != NULL)
+        let_go(work->rows_store, work->rows);
+    work->rows = NULL;
+}
+
+/* Have all pieces of an item in `work->rows`; of one without runs, those that it names, as far as no
+   other thread decodes them. IS_BUSY: claims are to be published first, or others waited for. */
+static enum Outcome gather_rows(Work *work, const Field *f, const Item *item)
+{
+    int64_t own = 0, at;
+    for (int i = 0; i < work->num_claims; i++)
+        own += work->claims[i].kept == work->rows;
+    for (;; own++) {
+        at = work->cross;
+        if (work->num_claims == MAX_CLAIMS)
+            return IS_BUSY;
+        enum Claim claim =
+            claim_piece(f->store, work->rows, own,
+                        item->num_runs && work->may_wait && work->num_claims == 0, item->cross,
+                        item->cross_end, &at);
+        if (claim == READY || (claim == BUSY && item->num_runs == 0))
+            return READ;
+        if (claim == BUSY)
+            return IS_BUSY;
+        work->cross = (int32_t)at;
+        note_claim(work, f->store, work->rows, at);
+        if (!put_piece(work, f, item, at)) {
+            work->num_claims--;
+            release_piece(f->store, work->rows, at, 0);
+            return FAILED;
+        }
+    }
+}
+
+/* Take rows that are kept, once they are put together; see work->rows. */
+static enum Outcome read_kept_rows(Work *work, const Field *f, const Target *target,
+                                   const Item *item)
+{
+    const Layer *l = &f->layers[item->layer];
+    const Shape *shape = shape_of(f, item);
+    const Dataset *d = &shape->dataset;
+    enum Outcome outcome = READ;
+    if (work->rows == NULL) {
+        uint64_t key = key_of_rows(f, l, item->segment, item->number);
+        if (key)
+            work->rows = use_rows(f->store, key, d->chunk_samples * d->row_nbytes, d->num_cross);
+        work->rows_store = f->store;
+    }
+    if (work->rows == NULL) { /* there is no room: each piece goes where it is wanted */
+        for (int32_t c = 0; c < item->cross_end && item->num_runs && outcome == READ; c++)
+            outcome = read_piece(work, f, target, item, c);
+        return outcome;
+    }
+    outcome = gather_rows(work, f, item);
+    if (outcome == READ && item->num_runs) {
+        Runs runs = runs_of_item(work->plan, item);
+        place_rows(d->row_nbytes, &runs, work->rows->data, target->raw);
+        end_stage(work->w, PLACING, &work->last_ns);
+    }
+    /* Who comes back for it holds on to it; but not while others decode it, and there is more to do. */
+    if (outcome != IS_BUSY || (work->num_claims < MAX_CLAIMS && !work->may_wait))
+        let_go_of_rows(work);
+    return item->num_runs || outcome == IS_BUSY ? outcome : READ;
+}

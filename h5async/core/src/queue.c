@@ -1,0 +1,480 @@
+/* Batches wait here to be read, and threads wait for batches.
+
+   The consumer submits a batch, and may wait until another one is ready; neither needs a thread that
+   has Python's lock. A thread that comes for work plans the oldest batch, or reads a range of its
+   plan, and goes back to Python only with what Python has to do: a ticket, or a batch of which
+   something is left.
+
+   Who waits for the consumer's event is woken by a count of all events: whoever looks at the count
+   first, then for what it waits for, and then waits for another count, misses none.
+
+   To put a thread to sleep and wake it takes longer than to read a small batch. So where batches come
+   quickly one after the other, one thread without work looks for more in a loop for a moment, and so
+   does the consumer, before they sleep. */
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+enum { SPIN_NS = 100000, LONG_GAP_NS = 1000000 };
+enum { RANGES_PER_THREAD = 2, RANGE_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
+enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
+/* What is to be done next, if not a batch of which work is left: then it is its slot. */
+enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
+
+/* To what positions are mapped: to those that they are permuted to; where `a` is 0, to what is drawn
+   there; where all is 0, to themselves. */
+typedef struct {
+    uint64_t count, a, b, keys[ROUNDS];
+} Mapping;
+
+/* What was submitted. */
+typedef struct {
+    int64_t *samples; /* of the job: room for sample numbers */
+    int64_t count, serial;
+    int64_t begin; /* a run of positions, from here on, that is mapped to samples; -1: they are there */
+    Mapping mapping;
+    int32_t needs_python;
+} Wish;
+
+/* The batch of a slot, and the one that is to follow when it ends, where nobody wants it any more. */
+typedef struct {
+    BatchPlan *plan;
+    const Target *targets;
+    int64_t *samples; /* room for twice as many numbers as there are rows */
+    int64_t rows, next_item, under_way, refused, range_nbytes;
+    Wish wish, following;
+    int32_t state, is_planned, is_dropped;
+} Job;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t work;
+    const Field *fields;
+    Sources *sources;
+    Job *jobs;
+    int64_t num_fields, num_samples, num_jobs, num_threads;
+    const int64_t *selected; /* the sample of each position of runs; NULL: start + step * position */
+    int64_t start, step;
+    const Column *table; /* an alias table, of which samples are drawn */
+    int64_t num_columns;
+    int64_t tickets, num_idle, plan_ns, submitted_ns;
+    int32_t is_ended, may_spin;
+    int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
+    int64_t num_here; /* threads that are not in Python */
+    _Atomic int64_t gap_ns; /* between batches that are submitted, smoothed */
+    _Atomic int32_t consumers; /* that wait */
+    _Atomic uint32_t events, offers; /* offers: batches that were submitted, and whatever else wakes */
+} Queue;
+
+/* Loop until a count is not `seen` any more, but for a moment only. Not where batches come slowly. */
+static void spin(const Queue *queue, const _Atomic uint32_t *count, uint32_t seen)
+{
+    if (!queue->may_spin || atomic_load(&queue->gap_ns) > SPIN_NS)
+        return;
+    for (int64_t end = now_ns() + SPIN_NS; atomic_load(count) == seen && now_ns() < end;)
+        sched_yield(); /* who is waited for may be on this core */
+}
+
+/* `queue` and `jobs` are memory of their sizes (members.c), for each slot one job. */
+PUBLIC int64_t h5async_open_queue(Queue *queue, Job *jobs, const Field *fields, Sources *sources,
+                                  int64_t num_fields, int64_t num_samples, int64_t num_jobs,
+                                  int64_t num_threads, int32_t may_spin)
+{
+    *queue = (Queue){.fields = fields, .sources = sources, .jobs = jobs, .num_fields = num_fields,
+                     .num_samples = num_samples, .num_jobs = num_jobs, .num_threads = num_threads,
+                     .may_spin = may_spin, .gap_ns = LONG_GAP_NS};
+    for (int64_t i = 0; i < num_jobs; i++)
+        jobs[i] = (Job){.wish.serial = -1, .following.serial = -1};
+    queue->step = 1;
+    return pthread_mutex_init(&queue->lock, NULL) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
+}
+
+/* Say to which samples the positions of runs are mapped, after they are permuted: to `selected`, which
+   the caller keeps, or, where that is NULL, to start + step * position. */
+PUBLIC int64_t h5async_select(Queue *queue, const int64_t *selected, int64_t start, int64_t step)
+{
+    queue->selected = selected, queue->start = start, queue->step = step;
+    return 1;
+}
+
+/* Say from which table samples are drawn, which the caller keeps. */
+PUBLIC int64_t h5async_draw_from(Queue *queue, const Column *table, int64_t count)
+{
+    queue->table = table, queue->num_columns = count;
+    return 1;
+}
+
+/* Say where the plan of a slot's batches is, and where their rows go. `samples` has room for the
+   sample numbers of two batches. */
+PUBLIC int64_t h5async_open_job(Queue *queue, BatchPlan *plan, const Target *targets,
+                                int64_t *samples, int64_t slot, int64_t rows)
+{
+    Job *job = &queue->jobs[slot];
+    job->plan = plan, job->targets = targets, job->samples = samples, job->rows = rows;
+    return 1;
+}
+
+/* Something has happened that the consumer may wait for. */
+PUBLIC int64_t h5async_wake(Queue *queue)
+{
+    atomic_fetch_add(&queue->events, 1);
+#if defined(SYS_futex)
+    if (atomic_load(&queue->consumers))
+        syscall(SYS_futex, &queue->events, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+#endif
+    return 1;
+}
+
+PUBLIC int64_t h5async_events(Queue *queue)
+{
+    return (int64_t)atomic_load(&queue->events);
+}
+
+/* Look for another count of events than `seen` for a moment, where batches come quickly. Not a part of
+   h5async_wait: a signal that came meanwhile would not end that. */
+PUBLIC int64_t h5async_spin(Queue *queue, int64_t seen)
+{
+    spin(queue, &queue->events, (uint32_t)seen);
+    return atomic_load(&queue->events) != (uint32_t)seen;
+}
+
+/* Wait until the count of events is not `seen` any more, at most so many nanoseconds (below 0:
+   without end), or until a signal comes. */
+PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
+{
+    atomic_fetch_add(&queue->consumers, 1);
+#if defined(SYS_futex)
+    struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
+    syscall(SYS_futex, &queue->events, FUTEX_WAIT_PRIVATE, (uint32_t)seen,
+            timeout_ns < 0 ? NULL : &timeout, NULL, 0);
+#else
+    struct timespec moment = {.tv_nsec = 100000}; /* these systems have nothing that signals end */
+    for (int64_t end = now_ns() + (timeout_ns < 0 ? 100000000 : timeout_ns);
+         atomic_load(&queue->events) == (uint32_t)seen && now_ns() < end;)
+        if (nanosleep(&moment, NULL) != 0)
+            break;
+#endif
+    atomic_fetch_sub(&queue->consumers, 1);
+    return atomic_load(&queue->events) != (uint32_t)seen;
+}
+
+/* Note that a batch was submitted, and tell whether a thread is to be woken for it. Where batches come
+   quickly, one thread keeps up with them, and comes for the next one by itself. Holds the lock. */
+static int is_to_be_woken(Queue *queue)
+{
+    int64_t now = now_ns(), gap = now - queue->submitted_ns;
+    gap = gap > LONG_GAP_NS ? LONG_GAP_NS : gap;
+    atomic_store(&queue->gap_ns, (3 * atomic_load(&queue->gap_ns) + gap) / 4);
+    queue->submitted_ns = now;
+    atomic_fetch_add(&queue->offers, 1);
+    int is_quick = queue->may_spin && atomic_load(&queue->gap_ns) <= SPIN_NS;
+    return queue->num_idle && !queue->spinners && !(is_quick && queue->num_here > queue->num_idle);
+}
+
+/* Submit a batch, or do nothing where it was submitted before.
+
+   `samples` are its numbers, which are copied; NULL: they are those of `count` positions from `begin`
+   on, or, with a `mapping` (else NULL), of what these are mapped to. Returns 0 where the slot has another batch that is not ready, and was not dropped. */
+PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mapping *mapping,
+                              int64_t begin, int64_t count, int64_t slot, int64_t serial,
+                              int32_t needs_python)
+{
+    int is_good = 1, wakes = 0;
+    Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python};
+    if (mapping != NULL)
+        wish.mapping = *mapping;
+    pthread_mutex_lock(&queue->lock);
+    Job *job = &queue->jobs[slot];
+    if (job->wish.serial != serial && job->following.serial != serial && !queue->is_ended) {
+        /* Of a batch that was dropped, a thread may still use the numbers. */
+        int is_second = job->is_dropped && job->wish.samples == job->samples;
+        wish.samples = job->samples + (is_second ? job->rows : 0);
+        if (count > job->rows ||
+            !(job->is_dropped || job->state == NO_JOB || job->state == READY_JOB ||
+              job->state == WITH_PYTHON))
+            is_good = 0;
+        if (is_good && samples != NULL) {
+            memcpy(wish.samples, samples, (size_t)count * sizeof *samples);
+            wish.begin = -1;
+        }
+        if (is_good && job->is_dropped)
+            job->following = wish;
+        else if (is_good)
+            job->wish = wish, job->state = TO_PLAN, wakes = is_to_be_woken(queue);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    if (wakes) /* out of the lock, which the thread needs at once */
+        pthread_cond_signal(&queue->work);
+    return is_good;
+}
+
+static void end_job(Job *job)
+{
+    job->wish.serial = -1, job->state = NO_JOB, job->is_dropped = 0;
+    if (job->following.serial >= 0) {
+        job->wish = job->following, job->state = TO_PLAN;
+        job->following.serial = -1;
+    }
+}
+
+/* Say that nobody wants a batch any more. Returns whether another one may be submitted for its slot:
+   it waits until what is under way has ended. Not where Python is at work on the batch. */
+PUBLIC int64_t h5async_drop(Queue *queue, int64_t slot, int64_t serial)
+{
+    pthread_mutex_lock(&queue->lock);
+    Job *job = &queue->jobs[slot];
+    int is_free = job->wish.serial != serial || job->state != WITH_PYTHON;
+    if (job->following.serial == serial) {
+        job->following.serial = -1;
+    } else if (job->wish.serial == serial && (job->state == IN_PLAN || job->under_way)) {
+        job->is_dropped = 1;
+        if (job->state == TO_READ)
+            job->next_item = job->plan->num_items;
+    } else if (job->wish.serial == serial && is_free) {
+        end_job(job);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return is_free;
+}
+
+/* Where the numbers of a slot's batch are, counted in its room for them. */
+PUBLIC int64_t h5async_samples_at(Queue *queue, int64_t slot)
+{
+    const Job *job = &queue->jobs[slot];
+    return job->wish.samples - job->samples;
+}
+
+/* The same where a batch is ready, and nothing of it was left to Python; else -1. */
+PUBLIC int64_t h5async_ready_at(Queue *queue, int64_t slot, int64_t serial)
+{
+    pthread_mutex_lock(&queue->lock);
+    const Job *job = &queue->jobs[slot];
+    int is_ready = job->wish.serial == serial && job->state == READY_JOB;
+    int64_t at = is_ready ? h5async_samples_at(queue, slot) : -1;
+    pthread_mutex_unlock(&queue->lock);
+    return at;
+}
+
+/* Have one thread return to Python. */
+PUBLIC int64_t h5async_put_ticket(Queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    queue->tickets++;
+    atomic_fetch_add(&queue->offers, 1);
+    pthread_cond_signal(&queue->work);
+    pthread_mutex_unlock(&queue->lock);
+    return 1;
+}
+
+/* Have all threads return to Python for good, and those that come later. */
+PUBLIC int64_t h5async_end_queue(Queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    queue->is_ended = 1;
+    atomic_fetch_add(&queue->offers, 1);
+    pthread_cond_broadcast(&queue->work);
+    pthread_mutex_unlock(&queue->lock);
+    return h5async_wake(queue);
+}
+
+PUBLIC int64_t h5async_is_planned(Queue *queue, int64_t slot)
+{
+    return queue->jobs[slot].is_planned;
+}
+
+PUBLIC int64_t h5async_plan_ns(Queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    int64_t plan_ns = queue->plan_ns;
+    pthread_mutex_unlock(&queue->lock);
+    return plan_ns;
+}
+
+/* The oldest batch that a thread can do something of. Holds the lock. */
+static Job *next_job(Queue *queue)
+{
+    Job *found = NULL;
+    for (int64_t i = 0; i < queue->num_jobs; i++) {
+        Job *job = &queue->jobs[i];
+        int is_open = job->state == TO_PLAN ||
+                      (job->state == TO_READ && job->next_item < job->plan->num_items);
+        if (is_open && (found == NULL || job->wish.serial < found->wish.serial))
+            found = job;
+    }
+    return found;
+}
+
+static void find_samples(const Queue *queue, const Wish *wish)
+{
+    const Mapping *mapping = &wish->mapping;
+    int64_t *samples = wish->samples, count = wish->count;
+    if (mapping->count && !mapping->a) {
+        h5async_draw(queue->table, mapping->keys, samples, queue->num_columns, wish->begin, count);
+    } else {
+        for (int64_t i = 0; i < count; i++)
+            samples[i] = wish->begin + i;
+        if (mapping->count)
+            h5async_permute((uint64_t *)samples, count, mapping->count, mapping->a, mapping->b,
+                            mapping->keys);
+    }
+    for (int64_t i = 0; queue->selected != NULL && i < count; i++)
+        samples[i] = queue->selected[samples[i]];
+    for (int64_t i = 0; queue->selected == NULL && i < count; i++)
+        samples[i] = queue->start + queue->step * samples[i];
+}
+
+/* Plan a batch. Holds the lock, but not meanwhile. */
+static void plan_job(Queue *queue, Job *job, Worker *w)
+{
+    job->state = IN_PLAN;
+    pthread_mutex_unlock(&queue->lock);
+    int64_t begin = now_ns(), end;
+    const Wish *wish = &job->wish;
+    w->batch = wish->serial;
+    begin_tracing(w);
+    if (wish->begin >= 0)
+        find_samples(queue, wish);
+    job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
+                                         wish->samples, wish->count, job->rows, queue->num_samples,
+                                         queue->num_threads) == 1;
+    int64_t ranges = RANGES_PER_THREAD * queue->num_threads;
+    job->range_nbytes = job->plan->nbytes / ranges;
+    if (job->range_nbytes < RANGE_NBYTES)
+        job->range_nbytes = RANGE_NBYTES;
+    end = now_ns();
+    if (is_traced(w))
+        note_stage(w, PLANNING, begin, end);
+    end_tracing(w);
+    pthread_mutex_lock(&queue->lock);
+    queue->plan_ns += end - begin;
+    job->next_item = job->is_planned && !job->is_dropped ? 0 : job->plan->num_items;
+    job->under_way = job->refused = 0;
+    job->state = TO_READ;
+}
+
+/* Read a range of a plan. Holds the lock, but not meanwhile. Returns whether the reader is closed. */
+static int read_range(Queue *queue, Job *job, Worker *w)
+{
+    const BatchPlan *plan = job->plan;
+    int64_t start = job->next_item, stop = start, nbytes = 0;
+    while (stop < plan->num_items && nbytes < job->range_nbytes)
+        nbytes += plan->items[stop++].nbytes;
+    if (start == stop)
+        return 0;
+    job->next_item = stop;
+    job->under_way++;
+    if (stop < plan->num_items && queue->num_idle)
+        pthread_cond_signal(&queue->work); /* that thread will wake the next one */
+    w->batch = job->wish.serial;
+    pthread_mutex_unlock(&queue->lock);
+    int64_t refused = h5async_read_batch(job->plan, queue->fields, job->targets, queue->sources, w,
+                                         start, stop);
+    pthread_mutex_lock(&queue->lock);
+    job->under_way--;
+    if (refused > 0)
+        job->refused += refused;
+    return refused < 0;
+}
+
+/* Do a piece of a batch's work. Holds the lock, but not meanwhile. Returns NEXT_NOTHING where there is
+   more of it, or other threads are at it; NEXT_READY; NEXT_END; or its slot, where work is left. */
+static int64_t advance(Queue *queue, Job *job, Worker *w)
+{
+    if (job->state == TO_PLAN)
+        plan_job(queue, job, w);
+    if (read_range(queue, job, w))
+        return NEXT_END;
+    if (job->next_item < job->plan->num_items || job->under_way)
+        return NEXT_NOTHING;
+    if (job->is_dropped) {
+        end_job(job);
+        return NEXT_NOTHING;
+    }
+    if (!job->is_planned || job->refused || job->wish.needs_python) {
+        job->state = WITH_PYTHON;
+        return job - queue->jobs;
+    }
+    job->state = READY_JOB;
+    h5async_wake(queue);
+    return NEXT_READY;
+}
+
+/* Wait for work. Holds the lock, but not meanwhile. */
+static void wait_for_work(Queue *queue)
+{
+    uint32_t seen = atomic_load(&queue->offers);
+    if (queue->spinners == 0) {
+        queue->spinners = 1;
+        pthread_mutex_unlock(&queue->lock);
+        spin(queue, &queue->offers, seen);
+        pthread_mutex_lock(&queue->lock);
+        queue->spinners = 0;
+        uint32_t offers = atomic_load(&queue->offers) - seen;
+        if (offers > 1 && queue->num_idle) /* nobody was woken for them */
+            pthread_cond_signal(&queue->work);
+        if (offers || next_job(queue) != NULL) /* who offers ranges of a batch counts none */
+            return;
+    }
+    queue->num_idle++;
+    pthread_cond_wait(&queue->work, &queue->lock);
+    queue->num_idle--;
+}
+
+/* Do work that needs no Python, until there is some that does; say which. Many threads call this,
+   each with a worker of its own. */
+PUBLIC int64_t h5async_next(Queue *queue, Worker *w)
+{
+    int64_t next = NEXT_NOTHING;
+    pthread_mutex_lock(&queue->lock);
+    queue->num_here++;
+    while (next < 0 && !queue->is_ended) {
+        Job *job = next_job(queue);
+        if (queue->tickets) {
+            queue->tickets--;
+            next = NEXT_TICKET;
+            break;
+        }
+        if (job == NULL || next == NEXT_END) { /* closed: the end will be told right now */
+            wait_for_work(queue);
+        } else {
+            next = advance(queue, job, w);
+        }
+    }
+    queue->num_here--;
+    if (queue->is_ended)
+        next = NEXT_END;
+    else if (queue->num_idle && next_job(queue) != NULL) /* which this thread does not come for */
+        pthread_cond_signal(&queue->work);
+    pthread_mutex_unlock(&queue->lock);
+    w->returned_ns = now_ns();
+    return next;
+}
+
+/* Do all that needs no Python of the oldest batch of which there is any to begin. Returns NEXT_NOTHING where
+   there is none, NEXT_READY, NEXT_END, or its slot, where work is left. */
+PUBLIC int64_t h5async_do_oldest(Queue *queue, Worker *w)
+{
+    int64_t next = NEXT_NOTHING;
+    pthread_mutex_lock(&queue->lock);
+    for (Job *job; next == NEXT_NOTHING && !queue->is_ended && (job = next_job(queue)) != NULL;)
+        next = advance(queue, job, w);
+    if (queue->is_ended)
+        next = NEXT_END;
+    pthread_mutex_unlock(&queue->lock);
+    w->returned_ns = now_ns();
+    return next;
+}
+
+/* Forget all batches. Nobody is at work on any. */
+PUBLIC int64_t h5async_forget_jobs(Queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    for (int64_t i = 0; i < queue->num_jobs; i++) {
+        queue->jobs[i].following.serial = -1;
+        end_job(&queue->jobs[i]);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return 1;
+}

@@ -1,0 +1,74 @@
+/* Reads ranges of a source as they are stored. */
+
+static int pieces_are_cached(File *file, const Worker *w, const Pieces *p)
+{
+    int64_t step = p->count / MAX_PROBES + 1;
+    for (int64_t i = 0; i < p->count; i += step) {
+        int64_t nbytes = nbytes_of_piece(p, i);
+        if (is_stopped(file, w))
+            return 0;
+        if (p->offset[i] >= 0 && nbytes > 0 &&
+            (p->offset[i] > INT64_MAX - nbytes || !is_cached(file, p->offset[i] + nbytes - 1)))
+            return 0;
+    }
+    return 1;
+}
+
+typedef struct {
+    File *file;
+    const Worker *w;
+    const Pieces *pieces;
+    int64_t done; /* how many were read before the first that cannot be */
+} PiecesCall;
+
+static void read_pieces(void *data)
+{
+    PiecesCall *call = data;
+    File *file = call->file;
+    const Pieces *p = call->pieces;
+    int64_t available = mappable_nbytes(file);
+    int can_wait = file->io == IO_MAP || file->fd < 0; /* pages come when touched */
+    int is_mapped = available > 0 && (can_wait || pieces_are_cached(file, call->w, p));
+    call->done = is_mapped ? copy_pieces(file, call->w, p, available)
+                           : pread_pieces(file, call->w, p);
+}
+
+/* Read `nbytes[i]` bytes at `offset[i]` of a source to `base + target[i]`, for each i up to the first
+   that cannot be read. Returns how many were read: 0 where the source is not what was indexed. */
+PUBLIC int64_t h5async_read_ranges(Sources *sources, Worker *w, const int64_t *offset,
+                                   const int64_t *nbytes, const int64_t *target, uint8_t *base,
+                                   int64_t base_nbytes, int64_t count, int64_t number)
+{
+    int64_t since = now_ns(), valid = 0;
+    File file;
+    Source *source = acquire_source(sources, number, &file);
+    if (source == NULL)
+        return 0;
+    begin_tracing(w);
+    while (valid < count && nbytes[valid] >= 0 && nbytes[valid] <= base_nbytes &&
+           target[valid] >= 0 && target[valid] <= base_nbytes - nbytes[valid] &&
+           offset[valid] >= 0 && offset[valid] <= INT64_MAX - nbytes[valid])
+        valid++;
+    Pieces pieces = {.offset = offset, .nbytes = nbytes, .position = target, .count = valid,
+                     .unit = 1, .base = base};
+    PiecesCall call = {&file, w, &pieces, 0};
+    if (valid > 0 && is_as_indexed(&file)) {
+        if (file.map != NULL)
+            install_guard();
+        if (!guarded(&file, read_pieces, &call))
+            file.event = FAULTED;
+        else if (file.event == NO_EVENT)
+            is_as_indexed(&file);
+    }
+    if (file.nbytes < 0 && !has_swmr_writer(file.fd, INT64_MAX))
+        file.event = CHANGED; /* the writer has ended, and left the file for good */
+    if (file.event != NO_EVENT)
+        call.done = 0;
+    for (int64_t i = 0; i < call.done; i++)
+        w->read_nbytes += nbytes[i];
+    release_source(sources, source, file.event);
+    end_stage(w, READING, &since);
+    end_tracing(w);
+    w->returned_ns = since;
+    return call.done;
+}

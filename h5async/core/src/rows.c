@@ -1,0 +1,260 @@
+/* Reads rows that lie in a file as they are: where each lies is found as it is read. */
+
+enum { BLOCK_ROWS = 512 };
+
+/* Some rows, as pieces of one row or more that follow each other in the file and in the batch. */
+typedef struct {
+    int64_t offset[BLOCK_ROWS], nbytes[BLOCK_ROWS], position[BLOCK_ROWS];
+    int64_t count, rows;
+} RowBlock;
+
+static Ranks ranks_of_item(const Item *item)
+{
+    return (Ranks){item->number, item->first_run, item->first_run + item->num_runs};
+}
+
+/* Whether some numbers are from 0 on and not above `last`. (The highest bit of one that is not, or of
+   what it lacks, is set.) */
+#define ARE_WITHIN(name, Number, bits)                                                            \
+    static int name(const uint8_t *at, int64_t count, Number last)                                \
+    {                                                                                             \
+        const Number *number = (const Number *)(const void *)at;                                  \
+        Number outside = 0;                                                                       \
+        for (int64_t i = 0; i < count; i++)                                                       \
+            outside |= number[i] | (last - number[i]);                                            \
+        return !(outside >> (bits - 1));                                                          \
+    }
+ARE_WITHIN(are_within32, uint32_t, 32)
+ARE_WITHIN(are_within64, uint64_t, 64)
+
+static int rows_are_within(const Field *f, const Target *target, int64_t position, int64_t length)
+{
+    const uint8_t *at = target->raw + position * f->row_nbytes;
+    return f->row_nbytes == 4 ? are_within32(at, length, (uint32_t)(f->limit - 1))
+                              : are_within64(at, length, (uint64_t)(f->limit - 1));
+}
+
+/* Whether what was read of an item is below the limit of its field, while it lies in the cache. */
+static int item_is_within(const BatchPlan *plan, const Field *f, const Target *target,
+                          const Item *item)
+{
+    int are_within = 1;
+    if (f->limit == 0)
+        return 1;
+    if (item->kind == ROWS) {
+        Ranks ranks = ranks_of_item(item);
+        for (; are_within && ranks.rank < ranks.end; ranks.run++) {
+            const Wanted *w = &plan->sorted[ranks.run];
+            int64_t behind = w[1].rank < ranks.end ? w[1].rank : ranks.end;
+            are_within = rows_are_within(f, target, w->position + ranks.rank - w->rank,
+                                         behind - ranks.rank);
+            ranks.rank = behind;
+        }
+        return are_within;
+    }
+    Runs runs = runs_of_item(plan, item);
+    for (int64_t r = 0; are_within && r < runs.count; r++)
+        are_within = rows_are_within(f, target, runs.position[r], runs.length[r]);
+    return are_within;
+}
+
+/* Where a row lies in the file; -1: it was never written; INT64_MAX: where no read takes it from. */
+static int64_t offset_of_row(const Layer *l, const Shape *shape, int64_t segment, int64_t row)
+{
+    int64_t offset;
+    if (l->begin[segment] < 0)
+        return -1;
+    if (__builtin_mul_overflow(row, shape->source_row_nbytes, &offset) ||
+        __builtin_add_overflow(offset, l->begin[segment], &offset))
+        return INT64_MAX;
+    return offset;
+}
+
+/* List the next rows of an item, at most `most` pieces, and go on behind them. */
+static void list_rows(const BatchPlan *plan, const Field *f, const Item *item, Ranks *ranks,
+                      RowBlock *block, int64_t most)
+{
+    const Layer *l = &f->layers[item->layer];
+    const int64_t segment = item->segment, step = l->step[segment];
+    const Shape *shape = &f->shapes[l->shape[segment]];
+    const int64_t per_chunk = shape->dataset.chunk_samples, row_nbytes = f->row_nbytes;
+    const int in_chunks = shape->kind == ROWS_IN_CHUNKS;
+    const int64_t first = l->first[segment], first_row = l->row[segment];
+    int64_t begin = 0, end = 0, base = -1, run = ranks->run, rank = ranks->rank, i = 0;
+    for (; i < most && rank < ranks->end; i++) {
+        const Wanted *w = &plan->sorted[run];
+        int64_t behind = w[1].rank < ranks->end ? w[1].rank : ranks->end;
+        int64_t here = step == 1 ? behind - rank : 1, inside = rank - w->rank;
+        int64_t row = first_row + (w->sample + inside - first) * step;
+        if (in_chunks) {
+            if (row < begin || row >= end) {
+                int64_t chunk = row / per_chunk;
+                int64_t extent = find_extent(f, l, segment, chunk * shape->number_stride);
+                begin = chunk * per_chunk, end = begin + per_chunk;
+                base = extent == -2 ? INT64_MAX : extent < 0 ? -1 : f->offset[extent];
+                if (base > INT64_MAX - per_chunk * row_nbytes)
+                    base = INT64_MAX;
+            }
+            here = here < end - row ? here : end - row;
+            block->offset[i] =
+                base < 0 || base == INT64_MAX ? base : base + (row - begin) * row_nbytes;
+        } else {
+            block->offset[i] = offset_of_row(l, shape, segment, row);
+        }
+        block->nbytes[i] = here * row_nbytes;
+        block->position[i] = w->position + inside;
+        rank += here;
+        run += rank == w[1].rank;
+    }
+    block->count = i, block->rows = rank - ranks->rank;
+    ranks->run = run, ranks->rank = rank;
+}
+
+static Pieces pieces_of_rows(const Field *f, const Shape *shape, const Target *target,
+                             const RowBlock *block)
+{
+    return (Pieces){.offset = block->offset, .position = block->position, .count = block->count,
+                    .nbytes = block->rows == block->count ? NULL : block->nbytes,
+                    .unit = f->row_nbytes, .base = target->raw, .fill = shape->dataset.fill,
+                    .itemsize = f->itemsize};
+}
+
+/* Rows out of the map, transformed on the way: there is no copy between. */
+static int64_t transform_rows(const Work *work, const Field *f, const Target *target,
+                              const Pieces *p)
+{
+    Transform t = *f->transform;
+    int64_t unit = source_nbytes(&t), done = 0;
+    for (; done < p->count && !is_stopped(work->file, work->w); done++) {
+        int64_t offset = p->offset[done], nbytes = nbytes_of_piece(p, done);
+        if (offset > work->available - nbytes)
+            break;
+        const uint8_t *from = offset < 0 ? NULL : work->file->map + offset;
+        if (offset < 0 || (uintptr_t)from % (uintptr_t)unit) {
+            if (offset < 0)
+                fill_piece(p, done);
+            else
+                memcpy(place_of_piece(p, done), from, (size_t)nbytes);
+            from = place_of_piece(p, done);
+        }
+        t.samples = nbytes / p->unit;
+        h5async_transform(&t, from, target->out + p->position[done] * out_nbytes(&t));
+    }
+    return done;
+}
+
+static int64_t read_row_pieces(Work *work, const Field *f, const Shape *shape, const Target *target,
+                               const Pieces *p)
+{
+    int64_t done;
+    if (work->available > 0 && f->transform && !shape->swaps)
+        return transform_rows(work, f, target, p);
+    if (work->available > 0)
+        done = copy_pieces(work->file, work->w, p, work->available);
+    else
+        done = work->file->io == IO_MAP ? 0
+               : work->is_cold          ? read_runs(work->file, work->w, p, NULL)
+                                        : pread_pieces(work->file, work->w, p);
+    for (int64_t i = 0; shape->swaps && i < done; i++)
+        swap_bytes(place_of_piece(p, i), nbytes_of_piece(p, i), shape->swaps);
+    if (f->transform) {
+        end_stage(work->w, READING, &work->last_ns);
+        for (int64_t i = 0; i < done; i++)
+            transform_run(f, target, p->position[i], nbytes_of_piece(p, i) / p->unit);
+        end_stage(work->w, TRANSFORMING, &work->last_ns);
+    }
+    return done;
+}
+
+/* Copy rows of which no two follow each other, straight from the sorted samples; the first lies at
+   `from` and the samples after it `stride` bytes apart. */
+ALWAYS_INLINE void copy_singles(const Wanted *w, int64_t count, const uint8_t *from, int64_t stride,
+                                uint8_t *to, int64_t nbytes)
+{
+    int64_t first = w->sample, ahead = rows_ahead(nbytes);
+    for (int64_t i = 0; i < count; i++) {
+        if (i + ahead < count)
+            fetch(from + (w[i + ahead].sample - first) * stride, nbytes);
+        copy_few(to + w[i].position * nbytes, from + (w[i].sample - first) * stride, nbytes);
+    }
+}
+
+/* Copy an item's rows out of the map, if they are as described above, and all there; 0: not so. */
+static int copy_item(Work *work, const Field *f, const Shape *shape, const Target *target,
+                     const Item *item)
+{
+    const Layer *l = &f->layers[item->layer];
+    const int64_t segment = item->segment, nbytes = f->row_nbytes, count = item->num_runs;
+    const Wanted *w = &work->plan->sorted[item->number];
+    if (work->available <= 0 || shape->kind != ROWS || shape->swaps || nbytes > FEW_NBYTES ||
+        item->number + count > work->plan->num_wanted || w->rank != item->first_run ||
+        w[count - 1].rank != item->first_run + count - 1 || /* (ends of groups have no rank) */
+        w[count].rank != item->first_run + count)
+        return 0;
+    int64_t least = w->sample, most = w->sample;
+    for (int64_t i = 1; i < count; i++) {
+        least = w[i].sample < least ? w[i].sample : least;
+        most = w[i].sample > most ? w[i].sample : most;
+    }
+    int64_t row = l->row[segment] + (least - l->first[segment]) * l->step[segment];
+    int64_t last_row = row + (most - least) * l->step[segment];
+    int64_t offset = offset_of_row(l, shape, segment, row);
+    int64_t last = offset_of_row(l, shape, segment, last_row);
+    if (offset < 0 || l->step[segment] < 0 || last > work->available - nbytes)
+        return 0;
+    int64_t stride = l->step[segment] * shape->source_row_nbytes;
+    const uint8_t *from = work->file->map + offset + (w->sample - least) * stride;
+    if (nbytes == 16) /* which the compiler then knows */
+        copy_singles(w, count, from, stride, target->raw, 16);
+    else
+        copy_singles(w, count, from, stride, target->raw, nbytes);
+    if (f->transform) {
+        end_stage(work->w, READING, &work->last_ns);
+        for (int64_t i = 0; i < count; i++)
+            transform_run(f, target, w[i].position, 1);
+        end_stage(work->w, TRANSFORMING, &work->last_ns);
+    }
+    return 1;
+}
+
+static int read_row_item(Work *work, const Field *f, const Target *target, const Item *item)
+{
+    const Shape *shape = shape_of(f, item);
+    Ranks ranks = ranks_of_item(item);
+    RowBlock block;
+    int is_good = 1;
+    if (copy_item(work, f, shape, target, item)) {
+        work->w->read_nbytes += (ranks.end - ranks.rank) * f->row_nbytes;
+        ranks.rank = ranks.end;
+    }
+    while (is_good && ranks.rank < ranks.end) {
+        list_rows(work->plan, f, item, &ranks, &block, BLOCK_ROWS);
+        Pieces p = pieces_of_rows(f, shape, target, &block);
+        is_good = read_row_pieces(work, f, shape, target, &p) == p.count;
+        work->w->read_nbytes += is_good ? block.rows * f->row_nbytes : 0;
+    }
+    end_stage(work->w, READING, &work->last_ns);
+    return is_good;
+}
+
+/* Where the first row of an item lies; see above. */
+static int64_t offset_of_rows(const Work *work, const Item *item)
+{
+    Ranks ranks = ranks_of_item(item);
+    RowBlock block;
+    list_rows(work->plan, &work->fields[item->field], item, &ranks, &block, 1);
+    return block.count ? block.offset[0] : -1;
+}
+
+static void ask_for_rows(const Work *work, const Item *item, Span *span)
+{
+    const Field *f = &work->fields[item->field];
+    Ranks ranks = ranks_of_item(item);
+    RowBlock block;
+    while (ranks.rank < ranks.end) {
+        list_rows(work->plan, f, item, &ranks, &block, BLOCK_ROWS);
+        for (int64_t i = 0; i < block.count; i++)
+            if (block.offset[i] >= 0 && block.offset[i] != INT64_MAX)
+                ask_later(work->file, span, block.offset[i], block.nbytes[i]);
+    }
+}

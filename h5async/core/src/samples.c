@@ -1,0 +1,278 @@
+/* Lists the rows of a batch for its plan.
+
+   The samples are sorted, and those that follow each other both in the dataset and in the batch are
+   joined to runs: in order, a batch is one run. So rows that lie in a file as they are cost nothing
+   here: their items name a range of the sorted samples, which all fields share. Where all fields are
+   such rows, each of one dataset, and the page cache holds them, any order is as good: then the
+   samples stay as they are.
+
+   What is called a sample here is a row of the dataset. A field with steps has several for each sample
+   of the batch; fields with equal steps are a group, whose rows are listed and sorted on their own. */
+
+/* See that some arrays have room for `count` elements each; they keep what they hold. */
+static int grow(void **const *arrays, int num_arrays, int64_t *most, int64_t count, size_t nbytes)
+{
+    if (count <= *most)
+        return 1;
+    int64_t more = *most * 2 > count ? *most * 2 : count + 64;
+    for (int i = 0; i < num_arrays; i++) {
+        void *grown = realloc(*arrays[i], (size_t)more * nbytes);
+        if (grown == NULL)
+            return 0; /* those that have grown have more room than `most` says */
+        *arrays[i] = grown;
+    }
+    *most = more;
+    return 1;
+}
+
+static int grow_items(BatchPlan *p, int64_t count)
+{
+    return grow((void **[]){(void **)&p->items}, 1, &p->most_items, count, sizeof(Item));
+}
+
+static int grow_runs(BatchPlan *p, int64_t count)
+{
+    void **arrays[] = {(void **)&p->run_local, (void **)&p->run_position, (void **)&p->run_length};
+    return grow(arrays, 3, &p->most_runs, count, sizeof(int64_t));
+}
+
+static int grow_wanted(BatchPlan *p, int64_t count)
+{
+    void **arrays[] = {(void **)&p->wanted, (void **)&p->spare};
+    return grow(arrays, 2, &p->most_wanted, count, sizeof(Wanted));
+}
+
+enum { FEW = 48, MANY = 2048 };
+
+/* Sort by sample, and those that are equal by their rank, and then as they come. */
+static void insert_each(Wanted *wanted, int64_t count)
+{
+    for (int64_t i = 1; i < count; i++) {
+        Wanted one = wanted[i];
+        int64_t at = i;
+        for (; at > 0 && (wanted[at - 1].sample > one.sample ||
+                          (wanted[at - 1].sample == one.sample && wanted[at - 1].rank > one.rank));
+             at--)
+            wanted[at] = wanted[at - 1];
+        wanted[at] = one;
+    }
+}
+
+/* Sort by sample, and those that are equal by their position, as they come; none is below `least`,
+   nor above it by more than `span`. Returns which of the two arrays has them then. */
+static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count, int64_t least, int64_t span)
+{
+    int bits = count < MANY ? 8 : 11; /* more at a time, where that many counters cost little */
+    int64_t digit = (1 << bits) - 1;
+    uint32_t begin[(1 << 11) + 1];
+    if (count <= FEW) {
+        insert_each(wanted, count);
+        return wanted;
+    }
+    for (int shift = 0; shift < 63 && span >> shift; shift += bits) {
+        memset(begin, 0, (size_t)(digit + 2) * sizeof *begin);
+        for (int64_t i = 0; i < count; i++)
+            begin[((wanted[i].sample - least) >> shift & digit) + 1]++;
+        for (int64_t i = 1; i < digit; i++)
+            begin[i + 1] += begin[i];
+        for (int64_t i = 0; i < count; i++)
+            spare[begin[(wanted[i].sample - least) >> shift & digit]++] = wanted[i];
+        Wanted *other = wanted;
+        wanted = spare, spare = other;
+    }
+    return wanted;
+}
+
+/* Join runs that follow each other in the dataset and in the batch, and put them to `runs`, which may
+   be the same array; ranks count from `rank` on then. `are_spans`: at first, the rank of each is its
+   length; else they are single rows. Returns how many runs; -1: spans have rows in common. */
+ALWAYS_INLINE int64_t join_wanted(const Wanted *wanted, int64_t count, int64_t rank, Wanted *runs,
+                                  int are_spans)
+{
+    int64_t num_runs = 0, behind = -1, place = 0; /* behind the run before: its row, and its place */
+    for (int64_t i = 0; i < count; i++) {
+        Wanted one = wanted[i];
+        int64_t length = are_spans ? one.rank : 1;
+        int is_new = one.sample != behind || one.position != place;
+        if (are_spans && one.sample < behind)
+            return -1;
+        behind = one.sample + length, place = one.position + length;
+        if (is_new) {
+            one.rank = (int32_t)rank;
+            runs[num_runs++] = one;
+        }
+        rank += length;
+    }
+    runs[num_runs] = (Wanted){INT64_MAX, 0, (int32_t)rank};
+    return num_runs;
+}
+
+typedef struct {
+    int64_t count, least, most, latest;
+    int is_ascending;
+} Listed;
+
+static const Listed NONE_LISTED = {0, INT64_MAX, -1, -1, 1};
+
+ALWAYS_INLINE void list_run(Listed *listed, Wanted *wanted, int64_t sample, int64_t position,
+                            int64_t length)
+{
+    listed->least = sample < listed->least ? sample : listed->least;
+    listed->most = sample > listed->most ? sample : listed->most;
+    listed->is_ascending &= listed->latest <= sample;
+    listed->latest = sample;
+    wanted[listed->count++] = (Wanted){sample, (int32_t)position, (int32_t)length};
+}
+
+static NOINLINE Listed list_each(Wanted *wanted, const int64_t *samples, int64_t count)
+{
+    Listed listed = NONE_LISTED;
+    for (int64_t i = 0; i < count; i++)
+        list_run(&listed, wanted, samples[i], i, 1);
+    return listed;
+}
+
+/* List the rows of all samples of a batch, but those in whose place there are zeros. */
+static NOINLINE Listed list_steps(Wanted *wanted, const int64_t *samples, int64_t count,
+                                  const StepRows *steps)
+{
+    Listed listed = NONE_LISTED;
+    int64_t sequence = 0, position = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t sample = samples[i];
+        if (sample < steps->starts[sequence] || (sequence + 1 < steps->num_sequences &&
+                                                 sample >= steps->starts[sequence + 1]))
+            sequence = last_at(steps->starts, steps->num_sequences, sample);
+        int64_t first = steps->starts[sequence], last = steps->ends[sequence] - 1;
+        for (int64_t k = 0; k < steps->num_offsets; k++, position++) {
+            int64_t row = sample + steps->offsets[k];
+            if (steps->pad == PAD_ZERO && (row < first || row > last))
+                continue;
+            row = row < first ? first : row > last ? last : row;
+            list_run(&listed, wanted, row, position, 1);
+        }
+    }
+    return listed;
+}
+
+/* List the rows of samples of a ragged field one by one. */
+static NOINLINE Listed list_span_rows(Wanted *wanted, const int64_t *samples, int64_t count,
+                             const SpanRows *spans)
+{
+    Listed listed = NONE_LISTED;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t row = spans->starts[samples[i]]; row < spans->starts[samples[i] + 1]; row++)
+            list_run(&listed, wanted, row, listed.count, 1);
+    return listed;
+}
+
+/* Put what was listed in order, and the runs of it, `num_rows` in all, behind those of the groups
+   before, or, of the only group, where they are. Returns 1; 0: there is no memory; -1: spans have rows
+   in common. */
+static NOINLINE int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_rows, int is_sorted,
+                             int are_spans, int is_only_group)
+{
+    Wanted *sorted = plan->wanted, *runs;
+    int64_t rank = 0, first = 0;
+    if (is_sorted && !listed->is_ascending)
+        sorted = sort_wanted(plan->wanted, plan->spare, listed->count, listed->least,
+                             listed->most - listed->least);
+    runs = sorted;
+    if (!is_only_group) {
+        rank = plan->num_wanted ? plan->joined[plan->num_wanted].rank : 0;
+        first = plan->num_wanted ? plan->num_wanted + 1 : 0;
+        if (rank + num_rows >= INT32_MAX ||
+            !grow((void **[]){(void **)&plan->joined}, 1, &plan->most_joined,
+                  first + listed->count + 1, sizeof(Wanted)))
+            return 0;
+        runs = plan->joined + first;
+    }
+    int64_t num_runs = are_spans ? join_wanted(sorted, listed->count, rank, runs, 1)
+                                 : join_wanted(sorted, listed->count, rank, runs, 0);
+    if (num_runs < 0)
+        return -1;
+    plan->first_wanted = first, plan->num_wanted = first + num_runs;
+    plan->sorted = is_only_group ? sorted : plan->joined;
+    return 1;
+}
+
+/* List the rows of a group of ragged fields, which are runs; as list_samples does. */
+static int list_spans(BatchPlan *plan, const int64_t *samples, int64_t count, const Field *f,
+                      int64_t capacity, int is_only_group)
+{
+    const SpanRows *spans = f->spans;
+    Listed listed = NONE_LISTED;
+    int64_t total = 0;
+    if (count >= INT32_MAX || !grow_wanted(plan, count + 1))
+        return 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (samples[i] < 0 || samples[i] >= spans->num_samples)
+            return -1;
+        int64_t begin = spans->starts[samples[i]];
+        int64_t length = spans->starts[samples[i] + 1] - begin;
+        if (begin < 0 || length < 0 || begin > f->num_rows - length || length > capacity - total)
+            return -1;
+        if (length > 0)
+            list_run(&listed, plan->wanted, begin, total, length);
+        total += length;
+    }
+    if (total >= INT32_MAX)
+        return 0;
+    int is_put = put_runs(plan, &listed, total, 1, 1, is_only_group);
+    if (is_put >= 0)
+        return is_put;
+    if (!grow_wanted(plan, total + 1)) /* a sample comes twice */
+        return 0;
+    listed = list_span_rows(plan->wanted, samples, count, spans);
+    return put_runs(plan, &listed, total, 1, 0, is_only_group);
+}
+
+/* List the rows of a group of fields, sorted or not, behind those of the groups before it; -1: there
+   is one that no field has; 0: there is no memory. Fields with `steps` NULL: a sample is a row. */
+static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples,
+                        int is_sorted, const StepRows *steps, int is_only_group)
+{
+    int64_t most_rows = count;
+    if (steps != NULL && __builtin_mul_overflow(count, steps->num_offsets, &most_rows))
+        return 0;
+    if (most_rows >= INT32_MAX || !grow_wanted(plan, most_rows + 1))
+        return 0;
+    Listed listed = steps == NULL ? list_each(plan->wanted, samples, count)
+                                  : list_steps(plan->wanted, samples, count, steps);
+    if (listed.least < 0 || listed.most >= num_samples)
+        return -1;
+    return put_runs(plan, &listed, listed.count, is_sorted, 0, is_only_group);
+}
+
+/* List where the values of each sample go, of a field of elements of variable length, after the samples
+   were; 0: there is no memory for it; -1: there is no room for so many values. */
+static int list_places(BatchPlan *plan, const int64_t *samples, int64_t count, const Field *f,
+                       int64_t capacity)
+{
+    int64_t total = 0;
+    if (!grow((void **[]){(void **)&plan->places}, 1, &plan->most_places, count, sizeof(int64_t)))
+        return 0;
+    for (int64_t i = 0; i < count; i++) {
+        plan->places[i] = total;
+        total += f->lengths[samples[i]];
+    }
+    return total > capacity ? -1 : 1;
+}
+
+/* The last run from `run` on that begins at or before a rank, or before a sample; `run` does. */
+static int64_t run_of_rank(const BatchPlan *plan, int64_t run, int64_t rank)
+{
+    int64_t most = rank - plan->sorted[run].rank + 1; /* each run has a sample */
+    int64_t high = most < plan->num_wanted - run ? run + most : plan->num_wanted;
+    FIND_LAST(run, high, at, plan->sorted[at].rank <= rank)
+    return run;
+}
+
+static int64_t run_before_sample(const BatchPlan *plan, int64_t run, int64_t sample)
+{
+    int64_t high = plan->num_wanted;
+    if (plan->sorted[high - 1].sample < sample)
+        return high - 1;
+    FIND_LAST_NEAR(run, high, at, plan->sorted[at].sample < sample)
+    return run;
+}

@@ -1,0 +1,313 @@
+/* Decoded chunks that later batches need: each is decoded by one thread, and kept within a budget.
+
+   What is kept is one decoded chunk; or whole rows, put together once out of all chunks that hold
+   pieces of them, which several threads may decode at the same time. So it has pieces, one or more,
+   and whoever finds one that is not there claims it.
+
+   A thread that is given a piece to decode publishes it, or gives it up, and never waits meanwhile;
+   so nobody waits for long. The memory comes from the system, and is used again for what comes next
+   of the same size. */
+
+enum Claim { UNKEPT = 0, CLAIMED = 1, READY = 2, BUSY = 3 };
+enum PieceState { PIECE_MISSING = 0, PIECE_CLAIMED, PIECE_READY };
+enum { LEAST_KEPT = 2 }; /* chunks: where two batches share one, the later batch finds it */
+enum { KEPT_OVERHEAD = 128 }; /* what a chunk takes beside its bytes, and the system for both */
+
+typedef struct Kept {
+    uint64_t key;
+    struct Kept *next;            /* in a bucket; or in the list of those that are not used */
+    struct Kept *newer, *older;   /* among all that are there, by their last use: see is_scarce */
+    int64_t nbytes, num_pieces;
+    int64_t missing;              /* pieces that are not ready */
+    int32_t users, is_dropped;
+    uint8_t *data;
+    uint8_t pieces[];             /* enum PieceState, of each */
+} Kept;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t published;
+    Kept **buckets;
+    int64_t num_buckets; /* a power of two */
+    Kept *newest, *oldest;
+    int64_t nbytes, budget_nbytes;
+    int32_t is_scarce; /* chunks had to make way for others: their order of use is noted from then on */
+    int64_t chunk_nbytes, most_chunk_nbytes; /* without KEPT_OVERHEAD: now, and at most so far */
+} Store;
+
+static Kept **bucket_of(Store *store, uint64_t key)
+{
+    uint64_t mixed = (key + 1) * 0x9E3779B97F4A7C15u;
+    return &store->buckets[mixed >> 32 & (uint64_t)(store->num_buckets - 1)];
+}
+
+static Kept *find_kept(Store *store, uint64_t key)
+{
+    Kept *kept = *bucket_of(store, key);
+    while (kept != NULL && kept->key != key)
+        kept = kept->next;
+    return kept;
+}
+
+/* What it counts in the budget. Of rows, that is less than their decoded chunks would. */
+static int64_t cost_of_kept(int64_t nbytes, int64_t num_pieces)
+{
+    return nbytes + KEPT_OVERHEAD + num_pieces - 1;
+}
+
+/* Take a chunk out of the table; who uses it goes on with it. */
+static void drop_kept(Store *store, Kept *kept)
+{
+    Kept **at = bucket_of(store, kept->key);
+    while (*at != kept)
+        at = &(*at)->next;
+    *at = kept->next;
+    UNLINK(store, kept);
+    store->nbytes -= cost_of_kept(kept->nbytes, kept->num_pieces);
+    store->chunk_nbytes -= kept->nbytes;
+    kept->is_dropped = 1;
+}
+
+static void free_kept(Kept *kept)
+{
+    free(kept->data);
+    free(kept);
+}
+
+/* Return memory for a chunk: what was out of use for longest makes way; NULL: there is none. */
+static Kept *new_kept(Store *store, int64_t nbytes, int64_t num_pieces)
+{
+    int64_t cost = cost_of_kept(nbytes, num_pieces), least = LEAST_KEPT * cost;
+    int64_t most = store->budget_nbytes > least ? store->budget_nbytes : least;
+    Kept *again = NULL;
+    for (Kept *kept = store->oldest, *newer; kept && store->nbytes + cost > most; kept = newer) {
+        newer = kept->newer;
+        store->is_scarce = 1;
+        if (kept->users)
+            continue;
+        drop_kept(store, kept);
+        if (again == NULL && kept->nbytes == nbytes && kept->num_pieces == num_pieces)
+            again = kept;
+        else
+            free_kept(kept);
+    }
+    if (store->nbytes + cost > most) {
+        if (again != NULL)
+            free_kept(again);
+        return NULL;
+    }
+    if (again == NULL) {
+        again = calloc(1, sizeof *again + (size_t)num_pieces);
+        if (again == NULL || (again->data = malloc((size_t)nbytes)) == NULL) {
+            free(again);
+            return NULL;
+        }
+    }
+    again->nbytes = nbytes, again->num_pieces = again->missing = num_pieces;
+    memset(again->pieces, PIECE_MISSING, (size_t)num_pieces);
+    return again;
+}
+
+/* Find what is kept under a key, or make room for it; NULL: there is none. Whoever is given it uses
+   it until it is let go of. Holds the lock. */
+static Kept *use_kept(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
+{
+    Kept *kept = find_kept(store, key);
+    if (kept != NULL) {
+        UNLINK(store, kept);
+    } else {
+        kept = new_kept(store, nbytes, num_pieces);
+        if (kept == NULL)
+            return NULL;
+        Kept **bucket = bucket_of(store, key);
+        kept->key = key, kept->users = 0, kept->is_dropped = 0;
+        kept->next = *bucket;
+        *bucket = kept;
+        store->nbytes += cost_of_kept(nbytes, num_pieces);
+        store->chunk_nbytes += nbytes;
+        if (store->chunk_nbytes > store->most_chunk_nbytes)
+            store->most_chunk_nbytes = store->chunk_nbytes;
+    }
+    PUT_NEWEST(store, kept);
+    kept->users++;
+    return kept;
+}
+
+/* Claim one of the pieces `begin` to `end` that is missing, the next one from `at` on, and put its
+   number there; `own` pieces are claimed by the caller. READY: no others are missing. BUSY: others
+   decode all of these that are. Holds the lock. */
+static enum Claim claim_missing(Kept *kept, int64_t own, int64_t begin, int64_t end, int64_t *at)
+{
+    if (kept->missing == own)
+        return READY;
+    const uint8_t *found = memchr(kept->pieces + *at, PIECE_MISSING, (size_t)(end - *at));
+    if (found == NULL) /* one before that may have been given up */
+        found = memchr(kept->pieces + begin, PIECE_MISSING, (size_t)(*at - begin));
+    if (found == NULL)
+        return BUSY;
+    *at = found - kept->pieces;
+    kept->pieces[*at] = PIECE_CLAIMED;
+    kept->users++;
+    return CLAIMED;
+}
+
+/* Be done with what was found. Holds the lock. Returns whether the caller is to free it. */
+static int unuse_kept(Kept *kept)
+{
+    return --kept->users == 0 && kept->is_dropped;
+}
+
+/* Use what is kept under a key, or will be; NULL: there is no room for it. */
+static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
+{
+    pthread_mutex_lock(&store->lock);
+    Kept *kept = use_kept(store, key, nbytes, num_pieces);
+    pthread_mutex_unlock(&store->lock);
+    return kept;
+}
+
+/* Claim a piece of it; see claim_missing. `wait`: not BUSY, but until others are done. */
+static enum Claim claim_piece(Store *store, Kept *kept, int64_t own, int wait, int64_t begin,
+                              int64_t end, int64_t *at)
+{
+    enum Claim claim;
+    pthread_mutex_lock(&store->lock);
+    while ((claim = claim_missing(kept, own, begin, end, at)) == BUSY && wait)
+        pthread_cond_wait(&store->published, &store->lock);
+    pthread_mutex_unlock(&store->lock);
+    return claim;
+}
+
+/* Look up some chunks at once; those that are not there decoded are NULL. */
+static void take_ready(Store *store, const uint64_t *keys, int count, Kept **found)
+{
+    pthread_mutex_lock(&store->lock);
+    for (int i = 0; i < count; i++)
+        __builtin_prefetch(bucket_of(store, keys[i]));
+    for (int i = 0; i < count; i++) {
+        found[i] = *bucket_of(store, keys[i]);
+        __builtin_prefetch(found[i]);
+    }
+    for (int i = 0; i < count; i++) {
+        while (found[i] != NULL && found[i]->key != keys[i])
+            found[i] = found[i]->next;
+        if (found[i] == NULL || found[i]->missing) {
+            found[i] = NULL;
+            continue;
+        }
+        found[i]->users++;
+        if (store->is_scarce) {
+            __builtin_prefetch(found[i]->newer);
+            __builtin_prefetch(found[i]->older);
+        }
+    }
+    for (int i = 0; store->is_scarce && i < count; i++)
+        if (found[i] != NULL) {
+            UNLINK(store, found[i]);
+            PUT_NEWEST(store, found[i]);
+        }
+    pthread_mutex_unlock(&store->lock);
+}
+
+/* Be done with chunks that were looked up. */
+static void give_back_ready(Store *store, Kept **found, int count)
+{
+    pthread_mutex_lock(&store->lock);
+    for (int i = 0; i < count; i++)
+        if (found[i] != NULL && !unuse_kept(found[i]))
+            found[i] = NULL;
+    pthread_mutex_unlock(&store->lock);
+    for (int i = 0; i < count; i++)
+        if (found[i] != NULL)
+            free_kept(found[i]);
+}
+
+/* Be done with a piece that was claimed; `is_filled`: its memory holds it. Else others may try. Or,
+   with a `piece` below 0, with what was found ready, or is used. */
+static void release_piece(Store *store, Kept *kept, int64_t piece, int is_filled)
+{
+    pthread_mutex_lock(&store->lock);
+    if (piece >= 0) {
+        kept->pieces[piece] = is_filled ? PIECE_READY : PIECE_MISSING;
+        kept->missing -= is_filled;
+        pthread_cond_broadcast(&store->published);
+    }
+    int is_free = unuse_kept(kept);
+    pthread_mutex_unlock(&store->lock);
+    if (is_free)
+        free_kept(kept);
+}
+
+static void let_go(Store *store, Kept *kept)
+{
+    release_piece(store, kept, -1, 0);
+}
+
+/* Use a decoded chunk, and claim it where it is not there. `wait`: until whoever decodes it is done. */
+static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wait, Kept **found)
+{
+    int64_t at = 0;
+    Kept *kept = use_rows(store, key, nbytes, 1);
+    enum Claim claim = kept ? claim_piece(store, kept, 0, wait, 0, 1, &at) : UNKEPT;
+    *found = claim == CLAIMED || claim == READY ? kept : NULL;
+    if (kept != NULL && claim != READY) /* a claim counts as a use of its own */
+        let_go(store, kept);
+    return claim;
+}
+
+PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbytes)
+{
+    int64_t least = least_chunk_nbytes < 0 ? 0 : least_chunk_nbytes;
+    int64_t most = budget_nbytes / (least + KEPT_OVERHEAD);
+    Store *store = calloc(1, sizeof *store);
+    if (store == NULL)
+        return NULL;
+    store->budget_nbytes = budget_nbytes, store->num_buckets = 16;
+    while (store->num_buckets < most && store->num_buckets < 1 << 20)
+        store->num_buckets *= 2;
+    store->buckets = calloc((size_t)store->num_buckets, sizeof *store->buckets);
+    if (store->buckets == NULL) {
+        free(store);
+        return NULL;
+    }
+    pthread_mutex_init(&store->lock, NULL);
+    pthread_cond_init(&store->published, NULL);
+    return store;
+}
+
+/* Forget all chunks: their file has changed. */
+PUBLIC int64_t h5async_clear_store(Store *store)
+{
+    pthread_mutex_lock(&store->lock);
+    for (Kept *kept = store->oldest, *newer; kept != NULL; kept = newer) {
+        newer = kept->newer;
+        drop_kept(store, kept);
+        if (kept->users == 0)
+            free_kept(kept);
+    }
+    pthread_mutex_unlock(&store->lock);
+    return 1;
+}
+
+PUBLIC int64_t h5async_most_kept(Store *store)
+{
+    pthread_mutex_lock(&store->lock);
+    int64_t most = store->most_chunk_nbytes;
+    pthread_mutex_unlock(&store->lock);
+    return most;
+}
+
+/* Nobody uses any of it. It is freed once, however often this is called. */
+PUBLIC int64_t h5async_free_store(Store **stored)
+{
+    Store *store = *stored;
+    *stored = NULL;
+    if (store == NULL)
+        return 1;
+    h5async_clear_store(store);
+    pthread_mutex_destroy(&store->lock);
+    pthread_cond_destroy(&store->published);
+    free(store->buckets);
+    free(store);
+    return 1;
+}

@@ -1,0 +1,123 @@
+/* Notes what threads do while a reader is traced: from when to when which stage, of which batch, field
+   and source. What ends is noted where its time is counted, with the same looks at the clock.
+
+   All threads write to one buffer, whose first events are kept; the others are counted. Where stages
+   of a batch follow each other without a gap, they are one event if they are the same; so are those
+   of several fields or sources, as long as it is brief.
+
+   A trace ends while threads are at work. So each says, for the time of a call, that it uses the
+   buffer; who ends the trace is told, and keeps the buffer as long. */
+
+enum Stage { PLANNING = 0, READING, DECODING, PLACING, TRANSFORMING };
+enum { SEVERAL = -1, BRIEF_NS = 1000 };
+
+struct Trace {
+    TraceEvent *events; /* [capacity], zeros at first */
+    int64_t capacity;
+    _Atomic int64_t count; /* that were noted, with those that had no room */
+};
+
+ALWAYS_INLINE int is_traced(Worker *w)
+{
+    return atomic_load_explicit(&w->tracing, memory_order_relaxed) != NULL;
+}
+
+/* What is noted of from now on. */
+ALWAYS_INLINE void set_traced(Worker *w, int32_t field, int32_t source)
+{
+    w->traced_field = field, w->traced_source = source;
+}
+
+static void put_event(Worker *w)
+{
+    Trace *trace = atomic_load_explicit(&w->tracing, memory_order_relaxed);
+    TraceEvent *latest = &w->latest;
+    if (latest->end_ns == 0)
+        return;
+    int64_t at = atomic_fetch_add_explicit(&trace->count, 1, memory_order_relaxed);
+    if (at < trace->capacity) {
+        TraceEvent event = *latest;
+        event.end_ns = 0;
+        trace->events[at] = event;
+        __atomic_store_n(&trace->events[at].end_ns, latest->end_ns, __ATOMIC_RELEASE);
+    }
+    latest->end_ns = 0;
+}
+
+static NOINLINE void note_stage(Worker *w, enum Stage stage, int64_t begin,
+                                                 int64_t end)
+{
+    TraceEvent *latest = &w->latest;
+    int is_same = latest->field == w->traced_field && latest->source == w->traced_source;
+    if (latest->end_ns == begin && latest->stage == (int32_t)stage &&
+        latest->batch == w->batch && (is_same || end - latest->begin_ns < BRIEF_NS)) {
+        latest->end_ns = end;
+        if (latest->field != w->traced_field)
+            latest->field = SEVERAL;
+        if (latest->source != w->traced_source)
+            latest->source = SEVERAL;
+        return;
+    }
+    put_event(w);
+    *latest = (TraceEvent){.begin_ns = begin, .end_ns = end, .batch = w->batch,
+                           .thread = (int64_t)(intptr_t)pthread_self(), .stage = (int32_t)stage,
+                           .field = w->traced_field, .source = w->traced_source};
+}
+
+/* A stage has lasted from `since` until now, from which on the next one is counted. */
+ALWAYS_INLINE void end_stage(Worker *w, enum Stage stage, int64_t *since)
+{
+    int64_t now = now_ns(), taken = now - *since;
+    *(stage == DECODING       ? &w->decode_ns
+      : stage == PLACING      ? &w->place_ns
+      : stage == TRANSFORMING ? &w->transform_ns
+                              : &w->read_ns) += taken;
+    if (is_traced(w))
+        note_stage(w, stage, *since, now);
+    *since = now;
+}
+
+/* Use the buffer that the worker has by now, if any, until `end_tracing`. */
+static void begin_tracing(Worker *w)
+{
+    Trace *trace = atomic_load_explicit(&w->trace, memory_order_relaxed);
+    if (trace == NULL)
+        return;
+    atomic_store(&w->tracing, trace);
+    if (atomic_load(&w->trace) != trace) /* it was taken away meanwhile, before this was seen */
+        atomic_store(&w->tracing, NULL);
+    set_traced(w, SEVERAL, SEVERAL);
+}
+
+static void end_tracing(Worker *w)
+{
+    if (!is_traced(w))
+        return;
+    put_event(w);
+    atomic_store(&w->tracing, NULL);
+}
+
+/* Give a worker, which may be at work, a buffer; NULL: none. Returns whether it uses one at present,
+   which may be the one that it had before. */
+PUBLIC int64_t h5async_trace(Worker *w, Trace *trace)
+{
+    atomic_store(&w->trace, trace);
+    return atomic_load(&w->tracing) != NULL;
+}
+
+/* Copy `count` of the events, from number `begin` on. One that is being noted has the end 0. */
+PUBLIC int64_t h5async_copy_events(const Trace *trace, TraceEvent *out, int64_t begin,
+                                   int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        TraceEvent *event = &trace->events[begin + i];
+        int64_t end_ns = __atomic_load_n(&event->end_ns, __ATOMIC_ACQUIRE);
+        out[i] = end_ns ? *event : (TraceEvent){.end_ns = 0};
+    }
+    return count;
+}
+
+PUBLIC int64_t h5async_clock(void)
+{
+    return now_ns();
+}

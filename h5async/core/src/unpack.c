@@ -1,0 +1,75 @@
+/* Unpacks stored values, as the CF conventions say: NaN for what is missing, scaled, added to. */
+
+typedef struct {
+    int64_t rows, count;               /* count: values of a row */
+    int32_t source, is_double, is_wide; /* computed in double; delivered as double */
+    int32_t has_scale, has_offset;
+    const int64_t *which;               /* of each row: its place in the arrays; NULL: 0 */
+    const double *scale, *offset, *fill, *low, *high; /* fill: NaN where there is none */
+} Unpack;
+
+enum UnpackSource { I1 = 1, U1, I2, U2, I4, U4, F4, F8 };
+
+/* One row. What is computed in floats is held by doubles exactly. */
+#define UNPACK_ROW(name, stored, real, delivered)                                                 \
+    ALWAYS_INLINE void unpack_##name(const Unpack *u, int64_t at, const stored *restrict in,      \
+                                     delivered *restrict out)                                     \
+    {                                                                                             \
+        const real scale = (real)u->scale[at], offset = (real)u->offset[at];                      \
+        const real fill = (real)u->fill[at], low = (real)u->low[at], high = (real)u->high[at];    \
+        for (int64_t i = 0; i < u->count; i++) {                                                  \
+            real value = (real)in[i];                                                             \
+            int is_missing = (value == fill) | (value < low) | (value > high);                    \
+            value = is_missing ? (real)NAN : value;                                               \
+            value = u->has_scale ? value * scale : value;                                         \
+            value = u->has_offset ? value + offset : value;                                       \
+            out[i] = (delivered)value;                                                            \
+        }                                                                                         \
+    }
+
+#define UNPACK_SOURCE(kind, stored)                                                               \
+    UNPACK_ROW(floats_##kind, stored, float, float)                                               \
+    UNPACK_ROW(narrowed_##kind, stored, double, float)                                            \
+    UNPACK_ROW(doubles_##kind, stored, double, double)
+#define UNPACK_CASE(kind, stored)                                                                 \
+    case kind:                                                                                    \
+        if (!u->is_double)                                                                        \
+            unpack_floats_##kind(u, at, (const stored *)in, (float *)out);                        \
+        else if (u->is_wide)                                                                      \
+            unpack_doubles_##kind(u, at, (const stored *)in, (double *)out);                      \
+        else                                                                                      \
+            unpack_narrowed_##kind(u, at, (const stored *)in, (float *)out);                      \
+        break;
+#define EACH_STORED(DO)                                                                           \
+    DO(I1, int8_t) DO(U1, uint8_t) DO(I2, int16_t) DO(U2, uint16_t)                               \
+    DO(I4, int32_t) DO(U4, uint32_t) DO(F4, float) DO(F8, double)
+
+EACH_STORED(UNPACK_SOURCE)
+
+ALWAYS_INLINE void unpack_row(const Unpack *u, int64_t at, const void *in, void *out)
+{
+    switch (u->source) {
+        EACH_STORED(UNPACK_CASE)
+    }
+}
+
+ALWAYS_INLINE void unpack_inline(const Unpack *u, const uint8_t *in, uint8_t *out)
+{
+    const int64_t sizes[] = {0, 1, 1, 2, 2, 4, 4, 4, 8};
+    int64_t from_nbytes = u->count * sizes[u->source], to_nbytes = u->count * (u->is_wide ? 8 : 4);
+    for (int64_t row = 0; row < u->rows; row++)
+        unpack_row(u, u->which ? u->which[row] : 0, in + row * from_nbytes, out + row * to_nbytes);
+}
+
+ALSO_FOR_AVX2(unpack, (const Unpack *u, const uint8_t *in, uint8_t *out), (u, in, out))
+
+/* Unpack rows, which lie one after the other; 0: not a known type. */
+PUBLIC int64_t h5async_unpack(const Unpack *u, const uint8_t *in, uint8_t *out)
+{
+    if (u->source < I1 || u->source > F8 || u->rows < 0 || u->count < 0)
+        return 0;
+    if (u->is_wide && !u->is_double)
+        return 0;
+    unpack(u, in, out);
+    return 1;
+}

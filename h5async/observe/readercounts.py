@@ -1,0 +1,382 @@
+"""Counts what a reader does, and makes statistics of all of it, of an epoch, or since others.
+
+Deliveries and the filler's counts enter; `ReaderStats` leaves.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import ReaderConfig
+from h5async.errors import ConfigError
+from h5async.fill.outcomes import FillerStats
+from h5async.index.cost import direct_share
+from h5async.index.datasettable import kinds_of
+from h5async.index.layout import DatasetLayout
+from h5async.observe.chunkuse import ChunkFacts, Used
+from h5async.observe.stats import ChunkAdvice, ReaderStats
+from h5async.order.rows import SpanRows, StepRows
+from h5async.order.selection import Selection
+from h5async.samples.assembly import by_field
+from h5async.samples.fieldkind import Rows
+from h5async.system.timeline import STAGES, StageTimes
+
+_KEPT_EPOCHS = 256
+_KEPT_WAITS = 4096
+
+
+class WaitTotals(NamedTuple):
+    """The consumer's waits so far, without the first, which is start-up."""
+
+    number: int = 0
+    seconds: float = 0.0
+    elapsed_seconds: float = 0.0  # from the first batch to the end of the last wait
+
+
+class Waits:
+    """The consumer's waits for batches; only it notes, any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
+        self._last: deque[float] = deque(maxlen=_KEPT_WAITS)
+        self.totals = self.before = WaitTotals()  # of all waits, and of all but the last
+        self._begin: float | None = None
+
+    def note(self, begin: float, end: float) -> None:
+        """Note a wait, in seconds of `time.perf_counter`; leave out the first one, start-up."""
+        with self._lock:
+            if self._begin is None:
+                self._begin = end
+                return
+            number, seconds, _ = self.totals
+            self.before = self.totals._replace(elapsed_seconds=begin - self._begin)
+            self._last.append(end - begin)
+            self.totals = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
+
+    def percentiles(self, totals: WaitTotals, since: WaitTotals) -> tuple[float, float]:
+        """Return median and 99th percentile of the kept waits between two moments."""
+        with self._lock:
+            later = self.totals.number - totals.number
+            kept = list(self._last)
+        kept = kept[: max(0, len(kept) - later)][since.number - totals.number :]
+        if not kept or totals.number <= since.number:
+            return 0.0, 0.0
+        median, high = np.percentile(kept, (50, 99))
+        return float(median), float(high)
+
+
+class Delivered(NamedTuple):
+    """What the consumer has got so far, as in `ReaderStats`."""
+
+    batches: int = 0
+    samples: int = 0
+    nbytes: int = 0
+    used: Used = Used()  # bytes that these samples need, each read and decoded once
+    waits: WaitTotals = WaitTotals()
+
+
+class Work(NamedTuple):
+    """The threads' work so far, as in `ReaderStats`.
+
+    `h5py_decoded_nbytes` is decoded by HDF5, from chunks that only h5py reads.
+    """
+
+    stage_seconds: Mapping[str, float] = dict.fromkeys(STAGES, 0.0)
+    gil_wait_seconds: float = 0.0
+    read_nbytes: int = 0
+    decoded_chunks: int = 0
+    decoded_nbytes: int = 0
+    h5py_decoded_nbytes: int = 0
+    fallback_reads: int = 0
+    broken_images: int = 0
+
+    def since(self, earlier: Work) -> Work:
+        """Return the work done since."""
+        stages = {
+            stage: max(0.0, seconds - earlier.stage_seconds[stage])
+            for stage, seconds in self.stage_seconds.items()
+        }
+        counts = (max(0, new - old) for new, old in zip(self[2:], earlier[2:], strict=True))
+        waited = max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds)
+        return Work(stages, waited, *counts)
+
+
+class _Moment(NamedTuple):
+    delivered: Delivered = Delivered()
+    work: Work = Work()
+    reader: object = None
+
+
+class _Span(NamedTuple):
+    """The time between two moments, with the percentiles of its waits."""
+
+    begin: _Moment
+    end: _Moment
+    percentiles: tuple[float, float]
+    epoch: int | None = None
+
+
+class ReaderCounts:
+    """Counts of deliveries, and of the consumer's waits.
+
+    The consumer's thread counts; `stats` may be called from any thread. `rows` are those that each
+    sample consists of, per column; `kept_nbytes` limits decoded chunks kept for later batches.
+    """
+
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        rows: Sequence[Rows],
+        selection: Selection,
+        kept_nbytes: int,
+    ) -> None:
+        self._layouts = layouts
+        self._selection = selection
+        self._kept_nbytes = kept_nbytes
+        self._facts = ChunkFacts(config, layouts, rows, selection)
+        self._advice: ChunkAdvice | None = None
+        # Bytes of a sample or, of ragged ones, of a row: delivered, and needed for that.
+        self._sizes: dict[SpanRows | None, tuple[int, Used]] = {}
+        for (name, layout), one in zip(layouts.items(), rows, strict=True):
+            key = one if isinstance(one, SpanRows) else None
+            nbytes = layout.row_nbytes * (one.size if isinstance(one, StepRows) else 1)
+            known, used = self._sizes.get(key, (0, Used()))
+            self._sizes[key] = known + nbytes, used.plus(self._facts.used(name, nbytes))
+        row_nbytes = sum(map(_sample_nbytes, layouts.values()))
+        direct = sum(_sample_nbytes(one) * direct_share(one) for one in layouts.values())
+        self._direct_share = direct / row_nbytes if row_nbytes else 1.0
+        self._filters = tuple(
+            dict.fromkeys(
+                entry.label
+                for layout in layouts.values()
+                for leaf, _ in kinds_of(layout)
+                for entry in leaf.filters
+            )
+        )
+        self._ahead = max(0, config.prefetch - 1)  # batches that may be filled but not delivered
+        self.waits = Waits()
+        self.upload_times = StageTimes()
+        self.last: tuple[int, int] | None = None  # epoch and number of the last batch of an epoch
+        self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
+        self._batches = self._samples = 0
+        self._counted = dict.fromkeys(self._sizes, 0)  # samples, or rows
+        self._reader = object()
+        self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
+        self.open_epoch = -1  # whose batches are being delivered
+        self._begin = _Moment()  # of that epoch
+        self._rest = Work()  # work at the end of the last epoch
+        self._warned: set[str] = set()
+
+    # --- the consumer's calls ---------------------------------------------------------------------
+
+    def note(self, index: NDArray[np.int64]) -> None:
+        """Count the samples of a delivered batch."""
+        counts = {rows: _count(rows, index) for rows in self._sizes}
+        with self._lock:
+            self._batches += 1
+            self._samples += index.size
+            for rows, count in counts.items():
+                self._counted[rows] += count
+
+    def begin_epoch(self, epoch: int, work: Work) -> None:
+        """Note that the last wait was for the first batch of an epoch."""
+        with self._lock:
+            delivered = self._so_far()._replace(waits=self.waits.before)
+            self._end(_Moment(delivered, work))
+            self.open_epoch, self._begin = epoch, _Moment(delivered, self._rest)
+
+    def end_epoch(self, work: Work) -> None:
+        """Note the end of the epoch; harmless if none has begun."""
+        with self._lock:
+            self._end(_Moment(self._so_far(), work))
+
+    def _end(self, end: _Moment) -> None:
+        if self.open_epoch >= 0:
+            self._epochs.append(self._span(self._begin, end, self.open_epoch))
+            self.open_epoch, self._rest = -1, end.work
+
+    def _span(self, begin: _Moment, end: _Moment, epoch: int | None = None) -> _Span:
+        of_waits = self.waits.percentiles(end.delivered.waits, begin.delivered.waits)
+        return _Span(begin, end, of_waits, epoch)
+
+    def new_warnings(self, found: Sequence[str]) -> list[str]:
+        """Return the warnings that the caller has not seen yet."""
+        new = [text for text in found if text not in self._warned]
+        self._warned.update(new)
+        return new
+
+    # --- any thread's calls -----------------------------------------------------------------------
+
+    def epoch_nbytes(self, samples: int) -> int:
+        """Return the bytes of `samples` samples of the selection's mean length."""
+        found, selection = 0, self._selection
+        for rows, (nbytes, _) in self._sizes.items():
+            if rows is None:
+                found += nbytes * samples
+            elif selection.size:
+                selected = selection.samples(np.arange(selection.size))
+                found += _count(rows, selected) * nbytes * samples // selection.size
+        return found
+
+    def work(self, filler: FillerStats, device_chunks: int, device_nbytes: int) -> Work:
+        """Return the work so far of the filler's threads, and of a GPU that has decoded chunks."""
+        counts, stages = filler.counts, dict(filler.stage_seconds)
+        stages["upload"] += self.upload_times.seconds()["upload"]
+        stages["read"] += counts.read_ns / 1e9
+        stages["decode"] += counts.decode_ns / 1e9
+        stages["place"] += counts.place_ns / 1e9
+        return Work(
+            stages,
+            counts.gil_wait_ns / 1e9,
+            counts.read_nbytes,
+            counts.decoded_chunks + device_chunks,
+            counts.decoded_nbytes + device_nbytes,
+            counts.h5py_decoded_nbytes,
+            filler.fallback_reads,
+            filler.broken_images,
+        )
+
+    def stats(
+        self,
+        since: ReaderStats | None,
+        epoch: int | None,
+        work: Work,
+        methods: Sequence[str],
+        **how: Any,
+    ) -> ReaderStats:
+        """Return the statistics of a reader, as `AsyncReader.stats`.
+
+        `methods` are those of its columns; `how` are other fields of `ReaderStats`.
+        """
+        if since is not None and epoch is not None:
+            raise ConfigError("stats() takes since or epoch, not both")
+        with self._lock:
+            now = _Moment(self._so_far(), work, self._reader)
+            span = self._span_since(since, now) if epoch is None else self._span_of(epoch, now)
+        ways = by_field(dict(zip(self._layouts, methods, strict=True)), _both_ways)
+        return self._made(span, ways=ways, **how)
+
+    def _so_far(self) -> Delivered:
+        """Return the deliveries; called under the lock."""
+        nbytes, used = 0, Used()
+        for rows, (of_each, used_of_each) in self._sizes.items():
+            count = self._counted[rows]
+            nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
+        return Delivered(self._batches, self._samples, nbytes, used, self.waits.totals)
+
+    def _span_since(self, since: ReaderStats | None, now: _Moment) -> _Span:
+        begin = _Moment() if since is None else self._moment_of(since)
+        if begin.delivered.batches > now.delivered.batches:
+            raise ConfigError(
+                f"since was taken at batch {begin.delivered.batches:,}, and this is batch"
+                f" {now.delivered.batches:,}: it is newer; give statistics that were taken before"
+            )
+        return self._span(begin, now)
+
+    def _moment_of(self, since: ReaderStats) -> _Moment:
+        if not isinstance(since, ReaderStats):
+            raise ConfigError(
+                f"since takes what stats() returned before, found {type(since).__name__}"
+            )
+        found = since._moment
+        if not isinstance(found, _Moment) or found.reader is not self._reader:
+            raise ConfigError(
+                "since is of another reader; give what stats() of this reader returned before, in"
+                " this process"
+            )
+        return found
+
+    def _span_of(self, epoch: int, now: _Moment) -> _Span:
+        try:
+            if isinstance(epoch, bool):
+                raise TypeError
+            epoch = operator.index(epoch)
+        except TypeError as error:
+            raise ConfigError(
+                f"epoch takes a number, -1 for the last one, found {epoch!r}"
+            ) from error
+        found = list(self._epochs)
+        if self.open_epoch >= 0:
+            found.append(self._span(self._begin, now, self.open_epoch))
+        if epoch < 0 and -epoch <= len(found):
+            return found[epoch]
+        for span in reversed(found):
+            if span.epoch == epoch:
+                return span
+        raise ConfigError(_no_epoch(epoch, [span.epoch for span in found]))
+
+    def _made(self, span: _Span, **how: Any) -> ReaderStats:
+        begin, end = span.begin.delivered, span.end.delivered
+        work = span.end.work.since(span.begin.work)
+        if self._advice is None:
+            self._advice = self._facts.advice()
+        batches = end.batches - begin.batches
+        # Samples decoded for coming batches are not wasted.
+        ahead = self._ahead if how["num_threads"] and not any(span.begin.work[2:]) else 0
+        share = (batches + ahead) / batches if batches else 1.0
+        used = Used().plus(end.used.plus(begin.used, -1.0), share)
+        encoded_nbytes = min(work.read_nbytes, work.decoded_nbytes * self._facts.stored_share)
+        raw_nbytes = work.read_nbytes - encoded_nbytes
+        of_work = work._asdict()  # most have the names of statistics
+        by_h5py = of_work.pop("h5py_decoded_nbytes")
+        return ReaderStats(
+            batches=batches,
+            samples=end.samples - begin.samples,
+            nbytes=end.nbytes - begin.nbytes,
+            elapsed_seconds=end.waits.elapsed_seconds - begin.waits.elapsed_seconds,
+            wait_seconds=max(0.0, end.waits.seconds - begin.waits.seconds),
+            wait_p50_seconds=span.percentiles[0],
+            wait_p99_seconds=span.percentiles[1],
+            direct_share=self._direct_share,
+            filters=self._filters,
+            decoded_per_used=_ratio(work.decoded_nbytes, used.encoded),
+            read_per_used=_ratio(raw_nbytes, used.raw),
+            epoch=span.epoch,
+            first_batch=begin.batches,
+            _least_decoded=_ratio(work.decoded_nbytes - self._kept_nbytes, used.encoded),
+            _least_read=_ratio(raw_nbytes - self._kept_nbytes, used.raw),
+            _h5py_per_used=_ratio(by_h5py, used.by_h5py),
+            _encoded_share=_ratio(encoded_nbytes, work.read_nbytes),
+            _waits=end.waits.number - begin.waits.number,
+            _advice=self._advice,
+            _moment=span.end._replace(reader=self._reader),
+            **of_work,
+            **how,
+        )
+
+
+def _count(rows: SpanRows | None, samples: NDArray[np.int64]) -> int:
+    return samples.size if rows is None else int(rows.lengths(samples).sum())
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else 0.0
+
+
+def _no_epoch(epoch: int, known: Sequence[int | None]) -> str:
+    if not known:
+        return f"there are no statistics of epoch {epoch}: no batch of any was delivered yet"
+    kept = f"those of the last {_KEPT_EPOCHS} are kept, {known[0]} to {known[-1]}"
+    if epoch < 0:
+        return f"epoch={epoch} goes back too far: there are {len(known)} ({kept})"
+    return f"there are no statistics of epoch {epoch}: {kept}"
+
+
+def _sample_nbytes(layout: DatasetLayout) -> float:
+    """Return the bytes of a sample; the mean if samples are ragged."""
+    if not layout.is_ragged:
+        return float(layout.row_nbytes)
+    values = layout.num_samples if layout.spans is None else int(layout.spans[-1] - layout.spans[0])
+    return layout.row_nbytes * values / max(1, layout.sample_count)
+
+
+def _both_ways(one: str, other: str) -> str:
+    return " and ".join(sorted({*one.split(" and "), *other.split(" and ")}))

@@ -1,0 +1,419 @@
+"""The way of a batch: requested, given a slot, filled, uploaded, waited for, handed over.
+
+The consumer requests and takes batches; the threads of the filler fill and upload them.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from h5async.config.files import paths_text
+from h5async.deliver.device import host_slot
+from h5async.deliver.slots import Assignment, SlotRing
+from h5async.errors import (
+    ConfigError,
+    FileChangedWarning,
+    is_lack_of_memory,
+    out_of_memory,
+    taking_memory,
+)
+from h5async.fill.filling import Filler
+from h5async.fill.outcomes import FillerStats, FillOutcome
+from h5async.fill.submissions import Submissions
+from h5async.observe.readercounts import ReaderCounts, Work
+from h5async.opening.selecting import sample_numbers
+from h5async.order.rows import SpanRows
+from h5async.order.sampling import FillRequest
+from h5async.reader.batch import Batch, Life, expire
+from h5async.reader.position import ReaderPosition
+from h5async.reader.readersetup import ReaderSetup
+from h5async.spelling import named
+from h5async.system.interruptions import interruption, passing
+from h5async.system.timeline import Recorder
+
+if TYPE_CHECKING:
+    from h5async.process.helper import HelperFiller
+
+
+class Delivery:
+    """Takes batches from request to handover.
+
+    `next_requests`, `wait_writable` and `on_done` are called by the filler's threads, and all other
+    methods by the consumer's. `begin` decides who fills: the core, to which the consumer submits
+    batches itself, or the filler's threads, which then ask for requests.
+    """
+
+    def __init__(
+        self,
+        setup: ReaderSetup,
+        ring: SlotRing[FillOutcome],
+        position: ReaderPosition,
+        counts: ReaderCounts,
+        recorder: Recorder,
+    ) -> None:
+        self._setup = setup
+        self._ring = ring
+        self._position = position
+        self._counts = counts
+        self._recorder = recorder
+        self._device = setup.device
+        rows = setup.samplings.rows
+        self._transforms = list(zip(setup.transforms.values(), rows, strict=True))
+        # On the host, masks are made when a batch is handed over.
+        self._masks_to_upload = list(setup.masks.values()) if setup.is_on_gpu else []
+        self._filler: Filler | HelperFiller
+        self._submissions: Submissions | None = None
+        self._may_have_lost = False  # an assignment is not submitted yet
+        self._held: Batch | None = None  # the caller's batch, with debug_lifetimes
+        self._life = Life()  # of the caller's batch
+
+    def fill_by(self, filler: Filler | HelperFiller) -> None:
+        """Set the filler, before the first batch."""
+        self._filler = filler
+        if isinstance(filler, Filler) and filler.submissions is not None:
+            self._ring.completions = self._submissions = filler.submissions
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def fetch(self, index: ArrayLike | None = None) -> bool:
+        """Request another batch, or one of given samples; tell whether its epoch ends with it."""
+        if index is not None:
+            self._position.give(self._samples_of_batch(index))
+            self.begin()
+            return False
+        serial = self._ring.ask()
+        self.begin()
+        return self._position.schedule.is_last(serial)
+
+    def next_epoch(self, get_next_batch: Callable[[], Batch]) -> Iterator[Batch]:
+        """Go to the next epoch of which no batch was taken; return its batches."""
+        self._counts.end_epoch(self.work())
+        course, following = self._position.course, self._ring.consumer.next
+        first = course.schedule.epoch_begin(following)
+        while first > following and first - 1 in course.given:
+            first -= 1  # the caller requested these, too
+        has_threads = self._setup.has_threads
+        self._ring.skip_to(first, read_ahead=has_threads, loops=has_threads)
+        self.begin()
+        return Epoch(self._position, self._ring, first, get_next_batch)
+
+    def begin(self) -> None:
+        """Fill free slots with requested batches; after an exception, the next call does it."""
+        if self._submissions is None:
+            if self._ring.can_assign():
+                self._filler.kick()
+            return
+        may_have_lost, self._may_have_lost = self._may_have_lost, True
+        assignments = self._ring.assign()
+        if may_have_lost:
+            assignments = self._ring.pending()
+        if assignments:
+            self._submit(self._submissions, assignments)
+        self._may_have_lost = False
+
+    def _submit(self, submissions: Submissions, assignments: Sequence[Assignment]) -> None:
+        for request in self._requests(assignments):
+            submissions.submit(request)
+
+    def next_requests(self) -> list[FillRequest]:
+        """Return the requests for free slots."""
+        return self._requests(self._ring.assign())
+
+    def _requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
+        timeline = self._recorder.timeline
+        begin_ns = 0 if timeline is None else time.perf_counter_ns()
+        requests = self._position.requests(assignments)
+        if timeline is not None and requests:
+            timeline.fetched(begin_ns, requests)
+        return requests
+
+    # --- filled slots -----------------------------------------------------------------------------
+
+    def wait_writable(self, slot: int) -> None:
+        """Block until the memory of a slot may be overwritten."""
+        self._setup.slots[slot].wait_writable()
+
+    def on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
+        """Upload a filled slot, and report it to the consumer."""
+        arrays: tuple[Any, ...] = ()
+        error, policy = outcome.error, self._setup.device_policy
+        try:
+            if error is None:
+                arrays, error = self._uploaded(request, outcome)
+            if policy.leaves_to_host(request, error):
+                self._filler.fill(request)
+                return
+            policy.end(request)
+        except BaseException as raised:  # on any error, the consumer must not wait for ever
+            if interruption(raised) is not None:
+                raise  # raise it in the caller's own thread
+            error = raised
+        if is_lack_of_memory(error):  # in a helper process, or on the device
+            batch = f"batch {request.number} of epoch {request.epoch}"
+            where = paths_text(self._setup.config.hdf5_path)
+            error = out_of_memory(f"{where}: {batch}", error)
+        self._ring.filled(request.serial, outcome._replace(arrays=arrays, error=error))
+        del error  # its traceback may hold this frame
+        if self._submissions is None or not self._setup.has_threads:
+            self.begin()
+        else:
+            # Under the ring's lock: a batch that is dropped meanwhile must not be submitted. No
+            # signal handler interrupts this thread.
+            with self._ring.lock:
+                self._submit(self._submissions, self._ring.assign())
+
+    def _uploaded(
+        self, request: FillRequest, outcome: FillOutcome
+    ) -> tuple[tuple[Any, ...], BaseException | None]:
+        setup, begin = self._setup, time.perf_counter_ns()
+        try:
+            slot = setup.slots[request.slot]
+            masks = [are_there(outcome.index) for are_there in self._masks_to_upload]
+            if setup.is_on_gpu:
+                with self._recorder.ranges("upload"):
+                    arrays = slot.upload(outcome, masks)
+            else:
+                arrays = slot.upload(outcome, masks)
+            # A thread that uploads chunks for the GPU to decode waits, and fills nothing meanwhile.
+            seconds = outcome.busy_seconds + (time.perf_counter_ns() - begin) / 1e9
+            if setup.device_cache is not None:
+                self._filler.note_uploaded(request.slot, outcome.index)
+            setup.device_policy.note(request, outcome, seconds / setup.num_threads)
+            return arrays, None
+        except Exception as error:
+            if interruption(error) is not None:
+                raise
+            return (), error
+        finally:
+            if setup.is_on_gpu:
+                self._counts.upload_times.add("upload", begin)
+                self._recorder.note("upload", begin, request.serial)
+
+    # --- the next batch ---------------------------------------------------------------------------
+
+    def wait(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
+        """End the life of the batch in use, and wait for the next one; `take` puts it in use."""
+        self._end_life()
+        return self._wait(timeout_seconds)
+
+    def take(self, serial: int, filled: FillOutcome) -> Batch | None:
+        """Return the batch that was waited for, and put it in use; None if it has an error.
+
+        The caller calls `put_back` after an exception, also one that comes as this returns.
+        """
+        for message in self._counts.new_warnings(filled.warnings) if filled.warnings else ():
+            warnings.warn(message, FileChangedWarning, stacklevel=3)
+        batch = self._handed_over(serial, filled) if filled.error is None else None
+        # The error's traceback will hold the reader, so nothing may hold the error.
+        self._ring.take(serial, forget=batch is None)
+        if batch is not None:
+            self._note(batch)
+        elif self._submissions is not None:
+            self._submissions.drop_error(serial)
+        return batch
+
+    def put_back(self, serial: int, filled: FillOutcome) -> None:
+        """Undo `take`, whether or not it was done: the next call returns this batch."""
+        self._ring.put_back(serial, filled)
+
+    def _wait(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
+        begin, end, is_there = time.perf_counter(), 0.0, False
+        ring, slots, timeline = self._ring, self._setup.slots, self._recorder.timeline
+        if timeline is not None and timeline.open_ranges:
+            timeline.begin_wait()
+        try:
+            # If a slot may be filled as soon as it is free, the order of uses does not matter.
+            has_order = not self._device.is_writable_at_once
+            if has_order and slots and ring.in_use is not None:
+                slots[ring.in_use].release()
+            ring.hand_back()
+            self.begin()
+            if not self._setup.has_threads:
+                self._fill_here()
+            begin_more = None if self._submissions is None else self.begin
+            serial, slot, filled = ring.wait(timeout_seconds, begin_more)
+            is_there = filled.error is None
+            if has_order and is_there:
+                slots[slot].acquire()
+            end = time.perf_counter()
+            self._counts.waits.note(begin, end)
+            try:
+                return serial, filled
+            finally:
+                del filled, slots  # an error from filling here holds this frame
+        finally:
+            if timeline is not None:
+                end = end or time.perf_counter()
+                timeline.waited(begin, end, ring.consumer.next, is_there)
+
+    @passing()
+    def _fill_here(self) -> None:
+        try:
+            while not self._ring.is_ready() and self._filler.run_next():
+                pass
+        except BaseException:  # Ctrl-C: the next call begins the batch again
+            if self._filler.abandon():
+                self._ring.unassign()
+            raise
+
+    def _note(self, batch: Batch) -> None:
+        counts = self._counts
+        if batch.epoch not in (-1, counts.open_epoch):
+            counts.begin_epoch(batch.epoch, self.work())
+        counts.note(batch.index)
+        if batch.epoch >= 0:
+            counts.last = batch.epoch, batch.number
+        if batch.last:
+            counts.end_epoch(self.work())
+
+    def work(self, done: FillerStats | None = None) -> Work:
+        """Return the work of all threads so far; `done` is that of the filler, if known."""
+        policy = self._setup.device_policy
+        done = self._filler.stats() if done is None else done
+        return self._counts.work(done, policy.num_chunks, policy.decoded_nbytes)
+
+    # --- the caller's batch -----------------------------------------------------------------------
+
+    def _handed_over(self, serial: int, filled: FillOutcome) -> Batch:
+        """Return a batch of a slot: views of its memory, or copies if requested."""
+        course, config = self._position.course, self._setup.config
+        epoch, number, is_last = -1, -1, False
+        if serial not in course.given:
+            epoch, number, _ = course.schedule.position(serial)
+            is_last = course.schedule.is_last(serial)
+            self._position.looped_epoch = epoch
+        self._life = Life()
+        batch = self._batch(filled.arrays, filled.index, epoch, number, is_last, self._life)
+        if config.copy:
+            return batch.copy()
+        if config.debug_lifetimes:
+            batch = self._held = batch.copy()
+            self._device.share()
+        return batch
+
+    def _batch(
+        self,
+        several: tuple[Any, ...],
+        index: NDArray[np.int64],
+        epoch: int,
+        number: int,
+        last: bool,
+        life: Life | None = None,
+    ) -> Batch:
+        names, masks = self._setup.names, self._setup.masks
+        several, made = several[: len(names)], several[len(names) :]
+        arrays = dict(zip(names, several, strict=True))
+        if masks:
+            if not made:
+                made = self._device.owned(tuple([are_there(index) for are_there in masks.values()]))
+            arrays |= zip(masks, made, strict=True)
+        sequences = self._setup.samplings.sequences
+        return Batch(arrays, index, epoch, number, last, self._device, sequences, life)
+
+    def _end_life(self) -> None:
+        """With `debug_lifetimes`, also make fields raise and arrays poison."""
+        self._life.over = True
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._device.poison(held)
+            expire(held)
+
+    # --- given samples ----------------------------------------------------------------------------
+
+    @passing()
+    def read(self, index: ArrayLike) -> Batch:
+        """Read samples in the calling thread, to a batch outside of epochs that lasts."""
+        samples, setup, filler = self._samples(index), self._setup, self._filler
+        if not isinstance(filler, Filler):
+            raise ConfigError(
+                f"read() reads in this process, and needs {named('workers', 'thread')}"
+            )
+        what = f"{paths_text(setup.config.hdf5_path)}: {samples.size:,} samples"
+        with taking_memory(what, "read fewer at once"):
+            transforms = [
+                replace(transform, capacity=rows.total(samples))
+                if isinstance(rows, SpanRows)
+                else transform
+                for transform, rows in self._transforms
+            ]
+            on_host = [not transform.is_identity for transform in transforms]
+            laid_out = host_slot(samples.size, transforms, on_host)
+        arrays = self._device.owned(filler.read(samples, laid_out.memory))
+        return self._batch(arrays, samples, -1, -1, False)
+
+    def _samples(self, index: ArrayLike) -> NDArray[np.int64]:
+        """Return sample numbers as a new, non-empty array, or raise `ConfigError`."""
+        setup = self._setup
+        where = f"index: {paths_text(setup.config.hdf5_path)}"
+        count = next(iter(setup.layouts.values())).sample_count
+        found = sample_numbers(index, count, where)
+        if not found.size:
+            raise ConfigError("index: give at least one sample number, found none")
+        setup.samplings.check(found, where)
+        return found
+
+    def _samples_of_batch(self, index: ArrayLike) -> NDArray[np.int64]:
+        """Do the same for the samples of a batch, which must fit into a slot and the cache."""
+        found, setup, config = self._samples(index), self._setup, self._setup.config
+        if found.size > setup.rows:
+            remedy = "use read()"  # a larger batch_size would not help
+            if setup.rows == config.batch_size:
+                remedy = f"make {named('batch_size')} larger, or {remedy}"
+            elif config.batch_values is not None:
+                remedy = f"make {named('batch_values')} larger, or {remedy}"
+            raise ConfigError(
+                f"index: a batch of this reader has {setup.rows} samples at most, found"
+                f" {found.size}; {remedy}"
+            )
+        for transform, rows in self._transforms:
+            if not isinstance(rows, SpanRows) or transform.capacity is None:
+                continue
+            total = rows.total(found)
+            if total > transform.capacity:
+                raise ConfigError(
+                    f"index: these samples have {total:,} values, and a batch of this reader"
+                    f" has room for {transform.capacity:,}; give fewer, or use read()"
+                )
+        if config.cache is not None and not setup.samplings.selection.has(found):
+            raise ConfigError(
+                "index: with a cache, only samples that `indices` selects can be asked for; use"
+                " read(), or leave out the cache"
+            )
+        return found
+
+
+class Epoch(Iterator[Batch]):
+    """The rest of one epoch; it ends if another loop has moved the reader on.
+
+    Batches of given samples among its own are part of it. `get_next_batch` is the reader's, which
+    it keeps alive. (A generator would end with the first error.)
+    """
+
+    def __init__(
+        self,
+        position: ReaderPosition,
+        ring: SlotRing[FillOutcome],
+        first: int,
+        get_next_batch: Callable[[], Batch],
+    ) -> None:
+        self._position = position
+        self._ring = ring
+        self._place = position.course.place
+        self._epoch = position.schedule.position(first).epoch
+        self._get_next_batch = get_next_batch
+
+    def __next__(self) -> Batch:
+        course, serial = self._position.course, self._ring.consumer.next
+        if course.place is not self._place or (
+            serial not in course.given and course.schedule.position(serial).epoch != self._epoch
+        ):
+            self._position.looped_epoch = None
+            raise StopIteration
+        return self._get_next_batch()

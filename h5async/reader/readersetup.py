@@ -1,0 +1,145 @@
+"""Opens what a reader needs: dataset, orders of samples, device, and the memory of its slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from h5async.config import ReaderConfig
+from h5async.deliver.device import Device, DeviceSlot
+from h5async.deliver.devicepolicy import DevicePolicy
+from h5async.deliver.finddevice import find_device
+from h5async.errors import taking_memory
+from h5async.fill.outcomes import FillerStats
+from h5async.fill.postprocess import masks_of
+from h5async.fill.resident import Budget, Residency
+from h5async.index.layout import DatasetLayout
+from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
+from h5async.opening.limits import MemoryBudget
+from h5async.opening.slotsizes import (
+    made_nbytes,
+    samples_of_slot,
+    slot_transforms,
+    wanted_kept_nbytes,
+)
+from h5async.samples.assembly import by_field, outlines_of
+from h5async.samples.fieldkind import FieldKind
+from h5async.spelling import named
+
+if TYPE_CHECKING:
+    from h5async.process.helper import HelperFiller
+
+
+class ReaderSetup:
+    """All parts of a reader that do not change after `open`, except the filler.
+
+    `config` has the kinds of all fields; `transforms` are by column, and `rows` are the samples in
+    a slot. `cache` is of rows that the device keeps.
+    """
+
+    def __init__(self, config: ReaderConfig) -> None:
+        # The number of threads is fixed here: affinity and quotas may change later.
+        self.config = config.model_copy(update={"num_threads": config.thread_count})
+        self._fewer_threads_do = config.num_threads is None
+        self.kinds: Mapping[str, FieldKind] = {}
+        self.device: Device = Device()
+        self.slots: list[DeviceSlot] = []
+        self.cache: Residency | Budget | None = None
+
+    def open(self, helper: HelperFiller | None) -> None:
+        """Open everything, by helper processes if there are any."""
+        self.helper = helper
+        self._open_dataset()
+        self._plan_memory()
+        self._open_slots()
+
+    def _open_dataset(self) -> None:
+        chosen = None
+        if self.helper is None:
+            self.opened = open_dataset(self.config)
+        else:
+            found, config = self.helper.open(), self.config
+            if found.are_found:
+                fields = {name: kind.field for name, kind in found.kinds.items()}
+                config = config.model_copy(update={"fields": fields})
+            self.opened, chosen = OpenedDataset(config, found.layouts, found.kinds), found.chosen
+        self.config, self.layouts, self.kinds = self.opened
+        self.samplings = Samplings(self.config, self.layouts, chosen)
+        self.num_samples = self.samplings.selection.size
+        self.names = tuple(self.kinds)
+        self.masks = masks_of(self.kinds, self.layouts, self.samplings.rows)
+
+    def _plan_memory(self) -> None:
+        config, layouts, samplings = self.config, self.layouts, self.samplings
+        self.device = find_device(config.device, config.pin_memory)
+        self.rows = samples_of_slot(config, samplings)
+        self.transforms = slot_transforms(config, layouts, samplings, self.rows)
+        leaves = self.is_on_gpu and self.helper is None and config.postprocess is None
+        can_transform = self.device.can_transform if leaves else None
+        self.outlines = outlines_of(self.kinds, self.transforms, can_transform)
+        budget = MemoryBudget(
+            config,
+            layouts,
+            self.transforms,
+            self.rows,
+            made_nbytes=made_nbytes(self.kinds, self.outlines, self.rows),
+            selection=samplings.selection,
+            fewer_threads_do=self._fewer_threads_do,
+        )
+        budget.check()
+        self.device_policy = DevicePolicy(
+            config,
+            self.device,
+            layouts,
+            self.transforms,
+            self.rows,
+            budget.beside_rows_nbytes,
+            [name for name, kind in self.kinds.items() if kind.is_mapped],
+        )
+        selected = self.num_samples / max(1, next(iter(layouts.values())).sample_count)
+        # Decoded chunks, per column, that would help later batches.
+        self.wanted_nbytes = wanted_kept_nbytes(config, layouts, samplings.rows, selected)
+        self.memory_plan = budget.plan(self.device_policy.host_nbytes, self.wanted_nbytes)
+        threads = min(config.filler_threads, self.memory_plan.most_threads)
+        self.has_threads = threads > 0  # a helper process always has one
+        self.num_threads = max(1, config.num_helpers) * max(1, threads)
+
+    def _open_slots(self) -> None:
+        config, file = self.config, next(iter(self.layouts.values())).file
+        what = f"{file}: {config.prefetch} batches of {self.rows} samples"
+        with taking_memory(what, f"make {named('batch_size')} or {named('prefetch')} smaller"):
+            self.slots = self.device.open_slots(
+                config.prefetch,
+                self.rows,
+                self.transforms,
+                config.postprocess is not None,
+                self.device_policy.formats,
+                None if self.helper is None else self.helper.shared,
+                self.outlines,
+            )
+        if config.cache == "device":
+            self.cache = self.device.open_cache(self.samplings.selection, config.cache_bytes)
+
+    @property
+    def field_layouts(self) -> dict[str, DatasetLayout]:
+        """By field; of a sparse one, that of the stored values."""
+        return by_field(self.layouts, lambda values, indices: values)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether batches are delivered on a GPU."""
+        return self.device.name != "cpu"
+
+    @property
+    def device_cache(self) -> Residency | None:
+        """The samples that the device keeps, if it does."""
+        return self.cache if isinstance(self.cache, Residency) else None
+
+    def cache_text(self, done: FillerStats) -> str:
+        """Say where rows are kept for later epochs; `done` is the filler's work."""
+        return done.cache if self.cache is None else str(self.cache)
+
+    def close(self) -> None:
+        """Free the memory of the slots, after all work."""
+        self.device.close()
+        self.slots = []
