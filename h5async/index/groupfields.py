@@ -304,9 +304,8 @@ def index_of_table(file: HDF5File, path: str, reach: Reach = BESIDE) -> str:
         with reading(f'{located.file.filename}: table "{located.path}": its metadata'):
             if isinstance(node, h5py.h5g.GroupID):
                 return text_attribute(h5py.Group(node), usual) or usual
-            if isinstance(
-                node, h5py.h5d.DatasetID
-            ):  # of AnnData before 0.7: rows of a compound type
+            if isinstance(node, h5py.h5d.DatasetID):
+                # Of AnnData before 0.7: rows of a compound type.
                 members = h5py.Dataset(node).dtype.names or ()
                 return "index" if usual not in members and "index" in members else usual
     return usual

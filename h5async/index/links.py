@@ -48,7 +48,8 @@ class Consulted:
     folder
         The current directory, if a name was relative to it; else None.
     is_stable
-        Whether later changes can be detected.
+        Whether later changes can be detected: facts from HDF5 about a file that this process has
+        open for writing may not be in the file yet.
     """
 
     def __init__(self) -> None:
@@ -59,11 +60,7 @@ class Consulted:
         self.is_stable = True
 
     def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
-        """Record a file.
-
-        It `is_written` if this process has it open for writing, so that facts from HDF5 may not be
-        in the file yet.
-        """
+        """Record a file; it `is_written` if this process has it open for writing."""
         name = self._name(path)
         if is_written or self.files.setdefault(name, stamp) != stamp:
             self.is_stable = False

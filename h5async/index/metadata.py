@@ -93,7 +93,10 @@ def read_layouts(
     """
     with open_index(path) as file:
         indexer = Indexer(file, reach)
-        wanted = {name: _wanted(field, may_be_codes) for name, field in fields.items()}
+        wanted = {
+            name: Further(field.names_axes, field.decode_cf, may_be_codes=may_be_codes)
+            for name, field in fields.items()
+        }
         if grouping is None:
             return {
                 name: layout_at(indexer, field.path, field.num_dim, reach, wanted[name])
@@ -127,10 +130,6 @@ class Further(NamedTuple):
 
 
 NOTHING_FURTHER = Further()
-
-
-def _wanted(field: Field, may_be_codes: bool) -> Further:
-    return Further(dim_names=field.names_axes, cf=field.decode_cf, may_be_codes=may_be_codes)
 
 
 def list_layouts(
@@ -197,10 +196,9 @@ def _datasets(
 ) -> Iterator[str]:
     """Yield the paths of datasets, and of objects that cannot be opened."""
     for name, kind in walk(file):
-        if not wanted(name):
-            continue
-        if kind == "dataset" or (kind != "group" and _may_be_dataset(file, name, reach)):
-            yield name
+        if wanted(name) and kind != "group":
+            if kind == "dataset" or _may_be_dataset(file, name, reach):
+                yield name
 
 
 def _may_be_dataset(file: HDF5File, path: str, reach: Reach) -> bool:

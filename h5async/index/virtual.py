@@ -397,7 +397,7 @@ def _region(slabs: list[Selection], shape: tuple[int, ...], axis: int) -> tuple[
     rest = [a for a in range(len(shape)) if a != axis]
     if all(slabs[a].is_run and slabs[a].size == shape[a] for a in rest):
         return None
-    region = tuple(slabs[a].as_slice() for a in rest)
+    region = tuple(s.as_slice() if isinstance(s, Slab) else None for s in (slabs[a] for a in rest))
     if None in region:
         raise NotDirectError("a virtual dataset with a mapping of blocks within samples")
     return region  # type: ignore[return-value]

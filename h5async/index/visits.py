@@ -275,10 +275,9 @@ def positions_of(dataset: Opened) -> Positions | None:
 
 @functools.cache
 def _counts_positions() -> bool:
-    """Return whether the loaded HDF5 reports chunks as described above.
+    """Return whether the loaded HDF5 reports chunks as described above; another one may not.
 
-    Another HDF5 may report them otherwise, or correctly. So this tests datasets in memory whose
-    chunks contain their own coordinates.
+    Tests it by datasets in memory whose chunks contain their own coordinates.
     """
     with suppressing(Exception):  # in any case h5py can read such datasets
         return all(
