@@ -269,7 +269,7 @@ class Indexer:
                     raise NotDirectError("strings in external files, which HDF5 converts")
                 return external_layout(layout, dataset.plist, found)
             if storage == "compact":
-                values = np.asarray(_values(dataset.dataset, member))
+                values = np.asarray(_values(h5py.Dataset(dataset.id), member))
                 values = values.reshape(layout.shape).view(layout.raw_dtype)
                 return layout.changed(values=values)
             require_fill(dataset, layout.stored_itemsize, where)

@@ -55,11 +55,6 @@ class Opened:
         self.chunks: Extents = tuple(self.plist.get_chunk()) if is_chunked else ()
 
     @property
-    def dataset(self) -> h5py.Dataset:
-        """The dataset as h5py's high-level object."""
-        return h5py.Dataset(self.id)
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         """Its dtype; h5py raises any exception if there is none."""
         return describe(self.encoded_type).dtype
@@ -137,7 +132,7 @@ def indexed(dataset: Opened) -> Indexed:
     digest = hashlib.blake2b(dataset.encoded_type, digest_size=16)
     digest.update(dataset.properties)
     if dataset.layout_class == h5py.h5d.COMPACT and not dataset.dtype.hasobject:
-        digest.update(np.asarray(dataset.dataset[...]).tobytes())
+        digest.update(np.asarray(h5py.Dataset(dataset.id)[...]).tobytes())
     return Indexed(digest.digest(), dataset.extents)
 
 

@@ -107,17 +107,13 @@ def source_series(
     Numbered ones ("%b") have no end: HDF5 tries them until one is missing, whenever the shape is
     requested. So this does not request it. Each source comes once.
     """
-    names: set[tuple[bool, str, str]] = set()
-    for mapping in mappings:
-        file, dataset = mapping.file, mapping.dataset
-        is_numbered = _unlimited_axis(mapping.samples) is not None and _is_numbered(file, dataset)
-        if (is_numbered, file, dataset) in names:
-            continue
-        names.add((is_numbered, file, dataset))
-        if is_numbered:
-            yield True, _numbered_names(file, dataset)
-        else:
-            yield False, iter([(_name(file, None), _name(dataset, None))])
+    names = [
+        (_unlimited_axis(one.samples) is not None and _is_numbered(*one[:2]), *one[:2])
+        for one in mappings
+    ]
+    for is_numbered, file, dataset in dict.fromkeys(names):
+        numbers = itertools.count() if is_numbered else (None,)
+        yield is_numbered, _names(file, dataset, numbers)
 
 
 def by_number(mapping: Mapping, shape: tuple[int, ...]) -> Iterator[Mapping]:
@@ -147,8 +143,8 @@ def _unlimited_axis(selected: Selected) -> int | None:
     return None
 
 
-def _numbered_names(file: str, dataset: str) -> Iterator[tuple[str, str]]:
-    return ((_name(file, number), _name(dataset, number)) for number in itertools.count())
+def _names(file: str, dataset: str, numbers: Iterable[int | None]) -> Iterator[tuple[str, str]]:
+    return ((_name(file, number), _name(dataset, number)) for number in numbers)
 
 
 def _is_numbered(*names: str) -> bool:
