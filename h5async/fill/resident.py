@@ -98,36 +98,34 @@ class KeptColumn:
     def allocate(self) -> None:
         """Reserve the memory."""
         self._bytes = np.empty(self.nbytes, np.uint8)
+        self._rows = self._bytes.reshape(self._count, self._row_nbytes)
 
     def plan(self, index: Int64s, positions: Int64s) -> GatherPlan:
         """Return where samples, at these positions, are here and in a batch."""
-        offsets: Int64s
         if self._starts is None or self._spans is None:
-            begin, offsets = positions, np.arange(index.size + 1)
-        else:
-            begin, offsets = self._starts[positions] - self._starts[0], self._spans.offsets(index)
-        return GatherPlan(begin * self._row_nbytes, offsets * self._row_nbytes)
+            return GatherPlan(positions, self._row_nbytes)
+        begin = (self._starts[positions] - self._starts[0]) * self._row_nbytes
+        offsets = self._spans.offsets(index) * self._row_nbytes
+        return GatherPlan(begin, int(offsets[-1]) // max(1, index.size) + 1, offsets)
 
     def keep(self, plan: GatherPlan, start: int, stop: int, raw: NDArray[Any]) -> None:
         """Keep items `start` to `stop` of a plan; call `add` once all of a batch are kept."""
-        here, there = plan.begin[start:stop], plan.offsets[start : stop + 1]
-        if self._spans is None:
-            self._rows[here // max(1, self._row_nbytes)] = self._rows_of(raw[start:stop])
+        here = plan.begin[start:stop]
+        if plan.offsets is None:
+            self._rows[here] = self._rows_of(raw[start:stop])
         else:
+            there = plan.offsets[start : stop + 1]
             _copy_runs(self._bytes, _flat(raw), here, there[:-1], np.diff(there))
 
     def gather(self, plan: GatherPlan, start: int, stop: int, raw: NDArray[Any]) -> None:
         """Copy items `start` to `stop` of a plan, all of them kept, to the memory of a batch."""
-        here, there = plan.begin[start:stop], plan.offsets[start : stop + 1]
-        if self._spans is None:
-            numbers, out = here // max(1, self._row_nbytes), self._rows_of(raw[start:stop])
-            np.take(self._rows, numbers, axis=0, out=out, mode="clip")
+        here = plan.begin[start:stop]
+        if plan.offsets is None:
+            out = self._rows_of(raw[start:stop])
+            np.take(self._rows, here, axis=0, out=out, mode="clip")
         else:
+            there = plan.offsets[start : stop + 1]
             _copy_runs(_flat(raw), self._bytes, there[:-1], here, np.diff(there))
-
-    @property
-    def _rows(self) -> NDArray[np.uint8]:
-        return self._bytes.reshape(self._count, self._row_nbytes)
 
     def _rows_of(self, raw: NDArray[Any]) -> NDArray[np.uint8]:
         return _flat(raw).reshape(len(raw), self._row_nbytes)

@@ -166,8 +166,9 @@ class ReaderCounts:
         self.upload_times = StageTimes()
         self.last: tuple[int, int] | None = None  # epoch and number of the last batch of an epoch
         self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
-        self._batches = self._samples = 0
-        self._counted = dict.fromkeys(self._sizes, 0)  # samples, or rows
+        self._batches = 0
+        self._ragged = [one for one in self._sizes if one is not None]
+        self._counted = dict.fromkeys([None, *self._ragged], 0)  # samples, and rows
         self._reader = object()
         self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
         self.open_epoch = -1  # whose batches are being delivered
@@ -179,11 +180,11 @@ class ReaderCounts:
 
     def note(self, index: NDArray[np.int64]) -> None:
         """Count the samples of a delivered batch."""
-        counts = {rows: _count(rows, index) for rows in self._sizes}
+        counts = [(rows, int(rows.lengths(index).sum())) for rows in self._ragged]
         with self._lock:
             self._batches += 1
-            self._samples += index.size
-            for rows, count in counts.items():
+            self._counted[None] += index.size
+            for rows, count in counts:
                 self._counted[rows] += count
 
     def begin_epoch(self, epoch: int, work: Work) -> None:
@@ -270,7 +271,7 @@ class ReaderCounts:
         for rows, (of_each, used_of_each) in self._sizes.items():
             count = self._counted[rows]
             nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
-        return Delivered(self._batches, self._samples, nbytes, used, self.waits.totals)
+        return Delivered(self._batches, self._counted[None], nbytes, used, self.waits.totals)
 
     def _span_since(self, since: ReaderStats | None, now: _Moment) -> _Span:
         begin = _Moment() if since is None else self._moment_of(since)

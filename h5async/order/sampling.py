@@ -170,10 +170,14 @@ class Sampling:
             return self.order.samples(epoch, start, stop)
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        # Batches are slices of blocks: a block costs little more than a batch of 32.
-        first, key = start // _BLOCK, (self.num_samples, self.seed, epoch)
-        blocks = [_permuted_block(*key, number) for number in range(first, -(-stop // _BLOCK))]
-        return np.concatenate([NO_SAMPLES, *blocks])[start - first * _BLOCK : stop - first * _BLOCK]
+        key = self.num_samples, self.seed, epoch
+        if stop - start >= _BLOCK:
+            return permute(np.arange(start, stop), *key)
+        # Small batches are slices of blocks: a block costs little more than a batch of 32.
+        first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
+        blocks = [_permuted_block(*key, number) for number in range(first, last + 1)]
+        found = blocks[0] if first == last else np.concatenate(blocks)
+        return found[start - first * _BLOCK : stop - first * _BLOCK].copy()
 
 
 @functools.lru_cache(maxsize=8)

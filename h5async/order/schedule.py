@@ -89,16 +89,23 @@ class Schedule:
 
     def position(self, serial: int) -> Position:
         """Return the batch of a serial number; outside of epochs, the batch that follows."""
-        passed = self._passed(serial)
+        passed = self._passed(serial) if self.others else serial - self.serial
+        sampling, epoch, first = self.sampling, self.epoch, self._first
+        if passed < first:
+            return _position((epoch, *sampling.step_at(epoch, self.start, passed)))
+        if sampling.is_uniform:  # in half the time: this is called several times per batch
+            later, number = divmod(passed - first, sampling.num_batches)
+            return _position((epoch + 1 + later, number, number * sampling.step_samples))
         later, begin, _ = self._epoch_of(passed)
-        epoch, start = self.epoch + later, 0 if later else self.start
-        return _position((epoch, *self.sampling.step_at(epoch, start, passed - begin)))
+        return _position((epoch + later, *sampling.step_at(epoch + later, 0, passed - begin)))
 
     def is_last(self, serial: int) -> bool:
         """Tell whether a batch is the last of its epoch."""
         if serial in self.others:
             return False
         passed = self._passed(serial)
+        if passed < self._first:
+            return passed + 1 == self._first
         return self._epoch_of(passed)[2] == passed + 1
 
     def epoch_begin(self, serial: int) -> int:

@@ -52,20 +52,18 @@ class SamplesPlan(NamedTuple):
 class GatherPlan(NamedTuple):
     """Samples whose rows a cache holds.
 
-    `begin`, int64 (n,), are their first bytes in the cache; `offsets`, int64 (n + 1,), the bytes of
-    the batch to which they go.
+    `begin`, int64 (n,), are their rows in the cache, and they go to the first n rows of the batch.
+    If their lengths differ, they are first bytes in the cache, and `offsets`, int64 (n + 1,), are
+    the bytes of the batch to which they go.
     """
 
     begin: Int64s
-    offsets: Int64s
+    item_nbytes: int
+    offsets: Int64s | None = None
 
     @property
     def num_items(self) -> int:  # noqa: D102
         return self.begin.size
-
-    @property
-    def item_nbytes(self) -> int:  # noqa: D102
-        return -(-int(self.offsets[-1]) // max(1, self.begin.size))
 
 
 class Ranges(NamedTuple):

@@ -15,7 +15,7 @@ from h5async.plan.records import GatherPlan, PlanSlice, ReadPlan, SamplesPlan, c
 
 
 def rows(count: int, nbytes: int) -> GatherPlan:
-    return GatherPlan(np.arange(count), np.arange(count + 1) * nbytes)
+    return GatherPlan(np.arange(count), nbytes)
 
 
 def cost(plans: Sequence[ReadPlan], share: Sequence[PlanSlice]) -> int:
