@@ -309,6 +309,44 @@ def test_a_recording_that_declares_many_frames(tmp_path):
         reader.get_next_batch()
 
 
+def test_the_error_names_the_recording_that_declares_most(tmp_path):
+    path = write(tmp_path / "a.h5", [encoded(n, 1, "FLAC") for n in (9, 40000, 8)])
+    words = r"of sample 1 declares 40,000 frames, and its batch 160,068 bytes of audio"
+    with (
+        reading(path, batch_size=3, max_batch_bytes=300_000) as reader,
+        pytest.raises(ReadError, match=words),
+    ):
+        reader.get_next_batch()
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_a_flac_whose_header_has_no_number_of_frames(tmp_path, workers):
+    """As encoders write it to a pipe."""
+    data = bytearray(encoded(400, 1, "FLAC"))
+    data[21] &= 0xF0
+    data[22:26] = bytes(4)
+    good = encoded(300, seed=1)
+    path = write(tmp_path / "a.h5", [good, bytes(data)])
+    for options in (
+        {},
+        {"frames": 100, "crop": "random"},
+        {"frames": 500},
+        {"frames": 500, "dense": True},
+    ):
+        field = AudioField("audio", **options)
+        words = "recording of sample 1 does not say how many frames it has, as a FLAC .* to a pipe"
+        with (
+            reading(path, field, batch_size=2, workers=workers) as reader,
+            pytest.raises(ReadError, match=words),
+        ):
+            reader.get_next_batch()
+    field = AudioField("audio", frames=100)
+    with reading(path, field, batch_size=2, workers=workers) as reader:
+        audio = reader.get_next_batch().audio
+        assert_same_bits(audio[0], by_soundfile(good)[:100])
+        assert_same_bits(audio[1], by_soundfile(bytes(data), frames=100))
+
+
 def test_limits(several, tmp_path):
     field = AudioField("audio", frames=1 << 20, dense=True)
     with pytest.raises(BudgetError, match="max_batch_bytes"):

@@ -396,8 +396,8 @@ def _lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> L
     if counts is None:
         raise ConfigError(
             f"{first.file}: {named(option)} is for fields that are delivered as samples of"
-            f" differing lengths, and none of {', '.join(kinds)} is; leave it out, and use"
-            f" {named('batch_size')}"
+            f" differing lengths, and none of {', '.join(kinds)} is, or their lengths are known"
+            f" only once they are decoded; leave it out, and use {named('batch_size')}"
         )
     values = None if config.batch_values is None else min(NO_LIMIT, config.batch_values)
     return Lengths(counts, values, config.bucket)

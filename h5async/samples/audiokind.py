@@ -25,6 +25,7 @@ from h5async.samples.raggedkind import EncodedKind
 from h5async.system.interruptions import suppressing
 
 _MIXED_NBYTES = 1 << 20  # of several channels, decoded at a time
+_UNKNOWN = (1 << 63) - 1  # what libsndfile says of a FLAC that was written to a pipe
 
 
 class AudioKind(EncodedKind):
@@ -72,13 +73,16 @@ class _AudioDecoder(FieldDecoder):
                 for (data, sample, start), row in zip(several, rows, strict=True)
             ]
         files = [self._open(data, sample) for data, sample, _ in several]
-        ends = list(itertools.accumulate(map(self._count, files), initial=0))
+        counts = list(map(self._count, files))
+        ends = list(itertools.accumulate(counts, initial=0))
         nbytes = ends[-1] * math.prod(self._frame) * dtype.itemsize
         if nbytes > batch.most_nbytes:
+            longest = max(counts)
             raise ReadError(
-                f"{self._where(int(index[0]))} and the others of its batch declare {nbytes:,} bytes"
-                f" of audio, more than the {batch.most_nbytes:,} that they may take; make"
-                " batch_size smaller, give frames, or set max_batch_bytes if you trust the file"
+                f"{self._where(int(index[counts.index(longest)]))} declares {longest:,} frames, and"
+                f" its batch {nbytes:,} bytes of audio, more than the {batch.most_nbytes:,} that it"
+                " may take; make batch_size smaller, give frames, or set max_batch_bytes if you"
+                " trust the file"
             )
         values: NDArray[Any] = np.ndarray((ends[-1], *self._frame), dtype, batch.empty(nbytes))
         works: list[DecodingWork] = [
@@ -112,6 +116,8 @@ class _AudioDecoder(FieldDecoder):
                 f"{where} has {file.channels} channels, and channels is {field.channels}; set"
                 " channels, or mono=True to have the mean of all channels"
             )
+        if file.frames == _UNKNOWN and (field.frames is None or self.is_random):
+            raise self._unknown(sample)
         return file
 
     def _count(self, file: Any) -> int:
@@ -133,11 +139,19 @@ class _AudioDecoder(FieldDecoder):
                     file.seek(first)
                 got = read(file, out[:count])
         except self._soundfile.SoundFileError as error:
+            if file.frames == _UNKNOWN:  # libsndfile cannot find its end
+                raise self._unknown(sample) from error
             raise self._broken(sample, _said(error)) from error
         if got < count:
             raise self._broken(sample, f"{count - got:,} of {count:,} frames are missing")
         out[count:] = 0
         return True
+
+    def _unknown(self, sample: int) -> ReadError:
+        return ReadError(
+            f"{self._where(sample)} does not say how many frames it has, as a FLAC that was written"
+            ' to a pipe; encode it to a file, or give fewer frames than it has, with crop="start"'
+        )
 
     def _broken(self, sample: int, found: str) -> ReadError:
         remedy = "mend the file, or leave the sample out by indices"
