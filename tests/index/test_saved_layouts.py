@@ -285,3 +285,17 @@ def test_compact_values_in_chunks_are_refused(tmp_path):
     rewrite(index, header, arrays)
     with pytest.raises(H5AsyncError, match="values of the index lie in chunks"):
         rows_of(index)
+
+
+@pytest.mark.parametrize("rows", [1 << 62, (1 << 63) - 1])
+def test_more_rows_than_can_be_counted_are_refused(tmp_path, rows):
+    paths = [tmp_path / f"{i}.h5" for i in range(2)]
+    for path in paths:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("data", (40, 3), "i4", chunks=(4, 3))[:20] = 1
+    index = save(tmp_path, *paths, fields={"data": Field("data")})
+    header, arrays = content_of(index)
+    arrays["rows"][1] = rows
+    rewrite(index, header, arrays)
+    with pytest.raises(H5AsyncError, match="more rows than can be counted"):
+        rows_of(index)
