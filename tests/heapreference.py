@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 from collecting import made_up
@@ -14,8 +16,8 @@ from numpy.typing import NDArray
 from h5async.core.binding import Core, address
 from h5async.core.structures import INDEX_BITS, MOST_ADDRESS
 from h5async.errors import ReadError
-from h5async.index.heapelements import DAMAGED, Sequences
 from h5async.index.layout import HeapFile
+from h5async.index.variablelength import DAMAGED, Sequences, VariableLength
 from h5async.io.localfiles import IoMode
 from h5async.io.stamps import FileStamp
 from h5async.opening.raggedcolumns import _with_heaps
@@ -29,6 +31,46 @@ _LEAST_COLLECTION, _WINDOW_NBYTES = 4096, 16 * 1024
 _NULLS = -_NUM_INDICES  # places from here to -1 have no address
 
 ReadInto = Callable[[int, list[memoryview]], None]
+
+
+class _Python:
+    """Decodes references like the core."""
+
+    @staticmethod
+    def decode_references(heap: Any, stored: int, most_nbytes: int) -> int:
+        """Decode like the core's `decode_references`."""
+        found, width = heap._obj, heap._obj.address_nbytes
+        fields = [("length", "<u4"), ("address", f"<u{width}"), ("index", "<u4")]
+        table = _array(stored, found.count, fields)
+        start, index = table["address"].astype(np.uint64), table["index"].astype(np.uint64)
+        length = np.where(start == 0, 0, table["length"]).astype(np.uint32)
+        too_long = np.flatnonzero(length > most_nbytes // found.value_nbytes)
+        if too_long.size:
+            return -1 - int(too_long[0])
+        is_odd = (start > MOST_ADDRESS) | ((index >= _NUM_INDICES) & (start != 0))
+        start[is_odd], index[is_odd | (start == 0)] = MOST_ADDRESS, 0
+        _array(found.length, found.count, "u4")[...] = length
+        place = -1 - (start << np.uint64(INDEX_BITS) | index).astype(np.int64)
+        _array(found.place, found.count, "i8")[...] = place
+        return int(length.sum(dtype=np.int64))
+
+
+def _array(at: int, count: int, dtype: Any) -> NDArray[Any]:
+    nbytes = count * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(at), dtype)
+
+
+def decoded_by(
+    references: NDArray[np.uint8],
+    form: VariableLength,
+    file_nbytes: int,
+    where: str,
+    core: Core | None,
+) -> Sequences:
+    """Decode references as one block, by the core or, with None, by what is here."""
+    blocks = [(0, references)] if len(references) else []
+    decoder: Any = core or _Python
+    return Sequences.decoded(len(references), blocks, form, file_nbytes, where, decoder)
 
 
 class HeapReader:

@@ -90,7 +90,6 @@ def test_more_chunks_than_the_file_can_hold_are_refused(tmp_path, monkeypatch, h
     chunked(path)
     if not has_core:
         monkeypatch.setattr(visits, "load_core", lambda: None)
-        monkeypatch.setattr(visits, "_BLOCK_CHUNKS", 100)
     with h5py.File(path) as file:
         dataset = Opened(file["data"].id, LocalSource(file.id.get_vfd_handle()))
         assert visits.visit_chunks(dataset, (20_000,), 20_000, "").number.size == 20_000

@@ -14,7 +14,7 @@ from h5async import ConfigError, H5AsyncError, ReaderConfig
 from h5async.cli.options import spell_in_shell, takes_options, typed_options
 from h5async.cli.output import Json, opening, print_document, safe
 from h5async.config.files import INDEX_SUFFIX, FileName, home_path, with_variables
-from h5async.index.groups import Grouping
+from h5async.index.contents import Grouping
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach

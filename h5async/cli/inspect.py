@@ -24,13 +24,11 @@ from h5async.cli.options import reader_config, takes_options
 from h5async.cli.output import Json, plain, print_document, safe
 from h5async.config.files import FileName, is_index
 from h5async.core.binding import why_no_core
+from h5async.index.groupfields import column, sparse_group
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
-from h5async.index.metadata import list_layouts
-from h5async.index.references import references
+from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
-from h5async.index.sparsegroup import sparse_group
-from h5async.index.tablecolumns import column
 from h5async.opening.filevalues import reach_of
 from h5async.opening.raggedcolumns import heap_layout
 from h5async.samples.fieldkind import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, values_of

@@ -191,7 +191,7 @@ class SparseStruct(_Shared):
 
 
 class HeapStruct(_Shared):
-    """Elements of a variable-length datatype; see `index.heapelements`."""
+    """Elements of a variable-length datatype; see `index.variablelength`."""
 
     _fields_ = _declared(
         (c_void_p, "length place"),

@@ -26,7 +26,7 @@ _NOT_A_NAME = "This is a netCDF dimension but not a netCDF variable"  # of a sca
 _PHONY = "phony_dim_"
 _MOST_SCALES = 16  # of a dimension; files have one
 _MOST_NBYTES = 1 << 16  # of an attribute
-_CF_NUMBERS = (
+_CF_NAMES = (
     "scale_factor",
     "add_offset",
     "_FillValue",
@@ -34,8 +34,8 @@ _CF_NUMBERS = (
     "valid_range",
     "valid_min",
     "valid_max",
+    "_Unsigned",
 )
-_CF_NAMES = (*_CF_NUMBERS, "_Unsigned")
 _MOST_VALUES = 64  # of an attribute: each is compared with all values read
 
 
@@ -116,23 +116,9 @@ def _text(value: object) -> str:
 def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str) -> int:
     """Return the non-negative number of a dimension given by number or name.
 
-    Parameters
-    ----------
-    axis
-        Its number, or its name.
-    names
-        Of the dimensions.
-    rank
-        The number of dimensions, including those of an array type, which have no names.
-    where
-        The dataset, for messages.
-
-    Raises
-    ------
-    ConfigError
-        If there is no dimension of that number.
-    DatasetError
-        If none has that name, or several do.
+    `names` are those of the dimensions; `rank` includes those of an array type, which have none.
+    ConfigError if there is no dimension of that number; DatasetError if none has that name, or
+    several do.
     """
     if not isinstance(axis, str):
         return normal_axis(axis, rank, where)

@@ -29,12 +29,8 @@ from h5async.spelling import name_bytes
 class FileChanges:
     """Checks files that change while a reader has them open. Thread-safe.
 
-    Parameters
-    ----------
-    layouts
-        Of all fields.
-    forget
-        Called before a changed file is read again, to drop its kept chunks.
+    `layouts` are of all fields. `forget` is called before a changed file is read again, to drop its
+    kept chunks.
     """
 
     def __init__(self, layouts: Sequence[DatasetLayout], forget: Callable[[], None]) -> None:
@@ -61,15 +57,9 @@ class FileChanges:
     ) -> None:
         """Raise ReadError if a file lacks the indexed data; the message names the difference.
 
-        Parameters
-        ----------
-        path, before, now
-            The file, and its former and present stamps.
-        open_name
-            The name of a file that is open: another one may lie at its path by now.
-        may_grow
-            Whether a writer appends by SWMR: datasets may be longer, and rewritten chunks lie
-            elsewhere, but the old ones are still there.
+        `before` and `now` are its stamps. `open_name` is the name of a file that is open: another
+        one may lie at its path by now. It `may_grow` if a writer appends by SWMR: datasets may be
+        longer, and rewritten chunks lie elsewhere, but the old ones are still there.
         """
         try:
             self._require_same(path, now.nbytes, open_name or path, may_grow)
@@ -126,7 +116,6 @@ class FileChanges:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error at the end of the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

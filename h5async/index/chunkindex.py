@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
-from h5async.errors import H5AsyncError, ReadError
+from h5async.errors import ReadError
 from h5async.index.chunktable import ChunkTable, grid_of
-from h5async.index.hdf5 import B_TREE_V1, EXTENSIBLE_ARRAY, FIXED_ARRAY, IMPLICIT
-from h5async.index.obstacles import NotDirectError
+from h5async.index.hdf5 import (
+    B_TREE_V1,
+    EXTENSIBLE_ARRAY,
+    FIXED_ARRAY,
+    IMPLICIT,
+    NotDirectError,
+    reading,
+)
 from h5async.index.opendataset import Opened
 from h5async.index.visits import (
     MISREPORTED,
     Visited,
     first_unlike,
     positions_of,
-    visit_by_positions,
     visit_chunks,
 )
 
@@ -40,8 +45,7 @@ class TooManyChunksError(NotDirectError):
 def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) -> bool:
     """Return whether a chunk was written with any of the filters at some positions of the pipeline.
 
-    Most often the first chunk was, and no other is visited. TooManyChunksError if there are more
-    chunks than the file has room to list.
+    Most often the first chunk was, and no other is visited. Raises like `_require_room`.
     """
     _require_room(dataset)
     wanted = sum(1 << position for position in positions)
@@ -77,12 +81,8 @@ def read_chunk_table(
 ) -> ChunkTable:
     """Read the chunk positions of a dataset.
 
-    Raises
-    ------
-    ReadError
-        If the index is damaged, or points outside the file.
-    NotDirectError
-        If HDF5 reports chunks that cannot exist; everything else was checked then.
+    Raises `ReadError` if the index is damaged or points outside the file, and `NotDirectError` if
+    HDF5 reports chunks that cannot exist; everything else was checked then.
     """
     _require_room(dataset)
     grid, end = grid_of(dataset.extents, dataset.chunks), dataset.end
@@ -94,15 +94,8 @@ def read_chunk_table(
         positions = positions_of(dataset)
     except NotDirectError as error:  # everything except the coordinates can be checked
         obstacle = str(error)
-    try:
-        if positions is None:
-            visited = visit_chunks(dataset, grid, most, where)
-        else:
-            visited = visit_by_positions(dataset, positions, grid, most, where)
-    except (TypeError, RuntimeError, OSError) as error:
-        if isinstance(error, H5AsyncError):
-            raise
-        raise ReadError(f"{where}: its chunk index cannot be read ({error})") from error
+    with reading(f"{where}: its chunk index"):
+        visited = visit_chunks(dataset, grid, most, where, positions)
     checks = _Checks(dataset, grid, visited, where)
     checks.require_within(end)
     is_raw: NDArray[np.bool_] | bool = not filters
@@ -113,8 +106,7 @@ def read_chunk_table(
     checks.require_nbytes(is_raw, chunk_nbytes)
     checks.require_apart()
     if dataset.index_kind == B_TREE_V1:
-        checks.require_order()
-        checks.require_agreement()
+        checks.require_searchable()
     if positions is not None and checks.first_unlike() is not None:
         obstacle = MISREPORTED.format(positions.axis)
     return checks.table(obstacle)
@@ -134,39 +126,37 @@ def _require_room(dataset: Opened) -> None:
         raise TooManyChunksError(f"{count} chunks, more than a file of {end} bytes can list")
 
 
+@dataclass(frozen=True)
 class _Checks:
     """Checks the chunks of a dataset, as HDF5 reports them, all at once."""
 
-    def __init__(
-        self, dataset: Opened, grid: tuple[int, ...], visited: Visited, where: str
-    ) -> None:
-        self._dataset = dataset
-        self._grid = grid
-        self._visited = visited
-        self._where = where
+    dataset: Opened
+    grid: tuple[int, ...]
+    visited: Visited
+    where: str
 
     def require_within(self, end: int) -> None:
         """Raise ReadError for chunks that do not lie in the file."""
-        offset, nbytes = self._visited.offset, self._visited.nbytes
-        if self._visited.end > end:
+        offset, nbytes = self.visited.offset, self.visited.nbytes
+        if self.visited.end > end:
             at = int(((nbytes > end) | (offset > end - nbytes)).argmax())
             raise ReadError(
-                f"{self._chunk(self._visited.number[at])}: {nbytes[at]} bytes at byte {offset[at]}"
+                f"{self._chunk(self.visited.number[at])}: {nbytes[at]} bytes at byte {offset[at]}"
                 f" do not lie in the file, which has {end} bytes; it was cut short or is damaged"
             )
 
     def reach_over_edge(self) -> NDArray[np.bool_]:
         """Return which chunks reach over the dataset's edge."""
-        shape, chunk = self._dataset.extents, self._dataset.chunks
-        cells = np.unravel_index(self._visited.number, self._grid)
-        is_partial = np.zeros(self._visited.number.size, np.bool_)
+        shape, chunk = self.dataset.extents, self.dataset.chunks
+        cells = np.unravel_index(self.visited.number, self.grid)
+        is_partial = np.zeros(self.visited.number.size, np.bool_)
         for cell, size, extent in zip(cells, chunk, shape, strict=True):
             is_partial |= cell == extent // size  # never, if chunks fit in
         return is_partial
 
     def require_nbytes(self, is_raw: NDArray[np.bool_] | bool, expected: int) -> None:
         """Raise ReadError for raw chunks of a wrong size, and empty filtered ones."""
-        nbytes, least, most = self._visited.nbytes, self._visited.least, self._visited.most
+        nbytes, least, most = self.visited.nbytes, self.visited.least, self.visited.most
         if not nbytes.size or (
             least == most == expected if is_raw is True else is_raw is False and least
         ):
@@ -176,35 +166,35 @@ class _Checks:
             at = int(bad.argmax())
             is_raw = bool(np.broadcast_to(is_raw, nbytes.shape)[at])
             raise ReadError(
-                f"{self._chunk(self._visited.number[at])}: expected"
+                f"{self._chunk(self.visited.number[at])}: expected"
                 f" {expected if is_raw else 'some'} bytes, got {nbytes[at]}; the file is damaged"
             )
 
     def require_apart(self) -> None:
         """Raise ReadError for chunks that overlap each other or the superblock."""
-        offset, nbytes, what = self._visited.offset, self._visited.nbytes, ""
-        if not self._visited.is_apart:  # perhaps just not sorted by address
+        offset, nbytes, what = self.visited.offset, self.visited.nbytes, ""
+        if not self.visited.is_apart:  # perhaps just not sorted by address
             order = np.argsort(offset, kind="stable")
             offset, nbytes = offset[order], nbytes[order]
             overlaps = offset[1:] < offset[:-1] + nbytes[:-1]
             if overlaps.any():
                 at, what = offset[int(overlaps.argmax()) + 1], "another one"
-        if not what and offset.size and self._visited.begin < _SUPERBLOCK_NBYTES:
-            at, what = self._visited.begin, "the file's superblock"
+        if not what and offset.size and self.visited.begin < _SUPERBLOCK_NBYTES:
+            at, what = self.visited.begin, "the file's superblock"
         if what:
             raise ReadError(
-                f"{self._where}: a chunk at byte {at} overlaps {what}; the file is damaged"
+                f"{self.where}: a chunk at byte {at} overlaps {what}; the file is damaged"
             )
 
-    def require_order(self) -> None:
-        """Raise ReadError if a version 1 B-tree, without a checksum, has unordered keys."""
-        if not self._visited.is_ascending:
+    def require_searchable(self) -> None:
+        """Raise ReadError for a version 1 B-tree, without a checksum, that is damaged.
+
+        Its keys are not in order, or HDF5 does not find chunks by them.
+        """
+        if not self.visited.is_ascending:
             raise ReadError(
-                f"{self._where}: the keys of its chunk index are not in order; it is damaged"
+                f"{self.where}: the keys of its chunk index are not in order; it is damaged"
             )
-
-    def require_agreement(self) -> None:
-        """Raise ReadError for an index in which HDF5 does not find chunks by their keys."""
         unlike = self.first_unlike()
         if unlike is not None:
             raise ReadError(
@@ -217,11 +207,11 @@ class _Checks:
 
         All chunks are looked up if they are few, else a part of them.
         """
-        number, nbytes = self._visited.number, self._visited.nbytes
+        number, nbytes = self.visited.number, self.visited.nbytes
         step = -(-number.size // _LOOKUPS) or 1
         number, nbytes = number[::step], nbytes[::step]
         # (`get_chunk_info_by_coord` visits all chunks, and would find it.)
-        found = first_unlike(self._dataset, self._grid, number, nbytes)
+        found = first_unlike(self.dataset, self.grid, number, nbytes)
         return number[found] if found < number.size else None
 
     def table(self, obstacle: str) -> ChunkTable:
@@ -229,20 +219,20 @@ class _Checks:
 
         NotDirectError if there is an `obstacle`, or HDF5 reports chunks that cannot exist.
         """
-        index, offset, nbytes, mask = self._visited[:4]
-        if self._visited.is_outside:
+        index, offset, nbytes, mask = self.visited[:4]
+        if self.visited.is_outside:
             obstacle = obstacle or "HDF5 reports chunks outside the dataset"
-        if not self._visited.is_ascending:
+        if not self.visited.is_ascending:
             order = np.argsort(index, kind="stable")
             index, offset, nbytes, mask = index[order], offset[order], nbytes[order], mask[order]
             if (index[1:] == index[:-1]).any():
                 obstacle = obstacle or "HDF5 reports a chunk twice"
         if obstacle:
             raise NotDirectError(obstacle)
-        is_complete = index.size == math.prod(self._grid)
+        is_complete = index.size == math.prod(self.grid)
         return ChunkTable(None if is_complete else index, offset, nbytes, mask)
 
     def _chunk(self, number: np.int64) -> str:
-        cell = np.unravel_index(number, self._grid)
-        corner = tuple(int(at) * n for at, n in zip(cell, self._dataset.chunks, strict=True))
-        return f"{self._where}, chunk {corner}"
+        cell = np.unravel_index(number, self.grid)
+        corner = tuple(int(at) * n for at, n in zip(cell, self.dataset.chunks, strict=True))
+        return f"{self.where}, chunk {corner}"

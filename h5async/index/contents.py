@@ -1,20 +1,27 @@
-"""Lists the objects of an open file, and describes them in errors about a missing dataset.
+"""Lists the objects of an open file, and finds those that a user means.
+
+They are named in errors about a missing dataset. Groups that match a pattern are sequences. Groups
+and attributes tell what is read as one field.
 
 To list objects, only groups are opened: HDF5 may open other files when it opens a virtual dataset.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import h5py
 
+from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasets import Indexer
-from h5async.index.links import Reach, metadata_cache
+from h5async.index.links import Located, Reach, locate, metadata_cache
 from h5async.io.stores import HDF5File
 from h5async.spelling import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
@@ -23,13 +30,13 @@ _LISTED_DATASETS = 20
 # Groups that are read as one field: by their declared type, the dataset that counts samples.
 _MEMBERS = {"categorical": "codes", "nullable-integer": "values", "nullable-boolean": "values"}
 _SPARSE = ("csr_matrix", "csr")
-_OF_10X = {"barcodes", "data", "indices", "indptr", "shape"}
+MEMBERS_OF_10X = {"barcodes", "data", "indices", "indptr", "shape"}
+_GROUP = "__categories"
+_WILDCARDS = re.compile(r"[*?\[]")
+_NUMBER = re.compile(r"(\d+)")
 _MOST_OBJECTS = 200  # visited per file for a message: 0.05 s
 LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited for each object
-_KINDS: dict[int, Literal["dataset", "group"]] = {
-    h5py.h5o.TYPE_DATASET: "dataset",
-    h5py.h5o.TYPE_GROUP: "group",
-}
+_KINDS = {h5py.h5o.TYPE_DATASET: "dataset", h5py.h5o.TYPE_GROUP: "group"}
 
 
 def what_is_there(file: HDF5File, reach: Reach) -> str:
@@ -45,8 +52,10 @@ def what_is_there(file: HDF5File, reach: Reach) -> str:
                 raise
             return "the file is damaged, and nothing in it can be listed"
         is_cut = len(listed) > _MOST_OBJECTS
-        paths = [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]
-        datasets = _opened(file, paths)
+        datasets = {}
+        for path in [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]:
+            with suppressing(Exception):  # it is damaged; the error comes where it is read
+                datasets[path] = file[name_bytes(path)]
     shapes = {name: _shown_shape(file, dataset, reach) for name, dataset in datasets.items()}
     shapes, readable = _with_groups(shapes, datasets)
     looked = f"the first {_MOST_OBJECTS:,} objects of the file"
@@ -60,25 +69,13 @@ def what_is_there(file: HDF5File, reach: Reach) -> str:
     return f"{text}; try: {command}" if command else text
 
 
-def _opened(file: HDF5File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
-    found = {}
-    for path in paths:
-        with suppressing(Exception):  # it is damaged; the error comes where it is read
-            found[path] = file[name_bytes(path)]
-    return found
-
-
 def _with_groups(
     shapes: Mapping[str, tuple[int, ...]], datasets: Mapping[str, h5py.Dataset]
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """Replace datasets by the groups that are read as one field.
 
-    Returns
-    -------
-    shapes
-        Of the remaining datasets and the groups, by path.
-    readable
-        The paths that a reader takes without further options.
+    Returns the shapes of the remaining datasets and the groups, by path, and the paths that a
+    reader takes without further options.
     """
     groups: dict[str, tuple[int, ...] | None] = {}
     found: dict[str, tuple[int, ...]] = {}
@@ -107,7 +104,7 @@ def shape_of_field(group: h5py.Group) -> tuple[int, ...] | None:
             return tuple(map(int, group[member].shape))
         if kind in _SPARSE:
             return tuple(map(int, group.attrs.get("shape", group.attrs.get("h5sparse_shape"))))
-        if kind is None and _OF_10X <= set(group):
+        if kind is None and MEMBERS_OF_10X <= set(group):
             return tuple(map(int, group["shape"][()][::-1]))
     return None
 
@@ -126,14 +123,11 @@ def _read_command(file: HDF5File, readable: Mapping[str, tuple[int, ...]]) -> st
 
 def _shown_shape(file: HDF5File, dataset: h5py.Dataset, reach: Reach) -> tuple[int, ...]:
     plist = dataset.id.get_create_plist()
-    if plist.get_layout() == h5py.h5d.VIRTUAL:
-        is_permitted = False
-        with suppressing(H5AsyncError):
+    with suppressing(H5AsyncError):
+        if plist.get_layout() == h5py.h5d.VIRTUAL:  # HDF5 would open sources that are not permitted
             Indexer(file, reach).sources("").find(plist)
-            is_permitted = True
-        if not is_permitted:
-            return ()  # HDF5 would open them anyway
-    return dataset.shape or ()
+        return dataset.shape or ()
+    return ()
 
 
 def _has_fixed_size(dataset: h5py.Dataset) -> bool:
@@ -142,42 +136,12 @@ def _has_fixed_size(dataset: h5py.Dataset) -> bool:
     return False
 
 
-class Listed(NamedTuple):
-    """The object of a name in a file.
+def walk(file: HDF5File, most_names: int | None = None) -> Iterator[tuple[str, str]]:
+    """Yield path and kind of the objects of a file, in the order of names; each object once.
 
-    Attributes
-    ----------
-    path
-        From the root group, without a leading slash.
-    kind
-        ``"link"``: a soft or external one, wherever it leads; ``"other"``: a named type, or an
-        object that HDF5 cannot identify because it is damaged.
-    """
-
-    path: str
-    kind: Literal["dataset", "group", "link", "other"]
-
-
-class _Level(NamedTuple):
-    group: h5py.Group
-    prefix: str
-    names: Iterator[tuple[bytes, int]]
-
-
-def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
-    """Yield the objects of a file, group by group, in the order of names; each object once.
-
-    Parameters
-    ----------
-    file
-        Open file.
-    most_names
-        The maximum number of names listed per group; None for all.
-
-    Raises
-    ------
-    DatasetError
-        If the root group cannot be opened.
+    The kind is "dataset", "group", "link" for a soft or external one, wherever it leads, or "other"
+    for a named type, or an object that HDF5 cannot identify because it is damaged. At most
+    `most_names` names are listed per group. DatasetError if the root group cannot be opened.
     """
     try:
         root = file["/"]
@@ -186,7 +150,7 @@ def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
         raise DatasetError(
             f"{file.filename}: the file is damaged: its root group cannot be opened ({error})"
         ) from error
-    levels = [_Level(root, "", names_in(root, most_names))]
+    levels = [(root, "", names_in(root, most_names))]
     while levels:
         group, prefix, names = levels[-1]
         name, link = next(names, (b"", None))
@@ -195,7 +159,7 @@ def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
             continue
         path = prefix + name_text(name)
         if link != h5py.h5l.TYPE_HARD:
-            yield Listed(path, "link")
+            yield path, "link"
             continue
         info = None
         with suppressing(Exception):  # a damaged object may raise anything
@@ -203,14 +167,14 @@ def walk(file: HDF5File, most_names: int | None = None) -> Iterator[Listed]:
             node = group[name] if found.type == h5py.h5o.TYPE_GROUP else None
             info = found
         if info is None:
-            yield Listed(path, "other")
+            yield path, "other"
             continue
         if _address(info) in seen:
             continue
         seen.add(_address(info))
-        yield Listed(path, _KINDS.get(info.type, "other"))
+        yield path, _KINDS.get(info.type, "other")
         if isinstance(node, h5py.Group):
-            levels.append(_Level(node, f"{path}/", names_in(node, most_names)))
+            levels.append((node, f"{path}/", names_in(node, most_names)))
 
 
 def _address(info: h5py.h5o.ObjInfo) -> tuple[int, int]:
@@ -230,3 +194,135 @@ def names_in(group: h5py.Group, most: int | None = None) -> Iterator[tuple[bytes
     with suppressing(Exception):  # damage ends the list
         group.id.links.iterate(note, info=True)
     return iter(found.items())
+
+
+def older_categories(located: Located, node: h5py.h5d.DatasetID) -> str | None:
+    """Return the path of the categories of a dataset of codes, as AnnData wrote them before 0.8.
+
+    An attribute refers to them, or they lie in a group ``__categories`` beside the dataset. None if
+    there are none; DatasetError if the attribute refers to something else; any exception of h5py's
+    if metadata are damaged.
+    """
+    if located.rest or node.get_type().get_class() != h5py.h5t.INTEGER:
+        return None
+    if h5py.h5a.exists(node, b"categories"):
+        reference = h5py.Dataset(node).attrs["categories"]
+        if isinstance(reference, h5py.Reference) and reference:
+            names = located.file[reference]
+            if isinstance(names, h5py.Dataset) and names.name is not None:
+                return str(name_text(names.name)).strip("/")
+            raise DatasetError(
+                f'{located.file.filename}: column "{located.path}": its categories are no dataset'
+                " of the file"
+            )
+    parent, _, name = located.path.strip("/").rpartition("/")
+    group = f"{parent}/{_GROUP}" if parent else _GROUP
+    links = located.file.id.links
+    if not links.exists(name_bytes(group)) or not links.exists(name_bytes(f"{group}/{name}")):
+        return None
+    return f"{group}/{name}"
+
+
+class Grouping(NamedTuple):
+    """Which groups of a file, at the beginning of fields' paths, are sequences.
+
+    Those that match `pattern` (see `matching_groups`) or, of these, `only` those that a dataset of
+    this path names; `read_names` reads that dataset of a file.
+    """
+
+    pattern: str
+    only: str = ""
+    read_names: Callable[[FileName, str], Sequence[str]] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.pattern}\n{self.only}" if self.only else self.pattern
+
+    def find(self, path: FileName, file: HDF5File, reach: Reach) -> list[str]:
+        """Return the paths of the groups of an open file, in natural order.
+
+        DatasetError if there is none, or a named one is missing; raises also what `matching_groups`
+        and `read_names` raise.
+        """
+        found = matching_groups(file, self.pattern, reach)
+        if not self.only or self.read_names is None:
+            return found
+        by_name: dict[str, list[str]] = {}
+        for name in found:
+            for known in {name, name.rpartition("/")[2]}:
+                by_name.setdefault(known, []).append(name)
+        wanted = [name.strip("/") for name in self.read_names(path, self.only)]
+        missing = [name for name in wanted if name not in by_name]
+        if missing:
+            raise DatasetError(
+                f'{path}: dataset "{self.only}" names "{missing[0]}", and no group that matches'
+                f' "{self.pattern}" has that name'
+            )
+        if not wanted:
+            raise DatasetError(f'{path}: dataset "{self.only}" names no group')
+        return sorted({one for name in wanted for one in by_name[name]}, key=natural_key)
+
+
+def matching_groups(file: HDF5File, pattern: str, reach: Reach) -> list[str]:
+    """Return the paths of the groups that match a pattern, in natural order.
+
+    It is a path; ``*``, ``?`` and ``[...]`` in its names match like in file names. DatasetError if
+    no group matches; UnsafeFileError if a link leads to a file that `reach` does not permit.
+    """
+    found = [""]
+    names = [name for name in pattern.split("/") if name not in ("", ".")]
+    for name in names:
+        found = [path for parent in found for path in _children(file, parent, name, reach)]
+    if not found or not names:
+        raise DatasetError(f'{file.filename}: no group matches "{pattern}"')
+    return sorted(found, key=natural_key)
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Return a key that sorts numbers in names as numbers: demo_2 before demo_10."""
+    parts = (part for part in _NUMBER.split(name) if part)
+    return [(0, int(p), p) if p.isdecimal() and p.isascii() else (1, 0, p) for p in parts]
+
+
+def _children(file: HDF5File, parent: str, name: str, reach: Reach) -> list[str]:
+    with contextlib.ExitStack() as files:
+        group = _group_at(file, parent, reach, files)
+        if group is None:
+            return []
+        pattern, known = re.compile(fnmatch.translate(name)), name_bytes(name)
+        matches = [known]
+        if _WILDCARDS.search(name):
+            matches = [found for found, _ in names_in(group) if pattern.match(name_text(found))]
+        prefix = f"{parent}/" if parent else ""
+        kinds = [_kind(group, found) for found in matches]
+        paths = [prefix + name_text(found) for found in matches]
+        return [
+            path
+            for path, kind in zip(paths, kinds, strict=True)
+            if kind == "group"
+            or (kind == "link" and _group_at(file, path, reach, files) is not None)
+        ]
+
+
+def _group_at(
+    file: HDF5File, path: str, reach: Reach, files: contextlib.ExitStack
+) -> h5py.Group | None:
+    """Open a group, in this file or another, which `files` closes; None if there is none."""
+    if not path:
+        return file["/"]
+    try:
+        node = locate(file, path, reach, files).open()
+    except H5AsyncError:
+        raise
+    except Exception:  # it is not there, or damaged
+        return None
+    return h5py.Group(node) if isinstance(node, h5py.h5g.GroupID) else None
+
+
+def _kind(group: h5py.Group, name: bytes) -> Literal["group", "link", "other"]:
+    try:
+        if group.id.links.get_info(name).type != h5py.h5l.TYPE_HARD:
+            return "link"
+        is_group = h5py.h5o.get_info(group.id, name).type == h5py.h5o.TYPE_GROUP
+    except Exception:  # it is not there, or damaged
+        return "other"
+    return "group" if is_group else "other"

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from h5async.core.binding import load_core
-from h5async.errors import DatasetError, H5AsyncError, ReadError, out_of_memory
+from h5async.errors import DatasetError, ReadError
 from h5async.index.attributes import dimension_names, numbered_axis
 from h5async.index.chunkindex import (
     TooManyChunksError,
@@ -23,8 +23,6 @@ from h5async.index.chunkindex import (
     without_filters,
 )
 from h5async.index.composition import Part, with_parts
-from h5async.index.elements import Element, element_of, has_objects
-from h5async.index.external import attached, external_layout
 from h5async.index.filterpipeline import (
     converted,
     edges_are_raw,
@@ -38,23 +36,31 @@ from h5async.index.filterpipeline import (
     unavailable,
     undecodable,
 )
+from h5async.index.hdf5 import (
+    COLUMNS_REASON,
+    NotDirectError,
+    OtherKindError,
+    reading,
+    stored_compact,
+)
 from h5async.index.layout import DatasetLayout, Storage, normal_axis
 from h5async.index.layoutfacts import Indexed
 from h5async.index.links import LastGroup, Located, Reach
-from h5async.index.objectheader import stored_compact
-from h5async.index.obstacles import COLUMNS_REASON, NotDirectError, OtherKindError
 from h5async.index.opendataset import (
     Opened,
+    element_of,
     fill_reference,
     fill_value,
     has_no_values,
+    has_objects,
     indexed,
     member_fill,
     require_fill,
 )
 from h5async.index.segments import Piece
 from h5async.index.slabs import Slab
-from h5async.index.sources import VirtualSources
+from h5async.index.sources import VirtualSources, attached, external_layout
+from h5async.index.storedtypes import StoredType, without_metadata
 from h5async.index.variablelength import Forms, variable_length
 from h5async.io.localfiles import may_map
 from h5async.io.stamps import settled
@@ -66,14 +72,9 @@ _Kind = tuple[bytes, bytes, int, int]  # type, properties (both encoded by HDF5)
 class Indexer:
     """Reads the layouts of datasets of one open file.
 
-    Parameters
-    ----------
-    file
-        The file; also an attribute, like its `LastGroup` and the names of its dimension scales.
-    reach
-        Which other files its datasets may refer to.
-    depth
-        The number of virtual datasets that these datasets are nested sources of.
+    `reach` says which other files its datasets may refer to. The datasets are nested sources of
+    `depth` virtual datasets. The file, its `LastGroup`, and the names of its dimension scales are
+    attributes.
     """
 
     def __init__(self, file: HDF5File, reach: Reach, depth: int = 0) -> None:
@@ -93,31 +94,27 @@ class Indexer:
         self._depth = depth
         self._alike: dict[_Kind, DatasetLayout] = {}  # contiguous ones found before
 
-    def sources(self, where: str) -> VirtualSources:
-        """Return the `VirtualSources` for a virtual dataset of this file."""
-        return VirtualSources(self.file, self._reach, self._depth, self._index_source, where)
+    def sources(self, where: str, forms: Forms | None = None) -> VirtualSources:
+        """Return the `VirtualSources` for a virtual dataset of this file; see `raw_layout`."""
 
-    def _index_source(
-        self, found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int
-    ) -> DatasetLayout:
-        return Indexer(found.file, self._reach, depth).layout(found.path, node, (), axis)
+        def index(found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int) -> DatasetLayout:
+            indexer = Indexer(found.file, self._reach, depth)
+            if forms is None:
+                return indexer.layout(found.path, node, (), axis)
+            return indexer.raw_layout(found.path, node, forms, axis)
+
+        return VirtualSources(self.file, self._reach, self._depth, index, where)
 
     def layout(
         self, name: str, node: h5py.h5d.DatasetID, member: Sequence[str], num_dim: int | str
     ) -> DatasetLayout:
         """Return the layout of a dataset, or of a member; raises like `metadata.read_layouts`.
 
-        Parameters
-        ----------
-        name, node
-            Its path, and the dataset.
-        member
-            The path of a member within its compound type; empty for all of it.
-        num_dim
-            The dimension that counts the samples, by its number or its name.
+        `member` is the path of a member within its compound type, empty for all of it. `num_dim` is
+        the dimension that counts the samples, by its number or its name.
         """
         where = f'{self._name}: dataset "{name}"'
-        try:
+        with reading(f"{where}: its metadata"):
             dataset = Opened(node, self._source)
             kind = self._kind(dataset, member, num_dim)
             known = None if kind is None else self._alike.get(kind)
@@ -128,38 +125,14 @@ class Indexer:
             if kind is not None and is_plain and layout.offset >= 0:
                 self._alike[kind] = layout
             return layout
-        except H5AsyncError:
-            raise
-        except MemoryError as error:
-            raise out_of_memory(f"{where}, its metadata", error) from error
-        except Exception as error:  # damaged metadata may raise anything
-            raise ReadError(f"{where}: its metadata cannot be read ({error})") from error
 
     def raw_layout(
         self, name: str, node: h5py.h5d.DatasetID, forms: Forms, num_dim: int = 0
     ) -> DatasetLayout:
         """Return the layout of the references of a dataset of variable length.
 
-        Parameters
-        ----------
-        name, node
-            Its path, and the dataset.
-        forms
-            How to understand the references of each file; what is found here is added.
-        num_dim
-            The dimension that counts the samples.
-
-        Returns
-        -------
-        DatasetLayout
-            Of a void dtype of the bytes of a reference.
-
-        Raises
-        ------
-        NotDirectError
-            If only h5py may read it.
-        H5AsyncError
-            As in `metadata.read_layouts`.
+        `forms`, by file, say how to understand them; what is found here is added. Raises
+        `NotDirectError` if only h5py may read it, and the errors of `metadata.read_layouts`.
         """
         where = f'{self._name}: dataset "{name}"'
         form = variable_length(node)
@@ -174,29 +147,15 @@ class Indexer:
             raise NotDirectError("the file is open for writing in this process")
         sources = None
         if storage == "virtual":  # before it is asked for its shape
-            index = partial(self._index_raw_source, forms)
-            sources = VirtualSources(self.file, self._reach, self._depth, index, where)
+            sources = self.sources(where, forms)
             sources.find(dataset.plist)
-        shape = dataset.shape
-        if shape == () and self._depth:
-            shape = (1,)
+        shape = self._shape_of(dataset)
         if not shape or (len(shape) != 1 and not self._depth):
             raise DatasetError(f"{where}: samples of variable length must have one dimension")
-        is_chunked = storage == "chunked"
-        layout = DatasetLayout(
-            file=self._path,
-            stamp=self._stamp,
-            path=name,
-            shape=shape,
-            dtype=dtype,
+        layout = self._declared(name, dataset, storage, dtype, shape).changed(
             sample_axis=normal_axis(num_dim, len(shape), where),
-            storage=storage,
             fallback_reason=self._why_h5py,
-            fill=np.zeros((), dtype),
-            chunk_shape=tuple(dataset.chunks) if is_chunked else (),
-            filters=filters_of(dataset.plist),
             stored_itemsize=dtype.itemsize,
-            indexed=indexed(dataset),
         )
         read_fill = partial(fill_reference, dataset, dtype, self._source)
         if sources is not None:
@@ -213,29 +172,44 @@ class Indexer:
                 )
             values = np.frombuffer(stored, dtype).reshape(shape)
             return layout.changed(values=values, stored_nbytes=layout.nbytes)
-        layout = layout.changed(fill=read_fill())
-        if is_chunked and layout.filters:
-            nbytes = math.prod(dataset.chunks) * dtype.itemsize
-            require_lengths(layout.filters, nbytes, where)
-            if edges_are_raw(dataset):
-                layout = layout.changed(has_raw_edges=True)
-            require_filters(layout, dataset, where)
-            refuse_filters_of_hdf5(layout, dataset)
-        if not is_chunked:
-            offset, nbytes = dataset.offset, layout.nbytes
-            if offset >= 0 and offset + nbytes > dataset.end:
-                raise ReadError(
-                    f"{where}: its references end at byte {offset + nbytes}, but the file has"
-                    f" {dataset.end} bytes; it was cut short"
-                )
-            return layout.changed(offset=offset, stored_nbytes=nbytes)
-        return self._direct(layout, dataset, where)
+        fill = read_fill()
+        layout = _with_checked_filters(layout, dataset, where)
+        refuse_filters_of_hdf5(layout, dataset)
+        return self._direct(layout, dataset, where, fill=fill)
 
-    def _index_raw_source(
-        self, forms: Forms, found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int
+    def _shape_of(self, dataset: Opened) -> tuple[int, ...] | None:
+        """Return the shape of a dataset; as the source of a virtual one, a scalar is one sample."""
+        return (1,) if dataset.shape == () and self._depth else dataset.shape
+
+    def _declared(
+        self,
+        name: str,
+        dataset: Opened,
+        storage: Storage,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        extra: tuple[int, ...] = (),
     ) -> DatasetLayout:
-        indexer = Indexer(found.file, self._reach, depth)
-        return indexer.raw_layout(found.path, node, forms, axis)
+        """Return what a dataset says of itself; `extra` are the dimensions of its array type."""
+        is_chunked = storage == "chunked"
+        return DatasetLayout(
+            file=self._path,
+            stamp=self._stamp,
+            path=name,
+            shape=(*shape, *extra),
+            dtype=dtype,
+            sample_axis=0,
+            storage=storage,
+            fallback_reason=None,
+            fill=np.zeros((), dtype),
+            chunk_shape=(*dataset.chunks, *extra) if is_chunked else (),
+            filters=filters_of(dataset.plist),
+            stored_nbytes=0 if is_chunked else dataset.id.get_storage_size(),
+            # For variable-length elements HDF5 returns the size in memory.
+            stored_itemsize=0 if has_objects(dataset) else dataset.itemsize,
+            extra_dims=len(extra),
+            indexed=indexed(dataset),
+        )
 
     def _kind(self, dataset: Opened, member: Sequence[str], num_dim: int | str) -> _Kind | None:
         """Return what the layouts of contiguous datasets depend on, except size and address."""
@@ -267,11 +241,9 @@ class Indexer:
         if sources is not None:
             sources.find(dataset.plist)
         element = element_of(dataset, member, where)
-        shape = dataset.shape
+        shape = self._shape_of(dataset)
         if shape is None:
             raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
-        if shape == () and self._depth:
-            shape = (1,)  # as the source of a virtual dataset, it is one sample
         if shape == ():
             raise DatasetError(f"{where} is a scalar: it has no dimension that counts samples")
         if element.dtype.hasobject:
@@ -281,25 +253,9 @@ class Indexer:
             )
         names = dimension_names(dataset.id, self.scale_names) if isinstance(num_dim, str) else ()
         base, extra = element.unpacked
-        is_chunked = storage == "chunked"
-        layout = DatasetLayout(
-            file=self._path,
-            stamp=self._stamp,
-            path=name,
-            shape=(*shape, *extra),
-            dtype=_without_metadata(base),
-            sample_axis=numbered_axis(num_dim, names, len(shape), where),
-            storage=storage,
-            fallback_reason=None,
-            fill=np.zeros((), base),
-            chunk_shape=(*dataset.chunks, *extra) if is_chunked else (),
-            filters=filters_of(dataset.plist),
-            stored_nbytes=0 if is_chunked else dataset.id.get_storage_size(),
-            member=member,
-            # For variable-length elements HDF5 returns the size in memory.
-            stored_itemsize=0 if has_objects(dataset) else dataset.itemsize,
-            extra_dims=len(extra),
-            indexed=indexed(dataset),
+        dtype = without_metadata(base)
+        layout = self._declared(name, dataset, storage, dtype, shape, extra).changed(
+            sample_axis=numbered_axis(num_dim, names, len(shape), where), member=member
         )
         try:
             if sources is not None:
@@ -313,16 +269,11 @@ class Indexer:
                     raise NotDirectError("strings in external files, which HDF5 converts")
                 return external_layout(layout, dataset.plist, found)
             if storage == "compact":
-                values = np.asarray(_values(dataset.dataset, member))
+                values = np.asarray(_values(h5py.Dataset(dataset.id), member))
                 values = values.reshape(layout.shape).view(layout.raw_dtype)
                 return layout.changed(values=values)
             require_fill(dataset, layout.stored_itemsize, where)
-            if is_chunked and layout.filters:
-                nbytes = math.prod(dataset.chunks) * layout.stored_itemsize
-                require_lengths(layout.filters, nbytes, where)
-                if edges_are_raw(dataset):
-                    layout = layout.changed(has_raw_edges=True)
-                require_filters(layout, dataset, where)
+            layout = _with_checked_filters(layout, dataset, where)
             converts = self._converts(element, member)
             if converts and undecodable(layout.filters):
                 raise NotDirectError("a stored type to convert, and filters that are not decoded")
@@ -339,14 +290,14 @@ class Indexer:
             nbytes = self._stored_nbytes(layout, dataset, where)
             return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())
 
-    def _converts(self, element: Element, member: tuple[str, ...]) -> bool:
+    def _converts(self, element: StoredType, member: tuple[str, ...]) -> bool:
         """Tell whether stored bytes are converted as a chunk is decoded."""
         is_needed = not element.is_numpys or (element.text and self._depth)
         can = element.conversion and not member and load_core() is not None
         return bool(is_needed and can)
 
     def _require_direct(
-        self, layout: DatasetLayout, dataset: Opened, element: Element, converts: bool = False
+        self, layout: DatasetLayout, dataset: Opened, element: StoredType, converts: bool = False
     ) -> None:
         if self._is_writer:
             raise NotDirectError(
@@ -406,7 +357,7 @@ class Indexer:
         return layout
 
     def _member(
-        self, layout: DatasetLayout, dataset: Opened, element: Element, where: str
+        self, layout: DatasetLayout, dataset: Opened, element: StoredType, where: str
     ) -> DatasetLayout:
         """Return the layout of a member: a part of the rows of the compound."""
         if not layout.stored_itemsize:
@@ -446,15 +397,22 @@ def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:
     return values
 
 
-def _without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)
+def _with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) -> DatasetLayout:
+    """Require the filters of a dataset, and find out whether its edge chunks are raw."""
+    if not layout.chunk_shape or not layout.filters:
+        return layout
+    require_lengths(layout.filters, math.prod(dataset.chunks) * layout.stored_itemsize, where)
+    if edges_are_raw(dataset):
+        layout = layout.changed(has_raw_edges=True)
+    require_filters(layout, dataset, where)
+    return layout
 
 
 def _storage(dataset: Opened) -> Storage:
     """Return the layout class.
 
-    External storage reports itself as contiguous; external and virtual datasets have no offset,
-    like datasets that were never written. So these must be distinguished first.
+    External storage reports itself as contiguous, and external and virtual datasets have no offset,
+    like those that were never written, so these are distinguished first.
     """
     kind = dataset.layout_class
     if kind == h5py.h5d.VIRTUAL:

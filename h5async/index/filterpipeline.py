@@ -1,8 +1,7 @@
 """Reads the filter pipeline of a dataset, and checks that it can be decoded.
 
-Also adds a filter to it that converts stored elements when chunks are decoded: the layout of a
-dataset enters whose stored bytes are not NumPy's; one of chunks leaves that decode to NumPy's
-elements. Contiguous values become chunks of some rows without other filters.
+Also adds a filter that converts stored elements to NumPy's as chunks are decoded. Contiguous values
+become chunks of some rows for that.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from h5async.core.binding import can_decode
 from h5async.errors import DatasetError, ReadError
 from h5async.index.chunkindex import TooManyChunksError, applies_any
 from h5async.index.chunktable import ChunkTable, repeated
-from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, chunk_options
+from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, NotDirectError, chunk_options
 from h5async.index.layout import DatasetLayout
-from h5async.index.obstacles import NotDirectError
 from h5async.index.opendataset import Opened
 from h5async.system.interruptions import suppressing
 
@@ -43,10 +41,7 @@ def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
 def edges_are_raw(dataset: Opened) -> bool:
     """Return whether chunks that reach over the dataset's edge are not filtered.
 
-    Raises
-    ------
-    NotDirectError
-        If HDF5 does not say so, and it matters.
+    NotDirectError if HDF5 does not say so, and it matters.
     """
     if all(n % c == 0 for n, c in zip(dataset.extents, dataset.chunks, strict=True)):
         return False
@@ -67,15 +62,11 @@ def require_filters(layout: DatasetLayout, dataset: Opened, where: str) -> None:
 def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where: str) -> None:
     """Raise `DatasetError` if a chunk was written with a filter that HDF5 does not have.
 
-    Parameters
-    ----------
-    layout
-        Of a dataset to be read through h5py, even if the core could decode it.
-    dataset
-        The same, open; None if its chunk table says which filters were used.
+    The layout is of a dataset to be read through h5py, even if the core could decode it: `dataset`,
+    or None if its chunk table says which filters were used.
     """
-    missing = _unknown_to_hdf5(layout.filters) if layout.chunk_shape else []
-    if not missing:
+    missing = [bit for bit, entry in enumerate(layout.filters) if not is_known_to_hdf5(entry)]
+    if not missing or not layout.chunk_shape:
         return
     if dataset is not None:
         with suppressing(TooManyChunksError):
@@ -91,10 +82,7 @@ def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where
 def left_to_hdf5(layout: DatasetLayout, reason: str) -> DatasetLayout:
     """Return the layout of the same dataset, read through h5py.
 
-    Raises
-    ------
-    DatasetError
-        If HDF5 does not have a filter that it needs.
+    DatasetError if HDF5 does not have a filter that it needs.
     """
     for origin in layout.origins():
         require_filters_of_hdf5(origin, None, f'{origin.file}: dataset "{origin.path}"')
@@ -112,18 +100,14 @@ def _is_not_available(entry: Filter, where: str) -> DatasetError:
     )
 
 
-def is_hdf5s(entry: Filter) -> bool:
-    """Return whether HDF5 can decode a filter, and the core cannot."""
-    return not can_decode(entry) and is_known_to_hdf5(entry)
-
-
 def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
     """Raise `NotDirectError` if a chunk was written with a filter that only HDF5 decodes.
 
     Its mere presence in the pipeline does not matter: filters that cannot process the data, such as
     shuffle with variable-length elements, are skipped when a chunk is written.
     """
-    theirs = [bit for bit, entry in enumerate(layout.filters) if is_hdf5s(entry)]
+    theirs = undecodable(layout.filters)
+    theirs = [bit for bit in theirs if is_known_to_hdf5(layout.filters[bit])]
     if theirs and applies_any(dataset, theirs, layout.has_raw_edges):
         entry = layout.filters[theirs[0]]
         raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
@@ -136,15 +120,7 @@ def undecodable(filters: tuple[Filter, ...]) -> list[int]:
 
 def unavailable(filters: tuple[Filter, ...]) -> list[int]:
     """Return the positions of filters that neither the core nor HDF5 can decode."""
-    return [
-        bit
-        for bit, entry in enumerate(filters)
-        if not can_decode(entry) and not is_known_to_hdf5(entry)
-    ]
-
-
-def _unknown_to_hdf5(filters: tuple[Filter, ...]) -> list[int]:
-    return [bit for bit, entry in enumerate(filters) if not is_known_to_hdf5(entry)]
+    return [bit for bit in undecodable(filters) if not is_known_to_hdf5(filters[bit])]
 
 
 def require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None:
@@ -172,11 +148,7 @@ def require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str) 
 def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayout:
     """Return a layout whose chunks are converted by the filter with these parameters.
 
-    Raises
-    ------
-    NotDirectError
-        If chunks do not consist of whole elements, or contiguous values would be cut into too many
-        units.
+    NotDirectError if contiguous values would be cut into too many units.
     """
     conversion = Filter(NUMBER, parameters, "conversion")
     if layout.chunks is not None:
@@ -193,7 +165,6 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
 
 
 def _in_units(layout: DatasetLayout, conversion: Filter) -> DatasetLayout:
-    """Return the layout of contiguous values as chunks of equal numbers of rows."""
     rows, *rest = [int(extent) or 1 for extent in layout.shape]
     row_nbytes = math.prod(rest) * conversion.parameters[1]
     most = min(rows, max(1, _UNIT_NBYTES // row_nbytes))

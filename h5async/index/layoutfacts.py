@@ -44,7 +44,7 @@ class HeapFile(NamedTuple):
     first_sample
         The sample number of its first element.
     elements
-        Where their values lie: `heapelements.Sequences`.
+        Where their values lie: `variablelength.Sequences`.
     """
 
     file: str

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from h5async.config import Field
 from h5async.config.files import FileName, is_index
-from h5async.index.groups import Grouping
+from h5async.index.contents import Grouping
 from h5async.index.indexcache import open_cache
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach

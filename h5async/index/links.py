@@ -41,16 +41,15 @@ class Consulted:
 
     Attributes
     ----------
-    files
-        Paths as used, and the stamps of the files there.
-    absent
-        Paths at which nothing was found.
+    files, absent
+        Paths as used, with the stamps of the files there; paths at which nothing was found.
     variables
         Environment variables that were read, with their values.
     folder
         The current directory, if a name was relative to it; else None.
     is_stable
-        Whether later changes can be detected.
+        Whether later changes can be detected: facts from HDF5 about a file that this process has
+        open for writing may not be in the file yet.
     """
 
     def __init__(self) -> None:
@@ -61,16 +60,7 @@ class Consulted:
         self.is_stable = True
 
     def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
-        """Record a file.
-
-        Parameters
-        ----------
-        path, stamp
-            The file.
-        is_written
-            Whether this process has it open for writing, so that facts from HDF5 may not be in the
-            file yet.
-        """
+        """Record a file; it `is_written` if this process has it open for writing."""
         name = self._name(path)
         if is_written or self.files.setdefault(name, stamp) != stamp:
             self.is_stable = False
@@ -89,17 +79,15 @@ class Consulted:
         return absolute_name(path)
 
 
-class NotRecorded(Consulted):
-    """Accepts records and drops them."""
-
+class _NotRecorded(Consulted):
     def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
-        """Do nothing."""
+        pass
 
     def missed(self, path: Path) -> None:
-        """Do nothing."""
+        pass
 
     def asked(self, variable: str) -> None:
-        """Do nothing."""
+        pass
 
 
 @dataclass(frozen=True)
@@ -111,8 +99,7 @@ class Reach:
     roots
         Directories (or files) that may be read, wherever the file lies.
     missing_is_fill
-        Whether missing sources of a virtual dataset are read as its fill value; otherwise they are
-        an error.
+        Whether missing sources of a virtual dataset are read as its fill value, or an error.
     io
         Whether files may be mapped into memory.
     room
@@ -125,7 +112,7 @@ class Reach:
     missing_is_fill: bool = False
     io: IoMode = "auto"
     room: Room = field(default_factory=Room, compare=False, repr=False)
-    consulted: Consulted = field(default=NotRecorded(), compare=False, repr=False)
+    consulted: Consulted = field(default=_NotRecorded(), compare=False, repr=False)
 
     def find(self, name: str, holder: str, variable: str, where: str) -> Path | None:
         """Return the file that `holder` refers to as `name`, or None if there is none.
@@ -135,12 +122,8 @@ class Reach:
         target. An absolute name that does not exist is looked up beside `holder`. HDF5 would then
         look in the current directory, on which nobody should rely.
 
-        Raises
-        ------
-        UnsafeFileError
-            If it lies elsewhere, or its name is not valid.
-        ReadError
-            If it is not a regular file.
+        UnsafeFileError if it lies elsewhere, or its name is not valid; ReadError if it is not a
+        regular file.
         """
         if not name or "\0" in name:
             raise UnsafeFileError(f"{where} refers to a file with the name {name!r}")
@@ -200,12 +183,7 @@ BESIDE = Reach()  # only files that lie beside the file
 class Located(NamedTuple):
     """The end of a path: an object of a file, and the rest of the path after a dataset.
 
-    Attributes
-    ----------
-    file, path, rest
-        The file, the path of the object in it, and the rest.
-    group, name
-        The group that holds the object, and its name there.
+    `path` is that of the object in the file; `group` holds it, by `name`.
     """
 
     file: HDF5File
@@ -244,33 +222,14 @@ def locate(
     files: contextlib.ExitStack,
     last: LastGroup | None = None,
 ) -> Located:
-    """Follow a path through groups and links.
+    """Follow a path through groups and links, from an open file.
 
-    Parameters
-    ----------
-    file
-        Open file in which the path begins.
-    path
-        HDF5 path.
-    reach
-        Which files external links may lead to.
-    files
-        Closes the files opened on the way later.
-    last
-        Keeps the group for the next path of the same file.
+    `reach` says which files external links may lead to. `files` closes the files opened on the way
+    later. `last` keeps the group for the next path of the same file.
 
-    Raises
-    ------
-    KeyError
-        If there is nothing of that name.
-    UnsafeFileError
-        If an external link leads to a file that is not permitted.
-    MissingError
-        If the path leads to a file that does not exist.
-    DatasetError
-        If it leads through too many links.
-    ReadError
-        If a linked file cannot be opened.
+    KeyError if there is nothing of that name; UnsafeFileError if an external link leads to a file
+    that is not permitted; MissingError if it does not exist; DatasetError for too many links;
+    ReadError if a linked file cannot be opened.
     """
     todo = _components(path)
     kept, done = (None, []) if last is None else last.begin(todo)
@@ -352,12 +311,7 @@ def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
 def open_permitted(path: Path, where: str) -> Iterator[HDF5File]:
     """Open a file that another one refers to, by its real path from `Reach.permitted`.
 
-    Raises
-    ------
-    UnsafeFileError
-        If the path leads elsewhere by now.
-    ReadError
-        As in `open_hdf5`.
+    UnsafeFileError if the path leads elsewhere by now; ReadError as in `open_hdf5`.
     """
     with open_index(path) as file:
         require_in_place(path, file.source.stamp(), where)

@@ -22,15 +22,20 @@ from h5async.errors import (
     ConfigError,
     DatasetError,
     H5AsyncError,
-    ReadError,
-    is_lack_of_memory,
     out_of_memory,
 )
 from h5async.index.attributes import cf_attributes, dimension_names
 from h5async.index.composition import Part
-from h5async.index.contents import LISTING_NBYTES, shape_of_field, walk, what_is_there
+from h5async.index.contents import (
+    LISTING_NBYTES,
+    Grouping,
+    older_categories,
+    shape_of_field,
+    walk,
+    what_is_there,
+)
 from h5async.index.datasets import Indexer
-from h5async.index.groups import Grouping
+from h5async.index.hdf5 import NotDirectError, OtherKindError, reading
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import (
     BESIDE,
@@ -41,8 +46,6 @@ from h5async.index.links import (
     metadata_cache,
     open_index,
 )
-from h5async.index.obstacles import OtherKindError
-from h5async.index.oldercategories import older_categories
 from h5async.index.room import files_of
 from h5async.index.segments import Piece
 from h5async.index.sequenced import (
@@ -53,6 +56,7 @@ from h5async.index.sequenced import (
     sliced,
 )
 from h5async.index.slabs import Slab
+from h5async.index.variablelength import Forms, variable_length
 from h5async.io.stores import HDF5File
 from h5async.system.interruptions import passing, suppressing
 
@@ -80,8 +84,8 @@ def read_layouts(
     ReadError
         If the file cannot be opened, or a chunk table points outside it.
     DatasetError
-        If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype. If no
-        dimension, or more than one, has the name in a field's ``num_dim``.
+        If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype, or
+        the name in ``num_dim`` is not that of one dimension.
     UnsafeFileError
         If a dataset lies in files that `reach` does not permit.
     ConfigError
@@ -89,7 +93,10 @@ def read_layouts(
     """
     with open_index(path) as file:
         indexer = Indexer(file, reach)
-        wanted = {name: _wanted(field, may_be_codes) for name, field in fields.items()}
+        wanted = {
+            name: Further(field.names_axes, field.decode_cf, may_be_codes=may_be_codes)
+            for name, field in fields.items()
+        }
         if grouping is None:
             return {
                 name: layout_at(indexer, field.path, field.num_dim, reach, wanted[name])
@@ -113,8 +120,7 @@ class Further(NamedTuple):
     is_lenient
         Whether unreadable facts count as absent.
     may_be_codes
-        Whether it may hold the codes of categories, as AnnData wrote them before 0.8; otherwise
-        that raises `OtherKindError`.
+        Otherwise, codes of categories raise `OtherKindError`; see `read_layouts`.
     """
 
     dim_names: bool = False
@@ -124,10 +130,6 @@ class Further(NamedTuple):
 
 
 NOTHING_FURTHER = Further()
-
-
-def _wanted(field: Field, may_be_codes: bool) -> Further:
-    return Further(dim_names=field.names_axes, cf=field.decode_cf, may_be_codes=may_be_codes)
 
 
 def list_layouts(
@@ -143,8 +145,7 @@ def list_layouts(
 
     They come group by group, in the order of names; dimension `num_dim` counts their samples. Those
     whose paths are not `wanted` are not opened. With attributes, layouts have the names of
-    dimensions and how values are packed. With a `grouping`: the datasets of its groups, each joined
-    across groups.
+    dimensions and how values are packed. With a `grouping`: the datasets of its groups, joined.
     """
     attributes = Further(with_attributes, with_attributes, is_lenient=True)
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
@@ -168,7 +169,6 @@ def _list_joined(
     num_dim: int | str | tuple[int | str, int | str],
     reach: Reach,
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
-    """Yield each dataset that one of the groups has, with its layout across all of them."""
     parents, depth = set(groups), groups[0].count("/") + 1
     parts = (name.split("/") for name in _datasets(indexer.file, reach))
     names = ("/".join(p[depth:]) for p in parts if "/".join(p[:depth]) in parents)
@@ -196,10 +196,9 @@ def _datasets(
 ) -> Iterator[str]:
     """Yield the paths of datasets, and of objects that cannot be opened."""
     for name, kind in walk(file):
-        if not wanted(name):
-            continue
-        if kind == "dataset" or (kind != "group" and _may_be_dataset(file, name, reach)):
-            yield name
+        if wanted(name) and kind != "group":
+            if kind == "dataset" or _may_be_dataset(file, name, reach):
+                yield name
 
 
 def _may_be_dataset(file: HDF5File, path: str, reach: Reach) -> bool:
@@ -216,27 +215,12 @@ def value_layout(
 ) -> DatasetLayout | NDArray[Any]:
     """Find where a small dataset lies that is read whole: a mask, or a number per sample.
 
-    Parameters
-    ----------
-    path, name
-        The file, and the dataset's path in it, optionally followed by a column, as in ``"lengths[:,
-        0]"``; negative numbers count from the end.
-    most
-        The maximum number of values: a file is not trusted with all memory.
+    `name` may end with a column, as in ``"lengths[:, 0]"``; negative numbers count from the end.
+    `most` is the maximum number of values: a file is not trusted with all memory. Strings of
+    variable length, which have no layout, are returned as (n,) bytes objects.
 
-    Returns
-    -------
-    DatasetLayout or numpy.ndarray
-        Variable-length strings, which have no layout, as (n,) bytes objects.
-
-    Raises
-    ------
-    ReadError
-        If the file cannot be opened, or the strings cannot be read.
-    DatasetError
-        If it is missing, does not have one value per sample, or holds too much.
-    UnsafeFileError
-        If a link to it leads to a file that `reach` does not permit.
+    DatasetError if it is missing, does not have one value per sample, or holds too much; ReadError
+    and UnsafeFileError as in `read_layouts`.
     """
     where, number = f'{path}: dataset "{name}"', None
     behind = _COLUMN.search(name)
@@ -274,12 +258,8 @@ def value_layout(
         stamp = found.file.source.stamp()
         what = f"{where} of shape {node.shape}: its strings"
         reach.room.take(_STRING_NBYTES * int(node.size), what, [(found.file.filename, stamp)])
-        try:
+        with reading(where):
             return np.asarray(node[()]).reshape(-1)
-        except Exception as error:  # h5py raises many types
-            if is_lack_of_memory(error):
-                raise out_of_memory(where, error) from error
-            raise ReadError(f"{where} cannot be read ({error})") from error
 
 
 def _column_of(layout: DatasetLayout, number: int) -> DatasetLayout:
@@ -328,24 +308,15 @@ def _read_attributes(
         with suppressing(Exception):
             return read()
         return ()
-    try:
+    with reading(f"{where}: its attributes"):
         return read()
-    except H5AsyncError:
-        raise
-    except Exception as error:  # damaged attributes may raise anything
-        if is_lack_of_memory(error):
-            raise out_of_memory(f"{where}, its attributes", error) from error
-        raise ReadError(f"{where}: its attributes cannot be read ({error})") from error
 
 
 @contextlib.contextmanager
 def indexer_at(
     file: HDF5File, path: str, reach: Reach
 ) -> Iterator[tuple[Indexer, Located, h5py.h5d.DatasetID]]:
-    """Follow a path to a dataset, in this file or another, and yield its `Indexer`.
-
-    Raises like `read_layouts`.
-    """
+    """Follow a path to a dataset, in this file or another; raises like `read_layouts`."""
     with contextlib.ExitStack() as files:
         found, node = _dataset_at(file, path, reach, files)
         yield Indexer(found.file, reach), found, node
@@ -358,7 +329,6 @@ def _layout_of_two(
     reach: Reach,
     wanted: Further,
 ) -> DatasetLayout:
-    """Read the layout of a dataset whose samples two dimensions count."""
     by_sequence, by_step = (layout_at(indexer, path, dim, reach, wanted) for dim in num_dim)
     axes = by_sequence.sample_axis, by_step.sample_axis
     if axes[0] == axes[1]:
@@ -409,3 +379,46 @@ def _dataset_at(
             f'{file.filename}: "{path}" is a {kind}, not a dataset; {what_is_there(file, reach)}'
         )
     return found, node
+
+
+def references(path: FileName, name: str, reach: Reach) -> tuple[DatasetLayout, Forms]:
+    """Return the layout of the references of a dataset of variable length, and their forms by file.
+
+    The layout has shape (n,), and a void dtype of the bytes of a reference. The forms are those of
+    its own file, and of the files of the sources of a virtual dataset. Raises `DatasetError` if
+    it is no such dataset with one dimension, and the errors of `read_layouts`.
+    """
+    where = f'{path}: dataset "{name}"'
+    with open_index(path) as file, indexer_at(file, name, reach) as (indexer, found, node):
+        try:
+            if found.rest or variable_length(node) is None:
+                name = _name_of_type(node)
+                is_bytes = name.startswith(("|S", "|V"))
+                more = ", or store each sample as h5py.vlen_dtype(np.uint8)" if is_bytes else ""
+                raise DatasetError(
+                    f"{where} is of {name}, not of a variable-length datatype; give the path of its"
+                    f" offsets{more}"
+                )
+            forms: Forms = {}
+            return indexer.raw_layout(found.path, node, forms), forms
+        except NotDirectError as error:
+            raise DatasetError(
+                f"{where} cannot be read: {error}; store flat values, and their offsets"
+            ) from error
+
+
+def may_be_variable_length(file: HDF5File, name: str, reach: Reach) -> bool:
+    """Return whether a path of an open file leads to a dataset of a variable-length datatype."""
+    try:
+        with indexer_at(file, name, reach) as (_, found, node):
+            return not found.rest and variable_length(node) is not None
+    except NotDirectError:
+        return True
+    except DatasetError:
+        return False
+
+
+def _name_of_type(node: h5py.h5d.DatasetID) -> str:
+    with suppressing(Exception):  # h5py has no one type for what it cannot express
+        return str(node.dtype)
+    return "a datatype that NumPy does not have"

@@ -1,7 +1,7 @@
 """Defines `Opened`: an open dataset, and facts from HDF5 that are requested once.
 
-Also its fill value, which HDF5 returns for values that were never written, and the digest that
-distinguishes it from a dataset that takes its place later.
+Also the dtype of its elements, or of a member's; its fill value, which HDF5 returns for values that
+were never written; and the digest that distinguishes it from a dataset that takes its place later.
 """
 
 from __future__ import annotations
@@ -14,27 +14,25 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import ReadError
-from h5async.index.hdf5 import encoded_properties, fill_nbytes, index_kind
+from h5async.errors import DatasetError, ReadError
+from h5async.index.hdf5 import (
+    NotDirectError,
+    encoded_properties,
+    fill_nbytes,
+    index_kind,
+    stored_fill,
+)
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import Indexed
-from h5async.index.objectheader import stored_fill
-from h5async.index.obstacles import NotDirectError
-from h5async.index.storedtypes import describe
+from h5async.index.storedtypes import StoredType, describe
 from h5async.io.stores import Source
+from h5async.spelling import name_bytes, name_text
 
 Extents = tuple[int, ...]
 
 
 class Opened:
-    """An open dataset. Results are kept, so each question reaches HDF5 once, if at all.
-
-    Parameters
-    ----------
-    identifier
-        The dataset.
-    source
-        Its file.
+    """An open dataset of the file `source`. Each question reaches HDF5 once, if at all.
 
     Attributes
     ----------
@@ -55,11 +53,6 @@ class Opened:
         self.encoded_type = bytes(self.type.encode())
         is_chunked = self.layout_class == h5py.h5d.CHUNKED
         self.chunks: Extents = tuple(self.plist.get_chunk()) if is_chunked else ()
-
-    @property
-    def dataset(self) -> h5py.Dataset:
-        """The dataset as h5py's high-level object."""
-        return h5py.Dataset(self.id)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -113,8 +106,8 @@ class Opened:
     def offset(self) -> int:
         """The first byte of contiguous values in the file; -1 if they were never written.
 
-        HDF5 adds the bytes of the userblock even to an undefined address. RuntimeError if the
-        address is not valid.
+        HDF5 adds the bytes of the userblock even to an undefined address. RuntimeError if it is not
+        valid.
         """
         found = self.id.get_offset()
         if found is None:
@@ -139,7 +132,7 @@ def indexed(dataset: Opened) -> Indexed:
     digest = hashlib.blake2b(dataset.encoded_type, digest_size=16)
     digest.update(dataset.properties)
     if dataset.layout_class == h5py.h5d.COMPACT and not dataset.dtype.hasobject:
-        digest.update(np.asarray(dataset.dataset[...]).tobytes())
+        digest.update(np.asarray(h5py.Dataset(dataset.id)[...]).tobytes())
     return Indexed(digest.digest(), dataset.extents)
 
 
@@ -167,7 +160,7 @@ def fill_value(
     `whenever` ignores the fill time, which does not matter to virtual datasets.
     """
     fill = np.zeros((), base)
-    if _has_fill_value(plist) and (whenever or _is_filled(plist)):
+    if _uses_fill_value(plist, whenever):
         if extra:
             raise NotDirectError("an array type with a fill value of its own")
         plist.get_fill_value(fill)
@@ -179,19 +172,11 @@ def fill_reference(
 ) -> NDArray[Any]:
     """Return what stands for elements of variable length that were never written.
 
-    Parameters
-    ----------
-    dataset
-        The dataset.
-    dtype
-        Of a reference: void.
-    source
-        Its file, where the fill value lies, as any other element does.
-    whenever
-        As in `fill_value`.
+    It is a reference, of a void dtype, that lies in the file `source` as any other element does;
+    `whenever` as in `fill_value`.
     """
     stored = b""
-    if _has_fill_value(dataset.plist) and (whenever or _is_filled(dataset.plist)):
+    if _uses_fill_value(dataset.plist, whenever):
         stored = stored_fill(dataset.id, source)
         if len(stored) not in (0, dtype.itemsize):
             raise NotDirectError("elements of variable length with a fill value of another type")
@@ -200,7 +185,7 @@ def fill_reference(
 
 def member_fill(dataset: Opened, member: tuple[str, ...]) -> bytes:
     """Return the bytes of a member's fill value; b"" for zeros."""
-    if not (_has_fill_value(dataset.plist) and _is_filled(dataset.plist)):
+    if not _uses_fill_value(dataset.plist):
         return b""
     values: Any = np.zeros((), dataset.dtype)
     dataset.plist.get_fill_value(values)
@@ -213,11 +198,13 @@ def _has_fill_value(plist: h5py.h5p.PropDCID) -> bool:
     return bool(plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED)
 
 
-def _is_filled(plist: h5py.h5p.PropDCID) -> bool:
-    known = h5py.h5d.FILL_TIME_ALLOC, h5py.h5d.FILL_TIME_IFSET, h5py.h5d.FILL_TIME_NEVER
-    if plist.get_fill_time() not in known:
-        raise NotDirectError(f"a fill time of {plist.get_fill_time()}, which HDF5 does not know")
-    return bool(plist.get_fill_time() != h5py.h5d.FILL_TIME_NEVER)
+def _uses_fill_value(plist: h5py.h5p.PropDCID, whenever: bool = False) -> bool:
+    if not _has_fill_value(plist) or whenever:
+        return _has_fill_value(plist)
+    time = plist.get_fill_time()
+    if time not in (h5py.h5d.FILL_TIME_ALLOC, h5py.h5d.FILL_TIME_IFSET, h5py.h5d.FILL_TIME_NEVER):
+        raise NotDirectError(f"a fill time of {time}, which HDF5 does not know")
+    return bool(time != h5py.h5d.FILL_TIME_NEVER)
 
 
 def has_no_values(plist: h5py.h5p.PropDCID, layout: DatasetLayout) -> bool:
@@ -226,3 +213,50 @@ def has_no_values(plist: h5py.h5p.PropDCID, layout: DatasetLayout) -> bool:
     chunks = layout.chunks
     allocated = layout.offset >= 0 if chunks is None else chunks.offset.size > 0
     return undefined and not allocated
+
+
+def has_objects(dataset: Opened) -> bool:
+    """Return whether elements, or members of them, are of variable length, or references."""
+    try:
+        return bool(dataset.dtype.hasobject)
+    except UnicodeDecodeError:  # h5py has no dtype for names of members that are not UTF-8
+        return _is_object(dataset.type)
+
+
+def _is_object(stored: h5py.h5t.TypeID) -> bool:
+    if isinstance(stored, h5py.h5t.TypeCompoundID):
+        return any(_is_object(stored.get_member_type(i)) for i in range(stored.get_nmembers()))
+    if isinstance(stored, h5py.h5t.TypeArrayID):
+        return _is_object(stored.get_super())
+    if isinstance(stored, h5py.h5t.TypeStringID):
+        return bool(stored.is_variable_str())
+    return isinstance(stored, h5py.h5t.TypeVlenID | h5py.h5t.TypeReferenceID)
+
+
+def element_of(dataset: Opened, member: tuple[str, ...], where: str) -> StoredType:
+    """Return the element of a dataset or, for a compound, its member at the path `member`.
+
+    DatasetError, beginning with `where`, if there is no such member, or NumPy has no type for it.
+    """
+    stored, offset = dataset.type, 0
+    for depth, name in enumerate(member):
+        label = "/".join(member[: depth + 1])
+        if not isinstance(stored, h5py.h5t.TypeCompoundID):
+            raise DatasetError(f'{where} has no member "{label}": it is no compound type')
+        names = [stored.get_member_name(i) for i in range(stored.get_nmembers())]
+        encoded = name_bytes(name)
+        if encoded not in names:
+            listed = ", ".join(f'"{name_text(n)}"' for n in names)
+            raise DatasetError(f'{where} has no member "{label}"; it has {listed}')
+        offset += stored.get_member_offset(names.index(encoded))
+        stored = stored.get_member_type(names.index(encoded))
+    try:
+        found = describe(stored.encode() if member else dataset.encoded_type)
+        return found._replace(offset=offset)
+    except UnicodeDecodeError as error:
+        raise DatasetError(
+            f"{where}: it has members with names that are not UTF-8, and h5py has no type for"
+            " these; read each member by itself, as a path behind that of the dataset"
+        ) from error
+    except Exception as error:  # h5py has no one type for what it cannot express
+        raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error

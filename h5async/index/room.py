@@ -26,10 +26,7 @@ _TIMES_STORED = 64  # fields of one byte a sample, well compressed, and all tabl
 class Room:
     """The memory for sizes that files declare, while a reader opens them.
 
-    Parameters
-    ----------
-    max_batch_bytes
-        The option: always allowed.
+    The option `max_batch_bytes` is always allowed.
     """
 
     def __init__(self, max_batch_bytes: int | None = None) -> None:
@@ -38,21 +35,10 @@ class Room:
         self._taken = 0
 
     def take(self, nbytes: int, what: str, files: Iterable[tuple[str, FileStamp]]) -> None:
-        """Count memory that is about to be allocated.
+        """Count memory that is about to be allocated; BudgetError if it exceeds the limit.
 
-        Parameters
-        ----------
-        nbytes
-            Its size.
-        what
-            The beginning of the message: ``'a.h5: dataset "x" of shape (4,): its values'``.
-        files
-            Name and stamp of those that hold the dataset, from `files_of`.
-
-        Raises
-        ------
-        BudgetError
-            If it exceeds the limit.
+        `what` begins the message: ``'a.h5: dataset "x" of shape (4,): its values'``. `files` are
+        name and stamp of those that hold the dataset, from `files_of`.
         """
         wanted = self._taken + nbytes
         if wanted > self._least:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.errors import ConfigError, ReadError
+from h5async.index.contents import Grouping
 from h5async.index.datasettable import Datasets, table_of
-from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach, require_local
 from h5async.index.portable import NotPortableError, natural, naturals, text

@@ -19,10 +19,9 @@ from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import can_decode, load_core
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.datasettable import Columns, Datasets
-from h5async.index.heapelements import Sequences
+from h5async.index.hdf5 import COLUMNS_REASON
 from h5async.index.layout import DatasetLayout, Storage
 from h5async.index.layoutfacts import CfAttribute, HeapFile, Indexed, SequenceLengths, Text
-from h5async.index.obstacles import COLUMNS_REASON
 from h5async.index.portable import (
     NotPortableError,
     dtype_from_json,
@@ -37,7 +36,7 @@ from h5async.index.portable import (
 from h5async.index.savedchecks import LARGEST, Limits, require_sound, require_sound_segments
 from h5async.index.savedfile import Arrays
 from h5async.index.segments import Piece, Segments
-from h5async.index.variablelength import VariableLength
+from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.localfiles import IoMode, may_map
 from h5async.io.stamps import FileStamp
 

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +36,10 @@ class Slab:
     def run(cls, start: int, stop: int) -> Slab:
         """Return the selection of all indices from `start` to before `stop`."""
         return cls(start, max(1, stop - start), 1, stop - start)
+
+    def normal(self) -> Slab:
+        """Return the same selection, as one block if the indices are adjacent."""
+        return Slab.run(self.start, self.start + self.size) if self.is_run else self
 
     @property
     def size(self) -> int:
@@ -91,6 +94,7 @@ class Blocks:
 
     first: Int64s
     begin: Int64s
+    is_run: ClassVar[bool] = False  # that would be a `Slab`
 
     @classmethod
     def of(cls, first: Int64s, length: Int64s) -> Slab | Blocks:
@@ -117,11 +121,6 @@ class Blocks:
         return int((self.first + np.diff(self.begin)).max())
 
     @property
-    def is_run(self) -> bool:
-        """Whether the indices are adjacent: that would be a `Slab`."""
-        return False
-
-    @property
     def num_blocks(self) -> int:
         """The number of runs of adjacent indices."""
         return self.first.size
@@ -129,10 +128,6 @@ class Blocks:
     def blocks(self) -> tuple[Int64s, Int64s]:
         """Return the first index and the length of each run of adjacent indices."""
         return self.first, np.diff(self.begin)
-
-    def as_slice(self) -> slice | None:
-        """Return None: no slice selects the same."""
-        return None
 
     def at(self, ordinal: Int64s) -> Int64s:
         """Return the indices of some ordinals."""
@@ -173,11 +168,6 @@ class PairedRuns(NamedTuple):
     def none(cls) -> PairedRuns:
         """Return no runs."""
         return cls(*(np.zeros(0, np.int64) for _ in range(4)))
-
-    @classmethod
-    def joined(cls, several: Sequence[PairedRuns]) -> PairedRuns:
-        """Return the runs of several (one or more), concatenated."""
-        return cls(*map(np.concatenate, zip(*several, strict=True)))
 
     def single_steps(self) -> PairedRuns:
         """Return the same pairs; runs whose rows are not adjacent become runs of one index.
@@ -220,18 +210,10 @@ def runs_between(ours: Selection, theirs: Selection) -> PairedRuns:
         return PairedRuns.one(ours.start, size, theirs.start)
     if ours.is_run and isinstance(theirs, Slab) and theirs.block == 1:
         return PairedRuns.one(ours.start, size, theirs.start, theirs.stride)
-    edges = np.unique(np.concatenate([_block_edges(ours), _block_edges(theirs), [size]]))
+    begins = (np.cumsum(length) - length for _, length in (ours.blocks(), theirs.blocks()))
+    edges = np.unique(np.concatenate([*begins, [size]]))
     edges = edges[edges <= size]
     begin = edges[:-1]
     return PairedRuns(
         ours.at(begin), np.diff(edges), theirs.at(begin), np.ones(begin.size, np.int64)
     )
-
-
-def _block_edges(selection: Selection) -> Int64s:
-    """Return the ordinals at which the blocks of a selection begin."""
-    if isinstance(selection, Blocks):
-        return selection.begin[:-1]
-    if selection.is_run:
-        return np.zeros(1, np.int64)
-    return np.arange(selection.count, dtype=np.int64) * selection.block

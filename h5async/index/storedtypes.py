@@ -27,7 +27,7 @@ _MOST_TEXTS = 64  # strings in an element
 
 
 class StoredType(NamedTuple):
-    """The NumPy equivalent of a type.
+    """The NumPy equivalent of the type of a dataset's elements, or of a member of them.
 
     Attributes
     ----------
@@ -38,14 +38,31 @@ class StoredType(NamedTuple):
     text
         The strings to convert in each element, or in each element of an array type.
     conversion
-        Parameters of the filter that converts stored elements to NumPy's, including strings
+        Parameters of the filter that converts stored elements, including strings
         (`codec/storedelements.py`); empty if there is none.
+    offset
+        Of a member: its first byte within an element.
     """
 
     dtype: np.dtype[Any]
     is_numpys: bool
     text: tuple[Text, ...]
     conversion: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def unpacked(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """The dtype of a number, and the dimensions of its array type, outermost first."""
+        base, shape = self.dtype, self.dtype.shape[:0]
+        while base.subdtype is not None:  # NumPy's own attributes go one level deep
+            shape += base.shape
+            base = base.base
+        return base, shape
+
+
+def without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a dtype without h5py's metadata, unless it is a compound."""
+    return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)
 
 
 @functools.lru_cache(maxsize=256)
@@ -60,10 +77,8 @@ def describe(encoded: bytes) -> StoredType:
         stored, base = stored.get_super(), base.base
     steps = _steps_of(stored, base)
     found = steps and parameters_of(base.itemsize, stored.get_size(), steps)
-    text = _texts_of(stored, base, 0)
-    if text is None or len(text) > _MOST_TEXTS:
-        return StoredType(dtype, False, (), found or ())
-    return StoredType(dtype, True, tuple(text), found or ())
+    text = _texts_of(steps or [], stored.get_size(), base.itemsize)
+    return StoredType(dtype, text is not None, text or (), found or ())
 
 
 def _steps_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step] | None:
@@ -121,43 +136,20 @@ def _steps_of_array(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step]
     return [step.moved(i * size, i * nbytes) for i in range(count) for step in steps]
 
 
-def _texts_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any], offset: int) -> list[Text] | None:
-    """Return the strings that differ from NumPy's; None if anything else does."""
-    if isinstance(stored, h5py.h5t.TypeStringID):
-        if stored.is_variable_str() or dtype.kind != "S" or dtype.itemsize != stored.get_size():
-            return None
-        padding = stored.get_strpad()
-        if padding == h5py.h5t.STR_NULLPAD:
-            return []
-        if padding not in (h5py.h5t.STR_NULLTERM, h5py.h5t.STR_SPACEPAD):
-            return None
-        return [Text(offset, dtype.itemsize, padding == h5py.h5t.STR_SPACEPAD)]
-    found: list[Text] = []
-    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
-        names = dtype.names or ()
-        if stored.get_size() != dtype.itemsize or stored.get_nmembers() != len(names):
-            return None
-        inside = 0
-        for i, name in enumerate(names):
-            member, at = dtype.fields[name][:2]
-            if stored.get_member_offset(i) != at:
-                return None
-            more = _texts_of(stored.get_member_type(i), member, offset + at)
-            if more is None:
-                return None
-            found += more
-            inside += member.itemsize
-        # When HDF5 converts any member, it leaves gaps between members unchanged in memory.
-        return found if inside == dtype.itemsize else None
-    if isinstance(stored, h5py.h5t.TypeArrayID) and dtype.subdtype is not None:
-        count = math.prod(dtype.shape)
-        for i in range(count if count <= _MOST_TEXTS else 0):
-            more = _texts_of(stored.get_super(), dtype.base, offset + i * dtype.base.itemsize)
-            if more is None:
-                return None
-            found += more
-        return found if count <= _MOST_TEXTS else None
-    return found if _is_stored_as(stored, dtype) else None
+def _texts_of(steps: list[Step], stored_nbytes: int, nbytes: int) -> tuple[Text, ...] | None:
+    """Return the strings that differ from NumPy's; None if anything else does, or they are many."""
+    are_alike = all(step.kind <= StepKind.PADDED and step.start == step.to for step in steps)
+    # When HDF5 converts any member, it leaves gaps between members unchanged in memory.
+    if not are_alike or not sum(s.repeats * s.nbytes for s in steps) == nbytes == stored_nbytes:
+        return None
+    strings = [step for step in steps if step.kind != StepKind.COPY]
+    if sum(step.repeats for step in strings) > _MOST_TEXTS:
+        return None
+    return tuple(
+        Text(step.to + number * step.nbytes, step.nbytes, step.kind == StepKind.PADDED)
+        for step in strings
+        for number in range(step.repeats)
+    )
 
 
 def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:

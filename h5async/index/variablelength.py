@@ -1,22 +1,31 @@
-"""Recognizes simple variable-length datatypes, and how their references are stored.
+"""Recognizes simple variable-length datatypes, and decodes their references.
 
 An open dataset enters; a `VariableLength` leaves. Elements of such a dataset are references to
-sequences of values, or strings, in the global heap of the file, which `read/heaps.py` reads. A
-sequence is simple if its values have a fixed size and are stored like NumPy's.
+sequences of values, or strings, in the global heap of the file, which the core reads. A sequence is
+simple if its values have a fixed size and are stored like NumPy's. References are decoded to
+`Sequences` when a dataset is opened, so that all lengths are known before anything else is read.
+Neither references nor files are trusted.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
-from h5async.index.obstacles import NotDirectError
-from h5async.index.storedtypes import describe
+from h5async.core.binding import Core, address
+from h5async.core.structures import HeapStruct
+from h5async.errors import ReadError
+from h5async.index.hdf5 import NotDirectError
+from h5async.index.storedtypes import describe, without_metadata
 
 _SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes
+DAMAGED = "; the file is damaged"
 
 
 @dataclass(frozen=True)
@@ -57,17 +66,10 @@ Forms = dict[str, VariableLength]  # by file
 
 
 def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
-    """Return how the elements of a dataset are stored; None if they are of fixed size.
+    """Return how the elements of an open dataset are stored; None if they are of fixed size.
 
-    The references may lie anywhere; those of a virtual dataset lie in its sources. `dataset` is
-    open, under h5py's rules for threads.
-
-    Raises
-    ------
-    NotDirectError
-        If elements are of variable length, but not simple: only h5py may read them.
-    Exception
-        Any of h5py's, if metadata are damaged.
+    The references may lie anywhere; those of a virtual dataset lie in its sources. NotDirectError
+    if only h5py may read them; any exception of h5py's if metadata are damaged.
     """
     stored = dataset.get_type()
     is_text = isinstance(stored, h5py.h5t.TypeStringID) and bool(stored.is_variable_str())
@@ -92,7 +94,6 @@ def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
 
 
 def _dtype_of(stored: h5py.h5t.TypeID) -> np.dtype[Any]:
-    """Return the dtype of the values of a sequence."""
     try:
         found = describe(bytes(stored.encode()))
     except Exception as error:  # h5py has no one type for what it cannot express
@@ -102,4 +103,80 @@ def _dtype_of(stored: h5py.h5t.TypeID) -> np.dtype[Any]:
         raise NotDirectError("sequences of sequences, of strings of variable length or references")
     if not found.is_numpys or found.text or dtype.itemsize != stored.get_size():
         raise NotDirectError(f"sequences whose stored values differ from NumPy's {dtype}")
-    return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)
+    return without_metadata(dtype)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Elements of a dataset, or of a part of it: their lengths and positions.
+
+    12 bytes each. Many threads may read them at once: positions are refined when they are found,
+    and all threads write the same number.
+
+    Attributes
+    ----------
+    form
+        How they are stored.
+    where
+        The name of the dataset in messages: ``'a.h5: dataset "tokens"'``.
+    length
+        uint32 (n,): the number of values of each; 0 if there is no address.
+    place
+        int64 (n,): the first byte of its values in the file; negative: ``-1 - (address << 16 |
+        index)``, if its collection was not walked yet.
+    total
+        The number of all values.
+    """
+
+    form: VariableLength
+    where: str
+    length: NDArray[np.uint32]
+    place: NDArray[np.int64]
+    total: int
+
+    @classmethod
+    def decoded(
+        cls,
+        count: int,
+        blocks: Iterable[tuple[int, NDArray[np.uint8]]],
+        form: VariableLength,
+        file_nbytes: int,
+        where: str,
+        core: Core,
+    ) -> Sequences:
+        """Decode `count` references block by block: as stored, they take more memory.
+
+        Blocks are the number of the first reference, and (n, reference_nbytes), C-contiguous. No
+        element is longer than the file, of `file_nbytes`; otherwise that is a ReadError.
+        """
+        length, place, total = np.empty(count, np.uint32), np.empty(count, np.int64), 0
+        for first, references in blocks:
+            here = slice(first, first + len(references))
+            found = cls(form, where, length[here], place[here], 0)
+            heap, stored = found.struct(), np.ascontiguousarray(references)
+            more = core.decode_references(ctypes.byref(heap), address(stored), file_nbytes)
+            if more < 0:
+                number = -1 - more
+                values = int.from_bytes(references[number, :4].tobytes(), "little")
+                raise ReadError(
+                    f"{where}, element {first + number}: its {values} values of"
+                    f" {form.dtype.itemsize} bytes do not fit into the file of {file_nbytes}"
+                    f" bytes{DAMAGED}"
+                )
+            total += more
+        return cls(form, where, length, place, total)
+
+    def struct(self) -> HeapStruct:
+        """Return the structure for the core, which writes to the positions."""
+        assert self.place.flags.writeable
+        form = self.form
+        return HeapStruct(
+            length=address(self.length),
+            place=address(self.place),
+            count=self.length.size,
+            base=form.base,
+            value_nbytes=form.dtype.itemsize,
+            address_nbytes=form.address_nbytes,
+            size_nbytes=form.size_nbytes,
+            is_text=form.is_text,
+        )

@@ -9,46 +9,204 @@ become one part, so that there may be one per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.index.composition import Part
+from h5async.index.hdf5 import NotDirectError
 from h5async.index.layout import DatasetLayout
-from h5async.index.mappings import MAX_BLOCKS, Hyperslab, Mapping, Selected, by_number
-from h5async.index.obstacles import NotDirectError
 from h5async.index.segments import Piece, region_key
-from h5async.index.slabs import Blocks, Slab
+from h5async.index.slabs import Blocks, Selection, Slab
 
+_UNLIMITED = h5py.h5s.UNLIMITED
+_MAX_NUMBERED = 100_000
+MAX_BLOCKS = 1 << 20  # HDF5 takes 38 s to open a mapping of 20,000, and that grows as the square
 # source(file name, dataset name, its dimension that counts samples) -> layout; None: it is missing
 FindSource = Callable[[str, str, int], DatasetLayout | None]
-
 _MAX_REGIONS = 256
 
 
-# What is selected of each dimension; None: everything.
+def _within(selected: Selection, extent: int) -> Selection:
+    """Return the part of a selection, maybe unlimited, within a dimension of some extent."""
+    if isinstance(selected, Blocks):
+        return selected
+    start, stride, count, block = selected.start, selected.stride, selected.count, selected.block
+    if block == _UNLIMITED:
+        return Slab.run(start, max(start, extent))
+    if count == _UNLIMITED:
+        count, rest = divmod(max(0, extent - start), stride)
+        if rest >= block:
+            count += 1
+        elif rest and count:
+            raise NotDirectError("an unlimited mapping ends within a block")
+        elif rest:
+            return Slab.run(start, start + rest)
+    return Slab(start, stride, count, block).normal()
+
+
+def _is_unlimited(selected: Selection) -> bool:
+    return isinstance(selected, Slab) and _UNLIMITED in (selected.count, selected.block)
+
+
+Selected = Sequence[Selection] | None
+
+
+class Mapping(NamedTuple):
+    """A mapping as stored in the file.
+
+    The names of the source, file and dataset, may stand for many, by number ("%b"). `samples` and
+    `source` are the selections of the virtual dataset and of the source; None for everything. If
+    only h5py can read it, `obstacle` says why, and the selections are unknown.
+    """
+
+    file: str
+    dataset: str
+    samples: Selected
+    source: Selected
+    obstacle: str = ""
+
+
+def read_mappings(plist: h5py.h5p.PropDCID) -> list[Mapping]:
+    """Read the mappings of a virtual dataset from its creation properties."""
+    mappings = []
+    for number in range(plist.get_virtual_count()):
+        file, dataset = plist.get_virtual_filename(number), plist.get_virtual_dsetname(number)
+        try:
+            samples = _selected(plist.get_virtual_vspace(number))
+            source = _selected(plist.get_virtual_srcspace(number))
+        except NotDirectError as error:
+            mappings.append(Mapping(file, dataset, None, None, str(error)))
+        else:
+            mappings.append(Mapping(file, dataset, samples, source))
+    return mappings
+
+
+def mapped_files(mappings: Iterable[Mapping], shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    """Yield file name and dataset name of each source; some come more than once."""
+    for mapping in mappings:
+        try:
+            yield from ((one.file, one.dataset) for one in by_number(mapping, shape))
+        except NotDirectError:
+            yield _name(mapping.file, None), _name(mapping.dataset, None)
+
+
+def source_series(
+    mappings: Iterable[Mapping],
+) -> Iterator[tuple[bool, Iterator[tuple[str, str]]]]:
+    """Yield, per mapping, whether its sources are numbered, and their files and datasets.
+
+    Numbered ones ("%b") have no end: HDF5 tries them until one is missing, whenever the shape is
+    requested. So this does not request it. Each source comes once.
+    """
+    names = [
+        (_unlimited_axis(one.samples) is not None and _is_numbered(*one[:2]), *one[:2])
+        for one in mappings
+    ]
+    for is_numbered, file, dataset in dict.fromkeys(names):
+        numbers = itertools.count() if is_numbered else (None,)
+        yield is_numbered, _names(file, dataset, numbers)
+
+
+def by_number(mapping: Mapping, shape: tuple[int, ...]) -> Iterator[Mapping]:
+    """Yield a mapping's numbered sources ("%b") one by one, or the mapping itself."""
+    file, dataset, virtual = mapping[:3]
+    if virtual is not None and len(virtual) != len(shape):
+        raise NotDirectError("a mapping of another rank")
+    axis = _unlimited_axis(virtual)
+    if virtual is None or axis is None or not _is_numbered(file, dataset):
+        yield mapping._replace(file=_name(file, None), dataset=_name(dataset, None))
+        return
+    slab = virtual[axis]
+    assert isinstance(slab, Slab)
+    if shape[axis] > slab.start + _MAX_NUMBERED * slab.stride:
+        raise NotDirectError(f"a virtual dataset of more than {_MAX_NUMBERED} numbered sources")
+    for number, begin in enumerate(range(slab.start, shape[axis], slab.stride)):
+        samples = list(virtual)
+        samples[axis] = Slab.run(begin, min(begin + slab.block, shape[axis]))
+        yield Mapping(_name(file, number), _name(dataset, number), samples, mapping.source)
+
+
+def _unlimited_axis(selected: Selected) -> int | None:
+    """Return the dimension along which blocks follow each other without an end."""
+    for axis, slab in enumerate(selected or ()):
+        if isinstance(slab, Slab) and slab.count == _UNLIMITED:
+            return axis
+    return None
+
+
+def _names(file: str, dataset: str, numbers: Iterable[int | None]) -> Iterator[tuple[str, str]]:
+    return ((_name(file, number), _name(dataset, number)) for number in numbers)
+
+
+def _is_numbered(*names: str) -> bool:
+    return any(re.search(r"(?<!%)(%%)*%b", name) for name in names)
+
+
+def _name(pattern: str, number: int | None) -> str:
+    """Replace "%b" in a name by a number, and "%%" by a percent sign."""
+    if number is None:
+        return pattern.replace("%%", "%")
+    return re.sub(r"%(.)", lambda found: str(number) if found[1] == "b" else found[1], pattern)
+
+
+def _selected(space: h5py.h5s.SpaceID) -> Selected:
+    """Return a selection per dimension; None if everything is selected."""
+    kind = space.get_select_type()
+    if kind == h5py.h5s.SEL_ALL:
+        return None
+    if kind != h5py.h5s.SEL_HYPERSLABS:
+        raise NotDirectError("a virtual dataset with a mapping that is no hyperslab")
+    if space.is_regular_hyperslab():
+        return [*map(Slab, *space.get_regular_hyperslab())]
+    return _irregular(space)
+
+
+def _irregular(space: h5py.h5s.SpaceID) -> list[Selection]:
+    """Return an irregular hyperslab per dimension.
+
+    It must consist of all combinations of its selections per dimension, so that their order is that
+    of its elements, too: such as rows, or one region of several rows.
+    """
+    if space.get_select_hyper_nblocks() > MAX_BLOCKS:
+        raise NotDirectError(f"a virtual dataset with a mapping of more than {MAX_BLOCKS} blocks")
+    corners = space.get_select_hyper_blocklist()  # (blocks, 2, rank)
+    if corners.max(initial=0) >= 1 << 62:
+        raise NotDirectError("a virtual dataset whose source is smaller than mapped")
+    corners = corners.astype(np.int64)
+    dimensions = [_union(*corners[:, :, d].T) for d in range(corners.shape[2])]
+    if math.prod(selection.size for selection in dimensions) != space.get_select_npoints():
+        raise NotDirectError("a virtual dataset with a mapping of unlike pieces of samples")
+    return dimensions
+
+
+def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> Selection:
+    """Return the indices of all blocks, each once."""
+    order = np.argsort(first, kind="stable")
+    first, end = first[order], np.maximum.accumulate(last[order] + 1)
+    begins = np.concatenate(([True], first[1:] > end[:-1]))
+    first, end = first[begins], end[np.append(begins[1:], True)]
+    length = end - first
+    if first.size > 1 and np.ptp(np.diff(first)) == 0 and np.ptp(length) == 0:
+        return Slab(int(first[0]), int(first[1] - first[0]), first.size, int(length[0]))
+    return Blocks.of(first, length)
 
 
 def virtual_parts(
     mappings: Iterable[Mapping], whole: DatasetLayout, source: FindSource
 ) -> tuple[Part, ...]:
-    """Return the parts of a virtual dataset.
+    """Return the parts of a virtual dataset with these mappings.
 
-    Parameters
-    ----------
-    mappings
-        From `read_mappings`.
-    whole
-        Its layout, still without parts.
-    source
-        Finds the layouts of its sources.
-
-    Raises
-    ------
-    NotDirectError
-        If only h5py can read this kind of mapping.
+    `whole` is its layout, still without parts; `source` finds the layouts of its sources.
+    NotDirectError if only h5py can read a mapping.
     """
     parts = []
     for alike in _alike(mappings, whole):
@@ -73,10 +231,7 @@ def _alike(mappings: Iterable[Mapping], whole: DatasetLayout) -> Iterable[list[M
 
 
 def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | None:
-    """Return a key for mappings of runs of samples that differ only in where these begin.
-
-    None for other mappings.
-    """
+    """Return a key for mappings of runs of samples that differ only in where these begin."""
     extents, source_extents = _extents(mapping.samples), _extents(mapping.source)
     if extents is None or source_extents is None or len(extents) != len(whole.shape):
         return None
@@ -99,18 +254,14 @@ def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | 
 
 
 def _extents(selected: Selected) -> tuple[tuple[int, ...], ...] | None:
-    """Return all of a limited hyperslab except where it begins; None for others."""
-    if selected is None:
+    slabs = [s for s in selected or () if isinstance(s, Slab) and not _is_unlimited(s)]
+    if selected is None or len(slabs) < len(selected):
         return None
-    if not all(isinstance(slab, Hyperslab) and not slab.is_unlimited for slab in selected):
-        return None
-    return tuple((s.stride, s.num_blocks, s.block) for s in selected if isinstance(s, Hyperslab))
+    return tuple((slab.stride, slab.count, slab.block) for slab in slabs)
 
 
-def _sizes(selected: Iterable[Hyperslab | Slab | Blocks]) -> tuple[int, ...]:
-    return tuple(
-        one.num_blocks * one.block if isinstance(one, Hyperslab) else one.size for one in selected
-    )
+def _sizes(selected: Iterable[Selection]) -> tuple[int, ...]:
+    return tuple(one.size for one in selected)
 
 
 def _is_run(extent: tuple[int, ...]) -> bool:
@@ -140,11 +291,6 @@ def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) 
         samples=Blocks.of(begin[order], length),
         source_samples=Blocks.of(source_begin[order], length),
     )
-
-
-def _within(selected: Hyperslab | Slab | Blocks, extent: int) -> Slab | Blocks:
-    """Return the part of a selection within a dimension of some extent."""
-    return selected.within(extent) if isinstance(selected, Hyperslab) else selected
 
 
 def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | None:
@@ -183,7 +329,7 @@ def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | No
     )
 
 
-def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Slab | Blocks]:
+def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Selection]:
     if mapping.source is None:
         return [Slab.run(0, extent) for extent in layout.shape]
     if len(mapping.source) != len(layout.shape):
@@ -198,18 +344,16 @@ def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Slab | B
 
 
 def _cut_alike(
-    mapping: Mapping, virtual: list[Slab | Blocks], source: list[Slab | Blocks]
-) -> tuple[list[Slab | Blocks], list[Slab | Blocks]]:
-    """Cut unlimited selections to the extent of both sides."""
+    mapping: Mapping, virtual: list[Selection], source: list[Selection]
+) -> tuple[list[Selection], list[Selection]]:
     pairs = []
     for taken, a, b in zip(mapping.source or virtual, virtual, source, strict=True):
         size = min(a.size, b.size)
-        is_free = isinstance(taken, Hyperslab) and taken.is_unlimited
-        pairs.append((_first(a, size), _first(b, size)) if is_free else (a, b))
+        pairs.append((_first(a, size), _first(b, size)) if _is_unlimited(taken) else (a, b))
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def _first(slab: Slab | Blocks, size: int) -> Slab | Blocks:
+def _first(slab: Selection, size: int) -> Selection:
     if slab.size == size:
         return slab
     if isinstance(slab, Blocks):
@@ -218,7 +362,7 @@ def _first(slab: Slab | Blocks, size: int) -> Slab | Blocks:
         return Slab.run(slab.start, slab.start + size)
     if size % slab.block:
         raise NotDirectError("an unlimited mapping ends within a block")
-    return Slab(slab.start, slab.stride, size // slab.block, slab.block)
+    return replace(slab, count=size // slab.block)
 
 
 @lru_cache(maxsize=64)
@@ -244,14 +388,12 @@ def _matching(virtual: tuple[int, ...], source: tuple[int, ...]) -> dict[int, in
     return dict(zip(ours, theirs, strict=True))
 
 
-def _region(
-    slabs: list[Slab | Blocks], shape: tuple[int, ...], axis: int
-) -> tuple[slice, ...] | None:
+def _region(slabs: list[Selection], shape: tuple[int, ...], axis: int) -> tuple[slice, ...] | None:
     """Return the selection within a row; None for the whole row."""
     rest = [a for a in range(len(shape)) if a != axis]
     if all(slabs[a].is_run and slabs[a].size == shape[a] for a in rest):
         return None
-    region = tuple(slabs[a].as_slice() for a in rest)
+    region = tuple(s.as_slice() if isinstance(s, Slab) else None for s in (slabs[a] for a in rest))
     if None in region:
         raise NotDirectError("a virtual dataset with a mapping of blocks within samples")
     return region  # type: ignore[return-value]
@@ -288,7 +430,7 @@ def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
             raise NotDirectError("a virtual dataset whose mappings overlap")
 
 
-def _have_common(selections: Sequence[Slab | Blocks]) -> bool:
+def _have_common(selections: Sequence[Selection]) -> bool:
     """Return whether two selections share an index; memory grows with blocks, not indices."""
     selections = [one for one in selections if one.size]
     if sum(one.num_blocks for one in selections) > MAX_BLOCKS:

@@ -1,22 +1,23 @@
 """Visits the chunks of a dataset, as HDF5 lists them: by the compiled core, or in Python.
 
-A dataset and the grid of its chunks enter; the columns of a table leave, as HDF5 reported them.
+A dataset and the grid of its chunks enter; columns of a table leave, as HDF5 reported them.
 
-HDF5 misreports the coordinates of chunks in an extensible array, which it uses if just one
-dimension is unlimited: that dimension comes first, then the others in order, each at its maximum
-extent. When HDF5 visits the array, it uses the order of the dataset's dimensions instead
-(H5D__earray_idx_iterate_cb of H5Dearray.c). So coordinates are wrong unless the unlimited dimension
-is the first, but they give the position in the array, which gives the true ones.
+HDF5 misreports coordinates of chunks in an extensible array, which it uses if just one dimension is
+unlimited: that one comes first, then the others in order, each at its maximum extent. When HDF5
+visits the array, it uses the order of the dataset's dimensions instead (H5D__earray_idx_iterate_cb
+of H5Dearray.c). So coordinates are wrong unless the unlimited dimension is the first, but they give
+the position in the array, which gives the true ones.
 """
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import itertools
 import math
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import h5py
@@ -27,12 +28,10 @@ from h5async.core.binding import address, load_core
 from h5async.core.structures import VisitStruct
 from h5async.errors import ReadError
 from h5async.index.chunktable import grid_of
-from h5async.index.hdf5 import EXTENSIBLE_ARRAY, function_address, stored_nbytes
-from h5async.index.obstacles import NotDirectError
+from h5async.index.hdf5 import EXTENSIBLE_ARRAY, NotDirectError, function_address, stored_nbytes
 from h5async.index.opendataset import Opened
 from h5async.system.interruptions import suppressing
 
-_BLOCK_CHUNKS = 1 << 13
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
 _LEAST_VERSION = (1, 14)  # of HDF5, with a known way of calling a visitor
 _SIGNALS = "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals"
@@ -48,21 +47,14 @@ class Visited(NamedTuple):
     Attributes
     ----------
     number
-        int64: the chunk's number in the C-ordered grid.
-    offset, nbytes
-        int64: address in the file, and stored size.
-    mask
-        uint32: the filter mask.
-    begin, end
-        The first byte of all chunks in the file, and one past the last byte.
-    least, most
-        Bytes of the smallest and the largest chunk.
-    is_ascending
-        Whether each number is higher than the previous one.
-    is_apart
-        Whether each chunk begins at or after the end of the previous one.
-    is_outside
-        Whether a chunk does not lie in the grid; then its number is one near it.
+        int64: the chunk's number in the C-ordered grid; one near it if `is_outside`.
+    offset, nbytes, mask
+        int64: address in the file, and stored size; uint32: the filter mask.
+    begin, end, least, most
+        The first byte of all chunks, one past the last, and bytes of the smallest and the largest.
+    is_ascending, is_apart, is_outside
+        Whether each number is higher than the previous one; whether each chunk begins at or after
+        the end of the previous one; whether a chunk does not lie in the grid.
     """
 
     number: Int64s
@@ -78,42 +70,44 @@ class Visited(NamedTuple):
     is_outside: bool = False
 
 
-def visit_chunks(dataset: Opened, grid: Sequence[int], most: int, where: str) -> Visited:
-    """Visit all chunks.
+def visit_chunks(
+    dataset: Opened,
+    grid: tuple[int, ...],
+    most: int,
+    where: str,
+    positions: Positions | None = None,
+) -> Visited:
+    """Visit all chunks of a dataset with this grid; ReadError if there are more than `most`.
 
-    Parameters
-    ----------
-    dataset, grid
-        The dataset, and the number of chunks along each dimension.
-    most
-        The maximum number of chunks.
-
-    Raises
-    ------
-    ReadError
-        If there are more.
-    Exception
-        From h5py if the index is damaged.
+    With `positions`, each gets its true number. Raises any exception of h5py's if the index is
+    damaged.
     """
     if not math.prod(grid):
         return Visited(*_columns(0))
-    visited = None
+    reported, visited = grid if positions is None else positions.reported_grid, None
     with suppressing(MemoryError):  # a reservation may be refused
-        visited = _by_core(dataset, grid, most)
+        visited = _by_core(dataset, reported, most)
     if visited is None:
-        visited = _in_python(dataset, grid, most)
+        visited = _in_python(dataset, reported, most)
     if visited.number.size > most:
         raise ReadError(
             f"{where}: its chunk index lists more than {most} chunks, which is more than the file"
             " can hold; it is damaged"
         )
-    return visited
+    if positions is None:
+        return visited
+    number, is_outside = positions.numbers(visited.number, grid)
+    return visited._replace(
+        number=number,
+        is_ascending=bool((number[1:] > number[:-1]).all()),
+        is_outside=visited.is_outside or is_outside,
+    )
 
 
 def first_unlike(dataset: Opened, grid: Sequence[int], number: Int64s, nbytes: Int64s) -> int:
     """Look up chunks by their keys; return the index of the first of another size.
 
-    Returns the number of chunks, `number.size`, if HDF5 finds all with their `nbytes`.
+    Returns `number.size` if HDF5 finds all with their `nbytes`.
     """
     core, look_up = load_core(), function_address("H5Dget_chunk_storage_size")
     count = len(number)
@@ -199,78 +193,43 @@ def _columns(count: int) -> tuple[Int64s, Int64s, Int64s, NDArray[np.uint32]]:
 
 def _in_python(dataset: Opened, grid: Sequence[int], most: int) -> Visited:
     """Visit chunks by h5py; ends after one more than `most`."""
-    blocks: list[_Block] = []
-    records: list[int] = []
-    append = records.extend
+    rank, records = len(grid), array.array("q")
+    width = rank + 3
+
+    def note(info: h5py.h5d.StoreInfo) -> bool | None:
+        corner, mask, offset, nbytes = info
+        records.extend((*corner, offset, nbytes, mask))
+        return True if len(records) > most * width else None
+
+    dataset.id.chunk_iter(note)
+    table = np.frombuffer(records, np.int64).reshape(-1, width)
+    corners, (offset, nbytes, mask) = table[:, :rank], table[:, rank:].T.copy()
     chunk = np.array(dataset.chunks, np.int64)
-
-    def collect() -> Generator[bool | None, h5py.h5d.StoreInfo, None]:
-        is_full = None
-        while True:  # entering a generator takes half as long as calling a function
-            for _ in range(_BLOCK_CHUNKS):
-                corner, mask, offset, nbytes = yield is_full
-                append(corner)
-                append((offset, nbytes, mask))
-            blocks.append(_numbered(records, chunk, grid))
-            records.clear()
-            is_full = True if len(blocks) * _BLOCK_CHUNKS > most else None
-
-    collector = collect()
-    next(collector)
-    dataset.id.chunk_iter(collector.send)
-    blocks.append(_numbered(records, chunk, grid))
-    number, offset, nbytes, mask, is_outside = zip(*blocks, strict=True)
-    columns = np.concatenate(number), np.concatenate(offset), np.concatenate(nbytes)
-    return _summed_up(*columns, np.concatenate(mask), any(is_outside))
-
-
-_Block = tuple[Int64s, Int64s, Int64s, NDArray[np.uint32], bool]
-
-
-def _numbered(records: list[int], chunk: Int64s, grid: Sequence[int]) -> _Block:
-    """Return the chunks of records, each of which is corner, offset, bytes, filter mask."""
-    rank = chunk.size
-    table = np.array(records, np.int64).reshape(-1, rank + 3)
-    corners = table[:, :rank]
     cells = corners // chunk
     clipped = np.clip(cells, 0, np.array(grid, np.int64) - 1)
-    is_outside = bool(((clipped != cells) | (cells * chunk != corners)).any())
     number = np.ravel_multi_index(tuple(clipped.T), tuple(grid))
-    offset, nbytes = table[:, rank].copy(), table[:, rank + 1].copy()
-    return number, offset, nbytes, table[:, rank + 2].astype(np.uint32), is_outside
-
-
-def _summed_up(
-    number: Int64s, offset: Int64s, nbytes: Int64s, mask: NDArray[np.uint32], is_outside: bool
-) -> Visited:
     end = np.minimum(offset.view(np.uint64) + nbytes.view(np.uint64), np.iinfo(np.int64).max)
     apart = (offset[1:] >= offset[:-1]) & (offset[1:] - offset[:-1] >= nbytes[:-1])
     return Visited(
         number,
         offset,
         nbytes,
-        mask,
+        mask.astype(np.uint32),
         begin=int(offset.min(initial=np.iinfo(np.int64).max)),
         end=int(end.max(initial=0)),
         least=int(nbytes.min(initial=np.iinfo(np.int64).max)),
         most=int(nbytes.max(initial=0)),
         is_ascending=bool((number[1:] > number[:-1]).all()),
         is_apart=bool(apart.all()),
-        is_outside=is_outside,
+        is_outside=bool(((clipped != cells) | (cells * chunk != corners)).any()),
     )
 
 
 class Positions(NamedTuple):
     """Converts positions in the array for a dataset's dimensions.
 
-    Attributes
-    ----------
-    axis
-        The unlimited dimension.
-    chunk
-        Dimensions of a chunk.
-    most
-        The maximum number of chunks along each dimension; 1 for the unlimited one.
+    Dimension `axis` is unlimited. `most` is the maximum number of chunks along each dimension; 1
+    for the unlimited one.
     """
 
     axis: int
@@ -314,25 +273,11 @@ def positions_of(dataset: Opened) -> Positions | None:
     return Positions(axis, dataset.chunks, most)
 
 
-def visit_by_positions(
-    dataset: Opened, positions: Positions, grid: tuple[int, ...], most: int, where: str
-) -> Visited:
-    """Visit chunks like `visit_chunks`, and give each its true number."""
-    visited = visit_chunks(dataset, positions.reported_grid, most, where)
-    number, is_outside = positions.numbers(visited.number, grid)
-    return visited._replace(
-        number=number,
-        is_ascending=bool((number[1:] > number[:-1]).all()),
-        is_outside=visited.is_outside or is_outside,
-    )
-
-
 @functools.cache
 def _counts_positions() -> bool:
-    """Return whether the loaded HDF5 reports chunks as described above.
+    """Return whether the loaded HDF5 reports chunks as described above; another one may not.
 
-    Another HDF5 may report them otherwise, or correctly. So this tests datasets in memory whose
-    chunks contain their own coordinates.
+    Tests it by datasets in memory whose chunks contain their own coordinates.
     """
     with suppressing(Exception):  # in any case h5py can read such datasets
         return all(

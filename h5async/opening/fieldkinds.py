@@ -11,12 +11,11 @@ from typing import NamedTuple
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName, is_index
 from h5async.errors import ConfigError, DatasetError, H5AsyncError
-from h5async.index.groups import Grouping
+from h5async.index.contents import Grouping
+from h5async.index.groupfields import column, sparse_group
 from h5async.index.links import Reach, open_index
-from h5async.index.references import may_be_variable_length
+from h5async.index.metadata import may_be_variable_length
 from h5async.index.savedindex import NamedIndex, Wanted
-from h5async.index.sparsegroup import sparse_group
-from h5async.index.tablecolumns import column
 from h5async.samples.assembly import FOUND_AS, field_kinds
 from h5async.samples.codeskind import CodesKind
 from h5async.samples.fieldkind import CATEGORIES, HEAP, NULLABLE, SHAPE, FieldKind

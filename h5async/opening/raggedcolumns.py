@@ -15,16 +15,14 @@ from h5async.core.binding import load_core
 from h5async.core.structures import NOWHERE
 from h5async.errors import DatasetError, ReadError
 from h5async.index.datasettable import table_of
-from h5async.index.heapelements import Sequences
+from h5async.index.groupfields import row_offsets, sparse_group
 from h5async.index.joined import with_lengths
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import HeapFile
 from h5async.index.links import Reach, open_index
-from h5async.index.metadata import indexer_at, value_layout
-from h5async.index.references import references
+from h5async.index.metadata import indexer_at, references, value_layout
 from h5async.index.room import files_of
-from h5async.index.sparsegroup import row_offsets, sparse_group
-from h5async.index.variablelength import VariableLength
+from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.stamps import FileStamp
 from h5async.read.whole import read_blocks
 from h5async.samples.fieldkind import INDICES
@@ -62,12 +60,10 @@ def heap_layout(at: str, path: FileName, reach: Reach) -> DatasetLayout:
         own = where if file == layout.file else f"{file}: values of {where}"
         own += f", from sample {first} on" if first else ""
         numbered = ((number - first, rows) for _, number, rows in pieces)
-        elements = Sequences.decoded_blocks(
-            end - first, numbered, forms[file], stamp.nbytes, own, core
-        )
+        elements = Sequences.decoded(end - first, numbered, forms[file], stamp.nbytes, own, core)
         heaps.append(HeapFile(file, stamp, first, elements))
     if not heaps:
-        none = Sequences.decoded_blocks(0, (), forms[layout.file], layout.stamp.nbytes, where, core)
+        none = Sequences.decoded(0, (), forms[layout.file], layout.stamp.nbytes, where, core)
         heaps.append(HeapFile(layout.file, layout.stamp, 0, none))
     return _with_heaps(layout, heaps)
 

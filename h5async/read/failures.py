@@ -13,8 +13,8 @@ from typing import NamedTuple
 from h5async.codec.filters import Filter
 from h5async.core.structures import FailureStruct, FileStruct
 from h5async.errors import ReadError
-from h5async.index.heapelements import DAMAGED as DAMAGED_HEAP
 from h5async.index.layout import DatasetLayout
+from h5async.index.variablelength import DAMAGED as DAMAGED_HEAP
 from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from h5async.errors import ReadError
 from h5async.index.datasettable import table_of
-from h5async.index.heapelements import DAMAGED
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import HeapFile
+from h5async.index.variablelength import DAMAGED
 from h5async.plan.records import Int64s, SamplesPlan
 from h5async.read.fallback import ChunkCheck, FallbackReader
 from h5async.read.scratch import Scratch

@@ -9,9 +9,9 @@ import numpy as np
 
 from h5async.config import Field, ReaderConfig
 from h5async.errors import ConfigError, DatasetError
+from h5async.index.groupfields import union_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
-from h5async.index.tablecolumns import union_of
 from h5async.read.whole import read_blocks, read_whole
 from h5async.samples.fieldkind import (
     CATEGORIES,

@@ -19,13 +19,12 @@ import numpy as np
 import pytest
 from collecting import Guarded
 from conftest import assert_same_bits
-from heapreference import HeapReader, read_in_python
+from heapreference import HeapReader, decoded_by, read_in_python
 from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async.errors import ReadError
-from h5async.index.heapelements import Sequences
-from h5async.index.obstacles import NotDirectError
+from h5async.index.hdf5 import NotDirectError
 from h5async.index.variablelength import VariableLength, variable_length
 
 SEED = 20160704
@@ -101,7 +100,7 @@ class Opened:
 
     def sequences(self, core):
         where = f'{self.path.name}: dataset "data"'
-        return Sequences.decoded(self.references, self.form, self.nbytes, where, core)
+        return decoded_by(self.references, self.form, self.nbytes, where, core)
 
     def read(self, element, io="auto", core=None, sequences=None):
         """Return the bytes of some elements, by the core or the reference."""
@@ -386,9 +385,7 @@ class InMemory:
             os.close(self.descriptor)
 
     def sequences(self, core):
-        return Sequences.decoded(
-            self.references, self.form, self.data.size, 'a.h5: dataset "data"', core
-        )
+        return decoded_by(self.references, self.form, self.data.size, 'a.h5: dataset "data"', core)
 
     def reader(self, sequences, io):
         if io == "map":
@@ -654,7 +651,7 @@ def test_references_are_decoded_alike(core, data):
     found = []
     for one in (core, None):
         try:
-            decoded = Sequences.decoded(references, form, most, "a", one)
+            decoded = decoded_by(references, form, most, "a", one)
             found.append((decoded.length.tolist(), decoded.place.tolist(), decoded.total))
         except ReadError as error:
             found.append(str(error))

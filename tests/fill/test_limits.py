@@ -15,7 +15,7 @@ from hdf5files import type_for_h5py
 import h5async.index.virtual
 import h5async.read.fallback
 from h5async import AsyncReader, ConfigError, Field, ReadError
-from h5async.index.obstacles import NotDirectError
+from h5async.index.hdf5 import NotDirectError
 from h5async.index.slabs import Slab
 
 KIB, MIB = 1024, 1024 * 1024

@@ -64,13 +64,13 @@ def test_a_file_is_walked_through_like_h5py_does(path):
         found = list(walk(file))
         expected = {}
         file.visititems(lambda name, node: expected.update({name: node}))
-        assert {x.path for x in found if x.kind == "group"} == {
+        assert {path for path, kind in found if kind == "group"} == {
             name for name, node in expected.items() if isinstance(node, h5py.Group)
         }
-        datasets = [x.path for x in found if x.kind == "dataset"]
+        datasets = [path for path, kind in found if kind == "dataset"]
         assert datasets == ["a/b/c", "a/y", "a-b", "again", "b/x"]
-        assert [x.path for x in found if x.kind == "link"] == ["soft"]
-        assert [x.path for x in found if x.kind == "other"] == ["type"]
+        assert [path for path, kind in found if kind == "link"] == ["soft"]
+        assert [path for path, kind in found if kind == "other"] == ["type"]
 
 
 def test_groups_within_groups_within_groups(path):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from h5async import AsyncReader
 from h5async.core.binding import load_core
 from h5async.fill import phases
-from h5async.index import mappings as mappings_module
+from h5async.index import virtual
 from h5async.index.cost import read_cost
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
@@ -271,7 +271,7 @@ def test_percent_signs_in_names_of_sources_stand_for_one(tmp_path):
 
 
 def test_more_blocks_than_may_be_are_left_to_h5py(tmp_path, monkeypatch):
-    monkeypatch.setattr(mappings_module, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(virtual, "MAX_BLOCKS", 3)
     mapping = Rows("a", tuple(range(4)), (0, 2, 5, 7))
     assert_reads_like_h5py(
         Recipe((4, 4), [mapping], {"a": (9, 4)}).write(tmp_path), fallback="more than 3 blocks"
@@ -409,7 +409,7 @@ def test_runs_pair_the_indices_of_two_selections(one, other) -> None:
 
 
 def test_single_steps_are_the_same_pairs() -> None:
-    runs = PairedRuns.joined([PairedRuns.one(0, 3, 5), PairedRuns.one(9, 3, 1, 4)]).single_steps()
+    runs = PairedRuns(*np.array([[0, 9], [3, 3], [5, 1], [1, 4]])).single_steps()
     assert runs.first.tolist() == [0, 9, 10, 11]
     assert runs.row.tolist() == [5, 1, 5, 9]
     assert runs.length.tolist() == [3, 1, 1, 1]

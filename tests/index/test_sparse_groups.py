@@ -13,10 +13,9 @@ import pytest
 from conftest import assert_same_bits, require_extra
 
 from h5async.errors import DatasetError, ReadError, UnsafeFileError
+from h5async.index.groupfields import category_names, column, row_offsets, sparse_group, union_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
-from h5async.index.sparsegroup import row_offsets, sparse_group
-from h5async.index.tablecolumns import category_names, column, union_of
 from h5async.read.whole import read_whole
 
 SEED = 20160704

@@ -1,13 +1,16 @@
-"""Finds sparse matrices whose rows are samples: a path in a file enters, a `SparseGroup` leaves.
+"""Finds fields that consist of several datasets: sparse matrices, and columns of tables.
 
-A matrix is a group of three flat datasets: AnnData's, with the attribute ``encoding-type`` or,
-before 0.7, ``h5sparse_format``; or that of 10x Genomics, whose columns are cells, and which is read
-as its transpose.
+A path in a file enters; a `SparseGroup` or a `Column` leaves with the layouts of its datasets. A
+matrix is a group of three flat datasets: AnnData's, with the attribute ``encoding-type`` or, before
+0.7, ``h5sparse_format``; or that of 10x Genomics, whose columns are cells, and which is read as its
+transpose. Categorical and nullable columns are two datasets; AnnData's ``obs`` and ``var`` have
+such columns.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +18,19 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import DatasetError, H5AsyncError, ReadError, is_lack_of_memory, out_of_memory
+from h5async.errors import DatasetError, H5AsyncError
+from h5async.index.contents import MEMBERS_OF_10X, older_categories
 from h5async.index.datasets import Indexer
+from h5async.index.hdf5 import reading
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import BESIDE, Located, Reach, locate
-from h5async.index.metadata import layout_at
+from h5async.index.metadata import layout_at, value_layout
 from h5async.io.stores import HDF5File
 from h5async.spelling import name_text, shell_word
 
 _FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
+_MOST_CATEGORIES = 1 << 24
+_NULLABLE = ("nullable-integer", "nullable-boolean")
 
 
 @dataclass(frozen=True)
@@ -57,33 +64,18 @@ class SparseGroup:
 
 
 def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGroup | None:
-    """Return the sparse matrix at a path, or None.
+    """Return the sparse matrix at a path of an open file, or None.
 
-    Parameters
-    ----------
-    file
-        Open, under h5py's rules for threads.
-    path
-        Of the group.
-    reach
-        Which other files links may lead to.
-
-    Raises
-    ------
-    DatasetError
-        If the parts of the matrix do not fit together, or the samples are not compressed: the
-        message then has a command that converts the file.
-    ReadError
-        If its metadata cannot be read.
-    UnsafeFileError
-        If a link leads to a file that `reach` does not permit.
+    DatasetError if the parts of the matrix do not fit together, or the samples are not compressed:
+    the message then has a command that converts the file. ReadError if its metadata cannot be read;
+    UnsafeFileError if a link leads to a file that `reach` does not permit.
     """
     with contextlib.ExitStack() as files:
         found = _group_at(file, path, reach, files)
         if found is None:
             return None
         located, group, where = found
-        with reading(where):
+        with reading(f"{where}: its metadata"):
             form, shape = _form_of(group, where)
         if form is None:
             return None
@@ -114,7 +106,7 @@ def names_beside(file: HDF5File, path: str, reach: Reach = BESIDE) -> tuple[str,
         if found is None:
             return None
         _, group, where = found
-        with reading(where):
+        with reading(f"{where}: its metadata"):
             for pair in (("features/name", "features/id"), ("gene_names", "genes")):
                 if "barcodes" in group and all(name in group for name in pair):
                     return f"{path}/{pair[0]}", f"{path}/{pair[1]}"
@@ -132,17 +124,10 @@ def _group_at(
 
 
 def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
-    """Check the bounds of rows: `indptr` holds all values of ``group.indptr``.
+    """Return the bounds of rows, int64 (samples + 1,), from all values of ``group.indptr``.
 
-    Returns
-    -------
-    numpy.ndarray
-        int64 (samples + 1,): row i has the values ``offsets[i]`` up to ``offsets[i + 1]``.
-
-    Raises
-    ------
-    DatasetError
-        If the offsets do not begin with 0, rise, and end with the number of values.
+    Row i has the values ``offsets[i]`` up to ``offsets[i + 1]``. DatasetError if the offsets do not
+    begin with 0, rise, and end with the number of values.
     """
     where = f'{group.indptr.file}: dataset "{group.indptr.path}"'
     if indptr.dtype.kind == "u" and indptr.max(initial=0) > np.iinfo(np.int64).max:
@@ -170,7 +155,7 @@ def find(
 
     Raises like `locate`, and `ReadError` if the object is damaged.
     """
-    with reading(f'{file.filename}: "{path}"'):
+    with reading(f'{file.filename}: "{path}": its metadata'):
         try:
             located = locate(file, path, reach, files)
         except KeyError as error:
@@ -178,19 +163,6 @@ def find(
                 raise
             return None, None
         return (None, None) if located.rest else (located, located.open())
-
-
-@contextlib.contextmanager
-def reading(where: str) -> Any:
-    """Turn h5py's errors for damaged metadata into a `ReadError` that begins with `where`."""
-    try:
-        yield
-    except H5AsyncError:
-        raise
-    except Exception as error:  # damaged metadata may raise anything
-        if is_lack_of_memory(error):
-            raise out_of_memory(f"{where}, its metadata", error) from error
-        raise ReadError(f"{where}: its metadata cannot be read ({error})") from error
 
 
 def text_attribute(node: h5py.Group | h5py.Dataset, name: str) -> str | None:
@@ -205,15 +177,12 @@ def _form_of(group: h5py.Group, where: str) -> tuple[str | None, tuple[int, int]
         form = _FORMATS.get(text_attribute(group, name) or "")
         if form is not None:
             return form, _shape_of(group.attrs.get(of_shape), f'{where}, attribute "{of_shape}"')
-    names = {"barcodes", "data", "indices", "indptr", "shape"}
-    is_10x = "encoding-type" not in group.attrs and names <= set(group)
-    if not is_10x:
+    if "encoding-type" in group.attrs or not MEMBERS_OF_10X <= set(group):
         return None, (0, 0)
     return "10x", _shape_of(_two_numbers(group, "shape"), f'{where}, dataset "shape"')
 
 
 def _two_numbers(group: h5py.Group, name: str) -> Any:
-    """Return the values of a dataset of two numbers in this file, or None."""
     if not isinstance(group.get(name, getlink=True), h5py.HardLink):
         return None
     found = group[name]
@@ -262,3 +231,139 @@ def _conversion(located: Located) -> str:
         f" write_elem(file, {located.path!r}, read_elem(file[{located.path!r}]).tocsr())"
     )
     return f"python -c {shell_word(script)}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes
+    ----------
+    where
+        Its name in messages: ``'a.h5ad: column "obs/cell_type"'``.
+    values
+        A flat dataset: for a categorical its codes, with -1 for no value; otherwise the values.
+    categories
+        For a categorical: their dataset; variable-length strings as (n,) bytes objects. See
+        `category_names`.
+    is_ordered
+        Whether the categories have an order.
+    mask
+        For a nullable column: a flat dataset, True if there is no value.
+    """
+
+    where: str
+    values: DatasetLayout
+    categories: DatasetLayout | NDArray[Any] | None = None
+    is_ordered: bool = False
+    mask: DatasetLayout | None = None
+
+
+def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:
+    """Return the categorical or nullable column at a path of an open file, or None.
+
+    The path is that of its group; in files of AnnData before 0.8, of the dataset of its codes.
+    Raises like `sparse_group`.
+    """
+    with contextlib.ExitStack() as files:
+        located, node = find(file, path, reach, files)
+        if located is None or isinstance(node, h5py.h5t.TypeID):
+            return None
+        where = f'{located.file.filename}: column "{located.path}"'
+        with reading(f"{where}: its metadata"):
+            if isinstance(node, h5py.h5d.DatasetID):
+                return _older_categorical(located, h5py.Dataset(node), reach, where)
+            group = h5py.Group(node)
+            encoding = text_attribute(group, "encoding-type")
+            is_ordered = bool(group.attrs.get("ordered", False))
+        if encoding == "categorical":
+            categories = _categories(located, f"{located.path}/categories", reach)
+            codes = _flat(located, "codes", "iu", reach, where)
+            return Column(where, codes, categories, is_ordered)
+        if encoding not in _NULLABLE:
+            return None
+        values = _flat(located, "values", "iub", reach, where)
+        mask = _flat(located, "mask", "b", reach, where)
+        if mask.num_samples != values.num_samples:
+            raise DatasetError(
+                f"{where} has {values.num_samples} values, and a mask of {mask.num_samples}"
+            )
+        return Column(where, values, mask=mask)
+
+
+def index_of_table(file: HDF5File, path: str, reach: Reach = BESIDE) -> str:
+    """Return which column of a table has the names of its rows: AnnData lets users name it.
+
+    Raises `ReadError` and `UnsafeFileError` like `column`.
+    """
+    usual = "_index"
+    with contextlib.ExitStack() as files:
+        located, node = find(file, path, reach, files)
+        if located is None:
+            return usual
+        with reading(f'{located.file.filename}: table "{located.path}": its metadata'):
+            if isinstance(node, h5py.h5g.GroupID):
+                return text_attribute(h5py.Group(node), usual) or usual
+            if isinstance(node, h5py.h5d.DatasetID):
+                # Of AnnData before 0.7: rows of a compound type.
+                members = h5py.Dataset(node).dtype.names or ()
+                return "index" if usual not in members and "index" in members else usual
+    return usual
+
+
+def category_names(values: NDArray[Any]) -> tuple[Any, ...]:
+    """Return categories as `str` or numbers, from all `values` of ``column.categories``."""
+    return tuple(name_text(v) if isinstance(v, bytes) else v for v in values.tolist())
+
+
+def union_of(
+    categories: Sequence[Sequence[Any]],
+) -> tuple[tuple[Any, ...], list[NDArray[np.int64]]]:
+    """Unite the categories of several files.
+
+    Returns the names, those of the first file, then new ones of the others, in order; and per file
+    the codes, int64 (n + 1,): ``codes[c]`` is its code c in the union. The last one is -1, so that
+    -1 stays -1.
+    """
+    numbers: dict[Any, int] = {}
+    codes = []
+    for names in categories:
+        found = [numbers.setdefault(name, len(numbers)) for name in names]
+        codes.append(np.array([*found, -1], np.int64))
+    return tuple(numbers), codes
+
+
+def _older_categorical(
+    located: Located, dataset: h5py.Dataset, reach: Reach, where: str
+) -> Column | None:
+    path = older_categories(located, dataset.id)
+    if path is None:
+        return None
+    codes = _require_flat(
+        layout_at(Indexer(located.file, reach), located.path, 0, reach), "iu", where
+    )
+    is_ordered = bool(located.file[path].attrs.get("ordered", False))
+    return Column(where, codes, _categories(located, path, reach), is_ordered)
+
+
+def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | NDArray[Any]:
+    """Return the categories; for pandas' nullable strings without missing values, the values."""
+    with contextlib.ExitStack() as files:
+        _, node = find(located.file, path, reach, files)
+        if isinstance(node, h5py.h5g.GroupID):
+            path = f"{path}/values"
+    return value_layout(located.file.filename, path, _MOST_CATEGORIES, reach)
+
+
+def _flat(located: Located, name: str, kinds: str, reach: Reach, where: str) -> DatasetLayout:
+    layout = layout_at(Indexer(located.file, reach), f"{located.path}/{name}", 0, reach)
+    return _require_flat(layout, kinds, f'{where}, dataset "{name}"')
+
+
+def _require_flat(layout: DatasetLayout, kinds: str, where: str) -> DatasetLayout:
+    if len(layout.shape) != 1 or layout.dtype.kind not in kinds:
+        raise DatasetError(
+            f"{where} has shape {layout.shape} and dtype {layout.dtype}; a column of that kind must"
+            " be flat, and of integers or booleans"
+        )
+    return layout
