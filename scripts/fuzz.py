@@ -177,7 +177,7 @@ def mutate_index(index: Path, content: bytes, rng: random.Random) -> tuple[bytes
     index.write_bytes(content)
     if rng.random() < 0.5:
         return mutate(content, [], rng)
-    header, arrays = read_saved(index, owners=(os.geteuid(),), may_map=False)
+    header, arrays = read_saved(index, owners=(os.geteuid(),), may_map=False)[:2]
     places, what = [], []
     todo: list[Any] = [header]
     while todo:

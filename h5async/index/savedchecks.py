@@ -60,6 +60,8 @@ def require_sound(columns: Columns, limits: Limits) -> None:
     row_nbytes, is_direct, chunk_rows, cross, expected = (x[columns.kind] for x in limits)
     if (rows < 0).any() or (columns.offset < -1).any() or (columns.stored_nbytes < 0).any():
         raise ValueError("a dataset has a negative size")
+    if (rows > LARGEST).any():
+        raise ValueError("a dataset has more rows than can be counted")
     end = np.array([stamp.nbytes for _, stamp in columns.files], np.int64)[columns.file]
     is_there = (is_direct != 0) & (chunk_rows == 0) & (columns.offset >= 0)
     if (rows > (end - columns.offset) // np.maximum(1, row_nbytes))[is_there].any():

@@ -370,6 +370,8 @@ class LayoutReader:
         if "indexed_shape" in own and layout.indexed is not None:
             members["indexed"] = Indexed(layout.indexed.digest, naturals(own["indexed_shape"]))
         if "values" in own:
+            if layout.chunk_shape:
+                raise ValueError("values of the index lie in chunks")
             values = self._array("values", own["values"])
             members["values"] = np.ndarray(layout.shape, layout.raw_dtype, values.data)
         if "attached" in own:
@@ -506,6 +508,8 @@ def _limits(kind: DatasetLayout) -> tuple[int, bool, int, int, int]:
         raise ValueError("chunks have another rank than their dataset")
     if kind.chunks is not None and not chunk_shape:
         raise ValueError("chunks have no shape")
+    if chunk_shape and kind.chunks is None and kind.fallback_reason is None:
+        raise ValueError("chunks have no table")
     grid = grid_of(shape, chunk_shape) if chunk_shape else ()
     cross = math.prod(n for at, n in enumerate(grid) if at != axis)
     row_nbytes, chunk_nbytes = kind.row_nbytes, kind.chunk_nbytes

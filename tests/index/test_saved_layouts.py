@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given
@@ -245,3 +246,56 @@ def test_a_changed_index_is_refused_or_read(data, indices):
                 rows_of(index, max_batch_bytes=1 << 24, **options)
     finally:
         index.write_bytes(original)
+
+
+# --- kinds that say what no dataset is -----------------------------------------------------------
+
+
+def content_of(index: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a saved index holds, as a copy to change."""
+    header, arrays = copy.deepcopy(saved_content(index))
+    return header, {name: np.array(array) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("address", [0, 48, 1 << 40, (1 << 63) - 1])
+def test_chunks_without_a_table_are_refused(tmp_path, address):
+    path = make(tmp_path / "a.h5", 0, chunks=4)
+    index = save(tmp_path, path, fields={"data": Field("data")})
+    header, arrays = content_of(index)
+    header["kinds"][0]["has_chunks"] = False
+    arrays["begin"][:], arrays["address"][:] = 0, address
+    empty = {name: arrays[name][:0] for name in ("offset", "nbytes", "mask")}
+    rewrite(index, header, arrays | empty)
+    with pytest.raises(H5AsyncError, match="chunks have no table"):
+        rows_of(index)
+
+
+def test_compact_values_in_chunks_are_refused(tmp_path):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_layout(h5py.h5d.COMPACT)
+        space = h5py.h5s.create_simple((8, 3))
+        compact = h5py.h5d.create(file.id, b"data", h5py.h5t.NATIVE_INT32, space, plist)
+        compact.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(24, dtype="i4").reshape(8, 3))
+    index = save(tmp_path, path, fields={"data": Field("data")})
+    header, arrays = content_of(index)
+    header["kinds"][0].update(chunk_shape=[1000, 1000], has_chunks=True)
+    arrays["is_sparse"][:] = 1
+    rewrite(index, header, arrays)
+    with pytest.raises(H5AsyncError, match="values of the index lie in chunks"):
+        rows_of(index)
+
+
+@pytest.mark.parametrize("rows", [1 << 62, (1 << 63) - 1])
+def test_more_rows_than_can_be_counted_are_refused(tmp_path, rows):
+    paths = [tmp_path / f"{i}.h5" for i in range(2)]
+    for path in paths:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("data", (40, 3), "i4", chunks=(4, 3))[:20] = 1
+    index = save(tmp_path, *paths, fields={"data": Field("data")})
+    header, arrays = content_of(index)
+    arrays["rows"][1] = rows
+    rewrite(index, header, arrays)
+    with pytest.raises(H5AsyncError, match="more rows than can be counted"):
+        rows_of(index)
