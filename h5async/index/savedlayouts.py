@@ -436,7 +436,7 @@ class LayoutReader:
             )
             for region, source_region, member in found["pieces"]
         )
-        even = tuple((natural(begin), natural(end)) for begin, end in found["even"])
+        even = tuple((natural(a), natural(b), natural(size)) for a, b, size in found["even"])
         segments = Segments.of(arrays, pieces, even)
         require_sound_segments(segments, columns.rows, layout.shape[axis])
         keys = columns.kind[segments.dataset].astype(np.int64) * len(pieces) + segments.piece

@@ -72,7 +72,9 @@ class Segments:
     pieces
         The pieces.
     even
-        Ranges of samples that units divide evenly, because several datasets hold pieces of them.
+        Ranges of samples that units divide evenly, and the samples of a unit (0: by their bytes);
+        for datasets that are not read in the way in which they are stored. Then no other bounds
+        count.
     """
 
     first: Int64s
@@ -82,14 +84,14 @@ class Segments:
     dataset: Int32s
     piece: Int32s
     pieces: tuple[Piece, ...] = (WHOLE,)
-    even: tuple[tuple[int, int], ...] = ()
+    even: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of(
         cls,
         columns: Sequence[NDArray[Any]],
         pieces: tuple[Piece, ...],
-        even: tuple[tuple[int, int], ...] = (),
+        even: tuple[tuple[int, int, int], ...] = (),
     ) -> Segments:
         """Return the segments of six columns, sorted by their first sample."""
         first, length, row, step, dataset, piece = columns
