@@ -24,7 +24,7 @@ from h5async.index.slabs import (
     most_runs,
     runs_between,
 )
-from h5async.index.units import bounds_behind, even_ranges, unit_bounds
+from h5async.index.units import bounds_behind, even_ranges, unit_bounds, unit_nbytes
 
 Int64s = NDArray[np.int64]
 
@@ -101,7 +101,8 @@ def with_parts(layout: DatasetLayout, parts: Sequence[Part]) -> DatasetLayout:
         raise TooManyRunsError
     whole = [np.concatenate(column) for column in zip(*columns, strict=True)]
     found_pieces = tuple(one for _, one in pieces.values())
-    segments = Segments.of(whole, found_pieces, _even(layout, parts, read))
+    even, kept = _even(layout, parts, read), _kept_nbytes(parts, read)
+    segments = Segments.of(whole, found_pieces, even, kept)
     return layout.changed(segments=segments, datasets=datasets)
 
 
@@ -172,3 +173,17 @@ def _even(
         runs = runs_between(part.samples, part.source_samples)
         bounds.append(bounds_behind(runs, edges[id(part.source)]))
     return even_ranges(np.unique(np.concatenate(bounds)))
+
+
+def _kept_nbytes(parts: Sequence[Part], sources: Sequence[DatasetLayout]) -> int:
+    """Return the decoded bytes of a unit of what is not read as stored."""
+    several = {id(part.source): part.source for part in parts if part.source.segments is not None}
+    are_read = {id(source) for source in sources}
+    return max(
+        (
+            source.segments.kept_nbytes if number in are_read else unit_nbytes(source)
+            for number, source in several.items()
+            if source.segments is not None
+        ),
+        default=0,
+    )

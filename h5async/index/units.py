@@ -20,7 +20,8 @@ _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of this size costs little more per by
 def unit_nbytes(layout: DatasetLayout) -> int:
     """Return the decoded bytes kept of a unit for several batches."""
     if layout.segments is not None:
-        return max(unit_nbytes(leaf) for leaf, _ in kinds_of(layout))
+        several = (unit_nbytes(leaf) for leaf, _ in kinds_of(layout))
+        return max(layout.segments.kept_nbytes, *several)
     if not layout.filters or layout.is_row_a_chunk:
         return 0
     nbytes: int = layout.chunk_nbytes
