@@ -86,10 +86,10 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
     found = sliced(layout, count * length, row_shape, parts)
     if (axis, layout.sample_axis) == (0, 1) and layout.storage in _UNCHUNKED:
         # It equals the result of `merged_dimensions`, except for the way of reading.
-        found = found.changed(storage=layout.storage, member=layout.member)
-        if found.segments is not None:
-            segments = replace(found.segments, even=((0, found.num_samples, 0),))
-            found = found.changed(segments=segments)
+        segments = found.segments
+        if segments is not None:  # whose units are those of one run of rows, too
+            segments = replace(segments, even=((0, found.num_samples, 0),))
+        found = found.changed(storage=layout.storage, member=layout.member, segments=segments)
     return found.changed(sequences=SequenceLengths(held, held))
 
 

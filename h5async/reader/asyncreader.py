@@ -271,7 +271,20 @@ class AsyncReader:
         """
         seconds = self._config.timeout if timeout is None else check_timeout(timeout)
         self._engine.settle()
-        return self._engine.delivery.next_batch(seconds)
+        delivery = self._engine.delivery
+        serial, filled = delivery.wait(seconds)
+        try:
+            batch = delivery.take(serial, filled)
+        except BaseException:  # Ctrl-C: the next call returns this batch
+            delivery.put_back(serial, filled)
+            raise
+        if batch is None:
+            try:
+                assert filled.error is not None
+                raise filled.error
+            finally:
+                del filled  # the traceback holds this frame, and would keep the reader alive
+        return batch
 
     def read(self, index: ArrayLike) -> Batch:
         """Read given samples at once, in the calling thread; the batch owns its memory.

@@ -198,33 +198,30 @@ class Delivery:
 
     # --- the next batch ---------------------------------------------------------------------------
 
-    def next_batch(self, timeout_seconds: float | None) -> Batch:
-        """End the life of the batch in use, and return the next one, or raise its error.
-
-        An exception that is not the batch's own leaves the batch for the next call.
-        """
+    def wait(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
+        """End the life of the batch in use, and wait for the next one; `take` puts it in use."""
         self._end_life()
-        serial, filled = self._wait(timeout_seconds)
-        try:
-            for message in self._counts.new_warnings(filled.warnings) if filled.warnings else ():
-                warnings.warn(message, FileChangedWarning, stacklevel=3)
-            batch = self._handed_over(serial, filled) if filled.error is None else None
-            # The error's traceback will hold the reader, so nothing may hold the error.
-            self._ring.take(serial, forget=batch is None)
-            if batch is not None:
-                self._note(batch)
-            elif self._submissions is not None:
-                self._submissions.drop_error(serial)
-        except BaseException:  # Ctrl-C
-            self._ring.put_back(serial, filled)
-            raise
-        if batch is None:
-            try:
-                assert filled.error is not None
-                raise filled.error
-            finally:
-                del filled  # the traceback holds this frame, and would keep the reader alive
+        return self._wait(timeout_seconds)
+
+    def take(self, serial: int, filled: FillOutcome) -> Batch | None:
+        """Return the batch that was waited for, and put it in use; None if it has an error.
+
+        The caller calls `put_back` after an exception, also one that comes as this returns.
+        """
+        for message in self._counts.new_warnings(filled.warnings) if filled.warnings else ():
+            warnings.warn(message, FileChangedWarning, stacklevel=3)
+        batch = self._handed_over(serial, filled) if filled.error is None else None
+        # The error's traceback will hold the reader, so nothing may hold the error.
+        self._ring.take(serial, forget=batch is None)
+        if batch is not None:
+            self._note(batch)
+        elif self._submissions is not None:
+            self._submissions.drop_error(serial)
         return batch
+
+    def put_back(self, serial: int, filled: FillOutcome) -> None:
+        """Undo `take`, whether or not it was done: the next call returns this batch."""
+        self._ring.put_back(serial, filled)
 
     def _wait(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
         begin, end, is_there = time.perf_counter(), 0.0, False
