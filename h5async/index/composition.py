@@ -24,6 +24,9 @@ from h5async.index.slabs import (
     most_runs,
     runs_between,
 )
+from h5async.index.units import bounds_behind, even_ranges, unit_bounds, unit_nbytes
+
+Int64s = NDArray[np.int64]
 
 
 class Part(NamedTuple):
@@ -71,6 +74,7 @@ def with_parts(layout: DatasetLayout, parts: Sequence[Part]) -> DatasetLayout:
         if key not in numbers:
             numbers[key] = len(sources)
             sources.append(_combined(part, layout))
+    read = [sources[numbers[id(part.source), part.piece.is_whole]] for part in parts]
     begin, datasets = _datasets(sources)
     pieces: dict[Any, tuple[int, Piece]] = {}
     single: list[tuple[int, ...]] = []
@@ -97,7 +101,8 @@ def with_parts(layout: DatasetLayout, parts: Sequence[Part]) -> DatasetLayout:
         raise TooManyRunsError
     whole = [np.concatenate(column) for column in zip(*columns, strict=True)]
     found_pieces = tuple(one for _, one in pieces.values())
-    segments = Segments.of(whole, found_pieces, _even(layout, parts))
+    even, kept = _even(layout, parts, read), _kept_nbytes(parts, read)
+    segments = Segments.of(whole, found_pieces, even, kept)
     return layout.changed(segments=segments, datasets=datasets)
 
 
@@ -138,8 +143,15 @@ def _datasets(sources: Sequence[DatasetLayout]) -> tuple[list[int], Datasets]:
     return begin, Datasets.joined(tables)
 
 
-def _even(whole: DatasetLayout, parts: Sequence[Part]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of samples that units divide evenly: see `Segments.even`."""
+def _even(
+    whole: DatasetLayout, parts: Sequence[Part], sources: Sequence[DatasetLayout]
+) -> tuple[tuple[int, int, int], ...]:
+    """Return the ranges of samples that units divide evenly: see `Segments.even`.
+
+    `sources` are those of the parts, as they are read.
+    """
+    if whole.chunk_shape:  # of a compound, whose member this is
+        return ()
     are_stored_together = whole.storage in ("virtual", "files") and all(
         part.piece.region is None
         and (part.samples.is_run or isinstance(part.samples, Blocks))
@@ -147,13 +159,31 @@ def _even(whole: DatasetLayout, parts: Sequence[Part]) -> tuple[tuple[int, int],
         for part in parts
     )
     if not are_stored_together:  # how a dataset is read must not change the order of samples
-        return ((0, whole.num_samples),)
-    found = []
+        return ((0, whole.num_samples, 0),)
+    if all(
+        part.source.segments is None or (part.source is source and not part.source.segments.even)
+        for part, source in zip(parts, sources, strict=True)
+    ):
+        return ()
+    edges: dict[int, Int64s] = {}
+    bounds = [np.array([0, whole.num_samples], np.int64)]
     for part in parts:
-        for begin, end in part.source.segments.even if part.source.segments is not None else ():
-            if part.samples.is_run and part.source_samples.is_run:
-                move = part.samples.start - part.source_samples.start
-                found.append((begin + move, end + move))
-            else:
-                found.append((part.samples.start, part.samples.end))
-    return tuple(found)
+        if id(part.source) not in edges:
+            edges[id(part.source)] = unit_bounds(part.source, whole.row_nbytes)
+        runs = runs_between(part.samples, part.source_samples)
+        bounds.append(bounds_behind(runs, edges[id(part.source)]))
+    return even_ranges(np.unique(np.concatenate(bounds)))
+
+
+def _kept_nbytes(parts: Sequence[Part], sources: Sequence[DatasetLayout]) -> int:
+    """Return the decoded bytes of a unit of what is not read as stored."""
+    several = {id(part.source): part.source for part in parts if part.source.segments is not None}
+    are_read = {id(source) for source in sources}
+    return max(
+        (
+            source.segments.kept_nbytes if number in are_read else unit_nbytes(source)
+            for number, source in several.items()
+            if source.segments is not None
+        ),
+        default=0,
+    )

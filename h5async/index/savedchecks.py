@@ -119,7 +119,7 @@ def require_sound_segments(segments: Segments, rows: Int64s, num_samples: int) -
         raise ValueError("segments are not in order")
     if any((layer.end[:-1] > layer.first[1:]).any() for _, layer in segments.layers):
         raise ValueError("segments overlap")
-    if any(not 0 <= begin <= end <= num_samples for begin, end in segments.even):
+    if any(not 0 <= begin <= end <= num_samples or size < 0 for begin, end, size in segments.even):
         raise ValueError("units lie outside their dataset")
 
 

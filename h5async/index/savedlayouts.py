@@ -192,6 +192,7 @@ class LayoutWriter:
                 for piece in segments.pieces
             ],
             "even": segments.even,
+            "kept_nbytes": segments.kept_nbytes,
         }
 
     def _heap(self, heap: HeapFile) -> list[Any]:
@@ -437,8 +438,8 @@ class LayoutReader:
             )
             for region, source_region, member in found["pieces"]
         )
-        even = tuple((natural(begin), natural(end)) for begin, end in found["even"])
-        segments = Segments.of(arrays, pieces, even)
+        even = tuple((natural(a), natural(b), natural(size)) for a, b, size in found["even"])
+        segments = Segments.of(arrays, pieces, even, natural(found["kept_nbytes"]))
         require_sound_segments(segments, columns.rows, layout.shape[axis])
         keys = columns.kind[segments.dataset].astype(np.int64) * len(pieces) + segments.piece
         for key in np.unique(keys).tolist():

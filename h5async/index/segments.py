@@ -72,7 +72,11 @@ class Segments:
     pieces
         The pieces.
     even
-        Ranges of samples that units divide evenly, because several datasets hold pieces of them.
+        Ranges of samples that units divide evenly, and the samples of a unit (0: by their bytes);
+        for datasets that are not read in the way in which they are stored. Then no other bounds
+        count.
+    kept_nbytes
+        The decoded bytes of a unit of datasets that are not read in that way.
     """
 
     first: Int64s
@@ -82,19 +86,21 @@ class Segments:
     dataset: Int32s
     piece: Int32s
     pieces: tuple[Piece, ...] = (WHOLE,)
-    even: tuple[tuple[int, int], ...] = ()
+    even: tuple[tuple[int, int, int], ...] = ()
+    kept_nbytes: int = 0
 
     @classmethod
     def of(
         cls,
         columns: Sequence[NDArray[Any]],
         pieces: tuple[Piece, ...],
-        even: tuple[tuple[int, int], ...] = (),
+        even: tuple[tuple[int, int, int], ...] = (),
+        kept_nbytes: int = 0,
     ) -> Segments:
         """Return the segments of six columns, sorted by their first sample."""
         first, length, row, step, dataset, piece = columns
         of_dataset, of_piece = dataset.astype(np.int32), piece.astype(np.int32)
-        found = cls(first, length, row, step, of_dataset, of_piece, pieces, even)
+        found = cls(first, length, row, step, of_dataset, of_piece, pieces, even, kept_nbytes)
         is_sorted = bool((first[1:] >= first[:-1]).all())
         return found if is_sorted else found.at(np.argsort(first, kind="stable"))
 
@@ -121,7 +127,8 @@ class Segments:
     def at(self, which: NDArray[Any]) -> Segments:
         """Return some of the segments."""
         first, length, row, step, dataset, piece = (column[which] for column in self._columns)
-        return Segments(first, length, row, step, dataset, piece, self.pieces, self.even)
+        kept = self.pieces, self.even, self.kept_nbytes
+        return Segments(first, length, row, step, dataset, piece, *kept)
 
     def moved(self, shift: int | Int64s) -> Segments:
         """Return the segments with their samples moved."""
@@ -142,7 +149,7 @@ class Segments:
         found = self.at(which)
         row = found.row + (begin - found.first) * found.step
         columns = begin, end - begin, row, found.step, found.dataset, found.piece
-        return Segments.of(columns, self.pieces, self.even)
+        return Segments.of(columns, self.pieces, self.even, self.kept_nbytes)
 
     @cached_property
     def layers(self) -> list[tuple[Int64s, Segments]]:

@@ -22,6 +22,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import SequenceLengths
 from h5async.index.segments import Piece
 from h5async.index.slabs import Slab
+from h5async.index.units import even_bounds, even_ranges
 
 _UNCHUNKED = "contiguous", "compact"
 _MOST_APART = 1  # the maximum difference of rows between fields, per sequence
@@ -87,7 +88,7 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
         # It equals the result of `merged_dimensions`, except for the way of reading.
         segments = found.segments
         if segments is not None:  # whose units are those of one run of rows, too
-            segments = replace(segments, even=((0, found.num_samples),))
+            segments = replace(segments, even=((0, found.num_samples, 0),))
         found = found.changed(storage=layout.storage, member=layout.member, segments=segments)
     return found.changed(sequences=SequenceLengths(held, held))
 
@@ -157,9 +158,16 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
         return _ragged_with_room(layout, room, shift)
     segments, datasets = table_of(layout)
     cut = segments.cut(ends)
-    even = segments.even if layout.storage == "files" else ()
+    even = segments.even if layout.storage in ("virtual", "files") else ()
     moved = cut.moved(shift[np.searchsorted(ends, cut.first, side="right")])
-    even = tuple((_shifted(a, ends, shift), _shifted(b - 1, ends, shift) + 1) for a, b in even)
+    if even and even != ((0, layout.num_samples, 0),):
+        bounds = np.unique(np.concatenate([even_bounds(even, 1), [0, *ends.tolist()]]))
+        before = np.searchsorted(ends, bounds[:-1], side="right")
+        after = np.searchsorted(ends, bounds[1:], side="left")
+        moved_bounds = [bounds[:-1] + shift[before], bounds[1:] + shift[after]]
+        even = even_ranges(np.unique(np.concatenate([*moved_bounds, [0, int(room.sum())]])))
+    elif even:
+        even = ((0, int(room.sum()), 0),)
     return layout.changed(
         shape=(int(room.sum()), *layout.shape[1:]),
         storage="files",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.layout import DatasetLayout
+from h5async.index.slabs import PairedRuns
 
 Int64s = NDArray[np.int64]
 
@@ -18,7 +20,8 @@ _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of this size costs little more per by
 def unit_nbytes(layout: DatasetLayout) -> int:
     """Return the decoded bytes kept of a unit for several batches."""
     if layout.segments is not None:
-        return max(unit_nbytes(leaf) for leaf, _ in kinds_of(layout))
+        several = (unit_nbytes(leaf) for leaf, _ in kinds_of(layout))
+        return max(layout.segments.kept_nbytes, *several)
     if not layout.filters or layout.is_row_a_chunk:
         return 0
     nbytes: int = layout.chunk_nbytes
@@ -48,7 +51,7 @@ def unit_bounds(layout: DatasetLayout, row_nbytes: int = 0) -> Int64s:
     if layout.segments is None or layout.chunk_shape:
         bounds.append(np.arange(0, count, size, dtype=np.int64))
     else:
-        bounds += [np.arange(begin, end, size) for begin, end in layout.segments.even]
+        bounds.append(even_bounds(layout.segments.even, size))
         found = _Cuts(layout, row_nbytes)
         bounds += [found.inside(), *found.outside()]
     return np.unique(np.concatenate(bounds))
@@ -68,9 +71,40 @@ def most_units(layout: DatasetLayout, row_nbytes: int = 0) -> int:
     size, count = _unit_rows(layout, row_nbytes), layout.num_samples
     if layout.segments is None or layout.chunk_shape:
         return 1 + count // size
-    of_even = sum(1 + (end - begin) // size for begin, end in layout.segments.even)
+    of_even = sum(1 + (end - begin) // (own or size) for begin, end, own in layout.segments.even)
     found = _Cuts(layout, row_nbytes)
     return 1 + of_even + 2 * found.segments.size + int(found.count.sum())
+
+
+def even_bounds(even: Sequence[tuple[int, int, int]], size: int) -> Int64s:
+    """Return the bounds within ranges (`Segments.even`); `size` is for those without their own."""
+    found = [np.arange(begin, end, own or size) for begin, end, own in even]
+    return np.concatenate([*found, np.array([end for _, end, _ in even])]).astype(np.int64)
+
+
+def even_ranges(bounds: Int64s) -> tuple[tuple[int, int, int], ...]:
+    """Return the ranges of which these are the bounds: neighbours of one size are one."""
+    size = np.diff(bounds)
+    at = np.flatnonzero(np.diff(size, prepend=-1))
+    ends = bounds[np.append(at[1:], size.size)]
+    return tuple(zip(bounds[at].tolist(), ends.tolist(), size[at].tolist(), strict=True))
+
+
+def bounds_behind(runs: PairedRuns, edges: Int64s) -> Int64s:
+    """Return the bounds of units of runs of samples, whose rows have units with these `edges`.
+
+    Samples between two samples of a unit belong to it, unless another dataset holds them.
+    """
+    first, length, row, step = runs
+    unit = np.searchsorted(edges, row, side="right")  # the edge after it
+    last = np.searchsorted(edges, row + (length - 1) * step, side="right")
+    count = last - unit
+    which = np.repeat(np.arange(count.size), count)
+    edge = edges[np.arange(which.size) - (np.cumsum(count) - count - unit)[which]]
+    inside = first[which] - (row[which] - edge) // step[which]
+    begins = np.concatenate(([True], last[:-1] != unit[1:]))
+    ends = (first + length)[np.append(begins[1:], True)]
+    return np.concatenate([first[begins], ends, inside]).astype(np.int64)
 
 
 def _unit_rows(layout: DatasetLayout, row_nbytes: int) -> int:
@@ -87,10 +121,8 @@ class _Cuts:
 
     def __init__(self, layout: DatasetLayout, row_nbytes: int) -> None:
         segments, datasets = table_of(layout)
-        is_even = np.zeros(segments.size, np.bool_)
-        for begin, end in segments.even:
-            is_even |= (segments.first >= begin) & (segments.first < end)
-        segments = segments.at(~is_even) if segments.even else segments
+        if segments.even:  # those have all bounds
+            segments = segments.at(np.zeros(0, np.int64))
         order = np.lexsort((segments.first, segments.piece, segments.dataset))
         self.segments = segments = segments.at(order)
         row_nbytes = row_nbytes or layout.row_nbytes
