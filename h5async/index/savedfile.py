@@ -28,7 +28,7 @@ from h5async.system.interruptions import suppressing
 
 # Changes with the content, and when the same file would be indexed differently: files with another
 # number are not read.
-FORMAT = 4
+FORMAT = 5
 _SIGNATURE = b"\x89h5async\r\n\x1a\n"
 _HEAD = struct.Struct("<12sIQQ16s")
 _ALIGNMENT = 64

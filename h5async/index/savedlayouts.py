@@ -429,14 +429,18 @@ class LayoutReader:
         if max(dataset.max(initial=0), piece.max(initial=0)) >= 1 << 31:
             raise ValueError("a segment names what is not there")
         axis, rows = layout.sample_axis, layout.row_shape
-        like = kinds[0]
+        # The rank of rows of sources may differ, but all datasets of a piece have one.
+        of_piece = np.zeros(len(found["pieces"]), np.int64)
+        inside = (piece >= 0) & (piece < of_piece.size) & (dataset >= 0)
+        inside &= dataset < columns.kind.size
+        of_piece[piece[inside]] = columns.kind[dataset[inside]]
         pieces = tuple(
             Piece(
                 region_from_json(region, rows),
-                region_from_json(source_region, like.row_shape),
+                region_from_json(source_region, kinds[of_piece[number]].row_shape),
                 None if member is None else text(member),
             )
-            for region, source_region, member in found["pieces"]
+            for number, (region, source_region, member) in enumerate(found["pieces"])
         )
         even = tuple((natural(a), natural(b), natural(size)) for a, b, size in found["even"])
         segments = Segments.of(arrays, pieces, even, natural(found["kept_nbytes"]))
