@@ -74,7 +74,9 @@ class _Kinds:
         if is_own_kind(layout):
             number = self._own.setdefault(id(layout), len(self.found))
         else:
-            key = layout.storage, layout.dtype.str, layout.chunk_shape, layout.fallback_reason
+            digest = layout.indexed and layout.indexed.digest
+            how = layout.storage, layout.chunk_shape, layout.filters, layout.fallback_reason
+            key = *how, layout.dtype.str, layout.row_shape, digest
             several = self._by_key.setdefault(key, [])
             same = (n for n in several if _is_alike(self.found[n].__dict__, members))
             number = next(same, len(self.found))
@@ -240,7 +242,7 @@ class Datasets(Sequence[DatasetLayout]):
                 [[0], *(one.begin[1:] + n for one, n in zip(moved, begin.tolist(), strict=False))]
             ).astype(np.int64),
             np.concatenate([one.is_sparse for one in moved]),
-            ChunkTable.joined([one.chunks for one in moved if one.begin[-1]]),
+            ChunkTable.joined([one.chunks for one in moved]),
             tuple(files),
         )
         return cls(kinds.found, columns)

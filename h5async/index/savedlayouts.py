@@ -225,8 +225,8 @@ class LayoutWriter:
 
 def _place(layout: DatasetLayout) -> Any:
     """Return what a dataset and a source have in common if they are the same."""
-    is_leaf = layout.segments is None
-    return layout.file, layout.path, layout.sample_axis, layout.shape, is_leaf
+    where = layout.file, layout.stamp, layout.path, layout.sample_axis, layout.segments is None
+    return *where, layout.shape, layout.dtype, layout.storage, layout.offset, layout.member
 
 
 def _one_if_equal(column: NDArray[Any]) -> NDArray[Any]:

@@ -125,7 +125,8 @@ def _attached(draw: st.DrawFn, layout: DatasetLayout, _: int) -> DatasetLayout:
 
 def _virtual(draw: st.DrawFn, layout: DatasetLayout, depth: int) -> DatasetLayout:
     sources = tuple(draw(layouts(depth - 1)) for _ in range(draw(st.integers(1, 2))))
-    parts = []
+    parts: list[Part] = []
+    taken: set[int] = set()
     for source in draw(st.lists(st.sampled_from(sources), max_size=3)):
         row_shape = source.row_shape
         if layout.row_shape != row_shape and math.prod(row_shape) != 1:
@@ -134,6 +135,10 @@ def _virtual(draw: st.DrawFn, layout: DatasetLayout, depth: int) -> DatasetLayou
             continue
         count = min(layout.num_samples, source.num_samples)
         samples = draw(selections(layout.num_samples, count))
+        numbers = set(samples.at(np.arange(samples.size)).tolist())
+        if numbers & taken:
+            continue
+        taken |= numbers
         parts.append(
             Part(
                 source,
