@@ -50,8 +50,8 @@ def read_cost(layout: DatasetLayout) -> ReadCost:
 def direct_share(layout: DatasetLayout) -> float:
     """Return the share of a dataset's samples that are read directly, without h5py."""
     segments, datasets = table_of(layout)
-    is_direct = np.array([kind.fallback_reason is None for kind in datasets.kinds])
-    held = segments.length[is_direct[datasets.columns.kind[segments.dataset]]]
+    is_direct = datasets.by_kind(lambda kind: kind.fallback_reason is None, np.bool_)
+    held = segments.length[is_direct[segments.dataset]]
     if layout.segments is None:
         return float(layout.fallback_reason is None)
     return float(held.sum() / max(1, segments.length.sum()))

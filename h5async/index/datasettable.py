@@ -6,7 +6,7 @@ Here, the common facts are one layout, and the differences are arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
 from typing import Any, NamedTuple, overload
@@ -68,11 +68,10 @@ class _Kinds:
     def number(self, layout: DatasetLayout) -> int:
         """Return the number of a layout's kind, which is added if new."""
         members = layout.__dict__
-        if self._last is not None and _is_alike(self._last[0], members):
-            if not is_own_kind(layout):
-                return self._last[1]
         if is_own_kind(layout):
             number = self._own.setdefault(id(layout), len(self.found))
+        elif self._last is not None and _is_alike(self._last[0], members):
+            return self._last[1]
         else:
             digest = layout.indexed and layout.indexed.digest
             how = layout.storage, layout.chunk_shape, layout.filters, layout.fallback_reason
@@ -268,6 +267,10 @@ class Datasets(Sequence[DatasetLayout]):
 
     def __iter__(self) -> Iterator[DatasetLayout]:
         return map(self.__getitem__, range(len(self)))
+
+    def by_kind(self, fact: Callable[[DatasetLayout], Any], dtype: Any) -> NDArray[Any]:
+        """Return a fact of each dataset, (n,), that those of a kind have in common."""
+        return np.array([fact(kind) for kind in self.kinds], dtype)[self.columns.kind]
 
     def _new(self, number: int) -> DatasetLayout:
         kind = self.columns.kind[number]

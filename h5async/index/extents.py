@@ -20,7 +20,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import HeapFile
 from h5async.index.segments import Piece
 from h5async.index.shapes import Kind, Shape, can_take_member, shape_of, shape_of_small, swaps
-from h5async.index.smalldatasets import addresses_of_small, kept_whole_nbytes
+from h5async.index.smalldatasets import addresses_of_small, kept_whole_nbytes, row_nbytes_of
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
@@ -256,10 +256,10 @@ class _FieldBuilder:
         is_inside = (segments.row >= 0) & (last < rows) & (segments.step >= 1)
         # Shapes depend on the number of rows where these are not the first dimension, and where the
         # dataset is its own chunk; a small one has one of a few shapes.
-        kinds, is_whole = self._datasets.kinds, np.array([p.is_whole for p in segments.pieces])
-        depends = np.array([one.sample_axis != 0 for one in kinds])[kind]
-        has_no_chunks = np.array([not one.chunk_shape for one in kinds])[kind]
-        depends |= has_no_chunks & ~is_whole[segments.piece]
+        datasets, is_whole = self._datasets, np.array([p.is_whole for p in segments.pieces])
+        depends = datasets.by_kind(lambda one: one.sample_axis != 0, np.bool_)[segments.dataset]
+        has_chunks = datasets.by_kind(lambda one: bool(one.chunk_shape), np.bool_)
+        depends |= ~(has_chunks[segments.dataset] | is_whole[segments.piece])
         size = np.where(is_small, -1 - np.frexp(rows - 1)[1], np.where(depends, rows, 0))
         sizes, at = np.unique(size, return_inverse=True)
         key = (kind.astype(np.int64) * len(segments.pieces) + segments.piece) * sizes.size + at
@@ -283,15 +283,15 @@ class _FieldBuilder:
         segments, columns, datasets = self._segments, self._datasets.columns, self._datasets
         number, is_small = segments.dataset, self._is_small
         left = np.array([one.kind == Kind.LEFT for one in self._shapes], np.bool_)[shape]
-        has_values = np.array([kind.values is not None for kind in datasets.kinds])
-        has_values = has_values[columns.kind[number]] & ~left
+        has_values = datasets.by_kind(lambda kind: kind.values is not None, np.bool_)[number]
+        has_values &= ~left
         count = np.diff(columns.begin)
-        has_chunks = np.array([kind.chunks is not None for kind in datasets.kinds])
-        begin = np.where(has_chunks[columns.kind], columns.begin[:-1], columns.offset)
-        source = np.full(segments.size, -1, np.int32)
-        files = columns.file[number]
+        has_chunks = datasets.by_kind(lambda kind: kind.chunks is not None, np.bool_)
+        begin = np.where(has_chunks, columns.begin[:-1], columns.offset)
+        files, sources = columns.file[number], np.full(len(columns.files), -1, np.int32)
         for file in np.unique(files[~left & ~has_values]).tolist():
-            source[files == file] = self._tables.file_source(*columns.files[file])
+            sources[file] = self._tables.file_source(*columns.files[file])
+        source = sources[files]
         for at in np.flatnonzero(has_values).tolist():
             source[at] = self._tables.values_source(datasets[int(number[at])])
         small_begin = np.cumsum(self._small >= 0) - 1 + columns.chunks.offset.size
@@ -312,9 +312,7 @@ class _FieldBuilder:
         chunks, is_small = self._datasets.columns.chunks, self._small >= 0
         if not is_small.any():
             return chunks
-        row_nbytes = np.array([kind.row_nbytes for kind in self._datasets.kinds], np.int64)
-        columns = self._datasets.columns
-        nbytes = (columns.rows * row_nbytes[columns.kind])[is_small]
+        nbytes = self._datasets.columns.rows[is_small] * row_nbytes_of(self._datasets)[is_small]
         masks = np.zeros(nbytes.size, np.uint32)
         return ChunkTable.joined([chunks, ChunkTable(None, self._small[is_small], nbytes, masks)])
 

@@ -5,7 +5,6 @@ The layouts of a file are valid while it, and everything consulted to read them,
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -175,27 +174,24 @@ def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
     for file in files:
         for layout in file.layouts.values():
             datasets = table_of(layout)[1]
+            columns = datasets.columns
             are_read = _are_read(datasets) & (not layout.is_ragged)
-            for place, number in zip(datasets.columns.files, itertools.count(), strict=False):
-                is_read = bool(are_read[datasets.columns.file == number].all())
-                seen[place] = seen.get(place, True) and is_read
+            unread = np.bincount(columns.file[~are_read], minlength=len(columns.files))
+            for place, count in zip(columns.files, unread.tolist(), strict=True):
+                seen[place] = seen.get(place, True) and not count
     return [number for place, number in writer.files.items() if not seen.get(place, False)]
 
 
 def _are_read(datasets: Datasets) -> NDArray[np.bool_]:
     """Return for which datasets reading any row opens their file."""
-    columns, kinds = datasets.columns, datasets.kinds
-    has_values, by_h5py, has_chunks = (
-        np.array(flags, np.bool_)[columns.kind]
-        for flags in (
-            [kind.values is not None for kind in kinds],
-            [kind.fallback_reason is not None for kind in kinds],
-            [kind.chunks is not None for kind in kinds],
-        )
-    )
+    columns = datasets.columns
+    has_values = datasets.by_kind(lambda kind: kind.values is not None, np.bool_)
+    by_h5py = datasets.by_kind(lambda kind: kind.fallback_reason is not None, np.bool_)
+    has_chunks = datasets.by_kind(lambda kind: kind.chunks is not None, np.bool_)
     is_whole = ~columns.is_sparse & (np.diff(columns.begin) > 0)
-    is_there = by_h5py | np.where(has_chunks, is_whole, columns.offset >= 0)
-    return (columns.rows > 0) & ~has_values & is_there
+    is_read: NDArray[np.bool_] = by_h5py | np.where(has_chunks, is_whole, columns.offset >= 0)
+    is_read &= (columns.rows > 0) & ~has_values
+    return is_read
 
 
 # --- reading -------------------------------------------------------------------------------------

@@ -39,38 +39,47 @@ class KeptNbytes(NamedTuple):
 def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
     """Return the memory to keep all chunks of a field, and all of its small datasets."""
     _, datasets = table_of(layout)
-    encoded = small = count = 0
-    addresses, rows = addresses_of_small(datasets), datasets.columns.rows
-    for number, kind in enumerate(datasets.kinds):
-        here = datasets.columns.kind == number
+    rows, kinds, encoded = datasets.columns.rows, datasets.kinds, 0
+    along = -(-rows // np.maximum(1, datasets.by_kind(_rows_of_chunk, np.int64)))
+    chunks = np.bincount(datasets.columns.kind, along, len(kinds))
+    for kind, count in zip(kinds, chunks.tolist(), strict=True):
         if kind.filters and kind.chunk_shape:
-            along = kind.sample_axis
-            chunks = -(-rows[here] // kind.chunk_shape[along])
-            others = math.prod(n for axis, n in enumerate(kind.grid) if axis != along)
-            each = others * (kind.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
-            encoded += sum(chunks.tolist()) * each
-        here &= addresses >= 0
-        count += int(np.count_nonzero(here))
-        small += int(rows[here].sum()) * kind.row_nbytes
-    return KeptNbytes(encoded, small + count * KEPT_OVERHEAD_NBYTES if count >= MANY else 0)
+            axis = kind.sample_axis
+            others = math.prod(n for at, n in enumerate(kind.grid) if at != axis)
+            encoded += int(count) * others * (kind.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
+    is_small = addresses_of_small(datasets) >= 0
+    number = int(np.count_nonzero(is_small))
+    if number < MANY:
+        return KeptNbytes(encoded, 0)
+    small = int(np.dot(rows[is_small], row_nbytes_of(datasets)[is_small]))
+    return KeptNbytes(encoded, small + number * KEPT_OVERHEAD_NBYTES)
 
 
 def addresses_of_small(datasets: Datasets) -> NDArray[np.int64]:
     """Return the addresses of small datasets with contiguous rows; -1 for other datasets."""
     columns = datasets.columns
-    found = np.full(len(datasets), -1, np.int64)
-    for number, kind in enumerate(datasets.kinds):
-        if kind.fallback_reason is not None or kind.values is not None:
-            continue
-        if not kind.rows_are_whole or kind.filters or not kind.row_nbytes:
-            continue
-        is_small = (columns.kind == number) & (columns.rows > 0)
-        is_small &= columns.rows <= SMALL_NBYTES // kind.row_nbytes
-        if kind.chunks is None:
-            found[is_small] = columns.offset[is_small]
-            continue
-        if kind.chunk_shape:
-            is_small &= columns.rows <= kind.chunk_shape[0]
-        is_small &= np.diff(columns.begin) == 1
-        found[is_small] = columns.chunks.offset[columns.begin[:-1][is_small]]
+    has_chunks = datasets.by_kind(lambda kind: kind.chunks is not None, np.bool_)
+    is_small = (columns.rows > 0) & (columns.rows <= datasets.by_kind(_most_rows, np.int64))
+    found = np.where(is_small & ~has_chunks, columns.offset, -1)
+    at = np.flatnonzero(is_small & has_chunks & (np.diff(columns.begin) == 1))
+    found[at] = columns.chunks.offset[columns.begin[at]]
     return found
+
+
+def row_nbytes_of(datasets: Datasets) -> NDArray[np.int64]:
+    """Return the bytes of a row of each dataset; files may declare more than 64 bits hold."""
+    return datasets.by_kind(lambda kind: min(kind.row_nbytes, (1 << 63) - 1), np.int64)
+
+
+def _rows_of_chunk(kind: DatasetLayout) -> int:
+    return kind.chunk_shape[kind.sample_axis] if kind.chunk_shape else 0
+
+
+def _most_rows(kind: DatasetLayout) -> int:
+    """Return the rows of a small dataset of a kind; 0 if it is not read as one."""
+    if kind.fallback_reason is not None or kind.values is not None:
+        return 0
+    if not kind.rows_are_whole or kind.filters or not kind.row_nbytes:
+        return 0
+    most = SMALL_NBYTES // kind.row_nbytes
+    return min(most, kind.chunk_shape[0]) if kind.chunk_shape else most

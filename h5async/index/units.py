@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +52,8 @@ def unit_bounds(layout: DatasetLayout, row_nbytes: int = 0) -> Int64s:
         bounds.append(np.arange(0, count, size, dtype=np.int64))
     else:
         bounds.append(even_bounds(layout.segments.even, size))
-        found = _Cuts(layout, row_nbytes)
-        bounds += [found.inside(), *found.outside()]
+        cuts, rows = _cuts_of(layout, row_nbytes)
+        bounds.append(cuts.bounds(lambda which, unit: unit * rows[which]))
     return np.unique(np.concatenate(bounds))
 
 
@@ -72,8 +72,7 @@ def most_units(layout: DatasetLayout, row_nbytes: int = 0) -> int:
     if layout.segments is None or layout.chunk_shape:
         return 1 + count // size
     of_even = sum(1 + (end - begin) // (own or size) for begin, end, own in layout.segments.even)
-    found = _Cuts(layout, row_nbytes)
-    return 1 + of_even + 2 * found.segments.size + int(found.count.sum())
+    return 1 + of_even + _cuts_of(layout, row_nbytes)[0].most
 
 
 def even_bounds(even: Sequence[tuple[int, int, int]], size: int) -> Int64s:
@@ -91,20 +90,13 @@ def even_ranges(bounds: Int64s) -> tuple[tuple[int, int, int], ...]:
 
 
 def bounds_behind(runs: PairedRuns, edges: Int64s) -> Int64s:
-    """Return the bounds of units of runs of samples, whose rows have units with these `edges`.
-
-    Samples between two samples of a unit belong to it, unless another dataset holds them.
-    """
-    first, length, row, step = runs
-    unit = np.searchsorted(edges, row, side="right")  # the edge after it
-    last = np.searchsorted(edges, row + (length - 1) * step, side="right")
-    count = last - unit
-    which = np.repeat(np.arange(count.size), count)
-    edge = edges[np.arange(which.size) - (np.cumsum(count) - count - unit)[which]]
-    inside = first[which] - (row[which] - edge) // step[which]
-    begins = np.concatenate(([True], last[:-1] != unit[1:]))
-    ends = (first + length)[np.append(begins[1:], True)]
-    return np.concatenate([first[begins], ends, inside]).astype(np.int64)
+    """Return the bounds of units of runs of samples, whose rows have units with these `edges`."""
+    _, length, row, step = runs
+    unit = np.searchsorted(edges, row, side="right") - 1
+    last = np.searchsorted(edges, row + (length - 1) * step, side="right") - 1
+    return _Cuts(runs, unit, last, np.zeros(max(0, runs.size - 1), np.bool_)).bounds(
+        lambda which, unit: edges[unit]
+    )
 
 
 def _unit_rows(layout: DatasetLayout, row_nbytes: int) -> int:
@@ -113,39 +105,50 @@ def _unit_rows(layout: DatasetLayout, row_nbytes: int) -> int:
     return max(1, _UNCHUNKED_UNIT_NBYTES // max(1, row_nbytes or layout.row_nbytes))
 
 
-class _Cuts:
-    """Where units of datasets cut the segments of samples that they hold.
+def _cuts_of(layout: DatasetLayout, row_nbytes: int) -> tuple[_Cuts, Int64s]:
+    """Return where units cut the segments of a layout, and the rows of a unit of each segment."""
+    segments, datasets = table_of(layout)
+    if segments.even:  # those have all bounds
+        segments = segments.at(np.zeros(0, np.int64))
+    segments = segments.at(np.lexsort((segments.first, segments.piece, segments.dataset)))
+    row_nbytes = row_nbytes or layout.row_nbytes
+    sizes = datasets.by_kind(lambda kind: _unit_rows(kind, row_nbytes), np.int64)
+    size = sizes[segments.dataset]
+    runs = PairedRuns(segments.first, segments.length, segments.row, segments.step)
+    is_other = (np.diff(segments.dataset) != 0) | (np.diff(segments.piece) != 0)
+    last = (runs.row + (runs.length - 1) * runs.step) // size
+    return _Cuts(runs, runs.row // size, last, is_other), size
 
-    Samples between two samples of a unit belong to it, unless another dataset holds them.
+
+class _Cuts:
+    """Where units of datasets cut runs of samples.
+
+    Samples between two samples of a unit belong to it, unless another dataset holds them. `unit`
+    and `last` are the units of the first and of the last row of each run; `is_other`, bool
+    (n - 1,), says whether a run lies elsewhere than the one before.
     """
 
-    def __init__(self, layout: DatasetLayout, row_nbytes: int) -> None:
-        segments, datasets = table_of(layout)
-        if segments.even:  # those have all bounds
-            segments = segments.at(np.zeros(0, np.int64))
-        order = np.lexsort((segments.first, segments.piece, segments.dataset))
-        self.segments = segments = segments.at(order)
-        row_nbytes = row_nbytes or layout.row_nbytes
-        sizes = np.array([_unit_rows(kind, row_nbytes) for kind in datasets.kinds], np.int64)
-        self._size = sizes[datasets.columns.kind[segments.dataset]]
-        self._unit = segments.row // self._size
-        self._last = (segments.row + (segments.length - 1) * segments.step) // self._size
-        self.count = self._last - self._unit
+    def __init__(
+        self, runs: PairedRuns, unit: Int64s, last: Int64s, is_other: NDArray[np.bool_]
+    ) -> None:
+        self._runs, self._unit, self._count = runs, unit, last - unit
+        self._is_new = np.ones(runs.size + 1, np.bool_)
+        self._is_new[1:-1] = (last[:-1] != unit[1:]) | is_other
 
-    def inside(self) -> Int64s:
-        """Return the samples within segments with which another unit begins."""
-        which = np.repeat(np.arange(self.count.size), self.count)
-        before = (np.cumsum(self.count) - self.count - self._unit - 1)[which]
-        edge = (np.arange(which.size) - before) * self._size[which]
-        segments = self.segments
-        found: Int64s = segments.first[which] - (segments.row[which] - edge) // segments.step[which]
-        return found
+    @property
+    def most(self) -> int:
+        """The number of bounds at most."""
+        return 2 * self._runs.size + int(self._count.sum())
 
-    def outside(self) -> tuple[Int64s, Int64s]:
-        """Return the first samples of segments, and the ends of them, that bound units."""
-        segments = self.segments
-        is_new = np.ones(segments.size + 1, np.bool_)
-        is_new[1:-1] = self._last[:-1] != self._unit[1:]
-        is_new[1:-1] |= segments.dataset[1:] != segments.dataset[:-1]
-        is_new[1:-1] |= segments.piece[1:] != segments.piece[:-1]
-        return segments.first[is_new[:-1]], segments.end[is_new[1:]]
+    def bounds(self, edge: Callable[[Int64s, Int64s], Int64s]) -> Int64s:
+        """Return the samples that bound units.
+
+        `edge` returns the first rows of units, from the numbers of their runs and their own.
+        """
+        first, length, row, step = self._runs
+        which = np.repeat(np.arange(first.size), self._count)
+        before = (np.cumsum(self._count) - self._count - self._unit - 1)[which]
+        begin = edge(which, np.arange(which.size) - before)
+        inside = first[which] - (row[which] - begin) // step[which]
+        ends = (first + length)[self._is_new[1:]]
+        return np.concatenate([first[self._is_new[:-1]], ends, inside]).astype(np.int64)
