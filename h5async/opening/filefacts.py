@@ -101,7 +101,7 @@ def read_known(
     found |= _elsewhere(path, {name: plain[name].path for name in columns}, columns, reach)
     plain = {name: field for name, field in plain.items() if name not in found}
     if plain:
-        found |= read_layouts(path, plain, reach, grouping, may_be_codes=True)
+        found |= read_layouts(path, plain, reach, grouping, may_be_codes=bool(columns))
     rest = {name: need for name, need in needs.items() if need.wanted.kind}
     if not rest:
         return found

@@ -15,6 +15,7 @@ from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
+from h5async.order.window import kept_nbytes
 from h5async.plan.transform import RowTransform, row_transform
 from h5async.samples.assembly import columns_of, field_kinds
 from h5async.samples.fieldkind import FieldKind, Outline, Rows
@@ -28,11 +29,6 @@ _IN_ORDER_GROUPS = 4
 _ITEMS_OF_THREAD = 4
 
 
-def samples_of_slot(config: ReaderConfig, samplings: Samplings) -> int:
-    """Return the number of samples that a slot has room for."""
-    return samplings.most_samples(may_repeat=_may_repeat(config, samplings))
-
-
 def slot_transforms(
     config: ReaderConfig, layouts: Mapping[str, DatasetLayout], samplings: Samplings, rows: int
 ) -> dict[str, RowTransform]:
@@ -42,23 +38,16 @@ def slot_transforms(
     """
     columns = columns_of(field_kinds(config.batch_fields))
     transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
-    may_repeat = _may_repeat(config, samplings)
     room: dict[SpanRows, tuple[int, int]] = {}  # columns of a field share it
     for name, one in zip(transforms, samplings.rows, strict=True):
         if not isinstance(one, SpanRows):
             continue
         if one not in room:
-            most = samplings.most_rows(one, rows, may_repeat=may_repeat)
+            most = samplings.most_rows(one, rows)
             room[one] = max(1, most), min(most, one.likely(rows))
         capacity, likely = room[one]
         transforms[name] = replace(transforms[name], capacity=capacity, likely=likely)
     return transforms
-
-
-def _may_repeat(config: ReaderConfig, samplings: Samplings) -> bool:
-    """Return whether a sample may occur several times in a batch."""
-    is_drawn = config.weights is not None or config.sampler is not None
-    return is_drawn or samplings.selection.has_repeats
 
 
 def made_nbytes(
@@ -118,8 +107,6 @@ def wanted_kept_nbytes(
 def _window_nbytes(
     config: ReaderConfig, layout: DatasetLayout, layouts: Sequence[DatasetLayout]
 ) -> int:
-    from h5async.order.window import kept_nbytes
-
     nbytes = kept_nbytes(layout, layouts, config.window_bytes)
     least = min((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.filters), default=0)
     return nbytes + nbytes // max(1, least) * KEPT_OVERHEAD_NBYTES

@@ -11,9 +11,15 @@ from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, DatasetError, needs_package
 from h5async.html import Bar, Cell, counted, size_text, table
-from h5async.samples.ragged import module_of, native, offsets_misfit, on_host, preview
-from h5async.samples.samplearrays import SampleArrays
-from h5async.samples.samplekernels import sample_kernels
+from h5async.samples.ragged import preview
+from h5async.samples.samplearrays import (
+    SampleArrays,
+    dense_on_gpu,
+    module_of,
+    native,
+    offsets_misfit,
+    on_host,
+)
 
 _OF_CUPYX = "?fdFD"  # NumPy's one-letter codes
 
@@ -74,17 +80,6 @@ class Csr(SampleArrays):
         self.indptr = indptr
         self.shape = (int(shape[0]), int(shape[1]))
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the values."""
-        dtype: np.dtype[Any] = self.data.dtype
-        return dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the three arrays."""
-        return int(self.data.nbytes + self.indices.nbytes + self.indptr.nbytes)
-
     def __len__(self) -> int:
         """Return the number of rows."""
         return self.shape[0]
@@ -100,13 +95,7 @@ class Csr(SampleArrays):
             If the slice has a step.
         """
         if isinstance(key, slice):
-            begin, end, step = key.indices(len(self))
-            if step != 1:
-                raise ConfigError(
-                    f"a slice of sparse rows has no step, and this one has {step}; take them one by"
-                    " one, or use to_scipy()"
-                )
-            end = max(begin, end)
+            begin, end = self.bounds_of(key, "sparse rows", ", or use to_scipy()")
             indptr = self.indptr[begin : end + 1]
             first, last = int(indptr[0]), int(indptr[-1])
             some, columns = slice(first, last), self.shape[1]
@@ -171,14 +160,6 @@ class Csr(SampleArrays):
     def to_tensor(self) -> Any:
         """Return a sparse tensor, as `to_torch` does."""
         return self.to_torch()
-
-    def copy(self) -> Csr:
-        """Return a copy with memory of its own."""
-        return Csr(self.data.copy(), self.indices.copy(), self.indptr.copy(), self.shape)
-
-    def get(self) -> Csr:
-        """Return the rows in host memory, like CuPy's `get`; a copy of those on a GPU."""
-        return Csr(on_host(self.data), on_host(self.indices), on_host(self.indptr), self.shape)
 
     def to_scipy(self) -> Any:
         """Return a ``scipy.sparse.csr_matrix``, as AnnData has it; rows on a GPU are copied.
@@ -351,7 +332,7 @@ class Csr(SampleArrays):
         dense = out if out.flags.c_contiguous else cupy.empty(out.shape, out.dtype)
         bad = cupy.zeros(1, np.int32)
         indptr = self.indptr.astype(np.int64, copy=False)
-        sample_kernels(cupy).dense(self.data, self.indices, indptr, dense, bad)
+        dense_on_gpu(cupy, self.data, self.indices, indptr, dense, bad)
         if int(bad[0]):
             self._check(on_host(self.indices).astype(np.int64), on_host(self.indptr))
         if dense is not out:
