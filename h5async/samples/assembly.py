@@ -17,9 +17,16 @@ from h5async.index.layout import DatasetLayout
 from h5async.order.rows import LengthRows, SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
 from h5async.samples.audiokind import AudioKind
-from h5async.samples.fieldkind import CanTransform, FieldKind, Filled, Outline, Rows, field_of
+from h5async.samples.fieldkind import (
+    CanTransform,
+    FieldKind,
+    Filled,
+    Outline,
+    RaggedKind,
+    Rows,
+    field_of,
+)
 from h5async.samples.imagekind import ImageKind
-from h5async.samples.raggedkind import RaggedKind
 from h5async.samples.sparsekind import SparseKind
 
 T = TypeVar("T")

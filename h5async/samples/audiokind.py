@@ -19,9 +19,8 @@ from h5async.core.binding import Core
 from h5async.errors import ReadError, needs_package
 from h5async.index.layout import DatasetLayout
 from h5async.plan.crops import random_start
-from h5async.samples.fieldkind import DecodingWork, EncodedBatch, FieldDecoder, Rows
+from h5async.samples.fieldkind import DecodingWork, EncodedBatch, EncodedKind, FieldDecoder, Rows
 from h5async.samples.ragged import Ragged
-from h5async.samples.raggedkind import EncodedKind
 from h5async.system.interruptions import suppressing
 
 _MIXED_NBYTES = 1 << 20  # of several channels, decoded at a time

@@ -1,8 +1,9 @@
 """Defines `FieldKind`: what a field reads, how its slot is laid out, and what is delivered of it.
 
-The rooms above ask a field's kind, and know no other difference between fields. This base is the
-kind of plain fields: one dataset, with a row, or steps of them, per sample. Each other kind has a
-module of its own, and a line in `assembly.py`.
+The rooms above ask a field's kind, and know no other difference between fields. The base is the
+kind of plain fields: one dataset, with a row, or steps of them, per sample. Ragged fields are here,
+too, and the base of fields that are decoded. Each other kind has a module of its own, and a line in
+`assembly.py`.
 """
 
 from __future__ import annotations
@@ -11,29 +12,29 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field, ReaderConfig
+from h5async.config import Field, RaggedField, ReaderConfig
 from h5async.core.binding import Core
 from h5async.errors import DatasetError
 from h5async.index.datasettable import shared
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
+from h5async.index.savedindex import Wanted
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
-from h5async.samples.ragged import Ragged
+from h5async.samples.ragged import Ragged, put_padded
 
 Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
 Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # of sample numbers
 Transforms = Sequence[RowTransform]  # of the columns of a field
 CanTransform = Callable[[RowTransform], bool] | None  # of a device; None: the host does everything
 Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
-
-Empty = Callable[[int], NDArray[np.uint8]]  # returns new memory
 DecodingWork = Callable[[], bool]  # decodes a sample; returns False if it was broken and replaced
 
 INDICES = "\0indices"  # suffix of a field's name: its column of indices
@@ -124,7 +125,7 @@ class EncodedBatch(NamedTuple):
     encoded: Ragged
     samples: NDArray[np.int64]
     numbers: NDArray[np.float64] | None
-    empty: Empty
+    empty: Callable[[int], NDArray[np.uint8]]
     most_nbytes: int
 
 
@@ -175,13 +176,15 @@ class FieldKind:
 
     `of` is the class of its options; `found_as` is the kind of the fact that has a plain `Field` be
     of this kind. If it `is_ragged`, samples may differ in their number of values; if it
-    `is_mapped`, the host makes other values of those read; if it `needs_work`, more than views must
-    be made of them. A column of a table whose codes these are has the path `table_column`.
+    `is_encoded`, they are decoded; if it `is_mapped`, the host makes other values of those read; if
+    it `needs_work`, more than views must be made of them. A column of a table whose codes these are
+    has the path `table_column`.
     """
 
     of: ClassVar[type[Field]] = Field
     found_as: ClassVar[str] = ""
     is_ragged: ClassVar[bool] = False
+    is_encoded: ClassVar[bool] = False
     table_column = ""
     categories: Categories | None = None
     is_mapped = False
@@ -218,8 +221,12 @@ class FieldKind:
     def outline(
         self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
     ) -> Outline:
-        """Return how the field is assembled of its columns, whose numbers are given."""
-        return Outline(self.name, columns, transforms[0].capacity is not None)
+        """Return how the field is assembled of its columns, whose numbers are given.
+
+        ConfigError if a device cannot do its part.
+        """
+        is_varying = transforms[0].capacity is not None
+        return Outline(self.name, columns, is_varying, self.is_encoded)
 
     def decoded_nbytes(self, rows: int) -> int:
         """Return the bytes of `rows` decoded samples; 0 if they are not decoded, or of any size."""
@@ -262,6 +269,76 @@ class FieldKind:
     def counted(self, rows: SpanRows) -> NDArray[Any] | int | None:
         """Return the number of values of each sample for `batch_values`; None if none count."""
         return None
+
+
+class RaggedKind(FieldKind):
+    """Samples of any length: elements of variable length, or flat values with offsets."""
+
+    of: ClassVar[type[Field]] = RaggedField
+    found_as = HEAP
+    is_ragged = True
+    field: RaggedField
+
+    def __init__(self, name: str, field: Field) -> None:
+        super().__init__(name, field)
+        self.needs_work = self.is_encoded or self.field.pad_to is not None
+
+    def facts(self) -> dict[str, Fact]:
+        """Return the elements of variable length, or the values and their offsets."""
+        offsets, kind = self.field.offsets, HEAP
+        if offsets is not None:
+            kind = f"{self.field.offsets_kind} {Wanted.at(offsets).path}"
+        return {self.name: Fact(self.field.path, kind)}
+
+    def outline(
+        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
+    ) -> Outline:
+        """Return how the field is assembled."""
+        outline = super().outline(columns, transforms, can_transform)
+        if self.field.pad_to is None:
+            return outline
+        made = (self.field.pad_to, *transforms[0].row), transforms[0].dtype
+        return outline._replace(made=made, is_left=can_transform is not None)
+
+    def deliver(self, filled: Filled) -> Any:
+        """Return `Ragged`, or an array of padded samples."""
+        assert isinstance(filled.rows, SpanRows)
+        offsets = filled.rows.offsets(filled.samples)
+        values = filled.columns[0][: offsets[-1]]
+        if self.field.pad_to is None or filled.is_left:
+            return Ragged(values, offsets)
+        size = filled.samples.size
+        shape = size, self.field.pad_to, *values.shape[1:]
+        found = np.empty(shape, values.dtype) if filled.made is None else filled.made[:size]
+        found[...] = np.zeros((), values.dtype)
+        put_padded(values, offsets, found)
+        return found
+
+    def masks(self, rows: Rows) -> dict[str, Mask]:
+        """Return what makes the mask of padded samples."""
+        if self.field.pad_to is None or not isinstance(rows, SpanRows):
+            return super().masks(rows)
+        return {f"{self.name}_mask": partial(rows.are_there, self.field.pad_to)}
+
+    def counted(self, rows: SpanRows) -> NDArray[Any] | int | None:
+        """Return the lengths of samples, or their padded length; None if they are decoded."""
+        if self.is_encoded:  # the number of bytes says little of what is delivered
+            return None
+        return rows.all_lengths() if self.field.pad_to is None else self.field.pad_to
+
+
+class EncodedKind(RaggedKind):
+    """Samples that are bytes of an encoding, such as JPEG; the base of such kinds."""
+
+    found_as = ""
+    is_encoded = True
+
+    @property
+    def columns(self) -> dict[str, Field]:
+        """The bytes; the other options concern what is decoded."""
+        field = self.field
+        kind = field.offsets_kind
+        return {self.name: RaggedField(field.path, offsets=field.offsets, offsets_kind=kind)}
 
 
 def field_of(column: str) -> str:

@@ -38,6 +38,7 @@ from h5async.samples.fieldkind import (
     CanTransform,
     DecodingWork,
     EncodedBatch,
+    EncodedKind,
     FieldDecoder,
     FieldKind,
     Outline,
@@ -45,7 +46,6 @@ from h5async.samples.fieldkind import (
     Transforms,
 )
 from h5async.samples.ragged import Images, Ragged
-from h5async.samples.raggedkind import EncodedKind
 
 # The shrinking factor above which all pixels are averaged: above 2, neighbours do not suffice.
 _AREA_ABOVE = {"auto": 2.0, "area": 0.0, "linear": math.inf}
