@@ -20,6 +20,8 @@ from h5async.samples.fieldkind import (
     FieldKind,
     Filled,
     Known,
+    file_and_row,
+    layout_of_values,
     texts_of,
 )
 from h5async.samples.sparsekind import are_all_equal
@@ -104,22 +106,11 @@ def _require_codes(codes: DatasetLayout, count: int, reach: Reach) -> None:
     """
     for first, block in read_blocks(codes, reach):
         outside = (block < -1) | (block >= count)
-        if not outside.any():
-            continue
-        sample, file = first + int(outside.argmax()), codes.file
-        row = sample
-        for name, samples in codes.file_samples:
-            if row < samples:
-                file = name
-                break
-            row -= samples
-        raise _no_category(
-            f'{file}: column "{codes.path.removesuffix("/codes")}"',
-            row,
-            sample,
-            int(block[sample - first]),
-            count,
-        )
+        if outside.any():
+            at = int(outside.argmax())
+            file, row = file_and_row(codes, first + at)
+            where = f'{file}: column "{codes.path.removesuffix("/codes")}"'
+            raise _no_category(where, row, first + at, int(block[at]), count)
 
 
 def _of_one_dtype(layouts: Sequence[DatasetLayout], reach: Reach) -> list[DatasetLayout]:
@@ -133,26 +124,13 @@ def _of_one_dtype(layouts: Sequence[DatasetLayout], reach: Reach) -> list[Datase
     widest = np.result_type(*dtypes)
     if widest.kind not in "iu":  # signed and unsigned 64-bit integers
         return list(layouts)
-    return [
-        layout if layout.dtype == widest else _cast(layout, widest, reach) for layout in layouts
-    ]
-
-
-def _cast(layout: DatasetLayout, dtype: np.dtype[np.integer], reach: Reach) -> DatasetLayout:
-    values = read_whole(layout, reach).astype(dtype)
-    return DatasetLayout(
-        file=layout.file,
-        stamp=layout.stamp,
-        path=layout.path,
-        shape=values.shape,
-        dtype=dtype,
-        sample_axis=0,
-        storage="compact",
-        fallback_reason=None,
-        fill=np.zeros((), dtype),
-        stored_nbytes=layout.stored_nbytes,
-        values=values,
-    )
+    found = list(layouts)
+    for number, one in enumerate(found):
+        if one.dtype != widest:
+            values = read_whole(one, reach).astype(widest)
+            cast = layout_of_values(one.file, one.stamp, one.path, values)
+            found[number] = cast.changed(stored_nbytes=one.stored_nbytes)
+    return found
 
 
 def _check_mapping(name: str, field: Field, config: ReaderConfig, where: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.savedindex import Wanted
+from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
 from h5async.samples.ragged import Ragged, put_padded
@@ -146,11 +147,7 @@ class FieldDecoder(ABC):
                 f" {layout.dtype}{list(layout.row_shape) or ''}; give the dataset of encoded"
                 f" {what}s"
             )
-        self._what = what
-        self._layout = layout
-        self._spans = rows
-        counts = [count for _, count in layout.file_samples]
-        self._ends = np.cumsum(counts or [layout.sample_count])
+        self._what, self._layout, self._spans = what, layout, rows
 
     @abstractmethod
     def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
@@ -160,14 +157,13 @@ class FieldDecoder(ABC):
         """
 
     def _where(self, sample: int) -> str:
-        layout, number = self._layout, int(np.searchsorted(self._ends, sample, side="right"))
+        layout = self._layout
         if layout.sequences is not None and layout.heaps:  # each of a dataset of its own
             heap = [one for one in layout.heaps if one.first_sample <= sample][-1]
             element = sample - heap.first_sample
             return f"{heap.elements.where}: the {self._what} of element {element} (sample {sample})"
-        file = layout.file_samples[number][0] if layout.file_samples else layout.file
-        first = int(self._ends[number - 1]) if number else 0
-        among = f" (sample {sample - first} of this file)" if first else ""
+        file, row = file_and_row(layout, sample)
+        among = f" (sample {row} of this file)" if row < sample else ""
         return f'{file}: dataset "{layout.path}": the {self._what} of sample {sample}{among}'
 
 
@@ -351,6 +347,31 @@ def steps_of(rows: Rows) -> StepRows | None:
     if isinstance(rows, StepSpans):
         return rows.steps
     return rows if isinstance(rows, StepRows) else None
+
+
+def file_and_row(layout: DatasetLayout, sample: int) -> tuple[str, int]:
+    """Return the file that holds a sample, and the number of the sample there."""
+    for file, count in layout.file_samples:
+        if sample < count:
+            return file, sample
+        sample -= count
+    return layout.file, sample
+
+
+def layout_of_values(file: str, stamp: FileStamp, path: str, values: NDArray[Any]) -> DatasetLayout:
+    """Return the layout of values that are kept in memory, one for each sample."""
+    return DatasetLayout(
+        file=file,
+        stamp=stamp,
+        path=path,
+        shape=values.shape,
+        dtype=values.dtype,
+        sample_axis=0,
+        storage="compact",
+        fallback_reason=None,
+        fill=np.zeros((), values.dtype),
+        values=np.ascontiguousarray(values).view(np.uint8) if values.dtype.kind == "b" else values,
+    )
 
 
 def values_of(fact: DatasetLayout) -> NDArray[Any]:
