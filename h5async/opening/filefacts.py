@@ -27,16 +27,16 @@ from h5async.config import Field
 from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.contents import Grouping
-from h5async.index.groupfields import Column, category_names, column, index_of_table, names_beside
+from h5async.index.groupfields import Column, category_names, index_of_table, names_beside
 from h5async.index.hdf5 import OtherKindError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
-from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts, value_layout
+from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts
 from h5async.index.savedindex import Wanted
 from h5async.index.sequenced import join_groups
 from h5async.io.stores import absolute_name, settled_stamp
+from h5async.opening.filevalues import categories_of, column_at, small_values
 from h5async.opening.raggedcolumns import heap_layout, sparse_layouts, with_spans
-from h5async.read.whole import read_whole
 from h5async.samples.fieldkind import (
     CATEGORIES,
     HEAP,
@@ -46,6 +46,7 @@ from h5async.samples.fieldkind import (
     SHAPE,
     TEXTS,
     FieldKind,
+    layout_of_values,
     values_of,
 )
 from h5async.samples.sparsekind import ID, SHAPE_OF
@@ -158,7 +159,10 @@ def _read_below(
         elif wanted.kind == TEXTS:
             found[name] = _index_layout(path, prefix, wanted.path, reach)
         elif wanted.kind == CATEGORIES:
-            found[name] = _categories(of_field, at, path, reach)
+            of_table = column_at(path, at, reach)
+            if of_table is None or of_table.categories is None:
+                raise DatasetError(f'{path}: "{at}" ({of_field}) is no categorical column')
+            found[name] = _categories(path, at, of_table, reach)
         else:
             kind, _, offsets = wanted.kind.partition(" ")
             flat = _flat_layout(name, at, path, reach)
@@ -207,26 +211,12 @@ def _index_layout(path: FileName, prefix: str, matrix: str, reach: Reach) -> Dat
 
 
 def _names(path: FileName, at: str, reach: Reach) -> tuple[str, ...]:
-    found = value_layout(path, at, _MOST_NAMES, reach)
-    array = found if isinstance(found, np.ndarray) else read_whole(found, reach)
-    return tuple(
-        str(name_text(n)) if isinstance(n, bytes | str) else str(n) for n in array.tolist()
-    )
+    several = small_values(path, at, _MOST_NAMES, reach).tolist()
+    return tuple(str(name_text(n)) if isinstance(n, bytes | str) else str(n) for n in several)
 
 
-def _categories(name: str, at: str, path: FileName, reach: Reach) -> DatasetLayout:
-    with open_index(path) as file:
-        found = column(file, at, reach)
-    if found is None or found.categories is None:
-        raise DatasetError(f'{path}: "{at}" ({name}) is no categorical column')
-    return _categories_layout(path, at, found, reach)
-
-
-def _categories_layout(path: FileName, at: str, found: Column, reach: Reach) -> DatasetLayout:
-    values = found.categories
-    if isinstance(values, DatasetLayout):
-        values = read_whole(values, reach)
-    assert values is not None
+def _categories(path: FileName, at: str, of_table: Column, reach: Reach) -> DatasetLayout:
+    values = categories_of(of_table, reach)
     names = category_names(values)
     if values.dtype.kind in "biuf":
         return _in_memory(path, at, values, reach)
@@ -249,18 +239,7 @@ def _in_memory(path: FileName, at: str, array: NDArray[Any], reach: Reach) -> Da
     name = absolute_name(path)
     stamp = settled_stamp(name)
     reach.consulted.found(name, stamp)
-    return DatasetLayout(
-        file=name,
-        stamp=stamp,
-        path=at.strip("/"),
-        shape=array.shape,
-        dtype=array.dtype,
-        sample_axis=0,
-        storage="compact",
-        fallback_reason=None,
-        fill=np.zeros((), array.dtype),
-        values=np.ascontiguousarray(array).view(np.uint8) if array.dtype.kind == "b" else array,
-    )
+    return layout_of_values(name, stamp, at.strip("/"), array)
 
 
 # --- all of a file -------------------------------------------------------------------------------
@@ -312,7 +291,7 @@ def _list_group(
         if of_table is not None and of_table.mask is not None:
             yield wanted(at, NULLABLE), _in_memory(path, at, np.zeros(0, np.uint8), reach)
         elif of_table is not None:
-            layout = _tried(lambda: _categories_layout(path, at, of_table, reach))
+            layout = _tried(lambda: _categories(path, at, of_table, reach))
             if layout is not None:
                 yield wanted(at, CATEGORIES), layout
 
@@ -322,12 +301,6 @@ def _known_one(
 ) -> DatasetLayout:
     need = Need("", Field(wanted.path), wanted)
     return read_known(path, {"": need}, reach, grouping)[""]
-
-
-def column_at(path: FileName, at: str, reach: Reach) -> Column | None:
-    """Return the column of a table at a path of a file, or None."""
-    with open_index(path) as file:
-        return column(file, at, reach)
 
 
 def _tried(read: Callable[[], T]) -> T | None:

@@ -23,6 +23,7 @@ from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.permutation import part_of
 from h5async.order.rows import SequenceTable, StepRows
 from h5async.order.selection import Selection
+from h5async.read.whole import read_whole
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
@@ -84,7 +85,7 @@ def _take_room(
     if is_cut or config.weights is not None or isinstance(config.indices, Split):
         what = f"{first.file}: the lists of its {first.sample_count:,} samples"
         nbytes = _LISTED_NBYTES * first.sample_count
-        values.room.take(nbytes, what, files_of(*layouts.values()))
+        values.reach.room.take(nbytes, what, files_of(*layouts.values()))
 
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
@@ -136,13 +137,14 @@ def _bounds(
     sequences: Sequences, kind: str, values: FileValues, file: FileName, count: int
 ) -> Int64s:
     """Return where the sequences of one file begin, and where the last one ends: int64 (n + 1,)."""
+    option = named("sequences")
     if kind == "last":
         paths = sequences.last or ()
-        several = [_of_rows(values, file, path, count) for path in paths]
+        several = [values.of_file(option, file, path, count) for path in paths]
         for path, array in zip(paths, several, strict=True):
             if array.dtype.kind not in "biu":
                 raise DatasetError(
-                    f'{file}: {named("sequences")}: dataset "{path}" must hold bools, or integers,'
+                    f'{file}: {option}: dataset "{path}" must hold bools, or integers,'
                     f" found {array.dtype}"
                 )
         is_last = np.any([array.astype(np.bool_) for array in several], axis=0)
@@ -151,11 +153,10 @@ def _bounds(
         return np.concatenate(([0], ends, behind)).astype(np.int64)
     path = getattr(sequences, kind)
     if kind == "ids":
-        ids = _of_rows(values, file, path, count)
+        ids = values.of_file(option, file, path, count)
         changes = np.flatnonzero(ids[1:] != ids[:-1]) + 1
         return np.concatenate(([0], changes, [count] if count else [])).astype(np.int64)
-    array = values.read(named("sequences"), file, path, count)
-    where = f'{file}: {named("sequences")}: dataset "{path}"'
+    array, where = values.read(option, file, path, count), f'{file}: {option}: dataset "{path}"'
     if array.dtype.kind not in "iu":
         raise DatasetError(f"{where} must hold integers, found {array.dtype}")
     numbers = array.astype(np.int64)
@@ -168,12 +169,6 @@ def _bounds(
         numbers = np.concatenate((before, numbers, behind)).astype(np.int64)
     _check_bounds(numbers, count, where)
     return numbers
-
-
-def _of_rows(values: FileValues, file: FileName, path: str, count: int) -> NDArray[Any]:
-    array = values.read(named("sequences"), file, path, count)
-    check_length(array, file, path, count)
-    return array
 
 
 def _check_bounds(bounds: Int64s, count: int, where: str) -> None:
@@ -390,7 +385,7 @@ class Selecting:
                 f"{named('weights', 'balanced')} needs labels with one value for each sample, and"
                 f' those of "{column}" have differing numbers of them; give weights as an array'
             )
-        return values.of_layout(layout)
+        return read_whole(layout, values.reach)
 
 
 def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:
