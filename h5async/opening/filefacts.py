@@ -18,7 +18,7 @@ a layout: also names and shapes, whose values lie in memory. What a `Wanted` of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +36,10 @@ from h5async.index.savedindex import Wanted
 from h5async.index.sequenced import join_groups
 from h5async.io.stores import absolute_name, settled_stamp
 from h5async.opening.filevalues import categories_of, column_at, small_values
-from h5async.opening.raggedcolumns import heap_layout, sparse_layouts, with_spans
+from h5async.opening.raggedcolumns import heap_layout, sparse_rows, with_spans
 from h5async.samples.fieldkind import (
     CATEGORIES,
     HEAP,
-    INDICES,
     NULLABLE,
     ROWS,
     SHAPE,
@@ -49,12 +48,13 @@ from h5async.samples.fieldkind import (
     layout_of_values,
     values_of,
 )
-from h5async.samples.sparsekind import ID, SHAPE_OF
+from h5async.samples.sparsekind import ID
 from h5async.spelling import name_text, named
 from h5async.system.interruptions import suppressing
 
 _MOST_NAMES = 1 << 24
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -87,20 +87,24 @@ def needs_of(kinds: Mapping[str, FieldKind], grouping: Grouping | None) -> dict[
 
 
 def read_known(
-    path: FileName,
-    needs: Mapping[str, Need],
-    reach: Reach,
-    grouping: Grouping | None,
+    path: FileName, needs: Mapping[str, Need], reach: Reach, grouping: Grouping | None
 ) -> dict[str, DatasetLayout]:
     """Read the facts of a file, by the names of their needs; columns of groups are joined.
 
     H5AsyncError if the file is missing, damaged, or does not match the fields.
     """
     found: dict[str, DatasetLayout] = {}
-    plain = {name: need.field for name, need in needs.items() if not need.wanted.kind}
-    columns = {name: need.column for name, need in needs.items() if need.column}
-    found |= _elsewhere(path, {name: plain[name].path for name in columns}, columns, reach)
-    plain = {name: field for name, field in plain.items() if name not in found}
+    columns = {name: need for name, need in needs.items() if need.column}
+    for name, need in columns.items():
+        of_table = column_at(path, need.column, reach)
+        if of_table is not None and of_table.categories is not None:
+            if of_table.values.path.strip("/") != need.wanted.path:
+                found[name] = of_table.values
+    plain = {
+        name: need.field
+        for name, need in needs.items()
+        if not need.wanted.kind and name not in found
+    }
     if plain:
         found |= read_layouts(path, plain, reach, grouping, may_be_codes=bool(columns))
     rest = {name: need for name, need in needs.items() if need.wanted.kind}
@@ -116,19 +120,6 @@ def read_known(
         if need.wanted.kind in (SHAPE, TEXTS):
             _require_equal(parts, need)
         found[name] = parts[0] if need.wanted.kind in (SHAPE, TEXTS) else join_groups(parts)
-    return found
-
-
-def _elsewhere(
-    path: FileName, usual: Mapping[str, str], columns: Mapping[str, str], reach: Reach
-) -> dict[str, DatasetLayout]:
-    """Return the codes of the categorical columns of a file that lie elsewhere than usual."""
-    found = {}
-    for name, at in columns.items():
-        of_table = column_at(path, at, reach)
-        if of_table is not None and of_table.categories is not None:
-            if of_table.values.path.strip("/") != Wanted.at(usual[name]).path:
-                found[name] = of_table.values
     return found
 
 
@@ -148,14 +139,15 @@ def _read_below(
     """Read the facts other than layouts of a dataset alone; paths begin with a prefix."""
     found: dict[str, DatasetLayout] = {}
     matrices: dict[str, dict[str, DatasetLayout]] = {}
-    for name, (of_field, field, wanted, _) in needs.items():
+    for name, (of_field, _, wanted, _) in needs.items():
         at = prefix + wanted.path
         if wanted.kind == HEAP:
             found[name] = heap_layout(at, path, reach)
         elif wanted.kind in (ROWS, SHAPE):
-            if of_field not in matrices:
-                matrices[of_field] = _matrix(of_field, prefix + field.path, path, reach)
-            found[name] = matrices[of_field][name]
+            matrix, _, member = (at, "", "") if wanted.kind == SHAPE else at.rpartition("/")
+            if matrix not in matrices:
+                matrices[matrix] = _matrix(path, matrix or "/", reach)
+            found[name] = matrices[matrix][member]
         elif wanted.kind == TEXTS:
             found[name] = _index_layout(path, prefix, wanted.path, reach)
         elif wanted.kind == CATEGORIES:
@@ -184,9 +176,14 @@ def _flat_layout(name: str, at: str, path: FileName, reach: Reach) -> DatasetLay
         ) from error
 
 
-def _matrix(name: str, at: str, path: FileName, reach: Reach) -> dict[str, DatasetLayout]:
-    layouts, shape = sparse_layouts(name, at, path, reach)
-    return layouts | {name + SHAPE_OF: _in_memory(path, at, np.array(shape, np.int64), reach)}
+def _matrix(path: FileName, at: str, reach: Reach) -> dict[str, DatasetLayout]:
+    """Return the facts of a sparse matrix by the names of its datasets; its shape by ""."""
+    group, spans = sparse_rows(path, at, reach)
+    return {
+        "data": group.data.changed(spans=spans),
+        "indices": group.indices.changed(spans=spans),
+        "": _in_memory(path, at, np.array(group.shape, np.int64), reach),
+    }
 
 
 def _index_layout(path: FileName, prefix: str, matrix: str, reach: Reach) -> DatasetLayout:
@@ -260,8 +257,9 @@ def list_known(
             yield wanted, layout
             continue
         heap = Wanted.at(name)._replace(groups=groups, kind=HEAP)
-        found = _tried(lambda heap=heap: _known_one(path, heap, reach, grouping))  # type: ignore[misc]
-        yield (wanted, layout) if found is None else (heap, found)
+        needs = {"": Need("", Field(heap.path), heap)}
+        found = _tried(read_known, path, needs, reach, grouping)
+        yield (wanted, layout) if found is None else (heap, found[""])
     if grouping is None:
         for parent, member in (name.rpartition("/")[::2] for name in paths):
             yield from _list_group(path, parent, member, reach)
@@ -276,35 +274,28 @@ def _list_group(
         return Wanted.at(at)._replace(kind=kind)
 
     if member == "indptr":
-        found = _tried(lambda: _matrix("", parent, path, reach))
+        found = _tried(_matrix, path, parent, reach)
         if found is not None:
-            yield wanted(f"{parent}/data", ROWS), found[""]
-            yield wanted(f"{parent}/indices", ROWS), found[INDICES]
-            yield wanted(parent, SHAPE), found[SHAPE_OF]
-            names = _tried(lambda: _index_layout(path, "", parent, reach))
+            yield wanted(f"{parent}/data", ROWS), found["data"]
+            yield wanted(f"{parent}/indices", ROWS), found["indices"]
+            yield wanted(parent, SHAPE), found[""]
+            names = _tried(_index_layout, path, "", parent, reach)
             if names is not None:
                 yield wanted(parent, TEXTS), names
     elif member in ("codes", "mask") or parent.endswith("/__categories"):
         is_older = member not in ("codes", "mask")
         at = f"{parent.removesuffix('/__categories')}/{member}" if is_older else parent
-        of_table = _tried(lambda: column_at(path, at, reach))
+        of_table = _tried(column_at, path, at, reach)
         if of_table is not None and of_table.mask is not None:
             yield wanted(at, NULLABLE), _in_memory(path, at, np.zeros(0, np.uint8), reach)
         elif of_table is not None:
-            layout = _tried(lambda: _categories(path, at, of_table, reach))
+            layout = _tried(_categories, path, at, of_table, reach)
             if layout is not None:
                 yield wanted(at, CATEGORIES), layout
 
 
-def _known_one(
-    path: FileName, wanted: Wanted, reach: Reach, grouping: Grouping | None
-) -> DatasetLayout:
-    need = Need("", Field(wanted.path), wanted)
-    return read_known(path, {"": need}, reach, grouping)[""]
-
-
-def _tried(read: Callable[[], T]) -> T | None:
-    """Return the result of `read()`, or None on error: nothing there, or it is damaged."""
+def _tried(read: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+    """Return the result of `read`, or None on error: nothing there, or it is damaged."""
     with suppressing(H5AsyncError):
-        return read()
+        return read(*args, **options)
     return None
