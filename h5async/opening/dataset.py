@@ -173,11 +173,14 @@ class Samplings:
         self.rows: list[Rows] = [spans.get(name, steps.get(name)) for name in layouts]
         self.lengths = _lengths_of(config, layouts)
         self.draws = None if weights is None else WeightedOrder(weights, config.seed)
-        self.sampler = None if config.sampler is None else self._sampler_order()
+        self.sampler: SamplerOrder | None = None
         self.epoch_samples = self.selection.size
         if self.draws is not None:
             self.epoch_samples = config.epoch_samples or self.selection.size
-        if self.sampler is not None:
+        if config.sampler is not None:
+            check = partial(self.check, where=f"{self._layouts[0].file}: sampler")
+            sizes = count, config.batch_size, config.epoch_samples
+            self.sampler = SamplerOrder(config.sampler, *sizes, check)
             self.epoch_samples = self.sampler.size
 
     def weights_digest(self) -> str | None:
@@ -255,26 +258,21 @@ class Samplings:
         return min(most, max(self.lengths.values, int(own.max(initial=0))))
 
     def _new(self, rank: int, world_size: int, *resumed: int) -> Sampling:
-        if self.lengths is not None:
-            return self._new_by_length(rank, world_size, *resumed)
-        config, is_window = self._config, self._config.shuffle == "window"
-        return Sampling(
-            **self._dealing(rank, world_size, config.batch_size),
-            resumed=(resumed[0], self._window(*resumed[1:3])) if resumed and is_window else None,
-        )
-
-    def _new_by_length(self, rank: int, world_size: int, *resumed: int) -> Sampling:
-        begun, own = None, (self._config.batch_size, world_size)
-        assert self.lengths is not None
+        size, lengths = self._config.batch_size, self.lengths
+        dealing = self._dealing(rank, world_size, size)
+        if lengths is None:
+            begun_by_window = None
+            if resumed and self._config.shuffle == "window":
+                begun_by_window = resumed[0], self._window(*resumed[1:3])
+            return Sampling(**dealing, resumed=begun_by_window)
+        begun = None
         if resumed:
             epoch, batch_size, ranks, start = resumed
             origin = None
-            if (batch_size, ranks) != own:
-                dealing = self._dealing(0, ranks, batch_size)
-                origin = SamplingByLength(**dealing, lengths=self.lengths)
+            if (batch_size, ranks) != (size, world_size):
+                origin = SamplingByLength(**self._dealing(0, ranks, batch_size), lengths=lengths)
             begun = epoch, start, origin
-        dealing = self._dealing(rank, world_size, own[0])
-        return SamplingByLength(**dealing, lengths=self.lengths, begun=begun)
+        return SamplingByLength(**dealing, lengths=lengths, begun=begun)
 
     def _dealing(self, rank: int, world_size: int, batch_size: int) -> dict[str, Any]:
         is_window = self._config.shuffle == "window"
@@ -290,18 +288,6 @@ class Samplings:
             "rank": rank,
             "world_size": world_size,
         }
-
-    def _sampler_order(self) -> SamplerOrder:
-        config = self._config
-        return SamplerOrder(
-            config.sampler,
-            self._layouts[0].sample_count,
-            config.batch_size,
-            config.epoch_samples,
-            None
-            if self._all_are_possible
-            else partial(self.check, where=f"{self._layouts[0].file}: sampler"),
-        )
 
     def _window(self, batch_size: int, world_size: int) -> Order:
         config = self._config
@@ -358,9 +344,8 @@ def digest(lengths: Lengths) -> str:
 
 
 def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:
-    items = list(layouts.items())
-    name, first = items[0]
-    for other_name, other in items[1:]:
+    (name, first), *rest = layouts.items()
+    for other_name, other in rest:
         if other.sample_count != first.sample_count:
             raise DatasetError(
                 f'{first.file}: dataset "{first.path}" ({name}) has {first.sample_count} samples'

@@ -34,7 +34,7 @@ class FileValues:
 
     def __init__(self, config: ReaderConfig, first: DatasetLayout) -> None:
         self._config = config
-        self._first = first
+        self.first = first
         self.reach = reach_of(config)
 
     def of_samples(self, option: str, path: str) -> NDArray[Any]:
@@ -122,7 +122,7 @@ class FileValues:
 
     def files(self) -> Sequence[tuple[FileName, int]]:
         """Return the files, and the number of samples in each."""
-        first = self._first
+        first = self.first
         several = first.file_samples or ((first.file, first.sample_count),)
         if self._config.names_index:
             return several
