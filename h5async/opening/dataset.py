@@ -25,7 +25,7 @@ from h5async.index.links import Reach
 from h5async.index.savedindex import NamedIndex
 from h5async.index.sequenced import aligned
 from h5async.io.localfiles import read_ahead
-from h5async.opening.fieldkinds import require_alike, with_kinds
+from h5async.opening.fieldkinds import unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
 from h5async.opening.selecting import Chosen, choose, step_rows
@@ -77,9 +77,11 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
         else:
             found, kinds = with_kinds(config, reach, grouping, indices)
         return _open_kinds(found, kinds, reach, grouping, indices)
-    except DatasetError:
-        require_alike(config, reach, grouping)
-        raise
+    except DatasetError as error:
+        other = unlike(config, reach, grouping)
+        if other is None:
+            raise
+        raise other from error
 
 
 def _open_kinds(

@@ -59,16 +59,10 @@ T = TypeVar("T")
 
 
 class Need(NamedTuple):
-    """A fact to read of each file for a field: `wanted`, as the module docstring says.
+    """A fact to read of each file for a field: `wanted`, as the module docstring says."""
 
-    `column` is the path of a categorical column, if these are its codes: which dataset holds them
-    depends on the version of AnnData that wrote the file.
-    """
-
-    name: str
-    field: Field
+    kind: FieldKind
     wanted: Wanted
-    column: str = ""
 
 
 def needs_of(kinds: Mapping[str, FieldKind], grouping: Grouping | None) -> dict[str, Need]:
@@ -76,13 +70,9 @@ def needs_of(kinds: Mapping[str, FieldKind], grouping: Grouping | None) -> dict[
     found: dict[str, Need] = {}
     groups = "" if grouping is None else str(grouping)
     for name, kind in kinds.items():
-        facts = kind.facts()
-        if name not in facts:
-            wanted = Wanted.of(kind.field, grouping)
-            found[name] = Need(name, kind.field, wanted, kind.table_column)
-        for at, fact in facts.items():
-            wanted = Wanted.at(fact.path)._replace(groups=groups, kind=fact.kind)
-            found[at] = Need(name, kind.field, wanted)
+        several = {name: Wanted.of(kind.field)} | kind.facts()
+        for at, wanted in several.items():
+            found[at] = Need(kind, wanted._replace(groups=groups))
     return found
 
 
@@ -94,19 +84,20 @@ def read_known(
     H5AsyncError if the file is missing, damaged, or does not match the fields.
     """
     found: dict[str, DatasetLayout] = {}
-    columns = {name: need for name, need in needs.items() if need.column}
-    for name, need in columns.items():
-        of_table = column_at(path, need.column, reach)
-        if of_table is not None and of_table.categories is not None:
-            if of_table.values.path.strip("/") != need.wanted.path:
-                found[name] = of_table.values
-    plain = {
-        name: need.field
-        for name, need in needs.items()
-        if not need.wanted.kind and name not in found
-    }
+    plain: dict[str, Field] = {}
+    for name, (kind, wanted) in needs.items():
+        if wanted.kind:
+            continue
+        # Which dataset holds codes depends on the version of AnnData that wrote the file.
+        of_table = column_at(path, kind.table_column, reach) if kind.table_column else None
+        codes = None if of_table is None or of_table.categories is None else of_table.values
+        if codes is None or codes.path.strip("/") == wanted.path:
+            plain[name] = kind.field
+        else:
+            found[name] = codes
     if plain:
-        found |= read_layouts(path, plain, reach, grouping, may_be_codes=bool(columns))
+        has_codes = any(need.kind.table_column for need in needs.values())
+        found |= read_layouts(path, plain, reach, grouping, may_be_codes=has_codes)
     rest = {name: need for name, need in needs.items() if need.wanted.kind}
     if not rest:
         return found
@@ -128,8 +119,8 @@ def _require_equal(parts: Sequence[DatasetLayout], need: Need) -> None:
         columns = slice(1, None) if need.wanted.kind == SHAPE else slice(None)
         if not np.array_equal(values_of(one)[columns], values_of(parts[0])[columns]):
             raise DatasetError(
-                f'{one.file}: "{one.path}" ({need.name}) has other columns than "{parts[0].path}";'
-                " sparse matrices of several groups must have as many columns"
+                f'{one.file}: "{one.path}" ({need.kind.name}) has other columns than'
+                f' "{parts[0].path}"; sparse matrices of several groups must have as many columns'
             )
 
 
@@ -139,7 +130,7 @@ def _read_below(
     """Read the facts other than layouts of a dataset alone; paths begin with a prefix."""
     found: dict[str, DatasetLayout] = {}
     matrices: dict[str, dict[str, DatasetLayout]] = {}
-    for name, (of_field, _, wanted, _) in needs.items():
+    for name, (of_field, wanted) in needs.items():
         at = prefix + wanted.path
         if wanted.kind == HEAP:
             found[name] = heap_layout(at, path, reach)
@@ -153,7 +144,7 @@ def _read_below(
         elif wanted.kind == CATEGORIES:
             of_table = column_at(path, at, reach)
             if of_table is None or of_table.categories is None:
-                raise DatasetError(f'{path}: "{at}" ({of_field}) is no categorical column')
+                raise DatasetError(f'{path}: "{at}" ({of_field.name}) is no categorical column')
             found[name] = _categories(path, at, of_table, reach)
         else:
             kind, _, offsets = wanted.kind.partition(" ")
@@ -256,8 +247,8 @@ def list_known(
         if isinstance(layout, DatasetLayout):
             yield wanted, layout
             continue
-        heap = Wanted.at(name)._replace(groups=groups, kind=HEAP)
-        needs = {"": Need("", Field(heap.path), heap)}
+        heap = Wanted.at(name, kind=HEAP)._replace(groups=groups)
+        needs = {"": Need(FieldKind("", Field(heap.path)), heap)}
         found = _tried(read_known, path, needs, reach, grouping)
         yield (wanted, layout) if found is None else (heap, found[""])
     if grouping is None:
@@ -269,29 +260,25 @@ def _list_group(
     path: FileName, parent: str, member: str, reach: Reach
 ) -> Iterator[tuple[Wanted, DatasetLayout]]:
     """Yield the facts of a dataset's group: a sparse matrix, or a column."""
-
-    def wanted(at: str, kind: str) -> Wanted:
-        return Wanted.at(at)._replace(kind=kind)
-
     if member == "indptr":
         found = _tried(_matrix, path, parent, reach)
         if found is not None:
-            yield wanted(f"{parent}/data", ROWS), found["data"]
-            yield wanted(f"{parent}/indices", ROWS), found["indices"]
-            yield wanted(parent, SHAPE), found[""]
+            yield Wanted.at(f"{parent}/data", kind=ROWS), found["data"]
+            yield Wanted.at(f"{parent}/indices", kind=ROWS), found["indices"]
+            yield Wanted.at(parent, kind=SHAPE), found[""]
             names = _tried(_index_layout, path, "", parent, reach)
             if names is not None:
-                yield wanted(parent, TEXTS), names
+                yield Wanted.at(parent, kind=TEXTS), names
     elif member in ("codes", "mask") or parent.endswith("/__categories"):
         is_older = member not in ("codes", "mask")
         at = f"{parent.removesuffix('/__categories')}/{member}" if is_older else parent
         of_table = _tried(column_at, path, at, reach)
         if of_table is not None and of_table.mask is not None:
-            yield wanted(at, NULLABLE), _in_memory(path, at, np.zeros(0, np.uint8), reach)
+            yield Wanted.at(at, kind=NULLABLE), _in_memory(path, at, np.zeros(0, np.uint8), reach)
         elif of_table is not None:
             layout = _tried(_categories, path, at, of_table, reach)
             if layout is not None:
-                yield wanted(at, CATEGORIES), layout
+                yield Wanted.at(at, kind=CATEGORIES), layout
 
 
 def _tried(read: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:

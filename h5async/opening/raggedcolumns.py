@@ -127,24 +127,16 @@ def _files_of_samples(layout: DatasetLayout) -> tuple[Int64s, list[tuple[str, Fi
 
     The first array has where runs begin, and the number of samples; the list has a file per run.
     """
-    known: dict[tuple[str, FileStamp], int] = {}
-    number = _numbers_of_files(layout, np.arange(layout.num_samples), known)
-    first = np.flatnonzero(np.diff(number, prepend=-1))
-    files = list(known)
-    return np.append(first, number.size), [files[one] for one in number[first].tolist()]
-
-
-def _numbers_of_files(
-    layout: DatasetLayout, rows: Int64s, known: dict[tuple[str, FileStamp], int]
-) -> NDArray[np.int32]:
-    """Return the number of the file that holds each of some rows; `known` counts the files."""
-    own = known.setdefault((layout.file, layout.stamp), len(known))
-    found = np.full(rows.size, own, np.int32)
     segments, datasets = table_of(layout)
-    files = [known.setdefault(file, len(known)) for file in datasets.columns.files]
-    for dataset, _, here, _ in segments.find(rows):
-        found[here] = files[datasets.columns.file[dataset]]
-    return found
+    files = [(layout.file, layout.stamp), *datasets.columns.files]
+    # Rows of no dataset are its own; its file may be one of those of the datasets, too.
+    numbers = {file: number for number, file in enumerate(files)}
+    unique = np.array([numbers[file] for file in files], np.int32)
+    number = np.full(layout.num_samples, unique[0])
+    for dataset, _, here, _ in segments.find(np.arange(layout.num_samples)):
+        number[here] = unique[1 + datasets.columns.file[dataset]]
+    first = np.flatnonzero(np.diff(number, prepend=-1))
+    return np.append(first, number.size), [files[one] for one in number[first].tolist()]
 
 
 def with_spans(

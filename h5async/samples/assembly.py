@@ -102,13 +102,15 @@ def outlines_of(
     can_transform: CanTransform,
 ) -> tuple[Outline, ...]:
     """Return how each field is assembled; parameters as of `FieldKind.outline`, by column."""
-    found: list[Outline] = []
     numbers = {name: number for number, name in enumerate(transforms)}
-    for kind in kinds.values():
-        columns = tuple(numbers[name] for name in kind.columns)
-        of_columns = [transforms[name] for name in kind.columns]
-        found.append(kind.outline(columns, of_columns, can_transform))
-    return tuple(found)
+    return tuple(
+        kind.outline(
+            tuple(numbers[name] for name in kind.columns),
+            [transforms[name] for name in kind.columns],
+            can_transform,
+        )
+        for kind in kinds.values()
+    )
 
 
 class Assembly:

@@ -12,11 +12,11 @@ from h5async.errors import ConfigError, DatasetError
 from h5async.index.groupfields import union_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
+from h5async.index.savedindex import Wanted
 from h5async.read.whole import read_blocks, read_whole
 from h5async.samples.fieldkind import (
     CATEGORIES,
     Categories,
-    Fact,
     FieldKind,
     Filled,
     Known,
@@ -39,9 +39,9 @@ class CodesKind(FieldKind):
         self.table_column = table_column
         self.categories = Categories(())
 
-    def facts(self) -> dict[str, Fact]:
+    def facts(self) -> dict[str, Wanted]:
         """Return the categories."""
-        return {self.name + CATEGORIES_OF: Fact(self.table_column, CATEGORIES)}
+        return {self.name + CATEGORIES_OF: Wanted.at(self.table_column, kind=CATEGORIES)}
 
     def join(self, known: Known, config: ReaderConfig, reach: Reach) -> dict[str, DatasetLayout]:
         """Return the layout of the codes; unite the categories of all files."""

@@ -46,13 +46,6 @@ HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
 CATEGORIES, NULLABLE = "categories", "nullable"
 
 
-class Fact(NamedTuple):
-    """What must be known of each file: a path, and a kind as in `Wanted`."""
-
-    path: str
-    kind: str
-
-
 class Categories(NamedTuple):
     """The categories of a field.
 
@@ -196,7 +189,7 @@ class FieldKind:
         """The datasets that rows are read of, by name; the first one has the field's name."""
         return {self.name: self.field}
 
-    def facts(self) -> dict[str, Fact]:
+    def facts(self) -> dict[str, Wanted]:
         """Return what else must be known of each file, or of its columns, by name."""
         return {}
 
@@ -279,12 +272,12 @@ class RaggedKind(FieldKind):
         super().__init__(name, field)
         self.needs_work = self.is_encoded or self.field.pad_to is not None
 
-    def facts(self) -> dict[str, Fact]:
+    def facts(self) -> dict[str, Wanted]:
         """Return the elements of variable length, or the values and their offsets."""
         offsets, kind = self.field.offsets, HEAP
         if offsets is not None:
             kind = f"{self.field.offsets_kind} {Wanted.at(offsets).path}"
-        return {self.name: Fact(self.field.path, kind)}
+        return {self.name: Wanted.at(self.field.path, kind=kind)}
 
     def outline(
         self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform

@@ -292,10 +292,8 @@ class Images(Ragged):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the images, as views."""
-        return itertools.starmap(
-            lambda values, shape: values.reshape(shape),
-            zip(super().__iter__(), self.shapes.tolist(), strict=True),
-        )
+        for values, shape in zip(super().__iter__(), self.shapes.tolist(), strict=True):
+            yield values.reshape(shape)
 
     def __repr__(self) -> str:
         return f"<Images: {len(self):,} of differing sizes, {self.dtype}>"

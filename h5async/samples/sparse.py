@@ -291,22 +291,18 @@ class Csr(SampleArrays):
         from h5async.core.binding import address, load_core
         from h5async.core.structures import VALUE_KINDS, SparseStruct
 
-        core, data = load_core(), self.data
+        core, data, indices = load_core(), self.data, self.indices
         kinds = VALUE_KINDS.get(data.dtype), VALUE_KINDS.get(out.dtype)
-        is_near = out.strides[1] == out.itemsize or out.shape[1] <= 1
-        arrays = data, self.indices
-        if core is None or None in kinds or not is_near or out.strides[0] < 0:
-            return None
-        if not all(array.flags.c_contiguous and array.flags.aligned for array in arrays):
-            return None
-        if not (out.flags.aligned and out.flags.writeable):
-            return None
-        if not (self.indices.dtype.isnative and self.indices.dtype.kind == "i"):
+        can_read = all(one.flags.c_contiguous and one.flags.aligned for one in (data, indices))
+        is_near = out.strides[0] >= 0 and (out.strides[1] == out.itemsize or out.shape[1] <= 1)
+        can_write = is_near and out.flags.aligned and out.flags.writeable
+        is_index = indices.dtype.isnative and indices.dtype.kind == "i"
+        if core is None or None in kinds or not (can_read and can_write and is_index):
             return None
         indptr = np.ascontiguousarray(self.indptr, np.int64)
         sparse = SparseStruct(
             data=address(data),
-            indices=address(self.indices),
+            indices=address(indices),
             indptr=address(indptr),
             out=address(out),
             rows=self.shape[0],
@@ -315,7 +311,7 @@ class Csr(SampleArrays):
             row_nbytes=out.strides[0],
             data_kind=kinds[0],
             out_kind=kinds[1],
-            index_nbytes=self.indices.dtype.itemsize,
+            index_nbytes=indices.itemsize,
         )
         made: int = core.make_dense(ctypes.byref(sparse))
         return None if made < 0 else made

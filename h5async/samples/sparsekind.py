@@ -18,6 +18,7 @@ from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.room import files_of
+from h5async.index.savedindex import Wanted
 from h5async.order.rows import SpanRows
 from h5async.samples.fieldkind import (
     INDICES,
@@ -25,7 +26,6 @@ from h5async.samples.fieldkind import (
     SHAPE,
     TEXTS,
     CanTransform,
-    Fact,
     FieldKind,
     Filled,
     Known,
@@ -84,16 +84,16 @@ class SparseKind(FieldKind):
         )
         return {self.name: values, self.name + INDICES: Field(f"{field.path}/indices")}
 
-    def facts(self) -> dict[str, Fact]:
+    def facts(self) -> dict[str, Wanted]:
         """Return values, indices, and the shape; names of columns, if some are chosen by them."""
         name, path = self.name, self.field.path
         found = {
-            name: Fact(f"{path}/data", ROWS),
-            name + INDICES: Fact(f"{path}/indices", ROWS),
-            name + SHAPE_OF: Fact(path, SHAPE),
+            name: Wanted.at(f"{path}/data", kind=ROWS),
+            name + INDICES: Wanted.at(f"{path}/indices", kind=ROWS),
+            name + SHAPE_OF: Wanted.at(path, kind=SHAPE),
         }
         if isinstance(self.field.columns, tuple):
-            found[name + NAMES_OF] = Fact(path, TEXTS)
+            found[name + NAMES_OF] = Wanted.at(path, kind=TEXTS)
         return found
 
     def join(self, known: Known, config: ReaderConfig, reach: Reach) -> dict[str, DatasetLayout]:
