@@ -103,14 +103,12 @@ def outlines_of(
 ) -> tuple[Outline, ...]:
     """Return how each field is assembled; parameters as of `FieldKind.outline`, by column."""
     numbers = {name: number for number, name in enumerate(transforms)}
-    return tuple(
-        kind.outline(
-            tuple(numbers[name] for name in kind.columns),
-            [transforms[name] for name in kind.columns],
-            can_transform,
-        )
-        for kind in kinds.values()
-    )
+    found = []
+    for kind in kinds.values():
+        outline = kind.outline([transforms[name] for name in kind.columns], can_transform)
+        columns = tuple(numbers[name] for name in kind.columns)
+        found.append(outline._replace(columns=columns))
+    return tuple(found)
 
 
 class Assembly:

@@ -23,6 +23,7 @@ from h5async.samples.fieldkind import (
     file_and_row,
     layout_of_values,
     texts_of,
+    widest_dtype,
 )
 from h5async.samples.sparsekind import are_all_equal
 
@@ -118,15 +119,10 @@ def _of_one_dtype(layouts: Sequence[DatasetLayout], reach: Reach) -> list[Datase
 
     Codes of other dtypes are read here and kept: a few bytes per sample.
     """
-    dtypes = [layout.dtype.newbyteorder("=") for layout in layouts]
-    if len(set(dtypes)) == 1 or any(dtype.kind not in "iu" for dtype in dtypes):
-        return list(layouts)
-    widest = np.result_type(*dtypes)
-    if widest.kind not in "iu":  # signed and unsigned 64-bit integers
-        return list(layouts)
+    widest = widest_dtype(layouts)
     found = list(layouts)
     for number, one in enumerate(found):
-        if one.dtype != widest:
+        if widest is not None and one.dtype != widest:
             values = read_whole(one, reach).astype(widest)
             cast = layout_of_values(one.file, one.stamp, one.path, values)
             found[number] = cast.changed(stored_nbytes=one.stored_nbytes)

@@ -70,7 +70,7 @@ class Outline(NamedTuple):
     """
 
     name: str
-    columns: tuple[int, ...]
+    columns: tuple[int, ...] = ()
     is_varying: bool = False
     is_encoded: bool = False
     made: tuple[tuple[int, ...], np.dtype[Any]] | None = None
@@ -207,15 +207,13 @@ class FieldKind:
 
     # --- how a slot is laid out -------------------------------------------------------------------
 
-    def outline(
-        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
-    ) -> Outline:
-        """Return how the field is assembled of its columns, whose numbers are given.
+    def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
+        """Return how the field is assembled, but for the numbers of its columns.
 
         ConfigError if a device cannot do its part.
         """
         is_varying = transforms[0].capacity is not None
-        return Outline(self.name, columns, is_varying, self.is_encoded)
+        return Outline(self.name, is_varying=is_varying, is_encoded=self.is_encoded)
 
     def decoded_nbytes(self, rows: int) -> int:
         """Return the bytes of `rows` decoded samples; 0 if they are not decoded, or of any size."""
@@ -279,11 +277,9 @@ class RaggedKind(FieldKind):
             kind = f"{self.field.offsets_kind} {Wanted.at(offsets).path}"
         return {self.name: Wanted.at(self.field.path, kind=kind)}
 
-    def outline(
-        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
-    ) -> Outline:
+    def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
         """Return how the field is assembled."""
-        outline = super().outline(columns, transforms, can_transform)
+        outline = super().outline(transforms, can_transform)
         if self.field.pad_to is None:
             return outline
         made = (self.field.pad_to, *transforms[0].row), transforms[0].dtype
@@ -365,6 +361,18 @@ def layout_of_values(file: str, stamp: FileStamp, path: str, values: NDArray[Any
         fill=np.zeros((), values.dtype),
         values=np.ascontiguousarray(values).view(np.uint8) if values.dtype.kind == "b" else values,
     )
+
+
+def widest_dtype(layouts: Sequence[DatasetLayout]) -> np.dtype[Any] | None:
+    """Return the narrowest dtype of integers that holds those of all layouts, if these differ.
+
+    None if no dtype does: of 64 bits, signed and unsigned; or if not all are integers.
+    """
+    dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
+    if len(dtypes) < 2 or any(dtype.kind not in "iu" for dtype in dtypes):
+        return None
+    widest = np.result_type(*dtypes)
+    return widest if widest.kind in "iu" else None
 
 
 def values_of(fact: DatasetLayout) -> NDArray[Any]:

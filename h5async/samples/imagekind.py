@@ -58,11 +58,9 @@ class ImageKind(EncodedKind):
     of: ClassVar[type[Field]] = ImageField
     field: ImageField
 
-    def outline(
-        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
-    ) -> Outline:
+    def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
         """Return how the field is assembled; a device transforms pixels of one size if it can."""
-        outline, field = super().outline(columns, transforms, can_transform), self.field
+        outline, field = super().outline(transforms, can_transform), self.field
         if can_transform is None or field.size is None or field.steps is not None:
             return outline
         pixels = _pixel_transform(field, (*field.size, CHANNELS))

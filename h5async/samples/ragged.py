@@ -14,7 +14,6 @@ from h5async.html import counted, size_text, table
 from h5async.samples.samplearrays import (
     NoTensorError,
     SampleArrays,
-    module_of,
     native,
     offsets_misfit,
     on_host,
@@ -181,7 +180,8 @@ class Ragged(SampleArrays):
         if isinstance(self.values, np.ndarray):
             array = np.full(shape, value, self.dtype)
             return array, put_padded(self.values, self.offsets, array)
-        cupy = module_of(self.values)
+        with needs_package("cupy-cuda13x", "arrays on a GPU"):
+            import cupy
         array = cupy.empty(shape, self.dtype)
         values = cupy.ascontiguousarray(self.values)
         behind = cupy.full(1, value, self.dtype)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import ConfigError, needs_package
+from h5async.errors import ConfigError
 
 
 class NoTensorError(TypeError):
@@ -113,15 +113,6 @@ def with_memory(field: Any, arrays: Sequence[Any]) -> Any:
 def native(array: Any) -> Any:
     """Return an array in this machine's byte order, copied only if necessary."""
     return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def module_of(array: Any) -> Any:
-    """Return the library of an array: NumPy or CuPy."""
-    if isinstance(array, np.ndarray):
-        return np
-    with needs_package("cupy-cuda13x", "arrays on a GPU"):
-        import cupy
-    return cupy
 
 
 def on_host(array: Any) -> Any:

@@ -15,7 +15,6 @@ from h5async.samples.ragged import preview
 from h5async.samples.samplearrays import (
     SampleArrays,
     dense_on_gpu,
-    module_of,
     native,
     offsets_misfit,
     on_host,
@@ -324,7 +323,8 @@ class Csr(SampleArrays):
         np.add.at(out, (row, indices), self.data.astype(out.dtype))
 
     def _make_on_gpu(self, out: Any) -> None:
-        cupy = module_of(out)
+        with needs_package("cupy-cuda13x", "arrays on a GPU"):
+            import cupy
         dense = out if out.flags.c_contiguous else cupy.empty(out.shape, out.dtype)
         bad = cupy.zeros(1, np.int32)
         indptr = self.indptr.astype(np.int64, copy=False)

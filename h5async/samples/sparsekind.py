@@ -33,6 +33,7 @@ from h5async.samples.fieldkind import (
     Transforms,
     texts_of,
     values_of,
+    widest_dtype,
 )
 from h5async.samples.sparse import Csr
 from h5async.spelling import named
@@ -115,11 +116,9 @@ class SparseKind(FieldKind):
         one, two = self.shape, other.shape
         return one.columns == two.columns and are_all_equal(one.places, two.places)
 
-    def outline(
-        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
-    ) -> Outline:
+    def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
         """Return how the field is assembled; ConfigError for complex dense rows on a GPU."""
-        outline, field = super().outline(columns, transforms, can_transform), self.field
+        outline, field = super().outline(transforms, can_transform), self.field
         if not field.dense:
             return outline
         dtype = self._dense_dtype(transforms[0].dtype)
@@ -223,9 +222,8 @@ def _indices_of_one_dtype(layouts: Sequence[DatasetLayout]) -> list[DatasetLayou
     Files with another dtype are read through h5py, which converts; there may be too many indices to
     keep them.
     """
-    dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
-    widest = np.result_type(*dtypes) if dtypes else None
-    if len(dtypes) < 2 or widest is None or widest.kind not in "iu":  # 64 bits, also unsigned
+    widest = widest_dtype(layouts)
+    if widest is None:
         return list(layouts)
     return [
         layout
