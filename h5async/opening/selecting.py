@@ -24,6 +24,7 @@ from h5async.order.permutation import part_of
 from h5async.order.rows import SequenceTable, StepRows
 from h5async.order.selection import Selection
 from h5async.read.whole import read_whole
+from h5async.samples.fieldkind import are_same
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
@@ -45,12 +46,8 @@ class Chosen(NamedTuple):
 
     def is_same(self, other: Chosen) -> bool:
         """Compare all samples and weights."""
-        if self.weights is None or other.weights is None:
-            has_same_weights = self.weights is other.weights
-        else:
-            has_same_weights = np.array_equal(self.weights, other.weights)
         return (
-            has_same_weights
+            are_same(self.weights, other.weights)
             and self.selection.digest() == other.selection.digest()
             and self.sequences.is_same(other.sequences)
         )

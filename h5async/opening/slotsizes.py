@@ -60,16 +60,13 @@ def made_nbytes(
     }
 
 
-def shared_nbytes(
-    kinds: Mapping[str, FieldKind], outlines: Sequence[Outline], rows: int, most: int
-) -> list[int]:
+def shared_nbytes(kinds: Mapping[str, FieldKind], rows: int, most: int) -> list[int]:
     """Return, per field, the memory that helper processes share for decoded samples of a batch.
 
     `rows` is the number of samples, and `most` the limit for samples of any size.
     """
-    return [
-        kinds[one.name].decoded_nbytes(rows) or most if one.is_encoded else 0 for one in outlines
-    ]
+    several = kinds.values()
+    return [one.decoded_nbytes(rows) or most if one.is_encoded else 0 for one in several]
 
 
 def wanted_kept_nbytes(
@@ -87,16 +84,18 @@ def wanted_kept_nbytes(
     """
     several, wanted = list(layouts.values()), []
     in_window |= config.shuffle == "window"
+    drawing = config.weights is not None, config.sampler is not None
+    mixing = config.shuffle, config.bucket, config.batch_values, *drawing  # else in file order
     for number, layout in enumerate(several):
         nbytes, small_nbytes = kept_whole_nbytes(layout)
         if nbytes > _KEPT_WHOLE_NBYTES:
             useful = 0
             if in_window:
                 useful = _window_nbytes(config, layout, several)
-            elif _is_in_order(config):
+            elif not any(mixing):
                 reach = _reach(rows[number]) if rows else 0
                 most = _window_nbytes(config, layout, several)
-                useful = min(most, _in_order_nbytes(config, layout, reach, selected, most))
+                useful = _in_order_nbytes(config, layout, reach, selected, most)
             nbytes = min(nbytes, useful)  # never more than all chunks
         elif nbytes + small_nbytes <= _KEPT_WHOLE_NBYTES:
             nbytes += small_nbytes
@@ -110,12 +109,6 @@ def _window_nbytes(
     nbytes = kept_nbytes(layout, layouts, config.window_bytes)
     least = min((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.filters), default=0)
     return nbytes + nbytes // max(1, least) * KEPT_OVERHEAD_NBYTES
-
-
-def _is_in_order(config: ReaderConfig) -> bool:
-    """Return whether samples come in file order."""
-    mixed = config.shuffle, config.bucket, config.batch_values
-    return not any(mixed) and config.weights is None and config.sampler is None
 
 
 def _in_order_nbytes(
@@ -149,7 +142,7 @@ def _in_order_nbytes(
         if groups >= least:
             chunks = threads * (leaf.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
             wanted = max(wanted, groups * group + chunks)
-    return wanted
+    return min(most, wanted)
 
 
 def _reach(rows: Rows) -> int:

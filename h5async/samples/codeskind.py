@@ -25,7 +25,6 @@ from h5async.samples.fieldkind import (
     texts_of,
     widest_dtype,
 )
-from h5async.samples.sparsekind import are_all_equal
 
 CATEGORIES_OF = "\0categories"  # suffix of a field's name for it
 
@@ -60,12 +59,6 @@ class CodesKind(FieldKind):
             self.categories = Categories(names, tuple(tables), where)
             self.is_mapped = self.needs_work = True
         return joined
-
-    def is_same(self, other: FieldKind) -> bool:
-        """Return whether codes mean the same in both."""
-        assert isinstance(other, CodesKind)
-        one, two = self.categories, other.categories
-        return one.names == two.names and are_all_equal(one.tables, two.tables)
 
     def deliver(self, filled: Filled) -> Any:
         """Return the codes in the united categories of all files."""

@@ -59,6 +59,19 @@ class Categories(NamedTuple):
     where: tuple[str, ...] = ()
 
 
+class SparseShape(NamedTuple):
+    """The columns of a sparse field.
+
+    `columns` is the number of those delivered. `places` are, per file, the delivered position of
+    each of its columns, int64, or -1 if it is not delivered; None means all in their own order.
+    `where` names the matrix of each file in messages.
+    """
+
+    columns: int
+    places: tuple[NDArray[np.int64], ...] | None = None
+    where: tuple[str, ...] = ()
+
+
 class Outline(NamedTuple):
     """How a field is assembled from its columns, and what of it a device does.
 
@@ -176,6 +189,7 @@ class FieldKind:
     is_encoded: ClassVar[bool] = False
     table_column = ""
     categories: Categories | None = None
+    shape: SparseShape | None = None
     is_mapped = False
     needs_work = False
 
@@ -203,7 +217,7 @@ class FieldKind:
 
     def is_same(self, other: FieldKind) -> bool:
         """Return whether `join` kept the same for both."""
-        return True
+        return are_same((self.categories, self.shape), (other.categories, other.shape))
 
     # --- how a slot is laid out -------------------------------------------------------------------
 
@@ -324,6 +338,15 @@ class EncodedKind(RaggedKind):
         field = self.field
         kind = field.offsets_kind
         return {self.name: RaggedField(field.path, offsets=field.offsets, offsets_kind=kind)}
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether values are equal, also arrays, and tuples of either."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def field_of(column: str) -> str:

@@ -257,7 +257,6 @@ class Csr(SampleArrays):
         array([[1., 0., 0.],
                [0., 0., 2.]])
         """
-        given = out
         if out is None:
             out = np.empty_like(self.data, shape=self.shape)
         elif out.shape != self.shape or not np.can_cast(self.dtype, out.dtype, "same_kind"):
@@ -267,13 +266,13 @@ class Csr(SampleArrays):
             )
         if not isinstance(out, np.ndarray):
             self._make_on_gpu(out)
-            return out if given is None else given
+            return out
         rows = self._made_by_core(out)
         if rows is None:
             self._make_dense(out)
         elif rows < len(self):
             raise self._no_column(rows)
-        return out if given is None else given
+        return out
 
     def _signed(self) -> tuple[Any, Any]:
         """Return `indices` and `indptr` in the one dtype that libraries accept; mostly views."""

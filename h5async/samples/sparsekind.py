@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +29,7 @@ from h5async.samples.fieldkind import (
     Filled,
     Known,
     Outline,
+    SparseShape,
     Transforms,
     texts_of,
     values_of,
@@ -44,20 +44,6 @@ SHAPE_OF, NAMES_OF = "\0shape", "\0names"  # suffixes of a field's name for its 
 ID = "\0"  # separates name and id in the names of columns
 
 
-@dataclass(frozen=True)
-class SparseShape:
-    """The columns of a sparse field.
-
-    `columns` is the number of those delivered. `places` are, per file, the delivered position of
-    each of its columns, int64, or -1 if it is not delivered; None means all in their own order.
-    `where` names the matrix of each file in messages.
-    """
-
-    columns: int
-    places: tuple[NDArray[np.int64], ...] | None = None
-    where: tuple[str, ...] = ()
-
-
 class SparseKind(FieldKind):
     """Rows of a sparse matrix, which have two columns in a slot: values and indices.
 
@@ -68,6 +54,7 @@ class SparseKind(FieldKind):
     found_as = SHAPE
     is_ragged = True
     field: SparseField
+    shape: SparseShape
 
     def __init__(self, name: str, field: Field) -> None:
         super().__init__(name, field)
@@ -109,12 +96,6 @@ class SparseKind(FieldKind):
         self._has_limit = indices.limit is not None
         self.needs_work = self.field.dense or self.shape.places is not None
         return {self.name: values, self.name + INDICES: indices}
-
-    def is_same(self, other: FieldKind) -> bool:
-        """Return whether both deliver the same columns."""
-        assert isinstance(other, SparseKind)
-        one, two = self.shape, other.shape
-        return one.columns == two.columns and are_all_equal(one.places, two.places)
 
     def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
         """Return how the field is assembled; ConfigError for complex dense rows on a GPU."""
@@ -193,15 +174,6 @@ class SparseKind(FieldKind):
     def counted(self, rows: SpanRows) -> NDArray[Any] | int | None:
         """Return the number of values in each row; None for dense rows."""
         return None if self.field.dense else rows.all_lengths()
-
-
-def are_all_equal(
-    several: tuple[NDArray[Any], ...] | None, others: tuple[NDArray[Any], ...] | None
-) -> bool:
-    """Return whether arrays are the same as others, or both None."""
-    if several is None or others is None:
-        return several is others
-    return len(several) == len(others) and all(map(np.array_equal, several, others))
 
 
 def _index_dtype(stored: np.dtype[Any], columns: int) -> np.dtype[Any]:
