@@ -91,7 +91,7 @@ class Ragged(SampleArrays):
             If the slice has a step.
         """
         if isinstance(key, slice):
-            begin, end = self.bounds_of(key, "ragged samples")
+            begin, end = self._bounds_of(key, "ragged samples")
             offsets = self.offsets[begin : end + 1]
             first, last = int(offsets[0]), int(offsets[-1])
             return Ragged(self.values[first:last], offsets - first)

@@ -70,7 +70,7 @@ class SampleArrays:
         """Return the samples in host memory, like CuPy's `get`; a copy of those on a GPU."""
         return self.of_arrays(list(map(on_host, self.arrays)), self.sample_shape)
 
-    def bounds_of(self, key: slice, what: str, remedy: str = "") -> tuple[int, int]:
+    def _bounds_of(self, key: slice, what: str, remedy: str = "") -> tuple[int, int]:
         """Return the first sample of a slice, and the end; ConfigError if it has a step."""
         begin, end, step = key.indices(len(self))
         if step != 1:

@@ -94,7 +94,7 @@ class Csr(SampleArrays):
             If the slice has a step.
         """
         if isinstance(key, slice):
-            begin, end = self.bounds_of(key, "sparse rows", ", or use to_scipy()")
+            begin, end = self._bounds_of(key, "sparse rows", ", or use to_scipy()")
             indptr = self.indptr[begin : end + 1]
             first, last = int(indptr[0]), int(indptr[-1])
             some, columns = slice(first, last), self.shape[1]
