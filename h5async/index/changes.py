@@ -18,8 +18,8 @@ from h5async.errors import H5AsyncError, ReadError
 from h5async.index.attributes import cf_attributes
 from h5async.index.chunkindex import read_chunk_table, without_filters
 from h5async.index.filterpipeline import filters_of
+from h5async.index.hdf5 import Opened, indexed
 from h5async.index.layout import DatasetLayout
-from h5async.index.opendataset import Opened, indexed
 from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp, changed
 from h5async.io.stores import HDF5File, open_hdf5

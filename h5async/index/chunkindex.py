@@ -19,9 +19,9 @@ from h5async.index.hdf5 import (
     FIXED_ARRAY,
     IMPLICIT,
     NotDirectError,
+    Opened,
     reading,
 )
-from h5async.index.opendataset import Opened
 from h5async.index.visits import (
     MISREPORTED,
     Visited,

@@ -25,7 +25,6 @@ from h5async.index.chunkindex import (
 from h5async.index.composition import Part, with_parts
 from h5async.index.filterpipeline import (
     converted,
-    edges_are_raw,
     filters_of,
     left_to_hdf5,
     refuse_filters_of_hdf5,
@@ -39,29 +38,23 @@ from h5async.index.filterpipeline import (
 from h5async.index.hdf5 import (
     COLUMNS_REASON,
     NotDirectError,
+    Opened,
     OtherKindError,
+    fill_value,
+    has_no_values,
+    indexed,
+    member_fill,
     reading,
-    stored_compact,
+    require_fill,
 )
 from h5async.index.layout import DatasetLayout, Storage, normal_axis
 from h5async.index.layoutfacts import Indexed
 from h5async.index.links import LastGroup, Located, Reach
-from h5async.index.opendataset import (
-    Opened,
-    element_of,
-    fill_reference,
-    fill_value,
-    has_no_values,
-    has_objects,
-    indexed,
-    member_fill,
-    require_fill,
-)
 from h5async.index.segments import Piece
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources, attached, external_layout
-from h5async.index.storedtypes import StoredType, without_metadata
-from h5async.index.variablelength import Forms, variable_length
+from h5async.index.storedtypes import StoredType, element_of, is_object, without_metadata
+from h5async.index.variablelength import Forms, fill_reference, stored_compact, variable_length
 from h5async.io.localfiles import may_map
 from h5async.io.stamps import settled
 from h5async.io.stores import HDF5File, absolute_name, store_of
@@ -157,14 +150,14 @@ class Indexer:
             fallback_reason=self._why_h5py,
             stored_itemsize=dtype.itemsize,
         )
-        read_fill = partial(fill_reference, dataset, dtype, self._source)
+        read_fill = partial(fill_reference, dataset, dtype)
         if sources is not None:
             layout = sources.layout(layout, partial(read_fill, whenever=True))
             if layout.fallback_reason is not None and self._why_h5py is None:
                 raise NotDirectError(layout.fallback_reason)
             return layout
         if storage == "compact":
-            stored = stored_compact(dataset.id, self._source)
+            stored = stored_compact(dataset)
             if len(stored) != layout.nbytes:
                 raise ReadError(
                     f"{where}: {len(stored)} bytes are stored for {layout.nbytes} bytes of"
@@ -206,7 +199,7 @@ class Indexer:
             filters=filters_of(dataset.plist),
             stored_nbytes=0 if is_chunked else dataset.id.get_storage_size(),
             # For variable-length elements HDF5 returns the size in memory.
-            stored_itemsize=0 if has_objects(dataset) else dataset.itemsize,
+            stored_itemsize=0 if is_object(dataset.type) else dataset.itemsize,
             extra_dims=len(extra),
             indexed=indexed(dataset),
         )
@@ -240,7 +233,7 @@ class Indexer:
         sources = self.sources(where) if storage == "virtual" else None
         if sources is not None:
             sources.find(dataset.plist)
-        element = element_of(dataset, member, where)
+        element = element_of(dataset.type, member, where)
         shape = self._shape_of(dataset)
         if shape is None:
             raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
@@ -402,7 +395,7 @@ def _with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) ->
     if not layout.chunk_shape or not layout.filters:
         return layout
     require_lengths(layout.filters, math.prod(dataset.chunks) * layout.stored_itemsize, where)
-    if edges_are_raw(dataset):
+    if dataset.edges_are_raw:
         layout = layout.changed(has_raw_edges=True)
     require_filters(layout, dataset, where)
     return layout

@@ -19,9 +19,8 @@ from h5async.core.binding import can_decode
 from h5async.errors import DatasetError, ReadError
 from h5async.index.chunkindex import TooManyChunksError, applies_any
 from h5async.index.chunktable import ChunkTable, repeated
-from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, NotDirectError, chunk_options
+from h5async.index.hdf5 import NotDirectError, Opened
 from h5async.index.layout import DatasetLayout
-from h5async.index.opendataset import Opened
 from h5async.system.interruptions import suppressing
 
 _UNIT_NBYTES = 1 << 16  # of contiguous values that are converted at a time
@@ -36,16 +35,6 @@ def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
         Filter(number, tuple(parameters), name.decode("utf-8", "replace").rstrip("\0"))
         for number, _flags, parameters, name in found
     )
-
-
-def edges_are_raw(dataset: Opened) -> bool:
-    """Return whether chunks that reach over the dataset's edge are not filtered.
-
-    NotDirectError if HDF5 does not say so, and it matters.
-    """
-    if all(n % c == 0 for n, c in zip(dataset.extents, dataset.chunks, strict=True)):
-        return False
-    return bool(chunk_options(dataset.plist) & DONT_FILTER_PARTIAL_CHUNKS)
 
 
 def require_filters(layout: DatasetLayout, dataset: Opened, where: str) -> None:

@@ -28,8 +28,13 @@ from h5async.core.binding import address, load_core
 from h5async.core.structures import VisitStruct
 from h5async.errors import ReadError
 from h5async.index.chunktable import grid_of
-from h5async.index.hdf5 import EXTENSIBLE_ARRAY, NotDirectError, function_address, stored_nbytes
-from h5async.index.opendataset import Opened
+from h5async.index.hdf5 import (
+    EXTENSIBLE_ARRAY,
+    NotDirectError,
+    Opened,
+    function_address,
+    stored_nbytes,
+)
 from h5async.system.interruptions import suppressing
 
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing

@@ -251,7 +251,7 @@ def test_filtered_edge_chunks(tmp_path, filters):
 def test_unfiltered_edge_chunks_unguarded(tmp_path, monkeypatch, filters):
     path = tmp_path / "a.h5"
     unfiltered_edge_chunks(path, filters)
-    monkeypatch.setattr(datasets, "edges_are_raw", lambda dataset: False)
+    monkeypatch.setattr(hdf5.Opened, "edges_are_raw", False)
     assert goes_wrong(path)
 
 
