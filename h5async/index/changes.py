@@ -16,8 +16,7 @@ import numpy as np
 from h5async.codec.storedelements import NUMBER
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.attributes import cf_attributes
-from h5async.index.chunkindex import read_chunk_table, without_filters
-from h5async.index.filterpipeline import filters_of
+from h5async.index.chunks import filters_of, read_chunk_table, without_filters
 from h5async.index.hdf5 import Opened, indexed
 from h5async.index.layout import DatasetLayout
 from h5async.io.localfiles import LocalFile

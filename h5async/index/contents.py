@@ -21,7 +21,7 @@ import h5py
 from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasets import Indexer
-from h5async.index.links import Located, Reach, locate, metadata_cache
+from h5async.index.links import Located, Reach, components, locate, metadata_cache
 from h5async.io.stores import HDF5File
 from h5async.spelling import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
@@ -269,7 +269,7 @@ def matching_groups(file: HDF5File, pattern: str, reach: Reach) -> list[str]:
     no group matches; UnsafeFileError if a link leads to a file that `reach` does not permit.
     """
     found = [""]
-    names = [name for name in pattern.split("/") if name not in ("", ".")]
+    names = components(pattern)
     for name in names:
         found = [path for parent in found for path in _children(file, parent, name, reach)]
     if not found or not names:

@@ -17,24 +17,19 @@ import numpy as np
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError, ReadError
 from h5async.index.attributes import dimension_names, numbered_axis
-from h5async.index.chunkindex import (
+from h5async.index.chunks import (
     TooManyChunksError,
-    read_chunk_table,
-    without_filters,
-)
-from h5async.index.composition import Part, with_parts
-from h5async.index.filterpipeline import (
     converted,
     filters_of,
     left_to_hdf5,
+    read_chunk_table,
     refuse_filters_of_hdf5,
-    require_filters,
     require_filters_of_hdf5,
-    require_lengths,
-    require_whole,
-    unavailable,
     undecodable,
+    with_checked_filters,
+    with_chunks,
 )
+from h5async.index.composition import Part, with_parts
 from h5async.index.hdf5 import (
     COLUMNS_REASON,
     NotDirectError,
@@ -72,7 +67,7 @@ class Indexer:
 
     def __init__(self, file: HDF5File, reach: Reach, depth: int = 0) -> None:
         self.file = file
-        self.last_group = LastGroup()
+        self.last_group: LastGroup = {}
         self.scale_names: dict[int, tuple[str, ...]] = {}
         self._name = file.filename
         # It is opened again later, when the current directory may differ.
@@ -166,7 +161,7 @@ class Indexer:
             values = np.frombuffer(stored, dtype).reshape(shape)
             return layout.changed(values=values, stored_nbytes=layout.nbytes)
         fill = read_fill()
-        layout = _with_checked_filters(layout, dataset, where)
+        layout = with_checked_filters(layout, dataset, where)
         refuse_filters_of_hdf5(layout, dataset)
         return self._direct(layout, dataset, where, fill=fill)
 
@@ -266,7 +261,7 @@ class Indexer:
                 values = values.reshape(layout.shape).view(layout.raw_dtype)
                 return layout.changed(values=values)
             require_fill(dataset, layout.stored_itemsize, where)
-            layout = _with_checked_filters(layout, dataset, where)
+            layout = with_checked_filters(layout, dataset, where)
             converts = self._converts(element, member)
             if converts and undecodable(layout.filters):
                 raise NotDirectError("a stored type to convert, and filters that are not decoded")
@@ -328,23 +323,9 @@ class Indexer:
     ) -> DatasetLayout:
         """Add the position of the bytes to a layout, and make other `changes`."""
         if layout.storage == "chunked":
-            unused = undecodable(layout.filters)  # no chunk was written with them
-            # (`join_layouts` may leave it to h5py, with all filters.)
-            if layout.text and unavailable(layout.filters):
-                raise NotDirectError("strings that HDF5 converts, and filters it does not have")
-            chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
-            chunks, filters = without_filters(chunks, layout.filters, unused)
-            if unused and not filters:
-                require_whole(chunks, layout, where)
-            stored_nbytes = int(chunks.nbytes.sum())
-            changes |= {
-                "chunks": chunks.shortened(),
-                "filters": filters,
-                "stored_nbytes": stored_nbytes,
-            }
+            layout = with_chunks(layout, dataset, where).changed(**changes)
         else:
-            changes["offset"] = _contiguous_offset(dataset, where)
-        layout = layout.changed(**changes)
+            layout = layout.changed(offset=_contiguous_offset(dataset, where), **changes)
         if has_no_values(dataset.plist, layout):
             raise NotDirectError("it was never written, and its fill value is undefined")
         return layout
@@ -388,17 +369,6 @@ def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:
     for name in member[1:]:
         values = values[name]
     return values
-
-
-def _with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) -> DatasetLayout:
-    """Require the filters of a dataset, and find out whether its edge chunks are raw."""
-    if not layout.chunk_shape or not layout.filters:
-        return layout
-    require_lengths(layout.filters, math.prod(dataset.chunks) * layout.stored_itemsize, where)
-    if dataset.edges_are_raw:
-        layout = layout.changed(has_raw_edges=True)
-    require_filters(layout, dataset, where)
-    return layout
 
 
 def _storage(dataset: Opened) -> Storage:

@@ -1,8 +1,7 @@
 """Asks HDF5: `Opened` is an open dataset, and facts from HDF5 that are requested once.
 
-Also what h5py does not wrap, by functions of the library that h5py has loaded; the fill value, which
-HDF5 returns for values that were never written; and the digest that distinguishes a dataset from
-one that takes its place later.
+Also what h5py does not wrap, by functions of the library that h5py has loaded; the fill value, for
+values that were never written; and the digest that tells a dataset from one that takes its place.
 """
 
 from __future__ import annotations
@@ -81,13 +80,11 @@ def function_address(name: str) -> int:
 def _hdf5_function(name: str, *types: Any) -> Any:
     """Return a function of h5py's HDF5 that takes an identifier and these types, or None."""
     library = _library()
-    with suppressing(AttributeError):
-        function = None if library is None else library[name]
-        if function is None:
-            return None
-        function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
-        return function
-    return None
+    if not hasattr(library, name):
+        return None
+    function = library[name]  # (an attribute would be one function for all types)
+    function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
+    return function
 
 
 @functools.cache

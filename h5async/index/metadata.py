@@ -18,12 +18,7 @@ from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.config.files import FileName
-from h5async.errors import (
-    ConfigError,
-    DatasetError,
-    H5AsyncError,
-    out_of_memory,
-)
+from h5async.errors import ConfigError, DatasetError, H5AsyncError, out_of_memory
 from h5async.index.attributes import cf_attributes, dimension_names
 from h5async.index.composition import Part
 from h5async.index.contents import (
@@ -63,6 +58,7 @@ from h5async.system.interruptions import passing, suppressing
 # Per sequence along a dimension: its bounds, or an object.
 _RUN_NBYTES, _PART_NBYTES = 32, 1024
 _STRING_NBYTES = 64  # per variable-length string, as an object, and from HDF5
+NumDim = int | str | tuple[int | str, int | str]
 _COLUMN = re.compile(r"\[:, ?(-?\d{1,9})\]$")  # behind a path
 
 
@@ -79,17 +75,10 @@ def read_layouts(
     With a `grouping`, a field's datasets in its groups are concatenated. Datasets of category
     codes, as AnnData wrote them before 0.8, raise `OtherKindError` unless they `may_be_codes`.
 
-    Raises
-    ------
-    ReadError
-        If the file cannot be opened, or a chunk table points outside it.
-    DatasetError
-        If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype, or
-        the name in ``num_dim`` is not that of one dimension.
-    UnsafeFileError
-        If a dataset lies in files that `reach` does not permit.
-    ConfigError
-        If a field's ``num_dim`` is not a dimension of its dataset.
+    ReadError if the file cannot be opened, or a chunk table points outside it; DatasetError if a
+    dataset is missing, is a group, or has no samples dimension or fixed-size dtype, or its
+    ``num_dim`` is not the name of one dimension; ConfigError if it is the number of none;
+    UnsafeFileError if a dataset lies in files that `reach` does not permit.
     """
     with open_index(path) as file:
         indexer = Indexer(file, reach)
@@ -111,16 +100,10 @@ def read_layouts(
 
 
 class Further(NamedTuple):
-    """The facts read of a dataset beside its layout.
+    """What to read of a dataset beside its layout: names of dimensions, and how it is packed (CF).
 
-    Attributes
-    ----------
-    dim_names, cf
-        Whether to read the names of its dimensions, and how it is packed.
-    is_lenient
-        Whether unreadable facts count as absent.
-    may_be_codes
-        Otherwise, codes of categories raise `OtherKindError`; see `read_layouts`.
+    If it `is_lenient`, unreadable facts count as absent. Unless it `may_be_codes`, codes of
+    categories raise `OtherKindError`; see `read_layouts`.
     """
 
     dim_names: bool = False
@@ -135,7 +118,7 @@ NOTHING_FURTHER = Further()
 def list_layouts(
     path: FileName,
     reach: Reach = BESIDE,
-    num_dim: int | str | tuple[int | str, int | str] = 0,
+    num_dim: NumDim = 0,
     wanted: Callable[[str], bool] = lambda name: True,
     *,
     with_attributes: bool = False,
@@ -154,20 +137,23 @@ def list_layouts(
             yield from _list_joined(indexer, grouping.find(path, file, reach), num_dim, reach)
             return
         for name in _datasets(file, reach, wanted):
-            layout: DatasetLayout | H5AsyncError
-            try:
-                with passing():
-                    layout = layout_at(indexer, name, num_dim, reach, attributes)
-            except H5AsyncError as error:
-                layout = error
-            yield name, layout
+            yield name, _layout_or_error(indexer, name, num_dim, reach, attributes)
+
+
+def _layout_or_error(
+    indexer: Indexer, path: str, num_dim: NumDim, reach: Reach, wanted: Further = NOTHING_FURTHER
+) -> DatasetLayout | H5AsyncError:
+    layout: DatasetLayout | H5AsyncError
+    try:
+        with passing():
+            layout = layout_at(indexer, path, num_dim, reach, wanted)
+    except H5AsyncError as error:
+        layout = error
+    return layout
 
 
 def _list_joined(
-    indexer: Indexer,
-    groups: list[str],
-    num_dim: int | str | tuple[int | str, int | str],
-    reach: Reach,
+    indexer: Indexer, groups: list[str], num_dim: NumDim, reach: Reach
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     parents, depth = set(groups), groups[0].count("/") + 1
     parts = (name.split("/") for name in _datasets(indexer.file, reach))
@@ -176,14 +162,12 @@ def _list_joined(
     failed: dict[str, H5AsyncError] = {}
     for group in groups:
         for name in found:
-            if name in failed:
-                continue
-            try:
-                with passing():
-                    at = f"{group}/{name}"
-                    found[name].append(layout_at(indexer, at, num_dim, reach))
-            except H5AsyncError as error:
-                failed[name] = error
+            if name not in failed:
+                layout = _layout_or_error(indexer, f"{group}/{name}", num_dim, reach)
+                if isinstance(layout, DatasetLayout):
+                    found[name].append(layout)
+                else:
+                    failed[name] = layout
     for name, several in found.items():
         try:
             yield name, failed[name] if name in failed else join_groups(several)
@@ -229,7 +213,7 @@ def value_layout(
     with open_index(path) as file, contextlib.ExitStack() as files:
         found, opened = _dataset_at(file, name, reach, files)
         node = h5py.Dataset(opened)
-        if node.shape is None or not node.shape:
+        if not node.shape:
             raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}")
         if number is not None:
             if len(node.shape) != 2 or not -node.shape[1] <= number < node.shape[1]:
@@ -237,10 +221,8 @@ def value_layout(
                     f"{where}: there is no such column, because it has shape {node.shape}"
                 )
             number %= node.shape[1]  # those below zero count from the end
-        if number is None and math.prod(node.shape[1:]) != 1:
-            hint = (
-                f'; name one of its columns, as in "{name}[:, 0]"' if len(node.shape) == 2 else ""
-            )
+        elif math.prod(node.shape[1:]) != 1:
+            hint = f'; name one of its columns, as in "{name}[:, 0]"' if node.ndim == 2 else ""
             raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}{hint}")
         if (node.size if number is None else node.shape[0]) > most:
             raise DatasetError(f"{where} holds {node.size:,} values, for {most:,} at most")
@@ -271,7 +253,7 @@ def _column_of(layout: DatasetLayout, number: int) -> DatasetLayout:
 def layout_at(
     indexer: Indexer,
     path: str,
-    num_dim: int | str | tuple[int | str, int | str],
+    num_dim: NumDim,
     reach: Reach,
     wanted: Further = NOTHING_FURTHER,
 ) -> DatasetLayout:

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.index.chunks import left_to_hdf5
 from h5async.index.composition import Part, with_parts
-from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.hdf5 import NotDirectError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import (
