@@ -115,7 +115,7 @@ class VirtualSources:
                     f" ({error})"
                 ) from error
             return left_to_hdf5(layout, str(error) or "a virtual dataset of too many runs of rows")
-        reasons = [part.source.fallback_reason for part in parts]
+        reasons = (part.source.fallback_reason for part in parts)
         reason = next((reason for reason in reasons if reason is not None), None)
         return whole.changed(fallback_reason=reason)
 
@@ -125,32 +125,25 @@ class VirtualSources:
             self._found[key] = self._source(*key)
         return self._found[key]
 
-    def _path(self, file_name: str, dataset_name: str, may_be_missing: bool) -> FileName | None:
-        """Return the file of a source, or None if it is missing and may be."""
-        holder = absolute_name(self._file.filename)
-        if file_name == ".":
-            return holder
-        found = self._reach.find(file_name, holder, "HDF5_VDS_PREFIX", self._where)
-        if found is None and not may_be_missing:
-            raise DatasetError(
-                f'{self._where}: its source "{dataset_name}" lies in {file_name}, which is missing;'
-                " bring the file back, or read missing sources as the fill value:"
-                f" {named('allow_missing', True)}"
-            )
-        return found
-
     def _source(
         self, file_name: str, dataset_name: str, axis: int, *, may_be_missing: bool = False
     ) -> DatasetLayout | None:
         may_be_missing = may_be_missing or self._reach.missing_is_fill
-        path = self._path(file_name, dataset_name, may_be_missing)
+        holder, file = absolute_name(self._file.filename), self._file
+        path: FileName | None = holder
+        if file_name != ".":
+            path = self._reach.find(file_name, holder, "HDF5_VDS_PREFIX", self._where)
+        what = f'{self._where}: its source "{dataset_name}"'
+        remedy = "or read missing sources as the fill value: " + named("allow_missing", True)
         if path is None:
-            return None
+            if may_be_missing:
+                return None
+            raise DatasetError(
+                f"{what} lies in {file_name}, which is missing; bring the file back, {remedy}"
+            )
         with contextlib.ExitStack() as files:
-            file = self._file
             if file_name != ".":
                 file = files.enter_context(open_permitted(Path(path), self._where))
-            what = f'{self._where}: its source "{dataset_name}"'
             try:
                 found = locate(file, dataset_name, self._reach, files)
                 node = found.open()
@@ -161,8 +154,7 @@ class VirtualSources:
                 if may_be_missing:
                     return None
                 raise DatasetError(
-                    f"{what} is missing in {path}; bring it back, or read missing sources as the"
-                    f" fill value: {named('allow_missing', True)}"
+                    f"{what} is missing in {path}; bring it back, {remedy}"
                 ) from error
             if not isinstance(node, h5py.h5d.DatasetID) or found.rest:
                 raise DatasetError(f"{what} in {path} is not a dataset")
@@ -180,8 +172,18 @@ def attached(
     segments = _segments(plist)
     found = [_permitted(os.fsdecode(name), layout.file, reach, where) for name, _, _ in segments]
     stamps = {str(path): settled_stamp(path) for path in found}
-    sizes = [(path, stamps[str(path)].nbytes) for path in found]
-    _require_bytes(layout, segments, sizes, where)
+    itemsize = layout.stored_itemsize or layout.dtype.itemsize
+    left = itemsize * math.prod(layout.shape[: len(layout.shape) - layout.extra_dims])
+    for path, (_, offset, nbytes) in zip(found, segments, strict=True):
+        nbytes, size = min(nbytes, left), stamps[str(path)].nbytes
+        if size < offset + nbytes:
+            raise ReadError(
+                f"{where}: {nbytes} bytes of its values lie at byte {offset} of {path}, which"
+                f" has {size} bytes"
+            )
+        left -= nbytes
+    if left:
+        raise ReadError(f"{where}: {left} bytes of its values lie in no external file")
     reach.consulted.asked(_PREFIX)
     for path in found:
         require_in_place(path, stamps[str(path)], where)
@@ -227,26 +229,6 @@ def external_layout(
         parts.append(Part(source, samples, Slab.run(0, rows)))
         begin += nbytes
     return with_parts(layout, parts)
-
-
-def _require_bytes(
-    layout: DatasetLayout,
-    segments: Sequence[Segment],
-    sizes: Sequence[tuple[Path, int]],
-    where: str,
-) -> None:
-    itemsize = layout.stored_itemsize or layout.dtype.itemsize
-    left = itemsize * math.prod(layout.shape[: len(layout.shape) - layout.extra_dims])
-    for (path, size), (_, offset, nbytes) in zip(sizes, segments, strict=True):
-        nbytes = min(nbytes, left)
-        if size < offset + nbytes:
-            raise ReadError(
-                f"{where}: {nbytes} bytes of its values lie at byte {offset} of {path}, which"
-                f" has {size} bytes"
-            )
-        left -= nbytes
-    if left:
-        raise ReadError(f"{where}: {left} bytes of its values lie in no external file")
 
 
 def _permitted(name: str, holder: str, reach: Reach, where: str) -> Path:
