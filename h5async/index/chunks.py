@@ -19,7 +19,7 @@ from h5async.codec.filters import Filter, is_known_to_hdf5
 from h5async.codec.storedelements import NUMBER
 from h5async.core.binding import can_decode
 from h5async.errors import DatasetError, ReadError
-from h5async.index.chunktable import ChunkTable, grid_of, repeated
+from h5async.index.chunktable import ChunkTable, grid_of, repeated, shortened
 from h5async.index.hdf5 import (
     B_TREE_V1,
     EXTENSIBLE_ARRAY,
@@ -210,12 +210,8 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
         if len(layout.filters) >= _MOST_FILTERS:
             raise NotDirectError("as many filters as HDF5 allows, and a conversion")
         table = layout.chunks
-        mask = table.filter_mask << np.uint32(1)
-        if table.filter_mask.strides == (0,):
-            mask = repeated(int(mask[0]), mask.size, "u4")
-        return layout.changed(
-            filters=(conversion, *layout.filters), chunks=replace(table, filter_mask=mask)
-        )
+        table = replace(table, filter_mask=shortened(table.filter_mask << np.uint32(1)))
+        return layout.changed(filters=(conversion, *layout.filters), chunks=table)
     rows, *rest = [int(extent) or 1 for extent in layout.shape]
     row_nbytes = math.prod(rest) * conversion.parameters[1]
     most = min(rows, max(1, _UNIT_NBYTES // row_nbytes))
@@ -299,8 +295,9 @@ class _Checks:
     def require_within(self, end: int) -> None:
         """Raise ReadError for chunks that do not lie in the file."""
         offset, nbytes = self.visited.offset, self.visited.nbytes
-        if self.visited.end > end:
-            at = int(((nbytes > end) | (offset > end - nbytes)).argmax())
+        bad = np.False_ if self.visited.end <= end else (nbytes > end) | (offset > end - nbytes)
+        if bad.any():
+            at = int(bad.argmax())
             raise ReadError(
                 f"{self._chunk(self.visited.number[at])}: {nbytes[at]} bytes at byte {offset[at]}"
                 f" do not lie in the file, which has {end} bytes; it was cut short or is damaged"
@@ -340,8 +337,8 @@ class _Checks:
             overlaps = offset[1:] < offset[:-1] + nbytes[:-1]
             if overlaps.any():
                 at, what = offset[int(overlaps.argmax()) + 1], "another one"
-        if not what and offset.size and self.visited.begin < _SUPERBLOCK_NBYTES:
-            at, what = self.visited.begin, "the file's superblock"
+        if not what and offset.size and offset[0] < _SUPERBLOCK_NBYTES:
+            at, what = offset[0], "the file's superblock"
         if what:
             raise ReadError(
                 f"{self.where}: a chunk at byte {at} overlaps {what}; the file is damaged"

@@ -175,17 +175,6 @@ def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
         kind = f"COMPLEX_IEEE_F{4 * dtype.itemsize}{'BE' if dtype.str[0] == '>' else 'LE'}"
         same = getattr(h5py.h5t, kind, None)  # HDF5's own class, since 2.0
         return same is not None and bool(stored.equal(same))
-    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
-        names = dtype.names or ()
-        return (
-            stored.get_size() == dtype.itemsize
-            and stored.get_nmembers() == len(names)
-            and all(
-                stored.get_member_offset(i) == dtype.fields[name][1]
-                and _is_stored_as(stored.get_member_type(i), dtype.fields[name][0])
-                for i, name in enumerate(names)
-            )
-        )
     return False
 
 

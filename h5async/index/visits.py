@@ -55,24 +55,27 @@ class Visited(NamedTuple):
         int64: the chunk's number in the C-ordered grid; one near it if `is_outside`.
     offset, nbytes, mask
         int64: address in the file, and stored size; uint32: the filter mask.
-    begin, end, least, most
-        The first byte of all chunks, one past the last, and bytes of the smallest and the largest.
-    is_ascending, is_apart, is_outside
-        Whether each number is higher than the previous one; whether each chunk begins at or after
-        the end of the previous one; whether a chunk does not lie in the grid.
+    is_outside
+        Whether a chunk does not lie in the grid.
+    is_ascending
+        Whether each number is higher than the previous one.
+    is_apart
+        Whether each chunk is known to begin at or after the end of the previous one.
+    end, least, most
+        One past the last byte of all chunks, and bytes of the smallest and the largest; the
+        defaults mean that they are not known.
     """
 
     number: Int64s
     offset: Int64s
     nbytes: Int64s
     mask: NDArray[np.uint32]
-    begin: int = 0
-    end: int = 0
-    least: int = 0
-    most: int = 0
-    is_ascending: bool = True
-    is_apart: bool = True
     is_outside: bool = False
+    is_ascending: bool = True
+    is_apart: bool = False
+    end: int = np.iinfo(np.int64).max
+    least: int = 0
+    most: int = -1
 
 
 def visit_chunks(
@@ -158,19 +161,8 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
             for column in columns:  # in place: a copy would double the memory for a moment
                 column.resize(count, refcheck=False)
         number, offset, nbytes, mask = columns
-        return Visited(
-            number[:count],
-            offset[:count],
-            nbytes[:count],
-            mask[:count],
-            begin=struct.begin,
-            end=struct.end,
-            least=struct.least,
-            most=struct.most,
-            is_ascending=bool(struct.is_ascending),
-            is_apart=bool(struct.is_apart),
-            is_outside=bool(struct.is_outside),
-        )
+        facts = (getattr(struct, name) for name in Visited._fields[4:])
+        return Visited(number[:count], offset[:count], nbytes[:count], mask[:count], *facts)
 
 
 def _visit_struct(dataset: Opened, grid: Sequence[int]) -> tuple[VisitStruct, Int64s]:
@@ -213,21 +205,9 @@ def _in_python(dataset: Opened, grid: Sequence[int], most: int) -> Visited:
     cells = corners // chunk
     clipped = np.clip(cells, 0, np.array(grid, np.int64) - 1)
     number = np.ravel_multi_index(tuple(clipped.T), tuple(grid))
-    end = np.minimum(offset.view(np.uint64) + nbytes.view(np.uint64), np.iinfo(np.int64).max)
-    apart = (offset[1:] >= offset[:-1]) & (offset[1:] - offset[:-1] >= nbytes[:-1])
-    return Visited(
-        number,
-        offset,
-        nbytes,
-        mask.astype(np.uint32),
-        begin=int(offset.min(initial=np.iinfo(np.int64).max)),
-        end=int(end.max(initial=0)),
-        least=int(nbytes.min(initial=np.iinfo(np.int64).max)),
-        most=int(nbytes.max(initial=0)),
-        is_ascending=bool((number[1:] > number[:-1]).all()),
-        is_apart=bool(apart.all()),
-        is_outside=bool(((clipped != cells) | (cells * chunk != corners)).any()),
-    )
+    is_outside = bool(((clipped != cells) | (cells * chunk != corners)).any())
+    is_ascending = bool((number[1:] > number[:-1]).all())
+    return Visited(number, offset, nbytes, mask.astype(np.uint32), is_outside, is_ascending)
 
 
 class Positions(NamedTuple):
