@@ -122,7 +122,7 @@ def _shown_shape(file: HDF5File, dataset: h5py.Dataset, reach: Reach) -> tuple[i
     plist = dataset.id.get_create_plist()
     with suppressing(H5AsyncError):
         if plist.get_layout() == h5py.h5d.VIRTUAL:  # HDF5 would open sources that are not permitted
-            Indexer(file, reach).sources("").find(plist)
+            Indexer(file, reach).sources("", plist)
         return dataset.shape or ()
     return ()
 

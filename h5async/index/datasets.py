@@ -6,7 +6,9 @@ A dataset is read directly only if its bytes are known to equal h5py's result. A
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -38,9 +40,9 @@ from h5async.index.hdf5 import (
     fill_value,
     has_no_values,
     indexed,
-    member_fill,
     reading,
     require_fill,
+    uses_fill_value,
 )
 from h5async.index.layout import DatasetLayout, Storage, normal_axis
 from h5async.index.layoutfacts import Indexed
@@ -82,8 +84,10 @@ class Indexer:
         self._depth = depth
         self._alike: dict[_Kind, DatasetLayout] = {}  # contiguous ones found before
 
-    def sources(self, where: str, forms: Forms | None = None) -> VirtualSources:
-        """Return the `VirtualSources` for a virtual dataset of this file; see `raw_layout`."""
+    def sources(
+        self, where: str, plist: h5py.h5p.PropDCID, forms: Forms | None = None
+    ) -> VirtualSources:
+        """Find the sources of a virtual dataset of this file; see `raw_layout`."""
 
         def index(found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int) -> DatasetLayout:
             indexer = Indexer(found.file, self._reach, depth)
@@ -91,7 +95,7 @@ class Indexer:
                 return indexer.layout(found.path, node, (), axis)
             return indexer.raw_layout(found.path, node, forms, axis)
 
-        return VirtualSources(self.file, self._reach, self._depth, index, where)
+        return VirtualSources(self.file, plist, self._reach, self._depth, index, where)
 
     def layout(
         self, name: str, node: h5py.h5d.DatasetID, member: Sequence[str], num_dim: int | str
@@ -135,8 +139,7 @@ class Indexer:
             raise NotDirectError("the file is open for writing in this process")
         sources = None
         if storage == "virtual":  # before it is asked for its shape
-            sources = self.sources(where, forms)
-            sources.find(dataset.plist)
+            sources = self.sources(where, dataset.plist, forms)
         shape = self._shape_of(dataset)
         if not shape or (len(shape) != 1 and not self._depth):
             raise DatasetError(f"{where}: samples of variable length must have one dimension")
@@ -225,9 +228,7 @@ class Indexer:
         self, name: str, dataset: Opened, member: tuple[str, ...], num_dim: int | str, where: str
     ) -> DatasetLayout:
         storage = _storage(dataset)
-        sources = self.sources(where) if storage == "virtual" else None
-        if sources is not None:
-            sources.find(dataset.plist)
+        sources = self.sources(where, dataset.plist) if storage == "virtual" else None
         element = element_of(dataset.type, member, where)
         shape = self._shape_of(dataset)
         if shape is None:
@@ -257,9 +258,10 @@ class Indexer:
                     raise NotDirectError("strings in external files, which HDF5 converts")
                 return external_layout(layout, dataset.plist, found)
             if storage == "compact":
-                values = np.asarray(_values(h5py.Dataset(dataset.id), member))
-                values = values.reshape(layout.shape).view(layout.raw_dtype)
-                return layout.changed(values=values)
+                stored = h5py.Dataset(dataset.id)
+                values = (stored.fields(member[0]) if member else stored)[...]
+                values = np.asarray(_member_of(values, member[1:])).reshape(layout.shape)
+                return layout.changed(values=values.view(layout.raw_dtype))
             require_fill(dataset, layout.stored_itemsize, where)
             layout = with_checked_filters(layout, dataset, where)
             converts = self._converts(element, member)
@@ -348,8 +350,10 @@ class Indexer:
             }
         )
         fill = np.zeros(layout.stored_itemsize, np.uint8)
-        values = member_fill(dataset, layout.member)
-        fill[element.offset : element.offset + len(values)] = np.frombuffer(values, np.uint8)
+        if uses_fill_value(dataset.plist):
+            value = fill_value(dataset.plist, dataset.dtype, ())
+            value = np.asarray(_member_of(value, layout.member))
+            fill[element.offset :][: value.nbytes] = np.frombuffer(value.tobytes(), np.uint8)
         source = layout.changed(
             shape=layout.shape[:rank],
             chunk_shape=layout.chunk_shape[:rank],
@@ -364,11 +368,8 @@ class Indexer:
         return with_parts(layout, (part,) if layout.num_samples else ())
 
 
-def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:
-    values = (dataset.fields(member[0]) if member else dataset)[...]
-    for name in member[1:]:
-        values = values[name]
-    return values
+def _member_of(values: Any, member: tuple[str, ...]) -> Any:
+    return functools.reduce(operator.getitem, member, values)
 
 
 def _storage(dataset: Opened) -> Storage:

@@ -296,17 +296,6 @@ def fill_value(
     return fill
 
 
-def member_fill(dataset: Opened, member: tuple[str, ...]) -> bytes:
-    """Return the bytes of a member's fill value; b"" for zeros."""
-    if not uses_fill_value(dataset.plist):
-        return b""
-    values: Any = np.zeros((), dataset.dtype)
-    dataset.plist.get_fill_value(values)
-    for name in member:
-        values = values[name]
-    return bytes(np.asarray(values).tobytes())
-
-
 def _has_fill_value(plist: h5py.h5p.PropDCID) -> bool:
     return bool(plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED)
 

@@ -35,7 +35,7 @@ from h5async.index.links import (
     require_local,
 )
 from h5async.index.slabs import Slab, TooManyRunsError
-from h5async.index.virtual import Mapping, mapped_files, read_mappings, source_series, virtual_parts
+from h5async.index.virtual import mapped_files, read_mappings, source_series, virtual_parts
 from h5async.io.stores import LOCAL, HDF5File, absolute_name, settled_stamp
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
@@ -50,36 +50,35 @@ IndexSource = Callable[[Located, h5py.h5d.DatasetID, int, int], DatasetLayout]
 
 
 class VirtualSources:
-    """Finds the sources of one virtual dataset, each once.
+    """Finds the sources of one virtual dataset, each once, before HDF5 does.
 
-    It lies in the open `file`, is a nested source of `depth` virtual datasets, and is called
-    `where` in messages. `index` reads the layout of a source.
+    It lies in the open `file`, has the creation properties `plist`, is a nested source of `depth`
+    virtual datasets, and is called `where` in messages. `index` reads the layout of a source.
+
+    HDF5 opens the sources of unlimited mappings to determine the shape. So those must be permitted
+    first, exist, and be free of loops, in which HDF5 would never end. DatasetError if one is
+    missing, or virtual datasets are nested too deep; UnsafeFileError if it is not permitted.
     """
 
     def __init__(
-        self, file: HDF5File, reach: Reach, depth: int, index: IndexSource, where: str
+        self,
+        file: HDF5File,
+        plist: h5py.h5p.PropDCID,
+        reach: Reach,
+        depth: int,
+        index: IndexSource,
+        where: str,
     ) -> None:
         self._file = file
         self._reach = reach
         self._depth = depth
         self._index = index
         self._where = where
-        self._mappings: list[Mapping] = []  # once `find` has read them
         # By names of file and dataset, and the sample axis; None: it is missing, which is
         # permitted.
         self._found: dict[tuple[str, str, int], DatasetLayout | None] = {}
-
-    def find(self, plist: h5py.h5p.PropDCID) -> None:
-        """Find the sources, before HDF5 does.
-
-        HDF5 opens those of unlimited mappings to determine the shape. So those must be permitted
-        first, exist, and be free of loops, in which HDF5 would never end. DatasetError if one is
-        missing, or virtual datasets are nested too deep; UnsafeFileError if it is not permitted.
-        """
-        if self._depth >= _MAX_NESTED:
-            raise DatasetError(
-                f"{self._where}: virtual datasets are nested more than {_MAX_NESTED} deep"
-            )
+        if depth >= _MAX_NESTED:
+            raise DatasetError(f"{where}: virtual datasets are nested more than {_MAX_NESTED} deep")
         self._mappings = read_mappings(plist)
         for is_numbered, names in source_series(self._mappings):
             for file_name, dataset_name in names:
@@ -95,7 +94,7 @@ class VirtualSources:
     def layout(self, layout: DatasetLayout, read_fill: Callable[[], NDArray[Any]]) -> DatasetLayout:
         """Return the layout of the virtual dataset, with sources, parts and fill value.
 
-        Raises like `find`.
+        Raises like the class.
         """
         names = dict.fromkeys(mapped_files(self._mappings, layout.shape))
         sources = [self._get(*name, 0) for name in names]
