@@ -47,8 +47,7 @@ from h5async.index.hdf5 import (
 from h5async.index.layout import DatasetLayout, Storage, normal_axis
 from h5async.index.layoutfacts import Indexed
 from h5async.index.links import LastGroup, Located, Reach
-from h5async.index.segments import Piece
-from h5async.index.slabs import Slab
+from h5async.index.segments import Piece, Slab
 from h5async.index.sources import VirtualSources, attached, external_layout
 from h5async.index.storedtypes import StoredType, element_of, is_object, without_metadata
 from h5async.index.variablelength import Forms, fill_reference, stored_compact, variable_length

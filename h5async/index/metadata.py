@@ -42,7 +42,7 @@ from h5async.index.links import (
     open_index,
 )
 from h5async.index.room import files_of
-from h5async.index.segments import Piece
+from h5async.index.segments import Piece, Slab
 from h5async.index.sequenced import (
     along_sequences,
     is_one_run,
@@ -50,7 +50,6 @@ from h5async.index.sequenced import (
     merged_dimensions,
     sliced,
 )
-from h5async.index.slabs import Slab
 from h5async.index.variablelength import Forms, variable_length
 from h5async.io.stores import HDF5File
 from h5async.system.interruptions import passing, suppressing

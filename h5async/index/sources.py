@@ -34,7 +34,7 @@ from h5async.index.links import (
     require_in_place,
     require_local,
 )
-from h5async.index.slabs import Slab, TooManyRunsError
+from h5async.index.segments import Slab, TooManyRunsError
 from h5async.index.virtual import mapped_files, read_mappings, source_series, virtual_parts
 from h5async.io.stores import LOCAL, HDF5File, absolute_name, settled_stamp
 from h5async.spelling import named

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from h5async.index.composition import Part
 from h5async.index.hdf5 import NotDirectError
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Piece, Region, region_key
-from h5async.index.slabs import Blocks, Selection, Slab
+from h5async.index.segments import Blocks, Piece, Region, Selection, Slab, region_key
 
 _UNLIMITED = h5py.h5s.UNLIMITED
 _MAX_NUMBERED = 100_000
@@ -50,7 +49,8 @@ def _within(selected: Selection, extent: int) -> Selection:
             raise NotDirectError("an unlimited mapping ends within a block")
         elif rest:
             return Slab.run(start, start + rest)
-    return Slab(start, stride, count, block).normal()
+    found = Slab(start, stride, count, block)
+    return Slab.run(start, start + found.size) if found.is_run else found
 
 
 def _is_unlimited(selected: Selection) -> bool:
