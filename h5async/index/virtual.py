@@ -270,16 +270,13 @@ def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) 
 def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | None:
     """Return the part of a mapping whose numbers are filled in; None if nothing is mapped."""
     axis = whole.sample_axis
-    selected = mapping.samples or [Slab.run(0, extent) for extent in whole.shape]
-    virtual = [_within(one, extent) for one, extent in zip(selected, whole.shape, strict=True)]
+    virtual = _selections(mapping.samples, whole.shape, "that is smaller than what is mapped to it")
     if any(one.size == 0 for one in virtual):
         return None
-    if any(one.end > extent for one, extent in zip(virtual, whole.shape, strict=True)):
-        raise NotDirectError("a virtual dataset that is smaller than what is mapped to it")
     layout = find(mapping.file, mapping.dataset, 0)
     if layout is None:
         return None
-    source = _source_selections(mapping, layout)
+    source = _selections(mapping.source, layout.shape, "whose source is smaller than mapped")
     if len(source) == len(virtual):
         virtual, source = _cut_alike(mapping, virtual, source)
         if any(one.size == 0 for one in virtual):
@@ -303,18 +300,16 @@ def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | No
     )
 
 
-def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Selection]:
-    if mapping.source is None:
-        return [Slab.run(0, extent) for extent in layout.shape]
-    if len(mapping.source) != len(layout.shape):
+def _selections(selected: Selected, shape: tuple[int, ...], too_small: str) -> list[Selection]:
+    """Return the selections within a shape; NotDirectError if they reach over it."""
+    if selected is None:
+        return [Slab.run(0, extent) for extent in shape]
+    if len(selected) != len(shape):
         raise NotDirectError("a virtual dataset whose source has another rank than mapped")
-    selections = []
-    for selected, extent in zip(mapping.source, layout.shape, strict=True):
-        selection = _within(selected, extent)
-        if selection.end > extent:
-            raise NotDirectError("a virtual dataset whose source is smaller than mapped")
-        selections.append(selection)
-    return selections
+    found = [_within(one, extent) for one, extent in zip(selected, shape, strict=True)]
+    if any(one.end > extent for one, extent in zip(found, shape, strict=True)):
+        raise NotDirectError(f"a virtual dataset {too_small}")
+    return found
 
 
 def _cut_alike(
