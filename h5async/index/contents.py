@@ -87,8 +87,9 @@ def _with_groups(
             found[parent] = readable[parent] = of_field
             continue
         shape = found[name] = _shown_shape(file, dataset, reach)
-        if shape and _has_fixed_size(dataset):
-            readable[name] = shape
+        with suppressing(Exception):  # h5py has no one type for what it cannot express
+            if shape and not dataset.dtype.hasobject:
+                readable[name] = shape
     return found, readable
 
 
@@ -125,12 +126,6 @@ def _shown_shape(file: HDF5File, dataset: h5py.Dataset, reach: Reach) -> tuple[i
             Indexer(file, reach).sources("", plist)
         return dataset.shape or ()
     return ()
-
-
-def _has_fixed_size(dataset: h5py.Dataset) -> bool:
-    with suppressing(Exception):  # h5py has no one type for what it cannot express
-        return not dataset.dtype.hasobject
-    return False
 
 
 def walk(file: HDF5File, most_names: int | None = None) -> Iterator[tuple[str, str]]:

@@ -38,7 +38,6 @@ from h5async.index.hdf5 import (
     Opened,
     OtherKindError,
     fill_value,
-    has_no_values,
     indexed,
     reading,
     require_fill,
@@ -327,7 +326,9 @@ class Indexer:
             layout = with_chunks(layout, dataset, where).changed(**changes)
         else:
             layout = layout.changed(offset=_contiguous_offset(dataset, where), **changes)
-        if has_no_values(dataset.plist, layout):
+        chunks = layout.chunks
+        is_empty = layout.offset < 0 if chunks is None else not chunks.offset.size
+        if is_empty and dataset.plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED:
             raise NotDirectError("it was never written, and its fill value is undefined")
         return layout
 

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, is_lack_of_memory, out_of_memory
-from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import Indexed
 from h5async.index.storedtypes import describe
 from h5async.io.stores import Source
@@ -308,11 +307,3 @@ def uses_fill_value(plist: h5py.h5p.PropDCID, whenever: bool = False) -> bool:
     if time not in (h5py.h5d.FILL_TIME_ALLOC, h5py.h5d.FILL_TIME_IFSET, h5py.h5d.FILL_TIME_NEVER):
         raise NotDirectError(f"a fill time of {time}, which HDF5 does not know")
     return bool(time != h5py.h5d.FILL_TIME_NEVER)
-
-
-def has_no_values(plist: h5py.h5p.PropDCID, layout: DatasetLayout) -> bool:
-    """Return whether HDF5 will refuse to read at all."""
-    undefined = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
-    chunks = layout.chunks
-    allocated = layout.offset >= 0 if chunks is None else chunks.offset.size > 0
-    return undefined and not allocated

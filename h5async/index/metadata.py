@@ -209,8 +209,7 @@ def value_layout(
     behind = _COLUMN.search(name)
     if behind is not None:
         name, number = name[: behind.start()], int(behind[1])
-    with open_index(path) as file, contextlib.ExitStack() as files:
-        found, opened = _dataset_at(file, name, reach, files)
+    with open_index(path) as file, indexer_at(file, name, reach) as (indexer, found, opened):
         node = h5py.Dataset(opened)
         if not node.shape:
             raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}")
@@ -227,7 +226,7 @@ def value_layout(
             raise DatasetError(f"{where} holds {node.size:,} values, for {most:,} at most")
         stored = opened.get_type()
         if not (isinstance(stored, h5py.h5t.TypeStringID) and stored.is_variable_str()):
-            layout = Indexer(found.file, reach).layout(found.path, opened, found.rest, 0)
+            layout = indexer.layout(found.path, opened, found.rest, 0)
             return layout if number is None else _column_of(layout, number)
         if number is not None:
             raise DatasetError(f"{where}: columns of strings of variable length cannot be read")
