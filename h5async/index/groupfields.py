@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import h5py
@@ -33,34 +32,22 @@ _MOST_CATEGORIES = 1 << 24
 _NULLABLE = ("nullable-integer", "nullable-boolean")
 
 
-@dataclass(frozen=True)
-class SparseGroup:
+class SparseGroup(NamedTuple):
     """A sparse matrix in a file, each row of which is a sample.
 
     Attributes
     ----------
-    where
-        Its name in messages: ``'a.h5ad: group "X"'``.
     shape
         Samples, and columns.
     data, indices, indptr
         Flat datasets: the values of all samples, their columns, and the (samples + 1,) bounds of
         samples. Their content is not checked yet: see `row_offsets`.
-    is_transposed
-        Whether the file calls samples columns.
     """
 
-    where: str
     shape: tuple[int, int]
     data: DatasetLayout
     indices: DatasetLayout
     indptr: DatasetLayout
-    is_transposed: bool
-
-    @property
-    def num_values(self) -> int:
-        """The number of stored values."""
-        return self.data.num_samples
 
 
 def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGroup | None:
@@ -87,10 +74,9 @@ def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGrou
             name: layout_at(indexer, f"{located.path}/{name}", 0, reach)
             for name in ("data", "indices", "indptr")
         }
-        is_transposed = form == "10x"
-        shape = shape[::-1] if is_transposed else shape
+        shape = shape[::-1] if form == "10x" else shape
         _require_fit(parts, shape, where)
-        return SparseGroup(where, shape, **parts, is_transposed=is_transposed)
+        return SparseGroup(shape, **parts)
 
 
 def names_beside(file: HDF5File, path: str, reach: Reach = BESIDE) -> tuple[str, str] | None:
@@ -124,10 +110,11 @@ def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
             f"{where}: row {row} would begin at value {offsets[row]} and end at value"
             f" {offsets[row + 1]}; the file is damaged"
         )
-    if offsets[0] != 0 or offsets[-1] != group.num_values:
+    num_values = group.data.num_samples
+    if offsets[0] != 0 or offsets[-1] != num_values:
         raise DatasetError(
             f"{where}: the rows begin at value {offsets[0]} and end at value {offsets[-1]}, and"
-            f" there are {group.num_values} values; the file is damaged"
+            f" there are {num_values} values; the file is damaged"
         )
     return offsets
 
@@ -232,8 +219,7 @@ def _conversion(located: Located) -> str:
     return f"python -c {shell_word(script)}"
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A column of a table.
 
     Attributes
@@ -245,8 +231,6 @@ class Column:
     categories
         For a categorical: their dataset; variable-length strings as (n,) bytes objects. See
         `category_names`.
-    is_ordered
-        Whether the categories have an order.
     mask
         For a nullable column: a flat dataset, True if there is no value.
     """
@@ -254,7 +238,6 @@ class Column:
     where: str
     values: DatasetLayout
     categories: DatasetLayout | NDArray[Any] | None = None
-    is_ordered: bool = False
     mask: DatasetLayout | None = None
 
 
@@ -271,11 +254,10 @@ def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:
         if isinstance(node, h5py.Dataset):
             return _older_categorical(located, node, reach, where)
         encoding = text_attribute(node, "encoding-type")
-        is_ordered = bool(node.attrs.get("ordered", False))
         if encoding == "categorical":
             categories = _categories(located, f"{located.path}/categories", reach)
             codes = _flat(located, "codes", "iu", reach, where)
-            return Column(where, codes, categories, is_ordered)
+            return Column(where, codes, categories)
         if encoding not in _NULLABLE:
             return None
         values = _flat(located, "values", "iub", reach, where)
@@ -331,8 +313,7 @@ def _older_categorical(
         return None
     layout = layout_at(Indexer(located.file, reach), located.path, 0, reach)
     codes = _require_flat(layout, "iu", where)
-    is_ordered = bool(located.file[path].attrs.get("ordered", False))
-    return Column(where, codes, _categories(located, path, reach), is_ordered)
+    return Column(where, codes, _categories(located, path, reach))
 
 
 def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | NDArray[Any]:

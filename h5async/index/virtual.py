@@ -384,16 +384,16 @@ def _require_convertible(stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
 
 def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
     """Refuse mappings that overlap: only HDF5 knows which one wins."""
-    by_region: dict[Any, list[Part]] = {}
+    by_region: dict[Any, tuple[Region, list[Selection]]] = {}
     for part in parts:
-        by_region.setdefault(region_key(part.piece.region), []).append(part)
+        region = part.piece.region
+        by_region.setdefault(region_key(region), (region, []))[1].append(part.samples)
     if len(by_region) > _MAX_REGIONS:
         raise NotDirectError(f"a virtual dataset with more than {_MAX_REGIONS} regions of samples")
-    groups = [[part.samples for part in group] for group in by_region.values()]
-    regions = [group[0].piece.region for group in by_region.values()]
-    for i, (samples, region) in enumerate(zip(groups, regions, strict=True)):
+    several = list(by_region.values())
+    for i, (region, samples) in enumerate(several):
         shared = _have_common(samples)
-        for other, other_region in zip(groups[:i], regions, strict=False):
+        for other_region, other in several[:i]:
             if not shared and _overlap(region, other_region, whole.row_shape):
                 shared = _have_common([*samples, *other])
         if shared:
@@ -416,12 +416,8 @@ def _overlap(one: Region, other: Region, shape: tuple[int, ...]) -> bool:
     """Return whether two regions of a row share an element; None is all of it."""
     if one is None or other is None:
         return True
-    return all(
-        _have_common([_slab(a, extent), _slab(b, extent)])
-        for a, b, extent in zip(one, other, shape, strict=True)
-    )
-
-
-def _slab(piece: slice, extent: int) -> Slab:
-    selected = range(extent)[piece]
-    return Slab(selected.start, selected.step, len(selected), 1)
+    for a, b, extent in zip(one, other, shape, strict=True):
+        both = range(extent)[a], range(extent)[b]
+        if not _have_common([Slab(found.start, found.step, len(found), 1) for found in both]):
+            return False
+    return True

@@ -96,7 +96,7 @@ def visit_chunks(
     with suppressing(MemoryError):  # a reservation may be refused
         visited = _by_core(dataset, reported, most)
     if visited is None:
-        visited = _in_python(dataset, reported, most)
+        visited = _in_python(dataset.id, dataset.chunks, reported, most)
     if visited.number.size > most:
         raise ReadError(
             f"{where}: its chunk index lists more than {most} chunks, which is more than the file"
@@ -188,7 +188,9 @@ def _columns(count: int) -> tuple[Int64s, Int64s, Int64s, NDArray[np.uint32]]:
     return number, offset, nbytes, np.empty(count, np.uint32)
 
 
-def _in_python(dataset: Opened, grid: Sequence[int], most: int) -> Visited:
+def _in_python(
+    dataset: h5py.h5d.DatasetID, chunks: tuple[int, ...], grid: Sequence[int], most: int
+) -> Visited:
     """Visit chunks by h5py; ends after one more than `most`."""
     rank, records = len(grid), array.array("q")
     width = rank + 3
@@ -198,10 +200,10 @@ def _in_python(dataset: Opened, grid: Sequence[int], most: int) -> Visited:
         records.extend((*corner, offset, nbytes, mask))
         return True if len(records) > most * width else None
 
-    dataset.id.chunk_iter(note)
+    dataset.chunk_iter(note)
     table = np.frombuffer(records, np.int64).reshape(-1, width)
     corners, (offset, nbytes, mask) = table[:, :rank], table[:, rank:].T.copy()
-    chunk = np.array(dataset.chunks, np.int64)
+    chunk = np.array(chunks, np.int64)
     cells = corners // chunk
     clipped = np.clip(cells, 0, np.array(grid, np.int64) - 1)
     number = np.ravel_multi_index(tuple(clipped.T), tuple(grid))
@@ -218,7 +220,6 @@ class Positions(NamedTuple):
     """
 
     axis: int
-    chunk: tuple[int, ...]
     most: tuple[int, ...]
 
     @property
@@ -255,7 +256,7 @@ def positions_of(dataset: Opened) -> Positions | None:
     most = grid_of(extents, dataset.chunks)
     if kind == -1 or math.prod(most) > _MOST_POSITIONS or not _counts_positions():
         raise NotDirectError(MISREPORTED.format(axis))
-    return Positions(axis, dataset.chunks, most)
+    return Positions(axis, most)
 
 
 @functools.cache
@@ -275,19 +276,18 @@ def _counts_positions() -> bool:
 def _reports_positions(shape: tuple[int, ...], maxshape: tuple[int | None, ...]) -> bool:
     chunk = (2, 2, 1)[: len(shape)]
     grid = grid_of(shape, chunk)
-    name, reported = f"h5async-{threading.get_ident()}", []
-    with h5py.File(name, "w", driver="core", backing_store=False, libver="latest") as file:
+    with h5py.File(
+        f"h5async-{threading.get_ident()}", "w", driver="core", backing_store=False, libver="latest"
+    ) as file:
         data = file.create_dataset("data", shape, "i4", chunks=chunk, maxshape=maxshape)
         for number, cell in enumerate(itertools.product(*map(range, grid))):
             corner = tuple(at * size for at, size in zip(cell, chunk, strict=True))
             data.id.write_direct_chunk(corner, np.full(chunk, number, "i4").tobytes())
         file.flush()
-        data.id.chunk_iter(lambda info: reported.append((info.chunk_offset, info.byte_offset)))
+        most = tuple(1 if m is None else -(-m // c) for m, c in zip(maxshape, chunk, strict=True))
+        positions = Positions(maxshape.index(None), most)
+        reported = _in_python(data.id, chunk, positions.reported_grid, math.prod(grid))
         image = file.id.get_file_image()
-    most = tuple(1 if m is None else -(-m // c) for m, c in zip(maxshape, chunk, strict=True))
-    positions = Positions(maxshape.index(None), chunk, most)
-    cells = [np.array(corner) // chunk for corner, _ in reported]
-    position = np.ravel_multi_index(tuple(np.array(cells).T), positions.reported_grid)
-    numbers, is_outside = positions.numbers(position, grid)
-    stored = [int(np.frombuffer(image, "i4", 1, offset)[0]) for _, offset in reported]
-    return not is_outside and numbers.tolist() == stored
+    numbers, is_outside = positions.numbers(reported.number, grid)
+    stored = [int(np.frombuffer(image, "i4", 1, offset)[0]) for offset in reported.offset]
+    return not is_outside and not reported.is_outside and numbers.tolist() == stored
