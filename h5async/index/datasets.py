@@ -61,8 +61,8 @@ class Indexer:
     """Reads the layouts of datasets of one open file.
 
     `reach` says which other files its datasets may refer to. The datasets are nested sources of
-    `depth` virtual datasets. The file, its `LastGroup`, and the names of its dimension scales are
-    attributes.
+    `depth` virtual datasets. The file, `reach`, the `LastGroup`, and the names of dimension scales
+    are attributes.
     """
 
     def __init__(self, file: HDF5File, reach: Reach, depth: int = 0) -> None:
@@ -78,7 +78,7 @@ class Indexer:
         self._is_writer = bool(file.id.get_intent() & h5py.h5f.ACC_RDWR)
         self._stamp = settled(file.source.stamp)
         reach.consulted.found(self._path, self._stamp, is_written=self._is_writer)
-        self._reach = reach
+        self.reach = reach
         self._depth = depth
         self._alike: dict[_Kind, DatasetLayout] = {}  # contiguous ones found before
 
@@ -88,12 +88,12 @@ class Indexer:
         """Find the sources of a virtual dataset of this file; see `raw_layout`."""
 
         def index(found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int) -> DatasetLayout:
-            indexer = Indexer(found.file, self._reach, depth)
+            indexer = Indexer(found.file, self.reach, depth)
             if forms is None:
                 return indexer.layout(found.path, node, (), axis)
             return indexer.raw_layout(found.path, node, forms, axis)
 
-        return VirtualSources(self.file, plist, self._reach, self._depth, index, where)
+        return VirtualSources(self.file, plist, self.reach, self._depth, index, where)
 
     def layout(
         self, name: str, node: h5py.h5d.DatasetID, member: Sequence[str], num_dim: int | str
@@ -250,7 +250,7 @@ class Indexer:
                 whole = sources.layout(layout, read_fill)
                 return whole if self._why_h5py is None else left_to_hdf5(whole, self._why_h5py)
             if storage == "external":
-                layout, found = attached(layout, dataset.plist, self._reach, where)
+                layout, found = attached(layout, dataset.plist, self.reach, where)
                 self._require_direct(layout, dataset, element)
                 if element.text:
                     raise NotDirectError("strings in external files, which HDF5 converts")
@@ -296,7 +296,7 @@ class Indexer:
         if not converts and (not element.is_numpys or (element.text and self._depth)):
             raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
         refuse_filters_of_hdf5(layout, dataset)
-        if layout.is_columns and not may_map(layout.file, self._reach.io):
+        if layout.is_columns and not may_map(layout.file, self.reach.io):
             raise NotDirectError(COLUMNS_REASON)
 
     def _stored_nbytes(self, layout: DatasetLayout, dataset: Opened, where: str) -> int:

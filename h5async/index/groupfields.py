@@ -71,7 +71,7 @@ def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGrou
             )
         indexer = Indexer(located.file, reach)
         parts = {
-            name: layout_at(indexer, f"{located.path}/{name}", 0, reach)
+            name: layout_at(indexer, f"{located.path}/{name}", 0)
             for name in ("data", "indices", "indptr")
         }
         shape = shape[::-1] if form == "10x" else shape
@@ -311,7 +311,7 @@ def _older_categorical(
     path = older_categories(located, dataset.id)
     if path is None:
         return None
-    layout = layout_at(Indexer(located.file, reach), located.path, 0, reach)
+    layout = layout_at(Indexer(located.file, reach), located.path, 0)
     codes = _require_flat(layout, "iu", where)
     return Column(where, codes, _categories(located, path, reach))
 
@@ -325,7 +325,7 @@ def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | ND
 
 
 def _flat(located: Located, name: str, kinds: str, reach: Reach, where: str) -> DatasetLayout:
-    layout = layout_at(Indexer(located.file, reach), f"{located.path}/{name}", 0, reach)
+    layout = layout_at(Indexer(located.file, reach), f"{located.path}/{name}", 0)
     return _require_flat(layout, kinds, f'{where}, dataset "{name}"')
 
 

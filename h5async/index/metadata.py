@@ -87,14 +87,14 @@ def read_layouts(
         }
         if grouping is None:
             return {
-                name: layout_at(indexer, field.path, field.num_dim, reach, wanted[name])
+                name: layout_at(indexer, field.path, field.num_dim, wanted[name])
                 for name, field in fields.items()
             }
         found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
         for group in grouping.find(path, file, reach):
             for name, field in fields.items():
                 at = f"{group}/{field.path}"
-                found[name].append(layout_at(indexer, at, field.num_dim, reach, wanted[name]))
+                found[name].append(layout_at(indexer, at, field.num_dim, wanted[name]))
         return {name: join_groups(several) for name, several in found.items()}
 
 
@@ -133,36 +133,36 @@ def list_layouts(
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
         indexer = Indexer(file, reach)
         if grouping is not None:
-            yield from _list_joined(indexer, grouping.find(path, file, reach), num_dim, reach)
+            yield from _list_joined(indexer, grouping.find(path, file, reach), num_dim)
             return
         for name in _datasets(file, reach, wanted):
-            yield name, _layout_or_error(indexer, name, num_dim, reach, attributes)
+            yield name, _layout_or_error(indexer, name, num_dim, attributes)
 
 
 def _layout_or_error(
-    indexer: Indexer, path: str, num_dim: NumDim, reach: Reach, wanted: Further = NOTHING_FURTHER
+    indexer: Indexer, path: str, num_dim: NumDim, wanted: Further = NOTHING_FURTHER
 ) -> DatasetLayout | H5AsyncError:
     layout: DatasetLayout | H5AsyncError
     try:
         with passing():
-            layout = layout_at(indexer, path, num_dim, reach, wanted)
+            layout = layout_at(indexer, path, num_dim, wanted)
     except H5AsyncError as error:
         layout = error
     return layout
 
 
 def _list_joined(
-    indexer: Indexer, groups: list[str], num_dim: NumDim, reach: Reach
+    indexer: Indexer, groups: list[str], num_dim: NumDim
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     parents, depth = set(groups), groups[0].count("/") + 1
-    parts = (name.split("/") for name in _datasets(indexer.file, reach))
+    parts = (name.split("/") for name in _datasets(indexer.file, indexer.reach))
     names = ("/".join(p[depth:]) for p in parts if "/".join(p[:depth]) in parents)
     found: dict[str, list[DatasetLayout]] = {name: [] for name in names if name}
     failed: dict[str, H5AsyncError] = {}
     for group in groups:
         for name in found:
             if name not in failed:
-                layout = _layout_or_error(indexer, f"{group}/{name}", num_dim, reach)
+                layout = _layout_or_error(indexer, f"{group}/{name}", num_dim)
                 if isinstance(layout, DatasetLayout):
                     found[name].append(layout)
                 else:
@@ -249,19 +249,15 @@ def _column_of(layout: DatasetLayout, number: int) -> DatasetLayout:
 
 
 def layout_at(
-    indexer: Indexer,
-    path: str,
-    num_dim: NumDim,
-    reach: Reach,
-    wanted: Further = NOTHING_FURTHER,
+    indexer: Indexer, path: str, num_dim: NumDim, wanted: Further = NOTHING_FURTHER
 ) -> DatasetLayout:
     """Read the layout of the object at a path, in the file of an indexer or another."""
     if isinstance(num_dim, tuple):
-        return _layout_of_two(indexer, path, num_dim, reach, wanted)
+        return _layout_of_two(indexer, path, num_dim, wanted)
     with contextlib.ExitStack() as files:
-        found, node = _dataset_at(indexer.file, path, reach, files, indexer.last_group)
+        found, node = _dataset_at(indexer.file, path, indexer.reach, files, indexer.last_group)
         if found.file is not indexer.file:
-            indexer = Indexer(found.file, reach)
+            indexer = Indexer(found.file, indexer.reach)
         layout = indexer.layout(found.path, node, found.rest, num_dim)
         where = f'{found.file.filename}: dataset "{found.path}"'
         if not wanted.may_be_codes and _has_categories(found, node):
@@ -303,13 +299,9 @@ def indexer_at(
 
 
 def _layout_of_two(
-    indexer: Indexer,
-    path: str,
-    num_dim: tuple[int | str, int | str],
-    reach: Reach,
-    wanted: Further,
+    indexer: Indexer, path: str, num_dim: tuple[int | str, int | str], wanted: Further
 ) -> DatasetLayout:
-    by_sequence, by_step = (layout_at(indexer, path, dim, reach, wanted) for dim in num_dim)
+    by_sequence, by_step = (layout_at(indexer, path, dim, wanted) for dim in num_dim)
     axes = by_sequence.sample_axis, by_step.sample_axis
     if axes[0] == axes[1]:
         raise ConfigError(
@@ -319,7 +311,7 @@ def _layout_of_two(
     are_one_run = axes == (0, 1) and is_one_run(by_sequence)
     nbytes = (_RUN_NBYTES if are_one_run else _PART_NBYTES) * by_sequence.num_samples
     what = f'{indexer.file.filename}: dataset "{path}" of shape {by_step.shape}: its sequences'
-    reach.room.take(nbytes, what, files_of(by_step))
+    indexer.reach.room.take(nbytes, what, files_of(by_step))
     if are_one_run:
         return merged_dimensions(by_sequence)
     return along_sequences(by_step, axes[0])
