@@ -78,6 +78,9 @@ def describe(encoded: bytes) -> StoredType:
     while isinstance(stored, h5py.h5t.TypeArrayID) and base.subdtype is not None:
         stored, base = stored.get_super(), base.base
     steps = _steps_of(stored, base)
+    are_in_place = all(s.kind == StepKind.COPY and s.start == s.to for s in steps or [])
+    if steps and are_in_place and stored.get_size() == base.itemsize:
+        return StoredType(dtype, True, (), ())
     found = steps and parameters_of(base.itemsize, stored.get_size(), steps)
     text = _texts_of(steps or [], stored.get_size(), base.itemsize)
     return StoredType(dtype, text is not None, text or (), found or ())
