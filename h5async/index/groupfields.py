@@ -252,7 +252,11 @@ def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:
             return None
         located, node, where = found
         if isinstance(node, h5py.Dataset):
-            return _older_categorical(located, node, reach, where)
+            categories_at = older_categories(located, node.id)
+            if categories_at is None:
+                return None
+            codes = _flat(located, "", "iu", reach, where)
+            return Column(where, codes, _categories(located, categories_at, reach))
         encoding = text_attribute(node, "encoding-type")
         if encoding == "categorical":
             categories = _categories(located, f"{located.path}/categories", reach)
@@ -305,17 +309,6 @@ def union_of(
     return tuple(numbers), codes
 
 
-def _older_categorical(
-    located: Located, dataset: h5py.Dataset, reach: Reach, where: str
-) -> Column | None:
-    path = older_categories(located, dataset.id)
-    if path is None:
-        return None
-    layout = layout_at(Indexer(located.file, reach), located.path, 0)
-    codes = _require_flat(layout, "iu", where)
-    return Column(where, codes, _categories(located, path, reach))
-
-
 def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | NDArray[Any]:
     """Return the categories; for pandas' nullable strings without missing values, the values."""
     with _opened(located.file, path, reach, "column") as found:
@@ -325,14 +318,12 @@ def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | ND
 
 
 def _flat(located: Located, name: str, kinds: str, reach: Reach, where: str) -> DatasetLayout:
-    layout = layout_at(Indexer(located.file, reach), f"{located.path}/{name}", 0)
-    return _require_flat(layout, kinds, f'{where}, dataset "{name}"')
-
-
-def _require_flat(layout: DatasetLayout, kinds: str, where: str) -> DatasetLayout:
+    """Return the layout of a dataset of a column: itself, or of a name in its group."""
+    path, label = (f"/{name}", f', dataset "{name}"') if name else ("", "")
+    layout = layout_at(Indexer(located.file, reach), located.path + path, 0)
     if len(layout.shape) != 1 or layout.dtype.kind not in kinds:
         raise DatasetError(
-            f"{where} has shape {layout.shape} and dtype {layout.dtype}; a column of that kind must"
-            " be flat, and of integers or booleans"
+            f"{where}{label} has shape {layout.shape} and dtype {layout.dtype}; a column of that"
+            " kind must be flat, and of integers or booleans"
         )
     return layout
