@@ -8,8 +8,9 @@ xarray ignores, are masked as in netCDF4.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,78 +188,17 @@ def _fits(values: NDArray[Any], raw: DType) -> bool:
     return bool(((cast == values) | (np.isnan(values) & (raw.kind == "f"))).all())
 
 
-class CfForm:
-    """Unpacks values of datasets that differ only in their numbers, which each row has of its own.
-
-    Attributes are those of `Unpacking`, with one number per dataset.
-    """
-
-    def __init__(self, several: Sequence[Unpacking]) -> None:
-        first = several[0]
-        self.stored, self.dtype = first.stored, first.dtype
-        self._is_one = len(several) == 1
-        columns = [
-            None if first[at] is None else np.array([one[at] for one in several])
-            for at in range(2, 6)
-        ]
-        self.scale, self.offset, self.low, self.high = columns
-        self.fills = [
-            np.array([one.fills[at] for one in several]) for at in range(len(first.fills))
-        ]
-
-    def decode(self, raw: NDArray[Any], out: NDArray[Any], which: NDArray[np.int64] | None) -> None:
-        """Fill `out` with the values of `raw`, of the same shape.
-
-        `which` has the number of the dataset of each row; None if there is only one.
-        """
-        stored = raw.view(self.stored)
-        for block in _blocks(out.shape):
-            numbers = None if which is None or self._is_one else which[block[0]]
-            self._decode_block(stored[block], out[block], numbers)
-
-    def _decode_block(self, stored: NDArray[Any], out: NDArray[Any], numbers: Any) -> None:
-        def of_rows(column: NDArray[Any]) -> Any:
-            if numbers is None:
-                return column[0]
-            found = column[numbers]
-            return found.reshape(-1, *(1,) * (out.ndim - 1)) if np.ndim(found) else found
-
-        values = out if out.dtype == self.dtype else np.empty(out.shape, self.dtype)
-        np.copyto(values, stored, casting="unsafe")
-        missing = [values == of_rows(fill) for fill in self.fills]
-        if self.low is not None:
-            missing.append(stored < of_rows(self.low))
-        if self.high is not None:
-            missing.append(stored > of_rows(self.high))
-        for is_missing in missing:
-            np.copyto(values, np.nan, where=is_missing)
-        if self.scale is not None:
-            np.multiply(values, of_rows(self.scale), out=values)
-        if self.offset is not None:
-            np.add(values, of_rows(self.offset), out=values)
-        if values is not out:
-            np.copyto(out, values, casting="unsafe")
-
-
 class CfDecoder:
     """Unpacks rows, each by the attributes of its own dataset. Safe to use from many threads.
 
     `first` has the first sample of each range of samples, and `several` how it is unpacked. `dtype`
-    is the common dtype after unpacking; `forms` are the kinds of datasets among them.
+    is the common dtype after unpacking.
     """
 
     def __init__(self, first: Sequence[int], several: Sequence[Unpacking]) -> None:
         self.dtype = np.result_type(*(one.dtype for one in several))
+        self.several = several
         self._first = np.array(first, np.int64)
-        by_form: dict[object, list[Unpacking]] = {}
-        form, place = [], []
-        for one in several:
-            alike = by_form.setdefault(one.form, [])
-            form.append(list(by_form).index(one.form))
-            place.append(len(alike))
-            alike.append(one)
-        self._form, self._place = np.array(form, np.int64), np.array(place, np.int64)
-        self.forms = [CfForm(alike) for alike in by_form.values()]
 
     def decode(self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None) -> None:
         """Fill `out`, (n, *row) as delivered, with the values of `raw`, (n, *row) as stored.
@@ -266,25 +206,42 @@ class CfDecoder:
         Their dimensions have the same order. `index` are sample numbers; None if all are of one
         dataset.
         """
-        if len(self._first) == 1:
-            self.forms[0].decode(raw, out, None)
+        numbers = self.numbers(index)
+        if numbers is None:
+            _decode(self.several[0], raw, out)
             return
-        number = self._numbers(index)
-        form, place = self._form[number], self._place[number]
-        ends = [*(np.flatnonzero(np.diff(form)) + 1).tolist(), len(form)]
-        begin = 0
-        for end in ends if len(form) else ():
-            rows = slice(begin, end)
-            self.forms[form[begin]].decode(raw[rows], out[rows], place[rows])
-            begin = end
+        edges = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1)).tolist()
+        for begin, end in itertools.pairwise(edges):
+            _decode(self.several[numbers[begin]], raw[begin:end], out[begin:end])
 
-    def places(self, index: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-        """Return the positions of samples' numbers in the columns of their form; None means 0."""
-        return None if len(self._first) == 1 else self._place[self._numbers(index)]
-
-    def _numbers(self, index: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    def numbers(self, index: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+        """Return the number of the range that each sample is in; None if there is only one."""
+        if len(self.several) == 1:
+            return None
         assert index is not None, "rows of several datasets have numbers"
         return np.searchsorted(self._first, index, side="right") - 1
+
+
+def _decode(how: Unpacking, raw: NDArray[Any], out: NDArray[Any]) -> None:
+    """Unpack the rows of one dataset, few at a time."""
+    step = max(1, _BLOCK_ELEMENTS // max(1, math.prod(out.shape[1:])))
+    for begin in range(0, len(out), step):
+        stored, block = raw[begin : begin + step].view(how.stored), out[begin : begin + step]
+        values = block if block.dtype == how.dtype else np.empty(block.shape, how.dtype)
+        np.copyto(values, stored, casting="unsafe")
+        is_missing = [values == fill for fill in how.fills]
+        if how.low is not None:
+            is_missing.append(stored < how.low)
+        if how.high is not None:
+            is_missing.append(stored > how.high)
+        for where in is_missing:
+            np.copyto(values, np.nan, where=where)
+        if how.scale is not None:
+            np.multiply(values, how.scale, out=values)
+        if how.offset is not None:
+            np.add(values, how.offset, out=values)
+        if values is not block:
+            np.copyto(block, values, casting="unsafe")
 
 
 def cf_decoder(layout: DatasetLayout, where: str) -> CfDecoder | None:
@@ -303,16 +260,3 @@ def cf_decoder(layout: DatasetLayout, where: str) -> CfDecoder | None:
     if all(one.is_identity(layout.dtype) for one in several):
         return None
     return CfDecoder([first for first, _ in layout.cf], several)
-
-
-def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield indices of blocks of an array that are worth a call, and stay in the cache."""
-    row = math.prod(shape[1:])
-    if row <= _BLOCK_ELEMENTS or len(shape) == 1:
-        step = max(1, _BLOCK_ELEMENTS // max(1, row))
-        for begin in range(0, shape[0], step):
-            yield (slice(begin, begin + step),)
-        return
-    for number in range(shape[0]):
-        for block in _blocks(shape[1:]):
-            yield (number, *block)

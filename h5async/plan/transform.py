@@ -1,13 +1,15 @@
-"""Permutes, casts and scales rows, on the host.
+"""Permutes, casts, scales and unpacks rows, on the host.
 
-Rows as stored enter; rows as delivered leave. `RowTransform` describes the transform;
-`RowTransform.apply` does it with NumPy, `read/nativetransform.py` in the core, and the device in
-one kernel on the GPU.
+Rows as stored enter; rows as delivered leave. `RowTransform` describes the transform, and
+`transformer` returns what does it: the compiled core without the GIL, or NumPy if the core cannot.
+A GPU does it in one kernel.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field
+from h5async.core.binding import Core, address
+from h5async.core.structures import TransformStruct, UnpackStruct, transform_source
 from h5async.errors import ConfigError
 from h5async.index.attributes import DimensionNames, numbered_axis
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import Text
-from h5async.plan.cf import CfDecoder, cf_decoder
+from h5async.plan.cf import CfDecoder, Unpacking, cf_decoder
 
 _TEXT_BLOCK_NBYTES = 1 << 18  # converted at a time
+# Numbers of stored types; see src/unpack.c.
+_SOURCES = {"i1": 1, "u1": 2, "i2": 3, "u2": 4, "i4": 5, "u4": 6, "f4": 7, "f8": 8}
+_WITHOUT = {"scale": 1.0, "offset": 0.0, "low": -np.inf, "high": np.inf}  # if there is none
+_SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+
+# Fills the second array from the first one, for these samples, as `RowTransform.apply` does.
+Transformer = Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64] | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +268,117 @@ def factor_of(
             " give one number, or one for each index of the second delivered axis"
         )
     return np.asarray(value, dtype).reshape(-1, *(1,) * (len(row) - 1))
+
+
+# --- in the core ----------------------------------------------------------------------------------
+
+
+def transformer(core: Core | None, transform: RowTransform) -> Transformer:
+    """Return what transforms rows: the compiled core, or NumPy if the core cannot."""
+    if core is None:
+        return transform.apply
+    return native_transform(core, transform) or native_unpack(core, transform) or transform.apply
+
+
+class NativeTransform:
+    """Does in the core what `RowTransform.apply` does. Safe to use from many threads.
+
+    `struct` is complete except the number of samples, and points to `factors`, scale and offset as
+    float32.
+    """
+
+    def __init__(
+        self, core: Core, struct: TransformStruct, factors: list[NDArray[np.float32] | None]
+    ) -> None:
+        self._core = core
+        self._factors = factors
+        self.struct = struct
+
+    def __call__(self, raw: NDArray[Any], out: NDArray[Any], _: Any = None) -> None:
+        """Fill `out` from `raw`."""
+        call = TransformStruct.from_buffer_copy(self.struct)
+        call.samples = len(raw)
+        self._core.transform(ctypes.byref(call), address(raw), address(out))
+
+
+def native_transform(core: Core, transform: RowTransform) -> NativeTransform | None:
+    """Return what does a transform in the core, or None if it cannot.
+
+    It can if the last dimension of a sample becomes its first one, as channels of images do, or if
+    no dimension moves; to the same dtype, or to float32.
+    """
+    channels = transform.channels
+    is_scaled = transform.scale is not None or transform.offset is not None
+    source = transform_source(transform.raw_dtype, transform.dtype, is_scaled)
+    if transform.cf is not None or source is None or not channels or not transform.nbytes:
+        return None
+    factors = [
+        None if f is None else np.broadcast_to(f.reshape(-1), channels).astype(np.float32)
+        for f in (transform.scale, transform.offset)
+    ]
+    struct = TransformStruct(
+        points=math.prod(transform.row) // channels,
+        channels=channels,
+        source=source,
+        is_float=source > 8,
+    )
+    struct.scale, struct.offset = (None if f is None else address(f) for f in factors)
+    return NativeTransform(core, struct, factors)
+
+
+def native_unpack(core: Core, transform: RowTransform) -> Transformer | None:
+    """Return what does in the core what `RowTransform.apply` does, for packed values; else None.
+
+    The core can if no dimension moves, values have at most one fill value, and its floats hold all
+    numbers exactly, as NumPy computes with them.
+    """
+    decoder = transform.cf
+    if decoder is None or len({one.form for one in decoder.several}) > 1:
+        return None
+    several = decoder.several
+    form = several[0]
+    source = _SOURCES.get(f"{form.stored.kind}{form.stored.itemsize}")
+    numbers = [getattr(form, name) for name in _WITHOUT]
+    dtypes = [form.stored, *(number.dtype for number in numbers if number is not None)]
+    if (
+        source is None
+        or not form.stored.isnative
+        or transform.permutation != tuple(range(len(transform.permutation)))
+        or transform.dtype not in (_SINGLE, form.dtype)
+        or form.dtype not in (_SINGLE, _DOUBLE)
+        or len(form.fills) > 1
+        or not all(np.can_cast(dtype, form.dtype) for dtype in dtypes)
+    ):
+        return None
+    columns = {"fill": _fills(several)}
+    for (name, default), number in zip(_WITHOUT.items(), numbers, strict=True):
+        given = [default if number is None else getattr(one, name) for one in several]
+        columns[name] = np.array(given, np.float64)
+
+    def unpack(
+        raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None
+    ) -> None:
+        numbers = decoder.numbers(index)
+        call = UnpackStruct(
+            rows=len(raw),
+            which=None if numbers is None else address(numbers),
+            count=math.prod(transform.row),
+            source=source,
+            is_double=form.dtype == _DOUBLE,
+            is_wide=transform.dtype == _DOUBLE,
+            has_scale=form.scale is not None,
+            has_offset=form.offset is not None,
+            **{name: address(column) for name, column in columns.items()},
+        )
+        core.unpack(ctypes.byref(call), address(raw), address(out))
+
+    return unpack
+
+
+def _fills(several: Sequence[Unpacking]) -> NDArray[np.float64]:
+    """Return fill values as doubles; NaN, which equals nothing, if no value can be one."""
+    dtype = several[0].dtype
+    given = np.array([one.fills[0] if one.fills else np.nan for one in several])
+    fills = given.astype(np.result_type(dtype, given)).astype(np.float64)
+    with np.errstate(all="ignore"):
+        return np.where(fills.astype(dtype) == fills, fills, np.nan)

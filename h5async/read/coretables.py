@@ -37,7 +37,7 @@ from h5async.io.keptfiles import affordable_maps
 from h5async.io.localfiles import IoMode, may_map, owned
 from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows, StepSpans
-from h5async.read.nativetransform import NativeTransform
+from h5async.plan.transform import NativeTransform
 from h5async.system.interruptions import suppressing
 
 Int64s = NDArray[np.int64]

@@ -22,11 +22,11 @@ from h5async.io.keptfiles import affordable_files
 from h5async.io.localfiles import IoMode, LocalFiles
 from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows
+from h5async.plan.transform import NativeTransform
 from h5async.read.collection import Collection
 from h5async.read.coretables import CoreTables
 from h5async.read.fallback import FallbackReader
 from h5async.read.h5pyrows import H5pyRows
-from h5async.read.nativetransform import NativeTransform
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import Scratch
 
