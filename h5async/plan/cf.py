@@ -9,7 +9,6 @@ xarray ignores, are masked as in netCDF4.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,18 +28,10 @@ DType = np.dtype[Any]
 class Unpacking(NamedTuple):
     """How the values of one dataset are unpacked. Scalars are of the types of the attributes.
 
-    Attributes
-    ----------
-    stored
-        The dtype as which stored values are interpreted: `_Unsigned` may change the sign.
-    dtype
-        The dtype of the computation; native.
-    scale, offset
-        Factor, and the offset added then; None if there is none.
-    low, high
-        Limits of valid values, of dtype `stored`; None if there is none.
-    fills
-        Values after the cast to `dtype` that stand for missing ones.
+    Stored values are interpreted as `stored`, whose sign `_Unsigned` may change, and cast to
+    `dtype`, which is native. Those that equal one of `fills` then are missing, and those that were
+    below `low` or above `high`, of dtype `stored`. The others are multiplied by `scale`, and
+    `offset` is added. None: there is none.
     """
 
     stored: DType
@@ -223,25 +214,31 @@ class CfDecoder:
 
 
 def _decode(how: Unpacking, raw: NDArray[Any], out: NDArray[Any]) -> None:
-    """Unpack the rows of one dataset, few at a time."""
-    step = max(1, _BLOCK_ELEMENTS // max(1, math.prod(out.shape[1:])))
-    for begin in range(0, len(out), step):
-        stored, block = raw[begin : begin + step].view(how.stored), out[begin : begin + step]
-        values = block if block.dtype == how.dtype else np.empty(block.shape, how.dtype)
-        np.copyto(values, stored, casting="unsafe")
-        is_missing = [values == fill for fill in how.fills]
-        if how.low is not None:
-            is_missing.append(stored < how.low)
-        if how.high is not None:
-            is_missing.append(stored > how.high)
-        for where in is_missing:
-            np.copyto(values, np.nan, where=where)
-        if how.scale is not None:
-            np.multiply(values, how.scale, out=values)
-        if how.offset is not None:
-            np.add(values, how.offset, out=values)
-        if values is not block:
-            np.copyto(block, values, casting="unsafe")
+    """Unpack values of one dataset, in blocks that stay in the cache."""
+    if out.size > _BLOCK_ELEMENTS and len(out) == 1:
+        _decode(how, raw[0], out[0])
+        return
+    if out.size > _BLOCK_ELEMENTS:
+        half = len(out) // 2
+        _decode(how, raw[:half], out[:half])
+        _decode(how, raw[half:], out[half:])
+        return
+    stored = raw.view(how.stored)
+    values = out if out.dtype == how.dtype else np.empty(out.shape, how.dtype)
+    np.copyto(values, stored, casting="unsafe")
+    missing = [values == fill for fill in how.fills]
+    if how.low is not None:
+        missing.append(stored < how.low)
+    if how.high is not None:
+        missing.append(stored > how.high)
+    for is_missing in missing:
+        np.copyto(values, np.nan, where=is_missing)
+    if how.scale is not None:
+        np.multiply(values, how.scale, out=values)
+    if how.offset is not None:
+        np.add(values, how.offset, out=values)
+    if values is not out:
+        np.copyto(out, values, casting="unsafe")
 
 
 def cf_decoder(layout: DatasetLayout, where: str) -> CfDecoder | None:

@@ -39,28 +39,16 @@ Transformer = Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64] | None], N
 class RowTransform:
     """How a batch of one field gets from its raw form to its delivered form.
 
-    Attributes
-    ----------
-    raw_row, raw_dtype
-        Shape and dtype of a row as read: the file's order without the sample dimension, in the
-        file's byte order (bools as uint8: any byte except 0 is True).
-    row, dtype
-        Shape and dtype of a row as delivered; the dtype is native.
-    permutation
-        The dimensions of a raw batch (sample first) in the order of delivery.
-    scale, offset
-        A number, an array that broadcasts over a delivered row, or None.
-    text
-        Strings in each element that are converted as by HDF5.
-    cf
-        Unpacks values by the attributes of their datasets.
-    steps
-        The number of rows of the dataset in one row here, as its first dimension; None: one,
-        without such a dimension.
-    capacity
-        For a ragged field: rows that fit into a slot; None: one per sample.
-    likely
-        For a ragged field: rows of most batches, at most.
+    A row as read has the shape `raw_row`, in the file's order without the sample dimension, and
+    the dtype `raw_dtype`, in the file's byte order (bools as uint8: any byte except 0 is True); as
+    delivered, `row` and `dtype`, which is native. `permutation` are the dimensions of a raw batch
+    (sample first) in the order of delivery. `scale` and `offset` broadcast over a delivered row;
+    `text` are strings in each element that are converted as by HDF5; `cf` unpacks values by the
+    attributes of their datasets.
+
+    `steps` is the number of rows of the dataset in one row here, as its first dimension; None: one,
+    without such a dimension. For a ragged field, `capacity` rows fit into a slot (None: one per
+    sample), and most batches have `likely` ones at most.
     """
 
     raw_row: tuple[int, ...]
@@ -80,18 +68,6 @@ class RowTransform:
         """Return the number of rows in a slot of `samples`."""
         return samples if self.capacity is None else self.capacity
 
-    def of_steps(self, steps: int | None) -> RowTransform:
-        """Return the transform of `steps` rows at a time, in a dimension of their own."""
-        if steps is None:
-            return self
-        return replace(
-            self,
-            raw_row=(steps, *self.raw_row),
-            row=(steps, *self.row),
-            permutation=(0, *(axis + 1 if axis else 1 for axis in self.permutation)),
-            steps=steps,
-        )
-
     @property
     def of_one_row(self) -> RowTransform:
         """The transform of a single row of the dataset."""
@@ -101,7 +77,7 @@ class RowTransform:
             self,
             raw_row=self.raw_row[1:],
             row=self.row[1:],
-            permutation=tuple(axis - 1 if axis > 1 else 0 for axis in self.permutation[1:]),
+            permutation=tuple(axis - 1 for axis in self.permutation[1:]),
             steps=None,
         )
 
@@ -117,12 +93,17 @@ class RowTransform:
         return batch.reshape(batch.shape[0] * self.steps, *batch.shape[2:])
 
     @property
+    def keeps_dimensions(self) -> bool:
+        """Whether no dimension moves."""
+        return self.permutation == tuple(range(len(self.permutation)))
+
+    @property
     def is_identity(self) -> bool:
         """Whether raw rows are delivered as they are."""
         return (
             self.raw_dtype == self.dtype
             and self.raw_row == self.row
-            and self.permutation == tuple(range(len(self.permutation)))
+            and self.keeps_dimensions
             and self.scale is None
             and self.offset is None
             and not self.text
@@ -149,9 +130,7 @@ class RowTransform:
         if rank > 1 and self.permutation == (0, rank - 1, *range(1, rank - 1)):
             return self.raw_row[-1]
         factors = [factor for factor in (self.scale, self.offset) if factor is not None]
-        if self.permutation != tuple(range(rank)) or any(f.size > 1 for f in factors):
-            return None
-        return 1
+        return 1 if self.keeps_dimensions and all(f.size <= 1 for f in factors) else None
 
     def apply(
         self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None
@@ -221,7 +200,15 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
         text=layout.text,
         cf=cf,
     )
-    return transform.of_steps(None if field.steps is None else len(field.steps))
+    if field.steps is None:
+        return transform
+    return replace(
+        transform,
+        raw_row=(len(field.steps), *transform.raw_row),
+        row=(len(field.steps), *row),
+        permutation=(0, *(axis + 1 for axis in transform.permutation)),
+        steps=len(field.steps),
+    )
 
 
 def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[int, ...]:
@@ -343,7 +330,7 @@ def native_unpack(core: Core, transform: RowTransform) -> Transformer | None:
     if (
         source is None
         or not form.stored.isnative
-        or transform.permutation != tuple(range(len(transform.permutation)))
+        or not transform.keeps_dimensions
         or transform.dtype not in (_SINGLE, form.dtype)
         or form.dtype not in (_SINGLE, _DOUBLE)
         or len(form.fills) > 1
