@@ -51,7 +51,7 @@ class Chosen(NamedTuple):
         return (
             has_same_weights
             and self.selection.digest() == other.selection.digest()
-            and self.sequences.is_same(other.sequences)
+            and self.sequences.digest() == other.sequences.digest()
         )
 
 

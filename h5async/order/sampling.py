@@ -245,8 +245,10 @@ class Sampling:
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
-        found = self._positions(epoch, start, stop)
-        return found if self.selection is None else self.selection.samples(found)
+        return self._selected(self._positions(epoch, start, stop))
+
+    def _selected(self, positions: Int64s) -> Int64s:
+        return positions if self.selection is None else self.selection.samples(positions)
 
     def _positions(self, epoch: int, start: int, stop: int) -> Int64s:
         if self.draws is not None:

@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.units import sample_bounds
 from h5async.index.units import unit_nbytes as unit_nbytes_of
 from h5async.order.permutation import keyed_hash, permute, permute_each, round_keys
-from h5async.order.rows import StepRows
+from h5async.order.rows import StepRows, numbers_in
 from h5async.order.sampling import Order, dealt
 from h5async.order.selection import Selection
 
@@ -135,7 +135,7 @@ class WindowOrder:
         for first, last in itertools.pairwise(edges):
             times = missing[first:last]
             position = np.repeat(shorter[first:last], times)
-            slot = np.arange(position.size) + np.repeat(self._size - np.cumsum(times), times)
+            slot = numbers_in(self._size - times, times)
             begin = position[0]
             less = np.bincount(position - begin + self._delay[slot])
             size[begin : begin + less.size] -= less
@@ -202,16 +202,14 @@ class DealtOrder:
     """
 
     def __init__(self, whole: WindowOrder, ranks: int, num_samples: int, batch_size: int) -> None:
-        # Made when first needed: usually, a rank needs only its own piece.
-        self._piece = functools.lru_cache(maxsize=64)(lambda rank: whole.piece(rank, ranks))
+        # By rank. Made when first needed: usually, a rank needs only its own piece.
+        self.piece: Callable[[int], Order] = functools.lru_cache(maxsize=64)(
+            lambda rank: whole.piece(rank, ranks)
+        )
         self._ranks = ranks
         self._num_samples = num_samples
         self._batch_size = batch_size
         self.window = whole.window
-
-    def piece(self, rank: int) -> Order:
-        """Return the order of a rank's piece."""
-        return self._piece(rank)
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
@@ -219,7 +217,7 @@ class DealtOrder:
         while start < stop:
             rank, begin, count = self._run(start)
             count = min(count, stop - start)
-            found.append(self._piece(rank).samples(epoch, begin, begin + count))
+            found.append(self.piece(rank).samples(epoch, begin, begin + count))
             start += count
         return np.concatenate(found)
 
