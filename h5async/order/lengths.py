@@ -395,6 +395,6 @@ def moved(
 def split(bounds: Int64s, most: int) -> Int64s:
     """Return where batches begin if those of over `most` samples are cut into equal parts."""
     sizes = np.diff(bounds)
-    parts = -(-sizes // most)
+    parts = -(-sizes // min(most, NO_LIMIT))
     inside = numbers_in(0, parts) * np.repeat(sizes, parts) // np.repeat(parts, parts)
     return np.append(np.repeat(bounds[:-1], parts) + inside, bounds[-1])

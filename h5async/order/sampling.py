@@ -111,7 +111,8 @@ class WeightedOrder:
         count = self.table.size
         drawn = np.minimum((column * count).astype(np.int64), count - 1)
         found = self.table[drawn]
-        return np.where(coin < found["share"], drawn, found["alias"])
+        chosen: Int64s = np.where(coin < found["share"], drawn, found["alias"])
+        return chosen
 
 
 @functools.lru_cache(maxsize=8)
