@@ -34,6 +34,7 @@ from h5async.index.layoutfacts import HeapFile
 from h5async.index.shapes import Kind
 from h5async.io.localfiles import FileEventError, LocalFile, LocalFiles
 from h5async.io.stamps import FileStamp
+from h5async.order.rows import numbers_in
 from h5async.order.selection import Selection
 from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
@@ -48,12 +49,8 @@ _ITEM, _WANTED = map(np.dtype, (ItemStruct, WantedStruct))
 class Planned(NamedTuple):
     """The plan of a batch, as arrays of the core, valid until the slot is planned again.
 
-    Attributes
-    ----------
-    items
-        Of `ItemStruct`.
-    run_local, run_position, run_length
-        int64, by run: begin within a chunk's rows, begin within the batch, and length.
+    `items` are of `ItemStruct`. By run, int64: begin within a chunk's rows, begin within the batch,
+    and length.
     """
 
     items: NDArray[Any]
@@ -63,15 +60,7 @@ class Planned(NamedTuple):
 
 
 class Collection:
-    """Fields that the core reads. Safe to use from many threads.
-
-    Parameters
-    ----------
-    core
-        The compiled core.
-    tables
-        Of the fields; closed with this.
-    """
+    """Fields that the core reads; `tables` are closed with this. Safe to use from many threads."""
 
     def __init__(self, core: Core, tables: CoreTables) -> None:
         self._core = core
@@ -275,10 +264,9 @@ class Collection:
 
     def _heap_of(self, batch: SlotBatch, number: int) -> HeapFile:
         item = self._items(batch)[number]
-        table = self.tables.of_fields[item["field"]]
-        assert table is not None
-        of_field = int(table.layers[item["layer"]].begin[item["segment"]])
-        return self.tables.layouts[int(item["field"])].heaps[of_field]
+        layer = self.tables.of_fields[item["field"]].layers[item["layer"]]
+        heap: HeapFile = self.tables.layouts[item["field"]].heaps[layer.begin[item["segment"]]]
+        return heap
 
     def _extent_of(self, batch: SlotBatch, number: int, extent: int) -> tuple[int, Extent]:
         """Return the field of an item, and where it lies: chunk `extent`, or rows (below 0)."""
@@ -308,20 +296,12 @@ class Collection:
 
     def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
         """Yield each field of which h5py reads rows, once, with these rows of its memory."""
-        items = self._items(batch)
-        items = items[items["kind"] == Kind.LEFT]
-        if not items.size:
-            return  # for sparse rows, there may be a million numbers below
-        plan = batch.plan
-        run_position = _array(plan.run_position, plan.num_runs, np.int64)
-        run_length = _array(plan.run_length, plan.num_runs, np.int64)
-        for number in np.unique(items["field"]).tolist():
-            rows = []
-            for item in items[items["field"] == number]:
-                here = slice(item["first_run"], item["first_run"] + item["num_runs"])
-                for first, length in zip(run_position[here], run_length[here], strict=True):
-                    rows.append(np.arange(first, first + length))
-            yield number, np.unique(np.concatenate(rows))
+        plan = self.planned(batch)
+        left = plan.items[plan.items["kind"] == Kind.LEFT]
+        for field in np.unique(left["field"]).tolist():
+            items = left[left["field"] == field]
+            run = numbers_in(items["first_run"], items["num_runs"])
+            yield field, np.unique(numbers_in(plan.run_position[run], plan.run_length[run]))
 
     def _items(self, batch: SlotBatch) -> NDArray[Any]:
         return _array(batch.plan.items, batch.plan.num_items, _ITEM)

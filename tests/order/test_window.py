@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
+from collecting import most_kept_nbytes
 from conftest import assert_epoch_is, assert_same_bits, read_exactly_an_epoch, truth
 from hdf5files import type_for_h5py, write_compact
 from hypothesis import given, settings
@@ -699,7 +700,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Collected(Collection):
         def close(self) -> None:
-            most = self.tables.most_kept_nbytes()
+            most = most_kept_nbytes(self)
             if any(most):
                 made.extend(SimpleNamespace(most_nbytes=n) for n in most)
             super().close()
