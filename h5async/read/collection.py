@@ -233,7 +233,7 @@ class Collection:
             may_be_short = failure.reason in (Reason.WRONG_SIZE, Reason.DAMAGED)
             if may_be_short and isinstance(found, Chunk):
                 # Some writers leave out the part of a chunk beyond the dataset's edge.
-                needed = found.needed_nbytes
+                needed = found.layout.needed_nbytes(found.number)
                 if needed < found.layout.chunk_nbytes and self._reads_again(
                     batch, number, scratch, opened, needed
                 ):

@@ -10,6 +10,8 @@ import os
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from h5async.codec.filters import Filter
 from h5async.core.structures import FailureStruct, FileStruct
 from h5async.errors import ReadError
@@ -58,14 +60,9 @@ _HEAPS = {
 
 
 class Extent(NamedTuple):
-    """Where an item's bytes lie in its file.
+    """Where an item's bytes lie in its file: a chunk; of contiguous rows, row 0 and 0 bytes.
 
-    Attributes
-    ----------
-    offset, nbytes
-        The chunk; of contiguous rows, row 0 of the dataset, and 0.
-    samples
-        The first and the last row of the dataset that are wanted; None if not known.
+    `samples` are the first and the last row of the dataset that are wanted; None if not known.
     """
 
     offset: int
@@ -78,11 +75,6 @@ class Chunk(NamedTuple):
 
     layout: DatasetLayout
     number: int
-
-    @property
-    def needed_nbytes(self) -> int:
-        """Bytes up to the last one within the dataset; writers may leave out the rest."""
-        return self.layout.needed_nbytes(self.number)
 
 
 def find_chunk(layout: DatasetLayout, path: str, extent: Extent) -> Chunk | DatasetLayout | None:
@@ -120,13 +112,11 @@ def error_of(
             of_which += f", samples {extent.samples[0]} to {extent.samples[1]}"
         return ReadError(f"{what} ({of_which.removeprefix(', ')})" if of_which else what)
     layout, axis = found.layout, found.layout.sample_axis
-    corner, number = [0] * len(layout.grid), found.number
-    for a in range(len(layout.grid) - 1, -1, -1):
-        number, at = divmod(number, layout.grid[a])
-        corner[a] = at * layout.chunk_shape[a]
+    cell = np.unravel_index(found.number, layout.grid)
+    corner = tuple(int(at) * size for at, size in zip(cell, layout.chunk_shape, strict=True))
     last = min(corner[axis] + layout.chunk_shape[axis], layout.num_samples) - 1
     return ReadError(
-        f'{layout.file}: dataset "{layout.path}", chunk {tuple(corner)} (samples {corner[axis]} to'
+        f'{layout.file}: dataset "{layout.path}", chunk {corner} (samples {corner[axis]} to'
         f" {last}), {extent.nbytes} bytes at byte {extent.offset}: {what}"
     )
 
@@ -164,9 +154,8 @@ def error_of_element(
 
 def _unreadable(file: LocalFile, opened: FileStruct, extent: Extent) -> str:
     if opened.error:
-        return (
-            f"{file.path}: reading at byte {opened.failed_at} failed: {os.strerror(opened.error)}"
-        )
+        why = os.strerror(opened.error)
+        return f"{file.path}: reading at byte {opened.failed_at} failed: {why}"
     at = opened.failed_at if opened.failed_at >= 0 else extent.offset + extent.nbytes
     size = FileStamp.of(file.descriptor).nbytes
     return (

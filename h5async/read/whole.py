@@ -31,7 +31,7 @@ def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
 
     It raises as `read_blocks`.
     """
-    blocks = read_blocks(layout, reach)
+    blocks = read_blocks(layout, reach)  # which asks for room first
     found = np.empty(layout.num_samples, layout.dtype.newbyteorder("="))
     for first, block in blocks:
         found[first : first + block.size] = block
