@@ -154,7 +154,7 @@ class Collected:
             np.ndarray((self.rows, *layout.row_shape), layout.raw_dtype, raw.inside.data)
             for layout, raw in zip(layouts, self.raw, strict=True)
         ]
-        self.batch = self.collection.new_batch(self.arrays, self.arrays)
+        self.batch = self.collection.new_batch(self.arrays, self.arrays, self.rows)
 
     def __enter__(self) -> Collected:
         return self

@@ -104,13 +104,10 @@ class SamplerOrder:
                 " iterable for each epoch, such as a list or an object with __iter__, or an endless"
                 f" iterator with {named('epoch_samples')}"
             )
-        sizes = self._positions(found), self.size
-        what = "samples"
-        if found.bounds is not None:
-            what, sizes = "batches", (sizes[0] // self._batch_size, sizes[1] // self._batch_size)
+        what, size = ("samples", 1) if found.bounds is None else ("batches", self._batch_size)
         return (
-            f"sampler: {sizes[0]} {what} were drawn for epoch {epoch}, and {sizes[1]} for the"
-            " first; all epochs must have the same number"
+            f"sampler: {self._positions(found) // size} {what} were drawn for epoch {epoch}, and"
+            f" {self.size // size} for the first; all epochs must have the same number"
         )
 
     def state(self, epoch: int) -> dict[str, Any]:

@@ -112,15 +112,13 @@ def _is_inside(inner: Source, outer: Source) -> bool:
 def _launchers(environment: Mapping[str, str]) -> list[Source]:
     launchers = [(*_TORCH, _torch_level(environment)), *_LAUNCHERS]
     found = [
-        Source(_parse(name, rank, size, environment), name, _values(environment, rank, size), level)
-        for name, rank, size, level in launchers
-        if rank in environment and size in environment
+        _source(environment, *launcher)
+        for launcher in launchers
+        if launcher[1] in environment and launcher[2] in environment
     ]
     if not all(name in environment for name in _STEP):
         return found
-    step = Source(
-        _parse("Slurm", *_STEP, environment), "Slurm", _values(environment, *_STEP), _SLURM
-    )
+    step = _source(environment, "Slurm", *_STEP, _SLURM)
     if "MPI_LOCALRANKID" not in environment:
         # `srun` itself set these for its step, not MPICH's launcher.
         found = [s for s in found if s.name not in ("MPICH", "PALS") or s.rank != step.rank]
@@ -196,11 +194,9 @@ def _check_complete(environment: Mapping[str, str], sources: list[Source]) -> No
         )
 
 
-def _values(environment: Mapping[str, str], *names: str) -> str:
-    return ", ".join(f"{name}={environment[name]}" for name in names)
-
-
-def _parse(launcher: str, rank: str, world_size: str, environment: Mapping[str, str]) -> Rank:
+def _source(
+    environment: Mapping[str, str], launcher: str, rank: str, world_size: str, level: int | None
+) -> Source:
     found = environment[rank], environment[world_size]
     are_short = all(text.isdecimal() and len(text.lstrip("0")) <= 10 for text in found)
     if not are_short or not int(found[0]) < int(found[1]) <= MAX_WORLD_SIZE:
@@ -209,7 +205,8 @@ def _parse(launcher: str, rank: str, world_size: str, environment: Mapping[str, 
             f" sets, are not a rank below a world size of at most {MAX_WORLD_SIZE}; give the"
             f" options {named('rank')} and {named('world_size')}"
         )
-    return Rank(int(found[0]), int(found[1]))
+    values = f"{rank}={found[0]}, {world_size}={found[1]}"
+    return Source(Rank(int(found[0]), int(found[1])), launcher, values, level)
 
 
 def _torch() -> list[Source]:

@@ -14,7 +14,6 @@ Users rely on this order to repeat a run: changing it is a breaking change.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import itertools
@@ -76,27 +75,21 @@ class WindowOrder:
         self, bounds: Int64s, window: int, seed: int, piece: int = 0, pieces: int = 1
     ) -> None:
         self._bounds = np.ascontiguousarray(bounds, np.int64)
-        self._counts = np.diff(bounds)
-        self._size = size = int(self._counts.max(initial=1))
+        self._size = size = int(np.diff(bounds).max(initial=1))
         self.window = window
         self._seed = seed
+        self._piece, self._pieces = piece, pieces
         self._delay = np.arange(size) * window // size
         self._group_rounds = max(1, min(_GROUP_SAMPLES // size, window // 4))
         groups = -(-_BLOCK_SAMPLES // (size * self._group_rounds))
         self._block_rounds = groups * self._group_rounds
-        self._take_piece(piece, pieces)
-
-    def piece(self, piece: int, pieces: int) -> WindowOrder:
-        """Return the order of one piece; it shares all data that does not depend on the piece."""
-        other = copy.copy(self)
-        other._take_piece(piece, pieces)
-        return other
-
-    def _take_piece(self, piece: int, pieces: int) -> None:
-        self._piece, self._pieces = piece, pieces
         own = weakref.proxy(self)  # or tables would live until a garbage collection
         self._table = functools.lru_cache(maxsize=2)(functools.partial(WindowOrder._new_table, own))
         self._block = functools.lru_cache(maxsize=4)(functools.partial(WindowOrder._new_block, own))
+
+    def piece(self, piece: int, pieces: int) -> WindowOrder:
+        """Return the order of one piece."""
+        return WindowOrder(self._bounds, self.window, self._seed, piece, pieces)
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
@@ -142,9 +135,9 @@ class WindowOrder:
 
     def _units(self, epoch: int) -> tuple[Int64s, Int64s, Int64s]:
         """Return the units of this piece, in the order in which they start."""
-        count = self._counts.size
+        count = self._bounds.size - 1
         unit = permute(np.arange(count), count, self._seed, epoch)
-        counts = self._counts[unit]
+        counts = self._counts(unit)
         skip = np.zeros_like(counts)
         if self._pieces == 1:
             return unit, skip, counts
@@ -154,7 +147,11 @@ class WindowOrder:
         behind = int(np.searchsorted(ends, end, side="left")) + 1 if end > begin else first
         unit, ends = unit[first:behind], ends[first:behind]
         skip = np.maximum(begin - (ends - counts[first:behind]), 0)
-        return unit, skip, np.minimum(ends, end) - np.maximum(ends - self._counts[unit], begin)
+        return unit, skip, np.minimum(ends, end) - np.maximum(ends - self._counts(unit), begin)
+
+    def _counts(self, unit: Int64s) -> Int64s:
+        counts: Int64s = self._bounds[unit + 1] - self._bounds[unit]
+        return counts
 
     def _new_block(self, epoch: int, number: int) -> Int64s:
         """Return the samples of a block of rounds. Shared: do not modify."""
@@ -190,7 +187,7 @@ class WindowOrder:
         order = order[is_there.ravel()[order]]
         unit, slot = unit.ravel()[order], slot.ravel()[order]
         first: Int64s = self._bounds[unit]
-        return first + permute_each(slot, self._counts[unit], unit, keys)
+        return first + permute_each(slot, self._counts(unit), unit, keys)
 
 
 class DealtOrder:

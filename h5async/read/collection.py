@@ -30,7 +30,6 @@ from h5async.core.structures import (
 )
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.extents import SourceFile
-from h5async.index.layoutfacts import HeapFile
 from h5async.index.shapes import Kind
 from h5async.io.localfiles import FileEventError, LocalFile, LocalFiles
 from h5async.io.stamps import FileStamp
@@ -68,13 +67,9 @@ class Collection:
         self._batches: list[SlotBatch] = []
 
     def new_batch(
-        self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int | None = None
+        self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int
     ) -> SlotBatch:
-        """Return the memory for the plans of a slot with this memory.
-
-        `rows` are samples that fit into it; None means the rows of the first array.
-        """
-        rows = raw[0].shape[0] if rows is None else rows
+        """Return the memory for the plans of a slot with this memory, for `rows` samples."""
         targets = (TargetStruct * len(self.tables.fields))()
         for target, one, other in zip(targets, raw, out, strict=True):
             target.raw, target.out, target.capacity = address(one), address(other), len(one)
@@ -218,18 +213,24 @@ class Collection:
         file: LocalFile,
         stamp: FileStamp,
     ) -> bool:
-        opened = file_struct(file, stamp)
+        mapped = file.map_address or None, file.map_nbytes
+        opened = FileStruct(file.descriptor, IO_MODES[file.io], *mapped, *stamp)
+        if file.has_swmr_writer:
+            opened.nbytes = -1  # it changes all the time
         for number in numbers:
             if self._reads_again(batch, number, scratch, opened):
                 continue
             failure = scratch.worker(self._core).struct.failure
             if failure.reason == Reason.ABOVE_LIMIT:
                 continue  # reported when they are delivered
-            if self._items(batch)[number]["kind"] == Kind.HEAP:
-                heap = self._heap_of(batch, number)
-                raise error_of_element(failure, file, opened, heap.elements.where)
-            field, extent = self._extent_of(batch, number, failure.extent)
-            found = find_chunk(self.tables.layouts[field], file.path, extent)
+            item = self._items(batch)[number]
+            layout = self.tables.layouts[item["field"]]
+            if item["kind"] == Kind.HEAP:
+                begin = self.tables.of_fields[item["field"]].layers[item["layer"]].begin
+                where = layout.heaps[begin[item["segment"]]].elements.where
+                raise error_of_element(failure, file, opened, where)
+            extent = self._extent_of(batch, item, failure.extent)
+            found = find_chunk(layout, file.path, extent)
             may_be_short = failure.reason in (Reason.WRONG_SIZE, Reason.DAMAGED)
             if may_be_short and isinstance(found, Chunk):
                 # Some writers leave out the part of a chunk beyond the dataset's edge.
@@ -262,37 +263,24 @@ class Collection:
             raise FileEventError(map_failed=opened.event == Event.FAULTED)
         return bool(done)
 
-    def _heap_of(self, batch: SlotBatch, number: int) -> HeapFile:
-        item = self._items(batch)[number]
-        layer = self.tables.of_fields[item["field"]].layers[item["layer"]]
-        heap: HeapFile = self.tables.layouts[item["field"]].heaps[layer.begin[item["segment"]]]
-        return heap
-
-    def _extent_of(self, batch: SlotBatch, number: int, extent: int) -> tuple[int, Extent]:
-        """Return the field of an item, and where it lies: chunk `extent`, or rows (below 0)."""
-        item = self._items(batch)[number]
-        field, table = int(item["field"]), self.tables.of_fields[item["field"]]
+    def _extent_of(self, batch: SlotBatch, item: Any, extent: int) -> Extent:
+        """Return where an item lies: chunk `extent`, or rows (below 0)."""
+        table = self.tables.of_fields[item["field"]]
         chunks = table.chunks
         if extent >= 0:
-            return field, Extent(int(chunks.offset[extent]), int(chunks.nbytes[extent]), None)
+            return Extent(int(chunks.offset[extent]), int(chunks.nbytes[extent]), None)
         layer, segment = table.layers[item["layer"]], item["segment"]
         begin = int(layer.begin[segment])
-        samples = None
-        if item["kind"] == Kind.ROWS:
-            first, step = int(layer.first[segment]), int(layer.step[segment])
-            rows = int(layer.row[segment]) + (self._samples_of(batch, item) - first) * step
-            samples = int(rows.min()), int(rows.max())
-            if layer.count[segment]:
-                begin = int(chunks.offset[begin])
-        return field, Extent(begin, 0, samples)
-
-    def _samples_of(self, batch: SlotBatch, item: Any) -> Int64s:
-        """Return the samples of an item of rows."""
+        if item["kind"] != Kind.ROWS:
+            return Extent(begin, 0, None)
         wanted = _array(batch.plan.sorted, batch.plan.num_wanted + 1, _WANTED)
         ranks = np.arange(item["first_run"], item["first_run"] + item["num_runs"])
         run = np.searchsorted(wanted["rank"], ranks, side="right") - 1
-        samples: Int64s = wanted["sample"][run] + ranks - wanted["rank"][run]
-        return samples
+        samples = wanted["sample"][run] + ranks - wanted["rank"][run]
+        rows = int(layer.row[segment]) + (samples - layer.first[segment]) * int(layer.step[segment])
+        if layer.count[segment]:
+            begin = int(chunks.offset[begin])
+        return Extent(begin, 0, (int(rows.min()), int(rows.max())))
 
     def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
         """Yield each field of which h5py reads rows, once, with these rows of its memory."""
@@ -327,13 +315,3 @@ def _array(memory: int | None, count: int, dtype: Any) -> NDArray[Any]:
         return np.zeros(0, dtype)
     block = (ctypes.c_char * (count * dtype.itemsize)).from_address(memory)
     return np.frombuffer(block, dtype, count)
-
-
-def file_struct(file: LocalFile, stamp: FileStamp) -> FileStruct:
-    """Return an open file as the core takes it, to be compared with a stamp."""
-    opened = FileStruct(
-        file.descriptor, IO_MODES[file.io], file.map_address or None, file.map_nbytes, *stamp
-    )
-    if file.has_swmr_writer:
-        opened.nbytes = -1  # it changes all the time
-    return opened

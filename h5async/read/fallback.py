@@ -182,13 +182,11 @@ class FallbackReader:
 
     def _changed_paths(self, layout: DatasetLayout) -> list[tuple[str, FileStamp, FileStamp]]:
         """Return changed files: their paths, former and present stamps."""
-        others = layout.attached or [(y.file, y.stamp) for y in layout.origins()]
-        files: list[tuple[str, FileStamp, HDF5File | None]] = [
-            (*one, None) for one in others if one[0] != layout.file
-        ]
-        files.append((layout.file, layout.stamp, self._files.find(layout.file)))
+        files = dict(layout.attached or [(y.file, y.stamp) for y in layout.origins()])
+        files[layout.file] = layout.stamp
         found = []
-        for path, indexed, file in files:
+        for path, indexed in files.items():
+            file = self._files.find(path) if path == layout.file else None
             known = self._stamps.setdefault(path, indexed)
             if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
                 continue  # HDF5 knows what is written: to this file, by this process or by SWMR
