@@ -114,7 +114,7 @@ def test_a_unit_belongs_to_one_rank_but_for_those_at_the_edges(num_units, size, 
     num_samples = num_units * size
     order = window_of([size] * num_units, 4, 3, world_size)
     owners = [
-        set(np.unique(order._piece(rank).samples(epoch, 0, end - begin) // size))
+        set(np.unique(order.piece(rank).samples(epoch, 0, end - begin) // size))
         for rank in range(world_size)
         for begin, end in [dealt(num_samples, rank, world_size)]
     ]
