@@ -298,8 +298,7 @@ def cut(lengths: Int64s, limits: Limits, *, is_end: bool) -> Int64s:
         ends = _cut(lengths, limits)
     else:
         ends = np.empty(lengths.size, np.int64)
-        count = core.cut(address(lengths), address(ends), lengths.size, *limits)
-        ends = ends[:count].copy()
+        ends = ends[: core.cut(address(lengths), address(ends), lengths.size, *limits)].copy()
     if ends.size and not is_end:
         last = ends[-1] - (ends[-2] if ends.size > 1 else 0)
         return ends[: ends.size - (last < limits.samples)]
@@ -338,16 +337,12 @@ def _cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64
     """Compute the same without the core."""
     sizes = np.diff(windows, prepend=0)
     order = np.lexsort((-lengths, np.repeat(np.arange(windows.size), sizes)))
-    longest = lengths[order]
-    most = np.full(lengths.size, limits.samples, np.int64)
-    np.floor_divide(limits.values, longest, out=most, where=longest > 0)
-    np.clip(most, 1, limits.samples, out=most)
-    most += np.arange(lengths.size)
-    np.minimum(most, np.repeat(windows, sizes), out=most)
-    ends, at, found = most.data, 0, []
-    while at < lengths.size:
-        at = ends[at]
-        found.append(at)
+    longest, at, found = lengths[order].tolist(), 0, []
+    for end in windows.tolist():
+        while at < end:
+            most = limits.values // longest[at] if longest[at] else limits.samples
+            at = min(at + max(1, min(most, limits.samples)), end)
+            found.append(at)
     return order, np.array(found, np.int64)
 
 

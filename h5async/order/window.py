@@ -169,25 +169,18 @@ class WindowOrder:
         """Compute the same without the core."""
         table, size = self._table(epoch), self._size
         keys = round_keys(self._seed, epoch, "window")
-        rounds = np.arange(number * self._block_rounds, (number + 1) * self._block_rounds)
-        place = rounds[:, None] - self._delay
-        is_there = (place >= 0) & (place < table.unit.size)
-        place = np.where(is_there, place, 0)
+        serial = np.arange(self._block_rounds * size) + number * self._block_rounds * size
+        rounds, slot = np.divmod(serial, size)
+        place = rounds - self._delay[slot]
+        is_started = (place >= 0) & (place < table.unit.size)
+        is_there = is_started & (slot < table.counts[np.where(is_started, place, 0)])
+        serial, rounds, slot, place = (column[is_there] for column in (serial, rounds, slot, place))
+        mixed = keyed_hash(serial.astype(np.uint64), keys[0], keys[1]) >> np.uint64(1)
+        order = np.lexsort((mixed, rounds // self._group_rounds))  # within each group
+        place, slot = place[order], slot[order]
         unit = table.unit[place]
-        slot = np.broadcast_to(np.arange(size), unit.shape)
-        is_there &= slot < table.counts[place]
-        slot = slot + table.skip[place]
-        # Sorted by hash within each group; missing samples come last.
-        group = self._group_rounds * size
-        serial = np.arange(rounds[0] * size, rounds[0] * size + unit.size, dtype=np.uint64)
-        mixed = (keyed_hash(serial, keys[0], keys[1]) >> np.uint64(1)).astype(np.int64)
-        mixed[~is_there.ravel()] = np.iinfo(np.int64).max
-        order = np.argsort(mixed.reshape(-1, group), axis=1)
-        order += np.arange(0, unit.size, group)[:, None]
-        order = order[is_there.ravel()[order]]
-        unit, slot = unit.ravel()[order], slot.ravel()[order]
         first: Int64s = self._bounds[unit]
-        return first + permute_each(slot, self._counts(unit), unit, keys)
+        return first + permute_each(slot + table.skip[place], self._counts(unit), unit, keys)
 
 
 class DealtOrder:

@@ -22,6 +22,7 @@ from h5async.index.layoutfacts import CfAttribute
 _BLOCK_ELEMENTS = 1 << 15  # unpacked at a time: they stay in the second-level cache
 
 Values = Mapping[str, NDArray[Any]]  # of attributes, 1-dimensional, by name
+_NONE: NDArray[Any] = np.zeros(0)
 DType = np.dtype[Any]
 
 
@@ -81,7 +82,8 @@ def unpacking(attributes: Sequence[CfAttribute], raw: DType, where: str) -> Unpa
         # As in xarray, a fill value of NaN keeps floats in their own dtype.
         dtype = stored if has_fill and not fills else _packed_dtype(stored, scale, offset)
     elif fills or low is not None or high is not None:
-        dtype = _dtype_with_nan(stored)
+        if stored.kind != "f":  # one that has NaN beside all values, if there is one
+            dtype = np.dtype(np.float32 if stored.itemsize <= 2 else np.float64)
     dtype = dtype.newbyteorder("=")
     # In xarray, a value of the other sign is a weak Python number.
     fills = [dtype.type(fill) if isinstance(fill, int) else fill for fill in fills]
@@ -117,25 +119,12 @@ def _packed_dtype(stored: DType, scale: Any, offset: Any) -> DType:
     return double if scale is None or is_wide or own != offset.dtype else own
 
 
-def _dtype_with_nan(stored: DType) -> DType:
-    """Return a dtype that has NaN beside all values, if there is one."""
-    is_small = stored.itemsize <= 2
-    return stored if stored.kind == "f" else np.dtype(np.float32 if is_small else np.float64)
-
-
 def _fill_values(values: Values, raw: DType, stored: DType) -> tuple[list[Any], bool]:
     """Return the values that stand for missing ones, and whether an attribute has any, or NaN."""
-    found: dict[Any, Any] = {}
-    has_fill = False
-    for name in ("missing_value", "_FillValue"):
-        if name not in values:
-            continue
-        several = [value for value in values[name] if not np.isnan(value)]
-        has_fill |= bool(several) or raw.kind == "f"
-        for value in several:
-            fill = _with_sign_of(value, raw, stored)
-            found.setdefault(fill, fill)
-    return list(found), has_fill
+    given = [values[name] for name in ("missing_value", "_FillValue") if name in values]
+    numbers = [number for several in given for number in several if not np.isnan(number)]
+    found = dict.fromkeys(_with_sign_of(number, raw, stored) for number in numbers)
+    return list(found), bool(numbers) or (raw.kind == "f" and bool(given))
 
 
 def _with_sign_of(value: np.generic, raw: DType, stored: DType) -> Any:
@@ -157,19 +146,18 @@ def _limits(values: Values, raw: DType, stored: DType) -> tuple[Any, Any]:
 
     They are compared with values as stored.
     """
-    several = values.get("valid_range")
-    if several is not None and several.size == 2 and _fits(several, raw):
-        pair: tuple[Any, Any] = several[:1], several[1:]
-    else:
-        pair = tuple(  # type: ignore[assignment]
-            found if found is not None and found.size == 1 and _fits(found, raw) else None
-            for found in (values.get("valid_min"), values.get("valid_max"))
-        )
-    native = raw.newbyteorder("="), stored.newbyteorder("=")
-    limits = [None if one is None else one.astype(native[0]).view(native[1])[0] for one in pair]
-    # NaN is no limit.
-    low, high = (None if limit is None or np.isnan(limit) else limit for limit in limits)
-    return low, high
+    pair = values.get("valid_range", _NONE)
+    if pair.size == 2 and _fits(pair, raw):
+        return _limit(pair[:1], raw, stored), _limit(pair[1:], raw, stored)
+    low, high = (values.get(name, _NONE) for name in ("valid_min", "valid_max"))
+    return _limit(low, raw, stored), _limit(high, raw, stored)
+
+
+def _limit(values: NDArray[Any], raw: DType, stored: DType) -> Any:
+    if values.size != 1 or not _fits(values, raw):
+        return None
+    limit = values.astype(raw.newbyteorder("=")).view(stored.newbyteorder("="))[0]
+    return None if np.isnan(limit) else limit  # NaN is no limit
 
 
 def _fits(values: NDArray[Any], raw: DType) -> bool:

@@ -69,14 +69,8 @@ class GatherPlan(NamedTuple):
 class Ranges(NamedTuple):
     """Byte ranges of sources, to be read as they are stored.
 
-    Attributes
-    ----------
-    source, offset, nbytes
-        int64 (n,): the source of each, its address there, and its length.
-    position
-        int64 (n,): where it goes in `memory`.
-    memory
-        uint8.
+    int64 (n,): the `source` of each, its address there, its length, and its `position` in `memory`,
+    uint8, to which it goes.
     """
 
     source: Int64s

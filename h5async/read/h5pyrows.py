@@ -83,12 +83,11 @@ class H5pyRows:
         for number, piece, chosen, row in segments.find(sample):
             scratch.require_open()
             source = datasets[number]
-            if piece.is_whole and source.raw_dtype == layout.raw_dtype:
-                target = raw.reshape(raw.shape[0], *source.row_shape)  # except extents of 1
+            is_as_whole = piece.is_whole and source.raw_dtype == layout.raw_dtype
+            if is_as_whole or piece.member is not None:
+                # The shapes may differ in extents of 1.
+                target = raw.reshape(len(raw), *source.row_shape) if is_as_whole else raw
                 self._read(source, row, rows[chosen], target, scratch)
-                continue
-            if piece.member is not None:
-                self._read(source, row, rows[chosen], raw, scratch)
                 continue
             count = _scratch_rows(source)
             for begin in range(0, row.size, count):
@@ -220,9 +219,9 @@ class DatasetRows:
 def _as_stored(layout: DatasetLayout) -> DatasetLayout:
     """Return the stored layout of a dataset that is read as one sample (`with_one_sample`)."""
     known = layout.indexed
-    if known is None or len(known.shape) + layout.extra_dims + 1 != len(layout.shape):
+    if known is None or not known.shape:
         return layout
-    if not known.shape:
+    if len(known.shape) + layout.extra_dims + 1 != len(layout.shape):
         return layout
     return layout.changed(shape=layout.shape[1:], chunk_shape=layout.chunk_shape[1:])
 
