@@ -89,11 +89,12 @@ def _take_room(
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
     """Return, per field, which rows each sample consists of; None means its own."""
-    steps = {
-        name: None if field.steps is None else (field.steps, field.pad)
-        for name, field in fields.items()
-    }
-    return dict(zip(steps, sequences.step_rows(steps), strict=True))
+    return sequences.step_rows(
+        {
+            name: None if field.steps is None else (field.steps, field.pad)
+            for name, field in fields.items()
+        }
+    )
 
 
 def sequences_of(

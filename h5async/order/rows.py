@@ -273,20 +273,18 @@ class SequenceTable:
 
     def step_rows(
         self, steps: Mapping[str, tuple[tuple[int, ...], Pad] | None]
-    ) -> list[StepRows | None]:
+    ) -> dict[str, StepRows | None]:
         """Return the rows that samples consist of, per field; equal ones share an object.
 
         `steps` maps a field name to its offsets and padding.
         """
         made: dict[tuple[object, ...], StepRows] = {}
-        found: list[StepRows | None] = []
+        found: dict[str, StepRows | None] = dict.fromkeys(steps)
         for name, given in steps.items():
-            if given is None:
-                found.append(None)
-                continue
-            ends = self.starts + self.lengths[name] if name in self.lengths else self.ends
-            made_of = made.setdefault((*given, ends.tobytes()), StepRows(*given, self.starts, ends))
-            found.append(made_of)
+            if given is not None:
+                ends = self.starts + self.lengths[name] if name in self.lengths else self.ends
+                rows = StepRows(*given, self.starts, ends)
+                found[name] = made.setdefault((*given, ends.tobytes()), rows)
         return found
 
     def samples(self, rows: Sequence[StepRows], every: int = 1) -> Selection:

@@ -24,38 +24,28 @@ DAMAGED = "; the file is damaged there: restore it, or leave these samples out"
 
 
 class Reason(IntEnum):
-    """Why an item cannot be read; src/common.h has the same numbers."""
+    """Why an item cannot be read; src/common.h has the same numbers, and others for heaps."""
 
-    UNREADABLE = 1
     WRONG_SIZE = 2
     DAMAGED = 3
     NO_ROOM = 4
     NOT_MAPPED = 5
     ABOVE_LIMIT = 6
-    HEAP_NOWHERE = 7
-    HEAP_BEHIND = 8
-    HEAP_SIGNATURE = 9
-    HEAP_VERSION = 10
-    HEAP_SIZE = 11
-    HEAP_FREE = 12
-    HEAP_ENDS = 13
-    HEAP_TWICE = 14
-    HEAP_MISSING = 15
-    HEAP_LENGTH = 16
     HEAP_NUL = 17
 
 
+# What is wrong with a collection of a heap, by reason.
 _HEAPS = {
-    Reason.HEAP_NOWHERE: "cannot be: its address or the index of the object is too large",
-    Reason.HEAP_BEHIND: "would end beyond the {expected} bytes of the file",
-    Reason.HEAP_SIGNATURE: "has no signature",
-    Reason.HEAP_VERSION: "is of version {found}, not {expected}",
-    Reason.HEAP_SIZE: "cannot have {found} bytes in a file of {expected} bytes",
-    Reason.HEAP_FREE: "has {found} free bytes, instead of {expected}",
-    Reason.HEAP_ENDS: "ends before object {found}",
-    Reason.HEAP_TWICE: "has two objects {found}",
-    Reason.HEAP_MISSING: "has no object {found}",
-    Reason.HEAP_LENGTH: "has {found} bytes in object {filter}, instead of {expected}",
+    7: "cannot be: its address or the index of the object is too large",
+    8: "would end beyond the {expected} bytes of the file",
+    9: "has no signature",
+    10: "is of version {found}, not {expected}",
+    11: "cannot have {found} bytes in a file of {expected} bytes",
+    12: "has {found} free bytes, instead of {expected}",
+    13: "ends before object {found}",
+    14: "has two objects {found}",
+    15: "has no object {found}",
+    16: "has {found} bytes in object {filter}, instead of {expected}",
 }
 
 
@@ -100,7 +90,7 @@ def error_of(
     found: Chunk | DatasetLayout | None,
 ) -> ReadError:
     """Return the error of an item in a chunk, or in contiguous rows."""
-    reason, what = Reason(failure.reason), _unreadable(file, opened, extent)
+    reason, what = failure.reason, _unreadable(file, opened, extent)
     filters = found.layout.filters if isinstance(found, Chunk) else ()
     if reason in (Reason.WRONG_SIZE, Reason.DAMAGED, Reason.NO_ROOM):
         what = decoding_error(failure, filters) + DAMAGED
@@ -142,7 +132,7 @@ def error_of_element(
         return ReadError(
             f"{where}: the string has a NUL byte, where HDF5 would end it{DAMAGED_HEAP}"
         )
-    words = _HEAPS.get(Reason(failure.reason))
+    words = _HEAPS.get(failure.reason)
     if words is None:
         return ReadError(f"{where}: {_unreadable(file, opened, Extent(-1, 0, None))}")
     values = {name: getattr(failure, name) for name in ("expected", "found", "filter")}

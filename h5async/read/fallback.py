@@ -84,22 +84,21 @@ class FallbackReader:
         sample: Int64s,
         work: Callable[[h5py.Dataset], None],
         checks: list[ChunkCheck],
-        require_open: Callable[[], None],
+        scratch: Scratch,
     ) -> None:
         """Read the samples with these numbers, int64 (n,), n > 0, of a dataset.
 
         `work` reads them from the open dataset, and is called again if a file was changed
         meanwhile. `checks` run before; those of sources, which are checked whole, are removed.
-        `require_open`, called between reads, raises if the rest is no longer wanted. `ReadError` is
-        raised if h5py cannot read, a chunk is damaged, or a file has changed; it names file,
-        dataset and samples.
+        `ReadError` is raised if h5py cannot read, a chunk is damaged, or a file has changed; it
+        names file, dataset and samples.
         """
-        with self._lock:
-            require_open()  # it may have waited for others
+        with scratch.timed("read_ns"), self._lock:
+            scratch.require_open()  # it may have waited for others
             for _ in range(_TRIES):
                 try:
                     self._check_files(layout)
-                    self._check_chunks(layout, sample, checks, require_open)
+                    self._check_chunks(layout, sample, checks, scratch.require_open)
                     work(self._dataset(layout))
                 except (ReaderClosedError, OutOfMemoryError):
                     raise

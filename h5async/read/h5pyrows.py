@@ -118,8 +118,7 @@ class H5pyRows:
                 some = here[begin : begin + _OBJECTS]
                 element = sample[some] - heap.first_sample
                 work = partial(_copy_elements, heap, element, places[some], raw)
-                with scratch.timed("read_ns"):
-                    self._reader.read(layout, sample[some], work, [], scratch.require_open)
+                self._reader.read(layout, sample[some], work, [], scratch)
 
 
 def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
@@ -194,8 +193,7 @@ class DatasetRows:
             self._changes_found = self._reader.changes_found
             self._checks = self._reader.checks(self._layout)
         work = partial(_copy, self._layout, sample, rows, raw, scratch.require_open)
-        with scratch.timed("read_ns"):
-            self._reader.read(self._layout, sample, work, self._checks, scratch.require_open)
+        self._reader.read(self._layout, sample, work, self._checks, scratch)
         scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(sample)
 
     def _decoded_nbytes(self, sample: Int64s) -> int:

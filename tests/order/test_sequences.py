@@ -33,7 +33,7 @@ def tables(draw: st.DrawFn) -> SequenceTable:
 def test_samples_are_the_rows_whose_steps_are_there(table, several, every):
     names = [draw for draw in ("short", "other", "third")][: len(several)]
     found = table.step_rows(dict(zip(names, several, strict=True)))
-    selection = table.samples([rows for rows in found if rows is not None], every)
+    selection = table.samples([rows for rows in found.values() if rows is not None], every)
     expected = []
     for number, (start, end) in enumerate(zip(table.starts, table.ends, strict=True)):
         held = {name: table.lengths.get(name) for name in names}
@@ -59,7 +59,7 @@ def test_rows_of_samples(table, given_offsets, pad, data):
     if not rows:
         return
     samples = np.array(data.draw(st.lists(st.sampled_from(rows), max_size=6)), np.int64)
-    (steps,) = table.step_rows({"short": (given_offsets, pad)})
+    (steps,) = table.step_rows({"short": (given_offsets, pad)}).values()
     got, is_there = steps.rows(samples), steps.are_there(samples)
     numbers = table.numbers(samples)
     assert (table.steps(samples) == samples - table.starts[numbers]).all()
@@ -83,7 +83,7 @@ def test_fields_with_equal_steps_share_their_rows():
     table = table_of([5, 5], [0, 0])
     a, b, c, d = table.step_rows(
         {"a": ((0, 1), "edge"), "b": ((0, 1), "edge"), "c": ((0, 1), "zero"), "d": None}
-    )
+    ).values()
     assert a is b
     assert a is not c
     assert d is None
