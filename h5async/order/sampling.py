@@ -209,12 +209,8 @@ class Sampling:
         start += passed * self.step_samples
         return start // self.step_samples, start
 
-    def batch(self, epoch: int, number: int) -> Int64s:
-        """Return the sample numbers of a batch, in order, as a new array."""
-        return self.batch_at(epoch, self.step_at(epoch, 0, number)[1])
-
     def batch_at(self, epoch: int, start: int) -> Int64s:
-        """Return the samples of this rank's batch in the step at `start`."""
+        """Return the samples of this rank's batch in the step at `start`, as a new array."""
         return self.samples(epoch, *self.dealt_at(epoch, start))
 
     def dealt_at(self, epoch: int, start: int) -> tuple[int, int]:

@@ -85,10 +85,6 @@ class Selection:
             return np.searchsorted(self.numbers, samples)
         return samples if self.is_prefix else (samples - self.start) // self.step
 
-    def has(self, samples: Int64s) -> bool:
-        """Tell whether all these sample numbers are selected."""
-        return bool(self.are_in(samples).all())
-
     def within(self, possible: Selection, num_samples: int) -> Selection:
         """Return the samples that `possible` has, too, in this order.
 

@@ -169,7 +169,11 @@ class CoreTables:
         struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
         struct.is_filled_first, struct.num_rows = table.is_filled_first, layout.num_samples
         if layout.heaps:
-            self._describe_heaps(struct, layout)
+            assert layout.lengths is not None
+            self._keep.append(layout.heaps)  # whose structures point to their arrays
+            heaps = [heap.elements.struct() for heap in layout.heaps]
+            struct.heaps = (HeapStruct * len(heaps))(*heaps)
+            struct.lengths, struct.num_rows = self._hold(layout.lengths), layout.lengths.size
         struct.limit = layout.limit or 0
         is_whole = len(table.layers) == 1 and not table.is_filled_first
         is_whole &= all(s.kind != Kind.CHUNKS or s.extents.shape[0] == 1 for s in table.shapes)
@@ -181,14 +185,6 @@ class CoreTables:
             struct.store = self._core.new_store(kept_nbytes, least)
             if not struct.store:
                 raise MemoryError("no memory is left for decoded chunks")
-
-    def _describe_heaps(self, struct: FieldStruct, layout: DatasetLayout) -> None:
-        assert layout.lengths is not None
-        self._keep.append(layout.heaps)  # whose structures point to their arrays
-        structs = [heap.elements.struct() for heap in layout.heaps]
-        struct.heaps = (HeapStruct * len(structs))(*structs)
-        struct.lengths = self._hold(layout.lengths)
-        struct.num_rows = layout.lengths.size
 
     def _describe_rows(
         self, struct: FieldStruct, rows: StepRows | SpanRows, made: dict[Any, Any]

@@ -116,9 +116,9 @@ class FallbackReader:
                         f" ({layout.fallback_reason or f'the core {lacks}'}): {error}"
                     ) from error
                 if not self._changed_paths(layout):
-                    self.reads += 1
-                    return
-            self._check_files(layout)  # it is written to all the time, but holds what was indexed
+                    break
+            else:  # it is written to all the time, but may hold what was indexed
+                self._check_files(layout)
             self.reads += 1
 
     def checks(self, layout: DatasetLayout) -> list[ChunkCheck]:
