@@ -163,11 +163,13 @@ class BatchReader:
 
     def open_queue(self, selection: Selection) -> BatchQueue | None:
         """Return a queue of batches of `selection` that the core reads alone; None if it cannot."""
-        collection = self._collection
-        if collection is None or not all(collection.tables.reads) or self._plan_columns:
+        core, collection = self._core, self._collection
+        if core is None or collection is None or self._plan_columns:
+            return None
+        if not all(collection.tables.reads):
             return None
         batches = [batches.batch for batches in self._batches]
-        return collection.open_queue(batches, self._num_threads, selection)
+        return BatchQueue(core, collection.tables, batches, self._num_threads, selection)
 
     @property
     def transforms_all(self) -> bool:
@@ -264,7 +266,7 @@ class BatchReader:
         for plan in plans:
             if self._collection is None or not isinstance(plan, BatchItems):
                 continue
-            if self._collection.has_refused(plan.batch):
+            if self._collection.refused(plan.batch).size:
                 found.append(Refused(plan.batch))
             for field, rows in self._collection.left(plan.batch):
                 nbytes = rows.size * self._layouts[field].row_nbytes

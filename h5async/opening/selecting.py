@@ -80,7 +80,7 @@ def _take_room(
     """Count the memory for lists of all samples, if options need them."""
     first = next(iter(layouts.values()))
     has_steps = any(field.steps is not None for field in config.batch_fields.values())
-    is_cut = sequences.size > 1 and (has_steps or config.sequences is not None)
+    is_cut = sequences.starts.size > 1 and (has_steps or config.sequences is not None)
     if is_cut or config.weights is not None or isinstance(config.indices, Split):
         what = f"{first.file}: the lists of its {first.sample_count:,} samples"
         nbytes = _LISTED_NBYTES * first.sample_count

@@ -60,7 +60,6 @@ def permute(positions: Int64s, num_samples: int, seed: int, epoch: int) -> Int64
     return result.view(np.int64)
 
 
-@functools.lru_cache(maxsize=8)
 def permutation(num_samples: int, seed: int, epoch: int) -> Uint64s:
     """Return the parameters of `permute` for more than `SORTED_UP_TO` samples.
 
@@ -68,9 +67,14 @@ def permutation(num_samples: int, seed: int, epoch: int) -> Uint64s:
     Shared: do not modify.
     """
     a = math.isqrt(num_samples - 1) + 1
-    b = -(-num_samples // a)
-    head = np.array([num_samples, a, b], np.uint64)
-    return np.concatenate((head, round_keys(seed, epoch)))
+    return parameters(num_samples, a, -(-num_samples // a), seed, epoch)
+
+
+@functools.lru_cache(maxsize=8)
+def parameters(count: int, a: int, b: int, seed: int, epoch: int, purpose: str = "") -> Uint64s:
+    """Return what an epoch's positions are mapped by, uint64 (9,). Shared: do not modify."""
+    head = np.array([count, a, b], np.uint64)
+    return np.concatenate((head, round_keys(seed, epoch, purpose)))
 
 
 @functools.lru_cache(maxsize=8)

@@ -258,11 +258,6 @@ class SequenceTable:
         starts, ends = [one[:-1] for one in bounds], [one[1:] for one in bounds]
         return cls(np.concatenate(starts), np.concatenate(ends))
 
-    @property
-    def size(self) -> int:
-        """Number of sequences."""
-        return self.starts.size
-
     def numbers(self, samples: Int64s) -> Int64s:
         """Return the sequence number of each sample."""
         return np.searchsorted(self.starts, samples, side="right") - 1

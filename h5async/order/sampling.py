@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
-from h5async.order.permutation import SORTED_UP_TO, permutation, permute, round_keys
+from h5async.order.permutation import SORTED_UP_TO, parameters, permutation, permute
 from h5async.order.selection import Selection
 
 Shuffle = Literal[False, "full", "window"]
@@ -101,7 +101,7 @@ class WeightedOrder:
 
         uint64 (9,): the number of columns, two zeros, the keys. Shared: do not modify.
         """
-        return _mapping(self.table.size, self._seed, epoch)
+        return parameters(self.table.size, 0, 0, self._seed, epoch, "weights")
 
     def _drawn(self, keys: NDArray[np.uint64], number: int) -> Int64s:
         """Draw a block without the core."""
@@ -113,12 +113,6 @@ class WeightedOrder:
         found = self.table[drawn]
         chosen: Int64s = np.where(coin < found["share"], drawn, found["alias"])
         return chosen
-
-
-@functools.lru_cache(maxsize=8)
-def _mapping(count: int, seed: int, epoch: int) -> NDArray[np.uint64]:
-    head = np.array([count, 0, 0], np.uint64)
-    return np.concatenate((head, round_keys(seed, epoch, "weights")))
 
 
 def alias_table(weights: NDArray[np.float64]) -> NDArray[Any]:

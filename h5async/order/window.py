@@ -199,7 +199,6 @@ class DealtOrder:
         self._ranks = ranks
         self._num_samples = num_samples
         self._batch_size = batch_size
-        self.window = whole.window
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
@@ -301,8 +300,7 @@ def _merged_bounds(
     begin = bounds[:-1]
     number = np.maximum(0, np.searchsorted(starts, begin, side="right") - 1)
     part = (begin - starts[number]) // length
-    is_first = np.ones(begin.size, np.bool_)
-    is_first[1:] = (np.diff(number) != 0) | (np.diff(part) != 0)
+    is_first = (np.diff(number, prepend=-1) != 0) | (np.diff(part, prepend=-1) != 0)
     kept = np.flatnonzero(np.append(is_first, True))
     return bounds[kept], int(np.diff(kept).max(initial=1))
 

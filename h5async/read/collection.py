@@ -34,11 +34,10 @@ from h5async.index.shapes import Kind
 from h5async.io.localfiles import FileEventError, LocalFile, LocalFiles
 from h5async.io.stamps import FileStamp
 from h5async.order.rows import numbers_in
-from h5async.order.selection import Selection
 from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
 from h5async.read.failures import Chunk, Extent, Reason, error_of, error_of_element, find_chunk
-from h5async.read.queue import BatchQueue, SlotBatch
+from h5async.read.queue import SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
@@ -181,11 +180,8 @@ class Collection:
                     f" {ranges.offset[done]} cannot be read"
                 )
 
-    def has_refused(self, batch: SlotBatch) -> bool:
-        """Tell whether some items have to be read again."""
-        return bool(self._refused(batch).size)
-
-    def _refused(self, batch: SlotBatch) -> Int64s:
+    def refused(self, batch: SlotBatch) -> Int64s:
+        """Return the numbers of the items that have to be read again."""
         items = self._items(batch)
         return np.flatnonzero((items["status"] == REFUSED) & (items["kind"] != Kind.LEFT))
 
@@ -198,7 +194,7 @@ class Collection:
         raised if something cannot be read or decoded; it names file, dataset and chunk or sample.
         `ReaderClosedError` is raised if the items are no longer wanted.
         """
-        refused = self._refused(batch)
+        refused = self.refused(batch)
         sources = self._items(batch)["source"][refused]
         for number in np.unique(sources).tolist():
             source, numbers = self.tables.files[number], refused[sources == number].tolist()
@@ -293,12 +289,6 @@ class Collection:
 
     def _items(self, batch: SlotBatch) -> NDArray[Any]:
         return _array(batch.plan.items, batch.plan.num_items, _ITEM)
-
-    def open_queue(
-        self, batches: Sequence[SlotBatch], num_threads: int, selection: Selection
-    ) -> BatchQueue:
-        """Return a queue of the batches of these slots, for `num_threads` and a selection."""
-        return BatchQueue(self._core, self.tables, batches, num_threads, selection)
 
     def close(self) -> None:
         """Close the files and free all memory, which must not be in use. Idempotent."""

@@ -43,11 +43,8 @@ def _method(core: Core | None, layout: DatasetLayout) -> Method:
         return "memory"
     if layout.fallback_reason is not None or core is None:
         return "h5py"
-    if layout.heaps:
-        return "core"
-    if len(layout.shape) > MAX_RANK or core.filters(layout.filters) is None:
-        return "h5py"
-    return "core"
+    can_decode = len(layout.shape) <= MAX_RANK and core.filters(layout.filters) is not None
+    return "core" if layout.heaps or can_decode else "h5py"
 
 
 class Executors:
