@@ -77,7 +77,7 @@ def find_source(environment: Mapping[str, str] = os.environ) -> Source:
     sources = in_process + _launchers(environment)
     if not in_process:
         _check_complete(environment, sources)
-    for source in sorted(sources, key=_order):
+    for source in sorted(sources, key=lambda source: -(source.level or 0)):  # innermost first
         if all(other.rank == source.rank or _is_inside(source, other) for other in sources):
             return source
     if sources:
@@ -93,11 +93,6 @@ def find_source(environment: Mapping[str, str] = os.environ) -> Source:
 def may_change() -> bool:
     """Tell whether PyTorch or JAX, imported by the program, may still tell another rank."""
     return "torch" in sys.modules or "jax" in sys.modules
-
-
-def _order(source: Source) -> int:
-    """Return a key that sorts the innermost source first."""
-    return 0 if source.level is None else -source.level
 
 
 def _is_inside(inner: Source, outer: Source) -> bool:

@@ -267,6 +267,7 @@ def transformer(core: Core | None, transform: RowTransform) -> Transformer:
     return native_transform(core, transform) or native_unpack(core, transform) or transform.apply
 
 
+@dataclass(frozen=True, eq=False)
 class NativeTransform:
     """Does in the core what `RowTransform.apply` does. Safe to use from many threads.
 
@@ -274,18 +275,15 @@ class NativeTransform:
     float32.
     """
 
-    def __init__(
-        self, core: Core, struct: TransformStruct, factors: list[NDArray[np.float32] | None]
-    ) -> None:
-        self._core = core
-        self._factors = factors
-        self.struct = struct
+    core: Core
+    struct: TransformStruct
+    factors: list[NDArray[np.float32] | None]
 
     def __call__(self, raw: NDArray[Any], out: NDArray[Any], _: Any = None) -> None:
         """Fill `out` from `raw`."""
         call = TransformStruct.from_buffer_copy(self.struct)
         call.samples = len(raw)
-        self._core.transform(ctypes.byref(call), address(raw), address(out))
+        self.core.transform(ctypes.byref(call), address(raw), address(out))
 
 
 def native_transform(core: Core, transform: RowTransform) -> NativeTransform | None:

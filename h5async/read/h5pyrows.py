@@ -89,7 +89,7 @@ class H5pyRows:
                 target = raw.reshape(len(raw), *source.row_shape) if is_as_whole else raw
                 self._read(source, row, rows[chosen], target, scratch)
                 continue
-            count = _scratch_rows(source)
+            count = scratch_rows(source)
             for begin in range(0, row.size, count):
                 block = row[begin : begin + count]
                 whole = np.empty((block.size, *source.row_shape), source.raw_dtype)
@@ -127,12 +127,7 @@ def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
     return source.raw_dtype != layout.raw_dtype or not all(p.is_whole for p in segments.pieces)
 
 
-def scratch_nbytes(source: DatasetLayout) -> int:
-    """Return the size of the scratch buffer for rows of a dataset."""
-    return _scratch_rows(source) * source.row_nbytes
-
-
-def _scratch_rows(source: DatasetLayout) -> int:
+def scratch_rows(source: DatasetLayout) -> int:
     """Return the number of rows of a dataset that are read to a scratch buffer at once."""
     return max(1, _SCRATCH_NBYTES // max(1, source.row_nbytes))
 
