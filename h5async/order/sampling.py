@@ -55,10 +55,6 @@ class FillRequest(NamedTuple):
     order: OrderKey = (0, 1)
     samples: Int64s | None = None
 
-    def is_same(self, other: FillRequest) -> bool:
-        """Tell whether this is a copy of the same request."""
-        return self[:-1] == other[:-1]  # the samples go with the serial number
-
     def __str__(self) -> str:
         if self.samples is not None:
             return "a batch of given samples"
