@@ -72,8 +72,10 @@ def unpacking(attributes: Sequence[CfAttribute], raw: DType, where: str) -> Unpa
                 f"{where}: its attribute {one.name} must be one number, found {shown_value(one)};"
                 " leave out decode_cf, and scale the values yourself"
             )
-    sign = next((one.data for one in attributes if one.name == "_Unsigned"), b"")
-    stored = _with_sign(raw, sign.decode(errors="replace").strip("\0").lower())
+    given = next((one.data for one in attributes if one.name == "_Unsigned"), b"")
+    sign = given.decode(errors="replace").strip("\0").lower()
+    kind = {("i", "true"): "u", ("u", "false"): "i"}.get((raw.kind, sign))
+    stored = raw if kind is None else np.dtype(f"{raw.byteorder}{kind}{raw.itemsize}")
     scale, offset = (_scalar(values.get(name)) for name in ("scale_factor", "add_offset"))
     fills, has_fill = _fill_values(values, raw, stored)
     low, high = _limits(values, raw, stored)
@@ -96,11 +98,6 @@ def shown_value(attribute: CfAttribute) -> str:
         return repr(attribute.data.decode(errors="replace"))
     numbers = [str(number) for number in np.frombuffer(attribute.data, attribute.dtype)]
     return numbers[0] if len(numbers) == 1 else f"[{', '.join(numbers)}]"
-
-
-def _with_sign(raw: DType, sign: str) -> DType:
-    kind = {("i", "true"): "u", ("u", "false"): "i"}.get((raw.kind, sign))
-    return raw if kind is None else np.dtype(f"{raw.byteorder}{kind}{raw.itemsize}")
 
 
 def _scalar(values: NDArray[Any] | None) -> Any:

@@ -129,9 +129,8 @@ class Executors:
             steps=steps,
             samples=self._samples,
         )
-        collection = Collection(self.core, tables)
-        self._collections.append(collection)
-        return collection
+        self._collections.append(Collection(self.core, tables))
+        return self._collections[-1]
 
     def h5py_rows(self) -> list[H5pyRows]:
         """Return what reads each field through h5py."""

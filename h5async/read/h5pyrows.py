@@ -67,11 +67,9 @@ class H5pyRows:
             values = np.moveaxis(layout.values, layout.sample_axis, 0).view(layout.raw_dtype)
             raw[rows] = values[sample]
             return
-        found = self._datasets.get(id(layout))
-        if found is None:  # if two threads make one at once, one is lost, no more
-            made = DatasetRows(layout, self._reader)
-            found = self._datasets.setdefault(id(layout), made)
-        found.read(sample, rows, raw, scratch)
+        if id(layout) not in self._datasets:  # if two threads make one at once, one is lost
+            self._datasets.setdefault(id(layout), DatasetRows(layout, self._reader))
+        self._datasets[id(layout)].read(sample, rows, raw, scratch)
 
     def _read_segments(
         self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch
