@@ -9,8 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from h5async import Field, ReaderConfig
-from h5async.cli.options import flag
-from h5async.config.describe import Option, options_of
+from h5async.cli.options import Option, flag, options_of
 from h5async.config.kinds import KINDS
 
 ROOT = Path(__file__).parents[1]

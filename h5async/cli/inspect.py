@@ -103,9 +103,9 @@ def _require_some(found: bool, path: FileName, patterns: Sequence[str]) -> None:
 
 
 def _rows(
-    datasets: Iterator[Dataset], fold: bool, has_several_files: bool
+    found: Iterator[Dataset], fold: bool, has_several_files: bool
 ) -> Iterator[Sequence[str]]:
-    for file, of_file in groupby(datasets, lambda dataset: dataset.file):
+    for file, of_file in groupby(found, lambda dataset: dataset.file):
         prefix = f"{file}: " if has_several_files else ""
         for text, datasets in folded(of_file) if fold else _unfolded(of_file):
             name = text if text.startswith(" ") else f"{prefix}{text}"

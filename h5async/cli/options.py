@@ -1,4 +1,4 @@
-"""Makes command options from those of `ReaderConfig`, and its values from what was typed."""
+"""Describes options; makes those of commands of them, and a `ReaderConfig` of what was typed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import functools
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from pathlib import Path
-from types import GenericAlias
-from typing import Annotated, Any, TypeVar, get_type_hints
+from types import GenericAlias, NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 from h5async import ConfigError, ReaderConfig
-from h5async.config.describe import Option, options_of
 from h5async.config.files import kind_of_file, load_file, map_paths, with_variables
+from h5async.config.frozen import Words, descriptions
 from h5async.spelling import as_keyword, in_file, named, shell_word, spelled
 
 _CONFIG = typer.Option(
@@ -25,10 +27,77 @@ _CONFIG = typer.Option(
 )
 _NO_LABELS = typer.Option("--no-labels", help="Read no labels.")
 
+_PLAIN_TYPES = (bool, int, float, str, Path)
 _OBJECTS = ("sampler",)  # cannot be typed
 _TABLES = ("indices", "weights")  # may be typed as tables of TOML
 
 Command = TypeVar("Command", bound=Callable[..., None])
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a configuration; `default_text`, `values` and `shell` are as in `option`.
+
+    `type` is that of one value on a command line: bool, int, float, str or Path. It is str for
+    numbers with a syntax of their own. `choices` are the only values, except None, and numbers if
+    `type` is one; empty means any. A mapping is a list of values with names.
+    """
+
+    name: str
+    description: str
+    shell: str
+    type: type
+    choices: tuple[object, ...]
+    is_list: bool
+    is_mapping: bool
+    is_function: bool
+    takes_names: bool
+    is_required: bool
+    default: Any
+    default_text: str
+    values: str
+
+
+def options_of(model: type[BaseModel]) -> list[Option]:
+    """Return the options of a configuration, in order."""
+    fields = model.model_fields
+    return [_option(name, fields[name], text) for name, text in descriptions(model).items()]
+
+
+def _option(name: str, field: Any, description: str) -> Option:
+    kinds = list(_kinds(field.annotation))
+    origins = [get_origin(kind) for kind in kinds]
+    items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
+    found = [kind for item in [*kinds, *items] for kind in _kinds(item) if kind in _PLAIN_TYPES]
+    is_mapping = Mapping in origins
+    words = next((one for one in field.metadata if isinstance(one, Words)), Words())
+    return Option(
+        name=name,
+        description=description,
+        shell=words.shell or description,
+        type=str if not found or (found[0] is int and words.values) else found[0],
+        choices=tuple(v for k in kinds if get_origin(k) is Literal for v in get_args(k)),
+        is_list=tuple in origins or is_mapping,
+        is_mapping=is_mapping,
+        is_function=Callable in origins,
+        takes_names=int in found and str in found,
+        is_required=field.default is PydanticUndefined,
+        default=field.default,
+        default_text=words.default_text,
+        values=words.values,
+    )
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Yield the types in a union, except None."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _kinds(member)
+    elif annotation is not NoneType:
+        yield annotation
 
 
 def takes_options(names: Iterable[str]) -> Callable[[Command], Command]:

@@ -7,8 +7,10 @@ import functools
 import inspect
 import itertools
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
@@ -26,13 +28,17 @@ _ANCESTOR_NAMES = {"nthread": "num_threads", "njob": "prefetch", "cuda": "device
 _LINE_LENGTH = 90
 
 Model = TypeVar("Model", bound=BaseModel)
+Class = TypeVar("Class", bound=type)
 
 
-class _Absent:
-    """Hides an attribute of the base class."""
+class _OnAccess:
+    """An attribute that is made when it is asked for, from the class."""
 
-    def __get__(self, *_: object) -> NoReturn:
-        raise AttributeError
+    def __init__(self, make: Callable[[type], object]) -> None:
+        self._make = make
+
+    def __get__(self, _: object, cls: type) -> Any:
+        return self._make(cls)
 
 
 class Frozen(BaseModel):
@@ -79,8 +85,12 @@ class Frozen(BaseModel):
         return _unknown_option(name, list(cls.model_fields), where)
 
 
+def _absent(_: type) -> NoReturn:
+    raise AttributeError
+
+
 # pydantic's deprecated method: `copy` may be the name of an option.
-Frozen.copy = _Absent()  # type: ignore[assignment,method-assign]
+Frozen.copy = _OnAccess(_absent)  # type: ignore[assignment,method-assign]
 
 
 @dataclass(frozen=True)
@@ -119,33 +129,50 @@ def documented(*keywords: type) -> Callable[[type[Model]], type[Model]]:
 
     def add(model: type[Model]) -> type[Model]:
         cast("Any", model).keywords = keywords
-        describe(model, "Parameters", model)
+        _describe(model, "Parameters", model)
         return model
 
     return add
 
 
-def describe(cls: type, section: str, model: type[BaseModel]) -> None:
+def takes_options(model: type[BaseModel]) -> Callable[[Class], Class]:
+    """Add the options of a model to the docstring and the signature of a class.
+
+    Its ``__init__`` takes them as ``**options``. (Editors get the same from its annotation.)
+    """
+
+    def add(cls: Class) -> Class:
+        def made(of: type) -> Signature:
+            if of is not cls:
+                raise AttributeError("a subclass has a signature of its own")
+            own = list(signature(cast("Any", cls).__init__).parameters.values())[1:-1]
+            options = [
+                Parameter(n, Parameter.KEYWORD_ONLY, default=... if f.is_required() else f.default)
+                for n, f in model.model_fields.items()
+            ]
+            return Signature([*(p.replace(annotation=Parameter.empty) for p in own), *options])
+
+        _describe(cls, "Other Parameters", model)
+        cast("Any", cls).__signature__ = _OnAccess(made)
+        return cls
+
+    return add
+
+
+def _describe(cls: type, section: str, model: type[BaseModel]) -> None:
     """Add a section with the descriptions of a model's options to a class's docstring."""
-    if cls.__doc__ is not None:  # python -OO
-        cls.__doc__ = cast("str", _Docstring(cls.__doc__, section, model))
+    docstring = cls.__doc__
+    if docstring is None:  # python -OO
+        return
 
-
-class _Docstring:
-    """A class's docstring, which is assembled on access."""
-
-    def __init__(self, text: str, section: str, model: type[BaseModel]) -> None:
-        self._of = text, section, model
-
-    def __get__(self, _: object, cls: type) -> str:
-        import textwrap
-
-        docstring, section, model = self._of
+    def made(_: type) -> str:
         text, raises, rest = inspect.cleandoc(docstring).partition("Raises\n------")
         lines = [section, "-" * len(section)]
         for name, description in descriptions(model).items():
             lines += [name, textwrap.indent(textwrap.fill(description, _LINE_LENGTH), "    ")]
         return "\n".join([text + lines[0], *lines[1:], "", raises + rest])
+
+    cls.__doc__ = cast("str", _OnAccess(made))
 
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
