@@ -37,15 +37,20 @@ class Remedy(NamedTuple):
     leaves: float = 1.0  # samples that would then be decoded per used one
 
 
-class ChunkAdvice(NamedTuple):
+class Advice(NamedTuple):
     """Advice on chunks that hold more than is used."""
 
     name: str = ""  # the field whose chunks are decoded most, if there are several
     unit: str = "sample"  # of a chunk: "sample", "image", "row" or "value"
     remedies: tuple[Remedy, ...] = ()
-    h5py_name: str = ""  # the same for chunks that only h5py reads
-    h5py_remedies: tuple[Remedy, ...] = ()
-    raw_remedies: tuple[Remedy, ...] = ()  # for chunks without filters
+
+
+class ChunkAdvice(NamedTuple):
+    """Advice on chunks that the threads decode, those that only h5py reads, and unfiltered ones."""
+
+    decoded: Advice = Advice()
+    by_h5py: Advice = Advice()
+    raw: tuple[Remedy, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -302,23 +307,24 @@ def _waste(stats: ReaderStats) -> str:
     decodes = (stats.stage_seconds.get("decode", 0.0) + reads) / stats.busy_seconds
     if limit in ("decode", "place", "read") and decodes >= _DECODES:
         if stats._least_decoded >= _WASTED:
-            return _told(stats._least_decoded, advice.unit, advice.name, advice.remedies)
+            return _told(stats._least_decoded, advice.decoded)
     if limit != "read":
         return ""
     if stats.direct_share < 1:
         if stats._h5py_per_used < _WASTED:
             return ""
-        return _told(stats._h5py_per_used, "sample", advice.h5py_name, advice.h5py_remedies)
+        return _told(stats._h5py_per_used, advice.by_h5py._replace(unit="sample"))
     if stats._least_read >= _WASTED:
         told = f"; {stats._least_read:.3g} bytes are read for each that is used"
-        return told + _remedies(stats._least_read, advice.raw_remedies)
+        return told + _remedies(stats._least_read, advice.raw)
     return ""
 
 
-def _told(ratio: float, unit: str, name: str, remedies: Sequence[Remedy]) -> str:
+def _told(ratio: float, advice: Advice) -> str:
     count = f"{ratio:.0f}" if ratio >= 9.5 else f"{ratio:.1f}".removesuffix(".0")
-    of = f' of "{name}"' if name else ""
-    return f"; {count} {unit}s{of} are decoded for each that is used{_remedies(ratio, remedies)}"
+    of = f' of "{advice.name}"' if advice.name else ""
+    remedies = _remedies(ratio, advice.remedies)
+    return f"; {count} {advice.unit}s{of} are decoded for each that is used{remedies}"
 
 
 def _remedies(ratio: float, remedies: Sequence[Remedy]) -> str:
