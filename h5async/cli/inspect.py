@@ -102,9 +102,7 @@ def _require_some(found: bool, path: FileName, patterns: Sequence[str]) -> None:
         )
 
 
-def _rows(
-    found: Iterator[Dataset], fold: bool, has_several_files: bool
-) -> Iterator[Sequence[str]]:
+def _rows(found: Iterator[Dataset], fold: bool, has_several_files: bool) -> Iterator[Sequence[str]]:
     for file, of_file in groupby(found, lambda dataset: dataset.file):
         prefix = f"{file}: " if has_several_files else ""
         for text, datasets in folded(of_file) if fold else _unfolded(of_file):

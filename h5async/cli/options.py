@@ -50,7 +50,6 @@ class Option:
     choices: tuple[object, ...]
     is_list: bool
     is_mapping: bool
-    is_function: bool
     takes_names: bool
     is_required: bool
     default: Any
@@ -79,7 +78,6 @@ def _option(name: str, field: Any, description: str) -> Option:
         choices=tuple(v for k in kinds if get_origin(k) is Literal for v in get_args(k)),
         is_list=tuple in origins or is_mapping,
         is_mapping=is_mapping,
-        is_function=Callable in origins,
         takes_names=int in found and str in found,
         is_required=field.default is PydanticUndefined,
         default=field.default,
@@ -120,7 +118,7 @@ def takes_reader(command: Command) -> Command:
 def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
     """Return the parameters of a command for all options of a configuration.
 
-    Their default is None, and the option's is only shown: it would override a configuration file.
+    Their default is None: the option's, which is only shown, would override a configuration file.
     """
     return {
         option.name: _parameter(option.name, _type(option), _declaration(option))
@@ -159,25 +157,22 @@ def _declaration(option: Option) -> Any:
         return typer.Argument(metavar="FILE...", help=f"{text} May be left to --config.")
     names = flag(option)
     if option.type is bool:
-        names = f"{names}/{_negated(names)}"
+        names = f"{names}/--no-{names[2:]}"
     repeatable = " Repeatable." if option.is_list else ""
     default = _default_text(option)
     shown = f" [default: {default}]" if default else ""
-    choices = "|".join(map(_typed_choice, option.choices))
+    words = list(map(_typed_choice, option.choices))
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
     return typer.Option(
         names,
-        metavar=option.values or choices or None,
-        autocompletion=_completion(option),
+        metavar=option.values or "|".join(words) or None,
+        autocompletion=complete if words else None,
         help=f"{text}{repeatable}{shown}",
         show_default=False,
     )
-
-
-def _completion(option: Option) -> Callable[[str], list[str]] | None:
-    words = [_typed_choice(choice) for choice in option.choices]
-    if not words:
-        return None
-    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def flag(option: Option) -> str:
@@ -245,7 +240,7 @@ def spell_in_shell(name: str, value: tuple[Any, ...]) -> str:
     if not value or option.is_mapping:
         return typed
     if option.type is bool:
-        return typed if value[0] else _negated(typed)
+        return typed if value[0] else f"--no-{typed[2:]}"
     several = value[0] if isinstance(value[0], list | tuple) else value
     return " ".join(f"{typed} {shell_word(_typed_choice(one))}" for one in several)
 
@@ -253,10 +248,6 @@ def spell_in_shell(name: str, value: tuple[Any, ...]) -> str:
 @functools.cache
 def _options() -> dict[str, Option]:
     return {option.name: option for option in options_of(ReaderConfig)}
-
-
-def _negated(name: str) -> str:
-    return f"--no-{name.removeprefix('--')}"
 
 
 def typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
