@@ -23,7 +23,7 @@ from rich.text import Text
 from h5async import DatasetError
 from h5async.cli.datasetfacts import Dataset, cells, listed, listed_in_index
 from h5async.cli.options import reader_config, takes_options
-from h5async.cli.output import Json, plain, print_document, safe
+from h5async.cli.output import Json, plain, print_json, safe
 from h5async.config.files import FileName, is_index
 from h5async.core.binding import why_no_core
 from h5async.index.savedindex import NamedIndex
@@ -78,7 +78,7 @@ def inspect(
     if as_json:
         datasets = list(found)
         _require_some(bool(datasets), path, wanted)
-        print_document("inspect", _content(path, datasets))
+        print_json("inspect", _content(path, datasets))
         return
     has_several = index is not None and len(index.paths) > 1
     table = _Table()
