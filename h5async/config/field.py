@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, TypedDict, Unpack
 
@@ -127,10 +126,7 @@ class Field(Frozen):
     ) -> None:
         if num_dim is None:
             first: object = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
-            if isinstance(first, str):
-                num_dim = first
-            else:
-                num_dim = operator.index(first) if isinstance(first, SupportsIndex) else 0
+            num_dim = first if isinstance(first, str | SupportsIndex) else 0
         of_path = {} if path is _NOT_GIVEN else {"path": path}
         super().__init__(
             num_dim=num_dim,
@@ -149,8 +145,7 @@ class Field(Frozen):
             name = "pad" if self.pad != "drop" else "pad_mask"
             raise ValueError(f"{name} needs steps, which say what rows each sample consists of")
         self._check_axes()
-        scaled = self.scale is not None or self.offset is not None
-        if scaled and self.decode_cf:
+        if self._is_scaled and self.decode_cf:
             raise ValueError(
                 "decode_cf takes scale and offset from the dataset's attributes; leave out scale"
                 " and offset, or compute in postprocess"
@@ -160,7 +155,7 @@ class Field(Frozen):
                 f"decode_cf delivers NaN for what is missing and needs a float dtype, found"
                 f" dtype={self.dtype}"
             )
-        if scaled and self.dtype is not None and self.dtype.kind != "f":
+        if self._is_scaled and self.dtype is not None and self.dtype.kind != "f":
             raise ValueError(
                 f"scale and offset need a float dtype, found dtype={self.dtype}; choose a float"
                 " dtype, or scale in postprocess"
@@ -185,14 +180,14 @@ class Field(Frozen):
                 )
 
     @classmethod
-    def unknown_option(cls, name: str, where: Where) -> str:
-        """Return the message for an unknown option, written as `where` spells options."""
+    def instead_of(cls, name: str, where: Where) -> str:
+        """Return what to write for an unknown name: another kind of field may have it."""
         other = _kind_with(name, cls)
         if other is None:
-            return super().unknown_option(name, where)
-        if where != "keyword" and where != "shell":
-            return _of_other_kind(name, other, in_file(where))
-        return f"unknown option {name!r}; {other.capitalize()}Field has it"
+            return super().instead_of(name, where)
+        if where == "keyword" or where == "shell":
+            return f"{other.capitalize()}Field has it"
+        return _instead_of_kind(other, in_file(where))
 
     @property
     def sample_dimensions(self) -> tuple[int | str, ...]:
@@ -207,10 +202,11 @@ class Field(Frozen):
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:
         """The requested dtype, float32 if scaling implies it, or None for the file's own."""
-        if self.dtype is None and (self.scale is not None or self.offset is not None):
-            return np.dtype(np.float32)
-        dtype: np.dtype[Any] | None = self.dtype
-        return dtype
+        return np.dtype(np.float32) if self.dtype is None and self._is_scaled else self.dtype
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.scale is not None or self.offset is not None
 
 
 def _field(value: object) -> Field:
@@ -225,7 +221,8 @@ def _field(value: object) -> Field:
         for name in options:
             other = _kind_with(name, chosen)
             if other is not None:
-                raise ConfigError(_of_other_kind(name, other, as_keyword))
+                use = _instead_of_kind(other, as_keyword)
+                raise ConfigError(f"unknown option {name!r}; {use}")
         return chosen(**options)
     raise ConfigError(f"must be a path or a Field, found {shown(value)}")
 
@@ -249,8 +246,8 @@ def _kind_with(option: str, chosen: type[Field]) -> str | None:
     return next((name for name, kind in KINDS.items() if option in kind.model_fields), None)
 
 
-def _of_other_kind(option: str, kind: str, spell: Spell) -> str:
-    return f"unknown option {option!r}; it is one of {kind} fields: set {spell('kind', (kind,))}"
+def _instead_of_kind(kind: str, spell: Spell) -> str:
+    return f"it is one of {kind} fields: set {spell('kind', (kind,))}"
 
 
 def _fields(value: object) -> dict[Any, Field]:
@@ -274,12 +271,11 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
             raise ValueError(f"pad_mask: there is {name!r} already; choose another name")
     for name, field in fields.items():
         mask = f"{name}_mask"
-        if getattr(field, "pad_to", None) is not None:
-            if mask in fields or mask in masks:
-                raise ValueError(
-                    f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
-                    " another name"
-                )
+        if getattr(field, "pad_to", None) is not None and (mask in fields or mask in masks):
+            raise ValueError(
+                f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
+                " another name"
+            )
     taken = _RESERVED_NAMES.intersection([*fields, *masks])
     if taken:
         raise ValueError(

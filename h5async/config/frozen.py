@@ -64,10 +64,24 @@ class Frozen(BaseModel):
     @classmethod
     def check_names(cls, names: Iterable[str], where: Where = "keyword") -> None:
         """Check that names are options; else raise `ConfigError`, spelled as in `where`."""
-        known = list(cls.model_fields)
         for name in names:
-            if name not in known:
-                raise ConfigError(cls.unknown_option(name, where))
+            if name not in cls.model_fields:
+                raise ConfigError(f"unknown option {name!r}; {cls.instead_of(name, where)}")
+
+    @classmethod
+    def instead_of(cls, name: str, where: Where) -> str:
+        """Return what to write for an unknown name: its meaning elsewhere, or a similar name."""
+        import difflib
+
+        known = list(cls.model_fields)
+        expected = hint_for(name, known, where)
+        if expected is not None:
+            return expected
+        near = _ANCESTOR_NAMES.get(name)
+        if near not in known:
+            snake = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
+            near = next(iter(difflib.get_close_matches(snake, known, n=1, cutoff=0.5)), None)
+        return f"did you mean {near!r}?" if near else f"options are: {', '.join(known)}"
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -78,11 +92,6 @@ class Frozen(BaseModel):
         for name, description in descriptions(cls).items():
             properties[name]["description"] = description
         return made
-
-    @classmethod
-    def unknown_option(cls, name: str, where: Where) -> str:
-        """Return the message for an unknown option, written as `where` spells options."""
-        return _unknown_option(name, list(cls.model_fields), where)
 
 
 def _absent(_: type) -> NoReturn:
@@ -196,22 +205,6 @@ def _docstrings(keywords: type) -> dict[str, str]:
             if isinstance(name, ast.AnnAssign) and isinstance(text, ast.Expr):
                 found[ast.unparse(name.target)] = " ".join(ast.literal_eval(text.value).split())
     return found
-
-
-def _unknown_option(name: str, known: list[str], where: Where) -> str:
-    """Suggest the option that does what the name promises, or the nearest one, or list all."""
-    import difflib
-
-    expected = hint_for(name, known, where)
-    if expected is not None:
-        return f"unknown option {name!r}; {expected}"
-
-    snake = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
-    near = _ANCESTOR_NAMES.get(name)
-    if near not in known:
-        near = next(iter(difflib.get_close_matches(snake, known, n=1, cutoff=0.5)), None)
-    hint = f"did you mean {near!r}?" if near else f"options are: {', '.join(known)}"
-    return f"unknown option {name!r}; {hint}"
 
 
 def _message(error: ValidationError) -> str:

@@ -308,14 +308,10 @@ def _sequences(value: object) -> object:
     raise ValueError("must be Sequences, or a mapping of its parameters")
 
 
-def _plain_sequences(value: Any) -> Any:
-    return None if value is None else value.model_dump(exclude_defaults=True)
-
-
 SequencesOption = Annotated[
     Sequences | None,
     BeforeValidator(_sequences),
-    PlainSerializer(_plain_sequences, when_used="json-unless-none"),
+    PlainSerializer(lambda it: it.model_dump(exclude_defaults=True), when_used="json-unless-none"),
 ]
 
 
