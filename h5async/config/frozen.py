@@ -104,29 +104,25 @@ Frozen.copy = _OnAccess(_absent)  # type: ignore[assignment,method-assign]
 
 @dataclass(frozen=True)
 class Words:
-    """Texts about an option, see `option`: metadata of its type, which pydantic ignores."""
+    """Texts about an option: metadata of its type, which pydantic ignores.
+
+    `shell` is its meaning on the command line, if different; `default_text`, the default in words,
+    if its value does not tell; `values`, the syntax of its values, if its type does not tell:
+    ``"auto|cpu|cuda"``.
+    """
 
     default_text: str = ""
     values: str = ""
     shell: str = ""
 
 
-def option(
-    default: Any,
-    description: str = "",
-    *,
-    default_text: str = "",
-    values: str = "",
-    shell: str = "",
-) -> Any:
-    """Declare an option, with its default or `REQUIRED`.
+def option(default: Any, description: str = "", **words: str) -> Any:
+    """Declare an option, with its default or `REQUIRED`, and `Words`.
 
-    `description` is its meaning, unless a docstring tells; see `documented`. `shell` is its meaning
-    on the command line, if different; `default_text`, the default in words, if its value does not
-    tell; `values`, the syntax of its values, if its type does not tell: ``"auto|cpu|cuda"``.
+    `description` is its meaning, unless a docstring tells; see `documented`.
     """
     declared = Bound(default, description=description or None)
-    declared.metadata.append(Words(default_text, values, shell))
+    declared.metadata.append(Words(**words))
     return declared
 
 
@@ -217,10 +213,9 @@ def _message(error: ValidationError) -> str:
             message = f"must {message.removeprefix('Input should ')}"
         if not names:
             lines.append(message)
-        elif item["type"] == "missing" and len(names) == 1:
-            lines.append(f"{named(names[0])} is required")
         elif item["type"] == "missing":
-            lines.append(f"{named(names[0])}: must have more values")
+            lacks = " is required" if len(names) == 1 else ": must have more values"
+            lines.append(f"{named(names[0])}{lacks}")
         else:
             inner = "".join(f".{name}" for name in names[1:] if name.isidentifier())
             where = f"{named(names[0])}{inner}"

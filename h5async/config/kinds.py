@@ -12,7 +12,7 @@ from pydantic import Field as Bound
 
 from h5async.config.field import KINDS, Field, FieldOptions
 from h5async.config.frozen import documented, option
-from h5async.config.parts import Values, plain_selection
+from h5async.config.parts import Values, one_dimensional, plain_selection
 from h5async.config.values import Bool, DatasetPath, Integer, Name, Natural, Positive
 
 _Pixels = Annotated[int, Bound(ge=1, le=1 << 14)]
@@ -291,18 +291,11 @@ def _columns(value: object) -> object:
     if value is None or isinstance(value, Values):
         return value
     words = "must be the numbers of columns, a mask, or their names"
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(words) from error
-    if array.ndim != 1 or array.dtype.kind not in "biuUTO" or isinstance(value, str):
+    array = one_dimensional(value, words)
+    names = array.tolist() if array.dtype.kind in "UTO" else []
+    if array.dtype.kind not in "biuUTO" or not all(isinstance(name, str) for name in names):
         raise ValueError(words)
-    if array.dtype.kind in "UTO":
-        names = array.tolist()
-        if not all(isinstance(name, str) for name in names):
-            raise ValueError(words)
-        return tuple(names)
-    return Values(array)
+    return tuple(names) if array.dtype.kind in "UTO" else Values(array)
 
 
 def _plain_columns(value: Any) -> Any:
@@ -343,7 +336,6 @@ class SparseField(Field):
         PlainValidator(_columns),
         PlainSerializer(_plain_columns, when_used="json-unless-none"),
     ] = None
-
     missing: Literal["zero", "error"] = "zero"
 
     @model_validator(mode="after")

@@ -116,20 +116,18 @@ class Split(Frozen):
 
 
 def _indices(value: object) -> object:
-    if value is None or isinstance(value, Split | Values):
+    if value is None or isinstance(value, Split | Values | range):
         return value
     if isinstance(value, Mapping):
         return Split(**{str(name): given for name, given in value.items()})
     if isinstance(value, slice):
         return _of_slice(value)
-    if isinstance(value, range):
-        return value
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         if not isinstance(text, str) or not text:
             raise ValueError(_WORDS)
         return text
-    array = _array(value, _WORDS)
+    array = one_dimensional(value, _WORDS)
     if not array.size and not isinstance(value, np.ndarray):
         array = array.astype(np.int64)
     if array.dtype.kind not in "biu":
@@ -137,7 +135,8 @@ def _indices(value: object) -> object:
     return Values(array)
 
 
-def _array(value: object, words: str) -> NDArray[Any]:
+def one_dimensional(value: object, words: str) -> NDArray[Any]:
+    """Return a value as an array; raise `ValueError` with `words` unless it has one dimension."""
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -177,7 +176,7 @@ def _weights(value: object) -> object:
         if not value:
             raise ValueError(_WEIGHT_WORDS)
         return value
-    array = _array(value, _WEIGHT_WORDS)
+    array = one_dimensional(value, _WEIGHT_WORDS)
     if array.dtype.kind not in "biuf":
         raise ValueError(_WEIGHT_WORDS)
     return Values(array.astype(np.float64))
