@@ -105,7 +105,7 @@ def _require_some(found: bool, path: FileName, patterns: Sequence[str]) -> None:
 def _rows(found: Iterator[Dataset], fold: bool, has_several_files: bool) -> Iterator[Sequence[str]]:
     for file, of_file in groupby(found, lambda dataset: dataset.file):
         prefix = f"{file}: " if has_several_files else ""
-        for text, datasets in folded(of_file) if fold else _unfolded(of_file):
+        for text, datasets in folded(of_file, _DEEPEST if fold else 0):
             name = text if text.startswith(" ") else f"{prefix}{text}"
             yield tuple(map(safe, cells(name, datasets) if datasets else (name,)))
 
@@ -121,11 +121,9 @@ def _content(path: FileName, datasets: Sequence[Dataset]) -> dict[str, Any]:
 # --- folding --------------------------------------------------------------------------------------
 
 
-class Line(NamedTuple):
-    """A line of the listing: similar datasets, or, without any, a heading of the lines below it."""
-
-    text: str
-    datasets: Sequence[Dataset]
+# The text of a line of the listing, and similar datasets; or, without any, a heading of the lines
+# below it.
+Line = tuple[str, Sequence[Dataset]]
 
 
 class _Item(NamedTuple):
@@ -141,21 +139,17 @@ class _Item(NamedTuple):
         return self.names, facts, [item.likeness for item in self.content]
 
 
-def folded(datasets: Iterable[Dataset]) -> Iterator[Line]:
-    """Yield the lines of the datasets of one file, with similar groups folded."""
-    return chain.from_iterable(_lines(item, "") for item in _items(datasets, 0))
-
-
-def _unfolded(datasets: Iterable[Dataset]) -> Iterator[Line]:
-    return (Line(dataset.path, [dataset]) for dataset in datasets)
+def folded(datasets: Iterable[Dataset], deepest: int = _DEEPEST) -> Iterator[Line]:
+    """Yield the lines of the datasets of one file, with similar groups to some depth folded."""
+    return chain.from_iterable(_lines(item, "") for item in _items(datasets, 0, deepest))
 
 
 def _lines(item: _Item, indent: str) -> Iterator[Line]:
     first, last = min(item.names, key=_natural), max(item.names, key=_natural)
     if item.datasets:
-        yield Line(f"{indent}{first}", item.datasets)
+        yield f"{indent}{first}", item.datasets
         return
-    yield Line(f"{indent}{first} … {last} ({len(item.names):,} groups alike)", ())
+    yield f"{indent}{first} … {last} ({len(item.names):,} groups alike)", ()
     for inner in item.content:
         yield from _lines(inner, f"{indent}  ")
 
@@ -165,16 +159,16 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _items(datasets: Iterable[Dataset], depth: int) -> Iterator[_Item]:
+def _items(datasets: Iterable[Dataset], depth: int, deepest: int) -> Iterator[_Item]:
     """Yield the datasets and groups of a group at a depth, as soon as no later one is like them."""
 
     def place(dataset: Dataset) -> tuple[str, bool]:
-        names = dataset.path.split("/", _DEEPEST)
+        names = dataset.path.split("/", deepest)
         return names[depth], len(names) > depth + 1
 
     run: list[tuple[str, list[_Item]]] = []  # neighbouring groups alike
     for (name, is_group), inside in groupby(datasets, place):
-        inner = _items(inside, depth + 1) if is_group else iter(())
+        inner = _items(inside, depth + 1, deepest) if is_group else iter(())
         content = list(islice(inner, _MOST_HELD + 1))
         is_like = run and [item.likeness for item in run[-1][1]] == [
             item.likeness for item in content

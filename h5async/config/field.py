@@ -163,7 +163,7 @@ class Field(Frozen):
         return self
 
     def _check_axes(self) -> None:
-        of_samples = self.sample_dimensions
+        of_samples = self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
         if len(set(of_samples)) != len(of_samples):
             raise ValueError(f"num_dim must name two dimensions, found {self.num_dim}")
         if self.axes is not None:
@@ -188,11 +188,6 @@ class Field(Frozen):
         if where == "keyword" or where == "shell":
             return f"{other.capitalize()}Field has it"
         return _instead_of_kind(other, in_file(where))
-
-    @property
-    def sample_dimensions(self) -> tuple[int | str, ...]:
-        """The dimensions that count samples: one, or those of sequences and of their steps."""
-        return self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
 
     @property
     def names_axes(self) -> bool:

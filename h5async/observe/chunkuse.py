@@ -164,11 +164,11 @@ class ChunkFacts:
         return wanted <= _CACHED_SHARE * free_memory()[0].nbytes
 
     def _fits(self) -> bool:
-        nbytes = 0
-        for column in self._columns.values():
-            share = self._selection.size / max(1, column.layout.sample_count)
-            nbytes += int(column.layout.nbytes * share * column.rows_of_sample)
-        return nbytes <= _CACHED_SHARE * free_memory()[0].nbytes
+        nbytes = sum(
+            column.layout.nbytes * column.rows_of_sample / max(1, column.layout.sample_count)
+            for column in self._columns.values()
+        )
+        return nbytes * self._selection.size <= _CACHED_SHARE * free_memory()[0].nbytes
 
 
 def _rows_of_chunk(culprit: _Column) -> int:

@@ -9,7 +9,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,14 +148,8 @@ class ReaderCounts:
         row_nbytes = sum(map(_sample_nbytes, layouts.values()))
         direct = sum(_sample_nbytes(one) * direct_share(one) for one in layouts.values())
         self._direct_share = direct / row_nbytes if row_nbytes else 1.0
-        self._filters = tuple(
-            dict.fromkeys(
-                entry.label
-                for layout in layouts.values()
-                for leaf, _ in kinds_of(layout)
-                for entry in leaf.filters
-            )
-        )
+        leaves = [leaf for layout in layouts.values() for leaf, _ in kinds_of(layout)]
+        self._filters = tuple(dict.fromkeys(entry.label for y in leaves for entry in y.filters))
         self._ahead = max(0, config.prefetch - 1)  # batches that may be filled but not delivered
         self.waits = Waits()
         self.upload_times = StageTimes()
@@ -289,15 +283,9 @@ class ReaderCounts:
         return self._span(begin, now)
 
     def _span_of(self, epoch: int, now: _Moment) -> _Span:
-        try:
-            if isinstance(epoch, bool):
-                raise TypeError
-            epoch = operator.index(epoch)
-        except TypeError as error:
-            raise ConfigError(
-                f"epoch takes a number, -1 for the last one, found {epoch!r}"
-            ) from error
-        found = list(self._epochs)
+        if isinstance(epoch, bool) or not isinstance(epoch, SupportsIndex):
+            raise ConfigError(f"epoch takes a number, -1 for the last one, found {epoch!r}")
+        epoch, found = operator.index(epoch), list(self._epochs)
         if self.open_epoch >= 0:
             found.append(self._span(self._begin, now, self.open_epoch))
         if epoch < 0 and -epoch <= len(found):
@@ -305,7 +293,14 @@ class ReaderCounts:
         for span in reversed(found):
             if span.epoch == epoch:
                 return span
-        raise ConfigError(_no_epoch(epoch, [span.epoch for span in found]))
+        if not found:
+            raise ConfigError(
+                f"there are no statistics of epoch {epoch}: no batch of any was delivered yet"
+            )
+        kept = f"those of the last {_KEPT_EPOCHS} are kept, {found[0].epoch} to {found[-1].epoch}"
+        if epoch < 0:
+            raise ConfigError(f"epoch={epoch} goes back too far: there are {len(found)} ({kept})")
+        raise ConfigError(f"there are no statistics of epoch {epoch}: {kept}")
 
     def _made(self, span: _Span, **how: Any) -> ReaderStats:
         begin, end, work = span.begin, span.end, span.end.work.since(span.begin.work)
@@ -346,15 +341,6 @@ class ReaderCounts:
 
 def _ratio(one: float, other: float) -> float:
     return one / other if other else 0.0
-
-
-def _no_epoch(epoch: int, known: Sequence[int | None]) -> str:
-    if not known:
-        return f"there are no statistics of epoch {epoch}: no batch of any was delivered yet"
-    kept = f"those of the last {_KEPT_EPOCHS} are kept, {known[0]} to {known[-1]}"
-    if epoch < 0:
-        return f"epoch={epoch} goes back too far: there are {len(known)} ({kept})"
-    return f"there are no statistics of epoch {epoch}: {kept}"
 
 
 def _sample_nbytes(layout: DatasetLayout) -> float:

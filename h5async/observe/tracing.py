@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from h5async.errors import ConfigError, MissingPackageError, ReadError, out_of_memory
 from h5async.system.interruptions import interruption, passing
@@ -117,11 +117,8 @@ class Tracing:
                 "); end it by its stop() before you begin another one"
             )
         self.close()
-        try:
-            max_events = operator.index(max_events)
-        except TypeError:
-            max_events = 0
-        if not 1 <= max_events <= _MOST_EVENTS:
+        is_integer = isinstance(max_events, SupportsIndex)
+        if not is_integer or not 1 <= operator.index(max_events) <= _MOST_EVENTS:
             raise ConfigError(
                 f"max_events must be an integer from 1 to {_MOST_EVENTS:,}: how many are kept"
             )

@@ -153,7 +153,7 @@ def dataset(path, **facts):
 
 
 def texts(datasets):
-    return [line.text for line in folded(datasets)]
+    return [text for text, _ in folded(datasets)]
 
 
 def test_groups_within_groups():
@@ -194,18 +194,18 @@ def taken(paths, seen):
 
 def test_the_root_is_not_held_back():
     seen = []
-    for line in folded(taken("abc", seen)):
-        assert seen[-1] == line.text
+    for text, _ in folded(taken("abc", seen)):
+        assert seen[-1] == text
 
 
 def test_a_large_group_is_printed_before_it_ends():
     large = [f"deep/er/d{number:05}" for number in range(2000)]
     seen = []
     lines = folded(taken([*large, *(f"deep/g{n}/x" for n in (1, 2, 3)), "z"], seen))
-    assert [next(lines).text for _ in large] == large
+    assert [next(lines)[0] for _ in large] == large
     assert seen == large
     rest = ["deep/g1 … deep/g3 (3 groups alike)", "  x", "z"]
-    assert [line.text for line in lines] == rest
+    assert [text for text, _ in lines] == rest
 
 
 def test_groups_are_folded_to_some_depth():
@@ -225,6 +225,6 @@ def test_no_dataset_is_lost_or_moved(seed):
         key=lambda path: [(part.startswith("d"), part) for part in path.split("/")],
     )
     shown = list(folded(map(dataset, paths)))
-    single = [line.text for line in shown if line.datasets and not line.text.startswith(" ")]
+    single = [text for text, several in shown if several and not text.startswith(" ")]
     assert single == [path for path in paths if path in set(single)]
-    assert sorted(one.path for line in shown for one in line.datasets) == sorted(paths)
+    assert sorted(one.path for _, several in shown for one in several) == sorted(paths)
