@@ -88,11 +88,6 @@ class Field(Frozen):
     outside of an integer's range is undefined. With `decode_cf`, the dataset's attributes say how
     to unpack its values.
 
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
-
     Examples
     --------
     >>> fields = {"image": Field("data", scale=1 / 16), "digit": "labels"}

@@ -26,6 +26,13 @@ from h5async.system.interruptions import interruption, raise_again, suppressing
 REQUIRED: Any = ...
 _ANCESTOR_NAMES = {"nthread": "num_threads", "njob": "prefetch", "cuda": "device"}
 _LINE_LENGTH = 90
+_RAISES = """\
+Raises
+------
+ConfigError
+    If an option is unknown or its value is invalid.
+
+"""
 
 Model = TypeVar("Model", bound=BaseModel)
 Class = TypeVar("Class", bound=type)
@@ -127,14 +134,14 @@ def option(default: Any, description: str = "", **words: str) -> Any:
 
 
 def documented(*keywords: type) -> Callable[[type[Model]], type[Model]]:
-    """Add the descriptions of all options to a class's docstring, before its section Raises.
+    """Add the descriptions of all options, and what is raised, to a class's docstring.
 
     They are the docstrings in `keywords`: in `TypedDict`s of the options, where editors find them.
     """
 
     def add(model: type[Model]) -> type[Model]:
         cast("Any", model).keywords = keywords
-        _describe(model, "Parameters", model)
+        _describe(model, "Parameters", model, "Examples\n", _RAISES)
         return model
 
     return add
@@ -157,25 +164,25 @@ def takes_options(model: type[BaseModel]) -> Callable[[Class], Class]:
             ]
             return Signature([*(p.replace(annotation=Parameter.empty) for p in own), *options])
 
-        _describe(cls, "Other Parameters", model)
+        _describe(cls, "Other Parameters", model, "Raises\n")
         cast("Any", cls).__signature__ = _OnAccess(made)
         return cls
 
     return add
 
 
-def _describe(cls: type, section: str, model: type[BaseModel]) -> None:
-    """Add a section with the descriptions of a model's options to a class's docstring."""
+def _describe(cls: type, section: str, model: type[BaseModel], before: str, more: str = "") -> None:
+    """Add a section with a model's options to a class's docstring, and more, before another one."""
     docstring = cls.__doc__
     if docstring is None:  # python -OO
         return
 
     def made(_: type) -> str:
-        text, raises, rest = inspect.cleandoc(docstring).partition("Raises\n------")
+        text, found, rest = inspect.cleandoc(docstring).partition(before)
         lines = [section, "-" * len(section)]
         for name, description in descriptions(model).items():
             lines += [name, textwrap.indent(textwrap.fill(description, _LINE_LENGTH), "    ")]
-        return "\n".join([text + lines[0], *lines[1:], "", raises + rest])
+        return "\n".join([text + lines[0], *lines[1:], "", more + found + rest])
 
     cls.__doc__ = cast("str", _OnAccess(made))
 

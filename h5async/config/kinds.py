@@ -45,11 +45,6 @@ class RaggedField(Field):
     Either a dataset of a variable-length datatype, such as strings, or flat values with another
     dataset that tells where samples begin.
 
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
-
     Examples
     --------
     >>> with h5py.File("texts.h5", "w") as file:
@@ -125,11 +120,6 @@ class ImageField(RaggedField):
     The bytes of an image are an element of a variable-length dataset, or flat values with
     `offsets`. `axes`, `dtype`, `scale` and `offset` apply to the pixels: ``axes=(0, 3, 1, 2)``
     delivers channels first. With `steps`, which need `size`: (samples, steps, height, width, 3).
-
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
 
     Examples
     --------
@@ -213,11 +203,6 @@ class AudioField(RaggedField):
     The bytes of a recording are an element of a variable-length dataset, or flat values with
     `offsets`. `dtype` is float32 (the default), float64, int16 or int32, as soundfile converts
     them.
-
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
 
     Examples
     --------
@@ -307,11 +292,6 @@ class SparseField(Field):
     """Rows of a sparse matrix in compressed form (CSR), delivered as `Csr`, or as dense rows.
 
     The path leads to the group of the matrix, as AnnData and 10x Genomics write it.
-
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
 
     Examples
     --------

@@ -67,11 +67,6 @@ class Split(Frozen):
     Parts come from a keyed permutation: they are the same on every machine, and nothing is stored.
     Give the same `parts`, `seed`, `by` and `stratify` for each of them.
 
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
-
     Examples
     --------
     >>> parts = {"train": 0.9, "val": 0.1}
@@ -249,11 +244,6 @@ class Sequences(Frozen):
 
     One of `groups`, `ends`, `starts`, `lengths`, `ids` and `last` defines the sequences; without
     any, each file is one. The paths are of datasets that each file has.
-
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
 
     Examples
     --------

@@ -39,11 +39,6 @@ _REPLACED_BY_FIELDS = ("data_field", "labels_field", "num_dim", "h_dim", "w_dim"
 class ReaderConfig(Frozen):
     """All options of a reader, validated once.
 
-    Raises
-    ------
-    ConfigError
-        If an option is unknown or its value is invalid.
-
     Examples
     --------
     >>> config = ReaderConfig(hdf5_path="sample_data/digits.h5", batch_size=64)
