@@ -289,15 +289,13 @@ def listed(path: FileName, reach: Reach, patterns: Sequence[str]) -> Iterator[Da
     """Yield the datasets of a file that `patterns` mean, each as it is found."""
     wanted = partial(is_meant, patterns=patterns)
     for name, found in list_layouts(path, reach, wanted=wanted, with_attributes=True):
-        ragged = None
+        ragged = group = None
         if isinstance(found, DatasetError):
             with suppressing(H5AsyncError):
                 ragged = _ragged(name, path, reach)
-        yield _dataset_of(name, path, found) if ragged is None else ragged
-        parent, _, member = name.rpartition("/")
-        group = None
+        yield ragged or _dataset_of(name, path, found)
         with suppressing(H5AsyncError):  # its datasets are listed anyway
-            group = _group(parent, member, path, reach)
+            group = _group(name, path, reach)
         if group is not None:
             yield group
 
@@ -310,24 +308,24 @@ def _ragged(name: str, path: FileName, reach: Reach) -> Dataset:
     return _ragged_dataset(name, path, layout, forms[layout.file], mean)
 
 
-def _group(parent: str, member: str, path: FileName, reach: Reach) -> Dataset | None:
+def _group(name: str, path: FileName, reach: Reach) -> Dataset | None:
     """Return the group whose last member is this dataset, if it is read as one field."""
-    if member not in ("indptr", "codes", "values"):
-        return None
-    with open_index(path) as file:
-        if member == "indptr":
+    parent, _, member = name.rpartition("/")
+    if member == "indptr":
+        with open_index(path) as file:
             matrix = sparse_group(file, parent, reach)
-            if matrix is None:
-                return None
+        if matrix is not None:
             return _sparse_dataset(parent, path, (matrix.data, matrix.indices), matrix.shape)
-        found = column(file, parent, reach)
-    if found is not None and found.mask is not None:
-        return _group_dataset(parent, path, (found.values, found.mask), "nullable")
-    if found is None or found.categories is None:
-        return None
-    names = found.categories
-    count = names.num_samples if isinstance(names, DatasetLayout) else len(names)
-    return _group_dataset(parent, path, (found.values,), "categorical", categories=count)
+    if member in ("codes", "values"):
+        with open_index(path) as file:
+            found = column(file, parent, reach)
+        if found is not None and found.mask is not None:
+            return _group_dataset(parent, path, (found.values, found.mask), "nullable")
+        if found is not None and found.categories is not None:
+            names = found.categories
+            count = names.num_samples if isinstance(names, DatasetLayout) else len(names)
+            return _group_dataset(parent, path, (found.values,), "categorical", categories=count)
+    return None
 
 
 def listed_in_index(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:

@@ -81,13 +81,10 @@ def inspect(
         print_json("inspect", _content(path, datasets))
         return
     has_several = index is not None and len(index.paths) > 1
-    table = _Table()
-    for row in _rows(found, fold, has_several):
-        table.add(row)
-    table.print()
-    _require_some(table.has_begun, path, wanted)
-    legend = f"\n{_LEGEND}" + f"\n{_FOLDED}" * table.has_headings
-    typer.echo(legend if table.has_begun else f"{safe(path)} holds no datasets")
+    printed = _print_table(_rows(found, fold, has_several))
+    _require_some(bool(printed), path, wanted)
+    legend = f"\n{_LEGEND}" + f"\n{_FOLDED}" * (1 in printed)
+    typer.echo(legend if printed else f"{safe(path)} holds no datasets")
     reason = why_no_core()
     if reason is not None:
         typer.echo(f"\n{safe(reason)}", err=True)
@@ -213,55 +210,52 @@ def _merged(items: Sequence[_Item]) -> _Item:
 # --- printing -------------------------------------------------------------------------------------
 
 
-class _Table:
-    """A table that is printed in blocks as rows arrive; columns only get wider."""
+def _print_table(rows: Iterable[Sequence[str]]) -> set[int]:
+    """Print rows in blocks as they arrive; columns only get wider. A single cell is a heading.
 
-    def __init__(self) -> None:
-        self.has_begun = False  # anything was printed
-        self.has_headings = False
-        self._rows: list[Sequence[str]] = []
-        self._widths = [cell_len(name) for name in COLUMNS]
-        self._console = Console(highlight=False)
-        self._since = 0.0
-
-    def add(self, row: Sequence[str]) -> None:
-        """Take a row, or a heading of the rows below it, which is a single cell."""
-        self.has_headings |= len(row) == 1
-        if not self._rows:
-            self._since = perf_counter()
-        self._rows.append(row)
-        if perf_counter() - self._since > BLOCK_SECONDS:
-            self.print()
-
-    def print(self) -> None:
-        """Print the rows that were held back."""
-        rows, console = self._rows, self._console
-        if not rows:
-            return
-        for row in rows:
+    Returns the numbers of cells that the printed rows had.
+    """
+    console, printed = Console(highlight=False), set[int]()
+    widths = [cell_len(name) for name in COLUMNS]
+    for block in _blocks(rows):
+        for row in block:
             if len(row) > 1:
-                self._widths = [max(n, cell_len(c)) for n, c in zip(self._widths, row, strict=True)]
-        width = sum(self._widths) + 2 * (len(COLUMNS) - 1)
+                widths = [max(n, cell_len(cell)) for n, cell in zip(widths, row, strict=True)]
+        width = sum(widths) + 2 * (len(COLUMNS) - 1)
         if console.is_terminal and width > console.width:
             with console.capture() as capture:
-                console.print(_stacked(rows))
+                console.print(_stacked(block))
             lines = [line.rstrip() for line in capture.get().splitlines()]
         else:
             rule = ("-" if console.options.ascii_only else "─") * width
-            head = [] if self.has_begun else [self._line(COLUMNS), rule]
-            lines = [*head, *map(self._line, rows)]
+            head = [] if printed else [_line(COLUMNS, widths), rule]
+            lines = [*head, *(_line(row, widths) for row in block)]
         typer.echo("\n".join(lines))
-        self.has_begun = True
-        rows.clear()
+        printed.update(map(len, block))
+    return printed
 
-    def _line(self, row: Sequence[str]) -> str:
-        if len(row) == 1:
-            return row[0]
-        padded = []
-        for name, cell, width in zip(COLUMNS, row, self._widths, strict=True):
-            space = " " * (width - cell_len(cell))
-            padded.append(space + cell if name in _RIGHT else cell + space)
-        return "  ".join(padded).rstrip()
+
+def _blocks(rows: Iterable[Sequence[str]]) -> Iterator[list[Sequence[str]]]:
+    block: list[Sequence[str]] = []
+    since = perf_counter()
+    for row in rows:
+        since = since if block else perf_counter()
+        block.append(row)
+        if perf_counter() - since > BLOCK_SECONDS:
+            yield block
+            block = []
+    if block:
+        yield block
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    if len(row) == 1:
+        return row[0]
+    padded = []
+    for name, cell, width in zip(COLUMNS, row, widths, strict=True):
+        space = " " * (width - cell_len(cell))
+        padded.append(space + cell if name in _RIGHT else cell + space)
+    return "  ".join(padded).rstrip()
 
 
 def _stacked(rows: Sequence[Sequence[str]]) -> Table:
