@@ -23,7 +23,6 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
-from h5async.index.variablelength import VariableLength
 from h5async.opening.raggedcolumns import heap_layout
 from h5async.plan.cf import shown_value, unpacking
 from h5async.read.executors import method_of
@@ -169,25 +168,6 @@ def _facts(path: str, file: FileName, parts: Sequence[DatasetLayout], **others: 
     return replace(found, **others)
 
 
-def _ragged_dataset(
-    path: str, file: FileName, found: DatasetLayout, form: VariableLength, mean_length: float | None
-) -> Dataset:
-    """Return the facts of a dataset of variable length, from its references."""
-    nbytes = None if mean_length is None else mean_length * form.dtype.itemsize
-    return _facts(
-        path,
-        file,
-        [found],
-        dtype="text of any length" if form.is_text else f"{form.dtype} of any length",
-        sources=1,
-        kind="ragged",
-        mean_length=mean_length,
-        nbytes=None if nbytes is None else round(nbytes * found.num_samples),
-        in_order_nbytes=nbytes,
-        shuffled_nbytes=nbytes,
-    )
-
-
 def _ragged_in_index(path: str, file: FileName, found: DatasetLayout) -> Dataset:
     """Return the facts of a ragged dataset from its layout, which only a saved index has."""
     facts = _dataset_of(path, file, found)
@@ -301,11 +281,25 @@ def listed(path: FileName, reach: Reach, patterns: Sequence[str]) -> Iterator[Da
 
 
 def _ragged(name: str, path: FileName, reach: Reach) -> Dataset:
-    layout, forms = references(path, name, reach)
-    mean = None
-    if layout.nbytes <= _MOST_REFERENCES and layout.num_samples:
-        mean = heap_layout(name, path, reach).num_samples / layout.num_samples
-    return _ragged_dataset(name, path, layout, forms[layout.file], mean)
+    """Return the facts of a dataset of variable length, from its references."""
+    found, forms = references(path, name, reach)
+    form, count = forms[found.file], found.num_samples
+    mean = nbytes = None
+    if found.nbytes <= _MOST_REFERENCES and count:
+        mean = heap_layout(name, path, reach).num_samples / count
+        nbytes = mean * form.dtype.itemsize
+    return _facts(
+        name,
+        path,
+        [found],
+        dtype="text of any length" if form.is_text else f"{form.dtype} of any length",
+        sources=1,
+        kind="ragged",
+        mean_length=mean,
+        nbytes=None if nbytes is None else round(nbytes * count),
+        in_order_nbytes=nbytes,
+        shuffled_nbytes=nbytes,
+    )
 
 
 def _group(name: str, path: FileName, reach: Reach) -> Dataset | None:

@@ -9,20 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
+from h5async.config import values
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
-from h5async.config.values import (
-    Bool,
-    DatasetPath,
-    DimensionLike,
-    Dimensions,
-    DType,
-    Name,
-    Number,
-    SampleDimension,
-    SampleDimensionLike,
-    Steps,
-    shown,
-)
 from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
 
@@ -48,7 +36,7 @@ class StepsOptions(TypedDict, total=False):
     """How to treat steps that leave the sequence. `drop`: there are no such samples. `edge`: repeat
     its first or last row. `zero`: deliver zeros, before `scale` and `offset`.
     """
-    pad_mask: DatasetPath | None
+    pad_mask: values.DatasetPath | None
     """Name of another field of the batch, which tells the steps inside the sequence: bool (samples,
     steps).
     """
@@ -57,11 +45,11 @@ class StepsOptions(TypedDict, total=False):
 class FieldOptions(StepsOptions, total=False):
     """The parameters of `Field` except its path."""
 
-    num_dim: SampleDimensionLike | None
+    num_dim: values.SampleDimensionLike | None
     """The dimension that counts the samples, by number, or by name if the file names its
     dimensions; or a pair: those of sequences and of their steps.
     """
-    axes: Sequence[DimensionLike] | None
+    axes: Sequence[values.DimensionLike] | None
     """The dataset's dimensions in the order of delivery, by number or name, the sample dimension
     first. None: the sample dimension, then the others in the file's order.
     """
@@ -97,22 +85,22 @@ class Field(Frozen):
     <Batch 0 of epoch 0: image=(32, 8, 8) float32, digit=(32,) int64>
     """
 
-    path: Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")
-    num_dim: SampleDimension = option(0, default_text="0, or the first of `axes`")
-    axes: Dimensions | None = None
-    dtype: DType = None
-    scale: Number | None = None
-    offset: Number | None = None
-    decode_cf: Bool = False
-    steps: Steps = None
+    path: values.Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")
+    num_dim: values.SampleDimension = option(0, default_text="0, or the first of `axes`")
+    axes: values.Dimensions | None = None
+    dtype: values.DType = None
+    scale: values.Number | None = None
+    offset: values.Number | None = None
+    decode_cf: values.Bool = False
+    steps: values.Steps = None
     pad: Literal["drop", "edge", "zero"] = "drop"
-    pad_mask: Name | None = None
+    pad_mask: values.Name | None = None
 
     def __init__(
         self,
-        path: DatasetPath = _NOT_GIVEN,
-        num_dim: SampleDimensionLike | None = None,
-        axes: Sequence[DimensionLike] | None = None,
+        path: values.DatasetPath = _NOT_GIVEN,
+        num_dim: values.SampleDimensionLike | None = None,
+        axes: Sequence[values.DimensionLike] | None = None,
         dtype: DTypeLike | None = None,
         scale: ArrayLike | None = None,
         offset: ArrayLike | None = None,
@@ -214,7 +202,7 @@ def _field(value: object) -> Field:
                 use = _instead_of_kind(other, as_keyword)
                 raise ConfigError(f"unknown option {name!r}; {use}")
         return chosen(**options)
-    raise ConfigError(f"must be a path or a Field, found {shown(value)}")
+    raise ConfigError(f"must be a path or a Field, found {values.shown(value)}")
 
 
 def kind_of(name: object) -> type[Field]:
@@ -225,7 +213,9 @@ def kind_of(name: object) -> type[Field]:
     if name is None:
         return Field
     if name not in KINDS:
-        raise ConfigError(f"kind: must be one of {', '.join(sorted(KINDS))}, found {shown(name)}")
+        raise ConfigError(
+            f"kind: must be one of {', '.join(sorted(KINDS))}, found {values.shown(name)}"
+        )
     return KINDS[str(name)]
 
 
@@ -275,4 +265,6 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
     return fields
 
 
-Fields = Annotated[Mapping[Name, Field], BeforeValidator(_fields), AfterValidator(_names_that_fit)]
+Fields = Annotated[
+    Mapping[values.Name, Field], BeforeValidator(_fields), AfterValidator(_names_that_fit)
+]
