@@ -86,7 +86,7 @@ class Tracing:
         self._title = title
         self._process = os.getpid()
         # Held by the caller: a trace that an interruption kept from him is ended by the next one.
-        self._trace: weakref.ref[Trace] | None = None
+        self._trace: Callable[[], Trace | None] = lambda: None
         self._file: Path | None = None
         self._filler: Filler | HelperFiller | None = None  # that is recorded
         self._recorded: list[Recorded] | None = None
@@ -110,7 +110,7 @@ class Tracing:
         `batches` returns epoch and number of requested batches, by serial number; `held` is the
         serial number of the batch that the caller holds.
         """
-        trace = None if self._trace is None else self._trace()
+        trace = self._trace()
         if trace is not None and not trace.is_ending:
             raise ConfigError(
                 f"a trace of this reader is running already ({trace.path or 'without a file'}"
@@ -182,7 +182,7 @@ class Tracing:
 
     @passing()
     def _stop(self, trace: Trace) -> None:
-        if self._trace is not None and self._trace() is trace:
+        if self._trace() is trace:
             self._end()
 
     def _end(self) -> None:
@@ -190,7 +190,7 @@ class Tracing:
         filler = self._filler
         if filler is None or self._process != os.getpid():  # a fork: it belongs to the parent
             return
-        trace = None if self._trace is None else self._trace()
+        trace = self._trace()
         if trace is not None:
             trace.is_ending = True
         self._recorder.timeline = None
