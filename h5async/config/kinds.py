@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
+from pydantic import BeforeValidator, PlainValidator, model_validator
 from pydantic import Field as Bound
 
 from h5async.config.field import KINDS, Field, FieldOptions
 from h5async.config.frozen import documented, option
-from h5async.config.parts import Values, one_dimensional, plain_selection
+from h5async.config.parts import PLAIN, Values, one_dimensional
 from h5async.config.values import Bool, DatasetPath, Integer, Name, Natural, Positive
 
 _Pixels = Annotated[int, Bound(ge=1, le=1 << 14)]
@@ -283,10 +283,6 @@ def _columns(value: object) -> object:
     return tuple(names) if array.dtype.kind in "UTO" else Values(array)
 
 
-def _plain_columns(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else plain_selection(value)
-
-
 @documented(SparseFieldOptions)
 class SparseField(Field):
     """Rows of a sparse matrix in compressed form (CSR), delivered as `Csr`, or as dense rows.
@@ -311,11 +307,7 @@ class SparseField(Field):
         def __init__(self, path: DatasetPath, **options: Unpack[SparseFieldOptions]) -> None: ...
 
     dense: Bool = False
-    columns: Annotated[
-        Any,
-        PlainValidator(_columns),
-        PlainSerializer(_plain_columns, when_used="json-unless-none"),
-    ] = None
+    columns: Annotated[Any, PlainValidator(_columns), PLAIN] = None
     missing: Literal["zero", "error"] = "zero"
 
     @model_validator(mode="after")

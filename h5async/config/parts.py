@@ -188,7 +188,7 @@ def plain_selection(value: object) -> object:
 
     Raises `ConfigError` for a sampler, which is an object of the caller.
     """
-    if isinstance(value, range):
+    if isinstance(value, range | tuple):
         return list(value)
     if isinstance(value, Split):
         return value.model_dump()
@@ -208,9 +208,10 @@ def _sampler(value: object) -> object:
 _KINDS_OF_SEQUENCES = ("groups", "ends", "starts", "lengths", "ids", "last")
 
 
-def _names(value: object) -> object:
-    """Make a single path a tuple."""
-    return (value,) if isinstance(value, str | bytes) else value
+# A single path is a tuple, too.
+_Names = Annotated[
+    tuple[Name, ...], BeforeValidator(lambda it: (it,) if isinstance(it, str | bytes) else it)
+]
 
 
 class SequencesOptions(TypedDict, total=False):
@@ -269,7 +270,7 @@ class Sequences(Frozen):
     starts: Name | None = None
     lengths: Name | None = None
     ids: Name | None = None
-    last: Annotated[tuple[Name, ...], BeforeValidator(_names)] | None = None
+    last: _Names | None = None
     every: Positive = 1
 
     @model_validator(mode="after")
@@ -304,7 +305,7 @@ SequencesOption = Annotated[
 ]
 
 
-_PLAIN = PlainSerializer(plain_selection, when_used="json-unless-none")
-Indices = Annotated[str | Any, PlainValidator(_indices), _PLAIN]
-Weights = Annotated[str | Any, PlainValidator(_weights), _PLAIN]
-Sampler = Annotated[Any, BeforeValidator(_sampler), _PLAIN]
+PLAIN = PlainSerializer(plain_selection, when_used="json-unless-none")
+Indices = Annotated[str | Any, PlainValidator(_indices), PLAIN]
+Weights = Annotated[str | Any, PlainValidator(_weights), PLAIN]
+Sampler = Annotated[Any, BeforeValidator(_sampler), PLAIN]

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from h5async.process.helper import HelperFiller
 
 _MOST_EVENTS = 20_000_000  # 1 GB of memory, 3 GB of a file
-_ENDED_EARLY = "the process ended before the trace did"
 
 _log = logging.getLogger("h5async.trace")
 
@@ -117,8 +116,8 @@ class Tracing:
                 "); end it by its stop() before you begin another one"
             )
         self.close()
-        is_integer = isinstance(max_events, SupportsIndex)
-        if not is_integer or not 1 <= operator.index(max_events) <= _MOST_EVENTS:
+        max_events = operator.index(max_events) if isinstance(max_events, SupportsIndex) else 0
+        if not 1 <= max_events <= _MOST_EVENTS:
             raise ConfigError(
                 f"max_events must be an integer from 1 to {_MOST_EVENTS:,}: how many are kept"
             )
@@ -162,7 +161,7 @@ class Tracing:
         if self._file is None:
             return
         try:
-            self._write([], _ENDED_EARLY)
+            self._write(())
         except OSError as error:
             raise ConfigError(
                 f"the trace cannot be written to {self._file}: {error.strerror or error};"
@@ -211,14 +210,14 @@ class Tracing:
                 f"the trace cannot be written to {self._file}: {failure.strerror or failure}"
             ) from failure
 
-    def _write(self, recorded: Sequence[Recorded], note: str | None = None) -> None:
+    def _write(self, recorded: Sequence[Recorded]) -> None:
         assert self._file is not None
         from h5async.observe.chrometrace import write_trace  # rarely needed
 
         names = [f"h5async: {self._title}", *["h5async: a helper process"] * len(recorded)]
         other = {"reader": self._title, "began": self._began}
-        if note is not None:
-            other["note"] = note
+        if not recorded:  # it has just begun
+            other["note"] = "the process ended before the trace did"
         processes = list(zip(names, recorded, strict=False))
         write_trace(self._file, processes, self._batches, self._max_events, other)
 
@@ -232,8 +231,7 @@ def _nvtx_ranges() -> OpenRange:
 
     def open_range(name: str) -> Callable[[], object]:
         nvtx.RangePush(name)
-        close: Callable[[], object] = nvtx.RangePop
-        return close
+        return partial(nvtx.RangePop)
 
     return open_range
 
