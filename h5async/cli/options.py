@@ -8,10 +8,10 @@ import sys
 import tomllib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import GenericAlias, NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -129,12 +129,14 @@ def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
 
 def _with_parameters(command: Command, added: Mapping[str, Parameter]) -> Command:
     """Declare parameters instead of a command's ``**typed``."""
-    hints = get_type_hints(command, include_extras=True)
-    own = [p for p in signature(command).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    own = [p.replace(annotation=hints[p.name]) for p in own]
-    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*own, *added.values())]
+    own = [
+        p.replace(kind=Parameter.KEYWORD_ONLY)
+        for p in signature(command, eval_str=True).parameters.values()
+        if p.kind is not Parameter.VAR_KEYWORD
+    ]
+    parameters = [*own, *added.values()]
     declared: Any = command
-    declared.__signature__ = signature(command).replace(parameters=parameters)
+    declared.__signature__ = Signature(parameters)
     declared.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic import Field as Bound
-from pydantic_core import CoreSchema
 
 from h5async.config.hints import Where, hint_for
 from h5async.config.values import shown
@@ -48,13 +47,22 @@ class _OnAccess:
         return self._make(cls)
 
 
+def _add_descriptions(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    for name, description in descriptions(model).items():
+        schema["properties"][name]["description"] = description
+
+
 class Frozen(BaseModel):
     """A configuration: unknown options and invalid values raise `ConfigError`."""
 
     keywords: ClassVar[tuple[type, ...]] = ()  # see `documented`
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
+        frozen=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        defer_build=True,
+        json_schema_extra=_add_descriptions,
     )
 
     def __init__(self, **options: Any) -> None:
@@ -89,16 +97,6 @@ class Frozen(BaseModel):
             snake = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
             near = next(iter(difflib.get_close_matches(snake, known, n=1, cutoff=0.5)), None)
         return f"did you mean {near!r}?" if near else f"options are: {', '.join(known)}"
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        made = handler(schema)
-        properties = handler.resolve_ref_schema(made).get("properties", {})
-        for name, description in descriptions(cls).items():
-            properties[name]["description"] = description
-        return made
 
 
 def _absent(_: type) -> NoReturn:

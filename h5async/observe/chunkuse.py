@@ -51,10 +51,6 @@ class _Column(NamedTuple):
     needs: Used
 
     @property
-    def field(self) -> str:
-        return field_of(self.name)
-
-    @property
     def rows_of_sample(self) -> int:
         """Number of rows that a sample consists of, if it is fixed."""
         return self.rows.size if isinstance(self.rows, StepRows) else 1
@@ -109,8 +105,8 @@ class ChunkFacts:
         if not found:
             return Advice()
         culprit = max(found, key=lambda column: column.layout.chunk_nbytes)
-        is_alone = len({column.field for column in columns}) == 1
-        name, unit = "" if is_alone else printable(culprit.field), self._unit_of(culprit)
+        is_alone = len({field_of(column.name) for column in columns}) == 1
+        name, unit = "" if is_alone else printable(field_of(culprit.name)), self._unit_of(culprit)
         config, remedies = self._config, []
         is_free = config.weights is None and config.sampler is None
         if config.shuffle == "full" and is_free and kind == "encoded" and self._window_fits():
@@ -154,7 +150,7 @@ class ChunkFacts:
         for column in self._columns.values():
             layout = column.layout
             if column.needs.raw and layout.chunk_shape and layout.sample_axis:
-                name = printable(column.field)
+                name = printable(field_of(column.name))
                 return (Remedy(f'store "{name}" with the dimension of its samples first'),)
         return ()
 
