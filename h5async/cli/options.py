@@ -129,12 +129,9 @@ def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
 
 def _with_parameters(command: Command, added: Mapping[str, Parameter]) -> Command:
     """Declare parameters instead of a command's ``**typed``."""
-    own = [
-        p.replace(kind=Parameter.KEYWORD_ONLY)
-        for p in signature(command, eval_str=True).parameters.values()
-        if p.kind is not Parameter.VAR_KEYWORD
-    ]
-    parameters = [*own, *added.values()]
+    own = signature(command, eval_str=True).parameters.values()
+    kept = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own if p.kind is not p.VAR_KEYWORD]
+    parameters = [*kept, *added.values()]
     declared: Any = command
     declared.__signature__ = Signature(parameters)
     declared.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -265,10 +262,8 @@ def typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
             value = _table(value, flag(option))
         elif option.takes_names and re.fullmatch(r"[-+]?\d+", value):
             value = int(value)
-        for choice in option.choices:
-            if isinstance(choice, bool) and value == _typed_choice(choice):
-                value = choice
-        options[option.name] = value
+        of_bools = [one for one in option.choices if isinstance(one, bool)]
+        options[option.name] = next((b for b in of_bools if value == _typed_choice(b)), value)
     if len(options.get("hdf5_path", ())) == 1:
         options["hdf5_path"] = options["hdf5_path"][0]
     if typed.get("no_labels"):
