@@ -247,11 +247,10 @@ def _draw_waits(panel: Any, waits: Sequence[float]) -> None:
     lines = ""
     values = np.maximum(np.asarray(waits, np.float64), _LEAST_SECONDS) * 1e3
     if values.size:
-        low, high = np.floor(np.log10(values.min())), np.ceil(np.log10(values.max()))
-        high = max(high, low + 1)
-        bins = np.logspace(low, high, int(high - low) * _BINS_A_DECADE + 1)
-        inside = np.clip(values, bins[0], bins[-1])  # bins are rounded
-        panel.hist(inside, bins=bins, color=_OURS, alpha=0.6)
+        low = values.min()
+        high = max(values.max(), 10 * low)
+        bins = np.geomspace(low, high, 1 + round(_BINS_A_DECADE * np.log10(high / low)))
+        panel.hist(values, bins=bins, color=_OURS, alpha=0.6)
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter("{x:g}")
         middle, most = np.percentile(values, (50, 99)).tolist()

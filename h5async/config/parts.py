@@ -167,9 +167,7 @@ def _weights(value: object) -> object:
         if not found or not all(_is_weight(weight) for weight in found.values()):
             raise ValueError(_WEIGHT_WORDS)
         return found
-    if isinstance(value, str):
-        if not value:
-            raise ValueError(_WEIGHT_WORDS)
+    if isinstance(value, str) and value:
         return value
     array = one_dimensional(value, _WEIGHT_WORDS)
     if array.dtype.kind not in "biuf":
@@ -180,7 +178,7 @@ def _weights(value: object) -> object:
 def _is_weight(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return math.isfinite(value) and value >= 0
+    return 0 <= value < math.inf
 
 
 def plain_selection(value: object) -> object:
