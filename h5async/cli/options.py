@@ -34,9 +34,9 @@ _TABLES = ("indices", "weights")  # may be typed as tables of TOML
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option of a configuration; `default_text`, `values` and `shell` are as in `option`.
+@dataclass(frozen=True, kw_only=True)
+class Option(Words):
+    """One option of a configuration, with the texts of `Words`.
 
     `type` is that of one value on a command line: bool, int, float, str or Path. It is str for
     numbers with a syntax of their own. `choices` are the only values, except None, and numbers if
@@ -45,7 +45,6 @@ class Option:
 
     name: str
     description: str
-    shell: str
     type: type
     choices: tuple[object, ...]
     is_list: bool
@@ -53,8 +52,6 @@ class Option:
     takes_names: bool
     is_required: bool
     default: Any
-    default_text: str
-    values: str
 
 
 def options_of(model: type[BaseModel]) -> list[Option]:
@@ -71,9 +68,9 @@ def _option(name: str, field: Any, description: str) -> Option:
     is_mapping = Mapping in origins
     words = next((one for one in field.metadata if isinstance(one, Words)), Words())
     return Option(
+        **(vars(words) | {"shell": words.shell or description}),
         name=name,
         description=description,
-        shell=words.shell or description,
         type=str if not found or (found[0] is int and words.values) else found[0],
         choices=tuple(v for k in kinds if get_origin(k) is Literal for v in get_args(k)),
         is_list=tuple in origins or is_mapping,
@@ -81,8 +78,6 @@ def _option(name: str, field: Any, description: str) -> Option:
         takes_names=int in found and str in found,
         is_required=field.default is PydanticUndefined,
         default=field.default,
-        default_text=words.default_text,
-        values=words.values,
     )
 
 
