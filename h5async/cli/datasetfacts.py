@@ -243,9 +243,7 @@ def _packing_text(layout: DatasetLayout) -> str:
 
 def method_text(layout: DatasetLayout) -> str:
     """Say how a dataset is read: directly and by what, or through h5py and why."""
-    if load_core() is None:
-        return "h5py: the compiled core is missing"
-    if layout.fallback_reason is not None:
+    if layout.fallback_reason is not None and load_core() is not None:
         return f"h5py: {layout.fallback_reason}"
     return _direct_text(*methods_of(layout))
 
@@ -259,6 +257,8 @@ def methods_of(layout: DatasetLayout) -> tuple[tuple[str, ...], int]:
 
 
 def _direct_text(methods: Collection[str], sources: int) -> str:
+    if load_core() is None:
+        return "h5py: the compiled core is missing"
     if set(methods) == {"h5py"}:
         return "h5py: the core does not read its storage"
     by = ", by the core" if set(methods) == {"core"} else ", partly by h5py" * ("h5py" in methods)
