@@ -36,7 +36,7 @@ from h5async.index.units import most_units
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import method_of
-from h5async.read.h5pyrows import needs_scratch, scratch_nbytes, span_nbytes
+from h5async.read.h5pyrows import needs_scratch, scratch_rows, span_nbytes
 from h5async.read.scratch import ScratchSize
 from h5async.spelling import named
 from h5async.system.resources import free_memory, local_ranks
@@ -204,7 +204,7 @@ class MemoryBudget:
         scratch = threads * _touched_scratch_nbytes(layouts)
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
         pieced = [one for layout in layouts for one in _read_through_scratch(layout)]
-        of_parts = threads * max(map(scratch_nbytes, pieced), default=0)
+        of_parts = threads * max((scratch_rows(x) * x.row_nbytes for x in pieced), default=0)
         yield _Share("rows that only pieces are taken of", of_parts, fewer)
         several = {name: rows * t.rows_of_sample for name, t in self._transforms.items()}
         at_once = {n: t.slot_rows(rows) * t.rows_of_sample for n, t in self._transforms.items()}

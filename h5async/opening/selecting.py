@@ -49,7 +49,7 @@ class Chosen(NamedTuple):
         return (
             are_same(self.weights, other.weights)
             and self.selection.digest() == other.selection.digest()
-            and self.sequences.is_same(other.sequences)
+            and self.sequences.digest() == other.sequences.digest()
         )
 
 
@@ -62,7 +62,7 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
     values = FileValues(config, first)
     sequences = _sequences_of(config, layouts, values)
     has_steps = any(field.steps is not None for field in config.batch_fields.values())
-    is_cut = sequences.size > 1 and (has_steps or config.sequences is not None)
+    is_cut = sequences.starts.size > 1 and (has_steps or config.sequences is not None)
     if is_cut or config.weights is not None or isinstance(config.indices, Split):
         what = f"{first.file}: the lists of its {first.sample_count:,} samples"
         nbytes = _LISTED_NBYTES * first.sample_count
@@ -79,11 +79,12 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
     """Return, per field, which rows each sample consists of; None means its own."""
-    steps = {
-        name: None if field.steps is None else (field.steps, field.pad)
-        for name, field in fields.items()
-    }
-    return dict(zip(steps, sequences.step_rows(steps), strict=True))
+    return sequences.step_rows(
+        {
+            name: None if field.steps is None else (field.steps, field.pad)
+            for name, field in fields.items()
+        }
+    )
 
 
 def _sequences_of(
