@@ -24,7 +24,7 @@ from h5async import (
 from h5async.cli import app, measuring
 from h5async.index import indexcache
 from h5async.index.savedfile import read_saved, write_saved
-from h5async.opening import dataset, fieldkinds
+from h5async.opening import dataset, fieldkinds, filefacts
 
 NAMES = [f"gene{number}" for number in range(9)]
 
@@ -229,7 +229,7 @@ def test_tables(tmp_path, monkeypatch, all_datasets, older):
         nothing_is_read(monkeypatch)
     check_cells(index, names, wanted)
     check_cells(index, names, wanted, {"kind": "obs/kind"})
-    monkeypatch.setattr(dataset, "read_known", None)
+    monkeypatch.setattr(filefacts, "_read_below", None)
     check_cells(
         paths, names, wanted, index_cache=tmp_path / "kept.h5idx"
     ) if not all_datasets else None

@@ -136,7 +136,9 @@ def stream(reader: AsyncReader, epochs: int, tally: Tally) -> None:
 def _sample_form(batch: Any) -> dict[str, Any]:
     """Return the form of a field's sample, as delivered; None stands for lengths that vary."""
     is_array = not isinstance(batch, SampleArrays)
-    kind, shape = ("array", batch.shape[1:]) if is_array else (batch.kind, batch.sample_shape)
+    kind, shape = (
+        ("array", batch.shape[1:]) if is_array else (type(batch).__name__, batch.sample_shape)
+    )
     return {"kind": kind, "shape": shape, "dtype": str(batch.dtype)}
 
 

@@ -36,8 +36,7 @@ from h5async.io.shared import SharedMemory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.samples.fieldkind import Outline, field_of
-from h5async.samples.ragged import native
-from h5async.samples.samplearrays import memory_of, with_memory
+from h5async.samples.samplearrays import memory_of, native, with_memory
 from h5async.spelling import named
 
 _CACHE_SHARE = 0.8  # of the device's free memory, if no budget is given

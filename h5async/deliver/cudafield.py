@@ -18,8 +18,13 @@ from h5async.deliver.device import PinnedPart
 from h5async.errors import DeviceError
 from h5async.io.shared import MORE, Growing
 from h5async.plan.transform import RowTransform
-from h5async.samples.ragged import native
-from h5async.samples.samplearrays import memory_of, with_memory
+from h5async.samples.samplearrays import (
+    dense_on_gpu,
+    memory_of,
+    native,
+    pad_on_gpu,
+    with_memory,
+)
 
 if TYPE_CHECKING:
     from h5async.deliver.gpu import Gpu
@@ -149,15 +154,15 @@ class CudaField:
 
     def _plain(self, arrays: Sequence[Any], out: Any) -> Any:
         """Return a plain array, made from samples of differing lengths."""
-        of_samples = self._kernels.of_samples
+        cupy = self._gpu.cupy
         if self._index_dtype is not None:
             data, indices, indptr = arrays
-            of_samples.dense(data, indices, indptr, out, self._bad)
+            dense_on_gpu(cupy, data, indices, indptr, out, self._bad)
             if self._outline is not None and self._outline.added is not None:
-                self._gpu.cupy.add(out, self._outline.added[()], out=out)
+                cupy.add(out, self._outline.added[()], out=out)
         else:
             values, offsets = arrays
-            of_samples.padded(values, offsets, self._zero, out)
+            pad_on_gpu(cupy, values, offsets, self._zero, out)
         return out
 
     def _changed_values(self, raw: Any) -> Any:

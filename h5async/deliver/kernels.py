@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.plan.transform import RowTransform
-from h5async.samples.samplekernels import EXACT, OPTIONS, SampleKernels
+from h5async.samples.samplearrays import EXACT, OPTIONS
 
 # Per sample; with more, neighbouring threads read too far apart.
 _MAX_PLANES = 16
@@ -55,14 +55,13 @@ class RowChange(NamedTuple):
 
 
 class Kernels:
-    """The kernels of one GPU; `of_samples` are for sparse and ragged samples. Thread-safe."""
+    """The kernels of one GPU. Thread-safe."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         source = Path(__file__).with_name("kernels.cu").read_text()
         module = cupy.RawModule(code=source, options=("-std=c++17",))
         self._function = functools.cache(module.get_function)
-        self.of_samples = SampleKernels(cupy)
         kernel = partial(cupy.ElementwiseKernel, options=OPTIONS, preamble=EXACT)
         self._move = kernel(
             _PLANES_PARAMETERS,

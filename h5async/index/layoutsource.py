@@ -7,49 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from h5async.config import Field
 from h5async.config.files import FileName, is_index
-from h5async.index.contents import Grouping
 from h5async.index.indexcache import open_cache
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
-from h5async.index.metadata import read_layouts
 from h5async.index.savedindex import NamedIndex, Wanted
-
-
-def layouts_of_files(
-    paths: Sequence[FileName],
-    fields: Mapping[str, Field],
-    reach: Reach,
-    cache: bool | Path,
-    grouping: Grouping | None = None,
-) -> Iterator[dict[str, DatasetLayout]]:
-    """Yield the layouts of all fields in each file, in the order of the files.
-
-    Parameters
-    ----------
-    paths
-        HDF5 files, and saved indices (``.h5idx``), each of which represents its files.
-    fields
-        By name.
-    reach
-        Which other files may be read, and how.
-    cache
-        Where to store layouts; see `open_cache`.
-    grouping
-        Which groups of the files are sequences whose datasets are joined.
-
-    Raises
-    ------
-    H5AsyncError
-        As in `read_layouts`; `ReadError` if a saved index cannot be used.
-    """
-
-    def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
-        return read_layouts(path, {name: fields[name] for name in names}, reach, grouping)
-
-    wanted = {name: Wanted.of(field, grouping) for name, field in fields.items()}
-    return known_of_files(paths, wanted, read, reach, cache)
 
 
 def known_of_files(
@@ -60,18 +22,27 @@ def known_of_files(
     cache: bool | Path,
     indices: Mapping[FileName, NamedIndex] = MappingProxyType({}),
 ) -> Iterator[dict[str, DatasetLayout]]:
-    """Yield the facts wanted of each file, in the order of the files; see `layouts_of_files`.
+    """Yield the facts wanted of each file, in the order of the files.
 
     Parameters
     ----------
-    paths, reach, cache
-        As there.
+    paths
+        HDF5 files, and saved indices (``.h5idx``), each of which represents its files.
     wanted
         By name.
     read
         Reads facts that no index has: some names, of one file.
+    reach
+        Which other files may be read, and how.
+    cache
+        Where to store layouts; see `open_cache`.
     indices
         Saved indices that are already open.
+
+    Raises
+    ------
+    H5AsyncError
+        As `read`; `ReadError` if a saved index cannot be used.
     """
     plain = [path for path in paths if not is_index(path)]
     kept = open_cache(cache, plain, list(wanted.values()), reach) if plain else None

@@ -70,10 +70,12 @@ class Wanted(NamedTuple):
         return found._replace(has_names=field.names_axes, has_cf=field.decode_cf, groups=groups)
 
     @classmethod
-    def at(cls, path: str, num_dim: int | str | tuple[int | str, ...] = 0) -> Wanted:
-        """Return the dataset at a path."""
+    def at(
+        cls, path: str, num_dim: int | str | tuple[int | str, ...] = 0, *, kind: str = ""
+    ) -> Wanted:
+        """Return the dataset at a path, or a fact of it."""
         names = (name for name in path.split("/") if name not in ("", "."))
-        return cls("/".join(names), num_dim)
+        return cls("/".join(names), num_dim, kind=kind)
 
 
 class IndexedFile(NamedTuple):

@@ -6,10 +6,10 @@ Options enter; the layout of each field across all files leaves, and the distrib
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,25 +20,23 @@ from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.contents import Grouping
 from h5async.index.hdf5 import OtherKindError
 from h5async.index.layout import DatasetLayout
-from h5async.index.layoutsource import known_of_files, layouts_of_files
+from h5async.index.layoutsource import known_of_files
 from h5async.index.links import Reach
 from h5async.index.savedindex import NamedIndex
 from h5async.index.sequenced import aligned
 from h5async.io.localfiles import read_ahead
-from h5async.opening.fieldkinds import require_alike, with_kinds
+from h5async.opening.fieldkinds import unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
 from h5async.opening.selecting import Chosen, choose, step_rows
+from h5async.order.drawn import SamplerOrder
+from h5async.order.lengths import NO_LIMIT, Lengths, SamplingByLength
 from h5async.order.rows import LengthRows, SpanRows, StepSpans
 from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling, WeightedOrder
+from h5async.order.window import window_order
 from h5async.samples.assembly import columns_of, field_kinds, spans_of
-from h5async.samples.fieldkind import FieldKind, Known, Rows, steps_of
+from h5async.samples.fieldkind import FieldKind, Rows, steps_of
 from h5async.spelling import named
-
-if TYPE_CHECKING:
-    from h5async.order.drawn import SamplerOrder
-    from h5async.order.lengths import Lengths
-
 
 # Called after each file with the number of indexed files and the total.
 on_indexed: ContextVar[Callable[[int, int], None] | None] = ContextVar("on_indexed", default=None)
@@ -67,44 +65,32 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
         path: NamedIndex(path, reach) for path in config.files if is_index(path)
     }
     kinds = field_kinds(config.batch_fields)
-    if any(kind.is_ragged for kind in kinds.values()):
-        _check_ragged(config, kinds)
-    elif not indices:
-        try:
-            return OpenedDataset(config, _plain_layouts(config, kinds, reach, grouping), kinds)
-        except OtherKindError:  # the kinds were not given
-            found = with_kinds(config, reach, grouping, indices)
-            if found[0] is config:
-                require_alike(config, reach, grouping)
-                raise
-            return _open_alike(config, found, reach, grouping, indices)
-    found = with_kinds(config, reach, grouping, indices)
-    return _open_alike(config, found, reach, grouping, indices)
-
-
-def _open_alike(
-    config: ReaderConfig,
-    found: tuple[ReaderConfig, dict[str, FieldKind]],
-    reach: Reach,
-    grouping: Grouping | None,
-    indices: Mapping[FileName, NamedIndex],
-) -> OpenedDataset:
-    """Open a dataset whose fields' kinds are known; on error, check that they are alike."""
     try:
-        return _open_kinds(found, reach, grouping, indices)
-    except DatasetError:
-        require_alike(config, reach, grouping)
-        raise
+        if not indices and not any(kind.is_ragged for kind in kinds.values()):
+            try:
+                return _open_kinds(config, kinds, reach, grouping, indices)
+            except OtherKindError:  # the kinds were not given
+                found, kinds = with_kinds(config, reach, grouping, indices)
+                if found is config:
+                    raise
+        else:
+            found, kinds = with_kinds(config, reach, grouping, indices)
+        return _open_kinds(found, kinds, reach, grouping, indices)
+    except DatasetError as error:
+        other = unlike(config, reach, grouping)
+        if other is None:
+            raise
+        raise other from error
 
 
 def _open_kinds(
-    found: tuple[ReaderConfig, dict[str, FieldKind]],
+    config: ReaderConfig,
+    kinds: dict[str, FieldKind],
     reach: Reach,
     grouping: Grouping | None,
     indices: Mapping[FileName, NamedIndex],
 ) -> OpenedDataset:
-    """Open a dataset whose fields' kinds are known."""
-    config, kinds = found
+    """Open a dataset whose fields are of these kinds; `OtherKindError` if one is not."""
     _check_ragged(config, kinds)
     needs = needs_of(kinds, grouping)
 
@@ -115,69 +101,39 @@ def _open_kinds(
     several = known_of_files(config.files, wanted, read, reach, config.index_cache, indices)
     columns = columns_of(kinds)
     facts: dict[str, list[DatasetLayout]] = {name: [] for name in needs}
-    for known in _telling(several, config):
+    tell = on_indexed.get()
+    for number, known in enumerate(several, 1):
         layouts = aligned({name: known[name] for name in columns})
         _check_lengths(layouts)
         for name, layout in (known | layouts).items():
             facts[name].append(layout)
-    return OpenedDataset(config, _joined(kinds, facts, config, reach), kinds)
-
-
-def _joined(
-    kinds: Mapping[str, FieldKind], known: Known, config: ReaderConfig, reach: Reach
-) -> dict[str, DatasetLayout]:
-    """Return the layouts of columns across all files."""
+        if number == 1 < len(config.files) and not indices:
+            samples = config.batch_size * config.prefetch
+            nbytes = samples * sum(layout.row_nbytes for layout in layouts.values())
+            read_ahead(config.files[0], nbytes)
+        if tell is not None:
+            tell(number, len(config.files))
     joined: dict[str, DatasetLayout] = {}
     for kind in kinds.values():
-        joined |= kind.join(known, config, reach)
-    return joined
+        joined |= kind.join(facts, config, reach)
+    return OpenedDataset(config, joined, kinds)
 
 
 def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:
     """Raise ConfigError for options that do not go together with samples of differing lengths."""
     kind = next((kind for kind in kinds.values() if kind.is_ragged), None)
-    if kind is None:
+    if kind is None or config.cache is None:
         return
-    name, field = kind.name, kind.field
-    for is_given, option, remedy in (
-        (config.cache == "device", f'cache="{config.cache}"', 'set cache="host"'),
-        (config.cache is not None and field.steps is not None, "cache with steps", "leave it out"),
-    ):
-        if is_given:
-            raise ConfigError(
-                f'"{field.path}" ({name}) has samples of differing lengths, for which {option} is'
-                f" not supported; {remedy}"
-            )
-
-
-def _plain_layouts(
-    config: ReaderConfig, kinds: Mapping[str, FieldKind], reach: Reach, grouping: Grouping | None
-) -> dict[str, DatasetLayout]:
-    """Return the layouts of fields of fixed shape, by name, across all files."""
-    fields = config.batch_fields
-    found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
-    known = layouts_of_files(config.files, fields, reach, config.index_cache, grouping)
-    for number, indexed in enumerate(_telling(known, config)):
-        layouts = aligned(indexed)
-        _check_lengths(layouts)
-        for name, layout in layouts.items():
-            found[name].append(layout)
-        if not number and len(config.files) > 1:
-            samples = config.batch_size * config.prefetch
-            nbytes = samples * sum(layout.row_nbytes for layout in layouts.values())
-            read_ahead(config.files[0], nbytes)
-    return _joined(kinds, found, config, reach)
-
-
-def _telling(
-    known: Iterator[dict[str, DatasetLayout]], config: ReaderConfig
-) -> Iterator[dict[str, DatasetLayout]]:
-    """Yield the layouts of each file, and report the progress after each."""
-    tell = on_indexed.get()
-    for number, found in enumerate(known, 1):
-        yield found
-        if tell is not None:
-            tell(number, len(config.files))
+    if config.cache == "device":
+        option, remedy = 'cache="device"', 'set cache="host"'
+    elif kind.field.steps is not None:
+        option, remedy = "cache with steps", "leave it out"
+    else:
+        return
+    raise ConfigError(
+        f'"{kind.field.path}" ({kind.name}) has samples of differing lengths, for which {option} is'
+        f" not supported; {remedy}"
+    )
 
 
 def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
@@ -218,11 +174,14 @@ class Samplings:
         self.rows: list[Rows] = [spans.get(name, steps.get(name)) for name in layouts]
         self.lengths = _lengths_of(config, layouts)
         self.draws = None if weights is None else WeightedOrder(weights, config.seed)
-        self.sampler = None if config.sampler is None else self._sampler_order()
+        self.sampler: SamplerOrder | None = None
         self.epoch_samples = self.selection.size
         if self.draws is not None:
             self.epoch_samples = config.epoch_samples or self.selection.size
-        if self.sampler is not None:
+        if config.sampler is not None:
+            check = partial(self.check, where=f"{self._layouts[0].file}: sampler")
+            sizes = count, config.batch_size, config.epoch_samples
+            self.sampler = SamplerOrder(config.sampler, *sizes, check)
             self.epoch_samples = self.sampler.size
 
     def weights_digest(self) -> str | None:
@@ -267,15 +226,22 @@ class Samplings:
             self._made = {order: found}
         return found
 
-    def most_samples(self, *, may_repeat: bool) -> int:
+    @property
+    def _may_repeat(self) -> bool:
+        """Whether a sample may occur several times in a batch."""
+        is_drawn = self.draws is not None or self.sampler is not None
+        return is_drawn or self.selection.has_repeats
+
+    def most_samples(self) -> int:
         """Return the maximum number of samples in a batch of an epoch."""
         most = min(self._config.batch_size, max(1, self.epoch_samples))
         if self.lengths is None:
             return most
-        return self.lengths.most_samples(self.selection, most, may_repeat=may_repeat)
+        return self.lengths.most_samples(self.selection, most, may_repeat=self._may_repeat)
 
-    def most_rows(self, rows: SpanRows, samples: int, *, may_repeat: bool) -> int:
+    def most_rows(self, rows: SpanRows, samples: int) -> int:
         """Return the maximum number of rows of a column in a batch of `samples`."""
+        may_repeat = self._may_repeat
         if isinstance(rows, StepSpans):
             return rows.most(samples, may_repeat=may_repeat)
         selected = self.selection
@@ -293,66 +259,38 @@ class Samplings:
         return min(most, max(self.lengths.values, int(own.max(initial=0))))
 
     def _new(self, rank: int, world_size: int, *resumed: int) -> Sampling:
-        if self.lengths is not None:
-            return self._new_by_length(rank, world_size, *resumed)
-        config, is_window = self._config, self._config.shuffle == "window"
-        return Sampling(
-            **self._dealing(rank, world_size, config.batch_size),
-            resumed=(resumed[0], self._window(*resumed[1:3])) if resumed and is_window else None,
-        )
-
-    def _new_by_length(self, rank: int, world_size: int, *resumed: int) -> Sampling:
-        from h5async.order.lengths import SamplingByLength
-
-        begun, own = None, (self._config.batch_size, world_size)
-        assert self.lengths is not None
+        size, lengths = self._config.batch_size, self.lengths
+        dealing = self._dealing(rank, world_size, size)
+        if lengths is None:
+            begun_by_window = None
+            if resumed and self._config.shuffle == "window":
+                begun_by_window = resumed[0], self._window(*resumed[1:3])
+            return Sampling(**dealing, resumed=begun_by_window)
+        begun = None
         if resumed:
             epoch, batch_size, ranks, start = resumed
             origin = None
-            if (batch_size, ranks) != own:
-                dealing = self._dealing(0, ranks, batch_size)
-                origin = SamplingByLength(**dealing, lengths=self.lengths)
+            if (batch_size, ranks) != (size, world_size):
+                origin = SamplingByLength(**self._dealing(0, ranks, batch_size), lengths=lengths)
             begun = epoch, start, origin
-        dealing = self._dealing(rank, world_size, own[0])
-        return SamplingByLength(**dealing, lengths=self.lengths, begun=begun)
+        return SamplingByLength(**dealing, lengths=lengths, begun=begun)
 
     def _dealing(self, rank: int, world_size: int, batch_size: int) -> dict[str, Any]:
+        is_window = self._config.shuffle == "window"
         return {
             "num_samples": self.epoch_samples,
             "batch_size": batch_size,
             "shuffle": self._config.shuffle,
             "seed": self._config.seed,
             "drop_last": self._config.drop_last,
-            "order": self._order(batch_size, world_size),
+            "order": self._window(batch_size, world_size) if is_window else self.sampler,
             "draws": self.draws,
             "selection": None if self.sampler or self.selection.is_prefix else self.selection,
             "rank": rank,
             "world_size": world_size,
         }
 
-    def _sampler_order(self) -> SamplerOrder:
-        from h5async.order.drawn import SamplerOrder
-
-        config = self._config
-        return SamplerOrder(
-            config.sampler,
-            self._layouts[0].sample_count,
-            config.batch_size,
-            config.epoch_samples,
-            None
-            if self._all_are_possible
-            else partial(self.check, where=f"{self._layouts[0].file}: sampler"),
-        )
-
-    def _order(self, batch_size: int, world_size: int) -> Order | None:
-        """Return the order of positions, if `Sampling` does not make it itself."""
-        if self._config.shuffle == "window":
-            return self._window(batch_size, world_size)
-        return self.sampler
-
     def _window(self, batch_size: int, world_size: int) -> Order:
-        from h5async.order.window import window_order
-
         config = self._config
         return window_order(
             self._layouts,
@@ -377,11 +315,6 @@ def _lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> L
     option = "bucket" if config.batch_values is None else "batch_values"
     if getattr(config, option) is None:
         return None
-    from h5async.order.lengths import (
-        NO_LIMIT,
-        Lengths,  # only needed here
-    )
-
     first, counts = next(iter(layouts.values())), None
     kinds = field_kinds(config.batch_fields)
     with taking_memory(f"{first.file}: lengths of samples", f"leave out {named(option)}"):
@@ -412,9 +345,8 @@ def digest(lengths: Lengths) -> str:
 
 
 def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:
-    items = list(layouts.items())
-    name, first = items[0]
-    for other_name, other in items[1:]:
+    (name, first), *rest = layouts.items()
+    for other_name, other in rest:
         if other.sample_count != first.sample_count:
             raise DatasetError(
                 f'{first.file}: dataset "{first.path}" ({name}) has {first.sample_count} samples'

@@ -57,8 +57,7 @@ def with_kinds(
     fields = {name: field for name, field in config.batch_fields.items() if type(field) is Field}
     index = indices.get(config.files[0])
     paths = {name: field.path for name, field in fields.items()}
-    groups = "" if grouping is None else str(grouping)
-    known = {} if index is None else _in_index(index, paths, groups)
+    known = {} if index is None else _in_index(index, paths, grouping)
     rest = {name: path for name, path in paths.items() if name not in known}
     if rest:
         first = config.files[0] if index is None else index.paths[0]
@@ -81,44 +80,32 @@ def with_kinds(
     return config, kinds | codes
 
 
-def require_alike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> None:
-    """Check, after an error, that the paths of fields lead to the same kinds in all files.
-
-    DatasetError if they do not; the message says where they differ.
-    """
+def unlike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> DatasetError | None:
+    """Return an error that says where paths lead to other kinds than in the first file, or None."""
     files = [path for path in config.files if not is_index(path)]
-    if len(files) < 2:
-        return
     paths = {name: field.path for name, field in config.batch_fields.items()}
-    unlike, first = None, files[0]
-    with suppressing(H5AsyncError):  # the original error is raised in any case
-        several = ((path, _in_file(path, paths, reach, grouping)) for path in files)
-        first, there = next(several)
-        unlike = next(
-            (
-                (path, name, here[name].kind, there[name].kind)
-                for path, here in several
-                for name in paths
-                if here[name].kind != there[name].kind
-            ),
-            None,
-        )
-    if unlike is None:
-        return
-    path, name, kind, of_first = unlike
-    raise DatasetError(
-        f'{path}: "{paths[name]}" ({name}) is no {_WORDS[of_first]}, as it is in {first}'
-        f"{f', but a {_WORDS[kind]}' * bool(kind)}; several files can be read as one where these"
-        " are alike: store it alike in all of them"
-    )
+    with suppressing(H5AsyncError):  # of files that cannot be looked into
+        first = _in_file(files[0], paths, reach, grouping) if len(files) > 1 else {}
+        for path in files[1:]:
+            here = _in_file(path, paths, reach, grouping)
+            for name, (kind, _) in here.items():
+                if kind != first[name].kind:
+                    return DatasetError(
+                        f'{path}: "{paths[name]}" ({name}) is no {_WORDS[first[name].kind]}, as it'
+                        f" is in {files[0]}{f', but a {_WORDS[kind]}' * bool(kind)}; several files"
+                        " can be read as one where these are alike: store it alike in all of them"
+                    )
+    return None
 
 
-def _in_index(index: NamedIndex, paths: Mapping[str, str], groups: str) -> dict[str, _Found]:
+def _in_index(
+    index: NamedIndex, paths: Mapping[str, str], grouping: Grouping | None
+) -> dict[str, _Found]:
     """Return what a saved index says of paths, as far as it knows them."""
-    if not index.paths:
-        return {}
-    known = {(one.path, one.kind) for one in index.datasets(0) if one.groups == groups}
-    found = {}
+    found: dict[str, _Found] = {}
+    groups = "" if grouping is None else str(grouping)
+    datasets = index.datasets(0) if index.paths else ()
+    known = {(one.path, one.kind) for one in datasets if one.groups == groups}
     for name, typed in paths.items():
         path = Wanted.at(typed).path
         for kind in (SHAPE, CATEGORIES, NULLABLE, HEAP, ""):

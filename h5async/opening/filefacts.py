@@ -18,7 +18,7 @@ a layout: also names and shapes, whose values lie in memory. What a `Wanted` of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,47 +27,42 @@ from h5async.config import Field
 from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.contents import Grouping
-from h5async.index.groupfields import Column, category_names, column, index_of_table, names_beside
+from h5async.index.groupfields import Column, category_names, index_of_table, names_beside
 from h5async.index.hdf5 import OtherKindError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
-from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts, value_layout
+from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts
 from h5async.index.savedindex import Wanted
 from h5async.index.sequenced import join_groups
 from h5async.io.stores import absolute_name, settled_stamp
-from h5async.opening.raggedcolumns import heap_layout, sparse_layouts, with_spans
-from h5async.read.whole import read_whole
+from h5async.opening.filevalues import categories_of, column_at, small_values
+from h5async.opening.raggedcolumns import heap_layout, sparse_rows, with_spans
 from h5async.samples.fieldkind import (
     CATEGORIES,
     HEAP,
-    INDICES,
     NULLABLE,
     ROWS,
     SHAPE,
     TEXTS,
     FieldKind,
+    layout_of_values,
     values_of,
 )
-from h5async.samples.sparsekind import ID, SHAPE_OF
+from h5async.samples.sparsekind import ID
 from h5async.spelling import name_text, named
 from h5async.system.interruptions import suppressing
 
 _MOST_NAMES = 1 << 24
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Need(NamedTuple):
-    """A fact to read of each file for a field: `wanted`, as the module docstring says.
+    """A fact to read of each file for a field: `wanted`, as the module docstring says."""
 
-    `column` is the path of a categorical column, if these are its codes: which dataset holds them
-    depends on the version of AnnData that wrote the file.
-    """
-
-    name: str
-    field: Field
+    kind: FieldKind
     wanted: Wanted
-    column: str = ""
 
 
 def needs_of(kinds: Mapping[str, FieldKind], grouping: Grouping | None) -> dict[str, Need]:
@@ -75,33 +70,34 @@ def needs_of(kinds: Mapping[str, FieldKind], grouping: Grouping | None) -> dict[
     found: dict[str, Need] = {}
     groups = "" if grouping is None else str(grouping)
     for name, kind in kinds.items():
-        facts = kind.facts()
-        if name not in facts:
-            wanted = Wanted.of(kind.field, grouping)
-            found[name] = Need(name, kind.field, wanted, kind.table_column)
-        for at, fact in facts.items():
-            wanted = Wanted.at(fact.path)._replace(groups=groups, kind=fact.kind)
-            found[at] = Need(name, kind.field, wanted)
+        several = {name: Wanted.of(kind.field)} | kind.facts()
+        for at, wanted in several.items():
+            found[at] = Need(kind, wanted._replace(groups=groups))
     return found
 
 
 def read_known(
-    path: FileName,
-    needs: Mapping[str, Need],
-    reach: Reach,
-    grouping: Grouping | None,
+    path: FileName, needs: Mapping[str, Need], reach: Reach, grouping: Grouping | None
 ) -> dict[str, DatasetLayout]:
     """Read the facts of a file, by the names of their needs; columns of groups are joined.
 
     H5AsyncError if the file is missing, damaged, or does not match the fields.
     """
     found: dict[str, DatasetLayout] = {}
-    plain = {name: need.field for name, need in needs.items() if not need.wanted.kind}
-    columns = {name: need.column for name, need in needs.items() if need.column}
-    found |= _elsewhere(path, {name: plain[name].path for name in columns}, columns, reach)
-    plain = {name: field for name, field in plain.items() if name not in found}
+    plain: dict[str, Field] = {}
+    for name, (kind, wanted) in needs.items():
+        if wanted.kind:
+            continue
+        # Which dataset holds codes depends on the version of AnnData that wrote the file.
+        of_table = column_at(path, kind.table_column, reach) if kind.table_column else None
+        codes = None if of_table is None or of_table.categories is None else of_table.values
+        if codes is None or codes.path.strip("/") == wanted.path:
+            plain[name] = kind.field
+        else:
+            found[name] = codes
     if plain:
-        found |= read_layouts(path, plain, reach, grouping, may_be_codes=True)
+        has_codes = any(need.kind.table_column for need in needs.values())
+        found |= read_layouts(path, plain, reach, grouping, may_be_codes=has_codes)
     rest = {name: need for name, need in needs.items() if need.wanted.kind}
     if not rest:
         return found
@@ -118,26 +114,13 @@ def read_known(
     return found
 
 
-def _elsewhere(
-    path: FileName, usual: Mapping[str, str], columns: Mapping[str, str], reach: Reach
-) -> dict[str, DatasetLayout]:
-    """Return the codes of the categorical columns of a file that lie elsewhere than usual."""
-    found = {}
-    for name, at in columns.items():
-        of_table = column_at(path, at, reach)
-        if of_table is not None and of_table.categories is not None:
-            if of_table.values.path.strip("/") != Wanted.at(usual[name]).path:
-                found[name] = of_table.values
-    return found
-
-
 def _require_equal(parts: Sequence[DatasetLayout], need: Need) -> None:
     for one in parts:
         columns = slice(1, None) if need.wanted.kind == SHAPE else slice(None)
         if not np.array_equal(values_of(one)[columns], values_of(parts[0])[columns]):
             raise DatasetError(
-                f'{one.file}: "{one.path}" ({need.name}) has other columns than "{parts[0].path}";'
-                " sparse matrices of several groups must have as many columns"
+                f'{one.file}: "{one.path}" ({need.kind.name}) has other columns than'
+                f' "{parts[0].path}"; sparse matrices of several groups must have as many columns'
             )
 
 
@@ -147,18 +130,22 @@ def _read_below(
     """Read the facts other than layouts of a dataset alone; paths begin with a prefix."""
     found: dict[str, DatasetLayout] = {}
     matrices: dict[str, dict[str, DatasetLayout]] = {}
-    for name, (of_field, field, wanted, _) in needs.items():
+    for name, (of_field, wanted) in needs.items():
         at = prefix + wanted.path
         if wanted.kind == HEAP:
             found[name] = heap_layout(at, path, reach)
         elif wanted.kind in (ROWS, SHAPE):
-            if of_field not in matrices:
-                matrices[of_field] = _matrix(of_field, prefix + field.path, path, reach)
-            found[name] = matrices[of_field][name]
+            matrix, _, member = (at, "", "") if wanted.kind == SHAPE else at.rpartition("/")
+            if matrix not in matrices:
+                matrices[matrix] = _matrix(path, matrix or "/", reach)
+            found[name] = matrices[matrix][member]
         elif wanted.kind == TEXTS:
             found[name] = _index_layout(path, prefix, wanted.path, reach)
         elif wanted.kind == CATEGORIES:
-            found[name] = _categories(of_field, at, path, reach)
+            of_table = column_at(path, at, reach)
+            if of_table is None or of_table.categories is None:
+                raise DatasetError(f'{path}: "{at}" ({of_field.name}) is no categorical column')
+            found[name] = _categories(path, at, of_table, reach)
         else:
             kind, _, offsets = wanted.kind.partition(" ")
             flat = _flat_layout(name, at, path, reach)
@@ -180,9 +167,14 @@ def _flat_layout(name: str, at: str, path: FileName, reach: Reach) -> DatasetLay
         ) from error
 
 
-def _matrix(name: str, at: str, path: FileName, reach: Reach) -> dict[str, DatasetLayout]:
-    layouts, shape = sparse_layouts(name, at, path, reach)
-    return layouts | {name + SHAPE_OF: _in_memory(path, at, np.array(shape, np.int64), reach)}
+def _matrix(path: FileName, at: str, reach: Reach) -> dict[str, DatasetLayout]:
+    """Return the facts of a sparse matrix by the names of its datasets; its shape by ""."""
+    group, spans = sparse_rows(path, at, reach)
+    return {
+        "data": group.data.changed(spans=spans),
+        "indices": group.indices.changed(spans=spans),
+        "": _in_memory(path, at, np.array(group.shape, np.int64), reach),
+    }
 
 
 def _index_layout(path: FileName, prefix: str, matrix: str, reach: Reach) -> DatasetLayout:
@@ -207,26 +199,12 @@ def _index_layout(path: FileName, prefix: str, matrix: str, reach: Reach) -> Dat
 
 
 def _names(path: FileName, at: str, reach: Reach) -> tuple[str, ...]:
-    found = value_layout(path, at, _MOST_NAMES, reach)
-    array = found if isinstance(found, np.ndarray) else read_whole(found, reach)
-    return tuple(
-        str(name_text(n)) if isinstance(n, bytes | str) else str(n) for n in array.tolist()
-    )
+    several = small_values(path, at, _MOST_NAMES, reach).tolist()
+    return tuple(str(name_text(n)) if isinstance(n, bytes | str) else str(n) for n in several)
 
 
-def _categories(name: str, at: str, path: FileName, reach: Reach) -> DatasetLayout:
-    with open_index(path) as file:
-        found = column(file, at, reach)
-    if found is None or found.categories is None:
-        raise DatasetError(f'{path}: "{at}" ({name}) is no categorical column')
-    return _categories_layout(path, at, found, reach)
-
-
-def _categories_layout(path: FileName, at: str, found: Column, reach: Reach) -> DatasetLayout:
-    values = found.categories
-    if isinstance(values, DatasetLayout):
-        values = read_whole(values, reach)
-    assert values is not None
+def _categories(path: FileName, at: str, of_table: Column, reach: Reach) -> DatasetLayout:
+    values = categories_of(of_table, reach)
     names = category_names(values)
     if values.dtype.kind in "biuf":
         return _in_memory(path, at, values, reach)
@@ -249,18 +227,7 @@ def _in_memory(path: FileName, at: str, array: NDArray[Any], reach: Reach) -> Da
     name = absolute_name(path)
     stamp = settled_stamp(name)
     reach.consulted.found(name, stamp)
-    return DatasetLayout(
-        file=name,
-        stamp=stamp,
-        path=at.strip("/"),
-        shape=array.shape,
-        dtype=array.dtype,
-        sample_axis=0,
-        storage="compact",
-        fallback_reason=None,
-        fill=np.zeros((), array.dtype),
-        values=np.ascontiguousarray(array).view(np.uint8) if array.dtype.kind == "b" else array,
-    )
+    return layout_of_values(name, stamp, at.strip("/"), array)
 
 
 # --- all of a file -------------------------------------------------------------------------------
@@ -280,9 +247,10 @@ def list_known(
         if isinstance(layout, DatasetLayout):
             yield wanted, layout
             continue
-        heap = Wanted.at(name)._replace(groups=groups, kind=HEAP)
-        found = _tried(lambda heap=heap: _known_one(path, heap, reach, grouping))  # type: ignore[misc]
-        yield (wanted, layout) if found is None else (heap, found)
+        heap = Wanted.at(name, kind=HEAP)._replace(groups=groups)
+        needs = {"": Need(FieldKind("", Field(heap.path)), heap)}
+        found = _tried(read_known, path, needs, reach, grouping)
+        yield (wanted, layout) if found is None else (heap, found[""])
     if grouping is None:
         for parent, member in (name.rpartition("/")[::2] for name in paths):
             yield from _list_group(path, parent, member, reach)
@@ -292,46 +260,29 @@ def _list_group(
     path: FileName, parent: str, member: str, reach: Reach
 ) -> Iterator[tuple[Wanted, DatasetLayout]]:
     """Yield the facts of a dataset's group: a sparse matrix, or a column."""
-
-    def wanted(at: str, kind: str) -> Wanted:
-        return Wanted.at(at)._replace(kind=kind)
-
     if member == "indptr":
-        found = _tried(lambda: _matrix("", parent, path, reach))
+        found = _tried(_matrix, path, parent, reach)
         if found is not None:
-            yield wanted(f"{parent}/data", ROWS), found[""]
-            yield wanted(f"{parent}/indices", ROWS), found[INDICES]
-            yield wanted(parent, SHAPE), found[SHAPE_OF]
-            names = _tried(lambda: _index_layout(path, "", parent, reach))
+            yield Wanted.at(f"{parent}/data", kind=ROWS), found["data"]
+            yield Wanted.at(f"{parent}/indices", kind=ROWS), found["indices"]
+            yield Wanted.at(parent, kind=SHAPE), found[""]
+            names = _tried(_index_layout, path, "", parent, reach)
             if names is not None:
-                yield wanted(parent, TEXTS), names
+                yield Wanted.at(parent, kind=TEXTS), names
     elif member in ("codes", "mask") or parent.endswith("/__categories"):
         is_older = member not in ("codes", "mask")
         at = f"{parent.removesuffix('/__categories')}/{member}" if is_older else parent
-        of_table = _tried(lambda: column_at(path, at, reach))
+        of_table = _tried(column_at, path, at, reach)
         if of_table is not None and of_table.mask is not None:
-            yield wanted(at, NULLABLE), _in_memory(path, at, np.zeros(0, np.uint8), reach)
+            yield Wanted.at(at, kind=NULLABLE), _in_memory(path, at, np.zeros(0, np.uint8), reach)
         elif of_table is not None:
-            layout = _tried(lambda: _categories_layout(path, at, of_table, reach))
+            layout = _tried(_categories, path, at, of_table, reach)
             if layout is not None:
-                yield wanted(at, CATEGORIES), layout
+                yield Wanted.at(at, kind=CATEGORIES), layout
 
 
-def _known_one(
-    path: FileName, wanted: Wanted, reach: Reach, grouping: Grouping | None
-) -> DatasetLayout:
-    need = Need("", Field(wanted.path), wanted)
-    return read_known(path, {"": need}, reach, grouping)[""]
-
-
-def column_at(path: FileName, at: str, reach: Reach) -> Column | None:
-    """Return the column of a table at a path of a file, or None."""
-    with open_index(path) as file:
-        return column(file, at, reach)
-
-
-def _tried(read: Callable[[], T]) -> T | None:
-    """Return the result of `read()`, or None on error: nothing there, or it is damaged."""
+def _tried(read: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+    """Return the result of `read`, or None on error: nothing there, or it is damaged."""
     with suppressing(H5AsyncError):
-        return read()
+        return read(*args, **options)
     return None

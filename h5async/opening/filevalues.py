@@ -28,27 +28,22 @@ _MOST_PER_SAMPLE = 16
 class FileValues:
     """Reads small datasets that the files of a reader have beside its fields.
 
-    `first` is the layout of the first field, which has the number of samples per file. `room`
-    limits the memory for the sizes that files declare.
+    `first` is the layout of the first field, which has the number of samples per file. The room
+    of `reach` limits the memory for the sizes that files declare.
     """
 
     def __init__(self, config: ReaderConfig, first: DatasetLayout) -> None:
         self._config = config
-        self._first = first
-        self._reach = reach_of(config)
-        self.room = self._reach.room
+        self.first = first
+        self.reach = reach_of(config)
 
     def of_samples(self, option: str, path: str) -> NDArray[Any]:
         """Return a dataset's value per sample, across all files; errors name the option.
 
         Raises like `read`, or if a file has another number of values than samples.
         """
-        found = []
-        for file, count in self.files():
-            array = self.read(option, file, path, count)
-            check_length(array, file, path, count)
-            found.append(array)
-        return np.concatenate(found)
+        several = [self.of_file(option, file, path, count) for file, count in self.files()]
+        return np.concatenate(several)
 
     def classes(self, option: str, path: str) -> NDArray[Any]:
         """Return a value per sample, equal for samples of one class; raises like `of_samples`.
@@ -56,7 +51,7 @@ class FileValues:
         For a categorical column these are codes in the united categories: codes of one file mean
         nothing in another one.
         """
-        columns = [self._column(file, path) for file, _ in self.files()]
+        columns = [column_at(file, path, self.reach) for file, _ in self.files()]
         if all(one is None or one.mask is not None for one in columns):
             return self.of_samples(option, path)
         found, names = [], []
@@ -66,11 +61,9 @@ class FileValues:
                     f'{option}: {file}: "{path}" must be a categorical column, as in other files,'
                     " or a dataset with a value for each sample"
                 )
-            codes = self.of_layout(one.values).astype(np.int64)
+            codes = read_whole(one.values, self.reach).astype(np.int64)
             check_length(codes, file, path, count)
-            categories = one.categories
-            if isinstance(categories, DatasetLayout):
-                categories = self.of_layout(categories)
+            categories = categories_of(one, self.reach)
             if codes.size and not -1 <= codes.min() <= codes.max() < len(categories):
                 raise DatasetError(
                     f"{one.where} has codes from {codes.min()} to {codes.max()}, and there are"
@@ -83,13 +76,14 @@ class FileValues:
 
     def is_categorical(self, path: str) -> bool:
         """Return whether a path leads to a categorical column in the first file."""
-        one = self._column(self.files()[0][0], path)
+        one = column_at(self.files()[0][0], path, self.reach)
         return one is not None and one.categories is not None
 
-    def _column(self, file: FileName, path: str) -> Column | None:
-        """Return the categorical or nullable column at a path of a file, or None."""
-        with open_index(file) as opened:
-            return column(opened, path, self._reach)
+    def of_file(self, option: str, file: FileName, path: str, count: int) -> NDArray[Any]:
+        """Return a dataset's value per sample of one file; raises like `of_samples`."""
+        array = self.read(option, file, path, count)
+        check_length(array, file, path, count)
+        return array
 
     def read(self, option: str, file: FileName, path: str, count: int) -> NDArray[Any]:
         """Return all values of a dataset of one file, which has `count` samples.
@@ -98,10 +92,9 @@ class FileValues:
         """
         most = max(_MOST_VALUES, _MOST_PER_SAMPLE * count)
         try:
-            found = value_layout(file, path, most, self._reach)
-            return found if isinstance(found, np.ndarray) else self.of_layout(found)
+            return small_values(file, path, most, self.reach)
         except OtherKindError as error:
-            of_table = self._column(file, path)
+            of_table = column_at(file, path, self.reach)
             if of_table is None:
                 raise DatasetError(f"{option}: {error.marked}") from error
             if of_table.values.num_samples > most:
@@ -118,22 +111,18 @@ class FileValues:
             raise DatasetError(
                 f'{option}: {of_table.where} is categorical; give "{path}/codes" to have its codes'
             )
-        missing = self.of_layout(of_table.mask)
+        missing = read_whole(of_table.mask, self.reach)
         if missing.any():
             raise DatasetError(
                 f"{option}: {of_table.where} has no value in row {missing.argmax()}"
                 f' ({np.count_nonzero(missing):,} in all); give "{path}/values" to take what is'
                 " stored there in its place"
             )
-        return self.of_layout(of_table.values)
-
-    def of_layout(self, layout: DatasetLayout) -> NDArray[Any]:
-        """Return all values of a dataset."""
-        return read_whole(layout, self._reach)
+        return read_whole(of_table.values, self.reach)
 
     def files(self) -> Sequence[tuple[FileName, int]]:
         """Return the files, and the number of samples in each."""
-        first = self._first
+        first = self.first
         several = first.file_samples or ((first.file, first.sample_count),)
         if self._config.names_index:
             return several
@@ -150,10 +139,9 @@ def reach_of(config: ReaderConfig) -> Reach:
 def read_names(reach: Reach, file: FileName, path: str) -> list[str]:
     """Return the names in a dataset of strings; H5AsyncError if it cannot be read as such."""
     try:
-        found = value_layout(file, path, _MOST_VALUES, reach)
+        array = small_values(file, path, _MOST_VALUES, reach)
     except DatasetError as error:
         raise DatasetError(f"{named('sequences')}: only: {error.marked}") from error
-    array = found if isinstance(found, np.ndarray) else read_whole(found, reach)
     names = [str(name_text(name)) for name in array.tolist() if isinstance(name, bytes | str)]
     if len(names) < array.size:
         raise DatasetError(
@@ -170,3 +158,22 @@ def check_length(array: NDArray[Any], file: FileName, path: str, count: int) -> 
             f'{file}: dataset "{path}" must have a value for each of the {count:,} samples of the'
             f" file, and has {array.size:,}"
         )
+
+
+def small_values(file: FileName, path: str, most: int, reach: Reach) -> NDArray[Any]:
+    """Return all values of a dataset, `most` at most; raises like `value_layout`."""
+    found = value_layout(file, path, most, reach)
+    return found if isinstance(found, np.ndarray) else read_whole(found, reach)
+
+
+def column_at(file: FileName, path: str, reach: Reach) -> Column | None:
+    """Return the categorical or nullable column of a table at a path of a file, or None."""
+    with open_index(file) as opened:
+        return column(opened, path, reach)
+
+
+def categories_of(of_table: Column, reach: Reach) -> NDArray[Any]:
+    """Return what the codes of a categorical column stand for."""
+    values = of_table.categories
+    assert values is not None
+    return read_whole(values, reach) if isinstance(values, DatasetLayout) else values

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,8 +81,8 @@ class MemoryBudget:
 
     `layouts` and `transforms` are by column name, in order. Slots have `rows` samples;
     `made_nbytes` are, by field name, the bytes of a slot for what is made of the rows that are
-    read. `selection` are the samples; None means all. `fewer_threads_do` says whether there may be
-    fewer threads than configured.
+    read. `selection` are the samples. `fewer_threads_do` says whether there may be fewer threads
+    than configured.
     """
 
     def __init__(
@@ -93,9 +92,9 @@ class MemoryBudget:
         transforms: Mapping[str, RowTransform],
         rows: int,
         *,
-        made_nbytes: Mapping[str, int] = MappingProxyType({}),
-        selection: Selection | None = None,
-        fewer_threads_do: bool = False,
+        made_nbytes: Mapping[str, int],
+        selection: Selection,
+        fewer_threads_do: bool,
     ) -> None:
         self._made_nbytes = made_nbytes
         self._selection = selection
@@ -122,7 +121,11 @@ class MemoryBudget:
         for name, layout in self._layouts.items():
             rows = self._rows * self._transforms[name].rows_of_sample
             for source in _read_through_scratch(layout):
-                self._check_row(source)
+                held = (
+                    "only pieces of its samples are wanted, but each is read whole, and has {}"
+                    " bytes"
+                )
+                self._require(source.row_nbytes, source, held)
             for leaf, _ in kinds_of(layout):
                 if leaf.chunks is None and not (leaf.filters or leaf.sources):
                     continue  # no chunks: nothing is listed or held whole
@@ -180,9 +183,8 @@ class MemoryBudget:
     def _shares(self, device_nbytes: int, threads: int) -> Iterator[_Share]:
         """Yield the needs of a reader with some number of threads per filler."""
         config, rows, fillers = self._config, self._rows, self._fillers
-        smaller = f"make {self._batch_option} or {named('prefetch')} smaller"
-        batches = config.prefetch
-        yield _Share(f"{batches} batches of {rows} samples", sum(self._slots().values()), smaller)
+        of_slots = f"{config.prefetch} batches of {rows} samples"
+        yield _Share(of_slots, sum(self._slots().values()), self._smaller_batches)
         if config.debug_lifetimes:
             copied = sum(t.slot_rows(rows) * t.nbytes for t in self._transforms.values())
             yield _Share("copies of batches", 2 * copied, f"set {named('debug_lifetimes', False)}")
@@ -197,17 +199,20 @@ class MemoryBudget:
         """Yield the needs of each filler."""
         config, rows, batches = self._config, self._rows, self._config.prefetch
         layouts = list(self._layouts.values())
-        smaller = f"make {self._batch_option} or {named('prefetch')} smaller"
+        smaller = self._smaller_batches
         fewer = f"make {named('num_threads')} smaller" if threads > 1 else "store smaller chunks"
         scratch = threads * _touched_scratch_nbytes(layouts)
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
-        of_parts = threads * max(map(_parts_scratch_nbytes, layouts))
+        pieced = [one for layout in layouts for one in _read_through_scratch(layout)]
+        of_parts = threads * max((scratch_rows(x) * x.row_nbytes for x in pieced), default=0)
         yield _Share("rows that only pieces are taken of", of_parts, fewer)
         several = {name: rows * t.rows_of_sample for name, t in self._transforms.items()}
         at_once = {n: t.slot_rows(rows) * t.rows_of_sample for n, t in self._transforms.items()}
         read = max(_fallback_nbytes(y, at_once[name]) for name, y in self._layouts.items())
         yield _Share("what h5py reads at a time", read, f"make {named('batch_size')} smaller")
-        planned = sum(several[name] * _num_layers(y) for name, y in self._layouts.items())
+        # In a row are as many pieces as there are layers of datasets.
+        layers = {n: max(1, len(table_of(y)[0].layers)) for n, y in self._layouts.items()}
+        planned = sum(several[name] * count for name, count in layers.items())
         plans = rows * PLANNED_SAMPLE_NBYTES + planned * PLANNED_ROW_NBYTES
         yield _Share("plans of batches", batches * plans, smaller)
         tables = sum(map(table_nbytes, layouts))
@@ -229,9 +234,10 @@ class MemoryBudget:
         return _UNIT_NBYTES * max(map(most_units, self._layouts.values()))
 
     @property
-    def _batch_option(self) -> str:
-        """The option that makes batches smaller."""
-        return named("batch_size" if self._config.batch_values is None else "batch_values")
+    def _smaller_batches(self) -> str:
+        """The options that make batches take less."""
+        batch = named("batch_size" if self._config.batch_values is None else "batch_values")
+        return f"make {batch} or {named('prefetch')} smaller"
 
     def _slots(self) -> dict[str, int]:
         """Return the bytes of the slots per field: rows as read, and as delivered.
@@ -262,9 +268,8 @@ class MemoryBudget:
         total, limit = sum(needed.values()), self._limit
         if total > limit:
             largest = self._layouts[max(needed, key=lambda name: needed[name])]
-            remedy = f"make {self._batch_option} or {named('prefetch')} smaller"
-            longest = ""
-            if largest.is_ragged and (self._selection is None or self._selection.size):
+            remedy, longest = self._smaller_batches, ""
+            if largest.is_ragged and self._selection.size:
                 sample, nbytes = _longest_sample(largest, self._selection)
                 longest = f" the longest one is sample {sample}, of {nbytes:,} bytes;"
                 if nbytes * self._config.prefetch > limit:
@@ -273,15 +278,9 @@ class MemoryBudget:
                 f'{largest.file}: dataset "{largest.path}" of shape {largest.shape}:'
                 f" {self._config.prefetch} batches of {self._rows} samples take {total:,} bytes and"
                 f" do not fit in memory: they may take {limit:,} ({self._whose(limit)});"
-                f"{longest} {remedy}, or set"
-                f" {named('max_batch_bytes')} if you trust the"
-                f" file. {_what_is_free()}"
+                f"{longest} {remedy}, or set {named('max_batch_bytes')} if you trust the file."
+                f" {_what_is_free()}"
             )
-
-    def _check_row(self, layout: DatasetLayout) -> None:
-        """Check a row that is held whole, to take pieces of it."""
-        found = "only pieces of its samples are wanted, but each is read whole, and has {} bytes"
-        self._require(layout.row_nbytes, layout, found)
 
     def _check_pieces(self, layout: DatasetLayout, rows: int) -> None:
         """Check the lists of chunks, including those of a batch."""
@@ -329,11 +328,9 @@ def _what_is_free() -> str:
     return f"Free memory: {text}{shared}"
 
 
-def _longest_sample(layout: DatasetLayout, selection: Selection | None) -> tuple[int, int]:
+def _longest_sample(layout: DatasetLayout, selection: Selection) -> tuple[int, int]:
     """Return the number of the longest sample of a ragged field, and its bytes."""
     lengths: NDArray[Any] = np.diff(layout.starts()) if layout.lengths is None else layout.lengths
-    if selection is None:
-        selection = Selection.of_range(range(lengths.size))
     numbers = selection.samples(np.arange(selection.size, dtype=np.int64))
     sample = int(numbers[lengths[numbers].argmax()])
     return sample, int(lengths[sample]) * layout.row_nbytes
@@ -346,12 +343,6 @@ def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:
             yield leaf
 
 
-def _parts_scratch_nbytes(layout: DatasetLayout) -> int:
-    """Return the bytes that a thread holds of rows to take pieces of them."""
-    parts = _read_through_scratch(layout)
-    return max((scratch_rows(part) * part.row_nbytes for part in parts), default=0)
-
-
 def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
     """Return the part of a thread's scratch that it uses; it is as large as any field needs."""
     size = ScratchSize.of(layouts)
@@ -360,28 +351,17 @@ def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
     return size.encoded + size.raw_chunk + size.between * min(3, filters) + of_heaps
 
 
-def _num_layers(layout: DatasetLayout) -> int:
-    """Return the number of pieces in different datasets that make up a row."""
-    return max(1, len(table_of(layout)[0].layers))
-
-
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
     """Return the bytes held to read through h5py, by one thread at a time."""
     most = 0
     for leaf, _ in kinds_of(layout):
         if method_of(leaf) != "h5py":
             continue
-        read = min(leaf.nbytes, span_nbytes(leaf, rows))
-        # A chunk that is checked: encoded, decoded, and between its filters.
-        checked = max(
-            (
-                _whole_chunk_nbytes(source) * (2 + min(3, len(source.filters)))
-                for source in leaf.origins()
-                if source.filters
-            ),
-            default=0,
-        )
-        most = max(most, read, checked)
+        most = max(most, min(leaf.nbytes, span_nbytes(leaf, rows)))
+        for source in leaf.origins():
+            if source.filters:  # a chunk that is checked: encoded, decoded, and between its filters
+                held = 2 + min(3, len(source.filters))
+                most = max(most, held * _whole_chunk_nbytes(source))
     return most
 
 

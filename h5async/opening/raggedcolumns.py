@@ -15,7 +15,7 @@ from h5async.core.binding import load_core
 from h5async.core.structures import NOWHERE
 from h5async.errors import DatasetError, ReadError
 from h5async.index.datasettable import table_of
-from h5async.index.groupfields import row_offsets, sparse_group
+from h5async.index.groupfields import SparseGroup, row_offsets, sparse_group
 from h5async.index.joined import with_lengths
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import HeapFile
@@ -25,7 +25,6 @@ from h5async.index.room import files_of
 from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.stamps import FileStamp
 from h5async.read.whole import read_blocks
-from h5async.samples.fieldkind import INDICES
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
@@ -128,24 +127,16 @@ def _files_of_samples(layout: DatasetLayout) -> tuple[Int64s, list[tuple[str, Fi
 
     The first array has where runs begin, and the number of samples; the list has a file per run.
     """
-    known: dict[tuple[str, FileStamp], int] = {}
-    number = _numbers_of_files(layout, np.arange(layout.num_samples), known)
-    first = np.flatnonzero(np.diff(number, prepend=-1))
-    files = list(known)
-    return np.append(first, number.size), [files[one] for one in number[first].tolist()]
-
-
-def _numbers_of_files(
-    layout: DatasetLayout, rows: Int64s, known: dict[tuple[str, FileStamp], int]
-) -> NDArray[np.int32]:
-    """Return the number of the file that holds each of some rows; `known` counts the files."""
-    own = known.setdefault((layout.file, layout.stamp), len(known))
-    found = np.full(rows.size, own, np.int32)
     segments, datasets = table_of(layout)
-    files = [known.setdefault(file, len(known)) for file in datasets.columns.files]
-    for dataset, _, here, _ in segments.find(rows):
-        found[here] = files[datasets.columns.file[dataset]]
-    return found
+    files = [(layout.file, layout.stamp), *datasets.columns.files]
+    # Rows of no dataset are its own; its file may be one of those of the datasets, too.
+    numbers = {file: number for number, file in enumerate(files)}
+    unique = np.array([numbers[file] for file in files], np.int32)
+    number = np.full(layout.num_samples, unique[0])
+    for dataset, _, here, _ in segments.find(np.arange(layout.num_samples)):
+        number[here] = unique[1 + datasets.columns.file[dataset]]
+    first = np.flatnonzero(np.diff(number, prepend=-1))
+    return np.append(first, number.size), [files[one] for one in number[first].tolist()]
 
 
 def with_spans(
@@ -217,21 +208,14 @@ def _spans(offsets: DatasetLayout, kind: str, where: str, reach: Reach) -> Int64
     return found
 
 
-def sparse_layouts(
-    name: str, at: str, path: FileName, reach: Reach
-) -> tuple[dict[str, DatasetLayout], tuple[int, int]]:
-    """Return the layouts of the columns of a sparse field in one file, and its shape.
+def sparse_rows(path: FileName, at: str, reach: Reach) -> tuple[SparseGroup, Int64s]:
+    """Return the sparse matrix at a path of a file, and where its rows begin.
 
-    H5AsyncError if there is no sparse matrix at the path, it is damaged, or cannot be read.
+    H5AsyncError if there is none, it is damaged, or cannot be read.
     """
     with open_index(path) as file:
         group = sparse_group(file, at, reach)
     if group is None:
         raise DatasetError(f'{path}: "{at}" is no group of a sparse matrix')
     where = f'{group.indptr.file}: dataset "{group.indptr.path}"'
-    spans = row_offsets(_spans(group.indptr, "offsets", where, reach), group)
-    layouts = {
-        name: group.data.changed(spans=spans),
-        name + INDICES: group.indices.changed(spans=spans),
-    }
-    return layouts, group.shape
+    return group, row_offsets(_spans(group.indptr, "offsets", where, reach), group)

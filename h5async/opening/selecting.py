@@ -23,6 +23,8 @@ from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.permutation import part_of
 from h5async.order.rows import SequenceTable, StepRows
 from h5async.order.selection import Selection
+from h5async.read.whole import read_whole
+from h5async.samples.fieldkind import are_same
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
@@ -44,47 +46,35 @@ class Chosen(NamedTuple):
 
     def is_same(self, other: Chosen) -> bool:
         """Compare all samples and weights."""
-        if self.weights is None or other.weights is None:
-            has_same_weights = self.weights is other.weights
-        else:
-            has_same_weights = np.array_equal(self.weights, other.weights)
         return (
-            has_same_weights
+            are_same(self.weights, other.weights)
             and self.selection.digest() == other.selection.digest()
             and self.sequences.digest() == other.sequences.digest()
         )
 
 
 def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen:
-    """Determine the samples of an epoch; raises like the methods of `Selecting`."""
-    values = FileValues(config, next(iter(layouts.values())))
-    sequences = sequences_of(config, layouts, values)
-    _take_room(config, layouts, sequences, values)
-    possible = sequences.samples(
-        [rows for rows in step_rows(config.batch_fields, sequences).values() if rows is not None],
-        1 if config.sequences is None else config.sequences.every,
-    )
-    selecting = Selecting(config, layouts, values, sequences, possible)
-    selection = selecting.selection()
-    if config.shuffle == "window":
-        selection = selection.ascending
-    return Chosen(selection, selecting.weights(selection), sequences, possible)
+    """Determine the samples of an epoch, and read the data that options name for it.
 
-
-def _take_room(
-    config: ReaderConfig,
-    layouts: Mapping[str, DatasetLayout],
-    sequences: SequenceTable,
-    values: FileValues,
-) -> None:
-    """Count the memory for lists of all samples, if options need them."""
+    H5AsyncError if these are missing, cannot be read, or do not fit the dataset.
+    """
     first = next(iter(layouts.values()))
+    values = FileValues(config, first)
+    sequences = _sequences_of(config, layouts, values)
     has_steps = any(field.steps is not None for field in config.batch_fields.values())
     is_cut = sequences.starts.size > 1 and (has_steps or config.sequences is not None)
     if is_cut or config.weights is not None or isinstance(config.indices, Split):
         what = f"{first.file}: the lists of its {first.sample_count:,} samples"
         nbytes = _LISTED_NBYTES * first.sample_count
-        values.room.take(nbytes, what, files_of(*layouts.values()))
+        values.reach.room.take(nbytes, what, files_of(*layouts.values()))
+    steps = step_rows(config.batch_fields, sequences).values()
+    every = 1 if config.sequences is None else config.sequences.every
+    possible = sequences.samples([rows for rows in steps if rows is not None], every)
+    selecting = _Selecting(config, layouts, values, sequences, possible)
+    selection = selecting.selection()
+    if config.shuffle == "window":
+        selection = selection.ascending
+    return Chosen(selection, selecting.weights(selection), sequences, possible)
 
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
@@ -97,21 +87,16 @@ def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str
     )
 
 
-def sequences_of(
+def _sequences_of(
     config: ReaderConfig, layouts: Mapping[str, DatasetLayout], values: FileValues
 ) -> SequenceTable:
-    """Return the sequences of a dataset: each file is one unless the options say otherwise.
-
-    H5AsyncError if a dataset that the options name is missing, cannot be read, or does not fit the
-    number of samples.
-    """
-    first = next(iter(layouts.values()))
-    if first.sequences is not None:
+    """Return the sequences of a dataset: each file is one unless the options say otherwise."""
+    if values.first.sequences is not None:
         return _of_layouts(layouts)
     sequences = config.sequences
     kind = None if sequences is None else sequences.kind
     if sequences is None or kind is None:
-        counts = [count for _, count in first.file_samples] or [first.sample_count]
+        counts = [count for _, count in values.files()]
         return SequenceTable.joined([np.cumsum([0, *counts], dtype=np.int64)])
     bounds, begin = [], 0
     for file, count in values.files():
@@ -137,26 +122,25 @@ def _bounds(
     sequences: Sequences, kind: str, values: FileValues, file: FileName, count: int
 ) -> Int64s:
     """Return where the sequences of one file begin, and where the last one ends: int64 (n + 1,)."""
+    option, end = named("sequences"), [count] if count else []
     if kind == "last":
-        paths = sequences.last or ()
-        several = [_of_rows(values, file, path, count) for path in paths]
-        for path, array in zip(paths, several, strict=True):
+        is_last = np.zeros(count, np.bool_)
+        for path in sequences.last or ():
+            array = values.of_file(option, file, path, count)
             if array.dtype.kind not in "biu":
                 raise DatasetError(
-                    f'{file}: {named("sequences")}: dataset "{path}" must hold bools, or integers,'
+                    f'{file}: {option}: dataset "{path}" must hold bools, or integers,'
                     f" found {array.dtype}"
                 )
-        is_last = np.any([array.astype(np.bool_) for array in several], axis=0)
-        ends = np.flatnonzero(is_last) + 1
-        behind = [count] if count and (not ends.size or ends[-1] < count) else []
-        return np.concatenate(([0], ends, behind)).astype(np.int64)
+            is_last |= array.astype(np.bool_)
+        ends = np.flatnonzero(is_last[:-1]) + 1
+        return np.concatenate(([0], ends, end)).astype(np.int64)
     path = getattr(sequences, kind)
     if kind == "ids":
-        ids = _of_rows(values, file, path, count)
+        ids = values.of_file(option, file, path, count)
         changes = np.flatnonzero(ids[1:] != ids[:-1]) + 1
-        return np.concatenate(([0], changes, [count] if count else [])).astype(np.int64)
-    array = values.read(named("sequences"), file, path, count)
-    where = f'{file}: {named("sequences")}: dataset "{path}"'
+        return np.concatenate(([0], changes, end)).astype(np.int64)
+    array, where = values.read(option, file, path, count), f'{file}: {option}: dataset "{path}"'
     if array.dtype.kind not in "iu":
         raise DatasetError(f"{where} must hold integers, found {array.dtype}")
     numbers = array.astype(np.int64)
@@ -169,12 +153,6 @@ def _bounds(
         numbers = np.concatenate((before, numbers, behind)).astype(np.int64)
     _check_bounds(numbers, count, where)
     return numbers
-
-
-def _of_rows(values: FileValues, file: FileName, path: str, count: int) -> NDArray[Any]:
-    array = values.read(named("sequences"), file, path, count)
-    check_length(array, file, path, count)
-    return array
 
 
 def _check_bounds(bounds: Int64s, count: int, where: str) -> None:
@@ -192,11 +170,10 @@ def _check_bounds(bounds: Int64s, count: int, where: str) -> None:
         )
 
 
-class Selecting:
-    """Reads the data that the options `indices` and `weights` name.
+class _Selecting:
+    """Reads the data that the options `indices` and `weights` name; raises as `choose`.
 
-    `sequences` and `possible` are as in `Chosen`. H5AsyncError if the data are missing, cannot be
-    read, or do not fit the dataset.
+    `sequences` and `possible` are as in `Chosen`.
     """
 
     def __init__(
@@ -212,33 +189,29 @@ class Selecting:
         self._sequences = sequences
         self._possible = possible
         self._layouts = layouts
-        self._first = next(iter(layouts.values()))
-        self._num_samples = self._first.sample_count
+        self._file, self._num_samples = values.first.file, values.first.sample_count
 
     def selection(self) -> Selection:
         """Return the samples of an epoch."""
-        with taking_memory(
-            f"{self._first.file}: {named('indices')}", "select fewer, or use a slice"
-        ):
-            if self._config.indices is None:
-                return self._possible
-            if isinstance(self._config.indices, Split):
-                return Selection.of_numbers(self._part(self._config.indices))
-            selected = self._selected(self._config.indices)
-            return selected.within(self._possible, self._num_samples)
+        indices = self._config.indices
+        if indices is None:
+            return self._possible
+        with taking_memory(f"{self._file}: {named('indices')}", "select fewer, or use a slice"):
+            if isinstance(indices, Split):
+                return Selection.of_numbers(self._part(indices))
+            return self._selected(indices).within(self._possible, self._num_samples)
 
     def _selected(self, indices: Any) -> Selection:
-        count = self._num_samples
         if isinstance(indices, range):
-            for sample in (indices[0], indices[-1]) if indices else ():
-                self._check(named("indices"), sample)
+            if indices:
+                self._check(named("indices"), indices[0], indices[-1])
             return Selection.of_range(indices)
         if isinstance(indices, Values):
             return self._of_array(named("indices"), indices.array)
         selected = slice_of(indices)
         if selected is not None:
             try:
-                return Selection.of_range(range(count)[selected])
+                return Selection.of_range(range(self._num_samples)[selected])
             except ValueError as error:
                 raise ConfigError(f"{named('indices')}: {error}, found {indices!r}") from error
         if indices.endswith(".npy"):
@@ -255,16 +228,17 @@ class Selecting:
             return Selection.of_numbers(np.flatnonzero(array))
         if array.dtype.kind not in "iu":
             raise ConfigError(f"{name}: must be integers or bools, found {array.dtype}")
-        for sample in (array.min(), array.max()) if array.size else ():
-            self._check(name, int(sample))
+        if array.size:
+            self._check(name, int(array.min()), int(array.max()))
         return Selection.of_numbers(array.astype(np.int64, copy=False))
 
-    def _check(self, name: str, sample: int) -> None:
-        if not 0 <= sample < self._num_samples:
-            raise ConfigError(
-                f"{name}: there is no sample {sample}: {self._first.file} has samples 0 to"
-                f" {self._num_samples - 1}"
-            )
+    def _check(self, name: str, *samples: int) -> None:
+        for sample in samples:
+            if not 0 <= sample < self._num_samples:
+                raise ConfigError(
+                    f"{name}: there is no sample {sample}: {self._file} has samples 0 to"
+                    f" {self._num_samples - 1}"
+                )
 
     def _of_dataset(self, path: str) -> Selection:
         """Return the selection in a dataset of the files: bools, or numbers within each file."""
@@ -304,7 +278,7 @@ class Selecting:
             found = part_of(number, shares, possible.size, split.seed, groups, classes)
         except TypeError as error:  # NumPy cannot sort them
             raise DatasetError(
-                f"{self._first.file}: {named('indices')}: the values of"
+                f"{self._file}: {named('indices')}: the values of"
                 f" {split.by or split.stratify} have no"
                 f" order ({error}); choose a dataset of numbers or strings"
             ) from error
@@ -323,16 +297,16 @@ class Selecting:
         weights = self._config.weights
         if weights is None or not selection.size:
             return None
-        positions = np.arange(selection.size)
-        with taking_memory(f"{self._first.file}: {named('weights')}", "select fewer samples"):
+        with taking_memory(f"{self._file}: {named('weights')}", "select fewer samples"):
+            samples = selection.samples(np.arange(selection.size))
             if isinstance(weights, Mapping):
-                found = self._of_files(weights, selection.samples(positions))
+                found = self._of_files(weights, samples)
             elif weights == "balanced":
-                labels = self._labels()[selection.samples(positions)]
+                labels = self._labels()[samples]
                 _, numbers, counts = np.unique(labels, return_inverse=True, return_counts=True)
                 found = 1 / counts[numbers.reshape(-1)]
             else:
-                found = self._of_samples(weights)[selection.samples(positions)]
+                found = self._of_samples(weights)[samples]
         if not (np.isfinite(found) & (found >= 0)).all() or not found.any():
             raise ConfigError(
                 f"{named('weights')}: must be finite, not below 0, and not all 0, found"
@@ -363,9 +337,9 @@ class Selecting:
             if file not in numbers:
                 raise ConfigError(f"{named('weights')}: no weight is given for {file}")
         read = set(files)
-        for file in given:
-            if file not in read:
-                raise ConfigError(f"{named('weights')}: {file} is not one of the files")
+        left_out = [file for file in given if file not in read]
+        if left_out:
+            raise ConfigError(f"{named('weights')}: {left_out[0]} is not one of the files")
         which = np.array([numbers[file] for file in files])  # one file may come twice
         ends = np.cumsum([count for _, count in several])
         chosen = which[np.searchsorted(ends, samples, side="right")]
@@ -391,7 +365,7 @@ class Selecting:
                 f"{named('weights', 'balanced')} needs labels with one value for each sample, and"
                 f' those of "{column}" have differing numbers of them; give weights as an array'
             )
-        return values.of_layout(layout)
+        return read_whole(layout, values.reach)
 
 
 def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:

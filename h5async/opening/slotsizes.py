@@ -15,6 +15,7 @@ from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
+from h5async.order.window import kept_nbytes
 from h5async.plan.transform import RowTransform, row_transform
 from h5async.samples.assembly import columns_of, field_kinds
 from h5async.samples.fieldkind import FieldKind, Outline, Rows
@@ -28,11 +29,6 @@ _IN_ORDER_GROUPS = 4
 _ITEMS_OF_THREAD = 4
 
 
-def samples_of_slot(config: ReaderConfig, samplings: Samplings) -> int:
-    """Return the number of samples that a slot has room for."""
-    return samplings.most_samples(may_repeat=_may_repeat(config, samplings))
-
-
 def slot_transforms(
     config: ReaderConfig, layouts: Mapping[str, DatasetLayout], samplings: Samplings, rows: int
 ) -> dict[str, RowTransform]:
@@ -42,23 +38,16 @@ def slot_transforms(
     """
     columns = columns_of(field_kinds(config.batch_fields))
     transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
-    may_repeat = _may_repeat(config, samplings)
     room: dict[SpanRows, tuple[int, int]] = {}  # columns of a field share it
     for name, one in zip(transforms, samplings.rows, strict=True):
         if not isinstance(one, SpanRows):
             continue
         if one not in room:
-            most = samplings.most_rows(one, rows, may_repeat=may_repeat)
+            most = samplings.most_rows(one, rows)
             room[one] = max(1, most), min(most, one.likely(rows))
         capacity, likely = room[one]
         transforms[name] = replace(transforms[name], capacity=capacity, likely=likely)
     return transforms
-
-
-def _may_repeat(config: ReaderConfig, samplings: Samplings) -> bool:
-    """Return whether a sample may occur several times in a batch."""
-    is_drawn = config.weights is not None or config.sampler is not None
-    return is_drawn or samplings.selection.has_repeats
 
 
 def made_nbytes(
@@ -71,16 +60,13 @@ def made_nbytes(
     }
 
 
-def shared_nbytes(
-    kinds: Mapping[str, FieldKind], outlines: Sequence[Outline], rows: int, most: int
-) -> list[int]:
+def shared_nbytes(kinds: Mapping[str, FieldKind], rows: int, most: int) -> list[int]:
     """Return, per field, the memory that helper processes share for decoded samples of a batch.
 
     `rows` is the number of samples, and `most` the limit for samples of any size.
     """
-    return [
-        kinds[one.name].decoded_nbytes(rows) or most if one.is_encoded else 0 for one in outlines
-    ]
+    several = kinds.values()
+    return [one.decoded_nbytes(rows) or most if one.is_encoded else 0 for one in several]
 
 
 def wanted_kept_nbytes(
@@ -98,16 +84,18 @@ def wanted_kept_nbytes(
     """
     several, wanted = list(layouts.values()), []
     in_window |= config.shuffle == "window"
+    drawing = config.weights is not None, config.sampler is not None
+    mixing = config.shuffle, config.bucket, config.batch_values, *drawing  # else in file order
     for number, layout in enumerate(several):
         nbytes, small_nbytes = kept_whole_nbytes(layout)
         if nbytes > _KEPT_WHOLE_NBYTES:
             useful = 0
             if in_window:
                 useful = _window_nbytes(config, layout, several)
-            elif _is_in_order(config):
+            elif not any(mixing):
                 reach = _reach(rows[number]) if rows else 0
                 most = _window_nbytes(config, layout, several)
-                useful = min(most, _in_order_nbytes(config, layout, reach, selected, most))
+                useful = _in_order_nbytes(config, layout, reach, selected, most)
             nbytes = min(nbytes, useful)  # never more than all chunks
         elif nbytes + small_nbytes <= _KEPT_WHOLE_NBYTES:
             nbytes += small_nbytes
@@ -118,17 +106,9 @@ def wanted_kept_nbytes(
 def _window_nbytes(
     config: ReaderConfig, layout: DatasetLayout, layouts: Sequence[DatasetLayout]
 ) -> int:
-    from h5async.order.window import kept_nbytes
-
     nbytes = kept_nbytes(layout, layouts, config.window_bytes)
     least = min((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.filters), default=0)
     return nbytes + nbytes // max(1, least) * KEPT_OVERHEAD_NBYTES
-
-
-def _is_in_order(config: ReaderConfig) -> bool:
-    """Return whether samples come in file order."""
-    mixed = config.shuffle, config.bucket, config.batch_values
-    return not any(mixed) and config.weights is None and config.sampler is None
 
 
 def _in_order_nbytes(
@@ -162,7 +142,7 @@ def _in_order_nbytes(
         if groups >= least:
             chunks = threads * (leaf.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
             wanted = max(wanted, groups * group + chunks)
-    return wanted
+    return min(most, wanted)
 
 
 def _reach(rows: Rows) -> int:

@@ -27,6 +27,7 @@ from h5async.io.shared import ArraySpec
 from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
 from h5async.samples.fieldkind import FieldKind
+from h5async.samples.samplearrays import SampleArrays
 from h5async.system.interruptions import suppressing
 
 # Offset and size of the memory that helpers have added beside a slot, by its number. Immutable.
@@ -111,10 +112,10 @@ class Record(NamedTuple):
 class SentField(NamedTuple):
     """The positions of the arrays of a field of a batch; other attributes as in `SampleArrays`.
 
-    `kind` is "" for a single array.
+    `kind` is their class; None for a single array.
     """
 
-    kind: str
+    kind: type[SampleArrays] | None
     parts: tuple[Part, ...]
     sample_shape: tuple[int | None, ...] = ()
 

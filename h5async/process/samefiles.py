@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
 from h5async.errors import ReadError
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.process.messages import Opened
+from h5async.samples.fieldkind import are_same
 
 _FOUND = (
     "has changed since the reader was made, which a new helper process found when it took the"
@@ -56,15 +52,11 @@ def _is_same(one: DatasetLayout, other: DatasetLayout) -> bool:
         _files(one) == _files(other)
         and fingerprint([one], has_places=True) == fingerprint([other], has_places=True)
         and one.file_samples == other.file_samples
-        and _are_equal(one.spans, other.spans)
-        and _are_equal(one.lengths, other.lengths)
+        and are_same(one.spans, other.spans)
+        and are_same(one.lengths, other.lengths)
     )
 
 
 def _files(layout: DatasetLayout) -> list[object]:
     leaves = [(leaf.file, leaf.stamp.file_id) for leaf in layout.leaves()]
     return [*leaves, *((heap.file, heap.stamp.file_id) for heap in layout.heaps)]
-
-
-def _are_equal(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
-    return one is other or (one is not None and other is not None and np.array_equal(one, other))

@@ -22,7 +22,7 @@ from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import ArraySpec, SharedMemory
 from h5async.process.messages import Answer, Part, Rooms, SentField, SlotSpecs
 from h5async.samples.assembly import SlotMemory
-from h5async.samples.samplearrays import KINDS, SampleArrays
+from h5async.samples.samplearrays import SampleArrays
 from h5async.spelling import named
 
 _MOST_ARRAYS = 3  # of one field
@@ -79,7 +79,7 @@ class ReaderSlots:
 
     def _field(self, out: Sequence[NDArray[Any]], sent: SentField) -> Any:
         arrays = [self._array(out, part) for part in sent.parts]
-        return KINDS[sent.kind].of_arrays(arrays, sent.sample_shape) if sent.kind else arrays[0]
+        return sent.kind.of_arrays(arrays, sent.sample_shape) if sent.kind else arrays[0]
 
     def _array(self, out: Sequence[NDArray[Any]], part: Part) -> NDArray[Any]:
         if isinstance(part, ArraySpec):
@@ -179,10 +179,10 @@ class HelperSlots:
     def _put_field(
         self, slot: int, field: int, value: Any, size: int, added: dict[int, tuple[int, int]]
     ) -> SentField | None:
-        kind, arrays = "", (value,)
+        kind, arrays = None, (value,)
         sample_shape: tuple[int | None, ...] = ()
         if isinstance(value, SampleArrays):
-            kind, arrays, sample_shape = value.kind, value.arrays, value.sample_shape
+            kind, arrays, sample_shape = type(value), value.arrays, value.sample_shape
         first = self._first_columns[field]
         parts: list[Part] = []
         for number, array in enumerate(arrays):

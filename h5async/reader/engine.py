@@ -125,7 +125,7 @@ class Engine:
         helper.start(
             [slot.memory for slot in setup.slots],
             rows=setup.rows,
-            pixels_nbytes=shared_nbytes(setup.kinds, setup.outlines, setup.rows, most_pixels),
+            pixels_nbytes=shared_nbytes(setup.kinds, setup.rows, most_pixels),
             memory_plan=plan,
             device_cache=setup.device_cache,
             calls=self._calls,

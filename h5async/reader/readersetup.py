@@ -16,12 +16,7 @@ from h5async.fill.resident import Budget, Residency
 from h5async.index.layout import DatasetLayout
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.opening.limits import MemoryBudget
-from h5async.opening.slotsizes import (
-    made_nbytes,
-    samples_of_slot,
-    slot_transforms,
-    wanted_kept_nbytes,
-)
+from h5async.opening.slotsizes import made_nbytes, slot_transforms, wanted_kept_nbytes
 from h5async.samples.assembly import by_field, outlines_of
 from h5async.samples.fieldkind import FieldKind
 from h5async.spelling import named
@@ -72,7 +67,7 @@ class ReaderSetup:
     def _plan_memory(self) -> None:
         config, layouts, samplings = self.config, self.layouts, self.samplings
         self.device = find_device(config.device, config.pin_memory)
-        self.rows = samples_of_slot(config, samplings)
+        self.rows = samplings.most_samples()
         self.transforms = slot_transforms(config, layouts, samplings, self.rows)
         leaves = self.is_on_gpu and self.helper is None and config.postprocess is None
         can_transform = self.device.can_transform if leaves else None

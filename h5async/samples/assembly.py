@@ -17,9 +17,16 @@ from h5async.index.layout import DatasetLayout
 from h5async.order.rows import LengthRows, SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
 from h5async.samples.audiokind import AudioKind
-from h5async.samples.fieldkind import CanTransform, FieldKind, Filled, Outline, Rows, field_of
+from h5async.samples.fieldkind import (
+    CanTransform,
+    FieldKind,
+    Filled,
+    Outline,
+    RaggedKind,
+    Rows,
+    field_of,
+)
 from h5async.samples.imagekind import ImageKind
-from h5async.samples.raggedkind import RaggedKind
 from h5async.samples.sparsekind import SparseKind
 
 T = TypeVar("T")
@@ -95,12 +102,12 @@ def outlines_of(
     can_transform: CanTransform,
 ) -> tuple[Outline, ...]:
     """Return how each field is assembled; parameters as of `FieldKind.outline`, by column."""
-    found: list[Outline] = []
     numbers = {name: number for number, name in enumerate(transforms)}
+    found = []
     for kind in kinds.values():
+        outline = kind.outline([transforms[name] for name in kind.columns], can_transform)
         columns = tuple(numbers[name] for name in kind.columns)
-        of_columns = [transforms[name] for name in kind.columns]
-        found.append(kind.outline(columns, of_columns, can_transform))
+        found.append(outline._replace(columns=columns))
     return tuple(found)
 
 

@@ -19,9 +19,8 @@ from h5async.core.binding import Core
 from h5async.errors import ReadError, needs_package
 from h5async.index.layout import DatasetLayout
 from h5async.plan.crops import random_start
-from h5async.samples.fieldkind import DecodingWork, EncodedBatch, FieldDecoder, Rows
+from h5async.samples.fieldkind import DecodingWork, EncodedBatch, EncodedKind, FieldDecoder, Rows
 from h5async.samples.ragged import Ragged
-from h5async.samples.raggedkind import EncodedKind
 from h5async.system.interruptions import suppressing
 
 _MIXED_NBYTES = 1 << 20  # of several channels, decoded at a time
@@ -63,40 +62,31 @@ class _AudioDecoder(FieldDecoder):
         """Return the array or `Ragged` of a batch, and the work that fills it with frames."""
         index, numbers = batch.samples, batch.numbers
         starts = np.zeros(index.size) if numbers is None else random_start(numbers)
-        several = list(zip(batch.encoded, index.tolist(), starts.tolist(), strict=True))
-        dtype = self._field.decoded_dtype
+        sources: list[Any] = list(batch.encoded)
+        delivered: NDArray[Any] | Ragged
         if self._field.dense:
-            shape = index.size, self._field.frames or 0, *self._frame
-            rows = np.ndarray(shape, dtype, batch.empty(math.prod(shape) * dtype.itemsize))
-            return rows, [
-                partial(self._open_and_decode, data, row, sample, start)
-                for (data, sample, start), row in zip(several, rows, strict=True)
-            ]
-        files = [self._open(data, sample) for data, sample, _ in several]
-        counts = list(map(self._count, files))
-        ends = list(itertools.accumulate(counts, initial=0))
+            dtype, shape = self._field.decoded_dtype, (index.size, self._field.frames, *self._frame)
+            delivered = np.ndarray(shape, dtype, batch.empty(math.prod(shape) * dtype.itemsize))
+        else:
+            sources = list(map(self._open, sources, index.tolist()))
+            delivered = self._unequal(list(map(self._count, sources)), batch)
+        several = zip(sources, delivered, index.tolist(), starts.tolist(), strict=True)
+        return delivered, [partial(self._decode, *one) for one in several]
+
+    def _unequal(self, counts: list[int], batch: EncodedBatch) -> Ragged:
+        """Return memory for recordings of these numbers of frames."""
+        ends, dtype = [*itertools.accumulate(counts, initial=0)], self._field.decoded_dtype
         nbytes = ends[-1] * math.prod(self._frame) * dtype.itemsize
         if nbytes > batch.most_nbytes:
             longest = max(counts)
             raise ReadError(
-                f"{self._where(int(index[counts.index(longest)]))} declares {longest:,} frames, and"
-                f" its batch {nbytes:,} bytes of audio, more than the {batch.most_nbytes:,} that it"
-                " may take; make batch_size smaller, give frames, or set max_batch_bytes if you"
-                " trust the file"
+                f"{self._where(int(batch.samples[counts.index(longest)]))} declares {longest:,}"
+                f" frames, and its batch {nbytes:,} bytes of audio, more than the"
+                f" {batch.most_nbytes:,} that it may take; make batch_size smaller, give frames, or"
+                " set max_batch_bytes if you trust the file"
             )
         values: NDArray[Any] = np.ndarray((ends[-1], *self._frame), dtype, batch.empty(nbytes))
-        works: list[DecodingWork] = [
-            partial(self._decode, file, values[a:b], sample, start)
-            for file, (a, b), (_, sample, start) in zip(
-                files, itertools.pairwise(ends), several, strict=True
-            )
-        ]
-        return Ragged(values, np.array(ends, np.int64)), works
-
-    def _open_and_decode(
-        self, data: NDArray[Any], out: NDArray[Any], sample: int, start: float
-    ) -> bool:
-        return self._decode(self._open(data, sample), out, sample, start)
+        return Ragged(values, np.array(ends, np.int64))
 
     def _open(self, data: NDArray[Any], sample: int) -> Any:
         """Open a recording; `ReadError` if it is none, or not of the kind that the field says."""
@@ -105,16 +95,17 @@ class _AudioDecoder(FieldDecoder):
         except self._soundfile.SoundFileError as error:
             first = data[:8].tobytes().hex(" ") or "none"
             raise self._broken(sample, f"{_said(error)} (its first bytes are {first})") from error
-        field, where = self._field, self._where(sample)
+        field = self._field
         if field.sample_rate not in (None, file.samplerate):
             raise ReadError(
-                f"{where} has a sample rate of {file.samplerate:,} Hz, and sample_rate is"
-                f" {field.sample_rate:,}; resample it, or leave the sample out by indices"
+                f"{self._where(sample)} has a sample rate of {file.samplerate:,} Hz, and"
+                f" sample_rate is {field.sample_rate:,}; resample it, or leave the sample out by"
+                " indices"
             )
         if not field.mono and file.channels != field.channels:
             raise ReadError(
-                f"{where} has {file.channels} channels, and channels is {field.channels}; set"
-                " channels, or mono=True to have the mean of all channels"
+                f"{self._where(sample)} has {file.channels} channels, and channels is"
+                f" {field.channels}; set channels, or mono=True to have the mean of all channels"
             )
         if file.frames == _UNKNOWN and (field.frames is None or self.is_random):
             raise self._unknown(sample)
@@ -125,11 +116,13 @@ class _AudioDecoder(FieldDecoder):
         frames = self._field.frames
         return int(file.frames if frames is None else min(frames, file.frames))
 
-    def _decode(self, file: Any, out: NDArray[Any], sample: int, start: float) -> bool:
+    def _decode(self, source: Any, out: NDArray[Any], sample: int, start: float) -> bool:
         """Decode a part of a recording to `out`, which ends with zeros if that is longer.
 
-        `start` is from 0, for the first possible part, to below 1. The file is closed.
+        `source` is its bytes, or the open file, which is closed. `start` is from 0, for the first
+        possible part, to below 1.
         """
+        file = self._open(source, sample) if isinstance(source, np.ndarray) else source
         count = self._count(file)
         read = _read_mean if self._field.mono else _read
         try:

@@ -12,17 +12,19 @@ from h5async.errors import ConfigError, DatasetError
 from h5async.index.groupfields import union_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
+from h5async.index.savedindex import Wanted
 from h5async.read.whole import read_blocks, read_whole
 from h5async.samples.fieldkind import (
     CATEGORIES,
     Categories,
-    Fact,
     FieldKind,
     Filled,
     Known,
+    file_and_row,
+    layout_of_values,
     texts_of,
+    widest_dtype,
 )
-from h5async.samples.sparsekind import are_all_equal
 
 CATEGORIES_OF = "\0categories"  # suffix of a field's name for it
 
@@ -37,9 +39,9 @@ class CodesKind(FieldKind):
         self.table_column = table_column
         self.categories = Categories(())
 
-    def facts(self) -> dict[str, Fact]:
+    def facts(self) -> dict[str, Wanted]:
         """Return the categories."""
-        return {self.name + CATEGORIES_OF: Fact(self.table_column, CATEGORIES)}
+        return {self.name + CATEGORIES_OF: Wanted.at(self.table_column, kind=CATEGORIES)}
 
     def join(self, known: Known, config: ReaderConfig, reach: Reach) -> dict[str, DatasetLayout]:
         """Return the layout of the codes; unite the categories of all files."""
@@ -57,12 +59,6 @@ class CodesKind(FieldKind):
             self.categories = Categories(names, tuple(tables), where)
             self.is_mapped = self.needs_work = True
         return joined
-
-    def is_same(self, other: FieldKind) -> bool:
-        """Return whether codes mean the same in both."""
-        assert isinstance(other, CodesKind)
-        one, two = self.categories, other.categories
-        return one.names == two.names and are_all_equal(one.tables, two.tables)
 
     def deliver(self, filled: Filled) -> Any:
         """Return the codes in the united categories of all files."""
@@ -104,22 +100,11 @@ def _require_codes(codes: DatasetLayout, count: int, reach: Reach) -> None:
     """
     for first, block in read_blocks(codes, reach):
         outside = (block < -1) | (block >= count)
-        if not outside.any():
-            continue
-        sample, file = first + int(outside.argmax()), codes.file
-        row = sample
-        for name, samples in codes.file_samples:
-            if row < samples:
-                file = name
-                break
-            row -= samples
-        raise _no_category(
-            f'{file}: column "{codes.path.removesuffix("/codes")}"',
-            row,
-            sample,
-            int(block[sample - first]),
-            count,
-        )
+        if outside.any():
+            at = int(outside.argmax())
+            file, row = file_and_row(codes, first + at)
+            where = f'{file}: column "{codes.path.removesuffix("/codes")}"'
+            raise _no_category(where, row, first + at, int(block[at]), count)
 
 
 def _of_one_dtype(layouts: Sequence[DatasetLayout], reach: Reach) -> list[DatasetLayout]:
@@ -127,32 +112,14 @@ def _of_one_dtype(layouts: Sequence[DatasetLayout], reach: Reach) -> list[Datase
 
     Codes of other dtypes are read here and kept: a few bytes per sample.
     """
-    dtypes = [layout.dtype.newbyteorder("=") for layout in layouts]
-    if len(set(dtypes)) == 1 or any(dtype.kind not in "iu" for dtype in dtypes):
-        return list(layouts)
-    widest = np.result_type(*dtypes)
-    if widest.kind not in "iu":  # signed and unsigned 64-bit integers
-        return list(layouts)
-    return [
-        layout if layout.dtype == widest else _cast(layout, widest, reach) for layout in layouts
-    ]
-
-
-def _cast(layout: DatasetLayout, dtype: np.dtype[np.integer], reach: Reach) -> DatasetLayout:
-    values = read_whole(layout, reach).astype(dtype)
-    return DatasetLayout(
-        file=layout.file,
-        stamp=layout.stamp,
-        path=layout.path,
-        shape=values.shape,
-        dtype=dtype,
-        sample_axis=0,
-        storage="compact",
-        fallback_reason=None,
-        fill=np.zeros((), dtype),
-        stored_nbytes=layout.stored_nbytes,
-        values=values,
-    )
+    widest = widest_dtype(layouts)
+    found = list(layouts)
+    for number, one in enumerate(found):
+        if widest is not None and one.dtype != widest:
+            values = read_whole(one, reach).astype(widest)
+            cast = layout_of_values(one.file, one.stamp, one.path, values)
+            found[number] = cast.changed(stored_nbytes=one.stored_nbytes)
+    return found
 
 
 def _check_mapping(name: str, field: Field, config: ReaderConfig, where: Sequence[str]) -> None:

@@ -1,8 +1,9 @@
 """Defines `FieldKind`: what a field reads, how its slot is laid out, and what is delivered of it.
 
-The rooms above ask a field's kind, and know no other difference between fields. This base is the
-kind of plain fields: one dataset, with a row, or steps of them, per sample. Each other kind has a
-module of its own, and a line in `assembly.py`.
+The rooms above ask a field's kind, and know no other difference between fields. The base is the
+kind of plain fields: one dataset, with a row, or steps of them, per sample. Ragged fields are here,
+too, and the base of fields that are decoded. Each other kind has a module of its own, and a line in
+`assembly.py`.
 """
 
 from __future__ import annotations
@@ -11,29 +12,30 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field, ReaderConfig
+from h5async.config import Field, RaggedField, ReaderConfig
 from h5async.core.binding import Core
 from h5async.errors import DatasetError
 from h5async.index.datasettable import shared
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
+from h5async.index.savedindex import Wanted
+from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
-from h5async.samples.ragged import Ragged
+from h5async.samples.ragged import Ragged, put_padded
 
 Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
 Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # of sample numbers
 Transforms = Sequence[RowTransform]  # of the columns of a field
 CanTransform = Callable[[RowTransform], bool] | None  # of a device; None: the host does everything
 Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
-
-Empty = Callable[[int], NDArray[np.uint8]]  # returns new memory
 DecodingWork = Callable[[], bool]  # decodes a sample; returns False if it was broken and replaced
 
 INDICES = "\0indices"  # suffix of a field's name: its column of indices
@@ -42,13 +44,6 @@ INDICES = "\0indices"  # suffix of a field's name: its column of indices
 # a sparse matrix, what codes of a column stand for, and that a column has a mask.
 HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
 CATEGORIES, NULLABLE = "categories", "nullable"
-
-
-class Fact(NamedTuple):
-    """What must be known of each file: a path, and a kind as in `Wanted`."""
-
-    path: str
-    kind: str
 
 
 class Categories(NamedTuple):
@@ -64,6 +59,19 @@ class Categories(NamedTuple):
     where: tuple[str, ...] = ()
 
 
+class SparseShape(NamedTuple):
+    """The columns of a sparse field.
+
+    `columns` is the number of those delivered. `places` are, per file, the delivered position of
+    each of its columns, int64, or -1 if it is not delivered; None means all in their own order.
+    `where` names the matrix of each file in messages.
+    """
+
+    columns: int
+    places: tuple[NDArray[np.int64], ...] | None = None
+    where: tuple[str, ...] = ()
+
+
 class Outline(NamedTuple):
     """How a field is assembled from its columns, and what of it a device does.
 
@@ -75,7 +83,7 @@ class Outline(NamedTuple):
     """
 
     name: str
-    columns: tuple[int, ...]
+    columns: tuple[int, ...] = ()
     is_varying: bool = False
     is_encoded: bool = False
     made: tuple[tuple[int, ...], np.dtype[Any]] | None = None
@@ -124,7 +132,7 @@ class EncodedBatch(NamedTuple):
     encoded: Ragged
     samples: NDArray[np.int64]
     numbers: NDArray[np.float64] | None
-    empty: Empty
+    empty: Callable[[int], NDArray[np.uint8]]
     most_nbytes: int
 
 
@@ -145,11 +153,7 @@ class FieldDecoder(ABC):
                 f" {layout.dtype}{list(layout.row_shape) or ''}; give the dataset of encoded"
                 f" {what}s"
             )
-        self._what = what
-        self._layout = layout
-        self._spans = rows
-        counts = [count for _, count in layout.file_samples]
-        self._ends = np.cumsum(counts or [layout.sample_count])
+        self._what, self._layout, self._spans = what, layout, rows
 
     @abstractmethod
     def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
@@ -159,14 +163,13 @@ class FieldDecoder(ABC):
         """
 
     def _where(self, sample: int) -> str:
-        layout, number = self._layout, int(np.searchsorted(self._ends, sample, side="right"))
+        layout = self._layout
         if layout.sequences is not None and layout.heaps:  # each of a dataset of its own
             heap = [one for one in layout.heaps if one.first_sample <= sample][-1]
             element = sample - heap.first_sample
             return f"{heap.elements.where}: the {self._what} of element {element} (sample {sample})"
-        file = layout.file_samples[number][0] if layout.file_samples else layout.file
-        first = int(self._ends[number - 1]) if number else 0
-        among = f" (sample {sample - first} of this file)" if first else ""
+        file, row = file_and_row(layout, sample)
+        among = f" (sample {row} of this file)" if row < sample else ""
         return f'{file}: dataset "{layout.path}": the {self._what} of sample {sample}{among}'
 
 
@@ -175,15 +178,18 @@ class FieldKind:
 
     `of` is the class of its options; `found_as` is the kind of the fact that has a plain `Field` be
     of this kind. If it `is_ragged`, samples may differ in their number of values; if it
-    `is_mapped`, the host makes other values of those read; if it `needs_work`, more than views must
-    be made of them. A column of a table whose codes these are has the path `table_column`.
+    `is_encoded`, they are decoded; if it `is_mapped`, the host makes other values of those read; if
+    it `needs_work`, more than views must be made of them. A column of a table whose codes these are
+    has the path `table_column`.
     """
 
     of: ClassVar[type[Field]] = Field
     found_as: ClassVar[str] = ""
     is_ragged: ClassVar[bool] = False
+    is_encoded: ClassVar[bool] = False
     table_column = ""
     categories: Categories | None = None
+    shape: SparseShape | None = None
     is_mapped = False
     needs_work = False
 
@@ -197,7 +203,7 @@ class FieldKind:
         """The datasets that rows are read of, by name; the first one has the field's name."""
         return {self.name: self.field}
 
-    def facts(self) -> dict[str, Fact]:
+    def facts(self) -> dict[str, Wanted]:
         """Return what else must be known of each file, or of its columns, by name."""
         return {}
 
@@ -211,15 +217,17 @@ class FieldKind:
 
     def is_same(self, other: FieldKind) -> bool:
         """Return whether `join` kept the same for both."""
-        return True
+        return are_same((self.categories, self.shape), (other.categories, other.shape))
 
     # --- how a slot is laid out -------------------------------------------------------------------
 
-    def outline(
-        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
-    ) -> Outline:
-        """Return how the field is assembled of its columns, whose numbers are given."""
-        return Outline(self.name, columns, transforms[0].capacity is not None)
+    def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
+        """Return how the field is assembled, but for the numbers of its columns.
+
+        ConfigError if a device cannot do its part.
+        """
+        is_varying = transforms[0].capacity is not None
+        return Outline(self.name, is_varying=is_varying, is_encoded=self.is_encoded)
 
     def decoded_nbytes(self, rows: int) -> int:
         """Return the bytes of `rows` decoded samples; 0 if they are not decoded, or of any size."""
@@ -264,6 +272,83 @@ class FieldKind:
         return None
 
 
+class RaggedKind(FieldKind):
+    """Samples of any length: elements of variable length, or flat values with offsets."""
+
+    of: ClassVar[type[Field]] = RaggedField
+    found_as = HEAP
+    is_ragged = True
+    field: RaggedField
+
+    def __init__(self, name: str, field: Field) -> None:
+        super().__init__(name, field)
+        self.needs_work = self.is_encoded or self.field.pad_to is not None
+
+    def facts(self) -> dict[str, Wanted]:
+        """Return the elements of variable length, or the values and their offsets."""
+        offsets, kind = self.field.offsets, HEAP
+        if offsets is not None:
+            kind = f"{self.field.offsets_kind} {Wanted.at(offsets).path}"
+        return {self.name: Wanted.at(self.field.path, kind=kind)}
+
+    def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
+        """Return how the field is assembled."""
+        outline = super().outline(transforms, can_transform)
+        if self.field.pad_to is None:
+            return outline
+        made = (self.field.pad_to, *transforms[0].row), transforms[0].dtype
+        return outline._replace(made=made, is_left=can_transform is not None)
+
+    def deliver(self, filled: Filled) -> Any:
+        """Return `Ragged`, or an array of padded samples."""
+        assert isinstance(filled.rows, SpanRows)
+        offsets = filled.rows.offsets(filled.samples)
+        values = filled.columns[0][: offsets[-1]]
+        if self.field.pad_to is None or filled.is_left:
+            return Ragged(values, offsets)
+        size = filled.samples.size
+        shape = size, self.field.pad_to, *values.shape[1:]
+        found = np.empty(shape, values.dtype) if filled.made is None else filled.made[:size]
+        found[...] = np.zeros((), values.dtype)
+        put_padded(values, offsets, found)
+        return found
+
+    def masks(self, rows: Rows) -> dict[str, Mask]:
+        """Return what makes the mask of padded samples."""
+        if self.field.pad_to is None or not isinstance(rows, SpanRows):
+            return super().masks(rows)
+        return {f"{self.name}_mask": partial(rows.are_there, self.field.pad_to)}
+
+    def counted(self, rows: SpanRows) -> NDArray[Any] | int | None:
+        """Return the lengths of samples, or their padded length; None if they are decoded."""
+        if self.is_encoded:  # the number of bytes says little of what is delivered
+            return None
+        return rows.all_lengths() if self.field.pad_to is None else self.field.pad_to
+
+
+class EncodedKind(RaggedKind):
+    """Samples that are bytes of an encoding, such as JPEG; the base of such kinds."""
+
+    found_as = ""
+    is_encoded = True
+
+    @property
+    def columns(self) -> dict[str, Field]:
+        """The bytes; the other options concern what is decoded."""
+        field = self.field
+        kind = field.offsets_kind
+        return {self.name: RaggedField(field.path, offsets=field.offsets, offsets_kind=kind)}
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether values are equal, also arrays, and tuples of either."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
 def field_of(column: str) -> str:
     """Return the name of the field that a column is of."""
     return column.removesuffix(INDICES)
@@ -274,6 +359,43 @@ def steps_of(rows: Rows) -> StepRows | None:
     if isinstance(rows, StepSpans):
         return rows.steps
     return rows if isinstance(rows, StepRows) else None
+
+
+def file_and_row(layout: DatasetLayout, sample: int) -> tuple[str, int]:
+    """Return the file that holds a sample, and the number of the sample there."""
+    for file, count in layout.file_samples:
+        if sample < count:
+            return file, sample
+        sample -= count
+    return layout.file, sample
+
+
+def layout_of_values(file: str, stamp: FileStamp, path: str, values: NDArray[Any]) -> DatasetLayout:
+    """Return the layout of values that are kept in memory, one for each sample."""
+    return DatasetLayout(
+        file=file,
+        stamp=stamp,
+        path=path,
+        shape=values.shape,
+        dtype=values.dtype,
+        sample_axis=0,
+        storage="compact",
+        fallback_reason=None,
+        fill=np.zeros((), values.dtype),
+        values=np.ascontiguousarray(values).view(np.uint8) if values.dtype.kind == "b" else values,
+    )
+
+
+def widest_dtype(layouts: Sequence[DatasetLayout]) -> np.dtype[Any] | None:
+    """Return the narrowest dtype of integers that holds those of all layouts, if these differ.
+
+    None if no dtype does: of 64 bits, signed and unsigned; or if not all are integers.
+    """
+    dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
+    if len(dtypes) < 2 or any(dtype.kind not in "iu" for dtype in dtypes):
+        return None
+    widest = np.result_type(*dtypes)
+    return widest if widest.kind in "iu" else None
 
 
 def values_of(fact: DatasetLayout) -> NDArray[Any]:

@@ -37,6 +37,7 @@ from h5async.samples.fieldkind import (
     CanTransform,
     DecodingWork,
     EncodedBatch,
+    EncodedKind,
     FieldDecoder,
     FieldKind,
     Outline,
@@ -44,7 +45,6 @@ from h5async.samples.fieldkind import (
     Transforms,
 )
 from h5async.samples.ragged import Images, Ragged
-from h5async.samples.raggedkind import EncodedKind
 
 # The shrinking factor above which all pixels are averaged: above 2, neighbours do not suffice.
 _AREA_ABOVE = {"auto": 2.0, "area": 0.0, "linear": math.inf}
@@ -57,11 +57,9 @@ class ImageKind(EncodedKind):
     of: ClassVar[type[Field]] = ImageField
     field: ImageField
 
-    def outline(
-        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
-    ) -> Outline:
+    def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
         """Return how the field is assembled; a device transforms pixels of one size if it can."""
-        outline, field = super().outline(columns, transforms, can_transform), self.field
+        outline, field = super().outline(transforms, can_transform), self.field
         if can_transform is None or field.size is None or field.steps is not None:
             return outline
         pixels = _pixel_transform(field, (*field.size, CHANNELS))
@@ -98,8 +96,6 @@ class _Scratch(threading.local):
 
 
 class _ImageDecoder(FieldDecoder):
-    """Decodes the images of a field; `limit_nbytes` is the limit while one is decoded."""
-
     def __init__(
         self,
         field: ImageField,
@@ -116,7 +112,10 @@ class _ImageDecoder(FieldDecoder):
         self._is_plain = _pixel_transform(field, (1, 1, CHANNELS)).is_identity
         self._core = core
         self._own = _Scratch()
-        self._cv2: Any = None if field.size is None and not field.flip else _opencv()
+        if field.size is not None or field.flip:
+            with needs_package("opencv-python-headless", "images that are resized or flipped"):
+                import cv2
+            self._cv2: Any = cv2
         # Of pixels, by shape. Shapes repeat, but there may be very many.
         self._transforms = lru_cache(256)(partial(_transforms, field, core))
 
@@ -151,7 +150,7 @@ class _ImageDecoder(FieldDecoder):
             )
         ]
         if missing.size:
-            works.append(partial(self._blacken, [outs[place] for place in missing.tolist()], True))
+            works.append(partial(self._blacken, [outs[place] for place in missing.tolist()]))
         return delivered, works
 
     def _unsized(self, headers: Int64s, batch: EncodedBatch) -> Any:
@@ -252,7 +251,7 @@ class _ImageDecoder(FieldDecoder):
         except ValueError as error:
             if not self._replaces:
                 raise ReadError(f"{self._where(int(run))} {error}; {_REMEDY}") from error
-            return self._blacken(outs, False)
+            return not self._blacken(outs)
         for out, cut in zip(outs, cuts, strict=True):
             if out is not first and not self.is_random:
                 np.copyto(out, first)
@@ -276,13 +275,13 @@ class _ImageDecoder(FieldDecoder):
             self._cv2.flip(pixels, 1, pixels)
         return pixels
 
-    def _blacken(self, several: Sequence[NDArray[Any]], found: bool) -> bool:
-        """Fill in zeros in place of images that are resized; return `found`."""
+    def _blacken(self, several: Sequence[NDArray[Any]]) -> bool:
+        """Fill in zeros in place of images that are resized; return True."""
         assert self._field.size is not None
         pixels = np.zeros((*self._field.size, CHANNELS), np.uint8)
         for out in several:
             self._deliver(pixels, out)
-        return found
+        return True
 
     def _header(self, data: NDArray[np.uint8], sample: int) -> ImageHeader:
         try:
@@ -336,9 +335,3 @@ def _transforms(
 def _image(memory: Growing, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     found: NDArray[np.uint8] = memory.of(math.prod(shape)).reshape(shape)
     return found
-
-
-def _opencv() -> Any:
-    with needs_package("opencv-python-headless", "images that are resized or flipped"):
-        import cv2
-    return cv2

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, ReadError, needs_package
 from h5async.html import counted, size_text, table
-from h5async.samples.samplearrays import NoTensorError, SampleArrays
-from h5async.samples.samplekernels import sample_kernels
+from h5async.samples.samplearrays import (
+    NoTensorError,
+    SampleArrays,
+    native,
+    offsets_misfit,
+    on_host,
+    pad_on_gpu,
+    some_of,
+)
 
 _PREVIEWED, _LONGEST = 5, 24  # values, and characters of one, in a notebook
 
@@ -69,17 +76,6 @@ class Ragged(SampleArrays):
         """int64 (samples,): the number of values per sample; a new array."""
         return self.offsets[1:] - self.offsets[:-1]
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the values."""
-        dtype: np.dtype[Any] = self.values.dtype
-        return dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the values and offsets."""
-        return int(self.values.nbytes + self.offsets.nbytes)
-
     def __len__(self) -> int:
         """Return the number of samples."""
         return int(self.offsets.shape[0]) - 1
@@ -95,13 +91,7 @@ class Ragged(SampleArrays):
             If the slice has a step.
         """
         if isinstance(key, slice):
-            begin, end, step = key.indices(len(self))
-            if step != 1:
-                raise ConfigError(
-                    f"a slice of ragged samples has no step, and this one has {step}; take them one"
-                    " by one"
-                )
-            end = max(begin, end)
+            begin, end = self._bounds_of(key, "ragged samples")
             offsets = self.offsets[begin : end + 1]
             first, last = int(offsets[0]), int(offsets[-1])
             return Ragged(self.values[first:last], offsets - first)
@@ -140,11 +130,6 @@ class Ragged(SampleArrays):
         """The shape of a sample; None for the dimension that differs."""
         return None, *self.values.shape[1:]
 
-    @classmethod
-    def of_arrays(cls, arrays: Sequence[Any], sample_shape: Sequence[int | None]) -> Self:
-        """Return samples over `arrays`."""
-        return cls(*arrays)
-
     def misfit(self) -> str | None:
         """Return why the arrays do not fit together, or None."""
         return offsets_misfit("ragged samples", "offsets", self.offsets, len(self.values))
@@ -152,14 +137,6 @@ class Ragged(SampleArrays):
     def to_tensor(self) -> Any:
         """Return a nested tensor, as `to_torch_nested` does."""
         return self.to_torch_nested()
-
-    def copy(self) -> Ragged:
-        """Return a copy with memory of its own."""
-        return Ragged(self.values.copy(), self.offsets.copy())
-
-    def get(self) -> Ragged:
-        """Return the samples in host memory, like CuPy's `get`; a copy of those on a GPU."""
-        return Ragged(on_host(self.values), on_host(self.offsets))
 
     def to_padded(self, value: Any = 0, length: int | None = None) -> tuple[Any, Any]:
         """Copy the samples into one array, padded to one length; on the GPU if they are there.
@@ -203,11 +180,12 @@ class Ragged(SampleArrays):
         if isinstance(self.values, np.ndarray):
             array = np.full(shape, value, self.dtype)
             return array, put_padded(self.values, self.offsets, array)
-        cupy = module_of(self.values)
+        with needs_package("cupy-cuda13x", "arrays on a GPU"):
+            import cupy
         array = cupy.empty(shape, self.dtype)
         values = cupy.ascontiguousarray(self.values)
         behind = cupy.full(1, value, self.dtype)
-        sample_kernels(cupy).padded(values, self.offsets, behind, array)
+        pad_on_gpu(cupy, values, self.offsets, behind, array)
         return array, cupy.arange(length) < self.lengths[:, None]
 
     def to_torch_nested(self) -> Any:
@@ -306,15 +284,7 @@ class Images(Ragged):
         self.shapes = shapes
 
     def __getitem__(self, key: Any) -> Any:
-        """Return views: an array for one image, or `Images` for a slice.
-
-        Raises
-        ------
-        IndexError
-            If there is no such image.
-        ConfigError
-            If the slice has a step.
-        """
+        """Return views: an array for one image, or `Images` for a slice; raises as of `Ragged`."""
         found = super().__getitem__(key)
         if isinstance(key, slice):
             return Images(found.values, found.offsets, self.shapes[key][: len(found)])
@@ -322,10 +292,8 @@ class Images(Ragged):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the images, as views."""
-        return itertools.starmap(
-            lambda values, shape: values.reshape(shape),
-            zip(super().__iter__(), self.shapes.tolist(), strict=True),
-        )
+        for values, shape in zip(super().__iter__(), self.shapes.tolist(), strict=True):
+            yield values.reshape(shape)
 
     def __repr__(self) -> str:
         return f"<Images: {len(self):,} of differing sizes, {self.dtype}>"
@@ -365,14 +333,6 @@ class Images(Ragged):
             " AsyncReader"
         )
 
-    def get(self) -> Images:
-        """Return the images in host memory; a copy of those on a GPU."""
-        return Images(on_host(self.values), on_host(self.offsets), self.shapes)
-
-    def copy(self) -> Images:
-        """Return a copy with memory of its own."""
-        return Images(self.values.copy(), self.offsets.copy(), self.shapes.copy())
-
 
 def preview(samples: Any) -> str:
     """Return the first values of the first sample as text; "" for samples on a GPU."""
@@ -397,20 +357,6 @@ def _short(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def native(array: Any) -> Any:
-    """Return an array in this machine's byte order, copied only if necessary."""
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def module_of(array: Any) -> Any:
-    """Return the library of an array: NumPy or CuPy."""
-    if isinstance(array, np.ndarray):
-        return np
-    with needs_package("cupy-cuda13x", "arrays on a GPU"):
-        import cupy
-    return cupy
-
-
 def put_padded(
     values: NDArray[Any], offsets: NDArray[np.int64], out: NDArray[Any]
 ) -> NDArray[np.bool_]:
@@ -426,24 +372,3 @@ def put_padded(
     else:
         out[mask] = values[(offsets[:-1, None] + np.arange(length))[mask]]
     return mask
-
-
-def on_host(array: Any) -> Any:
-    """Return an array in host memory, copied only if necessary."""
-    return array if isinstance(array, np.ndarray) else array.get()
-
-
-def offsets_misfit(what: str, name: str, offsets: NDArray[Any], total: int) -> str | None:
-    """Return why the offsets of samples do not fit `total` values, or None."""
-    if offsets[0] == 0 and offsets[-1] == total and not (offsets[1:] < offsets[:-1]).any():
-        return None
-    return (
-        f"{what} that do not fit together: {name} must begin with 0, rise, and end with the number"
-        f" of values, {total}; found {some_of(offsets)}"
-    )
-
-
-def some_of(numbers: NDArray[Any]) -> str:
-    """Return the first numbers of an array and the last one, as text."""
-    shown = numbers.tolist() if numbers.size <= 8 else [*numbers[:6].tolist(), "...", numbers[-1]]
-    return ", ".join(map(str, shown))

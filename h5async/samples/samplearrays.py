@@ -1,4 +1,4 @@
-"""Defines the common base of `Ragged`, `Images` and `Csr`: samples made of several arrays.
+"""Defines the common base of `Ragged`, `Images` and `Csr`, and what they do on a GPU.
 
 Code that moves batches (uploads, slots in shared memory, PyTorch) knows only this: a field of a
 batch is one array, or `SampleArrays`. Further classes of samples derive from it.
@@ -6,12 +6,14 @@ batch is one array, or `SampleArrays`. Further classes of samples derive from it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-KINDS: dict[str, type[SampleArrays]] = {}  # by `SampleArrays.kind`
+from h5async.errors import ConfigError
 
 
 class NoTensorError(TypeError):
@@ -23,32 +25,17 @@ class SampleArrays:
 
     Attributes
     ----------
-    kind
-        The name of the class in messages between processes.
     num_on_device
         The number of leading arrays that lie where the values lie; the others stay in host memory.
     """
 
     __slots__ = ()
 
-    kind: ClassVar[str]
     num_on_device: ClassVar[int] = 2
-
-    def __init_subclass__(cls) -> None:
-        cls.kind = cls.__name__
-        KINDS[cls.kind] = cls
-
-    def __len__(self) -> int:
-        raise NotImplementedError
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         """The arrays: the values first."""
-        raise NotImplementedError
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the values."""
         raise NotImplementedError
 
     @property
@@ -59,7 +46,39 @@ class SampleArrays:
     @classmethod
     def of_arrays(cls, arrays: Sequence[Any], sample_shape: Sequence[int | None]) -> Self:
         """Return samples made of `arrays`; parameters are the properties of these names."""
+        return cls(*arrays)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        dtype: np.dtype[Any] = self.arrays[0].dtype
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that lie where the values lie."""
+        return sum(int(array.nbytes) for array in memory_of(self))
+
+    def __len__(self) -> int:
         raise NotImplementedError
+
+    def copy(self) -> Self:
+        """Return a copy with memory of its own."""
+        return self.of_arrays([array.copy() for array in self.arrays], self.sample_shape)
+
+    def get(self) -> Self:
+        """Return the samples in host memory, like CuPy's `get`; a copy of those on a GPU."""
+        return self.of_arrays(list(map(on_host, self.arrays)), self.sample_shape)
+
+    def _bounds_of(self, key: slice, what: str, remedy: str = "") -> tuple[int, int]:
+        """Return the first sample of a slice, and the end; ConfigError if it has a step."""
+        begin, end, step = key.indices(len(self))
+        if step != 1:
+            raise ConfigError(
+                f"a slice of {what} has no step, and this one has {step}; take them one by one"
+                f"{remedy}"
+            )
+        return begin, max(begin, end)
 
     def to_tensor(self) -> Any:
         """Return a PyTorch tensor that shares the memory.
@@ -89,3 +108,147 @@ def with_memory(field: Any, arrays: Sequence[Any]) -> Any:
         others = field.arrays[field.num_on_device :]
         return field.of_arrays((*arrays, *others), field.sample_shape)
     return arrays[0]
+
+
+def native(array: Any) -> Any:
+    """Return an array in this machine's byte order, copied only if necessary."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def on_host(array: Any) -> Any:
+    """Return an array in host memory, copied only if necessary."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def offsets_misfit(what: str, name: str, offsets: NDArray[Any], total: int) -> str | None:
+    """Return why the offsets of samples do not fit `total` values, or None."""
+    if offsets[0] == 0 and offsets[-1] == total and not (offsets[1:] < offsets[:-1]).any():
+        return None
+    return (
+        f"{what} that do not fit together: {name} must begin with 0, rise, and end with the number"
+        f" of values, {total}; found {some_of(offsets)}"
+    )
+
+
+def some_of(numbers: NDArray[Any]) -> str:
+    """Return the first numbers of an array and the last one, as text."""
+    shown = numbers.tolist() if numbers.size <= 8 else [*numbers[:6].tolist(), "...", numbers[-1]]
+    return ", ".join(map(str, shown))
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+#
+# CuPy compiles the kernels on first use, and launches them on the current stream. No thread waits
+# for another one, and no two write to one value: sums are added up in the order of the file, as on
+# the host, and are reproducible.
+#
+# The results are those of the host, bit for bit (except NaN payloads): no fused multiply-add, and
+# subnormal numbers are preserved, although CuPy compiles with -ftz=true. Tests run this code on a
+# CPU, without PTX.
+OPTIONS = ("--fmad=false",)
+EXACT = """
+template <class T, class S>
+static __device__ inline T h5async_to(const S &value) { return T(value); }
+template <class T>
+static __device__ inline T h5async_mul(const T &a, const T &b) { return T(a * b); }
+template <class T>
+static __device__ inline T h5async_add(const T &a, const T &b) { return T(a + b); }
+#ifdef __CUDA_ARCH__
+template <>
+__device__ inline float h5async_to<float, double>(const double &value)
+{
+    float result;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(value));
+    return result;
+}
+template <>
+__device__ inline double h5async_to<double, float>(const float &value)
+{
+    double result;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(value));
+    return result;
+}
+template <>
+__device__ inline float h5async_mul<float>(const float &a, const float &b)
+{
+    float result;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+template <>
+__device__ inline float h5async_add<float>(const float &a, const float &b)
+{
+    float result;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+#endif
+"""
+
+# The number of neighbouring threads that make a row. Each owns every `_LANES`-th column: it clears
+# them, and searches all indices of the row for them. (So all threads of a warp read the same index,
+# which costs one read, and neighbours clear neighbouring values.)
+_LANES = 256  # a power of two
+_DENSE = f"""
+const long long row = i / {_LANES}, lane = i % {_LANES};
+const long long from = indptr[row], to = indptr[row + 1];
+T *values = &dense[row * columns];
+for (long long column = lane; column < columns; column += {_LANES})
+    values[column] = T(0);
+for (long long at = from; at < to; ++at) {{
+    const long long column = indices[at];
+    if (column < 0 || column >= columns)
+        bad[0] = 1;
+    else if ((column & {_LANES - 1}) == lane)
+        values[column] = h5async_add<T>(values[column], h5async_to<T>(data[at]));
+}}
+"""
+
+# A thread makes one value of one sample; `inner` of them are one value of the file.
+_PADDED = """
+const long long sample = i / (length * inner), rest = i - sample * (length * inner);
+const long long from = offsets[sample] * inner, to = offsets[sample + 1] * inner;
+padded[i] = rest < to - from ? values[from + rest] : value[0];
+"""
+
+
+@functools.cache
+def _dense_kernel(cupy: Any) -> Any:
+    inputs = "raw S data, raw I indices, raw int64 indptr, int64 columns"
+    outputs = "raw T dense, raw int32 bad"
+    return cupy.ElementwiseKernel(
+        inputs, outputs, _DENSE, "h5async_dense", options=OPTIONS, preamble=EXACT
+    )
+
+
+@functools.cache
+def _padded_kernel(cupy: Any) -> Any:
+    inputs = "raw T values, raw int64 offsets, int64 length, int64 inner, raw T value"
+    return cupy.ElementwiseKernel(
+        inputs, "raw T padded", _PADDED, "h5async_padded", options=OPTIONS
+    )
+
+
+def dense_on_gpu(cupy: Any, data: Any, indices: Any, indptr: Any, out: Any, bad: Any) -> None:
+    """Convert sparse rows to dense ones, in `out`: (rows, columns), C-contiguous.
+
+    Arrays are those of sparse rows, with int64 `indptr`. `bad`, int32 (1,), is set to 1 if an
+    index is not a column.
+    """
+    rows, columns = out.shape
+    if out.size:
+        arrays = data, indices, indptr, columns, out.reshape(-1), bad
+        _dense_kernel(cupy)(*arrays, size=rows * _LANES)
+
+
+def pad_on_gpu(cupy: Any, values: Any, offsets: Any, value: Any, out: Any) -> None:
+    """Pad samples to one length, in `out`: (samples, length, ...); longer ones are cut.
+
+    `values` and `out` are C-contiguous, `offsets` int64, and `value` is the padding: (1,), of the
+    dtype of the values.
+    """
+    if out.size:
+        samples, length = out.shape[:2]
+        inner = out.size // (samples * length)
+        arrays = values.reshape(-1), offsets, length, inner, value, out.reshape(-1)
+        _padded_kernel(cupy)(*arrays, size=out.size)

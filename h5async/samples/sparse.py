@@ -11,9 +11,14 @@ from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, DatasetError, needs_package
 from h5async.html import Bar, Cell, counted, size_text, table
-from h5async.samples.ragged import module_of, native, offsets_misfit, on_host, preview
-from h5async.samples.samplearrays import SampleArrays
-from h5async.samples.samplekernels import sample_kernels
+from h5async.samples.ragged import preview
+from h5async.samples.samplearrays import (
+    SampleArrays,
+    dense_on_gpu,
+    native,
+    offsets_misfit,
+    on_host,
+)
 
 _OF_CUPYX = "?fdFD"  # NumPy's one-letter codes
 
@@ -74,17 +79,6 @@ class Csr(SampleArrays):
         self.indptr = indptr
         self.shape = (int(shape[0]), int(shape[1]))
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the values."""
-        dtype: np.dtype[Any] = self.data.dtype
-        return dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the three arrays."""
-        return int(self.data.nbytes + self.indices.nbytes + self.indptr.nbytes)
-
     def __len__(self) -> int:
         """Return the number of rows."""
         return self.shape[0]
@@ -100,13 +94,7 @@ class Csr(SampleArrays):
             If the slice has a step.
         """
         if isinstance(key, slice):
-            begin, end, step = key.indices(len(self))
-            if step != 1:
-                raise ConfigError(
-                    f"a slice of sparse rows has no step, and this one has {step}; take them one by"
-                    " one, or use to_scipy()"
-                )
-            end = max(begin, end)
+            begin, end = self._bounds_of(key, "sparse rows", ", or use to_scipy()")
             indptr = self.indptr[begin : end + 1]
             first, last = int(indptr[0]), int(indptr[-1])
             some, columns = slice(first, last), self.shape[1]
@@ -171,14 +159,6 @@ class Csr(SampleArrays):
     def to_tensor(self) -> Any:
         """Return a sparse tensor, as `to_torch` does."""
         return self.to_torch()
-
-    def copy(self) -> Csr:
-        """Return a copy with memory of its own."""
-        return Csr(self.data.copy(), self.indices.copy(), self.indptr.copy(), self.shape)
-
-    def get(self) -> Csr:
-        """Return the rows in host memory, like CuPy's `get`; a copy of those on a GPU."""
-        return Csr(on_host(self.data), on_host(self.indices), on_host(self.indptr), self.shape)
 
     def to_scipy(self) -> Any:
         """Return a ``scipy.sparse.csr_matrix``, as AnnData has it; rows on a GPU are copied.
@@ -277,7 +257,6 @@ class Csr(SampleArrays):
         array([[1., 0., 0.],
                [0., 0., 2.]])
         """
-        given = out
         if out is None:
             out = np.empty_like(self.data, shape=self.shape)
         elif out.shape != self.shape or not np.can_cast(self.dtype, out.dtype, "same_kind"):
@@ -287,13 +266,13 @@ class Csr(SampleArrays):
             )
         if not isinstance(out, np.ndarray):
             self._make_on_gpu(out)
-            return out if given is None else given
+            return out
         rows = self._made_by_core(out)
         if rows is None:
             self._make_dense(out)
         elif rows < len(self):
             raise self._no_column(rows)
-        return out if given is None else given
+        return out
 
     def _signed(self) -> tuple[Any, Any]:
         """Return `indices` and `indptr` in the one dtype that libraries accept; mostly views."""
@@ -310,22 +289,18 @@ class Csr(SampleArrays):
         from h5async.core.binding import address, load_core
         from h5async.core.structures import VALUE_KINDS, SparseStruct
 
-        core, data = load_core(), self.data
+        core, data, indices = load_core(), self.data, self.indices
         kinds = VALUE_KINDS.get(data.dtype), VALUE_KINDS.get(out.dtype)
-        is_near = out.strides[1] == out.itemsize or out.shape[1] <= 1
-        arrays = data, self.indices
-        if core is None or None in kinds or not is_near or out.strides[0] < 0:
-            return None
-        if not all(array.flags.c_contiguous and array.flags.aligned for array in arrays):
-            return None
-        if not (out.flags.aligned and out.flags.writeable):
-            return None
-        if not (self.indices.dtype.isnative and self.indices.dtype.kind == "i"):
+        can_read = all(one.flags.c_contiguous and one.flags.aligned for one in (data, indices))
+        is_near = out.strides[0] >= 0 and (out.strides[1] == out.itemsize or out.shape[1] <= 1)
+        can_write = is_near and out.flags.aligned and out.flags.writeable
+        is_index = indices.dtype.isnative and indices.dtype.kind == "i"
+        if core is None or None in kinds or not (can_read and can_write and is_index):
             return None
         indptr = np.ascontiguousarray(self.indptr, np.int64)
         sparse = SparseStruct(
             data=address(data),
-            indices=address(self.indices),
+            indices=address(indices),
             indptr=address(indptr),
             out=address(out),
             rows=self.shape[0],
@@ -334,7 +309,7 @@ class Csr(SampleArrays):
             row_nbytes=out.strides[0],
             data_kind=kinds[0],
             out_kind=kinds[1],
-            index_nbytes=self.indices.dtype.itemsize,
+            index_nbytes=indices.itemsize,
         )
         made: int = core.make_dense(ctypes.byref(sparse))
         return None if made < 0 else made
@@ -347,11 +322,12 @@ class Csr(SampleArrays):
         np.add.at(out, (row, indices), self.data.astype(out.dtype))
 
     def _make_on_gpu(self, out: Any) -> None:
-        cupy = module_of(out)
+        with needs_package("cupy-cuda13x", "arrays on a GPU"):
+            import cupy
         dense = out if out.flags.c_contiguous else cupy.empty(out.shape, out.dtype)
         bad = cupy.zeros(1, np.int32)
         indptr = self.indptr.astype(np.int64, copy=False)
-        sample_kernels(cupy).dense(self.data, self.indices, indptr, dense, bad)
+        dense_on_gpu(cupy, self.data, self.indices, indptr, dense, bad)
         if int(bad[0]):
             self._check(on_host(self.indices).astype(np.int64), on_host(self.indptr))
         if dense is not out:

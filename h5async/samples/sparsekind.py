@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field, ReaderConfig, SparseField
-from h5async.config.parts import Values
 from h5async.errors import ConfigError, DatasetError
 from h5async.index.chunks import left_to_hdf5
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.room import files_of
+from h5async.index.savedindex import Wanted
 from h5async.order.rows import SpanRows
 from h5async.samples.fieldkind import (
     INDICES,
@@ -26,14 +25,15 @@ from h5async.samples.fieldkind import (
     SHAPE,
     TEXTS,
     CanTransform,
-    Fact,
     FieldKind,
     Filled,
     Known,
     Outline,
+    SparseShape,
     Transforms,
     texts_of,
     values_of,
+    widest_dtype,
 )
 from h5async.samples.sparse import Csr
 from h5async.spelling import named
@@ -42,20 +42,6 @@ Int64s = NDArray[np.int64]
 
 SHAPE_OF, NAMES_OF = "\0shape", "\0names"  # suffixes of a field's name for its facts
 ID = "\0"  # separates name and id in the names of columns
-
-
-@dataclass(frozen=True)
-class SparseShape:
-    """The columns of a sparse field.
-
-    `columns` is the number of those delivered. `places` are, per file, the delivered position of
-    each of its columns, int64, or -1 if it is not delivered; None means all in their own order.
-    `where` names the matrix of each file in messages.
-    """
-
-    columns: int
-    places: tuple[NDArray[np.int64], ...] | None = None
-    where: tuple[str, ...] = ()
 
 
 class SparseKind(FieldKind):
@@ -68,6 +54,7 @@ class SparseKind(FieldKind):
     found_as = SHAPE
     is_ragged = True
     field: SparseField
+    shape: SparseShape
 
     def __init__(self, name: str, field: Field) -> None:
         super().__init__(name, field)
@@ -85,16 +72,16 @@ class SparseKind(FieldKind):
         )
         return {self.name: values, self.name + INDICES: Field(f"{field.path}/indices")}
 
-    def facts(self) -> dict[str, Fact]:
+    def facts(self) -> dict[str, Wanted]:
         """Return values, indices, and the shape; names of columns, if some are chosen by them."""
         name, path = self.name, self.field.path
         found = {
-            name: Fact(f"{path}/data", ROWS),
-            name + INDICES: Fact(f"{path}/indices", ROWS),
-            name + SHAPE_OF: Fact(path, SHAPE),
+            name: Wanted.at(f"{path}/data", kind=ROWS),
+            name + INDICES: Wanted.at(f"{path}/indices", kind=ROWS),
+            name + SHAPE_OF: Wanted.at(path, kind=SHAPE),
         }
         if isinstance(self.field.columns, tuple):
-            found[name + NAMES_OF] = Fact(path, TEXTS)
+            found[name + NAMES_OF] = Wanted.at(path, kind=TEXTS)
         return found
 
     def join(self, known: Known, config: ReaderConfig, reach: Reach) -> dict[str, DatasetLayout]:
@@ -102,33 +89,17 @@ class SparseKind(FieldKind):
         values = join_layouts(known[self.name])
         several = _indices_of_one_dtype(known[self.name + INDICES])
         indices = join_layouts(several).changed(spans=values.spans)  # stored once
-        shapes = _SparseShapes(self.name, self.field)
-        names_of = known.get(self.name + NAMES_OF, [None] * len(several))
-        for shape, names in zip(known[self.name + SHAPE_OF], names_of, strict=True):
-            where = f'{shape.file}: group "{shape.path}"'
-            columns = int(values_of(shape)[1])
-            if self.field.columns is not None:
-                what = f"{where}: {columns:,} columns, of which some are chosen,"
-                reach.room.take(8 * columns, what, files_of(shape))
-            shapes.add(columns, where, () if names is None else texts_of(names))
-        self.shape = shapes.shape()
+        shapes, names = known[self.name + SHAPE_OF], known.get(self.name + NAMES_OF, ())
+        self.shape = _delivered_columns(self.name, self.field, shapes, names, reach)
         if self.shape.places is None:
             indices = indices.changed(limit=_limit_of(indices, self.shape.columns))
         self._has_limit = indices.limit is not None
         self.needs_work = self.field.dense or self.shape.places is not None
         return {self.name: values, self.name + INDICES: indices}
 
-    def is_same(self, other: FieldKind) -> bool:
-        """Return whether both deliver the same columns."""
-        assert isinstance(other, SparseKind)
-        one, two = self.shape, other.shape
-        return one.columns == two.columns and are_all_equal(one.places, two.places)
-
-    def outline(
-        self, columns: tuple[int, ...], transforms: Transforms, can_transform: CanTransform
-    ) -> Outline:
+    def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
         """Return how the field is assembled; ConfigError for complex dense rows on a GPU."""
-        outline, field = super().outline(columns, transforms, can_transform), self.field
+        outline, field = super().outline(transforms, can_transform), self.field
         if not field.dense:
             return outline
         dtype = self._dense_dtype(transforms[0].dtype)
@@ -205,15 +176,6 @@ class SparseKind(FieldKind):
         return None if self.field.dense else rows.all_lengths()
 
 
-def are_all_equal(
-    several: tuple[NDArray[Any], ...] | None, others: tuple[NDArray[Any], ...] | None
-) -> bool:
-    """Return whether arrays are the same as others, or both None."""
-    if several is None or others is None:
-        return several is others
-    return len(several) == len(others) and all(map(np.array_equal, several, others))
-
-
 def _index_dtype(stored: np.dtype[Any], columns: int) -> np.dtype[Any]:
     """Return the dtype for indices of chosen columns; the file may have fewer columns."""
     fits = columns - 1 <= np.iinfo(stored).max
@@ -232,9 +194,8 @@ def _indices_of_one_dtype(layouts: Sequence[DatasetLayout]) -> list[DatasetLayou
     Files with another dtype are read through h5py, which converts; there may be too many indices to
     keep them.
     """
-    dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
-    widest = np.result_type(*dtypes) if dtypes else None
-    if len(dtypes) < 2 or widest is None or widest.kind not in "iu":  # 64 bits, also unsigned
+    widest = widest_dtype(layouts)
+    if widest is None:
         return list(layouts)
     return [
         layout
@@ -261,137 +222,134 @@ def _limit_of(indices: DatasetLayout, columns: int) -> int | None:
     return columns if all(are_good) else None
 
 
-class _SparseShapes:
-    """Finds the delivered columns of the sparse field `name`, file by file."""
+def _delivered_columns(
+    name: str,
+    field: SparseField,
+    shapes: Sequence[DatasetLayout],
+    names: Sequence[DatasetLayout],
+    reach: Reach,
+) -> SparseShape:
+    """Find the columns that are delivered, by the facts of each file.
 
-    def __init__(self, name: str, field: SparseField) -> None:
-        self._name, self._field = name, field
-        self._places: list[Int64s] = []
-        self._where: list[str] = []
-        self._columns = 0
-        # Of columns chosen by name: those that no file had so far, and the names that files have
-        # instead.
-        self._lacking = set(field.columns) if isinstance(field.columns, tuple) else set[str]()
-        self._others: set[str] = set()
-
-    def add(self, columns: int, where: str, names: Sequence[str]) -> None:
-        """Add the matrix of the next file: its columns, its name in messages, and their names.
-
-        These are only needed if columns are chosen by name. DatasetError if the matrix has other
-        columns than the first one, or lacks a required one; ConfigError if there are no such ones.
-        """
-        field = self._field
-        if not self._where:
-            self._columns = columns
-        self._where.append(where)
-        if not isinstance(field.columns, tuple) and columns != self._columns:
+    DatasetError if a matrix has other columns than the first one, or lacks a required one;
+    ConfigError if there are no such ones.
+    """
+    wanted, where = field.columns, tuple(f'{one.file}: group "{one.path}"' for one in shapes)
+    counts = [int(values_of(one)[1]) for one in shapes]
+    for place, count in zip(where, counts, strict=True):
+        if count != counts[0] and not isinstance(wanted, tuple):
             raise DatasetError(
-                f"{where} has {columns:,} columns, and {self._where[0]} has"
-                f" {self._columns:,}; choose columns by their names"
+                f"{place} has {count:,} columns, and {where[0]} has {counts[0]:,}; choose columns"
+                " by their names"
             )
-        if field.columns is None:
-            return
-        wanted = self._numbers(field, columns, where, names)
-        places = np.full(columns, -1, np.int64)
-        places[wanted[wanted >= 0]] = np.flatnonzero(wanted >= 0)
-        self._places.append(places)
+    if wanted is None:
+        return SparseShape(counts[0], where=where)
+    for place, count, shape in zip(where, counts, shapes, strict=True):
+        what = f"{place}: {count:,} columns, of which some are chosen,"
+        reach.room.take(8 * count, what, files_of(shape))
+    if isinstance(wanted, tuple):
+        several = _by_name(name, field, wanted, where, counts, names)
+    else:
+        several = [_by_number(f"{name}: columns", wanted.array, counts[0])] * len(shapes)
+    places = []
+    for numbers, count in zip(several, counts, strict=True):
+        places.append(np.full(count, -1, np.int64))
+        places[-1][numbers[numbers >= 0]] = np.flatnonzero(numbers >= 0)
+    return SparseShape(several[0].size, tuple(places), where)
 
-    def _numbers(
-        self, field: SparseField, columns: int, where: str, names: Sequence[str]
-    ) -> Int64s:
-        """Return the number of each delivered column; -1 if the file lacks it."""
-        if isinstance(field.columns, tuple):
-            if len(names) != columns:
-                raise DatasetError(
-                    f"{where}: there are {len(names):,} names of columns, and the matrix has"
-                    f" {columns:,}"
-                )
-            if len(set(field.columns)) < len(field.columns):
-                twice = next(name for name in field.columns if field.columns.count(name) > 1)
-                raise ConfigError(f'{self._name}: columns: "{twice}" comes twice')
-            numbers = self._numbered(field.columns, where, names)
-            missing = [name for name in field.columns if name not in numbers]
-            self._lacking.intersection_update(missing)
-            is_refused = bool(missing) and field.missing == "error"
-            if self._lacking or is_refused:
-                self._others.update(numbers)
-            if is_refused:
-                raise self._no_column(where, missing, f", or set {named('missing', 'zero')}")
-            found = np.array([numbers.get(name, -1) for name in field.columns], np.int64)
-            there = found[found >= 0]
-            if np.unique(there).size < there.size:  # by its name, and by its id
-                twice = np.flatnonzero(found == there[np.argmax(np.bincount(there)[there] > 1)])
-                one, other = (field.columns[number] for number in twice[:2])
-                raise ConfigError(
-                    f'{self._name}: columns: "{one}" and "{other}" are the same column of {where}'
-                )
-            return found
-        assert isinstance(field.columns, Values)
-        array: NDArray[Any] = field.columns.array
-        if array.dtype.kind == "b":
-            if array.size != columns:
-                raise ConfigError(
-                    f"{self._name}: columns: a mask must have a value for each of the {columns:,}"
-                    f" columns, and has {array.size:,}"
-                )
-            return np.flatnonzero(array)
-        if array.size and not 0 <= int(array.min()) <= int(array.max()) < columns:
+
+def _by_number(option: str, array: NDArray[Any], columns: int) -> Int64s:
+    """Return the numbers of columns that are chosen by a mask, or by numbers."""
+    if array.dtype.kind == "b":
+        if array.size != columns:
             raise ConfigError(
-                f"{self._name}: columns: must be numbers from 0 to {columns - 1}, found"
-                f" {array.min()} to {array.max()}"
+                f"{option}: a mask must have a value for each of the {columns:,} columns, and has"
+                f" {array.size:,}"
             )
-        found = array.astype(np.int64)
-        if np.unique(found).size < found.size:
-            raise ConfigError(f"{self._name}: columns: a column comes twice")
-        return found
-
-    @staticmethod
-    def _numbered(wanted: Sequence[str], where: str, texts: Sequence[str]) -> dict[str, int]:
-        """Return the number of each column by its name, or by its id if columns have one."""
-        pairs = [text.partition(ID) for text in texts]
-        names = [name for name, _, _ in pairs]
-        numbers = {one: number for number, (_, _, one) in enumerate(pairs) if one}
-        has_ids = bool(numbers)
-        numbers |= {name: number for number, name in enumerate(names)}
-        counts = Counter(names)
-        of_ids = Counter(one for _, _, one in pairs)
-        several = [name for name in wanted if (counts[name] or of_ids[name]) > 1]
-        if several:
-            ids = [one for name, _, one in pairs if several[0] in (name, one)]
-            has_ids = has_ids and counts[several[0]] > 1
-            remedy = (
-                f"give one of their ids ({', '.join(ids)})"
-                if has_ids
-                else "give the numbers of columns, or store names that are unique"
-                " (var_names_make_unique() of AnnData)"
-            )
-            raise DatasetError(
-                f'{where} has {len(ids)} columns of the name "{several[0]}"; {remedy}'
-            )
-        return numbers
-
-    def _no_column(self, where: str, missing: Sequence[str], remedy: str = "") -> DatasetError:
-        """Return the error for missing columns; it names the most similar ones."""
-        more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        similar = difflib.get_close_matches(missing[0], sorted(self._others))
-        similar_names = "; the most similar: " + ", ".join(similar) if similar else ""
-        return DatasetError(
-            f'{where} has no column "{missing[0]}"{more}{similar_names}; correct its name, or leave'
-            f" it out of columns{remedy}"
+        return np.flatnonzero(array)
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < columns:
+        raise ConfigError(
+            f"{option}: must be numbers from 0 to {columns - 1}, found {array.min()} to"
+            f" {array.max()}"
         )
+    found = array.astype(np.int64)
+    if np.unique(found).size < found.size:
+        raise ConfigError(f"{option}: a column comes twice")
+    return found
 
-    def shape(self) -> SparseShape:
-        """Return the result; DatasetError if no file has a column that was chosen by name."""
-        wanted = self._field.columns
-        if self._lacking and self._where:
-            where = self._where[0] + (", like all other files," if self._where[1:] else "")
-            lacking = [name for name in self._field.columns if name in self._lacking]
-            raise self._no_column(where, lacking)
-        if wanted is None:
-            return SparseShape(self._columns, where=tuple(self._where))
-        if isinstance(wanted, tuple):
-            count = len(wanted)
-        else:
-            is_mask = wanted.array.dtype.kind == "b"
-            count = int(np.count_nonzero(wanted.array)) if is_mask else wanted.array.size
-        return SparseShape(count, tuple(self._places), tuple(self._where))
+
+def _by_name(
+    name: str,
+    field: SparseField,
+    wanted: tuple[str, ...],
+    where: Sequence[str],
+    counts: Sequence[int],
+    several: Sequence[DatasetLayout],
+) -> list[Int64s]:
+    """Return, per file, the number of each column that is chosen by name; -1 if it lacks it."""
+    if len(set(wanted)) < len(wanted):
+        twice = next(one for one in wanted if wanted.count(one) > 1)
+        raise ConfigError(f'{name}: columns: "{twice}" comes twice')
+    # Names that no file had so far, and those that files have instead.
+    lacking, others, found = set(wanted), set[str](), []
+    for place, count, fact in zip(where, counts, several, strict=True):
+        texts = texts_of(fact)
+        if len(texts) != count:
+            raise DatasetError(
+                f"{place}: there are {len(texts):,} names of columns, and the matrix has {count:,}"
+            )
+        numbers = _numbered(wanted, place, texts)
+        missing = [one for one in wanted if one not in numbers]
+        lacking.intersection_update(missing)
+        is_refused = bool(missing) and field.missing == "error"
+        if lacking or is_refused:
+            others.update(numbers)
+        if is_refused:
+            raise _no_column(place, missing, others, f", or set {named('missing', 'zero')}")
+        chosen = np.array([numbers.get(one, -1) for one in wanted], np.int64)
+        there = chosen[chosen >= 0]
+        if np.unique(there).size < there.size:  # by its name, and by its id
+            same = np.flatnonzero(chosen == there[np.argmax(np.bincount(there)[there] > 1)])
+            one, other = (wanted[number] for number in same[:2])
+            raise ConfigError(
+                f'{name}: columns: "{one}" and "{other}" are the same column of {place}'
+            )
+        found.append(chosen)
+    if lacking:
+        place = where[0] + (", like all other files," if where[1:] else "")
+        raise _no_column(place, [one for one in wanted if one in lacking], others)
+    return found
+
+
+def _numbered(wanted: Sequence[str], where: str, texts: Sequence[str]) -> dict[str, int]:
+    """Return the number of each column by its name, or by its id if columns have one."""
+    pairs = [text.partition(ID) for text in texts]
+    names = [name for name, _, _ in pairs]
+    numbers = {one: number for number, (_, _, one) in enumerate(pairs) if one}
+    has_ids = bool(numbers)
+    numbers |= {name: number for number, name in enumerate(names)}
+    counts, of_ids = Counter(names), Counter(one for _, _, one in pairs)
+    several = [name for name in wanted if (counts[name] or of_ids[name]) > 1]
+    if several:
+        ids = [one for name, _, one in pairs if several[0] in (name, one)]
+        remedy = (
+            f"give one of their ids ({', '.join(ids)})"
+            if has_ids and counts[several[0]] > 1
+            else "give the numbers of columns, or store names that are unique"
+            " (var_names_make_unique() of AnnData)"
+        )
+        raise DatasetError(f'{where} has {len(ids)} columns of the name "{several[0]}"; {remedy}')
+    return numbers
+
+
+def _no_column(
+    where: str, missing: Sequence[str], others: Set[str], remedy: str = ""
+) -> DatasetError:
+    """Return the error for missing columns; it names the most similar of the others."""
+    more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+    similar = difflib.get_close_matches(missing[0], sorted(others))
+    similar_names = "; the most similar: " + ", ".join(similar) if similar else ""
+    return DatasetError(
+        f'{where} has no column "{missing[0]}"{more}{similar_names}; correct its name, or leave'
+        f" it out of columns{remedy}"
+    )

@@ -33,7 +33,7 @@ from h5async import Field
 from h5async.deliver import kernels as kernels_module
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
-from h5async.samples.samplekernels import EXACT, OPTIONS
+from h5async.samples.samplearrays import EXACT, OPTIONS
 
 SOURCE = Path(__file__).parents[2] / "h5async" / "deliver" / "kernels.cu"
 GUARD_NBYTES, CANARY = 64, 0xC3

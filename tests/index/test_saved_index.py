@@ -32,7 +32,7 @@ from h5async import (
 )
 from h5async.cli import app
 from h5async.config import Field
-from h5async.index import indexcache, layoutsource
+from h5async.index import indexcache
 from h5async.index.datasettable import Datasets
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
@@ -75,7 +75,6 @@ def files_are_not_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, *_: Any, **__: Any) -> None:
         raise AssertionError(f"{path} was indexed")
 
-    monkeypatch.setattr(layoutsource, "read_layouts", refuse)
     monkeypatch.setattr(filefacts, "read_layouts", refuse)
 
 
@@ -181,7 +180,6 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         indexed.append(Path(path).name)
         return read_layouts(path, *arguments, **options)
 
-    monkeypatch.setattr(layoutsource, "read_layouts", count)
     monkeypatch.setattr(filefacts, "read_layouts", count)
     return indexed
 
@@ -301,12 +299,12 @@ def test_a_file_that_was_moved_is_indexed_at_its_new_place(tmp_path, cache, monk
 def test_a_file_that_changes_while_it_is_indexed_is_not_kept(tmp_path, cache, monkeypatch):
     path = make(tmp_path / "a.h5")
 
-    def index_and_touch(path: Path, *arguments: Any) -> Any:
-        found = read_layouts(path, *arguments)
+    def index_and_touch(path: Path, *arguments: Any, **options: Any) -> Any:
+        found = read_layouts(path, *arguments, **options)
         os.utime(path, ns=(1, 1))
         return found
 
-    monkeypatch.setattr(layoutsource, "read_layouts", index_and_touch)
+    monkeypatch.setattr(filefacts, "read_layouts", index_and_touch)
     with pytest.warns(FileChangedWarning):
         rows_of(path)
     assert entries(cache) == []

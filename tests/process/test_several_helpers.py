@@ -51,6 +51,7 @@ from h5async.io.shared import SharedMemory
 from h5async.opening.dataset import open_dataset
 from h5async.opening.limits import MemoryBudget
 from h5async.order.sampling import FillRequest
+from h5async.order.selection import Selection
 from h5async.plan.transform import row_transform
 from h5async.process.helper import HelperFiller
 from h5async.process.messages import Opened
@@ -266,7 +267,10 @@ def budget(path, monkeypatch, free, **options):
     config = ReaderConfig(hdf5_path=path, fields=fields, **{**OPTIONS, "prefetch": 4, **options})
     layouts = open_dataset(config).layouts
     transforms = {"data": row_transform(fields["data"], layouts["data"])}
-    return MemoryBudget(config, layouts, transforms, 8, fewer_threads_do=True)
+    every = Selection.of_range(range(next(iter(layouts.values())).sample_count))
+    return MemoryBudget(
+        config, layouts, transforms, 8, made_nbytes={}, selection=every, fewer_threads_do=True
+    )
 
 
 def test_each_helper_has_memory_of_its_own(path, monkeypatch):
