@@ -476,7 +476,7 @@ def test_a_saved_index_keeps_the_attributes(tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("the files are read once more")
 
-    monkeypatch.setattr("h5async.index.layoutsource.read_layouts", refuse)
+    monkeypatch.setattr("h5async.index.indexcache.read_layouts", refuse)
     assert_same_bits(read(paths, index_cache=index), expected)
 
 

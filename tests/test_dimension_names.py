@@ -215,7 +215,7 @@ def test_a_saved_index_keeps_names_apart(path, tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("the file is read once more")
 
-    monkeypatch.setattr("h5async.index.layoutsource.read_layouts", refuse)
+    monkeypatch.setattr("h5async.index.indexcache.read_layouts", refuse)
     assert np.array_equal(read(path, fields[1], index_cache=tmp_path / "kept.h5idx"), expected[1])
 
 
@@ -224,7 +224,7 @@ def test_an_index_of_the_command_line_may_be_by_name(path, tmp_path, monkeypatch
         command = ["index", str(path), "-o", str(tmp_path / "all.h5idx"), *options]
         assert CliRunner().invoke(app, command).exit_code == 0
         with monkeypatch.context() as patch:
-            patch.setattr("h5async.index.layoutsource.read_layouts", None)
+            patch.setattr("h5async.index.indexcache.read_layouts", None)
             patch.setattr("h5async.opening.filefacts.read_layouts", None)
             assert np.array_equal(read(tmp_path / "all.h5idx", Field("v", num_dim="time")), BY_TIME)
         assert np.array_equal(read(tmp_path / "all.h5idx", Field("v")), VALUES)

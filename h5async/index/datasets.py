@@ -43,8 +43,7 @@ from h5async.index.hdf5 import (
     reading,
     stored_compact,
 )
-from h5async.index.layout import DatasetLayout, Storage, normal_axis
-from h5async.index.layoutfacts import Indexed
+from h5async.index.layout import DatasetLayout, Indexed, Storage, normal_axis
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.opendataset import (
     Opened,

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.index.chunktable import ChunkTable
-from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import Indexed
+from h5async.index.layout import DatasetLayout, Indexed
 from h5async.index.segments import Segments
 from h5async.index.slabs import PairedRuns
 from h5async.io.stamps import FileStamp

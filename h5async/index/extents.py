@@ -8,7 +8,6 @@ each holds a piece of every row (the whole row, or a region of it), and covers a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +15,19 @@ from numpy.typing import NDArray
 
 from h5async.index.chunktable import ChunkTable
 from h5async.index.datasettable import table_of
-from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import HeapFile
+from h5async.index.keeping import addresses_of_small, kept_whole_nbytes, row_nbytes_of
+from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.segments import Piece
-from h5async.index.shapes import Kind, Shape, can_take_member, shape_of, shape_of_small, swaps
-from h5async.index.smalldatasets import addresses_of_small, kept_whole_nbytes, row_nbytes_of
+from h5async.index.shapes import (
+    FieldTable,
+    Kind,
+    Layer,
+    Shape,
+    can_take_member,
+    shape_of,
+    shape_of_small,
+    swaps,
+)
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
@@ -47,62 +54,6 @@ class SourceFile(NamedTuple):
     stamp: FileStamp
     values: NDArray[Any] | None = None
     is_heap: bool = False
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Segments of samples: parallel arrays, sorted by `first`, that cover all samples.
-
-    Attributes
-    ----------
-    first
-        int64 (n + 1,): first sample of each, followed by the number of samples.
-    row, step
-        int64 (n,): row of the first sample in the source, and the distance to the next.
-    shape
-        int32 (n,): index of the `Shape`; -1 if nothing holds these samples.
-    source
-        int32 (n,): index of the source.
-    begin, count
-        int64 (n,): the first extent of the dataset, and the number of extents; without chunks, the
-        address of row 0 (-1: never allocated). For variable length: index of the layout's heap.
-    is_sparse
-        bool (n,): extents are looked up by chunk number, because not all are allocated.
-    """
-
-    first: Int64s
-    row: Int64s
-    step: Int64s
-    shape: NDArray[np.int32]
-    source: NDArray[np.int32]
-    begin: Int64s
-    count: Int64s
-    is_sparse: NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class FieldTable:
-    """Where the rows of a field lie.
-
-    Attributes
-    ----------
-    layers, shapes
-        See `Layer` and `Shape`.
-    chunks
-        The extents.
-    is_filled_first
-        Whether a sample, or a piece of one, may have no source: rows get the fill value first.
-    """
-
-    layers: tuple[Layer, ...]
-    shapes: tuple[Shape, ...]
-    chunks: ChunkTable
-    is_filled_first: bool
-
-    @property
-    def can_read(self) -> bool:
-        """Whether the core can read any of it."""
-        return any(shape.kind != Kind.LEFT for shape in self.shapes) or not self.shapes
 
 
 def table_nbytes(layout: DatasetLayout) -> int:

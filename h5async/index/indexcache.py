@@ -1,5 +1,6 @@
-"""Stores layouts of files for later readers: in the user's cache folder, or in a given file.
+"""Gets the layouts of a reader's files from saved indices while these are valid, or by indexing.
 
+Layouts that were read are stored for later readers: in the user's cache folder, or in a given file.
 If anything is wrong with an entry of the folder, the files are silently indexed again. An entry is
 for one reader: its files, in order, and its datasets.
 """
@@ -12,20 +13,25 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 import h5py
 
-from h5async.config.files import INDEX_SUFFIX, FileName
+from h5async.config import Field
+from h5async.config.files import INDEX_SUFFIX, FileName, is_index
 from h5async.errors import ReadError
+from h5async.index.contents import Grouping
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
+from h5async.index.metadata import read_layouts
 from h5async.index.portable import NotPortableError
 from h5async.index.savedfile import SavedIndexError, is_saved_index, remove_unfinished
-from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
+from h5async.index.savedindex import IndexedFile, NamedIndex, SavedIndex, Wanted, write_index
 from h5async.io.stores import absolute_name, is_at
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
@@ -298,3 +304,105 @@ def _is_ours(folder: Path) -> bool:
     status = os.stat(folder)
     is_private = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
     return stat.S_ISDIR(status.st_mode) and is_private
+
+
+# --- the layouts of a reader ---------------------------------------------------------------------
+
+
+def layouts_of_files(
+    paths: Sequence[FileName],
+    fields: Mapping[str, Field],
+    reach: Reach,
+    cache: bool | Path,
+    grouping: Grouping | None = None,
+) -> Iterator[dict[str, DatasetLayout]]:
+    """Yield the layouts of all fields in each file, in the order of the files.
+
+    Parameters
+    ----------
+    paths
+        HDF5 files, and saved indices (``.h5idx``), each of which represents its files.
+    fields
+        By name.
+    reach
+        Which other files may be read, and how.
+    cache
+        Where to store layouts; see `open_cache`.
+    grouping
+        Which groups of the files are sequences whose datasets are joined.
+
+    Raises
+    ------
+    H5AsyncError
+        As in `read_layouts`; `ReadError` if a saved index cannot be used.
+    """
+
+    def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
+        return read_layouts(path, {name: fields[name] for name in names}, reach, grouping)
+
+    wanted = {name: Wanted.of(field, grouping) for name, field in fields.items()}
+    return known_of_files(paths, wanted, read, reach, cache)
+
+
+def known_of_files(
+    paths: Sequence[FileName],
+    wanted: Mapping[str, Wanted],
+    read: Callable[[FileName, Sequence[str], Reach], Mapping[str, DatasetLayout]],
+    reach: Reach,
+    cache: bool | Path,
+    indices: Mapping[FileName, NamedIndex] = MappingProxyType({}),
+) -> Iterator[dict[str, DatasetLayout]]:
+    """Yield the facts wanted of each file, in the order of the files; see `layouts_of_files`.
+
+    Parameters
+    ----------
+    paths, reach, cache
+        As there.
+    wanted
+        By name.
+    read
+        Reads facts that no index has: some names, of one file.
+    indices
+        Saved indices that are already open.
+    """
+    plain = [path for path in paths if not is_index(path)]
+    kept = open_cache(cache, plain, list(wanted.values()), reach) if plain else None
+    number = 0
+    for path in paths:
+        if is_index(path):
+            index = indices.get(path) or NamedIndex(path, reach)
+            yield from _known_of_index(index, wanted, read, reach)
+            continue
+        known = {} if kept is None else kept.find(number)
+        found: Mapping[str, DatasetLayout]
+        if not known and kept is not None:
+            consulted = Consulted()
+            found = read(path, list(wanted), replace(reach, consulted=consulted))
+            kept.note(number, {one: found[name] for name, one in wanted.items()}, consulted)
+        elif kept is None:
+            found = read(path, list(wanted), reach)
+        else:
+            found = {name: known[one] for name, one in wanted.items()}
+        number += 1
+        yield dict(found)
+    if kept is not None:
+        kept.save()
+
+
+def _known_of_index(
+    index: NamedIndex,
+    wanted: Mapping[str, Wanted],
+    read: Callable[[FileName, Sequence[str], Reach], Mapping[str, DatasetLayout]],
+    reach: Reach,
+) -> Iterator[dict[str, DatasetLayout]]:
+    """Yield the facts in a saved index; others are read from its files."""
+    several = list(wanted.values())
+    for number, name in enumerate(index.paths):
+        known = index.find(number, several, reach)
+        missing = [name for name, one in wanted.items() if one not in known]
+        found = read(name, missing, reach) if missing else {}
+        stamp = index.stamp(number)
+        for layout in found.values():
+            if layout.file == name and layout.stamp != stamp:
+                raise index.changed(name)
+        yield {field: found.get(field) or known[one] for field, one in wanted.items()}

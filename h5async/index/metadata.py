@@ -25,7 +25,14 @@ from h5async.errors import (
     out_of_memory,
 )
 from h5async.index.attributes import cf_attributes, dimension_names
-from h5async.index.composition import Part
+from h5async.index.composition import (
+    Part,
+    along_sequences,
+    is_one_run,
+    join_groups,
+    merged_dimensions,
+    sliced,
+)
 from h5async.index.contents import (
     LISTING_NBYTES,
     Grouping,
@@ -48,13 +55,6 @@ from h5async.index.links import (
 )
 from h5async.index.room import files_of
 from h5async.index.segments import Piece
-from h5async.index.sequenced import (
-    along_sequences,
-    is_one_run,
-    join_groups,
-    merged_dimensions,
-    sliced,
-)
 from h5async.index.slabs import Slab
 from h5async.index.variablelength import Forms, variable_length
 from h5async.io.stores import HDF5File

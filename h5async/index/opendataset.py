@@ -22,8 +22,7 @@ from h5async.index.hdf5 import (
     index_kind,
     stored_fill,
 )
-from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import Indexed
+from h5async.index.layout import DatasetLayout, Indexed
 from h5async.index.storedtypes import StoredType, describe
 from h5async.io.stores import Source
 from h5async.spelling import name_bytes, name_text

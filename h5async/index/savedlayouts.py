@@ -20,8 +20,15 @@ from h5async.core.binding import can_decode, load_core
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.datasettable import Columns, Datasets
 from h5async.index.hdf5 import COLUMNS_REASON
-from h5async.index.layout import DatasetLayout, Storage
-from h5async.index.layoutfacts import CfAttribute, HeapFile, Indexed, SequenceLengths, Text
+from h5async.index.layout import (
+    CfAttribute,
+    DatasetLayout,
+    HeapFile,
+    Indexed,
+    SequenceLengths,
+    Storage,
+    Text,
+)
 from h5async.index.portable import (
     NotPortableError,
     dtype_from_json,

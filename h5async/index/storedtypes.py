@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from h5async.codec.storedelements import MOST_STEPS, Step, StepKind, parameters_of
-from h5async.index.layoutfacts import Text
+from h5async.index.layout import Text
 from h5async.system.interruptions import suppressing
 
 _Number = (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID)

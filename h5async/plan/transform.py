@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from h5async.config import Field
 from h5async.errors import ConfigError
 from h5async.index.attributes import DimensionNames, numbered_axis
-from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import Text
+from h5async.index.layout import DatasetLayout, Text
 from h5async.plan.cf import CfDecoder, cf_decoder
 
 _TEXT_BLOCK_NBYTES = 1 << 18  # converted at a time

@@ -30,7 +30,7 @@ from h5async.core.structures import (
 )
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.extents import SourceFile
-from h5async.index.layoutfacts import HeapFile
+from h5async.index.layout import HeapFile
 from h5async.index.shapes import Kind
 from h5async.io.localfiles import FileEventError, LocalFile, LocalFiles
 from h5async.io.stamps import FileStamp

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from h5async import AsyncReader, Field, Sequences
 from h5async.cli import app
-from h5async.index import indexcache, layoutsource
+from h5async.index import indexcache
 from h5async.opening import filefacts
 
 
@@ -55,7 +55,7 @@ def indexed_never(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse_to(path: Path, *_: object, **__: object) -> None:
         raise AssertionError(f"{path} was indexed")
 
-    monkeypatch.setattr(layoutsource, "read_layouts", refuse_to)
+    monkeypatch.setattr(indexcache, "read_layouts", refuse_to)
     monkeypatch.setattr(filefacts, "read_layouts", refuse_to)
 
 

@@ -32,7 +32,7 @@ from h5async import (
 )
 from h5async.cli import app
 from h5async.config import Field
-from h5async.index import indexcache, layoutsource
+from h5async.index import indexcache
 from h5async.index.datasettable import Datasets
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
@@ -75,7 +75,7 @@ def files_are_not_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, *_: Any, **__: Any) -> None:
         raise AssertionError(f"{path} was indexed")
 
-    monkeypatch.setattr(layoutsource, "read_layouts", refuse)
+    monkeypatch.setattr(indexcache, "read_layouts", refuse)
     monkeypatch.setattr(filefacts, "read_layouts", refuse)
 
 
@@ -181,7 +181,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         indexed.append(Path(path).name)
         return read_layouts(path, *arguments, **options)
 
-    monkeypatch.setattr(layoutsource, "read_layouts", count)
+    monkeypatch.setattr(indexcache, "read_layouts", count)
     monkeypatch.setattr(filefacts, "read_layouts", count)
     return indexed
 
@@ -306,7 +306,7 @@ def test_a_file_that_changes_while_it_is_indexed_is_not_kept(tmp_path, cache, mo
         os.utime(path, ns=(1, 1))
         return found
 
-    monkeypatch.setattr(layoutsource, "read_layouts", index_and_touch)
+    monkeypatch.setattr(indexcache, "read_layouts", index_and_touch)
     with pytest.warns(FileChangedWarning):
         rows_of(path)
     assert entries(cache) == []
