@@ -49,10 +49,13 @@ def is_own_kind(layout: DatasetLayout) -> bool:
     members = layout.__dict__
     if any(members[name] is not None and len(members[name]) for name in _OWN):
         return True
-    if layout.indexed is None:
-        return False
+    return has_own_extent(layout)
+
+
+def has_own_extent(layout: DatasetLayout) -> bool:
+    """Return whether the extent in the file cannot be told from the shape."""
     own = layout.shape[: len(layout.shape) - layout.extra_dims]
-    return layout.indexed.shape not in (own, own[1:])
+    return layout.indexed is not None and layout.indexed.shape not in (own, own[1:])
 
 
 class _Kinds:

@@ -29,9 +29,9 @@ from h5async.index.contents import Grouping
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
 from h5async.index.metadata import read_layouts
-from h5async.index.portable import NotPortableError
-from h5async.index.savedfile import SavedIndexError, is_saved_index, remove_unfinished
+from h5async.index.savedfile import is_saved_index, remove_unfinished
 from h5async.index.savedindex import IndexedFile, NamedIndex, SavedIndex, Wanted, write_index
+from h5async.index.savedkinds import NotPortableError, SavedIndexError
 from h5async.io.stores import absolute_name, is_at
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing

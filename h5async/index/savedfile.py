@@ -22,23 +22,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.index.savedkinds import SavedIndexError, to_json
 from h5async.io.localfiles import open_regular
 from h5async.io.shared import forget_pages, map_file
 from h5async.system.interruptions import suppressing
 
 # Changes with the content, and when the same file would be indexed differently: files with another
 # number are not read.
-FORMAT = 5
+FORMAT = 6
 _SIGNATURE = b"\x89h5async\r\n\x1a\n"
 _HEAD = struct.Struct("<12sIQQ16s")
 _ALIGNMENT = 64
 _LEFT_SECONDS = 3600  # after which an unfinished file is removed
 
 Arrays = Mapping[str, NDArray[Any]]
-
-
-class SavedIndexError(Exception):
-    """A saved index cannot be used; the message says why."""
 
 
 def _keep(array: NDArray[Any]) -> None:
@@ -78,7 +75,7 @@ def write_saved(
     path
         The destination.
     header
-        A JSON value.
+        A JSON value, or what `to_json` makes one of.
     arrays
         By name: arrays of one dtype, which are concatenated.
     mode
@@ -90,6 +87,8 @@ def write_saved(
     ------
     OSError
         If it cannot be written; no partial file remains.
+    NotPortableError
+        If there is no JSON value for something.
     """
     blocks, places, begin = [], {}, 0
     for name, several in arrays.items():
@@ -102,9 +101,8 @@ def write_saved(
     checksum = 0
     for block in blocks:
         checksum = zlib.crc32(block.data, checksum)
-    text = json.dumps(
-        {**header, "arrays": places, "checksum": checksum}, separators=(",", ":")
-    ).encode()
+    whole_header = {**header, "arrays": places, "checksum": checksum}
+    text = json.dumps(whole_header, separators=(",", ":"), default=to_json).encode()
     text += b" " * (-(_HEAD.size + len(text)) % _ALIGNMENT)
     whole = _HEAD.size + len(text) + begin
     head = _HEAD.pack(_SIGNATURE, FORMAT, len(text), whole, b"")

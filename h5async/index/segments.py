@@ -111,7 +111,8 @@ class Segments:
         return cls(*runs, numbers, np.zeros(runs.size, np.int32), (piece,))
 
     @property
-    def _columns(self) -> tuple[NDArray[Any], ...]:
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """All six, in this order."""
         return self.first, self.length, self.row, self.step, self.dataset, self.piece
 
     @property
@@ -126,7 +127,7 @@ class Segments:
 
     def at(self, which: NDArray[Any]) -> Segments:
         """Return some of the segments."""
-        first, length, row, step, dataset, piece = (column[which] for column in self._columns)
+        first, length, row, step, dataset, piece = (column[which] for column in self.columns)
         kept = self.pieces, self.even, self.kept_nbytes
         return Segments(first, length, row, step, dataset, piece, *kept)
 

@@ -1,4 +1,4 @@
-"""Defines the table of a field as the core reads it: its segments, and the shapes of its rows. Pure.
+"""Defines the table of a field as the core reads it: its segments, and how its rows lie. Pure.
 
 A `Shape` says how rows lie in the chunks of a dataset, and where their pieces go in a row.
 """
