@@ -148,25 +148,14 @@ class Columns(NamedTuple):
 
     def part(self, first: int, count: int) -> Columns:
         """Return the columns of some datasets that follow each other."""
-        here = slice(first, first + count)
         begin = self.begin[first : first + count + 1]
-        chunks = slice(*begin[[0, -1]].tolist())
-        is_sparse = self.is_sparse[here]
-        return self._replace(
-            kind=self.kind[here],
-            file=self.file[here],
-            paths=self.paths[here],
-            rows=self.rows[here],
-            offset=self.offset[here],
-            stored_nbytes=self.stored_nbytes[here],
-            begin=begin - begin[0],
-            is_sparse=is_sparse,
-            chunks=self.chunks.part(chunks, is_sparse=bool(is_sparse.any())),
-        )
+        found = {name: getattr(self, name)[first : first + count] for name in _PER_DATASET}
+        here, is_sparse = slice(*begin[[0, -1]].tolist()), bool(found["is_sparse"].any())
+        chunks = self.chunks.part(here, is_sparse=is_sparse)
+        return self._replace(**found, begin=begin - begin[0], chunks=chunks)
 
-    def moved(self, kinds: NDArray[np.int32], files: NDArray[np.int32]) -> Columns:
-        """Return the columns with other numbers of kinds and of files."""
-        return self._replace(kind=kinds[self.kind], file=files[self.file])
+
+_PER_DATASET = "kind", "file", "paths", "rows", "offset", "stored_nbytes", "is_sparse"
 
 
 class Datasets(Sequence[DatasetLayout]):
@@ -194,28 +183,18 @@ class Datasets(Sequence[DatasetLayout]):
     def of(cls, layouts: Sequence[DatasetLayout]) -> Datasets:
         """Return the table of datasets that hold their samples themselves."""
         kinds, files = _Kinds(), dict[tuple[str, FileStamp], int]()
-        rows, tables = [], []
-        for layout in layouts:
-            file = files.setdefault((layout.file, layout.stamp), len(files))
-            table = layout.chunks
-            count = 0 if table is None else table.offset.size
-            if table is not None:
-                tables.append(table)
-            is_sparse = table is not None and table.index is not None
-            facts = layout.num_samples, layout.offset, layout.stored_nbytes, count, is_sparse
-            rows.append((kinds.number(layout), file, *facts))
-        kind, of_file, extents, offset, stored_nbytes, counts, sparse = (
-            np.array(rows, np.int64).reshape(-1, 7).T.copy()
-        )
+        tables = [layout.chunks for layout in layouts if layout.chunks is not None]
+        counts = [0 if y.chunks is None else y.chunks.offset.size for y in layouts]
+        sparse = [y.chunks is not None and y.chunks.index is not None for y in layouts]
         columns = Columns(
-            kind.astype(np.int32),
-            of_file.astype(np.int32),
+            np.array([kinds.number(layout) for layout in layouts], np.int32),
+            np.array([files.setdefault((y.file, y.stamp), len(files)) for y in layouts], np.int32),
             [layout.path for layout in layouts],
-            extents,
-            offset,
-            stored_nbytes,
-            np.concatenate(([0], np.cumsum(counts))),
-            sparse.astype(np.bool_),
+            np.array([layout.num_samples for layout in layouts], np.int64),
+            np.array([layout.offset for layout in layouts], np.int64),
+            np.array([layout.stored_nbytes for layout in layouts], np.int64),
+            np.cumsum([0, *counts], dtype=np.int64),
+            np.array(sparse, np.bool_),
             ChunkTable.joined(tables),
             tuple(files),
         )
@@ -226,25 +205,27 @@ class Datasets(Sequence[DatasetLayout]):
         """Return the datasets of several tables, in order."""
         if len(several) == 1:
             return several[0]
-        kinds, files, moved = _Kinds(), dict[tuple[str, FileStamp], int](), []
-        for one in several:
-            numbers = np.array([kinds.number(kind) for kind in one.kinds], np.int32)
-            of_files = [files.setdefault(file, len(files)) for file in one.columns.files]
-            moved.append(one.columns.moved(numbers, np.array(of_files, np.int32)))
-        begin = np.cumsum([0, *(int(one.begin[-1]) for one in moved)])
+        kinds, files = _Kinds(), dict[tuple[str, FileStamp], int]()
+        moved: list[Columns] = []
+        for table in several:
+            one = table.columns
+            kind = np.array([kinds.number(kind) for kind in table.kinds], np.int32)
+            file = np.array([files.setdefault(f, len(files)) for f in one.files], np.int32)
+            moved.append(one._replace(kind=kind[one.kind], file=file[one.file]))
+        arrays = {
+            name: np.concatenate([getattr(one, name) for one in moved])
+            for name in _PER_DATASET
+            if name != "paths"
+        }
+        counts = np.concatenate([one.begin[1:] - one.begin[:-1] for one in moved])
         columns = Columns(
-            np.concatenate([one.kind for one in moved]),
-            np.concatenate([one.file for one in moved]),
-            [path for one in moved for path in one.paths],
-            np.concatenate([one.rows for one in moved]),
-            np.concatenate([one.offset for one in moved]),
-            np.concatenate([one.stored_nbytes for one in moved]),
-            np.concatenate(
-                [[0], *(one.begin[1:] + n for one, n in zip(moved, begin.tolist(), strict=False))]
-            ).astype(np.int64),
-            np.concatenate([one.is_sparse for one in moved]),
-            ChunkTable.joined([one.chunks for one in moved]),
-            tuple(files),
+            **arrays,
+            paths=[path for one in moved for path in one.paths],
+            begin=np.cumsum(np.concatenate([[0], *(np.diff(one.begin) for one in moved)])).astype(
+                np.int64
+            ),
+            chunks=ChunkTable.joined([one.chunks for one in moved]),
+            files=tuple(files),
         )
         return cls(kinds.found, columns)
 

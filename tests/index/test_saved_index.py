@@ -424,7 +424,7 @@ def test_what_is_no_file_is_not_read(tmp_path, cache):
 # --- writing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failing", ["write", "fsync", "replace", "fchmod", "urandom"])
+@pytest.mark.parametrize("failing", ["write", "fsync", "replace", "urandom"])
 def test_a_full_disk_leaves_nothing_and_is_not_told(tmp_path, cache, monkeypatch, failing):
     path = make(tmp_path / "a.h5")
 
