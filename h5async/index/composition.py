@@ -9,6 +9,7 @@ value, and are no samples.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -78,40 +79,38 @@ def with_parts(layout: DatasetLayout, parts: Sequence[Part]) -> DatasetLayout:
     """
     if not parts:
         return layout.changed(segments=None, datasets=())
-    numbers: dict[tuple[int, bool], int] = {}
-    sources: list[DatasetLayout] = []
-    for part in parts:
-        key = id(part.source), part.piece.is_whole
-        if key not in numbers:
-            numbers[key] = len(sources)
-            sources.append(_combined(part, layout))
-    read = [sources[numbers[id(part.source), part.piece.is_whole]] for part in parts]
-    begin, datasets = _datasets(sources)
+    combined: dict[tuple[int, bool], DatasetLayout] = {}
+    keys = [(id(part.source), part.piece.is_whole) for part in parts]
+    for key, part in zip(keys, parts, strict=True):
+        if key not in combined:
+            combined[key] = _combined(part, layout)
+    first, datasets = _datasets(list(combined.values()))
+    begin = dict(zip(combined, first, strict=True))
     pieces: dict[Any, tuple[int, Piece]] = {}
     single: list[tuple[int, ...]] = []
     columns: list[tuple[NDArray[Any], ...]] = []
-    for part in parts:
-        at = numbers[id(part.source), part.piece.is_whole]
-        source, ours, theirs = sources[at], part.samples, part.source_samples
+    for key, part in zip(keys, parts, strict=True):
+        source, ours, theirs = combined[key], part.samples, part.source_samples
         if source.segments is not None:
             found = source.segments.behind(runs_between(ours, theirs))
             own = [pieces.setdefault(p.key, (len(pieces), p))[0] for p in found.pieces]
             piece = np.array(own, np.int32)[found.piece]
-            dataset = found.dataset + begin[at]
+            dataset = found.dataset + begin[key]
             columns.append((found.first, found.length, found.row, found.step, dataset, piece))
             continue
         number = pieces.setdefault(part.piece.key, (len(pieces), part.piece))[0]
         if ours.is_run and theirs.is_run:
             if ours.size:
-                single.append((ours.start, ours.size, theirs.start, 1, begin[at], number))
+                single.append((ours.start, ours.size, theirs.start, 1, begin[key], number))
             continue
         runs = runs_between(ours, theirs)
-        columns.append((*runs, *(np.full(runs.size, n) for n in (begin[at], number))))
+        columns.append((*runs, *(np.full(runs.size, n) for n in (begin[key], number))))
     columns.append(tuple(np.array(single, np.int64).reshape(-1, 6).T.copy()))
     if sum(column[0].size for column in columns) > MOST_RUNS:
         raise TooManyRunsError
     whole = [np.concatenate(column) for column in zip(*columns, strict=True)]
     found_pieces = tuple(one for _, one in pieces.values())
+    read = [combined[key] for key in keys]
     even, kept = _even(layout, parts, read), _kept_nbytes(parts, read)
     segments = Segments.of(whole, found_pieces, even, kept)
     return layout.changed(segments=segments, datasets=datasets)
@@ -135,23 +134,17 @@ def _fills_alike(one: DatasetLayout, other: DatasetLayout) -> bool:
 
 
 def _datasets(sources: Sequence[DatasetLayout]) -> tuple[list[int], Datasets]:
-    """Return the table of the datasets of all sources, and the first number of each source."""
-    tables: list[Datasets] = []
-    leaves: list[DatasetLayout] = []
-    begin, count = [], 0
-    for source in sources:
-        begin.append(count)
-        if isinstance(source.datasets, Datasets):
-            if leaves:
-                tables.append(Datasets.of(leaves))
-            tables.append(source.datasets)
-            leaves, count = [], count + len(source.datasets)
+    """Return the first number of each source, and the table of the datasets of all sources."""
+    tables, counts = [], []
+    for has_table, several in itertools.groupby(sources, lambda one: one.segments is not None):
+        some = list(several)
+        if has_table:
+            tables += [table_of(one)[1] for one in some]
+            counts += [len(one.datasets) for one in some]
         else:
-            leaves.append(source)
-            count += 1
-    if leaves:
-        tables.append(Datasets.of(leaves))
-    return begin, Datasets.joined(tables)
+            tables.append(Datasets.of(some))
+            counts += [1] * len(some)
+    return list(itertools.accumulate(counts, initial=0))[:-1], Datasets.joined(tables)
 
 
 def _even(
@@ -336,9 +329,7 @@ def with_lengths(
 
 def _joined_sequences(layouts: Sequence[DatasetLayout]) -> SequenceLengths | None:
     several = [layout.sequences for layout in layouts if layout.sequences is not None]
-    if not several:
-        return None
-    return SequenceLengths(*map(np.concatenate, zip(*several, strict=True)))
+    return SequenceLengths(*map(np.concatenate, zip(*several, strict=True))) if several else None
 
 
 def _joined_spans(layouts: Sequence[DatasetLayout]) -> NDArray[np.int64]:
@@ -359,12 +350,7 @@ def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     DatasetError if the shapes of their rows or their dtypes differ.
     """
     held = np.array([layout.sample_count for layout in layouts], np.int64)
-    joined = join_layouts(layouts)
-    return joined.changed(
-        sequences=SequenceLengths(held, held),
-        file_samples=(),
-        path=layouts[0].path,
-    )
+    return join_layouts(layouts).changed(sequences=SequenceLengths(held, held), file_samples=())
 
 
 def is_one_run(layout: DatasetLayout) -> bool:
@@ -448,29 +434,21 @@ def aligned(layouts: Mapping[str, DatasetLayout]) -> dict[str, DatasetLayout]:
         return dict(layouts)
     first_name, first = next(iter(held.items()))
     for name, lengths in held.items():
-        if lengths.size != first.size or (abs(lengths - first) > _MOST_APART).any():
-            raise DatasetError(_unlike(layouts, first_name, name, first, lengths))
+        both = f"{layouts[name].file}: {first_name} and {name} have"
+        if lengths.size != first.size:
+            raise DatasetError(
+                f"{both} {first.size} and {lengths.size} sequences; all fields must have equal"
+            )
+        at = int(np.argmax(abs(lengths - first))) if first.size else 0
+        if first.size and abs(lengths - first)[at] > _MOST_APART:
+            raise DatasetError(
+                f"{both} {first[at]} and {lengths[at]} rows in sequence {at}; fields may differ by"
+                f" {_MOST_APART} row at most"
+            )
     room = np.maximum.reduce(list(held.values()))
     if all(np.array_equal(room, lengths) for lengths in held.values()):
         return dict(layouts)
     return {name: _with_room(layout, room) for name, layout in layouts.items()}
-
-
-def _unlike(
-    layouts: Mapping[str, DatasetLayout],
-    one: str,
-    other: str,
-    lengths: NDArray[np.int64],
-    others: NDArray[np.int64],
-) -> str:
-    both = f"{layouts[one].file}: {one} and {other}"
-    if lengths.size != others.size:
-        return f"{both} have {lengths.size} and {others.size} sequences; all fields must have equal"
-    at = int(np.argmax(abs(lengths - others)))
-    return (
-        f"{both} have {lengths[at]} and {others[at]} rows in sequence {at}; fields may differ by"
-        f" {_MOST_APART} row at most"
-    )
 
 
 def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:

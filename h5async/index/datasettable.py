@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -26,22 +27,7 @@ Int64s = NDArray[np.int64]
 _DIFFERENT = "file", "stamp", "path", "shape", "offset", "stored_nbytes", "chunks", "indexed"
 _OWN = "values", "datasets", "sources", "attached", "heaps", "sequences", "spans", "lengths"
 _NOT_SAME = *_DIFFERENT, *_OWN, "segments", "fill"
-_SAME = tuple(field.name for field in fields(DatasetLayout) if field.name not in _NOT_SAME)
-
-
-def _is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two datasets, by their attributes, differ in `_DIFFERENT` facts alone."""
-    if any(one[name] is not other[name] and one[name] != other[name] for name in _SAME):
-        return False
-    axis, shape, others = one["sample_axis"], one["shape"], other["shape"]
-    if shape[:axis] != others[:axis] or shape[axis + 1 :] != others[axis + 1 :]:
-        return False
-    if one["fill"] is not other["fill"] and one["fill"].tobytes() != other["fill"].tobytes():
-        return False
-    known, found = one["indexed"], other["indexed"]
-    if known is None or found is None:
-        return known is found
-    return known.digest == found.digest and len(known.shape) == len(found.shape)
+_SAME = attrgetter(*(one.name for one in fields(DatasetLayout) if one.name not in _NOT_SAME))
 
 
 def is_own_kind(layout: DatasetLayout) -> bool:
@@ -59,31 +45,21 @@ def has_own_extent(layout: DatasetLayout) -> bool:
 
 
 class _Kinds:
-    """Numbers the kinds of datasets."""
+    """Numbers the kinds of datasets, which differ in `_DIFFERENT` facts alone."""
 
     def __init__(self) -> None:
         self.found: list[DatasetLayout] = []
-        self._own: dict[int, int] = {}
-        self._by_key: dict[Any, list[int]] = {}
-        self._last: tuple[dict[str, Any], int] | None = None
+        self._numbers: dict[Any, int] = {}
 
     def number(self, layout: DatasetLayout) -> int:
         """Return the number of a layout's kind, which is added if new."""
-        members = layout.__dict__
-        if is_own_kind(layout):
-            number = self._own.setdefault(id(layout), len(self.found))
-        elif self._last is not None and _is_alike(self._last[0], members):
-            return self._last[1]
-        else:
-            digest = layout.indexed and layout.indexed.digest
-            how = layout.storage, layout.chunk_shape, layout.filters, layout.fallback_reason
-            key = *how, layout.dtype.str, layout.row_shape, digest
-            several = self._by_key.setdefault(key, [])
-            same = (n for n in several if _is_alike(self.found[n].__dict__, members))
-            number = next(same, len(self.found))
-            if number == len(self.found):
-                several.append(number)
-            self._last = members, number
+        key: Any = id(layout)
+        if not is_own_kind(layout):
+            axis, shape, indexed = layout.sample_axis, layout.shape, layout.indexed
+            identity = indexed and (indexed.digest, len(indexed.shape))
+            rows = shape[:axis], shape[axis + 1 :], layout.fill.tobytes()
+            key = _SAME(layout), rows, identity
+        number = self._numbers.setdefault(key, len(self.found))
         if number == len(self.found):
             self.found.append(layout)
         return number
@@ -221,9 +197,7 @@ class Datasets(Sequence[DatasetLayout]):
         columns = Columns(
             **arrays,
             paths=[path for one in moved for path in one.paths],
-            begin=np.cumsum(np.concatenate([[0], *(np.diff(one.begin) for one in moved)])).astype(
-                np.int64
-            ),
+            begin=np.concatenate(([0], np.cumsum(counts))),
             chunks=ChunkTable.joined([one.chunks for one in moved]),
             files=tuple(files),
         )

@@ -331,28 +331,44 @@ def require_sound(columns: Columns, limits: Limits) -> None:
     if ((count != grid) & has_table & ~columns.is_sparse).any():
         raise SavedIndexError("a chunk table does not fit its dataset")
     is_large = count >= _MANY_CHUNKS
-    wrong = None
-    for at in np.flatnonzero(is_large).tolist():
-        here = slice(*begin[at : at + 2].tolist())
-        part = chunks.part(here, is_sparse=bool(columns.is_sparse[at]))
-        limit = int(end[at]), int(grid[at]), int(expected[at])
-        wrong = wrong or _wrong(_FIRST, part.index, part.offset, part.nbytes, *limit)
-    small = np.flatnonzero(~is_large & (count > 0))
-    if small.size and not wrong:
-        table = np.repeat(small, count[small])
-        first = np.cumsum(count[small]) - count[small]
-        inside = np.arange(table.size) - np.repeat(first, count[small])
-        at = begin[table] + inside
-        number = inside
-        if chunks.index is not None:
-            number = np.where(columns.is_sparse[table], chunks.index[at], inside)
-        limits_of = end[table], grid[table], expected[table]
-        wrong = _wrong(first, number, chunks.offset[at], chunks.nbytes[at], *limits_of)
-    if wrong:
-        raise SavedIndexError(wrong)
+    is_first = is_large | np.append(True, is_large[:-1])  # large ones alone, others together
+    for some in np.split(np.arange(count.size), np.flatnonzero(is_first)[1:]):
+        which = some[count[some] > 0]
+        if which.size:
+            part = columns.part(int(which[0]), int(which[-1] - which[0] + 1))
+            at = slice(which[0], which[-1] + 1)
+            _require_places(part, end[at], grid[at], expected[at])
 
 
-_FIRST = np.zeros(1, np.int64)
+def _require_places(columns: Columns, end: Int64s, grid: Int64s, expected: Int64s) -> None:
+    """Check the chunks of some datasets that follow each other; of one without copying."""
+    count, chunks = np.diff(columns.begin), columns.chunks
+    offset, nbytes, index = chunks.offset, chunks.nbytes, chunks.index
+    if count.size > 1:
+        end, grid, expected = (np.repeat(limit, count) for limit in (end, grid, expected))
+    if ((offset < _SUPERBLOCK_NBYTES) | (nbytes < 0) | (nbytes > end)).any():
+        raise SavedIndexError("a chunk lies nowhere")
+    if (offset > end - nbytes).any():
+        raise SavedIndexError("a chunk lies beyond the end of its file")
+    if np.where(expected < 0, nbytes == 0, nbytes != expected).any():
+        raise SavedIndexError("a chunk has a wrong length")
+    is_next = np.ones(offset.size, np.bool_)  # to the chunk before, of the same table
+    is_next[columns.begin[:-1][count > 0]] = False
+    if index is not None:
+        is_outside = (index < 0) | (index >= grid) | (is_next & (np.diff(index, prepend=-1) <= 0))
+        if (is_outside & np.repeat(columns.is_sparse, count)).any():
+            raise SavedIndexError("a chunk lies outside its grid")
+    if not (offset[1:] < offset[:-1] + nbytes[:-1])[is_next[1:]].any():
+        return
+    if count.size == 1 and not any(nbytes.strides):
+        overlaps = np.diff(np.sort(offset)) < nbytes[0]
+    else:  # those that do not lie in the order of the grid
+        table = np.repeat(np.arange(count.size), count)
+        order = np.lexsort((offset, table))
+        table, offset, nbytes = table[order], offset[order], nbytes[order]
+        overlaps = (offset[1:] < offset[:-1] + nbytes[:-1]) & (table[1:] == table[:-1])
+    if overlaps.any():
+        raise SavedIndexError("a chunk overlaps another one")
 
 
 def require_sound_segments(segments: Segments, rows: Int64s, num_samples: int) -> None:
@@ -380,42 +396,3 @@ def require_sound_segments(segments: Segments, rows: Int64s, num_samples: int) -
 def _require_below(column: NDArray[np.int32], limit: int, what: str) -> None:
     if ((column < 0) | (column >= limit)).any():
         raise ValueError(f"a {what} is named that is not there")
-
-
-def _wrong(
-    begins: Int64s,
-    index: Int64s | None,
-    offset: Int64s,
-    nbytes: Int64s,
-    end: Int64s | int,
-    grid: Int64s | int,
-    expected: Int64s | int,
-) -> str | None:
-    """Return the defect of tables that begin at some positions of these arrays, or None."""
-    if ((offset < _SUPERBLOCK_NBYTES) | (nbytes < 0) | (nbytes > end)).any():
-        return "a chunk lies nowhere"
-    if (offset > end - nbytes).any():
-        return "a chunk lies beyond the end of its file"
-    if np.where(np.asarray(expected) < 0, nbytes == 0, nbytes != expected).any():
-        return "a chunk has a wrong length"
-    is_next = np.ones(offset.size, np.bool_)  # to the chunk before, of the same table
-    is_next[begins] = False
-    if index is not None:
-        steps = np.diff(index, prepend=-1)
-        if (index < 0).any() or (index >= grid).any() or (steps <= 0)[is_next].any():
-            return "a chunk lies outside its grid"
-    if (offset[1:] < offset[:-1] + nbytes[:-1])[is_next[1:]].any():
-        return _overlap(begins, offset, nbytes)
-    return None
-
-
-def _overlap(begins: Int64s, offset: Int64s, nbytes: Int64s) -> str | None:
-    """Return the defect of overlapping chunks that do not lie in the order of the grid, or None."""
-    if begins.size == 1 and not any(nbytes.strides):
-        is_apart = (np.diff(np.sort(offset)) >= nbytes[0]).all()
-        return None if is_apart else "a chunk overlaps another one"
-    table = np.repeat(np.arange(begins.size), np.diff(np.append(begins, offset.size)))
-    order = np.lexsort((offset, table))
-    table, offset, nbytes = table[order], offset[order], nbytes[order]
-    overlaps = (offset[1:] < offset[:-1] + nbytes[:-1]) & (table[1:] == table[:-1])
-    return "a chunk overlaps another one" if overlaps.any() else None
