@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from h5async.index.chunktable import ChunkTable
 from h5async.index.datasettable import table_of
 from h5async.index.keeping import addresses_of_small, kept_whole_nbytes, row_nbytes_of
-from h5async.index.layout import DatasetLayout, HeapFile
+from h5async.index.layout import DatasetLayout
 from h5async.index.segments import Piece
 from h5async.index.shapes import (
     FieldTable,
@@ -98,11 +98,12 @@ class TableBuilder:
     def _heap_table(self, layout: DatasetLayout) -> FieldTable:
         """Return the table of variable-length elements: each file is a segment."""
         heaps, count = layout.heaps, len(layout.heaps)
+        sources = (SourceFile(heap.file, heap.stamp, is_heap=True) for heap in heaps)
         columns: dict[str, NDArray[Any]] = {
             "row": np.zeros(count, np.int64),
             "step": np.ones(count, np.int64),
             "shape": np.zeros(count, np.int32),
-            "source": np.array([self._heap_source_of(heap) for heap in heaps], np.int32),
+            "source": np.array([self.source(source) for source in sources], np.int32),
             "begin": np.arange(count),
             "count": np.zeros(count, np.int64),
             "is_sparse": np.zeros(count, np.bool_),
@@ -112,31 +113,11 @@ class TableBuilder:
         layer = _without_gaps(first, length, columns, layout.sample_count)
         return FieldTable((layer,), (Shape(Kind.HEAP),), ChunkTable.joined([]), False)
 
-    def _heap_source_of(self, heap: HeapFile) -> int:
-        key = "heap", heap.file, heap.stamp
-        number = self._source_numbers.setdefault(key, len(self.sources))
+    def source(self, source: SourceFile, key: Any = None) -> int:
+        """Return the number of a source, which is added if new; a `key` identifies values."""
+        number = self._source_numbers.setdefault(key or source, len(self.sources))
         if number == len(self.sources):
-            self.sources.append(SourceFile(heap.file, heap.stamp, is_heap=True))
-        return number
-
-    def file_source(self, file: str, stamp: FileStamp) -> int:
-        """Return the number of a file, which is added if new."""
-        return self._number((file, stamp), lambda: SourceFile(file, stamp))
-
-    def values_source(self, layout: DatasetLayout) -> int:
-        """Return the number of the values of a compact dataset, which are added if new."""
-        values = layout.values
-        assert values is not None
-        by_sample = np.moveaxis(values, layout.sample_axis, 0)
-        return self._number(
-            id(layout),
-            lambda: SourceFile(layout.file, layout.stamp, np.ascontiguousarray(by_sample)),
-        )
-
-    def _number(self, key: Any, make: Callable[[], SourceFile]) -> int:
-        number = self._source_numbers.setdefault(key, len(self.sources))
-        if number == len(self.sources):
-            self.sources.append(make())
+            self.sources.append(source)
         return number
 
     def kind_of(self, layout: DatasetLayout, piece: Piece, whole: DatasetLayout) -> Kind:
@@ -241,10 +222,14 @@ class _FieldBuilder:
         begin = np.where(has_chunks, columns.begin[:-1], columns.offset)
         files, sources = columns.file[number], np.full(len(columns.files), -1, np.int32)
         for file in np.unique(files[~left & ~has_values]).tolist():
-            sources[file] = self._tables.file_source(*columns.files[file])
+            sources[file] = self._tables.source(SourceFile(*columns.files[file]))
         source = sources[files]
         for at in np.flatnonzero(has_values).tolist():
-            source[at] = self._tables.values_source(datasets[int(number[at])])
+            layout = datasets[int(number[at])]
+            assert layout.values is not None
+            values = np.ascontiguousarray(np.moveaxis(layout.values, layout.sample_axis, 0))
+            own_source = SourceFile(layout.file, layout.stamp, values)
+            source[at] = self._tables.source(own_source, key=id(layout))
         small_begin = np.cumsum(self._small >= 0) - 1 + columns.chunks.offset.size
         begin = np.where(is_small, small_begin[number], begin[number])
         is_nowhere = left | has_values

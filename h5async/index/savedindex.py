@@ -260,7 +260,7 @@ class SavedIndex:
     ) -> dict[Wanted, DatasetLayout]:
         """Return the layouts of a file's datasets that are known and valid here.
 
-        SavedIndexError if a layout makes no sense.
+        SavedIndexError if a layout makes no sense; of a `NamedIndex`, ReadError.
         """
         found = {}
         for one in wanted:
@@ -272,8 +272,12 @@ class SavedIndex:
             except NotUsableError:
                 continue
             except _MALFORMED as error:
-                raise _not_sensible(error) from error
+                raise self._refusal(_not_sensible(error)) from error
         return found
+
+    def _refusal(self, error: Exception) -> Exception:
+        """Return what to raise for an error of a layout."""
+        return error
 
     def stamp(self, number: int) -> FileStamp:
         """Return the stamp of a file, by its number."""
@@ -336,23 +340,11 @@ class NamedIndex(SavedIndex):
             try:
                 super().__init__(path, owners=(os.geteuid(), 0), may_map=reach.io != "pread")
             except SavedIndexError as error:
-                raise self._not_usable(error) from error
+                raise self._refusal(error) from error
             except OSError as error:
                 raise ReadError(f"cannot open {path}: {error.strerror or error}") from error
         self._require_permitted(reach)
         self._require_current()
-
-    def find(
-        self, number: int, wanted: Sequence[Wanted], reach: Reach
-    ) -> dict[Wanted, DatasetLayout]:
-        """Return the layouts of a file's datasets that are known and valid here.
-
-        ReadError if a layout makes no sense.
-        """
-        try:
-            return super().find(number, wanted, reach)
-        except SavedIndexError as error:
-            raise self._not_usable(error) from error
 
     def changed(self, name: str) -> ReadError:
         """Return the error for a file that has changed since the index was made."""
@@ -364,7 +356,9 @@ class NamedIndex(SavedIndex):
     def _remedy(self) -> str:
         return f"make it again: h5async index FILES... -o {self._path.name}"
 
-    def _not_usable(self, error: SavedIndexError) -> ReadError:
+    def _refusal(self, error: Exception) -> Exception:
+        if not isinstance(error, SavedIndexError):
+            return error
         return ReadError(f"{self._path} cannot be used as a saved index: {error}; {self._remedy}")
 
     def _here(self, files: list[tuple[str, FileStamp]]) -> list[tuple[str, FileStamp]]:
@@ -392,7 +386,7 @@ class NamedIndex(SavedIndex):
                 reach.permitted(Path(name), holder, f"{self._path}: {holder}")
         known = primary.union(*saved.needs.values())
         if len(known) < len(self._files):
-            raise self._not_usable(SavedIndexError("it names a file that no other refers to"))
+            raise self._refusal(SavedIndexError("it names a file that no other refers to"))
         if saved.allow_missing and not reach.missing_is_fill:
             raise ConfigError(
                 f"{self._path} was made with {named('allow_missing', True)}: what is missing of"
@@ -421,11 +415,12 @@ def _not_sensible(error: Exception) -> Exception:
     """Return the error for invalid content, or the interruption that it is."""
     causes, what = [error], repr(error)
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False)[0]
-        causes = [one["ctx"]["error"] for one in error.errors() if "error" in one.get("ctx", {})]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    if any(interruption(one) is not None for one in causes):
-        return next(one for one in causes if interruption(one) is not None)
+        found = error.errors(include_url=False)
+        causes = [one["ctx"]["error"] for one in found if "error" in one.get("ctx", {})]
+        what = f"{'.'.join(map(str, found[0]['loc']))}: {found[0]['msg']}"
+    for cause in causes:
+        if interruption(cause) is not None:
+            return cause
     return SavedIndexError(f"it makes no sense ({what})")
 
 
