@@ -8,8 +8,9 @@ those without filters have the length of a chunk. Segments must lie in their dat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from h5async.codec.filters import Filter
-from h5async.index.chunktable import ChunkTable
+from h5async.index.chunktable import ChunkTable, grid_of
 from h5async.index.datasettable import Columns
 from h5async.index.layout import CfAttribute, DatasetLayout, Indexed, Storage, Text
 from h5async.index.segments import Piece, Segments
@@ -276,30 +277,8 @@ class SavedHeader(_Saved):
 # --- tables --------------------------------------------------------------------------------------
 
 
-class Limits(NamedTuple):
-    """What the kinds of datasets permit: an item for each kind.
-
-    Attributes
-    ----------
-    row_nbytes
-        Bytes of a row.
-    is_direct
-        Whether values without chunks lie at an offset.
-    chunk_rows, cross
-        Rows of a chunk, 0 without chunks; and the number of chunks that hold pieces of a row.
-    chunk_nbytes
-        Bytes of a chunk; -1 for any size.
-    """
-
-    row_nbytes: Int64s
-    is_direct: Int64s
-    chunk_rows: Int64s
-    cross: Int64s
-    chunk_nbytes: Int64s
-
-
-def require_sound(columns: Columns, limits: Limits) -> None:
-    """Check a table of datasets.
+def require_sound(columns: Columns, kinds: Sequence[DatasetLayout]) -> None:
+    """Check a table of datasets of some kinds.
 
     Raises
     ------
@@ -308,10 +287,11 @@ def require_sound(columns: Columns, limits: Limits) -> None:
     SavedIndexError
         If chunks cannot lie at their positions.
     """
-    _require_below(columns.kind, limits.row_nbytes.size, "kind")
+    _require_below(columns.kind, len(kinds), "kind")
     _require_below(columns.file, len(columns.files), "file")
     rows, chunks, begin = columns.rows, columns.chunks, columns.begin
-    row_nbytes, is_direct, chunk_rows, cross, expected = (x[columns.kind] for x in limits)
+    limits = np.array([_limits(kind) for kind in kinds], np.int64).reshape(-1, 5).T
+    row_nbytes, is_direct, chunk_rows, cross, expected = limits[:, columns.kind]
     if (rows < 0).any() or (columns.offset < -1).any() or (columns.stored_nbytes < 0).any():
         raise ValueError("a dataset has a negative size")
     if (rows > LARGEST).any():
@@ -338,6 +318,24 @@ def require_sound(columns: Columns, limits: Limits) -> None:
             part = columns.part(int(which[0]), int(which[-1] - which[0] + 1))
             at = slice(which[0], which[-1] + 1)
             _require_places(part, end[at], grid[at], expected[at])
+
+
+def _limits(kind: DatasetLayout) -> tuple[int, bool, int, int, int]:
+    """Return what a kind of datasets permits.
+
+    These are the bytes of a row; whether values without chunks lie at an offset; the rows of a
+    chunk, 0 without chunks; the number of chunks that hold pieces of a row; and the bytes of a
+    chunk, -1 for any size.
+    """
+    shape, axis, chunk_shape = kind.shape, kind.sample_axis, kind.chunk_shape
+    grid = grid_of(shape, chunk_shape) if chunk_shape else ()
+    cross = math.prod(n for at, n in enumerate(grid) if at != axis)
+    row_nbytes, chunk_nbytes = kind.row_nbytes, kind.chunk_nbytes
+    rows = chunk_shape[axis] if kind.chunks is not None else 0
+    if max(row_nbytes, cross, chunk_nbytes, rows) > LARGEST:
+        row_nbytes = cross = LARGEST  # anything with chunks or an offset is too large
+    is_direct = kind.fallback_reason is None and not chunk_shape and kind.storage != "files"
+    return row_nbytes, is_direct, min(rows, LARGEST), cross, -1 if kind.filters else chunk_nbytes
 
 
 def _require_places(columns: Columns, end: Int64s, grid: Int64s, expected: Int64s) -> None:

@@ -8,7 +8,6 @@ has a kind of its own with its segments.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import can_decode, load_core
-from h5async.index.chunktable import ChunkTable, grid_of, repeated
+from h5async.index.chunktable import ChunkTable, repeated
 from h5async.index.datasettable import Columns, Datasets, has_own_extent
 from h5async.index.hdf5 import COLUMNS_REASON
 from h5async.index.layout import DatasetLayout, HeapFile, Indexed, SequenceLengths
@@ -26,7 +25,6 @@ from h5async.index.savedfile import Arrays
 from h5async.index.savedkinds import (
     LARGEST,
     SHARED,
-    Limits,
     NotPortableError,
     OwnFacts,
     Place,
@@ -294,8 +292,7 @@ class LayoutReader:
             ),
             tuple(files),
         )
-        limits = np.array([_limits(kind) for kind in self._kinds], np.int64).reshape(-1, 5).T
-        require_sound(self._columns, Limits(*limits))
+        require_sound(self._columns, self._kinds)
         self._own, self._is_own = header.own, np.zeros(path.size, np.bool_)
         self._is_own[list(header.own)] = True
         self._made: dict[int, DatasetLayout] = {}
@@ -444,19 +441,6 @@ def _repeated(column: NDArray[Any], count: int) -> NDArray[Any]:
     if column.size != 1 or count < 1:
         raise ValueError("a column of chunks has another length")
     return repeated(int(column[0]), count, column.dtype.str)
-
-
-def _limits(kind: DatasetLayout) -> tuple[int, bool, int, int, int]:
-    """Return the `Limits` of a kind."""
-    shape, axis, chunk_shape = kind.shape, kind.sample_axis, kind.chunk_shape
-    grid = grid_of(shape, chunk_shape) if chunk_shape else ()
-    cross = math.prod(n for at, n in enumerate(grid) if at != axis)
-    row_nbytes, chunk_nbytes = kind.row_nbytes, kind.chunk_nbytes
-    rows = chunk_shape[axis] if kind.chunks is not None else 0
-    if max(row_nbytes, cross, chunk_nbytes, rows) > LARGEST:
-        row_nbytes = cross = LARGEST  # anything with chunks or an offset is too large
-    is_direct = kind.fallback_reason is None and not chunk_shape and kind.storage != "files"
-    return row_nbytes, is_direct, min(rows, LARGEST), cross, -1 if kind.filters else chunk_nbytes
 
 
 def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) -> None:
