@@ -123,14 +123,11 @@ def _combined(part: Part, whole: DatasetLayout) -> DatasetLayout:
         return source
     if not part.piece.is_whole:
         return left_to_hdf5(source, "pieces of a dataset that consists of others")
-    if source.storage == "virtual" and source.has_gaps and not _fills_alike(source, whole):
+    fills = source.raw_fill, whole.raw_fill
+    are_alike = fills[0].dtype == fills[1].dtype and fills[0].tobytes() == fills[1].tobytes()
+    if source.storage == "virtual" and source.has_gaps and not are_alike:
         return left_to_hdf5(source, "it has gaps, and another fill value than the whole")
     return source
-
-
-def _fills_alike(one: DatasetLayout, other: DatasetLayout) -> bool:
-    fills = one.raw_fill, other.raw_fill
-    return fills[0].dtype == fills[1].dtype and fills[0].tobytes() == fills[1].tobytes()
 
 
 def _datasets(sources: Sequence[DatasetLayout]) -> tuple[list[int], Datasets]:

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout, Indexed
-from h5async.index.segments import Segments
-from h5async.index.slabs import PairedRuns
+from h5async.index.segments import WHOLE, Segments
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
@@ -260,8 +259,9 @@ def table_of(layout: DatasetLayout) -> tuple[Segments, Datasets]:
     if layout.segments is not None:
         assert isinstance(layout.datasets, Datasets)
         return layout.segments, layout.datasets
-    several = PairedRuns.one(0, layout.num_samples, 0) if layout.num_samples else PairedRuns.none()
-    return Segments.of_runs(several, 0), Datasets.of([layout])
+    one = np.array([[0], [layout.num_samples], [0], [1], [0], [0]], np.int64)
+    several = one[:, :1] if layout.num_samples else one[:, :0]
+    return Segments.of(several, (WHOLE,)), Datasets.of([layout])
 
 
 def kinds_of(layout: DatasetLayout) -> list[tuple[DatasetLayout, int]]:

@@ -7,7 +7,6 @@ each holds a piece of every row (the whole row, or a region of it), and covers a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,9 +201,8 @@ class _FieldBuilder:
                 int(segments.dataset[at]),
                 segments.pieces[segments.piece[at]],
                 is_small=bool(is_small[at]),
+                is_inside=bool(is_inside[at]),
             )
-            if is_inside[at]
-            else self._left()
             for at in example.tolist()
         ]
         shape: NDArray[np.int32] = np.array(numbers, np.int32)[of_segment.reshape(-1)]
@@ -252,45 +250,40 @@ class _FieldBuilder:
         masks = np.zeros(nbytes.size, np.uint32)
         return ChunkTable.joined([chunks, ChunkTable(None, self._small[is_small], nbytes, masks)])
 
-    def _left(self) -> int:
-        return self._shape_number((Kind.LEFT,), lambda: Shape(Kind.LEFT))
-
-    def _shape_of(self, number: int, piece: Piece, *, is_small: bool) -> int:
+    def _shape_of(self, number: int, piece: Piece, *, is_small: bool, is_inside: bool) -> int:
+        """Return the number of the shape of a dataset, which is added if new."""
         layout, whole = self._datasets[number], self._layout
-        kind = self._tables.kind_of(layout, piece, whole)
-        if kind == Kind.LEFT:
-            return self._left()
-        kind = Kind.CHUNKS if is_small else kind
-        own = (
-            layout.shape
-            if layout.sample_axis or (kind == Kind.CHUNKS and not layout.chunk_shape)
-            else layout.shape[1:]
-        )
-        how: Any = layout.chunk_shape
-        if is_small:
-            own, how = layout.shape[1:], 1 << (layout.num_samples - 1).bit_length()
-        key = (
-            kind,
-            own,
-            layout.sample_axis,
-            is_small,
-            how,
-            layout.dtype,  # a compound's members, too, may lie elsewhere
-            layout.filters,
-            piece.key,
-            layout.values is not None,
-            layout.fill.tobytes(),
-        )
-        if is_small:
-            return self._shape_number(key, lambda: shape_of_small(layout, how, whole))
-        return self._shape_number(key, lambda: shape_of(layout, piece, kind, whole))
-
-    def _shape_number(self, key: Any, make: Callable[[], Shape]) -> int:
-        number = self._shape_numbers.get(key)
-        if number is None:
-            number = self._shape_numbers[key] = len(self._shapes)
-            self._shapes.append(make())
-        return number
+        kind = self._tables.kind_of(layout, piece, whole) if is_inside else Kind.LEFT
+        key: Any = kind
+        if kind != Kind.LEFT:
+            kind = Kind.CHUNKS if is_small else kind
+            own, how = layout.shape[1:], layout.chunk_shape
+            if is_small:
+                how = (1 << (layout.num_samples - 1).bit_length(),)
+            elif layout.sample_axis or (kind == Kind.CHUNKS and not layout.chunk_shape):
+                own = layout.shape
+            key = (
+                kind,
+                own,
+                layout.sample_axis,
+                is_small,
+                how,
+                layout.dtype,  # a compound's members, too, may lie elsewhere
+                layout.filters,
+                piece.key,
+                layout.values is not None,
+                layout.fill.tobytes(),
+            )
+        found = self._shape_numbers.setdefault(key, len(self._shapes))
+        if found == len(self._shapes):
+            if kind == Kind.LEFT:
+                shape = Shape(kind)
+            elif is_small:
+                shape = shape_of_small(layout, how[0], whole)
+            else:
+                shape = shape_of(layout, piece, kind, whole)
+            self._shapes.append(shape)
+        return found
 
 
 def _without_gaps(

@@ -43,7 +43,10 @@ def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
     """Return the memory to keep all chunks of a field, and all of its small datasets."""
     _, datasets = table_of(layout)
     rows, kinds, encoded = datasets.columns.rows, datasets.kinds, 0
-    along = -(-rows // np.maximum(1, datasets.by_kind(_rows_of_chunk, np.int64)))
+    rows_of_chunk = datasets.by_kind(
+        lambda kind: kind.chunk_shape[kind.sample_axis] if kind.chunk_shape else 1, np.int64
+    )
+    along = -(-rows // rows_of_chunk)
     chunks = np.bincount(datasets.columns.kind, along, len(kinds))
     for kind, count in zip(kinds, chunks.tolist(), strict=True):
         if kind.filters and kind.chunk_shape:
@@ -72,10 +75,6 @@ def addresses_of_small(datasets: Datasets) -> NDArray[np.int64]:
 def row_nbytes_of(datasets: Datasets) -> NDArray[np.int64]:
     """Return the bytes of a row of each dataset; files may declare more than 64 bits hold."""
     return datasets.by_kind(lambda kind: min(kind.row_nbytes, (1 << 63) - 1), np.int64)
-
-
-def _rows_of_chunk(kind: DatasetLayout) -> int:
-    return kind.chunk_shape[kind.sample_axis] if kind.chunk_shape else 0
 
 
 def _most_rows(kind: DatasetLayout) -> int:

@@ -1,8 +1,8 @@
 """Converts layouts to the header and the arrays of a saved index, and back. Pure.
 
 All layouts are one table, `Datasets`, and are saved as they are: its columns are arrays, its kinds
-are in the header (`savedkinds.py`). A layout that consists of others follows them in the table, and
-has a kind of its own with its segments.
+are in the header (`savedkinds.py`). A layout that consists of others follows them in the table; its
+segments are facts of its own.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Segments of segments are composed at once, so the table is always flat.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ class Segments:
     @classmethod
     def of(
         cls,
-        columns: Sequence[NDArray[Any]],
+        columns: Iterable[NDArray[Any]],
         pieces: tuple[Piece, ...],
         even: tuple[tuple[int, int, int], ...] = (),
         kept_nbytes: int = 0,
@@ -103,12 +103,6 @@ class Segments:
         found = cls(first, length, row, step, of_dataset, of_piece, pieces, even, kept_nbytes)
         is_sorted = bool((first[1:] >= first[:-1]).all())
         return found if is_sorted else found.at(np.argsort(first, kind="stable"))
-
-    @classmethod
-    def of_runs(cls, runs: PairedRuns, dataset: int, piece: Piece = WHOLE) -> Segments:
-        """Return the segments of one dataset."""
-        numbers = np.full(runs.size, dataset, np.int32)
-        return cls(*runs, numbers, np.zeros(runs.size, np.int32), (piece,))
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
