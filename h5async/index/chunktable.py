@@ -38,12 +38,7 @@ class ChunkTable:
 
     def shortened(self) -> ChunkTable:
         """Return the same table; each column of equal numbers takes the memory of one."""
-        columns = {}
-        for name in ("nbytes", "filter_mask"):
-            column = getattr(self, name)
-            if column.size > 1 and (column == column[0]).all():
-                columns[name] = repeated(int(column[0]), column.size, column.dtype.str)
-        return replace(self, **columns)
+        return replace(self, nbytes=shortened(self.nbytes), filter_mask=shortened(self.filter_mask))
 
     @classmethod
     def joined(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
@@ -98,6 +93,13 @@ def repeated(value: int, count: int, dtype: str) -> NDArray[Any]:
     one = np.array([value], dtype)
     one.flags.writeable = False
     return np.ndarray((count,), dtype, one.data, 0, (0,)) if count else one[:0]
+
+
+def shortened(column: NDArray[Any]) -> NDArray[Any]:
+    """Return a column that takes the memory of one number if all are equal."""
+    if column.size < 2 or (column != column[0]).any():
+        return column
+    return repeated(int(column[0]), column.size, column.dtype.str)
 
 
 def grid_of(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.index.attributes import common_names
+from h5async.index.chunks import left_to_hdf5
 from h5async.index.datasettable import Datasets, table_of
-from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.layout import CfAttribute, DatasetLayout, HeapFile, SequenceLengths
-from h5async.index.segments import WHOLE, Piece, Segments
-from h5async.index.slabs import (
+from h5async.index.segments import (
     MOST_RUNS,
+    WHOLE,
     Blocks,
+    Piece,
+    Segments,
     Selection,
     Slab,
     TooManyRunsError,
