@@ -15,7 +15,7 @@ from h5async.codec.filters import Filter
 from h5async.core.binding import Core, address
 from h5async.core.structures import REFUSED, WantedStruct
 from h5async.index.chunktable import ChunkTable
-from h5async.index.joined import join_layouts
+from h5async.index.composition import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
 from h5async.index.shapes import Kind

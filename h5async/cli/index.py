@@ -17,8 +17,8 @@ from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
-from h5async.index.portable import NotPortableError
 from h5async.index.savedindex import IndexedFile, write_index
+from h5async.index.savedkinds import NotPortableError
 from h5async.io.stores import absolute_name
 from h5async.opening.dataset import grouping_of, on_indexed
 from h5async.opening.fieldkinds import with_kinds

@@ -21,9 +21,9 @@ from h5async.codec.entry import CoreFilter, CoreKind
 from h5async.codec.filters import Filter, default_block
 from h5async.core.binding import Core
 from h5async.core.structures import MAX_RANK
-from h5async.index.extents import FieldTable, Layer, TableBuilder
+from h5async.index.extents import TableBuilder
 from h5async.index.layout import DatasetLayout
-from h5async.index.shapes import Kind, Shape
+from h5async.index.shapes import FieldTable, Kind, Layer, Shape
 from h5async.plan.records import Ranges
 from h5async.read.collection import Planned
 

@@ -15,8 +15,7 @@ import h5py
 import numpy as np
 
 from h5async.errors import DatasetError
-from h5async.index.layout import normal_axis
-from h5async.index.layoutfacts import CfAttribute
+from h5async.index.layout import CfAttribute, normal_axis
 from h5async.spelling import name_text, printable
 from h5async.system.interruptions import suppressing
 

@@ -43,8 +43,7 @@ from h5async.index.hdf5 import (
     require_fill,
     uses_fill_value,
 )
-from h5async.index.layout import DatasetLayout, Storage, normal_axis
-from h5async.index.layoutfacts import Indexed
+from h5async.index.layout import DatasetLayout, Indexed, Storage, normal_axis
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.segments import Piece, Slab
 from h5async.index.sources import VirtualSources, attached, external_layout

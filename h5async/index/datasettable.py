@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.index.chunktable import ChunkTable
-from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import Indexed
-from h5async.index.segments import PairedRuns, Segments
+from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.segments import WHOLE, Segments
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
@@ -26,22 +26,7 @@ Int64s = NDArray[np.int64]
 _DIFFERENT = "file", "stamp", "path", "shape", "offset", "stored_nbytes", "chunks", "indexed"
 _OWN = "values", "datasets", "sources", "attached", "heaps", "sequences", "spans", "lengths"
 _NOT_SAME = *_DIFFERENT, *_OWN, "segments", "fill"
-_SAME = tuple(field.name for field in fields(DatasetLayout) if field.name not in _NOT_SAME)
-
-
-def _is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two datasets, by their attributes, differ in `_DIFFERENT` facts alone."""
-    if any(one[name] is not other[name] and one[name] != other[name] for name in _SAME):
-        return False
-    axis, shape, others = one["sample_axis"], one["shape"], other["shape"]
-    if shape[:axis] != others[:axis] or shape[axis + 1 :] != others[axis + 1 :]:
-        return False
-    if one["fill"] is not other["fill"] and one["fill"].tobytes() != other["fill"].tobytes():
-        return False
-    known, found = one["indexed"], other["indexed"]
-    if known is None or found is None:
-        return known is found
-    return known.digest == found.digest and len(known.shape) == len(found.shape)
+_SAME = attrgetter(*(one.name for one in fields(DatasetLayout) if one.name not in _NOT_SAME))
 
 
 def is_own_kind(layout: DatasetLayout) -> bool:
@@ -49,38 +34,31 @@ def is_own_kind(layout: DatasetLayout) -> bool:
     members = layout.__dict__
     if any(members[name] is not None and len(members[name]) for name in _OWN):
         return True
-    if layout.indexed is None:
-        return False
+    return has_own_extent(layout)
+
+
+def has_own_extent(layout: DatasetLayout) -> bool:
+    """Return whether the extent in the file cannot be told from the shape."""
     own = layout.shape[: len(layout.shape) - layout.extra_dims]
-    return layout.indexed.shape not in (own, own[1:])
+    return layout.indexed is not None and layout.indexed.shape not in (own, own[1:])
 
 
 class _Kinds:
-    """Numbers the kinds of datasets."""
+    """Numbers the kinds of datasets, which differ in `_DIFFERENT` facts alone."""
 
     def __init__(self) -> None:
         self.found: list[DatasetLayout] = []
-        self._own: dict[int, int] = {}
-        self._by_key: dict[Any, list[int]] = {}
-        self._last: tuple[dict[str, Any], int] | None = None
+        self._numbers: dict[Any, int] = {}
 
     def number(self, layout: DatasetLayout) -> int:
         """Return the number of a layout's kind, which is added if new."""
-        members = layout.__dict__
-        if is_own_kind(layout):
-            number = self._own.setdefault(id(layout), len(self.found))
-        elif self._last is not None and _is_alike(self._last[0], members):
-            return self._last[1]
-        else:
-            digest = layout.indexed and layout.indexed.digest
-            how = layout.storage, layout.chunk_shape, layout.filters, layout.fallback_reason
-            key = *how, layout.dtype.str, layout.row_shape, digest
-            several = self._by_key.setdefault(key, [])
-            same = (n for n in several if _is_alike(self.found[n].__dict__, members))
-            number = next(same, len(self.found))
-            if number == len(self.found):
-                several.append(number)
-            self._last = members, number
+        key: Any = id(layout)
+        if not is_own_kind(layout):
+            axis, shape, indexed = layout.sample_axis, layout.shape, layout.indexed
+            identity = indexed and (indexed.digest, len(indexed.shape))
+            rows = shape[:axis], shape[axis + 1 :], layout.fill.tobytes()
+            key = _SAME(layout), rows, identity
+        number = self._numbers.setdefault(key, len(self.found))
         if number == len(self.found):
             self.found.append(layout)
         return number
@@ -145,25 +123,14 @@ class Columns(NamedTuple):
 
     def part(self, first: int, count: int) -> Columns:
         """Return the columns of some datasets that follow each other."""
-        here = slice(first, first + count)
         begin = self.begin[first : first + count + 1]
-        chunks = slice(*begin[[0, -1]].tolist())
-        is_sparse = self.is_sparse[here]
-        return self._replace(
-            kind=self.kind[here],
-            file=self.file[here],
-            paths=self.paths[here],
-            rows=self.rows[here],
-            offset=self.offset[here],
-            stored_nbytes=self.stored_nbytes[here],
-            begin=begin - begin[0],
-            is_sparse=is_sparse,
-            chunks=self.chunks.part(chunks, is_sparse=bool(is_sparse.any())),
-        )
+        found = {name: getattr(self, name)[first : first + count] for name in _PER_DATASET}
+        here, is_sparse = slice(*begin[[0, -1]].tolist()), bool(found["is_sparse"].any())
+        chunks = self.chunks.part(here, is_sparse=is_sparse)
+        return self._replace(**found, begin=begin - begin[0], chunks=chunks)
 
-    def moved(self, kinds: NDArray[np.int32], files: NDArray[np.int32]) -> Columns:
-        """Return the columns with other numbers of kinds and of files."""
-        return self._replace(kind=kinds[self.kind], file=files[self.file])
+
+_PER_DATASET = "kind", "file", "paths", "rows", "offset", "stored_nbytes", "is_sparse"
 
 
 class Datasets(Sequence[DatasetLayout]):
@@ -191,28 +158,18 @@ class Datasets(Sequence[DatasetLayout]):
     def of(cls, layouts: Sequence[DatasetLayout]) -> Datasets:
         """Return the table of datasets that hold their samples themselves."""
         kinds, files = _Kinds(), dict[tuple[str, FileStamp], int]()
-        rows, tables = [], []
-        for layout in layouts:
-            file = files.setdefault((layout.file, layout.stamp), len(files))
-            table = layout.chunks
-            count = 0 if table is None else table.offset.size
-            if table is not None:
-                tables.append(table)
-            is_sparse = table is not None and table.index is not None
-            facts = layout.num_samples, layout.offset, layout.stored_nbytes, count, is_sparse
-            rows.append((kinds.number(layout), file, *facts))
-        kind, of_file, extents, offset, stored_nbytes, counts, sparse = (
-            np.array(rows, np.int64).reshape(-1, 7).T.copy()
-        )
+        tables = [layout.chunks for layout in layouts if layout.chunks is not None]
+        counts = [0 if y.chunks is None else y.chunks.offset.size for y in layouts]
+        sparse = [y.chunks is not None and y.chunks.index is not None for y in layouts]
         columns = Columns(
-            kind.astype(np.int32),
-            of_file.astype(np.int32),
+            np.array([kinds.number(layout) for layout in layouts], np.int32),
+            np.array([files.setdefault((y.file, y.stamp), len(files)) for y in layouts], np.int32),
             [layout.path for layout in layouts],
-            extents,
-            offset,
-            stored_nbytes,
-            np.concatenate(([0], np.cumsum(counts))),
-            sparse.astype(np.bool_),
+            np.array([layout.num_samples for layout in layouts], np.int64),
+            np.array([layout.offset for layout in layouts], np.int64),
+            np.array([layout.stored_nbytes for layout in layouts], np.int64),
+            np.cumsum([0, *counts], dtype=np.int64),
+            np.array(sparse, np.bool_),
             ChunkTable.joined(tables),
             tuple(files),
         )
@@ -223,25 +180,25 @@ class Datasets(Sequence[DatasetLayout]):
         """Return the datasets of several tables, in order."""
         if len(several) == 1:
             return several[0]
-        kinds, files, moved = _Kinds(), dict[tuple[str, FileStamp], int](), []
-        for one in several:
-            numbers = np.array([kinds.number(kind) for kind in one.kinds], np.int32)
-            of_files = [files.setdefault(file, len(files)) for file in one.columns.files]
-            moved.append(one.columns.moved(numbers, np.array(of_files, np.int32)))
-        begin = np.cumsum([0, *(int(one.begin[-1]) for one in moved)])
+        kinds, files = _Kinds(), dict[tuple[str, FileStamp], int]()
+        moved: list[Columns] = []
+        for table in several:
+            one = table.columns
+            kind = np.array([kinds.number(kind) for kind in table.kinds], np.int32)
+            file = np.array([files.setdefault(f, len(files)) for f in one.files], np.int32)
+            moved.append(one._replace(kind=kind[one.kind], file=file[one.file]))
+        arrays = {
+            name: np.concatenate([getattr(one, name) for one in moved])
+            for name in _PER_DATASET
+            if name != "paths"
+        }
+        counts = np.concatenate([one.begin[1:] - one.begin[:-1] for one in moved])
         columns = Columns(
-            np.concatenate([one.kind for one in moved]),
-            np.concatenate([one.file for one in moved]),
-            [path for one in moved for path in one.paths],
-            np.concatenate([one.rows for one in moved]),
-            np.concatenate([one.offset for one in moved]),
-            np.concatenate([one.stored_nbytes for one in moved]),
-            np.concatenate(
-                [[0], *(one.begin[1:] + n for one, n in zip(moved, begin.tolist(), strict=False))]
-            ).astype(np.int64),
-            np.concatenate([one.is_sparse for one in moved]),
-            ChunkTable.joined([one.chunks for one in moved]),
-            tuple(files),
+            **arrays,
+            paths=[path for one in moved for path in one.paths],
+            begin=np.concatenate(([0], np.cumsum(counts))),
+            chunks=ChunkTable.joined([one.chunks for one in moved]),
+            files=tuple(files),
         )
         return cls(kinds.found, columns)
 
@@ -302,8 +259,9 @@ def table_of(layout: DatasetLayout) -> tuple[Segments, Datasets]:
     if layout.segments is not None:
         assert isinstance(layout.datasets, Datasets)
         return layout.segments, layout.datasets
-    several = PairedRuns.one(0, layout.num_samples, 0) if layout.num_samples else PairedRuns.none()
-    return Segments.of_runs(several, 0), Datasets.of([layout])
+    one = np.array([[0], [layout.num_samples], [0], [1], [0], [0]], np.int64)
+    several = one[:, :1] if layout.num_samples else one[:, :0]
+    return Segments.of(several, (WHOLE,)), Datasets.of([layout])
 
 
 def kinds_of(layout: DatasetLayout) -> list[tuple[DatasetLayout, int]]:

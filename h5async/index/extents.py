@@ -7,8 +7,6 @@ each holds a piece of every row (the whole row, or a region of it), and covers a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +14,19 @@ from numpy.typing import NDArray
 
 from h5async.index.chunktable import ChunkTable
 from h5async.index.datasettable import table_of
+from h5async.index.keeping import addresses_of_small, kept_whole_nbytes, row_nbytes_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import HeapFile
 from h5async.index.segments import Piece
-from h5async.index.shapes import Kind, Shape, can_take_member, shape_of, shape_of_small, swaps
-from h5async.index.smalldatasets import addresses_of_small, kept_whole_nbytes, row_nbytes_of
+from h5async.index.shapes import (
+    FieldTable,
+    Kind,
+    Layer,
+    Shape,
+    can_take_member,
+    shape_of,
+    shape_of_small,
+    swaps,
+)
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
@@ -47,62 +53,6 @@ class SourceFile(NamedTuple):
     stamp: FileStamp
     values: NDArray[Any] | None = None
     is_heap: bool = False
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Segments of samples: parallel arrays, sorted by `first`, that cover all samples.
-
-    Attributes
-    ----------
-    first
-        int64 (n + 1,): first sample of each, followed by the number of samples.
-    row, step
-        int64 (n,): row of the first sample in the source, and the distance to the next.
-    shape
-        int32 (n,): index of the `Shape`; -1 if nothing holds these samples.
-    source
-        int32 (n,): index of the source.
-    begin, count
-        int64 (n,): the first extent of the dataset, and the number of extents; without chunks, the
-        address of row 0 (-1: never allocated). For variable length: index of the layout's heap.
-    is_sparse
-        bool (n,): extents are looked up by chunk number, because not all are allocated.
-    """
-
-    first: Int64s
-    row: Int64s
-    step: Int64s
-    shape: NDArray[np.int32]
-    source: NDArray[np.int32]
-    begin: Int64s
-    count: Int64s
-    is_sparse: NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class FieldTable:
-    """Where the rows of a field lie.
-
-    Attributes
-    ----------
-    layers, shapes
-        See `Layer` and `Shape`.
-    chunks
-        The extents.
-    is_filled_first
-        Whether a sample, or a piece of one, may have no source: rows get the fill value first.
-    """
-
-    layers: tuple[Layer, ...]
-    shapes: tuple[Shape, ...]
-    chunks: ChunkTable
-    is_filled_first: bool
-
-    @property
-    def can_read(self) -> bool:
-        """Whether the core can read any of it."""
-        return any(shape.kind != Kind.LEFT for shape in self.shapes) or not self.shapes
 
 
 def table_nbytes(layout: DatasetLayout) -> int:
@@ -147,11 +97,12 @@ class TableBuilder:
     def _heap_table(self, layout: DatasetLayout) -> FieldTable:
         """Return the table of variable-length elements: each file is a segment."""
         heaps, count = layout.heaps, len(layout.heaps)
+        sources = (SourceFile(heap.file, heap.stamp, is_heap=True) for heap in heaps)
         columns: dict[str, NDArray[Any]] = {
             "row": np.zeros(count, np.int64),
             "step": np.ones(count, np.int64),
             "shape": np.zeros(count, np.int32),
-            "source": np.array([self._heap_source_of(heap) for heap in heaps], np.int32),
+            "source": np.array([self.source(source) for source in sources], np.int32),
             "begin": np.arange(count),
             "count": np.zeros(count, np.int64),
             "is_sparse": np.zeros(count, np.bool_),
@@ -161,31 +112,11 @@ class TableBuilder:
         layer = _without_gaps(first, length, columns, layout.sample_count)
         return FieldTable((layer,), (Shape(Kind.HEAP),), ChunkTable.joined([]), False)
 
-    def _heap_source_of(self, heap: HeapFile) -> int:
-        key = "heap", heap.file, heap.stamp
-        number = self._source_numbers.setdefault(key, len(self.sources))
+    def source(self, source: SourceFile, key: Any = None) -> int:
+        """Return the number of a source, which is added if new; a `key` identifies values."""
+        number = self._source_numbers.setdefault(key or source, len(self.sources))
         if number == len(self.sources):
-            self.sources.append(SourceFile(heap.file, heap.stamp, is_heap=True))
-        return number
-
-    def file_source(self, file: str, stamp: FileStamp) -> int:
-        """Return the number of a file, which is added if new."""
-        return self._number((file, stamp), lambda: SourceFile(file, stamp))
-
-    def values_source(self, layout: DatasetLayout) -> int:
-        """Return the number of the values of a compact dataset, which are added if new."""
-        values = layout.values
-        assert values is not None
-        by_sample = np.moveaxis(values, layout.sample_axis, 0)
-        return self._number(
-            id(layout),
-            lambda: SourceFile(layout.file, layout.stamp, np.ascontiguousarray(by_sample)),
-        )
-
-    def _number(self, key: Any, make: Callable[[], SourceFile]) -> int:
-        number = self._source_numbers.setdefault(key, len(self.sources))
-        if number == len(self.sources):
-            self.sources.append(make())
+            self.sources.append(source)
         return number
 
     def kind_of(self, layout: DatasetLayout, piece: Piece, whole: DatasetLayout) -> Kind:
@@ -270,9 +201,8 @@ class _FieldBuilder:
                 int(segments.dataset[at]),
                 segments.pieces[segments.piece[at]],
                 is_small=bool(is_small[at]),
+                is_inside=bool(is_inside[at]),
             )
-            if is_inside[at]
-            else self._left()
             for at in example.tolist()
         ]
         shape: NDArray[np.int32] = np.array(numbers, np.int32)[of_segment.reshape(-1)]
@@ -290,10 +220,14 @@ class _FieldBuilder:
         begin = np.where(has_chunks, columns.begin[:-1], columns.offset)
         files, sources = columns.file[number], np.full(len(columns.files), -1, np.int32)
         for file in np.unique(files[~left & ~has_values]).tolist():
-            sources[file] = self._tables.file_source(*columns.files[file])
+            sources[file] = self._tables.source(SourceFile(*columns.files[file]))
         source = sources[files]
         for at in np.flatnonzero(has_values).tolist():
-            source[at] = self._tables.values_source(datasets[int(number[at])])
+            layout = datasets[int(number[at])]
+            assert layout.values is not None
+            values = np.ascontiguousarray(np.moveaxis(layout.values, layout.sample_axis, 0))
+            own_source = SourceFile(layout.file, layout.stamp, values)
+            source[at] = self._tables.source(own_source, key=id(layout))
         small_begin = np.cumsum(self._small >= 0) - 1 + columns.chunks.offset.size
         begin = np.where(is_small, small_begin[number], begin[number])
         is_nowhere = left | has_values
@@ -316,45 +250,40 @@ class _FieldBuilder:
         masks = np.zeros(nbytes.size, np.uint32)
         return ChunkTable.joined([chunks, ChunkTable(None, self._small[is_small], nbytes, masks)])
 
-    def _left(self) -> int:
-        return self._shape_number((Kind.LEFT,), lambda: Shape(Kind.LEFT))
-
-    def _shape_of(self, number: int, piece: Piece, *, is_small: bool) -> int:
+    def _shape_of(self, number: int, piece: Piece, *, is_small: bool, is_inside: bool) -> int:
+        """Return the number of the shape of a dataset, which is added if new."""
         layout, whole = self._datasets[number], self._layout
-        kind = self._tables.kind_of(layout, piece, whole)
-        if kind == Kind.LEFT:
-            return self._left()
-        kind = Kind.CHUNKS if is_small else kind
-        own = (
-            layout.shape
-            if layout.sample_axis or (kind == Kind.CHUNKS and not layout.chunk_shape)
-            else layout.shape[1:]
-        )
-        how: Any = layout.chunk_shape
-        if is_small:
-            own, how = layout.shape[1:], 1 << (layout.num_samples - 1).bit_length()
-        key = (
-            kind,
-            own,
-            layout.sample_axis,
-            is_small,
-            how,
-            layout.dtype,  # a compound's members, too, may lie elsewhere
-            layout.filters,
-            piece.key,
-            layout.values is not None,
-            layout.fill.tobytes(),
-        )
-        if is_small:
-            return self._shape_number(key, lambda: shape_of_small(layout, how, whole))
-        return self._shape_number(key, lambda: shape_of(layout, piece, kind, whole))
-
-    def _shape_number(self, key: Any, make: Callable[[], Shape]) -> int:
-        number = self._shape_numbers.get(key)
-        if number is None:
-            number = self._shape_numbers[key] = len(self._shapes)
-            self._shapes.append(make())
-        return number
+        kind = self._tables.kind_of(layout, piece, whole) if is_inside else Kind.LEFT
+        key: Any = kind
+        if kind != Kind.LEFT:
+            kind = Kind.CHUNKS if is_small else kind
+            own, how = layout.shape[1:], layout.chunk_shape
+            if is_small:
+                how = (1 << (layout.num_samples - 1).bit_length(),)
+            elif layout.sample_axis or (kind == Kind.CHUNKS and not layout.chunk_shape):
+                own = layout.shape
+            key = (
+                kind,
+                own,
+                layout.sample_axis,
+                is_small,
+                how,
+                layout.dtype,  # a compound's members, too, may lie elsewhere
+                layout.filters,
+                piece.key,
+                layout.values is not None,
+                layout.fill.tobytes(),
+            )
+        found = self._shape_numbers.setdefault(key, len(self._shapes))
+        if found == len(self._shapes):
+            if kind == Kind.LEFT:
+                shape = Shape(kind)
+            elif is_small:
+                shape = shape_of_small(layout, how[0], whole)
+            else:
+                shape = shape_of(layout, piece, kind, whole)
+            self._shapes.append(shape)
+        return found
 
 
 def _without_gaps(

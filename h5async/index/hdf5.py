@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, is_lack_of_memory, out_of_memory
-from h5async.index.layoutfacts import Indexed
+from h5async.index.layout import Indexed
 from h5async.index.storedtypes import describe
 from h5async.io.stores import Source
 from h5async.system.interruptions import suppressing

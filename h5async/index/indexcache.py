@@ -1,5 +1,6 @@
-"""Stores layouts of files for later readers: in the user's cache folder, or in a given file.
+"""Gets the layouts of a reader's files from saved indices while these are valid, or by indexing.
 
+Layouts that were read are stored for later readers: in the user's cache folder, or in a given file.
 If anything is wrong with an entry of the folder, the files are silently indexed again. An entry is
 for one reader: its files, in order, and its datasets.
 """
@@ -12,20 +13,21 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple, NoReturn
+from types import MappingProxyType
 
 import h5py
 
-from h5async.config.files import INDEX_SUFFIX, FileName
+from h5async.config.files import INDEX_SUFFIX, FileName, is_index
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
-from h5async.index.portable import NotPortableError
-from h5async.index.savedfile import SavedIndexError, is_saved_index, remove_unfinished
-from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
+from h5async.index.savedfile import is_saved_index, remove_unfinished
+from h5async.index.savedindex import IndexedFile, NamedIndex, SavedIndex, Wanted, write_index
+from h5async.index.savedkinds import NotPortableError, SavedIndexError
 from h5async.io.stores import absolute_name, is_at
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
@@ -34,6 +36,7 @@ MOST_NBYTES = 1 << 30  # of all entries in the folder
 LEAST_SECONDS = 0.02  # of indexing; quicker results are not stored
 _TOUCHED_SECONDS = 86400  # the least interval between marking an entry as used
 _NAME = rf"[0-9a-f]{{32}}\{INDEX_SUFFIX}"  # of an entry: a key, as `_key` makes it
+_Read = Callable[[FileName, Sequence[str], Reach], Mapping[str, DatasetLayout]]
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -54,20 +57,16 @@ def open_cache(
     ReadError
         If a given file is not a saved index of this user, or is damaged.
     """
-    if place is False:
-        return None
+    folder = cache_folder() if place is True else place
     key = ""
     with suppressing(OSError):  # the current directory may have been removed
         files = [absolute_name(path) for path in paths]
         key = _key(files, [*dict.fromkeys(wanted)], reach)
-    if not key:
+    if not key or not folder:
         return None
-    if place is True or place.is_dir():
-        folder = cache_folder() if place is True else place
-        return (
-            None if folder is None else _Entry(folder / f"{key}{INDEX_SUFFIX}", key, files, reach)
-        )
-    return _GivenFile(place, key, files, reach)
+    is_entry = place is True or folder.is_dir()
+    path = folder / f"{key}{INDEX_SUFFIX}" if is_entry else folder
+    return IndexCache(path, key, files, reach, is_entry=is_entry)
 
 
 def cache_folder() -> Path | None:
@@ -84,10 +83,10 @@ def clear_cache(folder: Path) -> tuple[int, int]:
     OSError if one cannot be removed.
     """
     entries = _entries(folder)
-    for entry in entries:
-        os.unlink(entry.path)
+    for _, _, path in entries:
+        os.unlink(path)
     remove_unfinished(folder, _NAME)
-    return len(entries), sum(entry.nbytes for entry in entries)
+    return len(entries), sum(nbytes for _, nbytes, _ in entries)
 
 
 def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
@@ -111,18 +110,24 @@ class IndexCache:
         Absolute paths of the files.
     reach
         With which they are indexed.
+    is_entry
+        Whether it is an entry of a folder, whose defects are not reported. Those of a file that the
+        user has named are errors.
     """
 
-    def __init__(self, path: Path, key: str, files: Sequence[str], reach: Reach) -> None:
+    def __init__(
+        self, path: Path, key: str, files: Sequence[str], reach: Reach, *, is_entry: bool
+    ) -> None:
         self._path = path
         self._key = key
         self._files = files
         self._reach = reach
+        self._is_entry = is_entry
         self._begin = perf_counter()
         self._seconds = 0.0
         self._found: dict[int, dict[Wanted, DatasetLayout]] = {}
         self._new: dict[int, IndexedFile] = {}
-        self._index = self._open()
+        self._index = self._open_entry() if is_entry else self._open_given()
         self._is_fresh = [] if self._index is None else self._index.fresh_files()
 
     def find(self, number: int) -> dict[Wanted, DatasetLayout]:
@@ -133,12 +138,16 @@ class IndexCache:
         try:
             found = self._index.find(number, self._index.datasets(number), self._reach)
         except SavedIndexError as error:
-            self._give_up(error)
+            if not self._is_entry:
+                raise self._not_usable(error) from error
+            self._index = None
+            self._found.clear()
+            self._seconds = max(self._seconds, LEAST_SECONDS)
             return {}
-        if len(found) == len(self._index.datasets(number)):
-            self._found[number] = found
-            return found
-        return {}
+        if len(found) < len(self._index.datasets(number)):
+            return {}
+        self._found[number] = found
+        return found
 
     def note(
         self, number: int, layouts: Mapping[Wanted, DatasetLayout], consulted: Consulted
@@ -147,48 +156,49 @@ class IndexCache:
         self._seconds += perf_counter() - self._begin
         self._new[number] = IndexedFile(self._files[number], dict(layouts), consulted)
 
-    def _all(self) -> list[IndexedFile]:
-        """Return all layouts known now, old and new."""
+    def save(self) -> None:
+        """Store the layouts, after all files were requested, if that is worth it.
+
+        ReadError if a given file cannot be written.
+        """
+        if self._is_entry:
+            is_complete = len(self._new.keys() | self._found.keys()) == len(self._files)
+            if self._seconds >= LEAST_SECONDS and is_complete:
+                with suppressing(OSError, NotPortableError, UnicodeError):
+                    folder = self._path.parent
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    if _is_ours(folder):
+                        self._write()
+                        _remove_oldest(folder, MOST_NBYTES)
+                        remove_unfinished(folder, _NAME)
+        elif self._new:
+            try:
+                with suppressing(NotPortableError):
+                    self._write()
+            except OSError as error:
+                raise self._error(f"cannot be written: {error.strerror or error}") from error
+
+    def _write(self) -> None:
+        """Write all layouts, old and new, if the files still are as they were when indexed."""
+        for file in self._new.values():
+            if not all(is_at(name, stamp) for name, stamp in file.consulted.files.items()):
+                return
         several = []
         for number, path in enumerate(self._files):
             new = self._new.get(number)
             if new is None:
                 assert self._index is not None
-                consulted = self._index.consulted(number)
-                new = IndexedFile(path, self._found[number], consulted)
+                new = IndexedFile(path, self._found[number], self._index.consulted(number))
             several.append(new)
-        return several
+        write_index(self._path, several, self._reach, key=self._key, is_entry=self._is_entry)
 
-    def _has_settled(self) -> bool:
-        """Return whether all files are still as they were when indexed."""
-        return all(
-            is_at(name, stamp)
-            for file in self._new.values()
-            for name, stamp in file.consulted.files.items()
-        )
-
-    def save(self) -> None:
-        """Store the layouts, after all files were requested."""
-        raise NotImplementedError
-
-    def _open(self) -> SavedIndex | None:
-        raise NotImplementedError
-
-    def _give_up(self, error: SavedIndexError) -> None:
-        raise NotImplementedError
-
-
-class _Entry(IndexCache):
-    """An entry of a folder; its defects are not reported."""
-
-    def _open(self) -> SavedIndex | None:
+    def _open_entry(self) -> SavedIndex | None:
         with suppressing(OSError, SavedIndexError):
             if not _is_ours(self._path.parent):
                 return None
             # (Files are replaced there, and never written to: so they can be mapped.)
-            index = SavedIndex(
-                self._path, owners=(os.geteuid(),), may_map=self._reach.io != "pread"
-            )
+            may_map = self._reach.io != "pread"
+            index = SavedIndex(self._path, owners=(os.geteuid(),), may_map=may_map)
             if index.key != self._key or index.paths != self._files:
                 return None
             if time.time() - os.stat(self._path).st_mtime > _TOUCHED_SECONDS:
@@ -196,80 +206,34 @@ class _Entry(IndexCache):
             return index
         return None
 
-    def _give_up(self, error: SavedIndexError) -> None:
-        self._index = None
-        self._found.clear()
-        self._seconds = max(self._seconds, LEAST_SECONDS)
-
-    def save(self) -> None:
-        """Write the entry if it is worth it, and remove old entries if there are too many."""
-        if self._seconds < LEAST_SECONDS or not self._is_complete():
-            return
-        with suppressing(OSError, NotPortableError, UnicodeError):
-            folder = self._path.parent
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _is_ours(folder) and self._has_settled():
-                write_index(self._path, self._all(), self._reach, key=self._key, is_entry=True)
-                _remove_oldest(folder, MOST_NBYTES)
-                remove_unfinished(folder, _NAME)
-
-    def _is_complete(self) -> bool:
-        return all(n in self._new or n in self._found for n in range(len(self._files)))
-
-
-class _GivenFile(IndexCache):
-    """A file named by the user; its defects are errors."""
-
-    def _open(self) -> SavedIndex | None:
+    def _open_given(self) -> SavedIndex | None:
         if not os.path.lexists(self._path):
             return None
         try:
-            index = SavedIndex(
-                self._path, owners=(os.geteuid(), 0), may_map=self._reach.io != "pread"
-            )
+            may_map = self._reach.io != "pread"
+            index = SavedIndex(self._path, owners=(os.geteuid(), 0), may_map=may_map)
         except SavedIndexError as error:
-            self._give_up(error)
+            raise self._not_usable(error) from error
         except OSError as error:
-            raise ReadError(
-                f"{named('index_cache', str(self._path))} cannot be read: {error.strerror or error}"
-            ) from error
+            raise self._error(f"cannot be read: {error.strerror or error}") from error
         if index.paths != self._files or not index.key:
             what = "was written by h5async index" if not index.key else "is of other files"
-            raise ReadError(
-                f"{named('index_cache', str(self._path))} {what}, and would be overwritten;"
-                " name another"
-                f" file, or, to read its files, {named('hdf5_path', str(self._path))}"
+            raise self._error(
+                f"{what}, and would be overwritten; name another file, or, to read its files,"
+                f" {named('hdf5_path', str(self._path))}"
             )
         return index if index.key == self._key else None
 
-    def _give_up(self, error: SavedIndexError) -> NoReturn:
+    def _not_usable(self, error: SavedIndexError) -> ReadError:
         kind = "remove it" if is_saved_index(self._path) else "name another file"
-        raise ReadError(
-            f"{named('index_cache', str(self._path))} cannot be used: {error}; {kind}"
-        ) from error
+        return self._error(f"cannot be used: {error}; {kind}")
 
-    def save(self) -> None:
-        """Write the file if there is anything new; ReadError if that fails."""
-        if not self._new:
-            return
-        try:
-            if self._has_settled():
-                with suppressing(NotPortableError):
-                    write_index(self._path, self._all(), self._reach, key=self._key)
-        except OSError as error:
-            raise ReadError(
-                f"{named('index_cache', str(self._path))} cannot be written:"
-                f" {error.strerror or error}"
-            ) from error
+    def _error(self, what: str) -> ReadError:
+        return ReadError(f"{named('index_cache', str(self._path))} {what}")
 
 
-class _EntryFile(NamedTuple):
-    path: str
-    nbytes: int
-    used_ns: int
-
-
-def _entries(folder: Path) -> list[_EntryFile]:
+def _entries(folder: Path) -> list[tuple[int, int, str]]:
+    """Return the entries of a folder: when each was used last, its bytes, and its path."""
     found = []
     with suppressing(FileNotFoundError):
         for entry in os.scandir(folder):
@@ -277,20 +241,20 @@ def _entries(folder: Path) -> list[_EntryFile]:
             if re.fullmatch(_NAME, entry.name) and entry.is_file(follow_symlinks=False):
                 with suppressing(FileNotFoundError):  # another process may remove it, too
                     status = entry.stat(follow_symlinks=False)
-                    found.append(_EntryFile(entry.path, status.st_size, status.st_mtime_ns))
+                    found.append((status.st_mtime_ns, status.st_size, entry.path))
     return found
 
 
 def _remove_oldest(folder: Path, most_nbytes: int) -> None:
     """Remove least recently used entries until the others are small enough."""
-    entries = sorted(_entries(folder), key=lambda entry: entry.used_ns)
-    surplus = sum(entry.nbytes for entry in entries) - most_nbytes
-    for entry in entries:
+    entries = sorted(_entries(folder))
+    surplus = sum(nbytes for _, nbytes, _ in entries) - most_nbytes
+    for _, nbytes, path in entries:
         if surplus <= 0:
             return
         with suppressing(FileNotFoundError):
-            os.unlink(entry.path)
-        surplus -= entry.nbytes
+            os.unlink(path)
+        surplus -= nbytes
 
 
 def _is_ours(folder: Path) -> bool:
@@ -298,3 +262,78 @@ def _is_ours(folder: Path) -> bool:
     status = os.stat(folder)
     is_private = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
     return stat.S_ISDIR(status.st_mode) and is_private
+
+
+# --- the layouts of a reader ---------------------------------------------------------------------
+
+
+def known_of_files(
+    paths: Sequence[FileName],
+    wanted: Mapping[str, Wanted],
+    read: _Read,
+    reach: Reach,
+    cache: bool | Path,
+    indices: Mapping[FileName, NamedIndex] = MappingProxyType({}),
+) -> Iterator[dict[str, DatasetLayout]]:
+    """Yield the facts wanted of each file, in the order of the files.
+
+    Parameters
+    ----------
+    paths
+        HDF5 files, and saved indices (``.h5idx``), each of which represents its files.
+    wanted
+        By name.
+    read
+        Reads facts that no index has: some names, of one file.
+    reach
+        Which other files may be read, and how.
+    cache
+        Where to store layouts; see `open_cache`.
+    indices
+        Saved indices that are already open.
+
+    Raises
+    ------
+    H5AsyncError
+        As `read`; `ReadError` if a saved index cannot be used.
+    """
+    plain = [path for path in paths if not is_index(path)]
+    kept = open_cache(cache, plain, list(wanted.values()), reach) if plain else None
+    number = 0
+    for path in paths:
+        if is_index(path):
+            index = indices.get(path) or NamedIndex(path, reach)
+            yield from _known_of_index(index, wanted, read, reach)
+            continue
+        known = {} if kept is None else kept.find(number)
+        if known:
+            found = {name: known[one] for name, one in wanted.items()}
+        else:
+            recording = reach if kept is None else replace(reach, consulted=Consulted())
+            found = dict(read(path, list(wanted), recording))
+            if kept is not None:
+                of_wanted = {one: found[name] for name, one in wanted.items()}
+                kept.note(number, of_wanted, recording.consulted)
+        number += 1
+        yield found
+    if kept is not None:
+        kept.save()
+
+
+def _known_of_index(
+    index: NamedIndex,
+    wanted: Mapping[str, Wanted],
+    read: _Read,
+    reach: Reach,
+) -> Iterator[dict[str, DatasetLayout]]:
+    """Yield the facts in a saved index; others are read from its files."""
+    several = list(wanted.values())
+    for number, name in enumerate(index.paths):
+        known = index.find(number, several, reach)
+        missing = [name for name, one in wanted.items() if one not in known]
+        found = read(name, missing, reach) if missing else {}
+        stamp = index.stamp(number)
+        for layout in found.values():
+            if layout.file == name and layout.stamp != stamp:
+                raise index.changed(name)
+        yield {field: found.get(field) or known[one] for field, one in wanted.items()}

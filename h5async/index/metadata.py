@@ -20,7 +20,14 @@ from h5async.config import Field
 from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError, H5AsyncError, out_of_memory
 from h5async.index.attributes import cf_attributes, dimension_names
-from h5async.index.composition import Part
+from h5async.index.composition import (
+    Part,
+    along_sequences,
+    is_one_run,
+    join_groups,
+    merged_dimensions,
+    sliced,
+)
 from h5async.index.contents import (
     LISTING_NBYTES,
     Grouping,
@@ -43,13 +50,6 @@ from h5async.index.links import (
 )
 from h5async.index.room import files_of
 from h5async.index.segments import Piece, Slab
-from h5async.index.sequenced import (
-    along_sequences,
-    is_one_run,
-    join_groups,
-    merged_dimensions,
-    sliced,
-)
 from h5async.index.variablelength import Forms, variable_length
 from h5async.io.stores import HDF5File
 from h5async.system.interruptions import passing, suppressing

@@ -22,27 +22,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.index.savedkinds import SavedIndexError, to_json
 from h5async.io.localfiles import open_regular
 from h5async.io.shared import forget_pages, map_file
 from h5async.system.interruptions import suppressing
 
 # Changes with the content, and when the same file would be indexed differently: files with another
 # number are not read.
-FORMAT = 5
+FORMAT = 6
 _SIGNATURE = b"\x89h5async\r\n\x1a\n"
-_HEAD = struct.Struct("<12sIQQ16s")
+_DIGEST_NBYTES = 16
+_HEAD = struct.Struct(f"<12sIQQ{_DIGEST_NBYTES}s")
 _ALIGNMENT = 64
 _LEFT_SECONDS = 3600  # after which an unfinished file is removed
 
 Arrays = Mapping[str, NDArray[Any]]
-
-
-class SavedIndexError(Exception):
-    """A saved index cannot be used; the message says why."""
-
-
-def _keep(array: NDArray[Any]) -> None:
-    pass
 
 
 class SavedFile(NamedTuple):
@@ -60,7 +54,7 @@ class SavedFile(NamedTuple):
 
     header: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
-    forget: Callable[[NDArray[Any]], None] = _keep
+    forget: Callable[[NDArray[Any]], None] = lambda array: None
 
 
 def write_saved(
@@ -78,7 +72,7 @@ def write_saved(
     path
         The destination.
     header
-        A JSON value.
+        A JSON value, or what `to_json` makes one of.
     arrays
         By name: arrays of one dtype, which are concatenated.
     mode
@@ -90,6 +84,8 @@ def write_saved(
     ------
     OSError
         If it cannot be written; no partial file remains.
+    NotPortableError
+        If there is no JSON value for something.
     """
     blocks, places, begin = [], {}, 0
     for name, several in arrays.items():
@@ -102,9 +98,8 @@ def write_saved(
     checksum = 0
     for block in blocks:
         checksum = zlib.crc32(block.data, checksum)
-    text = json.dumps(
-        {**header, "arrays": places, "checksum": checksum}, separators=(",", ":")
-    ).encode()
+    whole_header = {**header, "arrays": places, "checksum": checksum}
+    text = json.dumps(whole_header, separators=(",", ":"), default=to_json).encode()
     text += b" " * (-(_HEAD.size + len(text)) % _ALIGNMENT)
     whole = _HEAD.size + len(text) + begin
     head = _HEAD.pack(_SIGNATURE, FORMAT, len(text), whole, b"")
@@ -117,14 +112,8 @@ def _little(array: NDArray[Any]) -> NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8)
 
 
-def _digest(head: bytes, text: bytes | memoryview) -> bytes:
-    digest = hashlib.blake2b(head[: -_digest_nbytes()], digest_size=_digest_nbytes())
-    digest.update(text)
-    return digest.digest()
-
-
-def _digest_nbytes() -> int:
-    return 16
+def _digest(head: bytes, text: bytes) -> bytes:
+    return hashlib.blake2b(head[:-_DIGEST_NBYTES] + text, digest_size=_DIGEST_NBYTES).digest()
 
 
 def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> None:
@@ -132,30 +121,18 @@ def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> 
     remove_unfinished(path.parent, re.escape(path.name))
     beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
-        with open(beside, "xb", buffering=0) as file:
-            descriptor = file.fileno()
-            os.fchmod(descriptor, mode & ~_umask())
+        with open(beside, "xb", 0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
             for block in blocks:
-                _write_all(descriptor, memoryview(block).cast("B"))
+                data = memoryview(block).cast("B")
+                while len(data):
+                    data = data[os.write(file.fileno(), data) :]
             if is_lasting:
-                os.fsync(descriptor)
+                os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
         with suppressing(OSError):
             os.unlink(beside)
         raise
-
-
-def _write_all(descriptor: int, data: memoryview | bytes) -> None:
-    while len(data):
-        data = data[os.write(descriptor, data) :]
-
-
-def _umask() -> int:
-    with suppressing(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
-    return 0o077  # reading it means changing it, for other threads, too
 
 
 def remove_unfinished(folder: Path, names: str) -> None:
@@ -204,13 +181,15 @@ def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile
         _require_ours(status, believed)
         if status.st_size < _HEAD.size:
             raise SavedIndexError(f"it has {status.st_size} bytes, which is no saved index")
-        read = map_file if may_map else _read
-        data = read(file.fileno(), status.st_size)
-    found = _content(data)
-    if not may_map:
-        return found
+        if not may_map:
+            read = file.read()
+            if len(read) != status.st_size:
+                raise SavedIndexError("it was cut short while it was read")
+            return SavedFile(*_content(np.frombuffer(read, np.uint8)))
+        data = map_file(file.fileno(), status.st_size)
+    content = _content(data)
     forget_pages(data)  # all of it was read for the checksum
-    return found._replace(forget=forget_pages)
+    return SavedFile(*content, forget_pages)
 
 
 def _require_ours(status: os.stat_result, owners: frozenset[int]) -> None:
@@ -223,19 +202,7 @@ def _require_ours(status: os.stat_result, owners: frozenset[int]) -> None:
         raise SavedIndexError("every user may write to it; remove that permission (chmod o-w)")
 
 
-def _read(descriptor: int, nbytes: int) -> NDArray[np.uint8]:
-    data = np.empty(nbytes, np.uint8)
-    view, done = data.data, 0
-    while done < nbytes:
-        count = os.preadv(descriptor, [view[done:]], done)
-        if not count:
-            raise SavedIndexError("it was cut short while it was read")
-        done += count
-    data.flags.writeable = False
-    return data
-
-
-def _content(data: NDArray[np.uint8]) -> SavedFile:
+def _content(data: NDArray[np.uint8]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     head = data[: _HEAD.size].tobytes()
     signature, number, text_nbytes, nbytes, digest = _HEAD.unpack(head)
     if signature != _SIGNATURE:
@@ -256,7 +223,7 @@ def _content(data: NDArray[np.uint8]) -> SavedFile:
         arrays = {name: _array(data[begin:], *place) for name, place in places.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SavedIndexError(f"its header is damaged ({error!r})") from error
-    return SavedFile(header, arrays)
+    return header, arrays
 
 
 def _array(data: NDArray[np.uint8], dtype: str, begin: int, count: int) -> NDArray[Any]:

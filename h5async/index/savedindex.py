@@ -5,13 +5,15 @@ The layouts of a file are valid while it, and everything consulted to read them,
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from h5async.config import Field
 from h5async.errors import ConfigError, ReadError
@@ -19,8 +21,8 @@ from h5async.index.contents import Grouping
 from h5async.index.datasettable import Datasets, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach, require_local
-from h5async.index.portable import NotPortableError, natural, naturals, text
-from h5async.index.savedfile import SavedIndexError, read_saved, write_saved
+from h5async.index.savedfile import read_saved, write_saved
+from h5async.index.savedkinds import NotPortableError, SavedHeader, SavedIndexError
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
 from h5async.io.stamps import FileStamp
 from h5async.io.stores import is_at, store_of
@@ -229,48 +231,38 @@ class SavedIndex:
     def __init__(self, path: Path, *, owners: Sequence[int], may_map: bool) -> None:
         header, arrays, forget = read_saved(path, owners=owners, may_map=may_map)
         try:
+            saved = self._saved = SavedHeader.model_validate(header)
             folder = os.path.dirname(os.path.realpath(path))
-            self._files = [_file(found, folder) for found in header["files"]]
-            self.key = text(header["key"])
-            self._header = header
-            self._primary = [self._number(n) for n in header["primary"]]
-            self._wanted = [_wanted(*found) for found in header["wanted"]]
-            self._needs = {int(n): naturals(found) for n, found in header["needs"].items()}
-            self._absent = {int(n): [*map(text, found)] for n, found in header["absent"].items()}
-            self._at_opening = [self._number(n) for n in header["at_opening"]]
-            self._variables = dict(header["variables"])
-            self._allow_missing = bool(header["allow_missing"])
-            for number in (n for found in self._needs.values() for n in found):
-                self._number(number)
-            self._arrays = arrays
-            self._layouts = LayoutReader(header, arrays, self._files, forget)
-            self._entries = self._read_entries()
+            self._files = self._here([_file(*found, folder=folder) for found in saved.files])
+            named = {*saved.primary, *saved.at_opening, *itertools.chain(*saved.needs.values())}
+            if max(named, default=-1) >= len(self._files):
+                raise ValueError("there is no such file")
+            if not {*saved.needs, *saved.absent} <= {*range(len(saved.primary))}:
+                raise ValueError("there is no such indexed file")
+            self._layouts = LayoutReader(saved, arrays, self._files, forget)
+            self._entries: list[dict[Wanted, int]] = [{} for _ in saved.primary]
+            wanted = [Wanted(*found) for found in saved.wanted]
+            table = arrays["entries"].reshape(-1, 3)
+            limits = len(saved.primary), len(wanted), len(self._layouts)
+            if (table < 0).any() or (table >= np.array(limits)).any():
+                raise ValueError("an entry names what is not there")
+            for file, dataset, layout in table.tolist():
+                self._entries[file][wanted[dataset]] = layout
         except _MALFORMED as error:
             raise _not_sensible(error) from error
-        self.paths = [self._files[number][0] for number in self._primary]
+        self.key = saved.key
+        self.paths = [self._files[number][0] for number in saved.primary]
 
-    def _number(self, value: object) -> int:
-        number = natural(value)
-        if number >= len(self._files):
-            raise ValueError("there is no such file")
-        return number
-
-    def _read_entries(self) -> list[dict[Wanted, int]]:
-        entries: list[dict[Wanted, int]] = [{} for _ in self._primary]
-        table = self._arrays["entries"].reshape(-1, 3)
-        limits = len(self._primary), len(self._wanted), len(self._layouts)
-        if (table < 0).any() or (table >= np.array(limits)).any():
-            raise ValueError("an entry names what is not there")
-        for file, wanted, layout in table.tolist():
-            entries[file][self._wanted[wanted]] = layout
-        return entries
+    def _here(self, files: list[tuple[str, FileStamp]]) -> list[tuple[str, FileStamp]]:
+        """Return the files with the stamps that they have on this machine."""
+        return files
 
     def find(
         self, number: int, wanted: Sequence[Wanted], reach: Reach
     ) -> dict[Wanted, DatasetLayout]:
         """Return the layouts of a file's datasets that are known and valid here.
 
-        SavedIndexError if a layout makes no sense.
+        SavedIndexError if a layout makes no sense; of a `NamedIndex`, ReadError.
         """
         found = {}
         for one in wanted:
@@ -282,12 +274,16 @@ class SavedIndex:
             except NotUsableError:
                 continue
             except _MALFORMED as error:
-                raise _not_sensible(error) from error
+                raise self._refusal(_not_sensible(error)) from error
         return found
+
+    def _refusal(self, error: Exception) -> Exception:
+        """Return what to raise for an error of a layout."""
+        return error
 
     def stamp(self, number: int) -> FileStamp:
         """Return the stamp of a file, by its number."""
-        return self._files[self._primary[number]][1]
+        return self._files[self._saved.primary[number]][1]
 
     def datasets(self, number: int) -> list[Wanted]:
         """Return the known datasets of a file."""
@@ -295,27 +291,25 @@ class SavedIndex:
 
     def consulted(self, number: int) -> Consulted:
         """Return the dependencies of a file's layouts."""
-        found = Consulted()
-        for at in (self._primary[number], *self._needs.get(number, ())):
-            name, stamp = self._files[at]
-            found.files[name] = stamp
-        found.absent = set(self._absent.get(number, ()))
-        found.variables = self._variables
-        found.folder = self._header["folder"]
+        saved, found = self._saved, Consulted()
+        numbers = saved.primary[number], *saved.needs.get(number, ())
+        found.files.update(self._files[at] for at in numbers)
+        found.absent = set(saved.absent.get(number, ()))
+        found.variables = saved.variables
+        found.folder = saved.folder
         return found
 
     def fresh_files(self) -> list[bool]:
         """Return, per file, whether its layouts are still valid."""
-        is_here = all(os.environ.get(name, "") == value for name, value in self._variables.items())
-        folder = self._header["folder"]
-        if not is_here or (folder is not None and folder != _current_folder()):
+        saved = self._saved
+        is_here = all(os.environ.get(name, "") == value for name, value in saved.variables.items())
+        if not is_here or (saved.folder is not None and saved.folder != _current_folder()):
             return [False] * len(self.paths)
         same = [is_at(*file) for file in self._files]
         return [
-            same[at]
-            and all(same[other] for other in self._needs.get(number, ()))
-            and not any(map(os.path.lexists, self._absent.get(number, ())))
-            for number, at in enumerate(self._primary)
+            all(same[other] for other in (at, *saved.needs.get(number, ())))
+            and not any(map(os.path.lexists, saved.absent.get(number, ())))
+            for number, at in enumerate(saved.primary)
         ]
 
 
@@ -347,25 +341,12 @@ class NamedIndex(SavedIndex):
         with passing():
             try:
                 super().__init__(path, owners=(os.geteuid(), 0), may_map=reach.io != "pread")
-                self._find_devices()
             except SavedIndexError as error:
-                raise self._not_usable(error) from error
+                raise self._refusal(error) from error
             except OSError as error:
                 raise ReadError(f"cannot open {path}: {error.strerror or error}") from error
         self._require_permitted(reach)
         self._require_current()
-
-    def find(
-        self, number: int, wanted: Sequence[Wanted], reach: Reach
-    ) -> dict[Wanted, DatasetLayout]:
-        """Return the layouts of a file's datasets that are known and valid here.
-
-        ReadError if a layout makes no sense.
-        """
-        try:
-            return super().find(number, wanted, reach)
-        except SavedIndexError as error:
-            raise self._not_usable(error) from error
 
     def changed(self, name: str) -> ReadError:
         """Return the error for a file that has changed since the index was made."""
@@ -377,46 +358,48 @@ class NamedIndex(SavedIndex):
     def _remedy(self) -> str:
         return f"make it again: h5async index FILES... -o {self._path.name}"
 
-    def _not_usable(self, error: SavedIndexError) -> ReadError:
+    def _refusal(self, error: Exception) -> Exception:
+        if not isinstance(error, SavedIndexError):
+            return error
         return ReadError(f"{self._path} cannot be used as a saved index: {error}; {self._remedy}")
 
-    def _find_devices(self) -> None:
+    def _here(self, files: list[tuple[str, FileStamp]]) -> list[tuple[str, FileStamp]]:
         """Replace device numbers by those of this machine: those of network file systems differ."""
         here: dict[int, int] = {}
-        for name, stamp in self._files:
+        for name, stamp in files:
             if stamp.device not in here:
                 with suppressing(OSError, ValueError):
                     found = store_of(name).stamp(name)
                     if found.inode == stamp.inode:
                         here[stamp.device] = found.device
-        for number, (name, stamp) in enumerate(self._files):
-            device = here.get(stamp.device, stamp.device)
-            if device != stamp.device:
-                self._files[number] = name, stamp._replace(device=device)
+        return [
+            (name, stamp._replace(device=here.get(stamp.device, stamp.device)))
+            for name, stamp in files
+        ]
 
     def _require_permitted(self, reach: Reach) -> None:
         """Check that no file refers to files that it may not refer to; links are followed."""
-        primary = set(self._primary)
-        for number, others in self._needs.items():
+        saved, primary = self._saved, set(self._saved.primary)
+        for number, others in saved.needs.items():
             holder = Path(self.paths[number])
             for name in (self._files[other][0] for other in set(others) - primary):
                 for one in (self.paths[number], name):
                     require_local(one, name, f"{self._path}: {holder}")
                 reach.permitted(Path(name), holder, f"{self._path}: {holder}")
-        known = primary.union(*self._needs.values())
+        known = primary.union(*saved.needs.values())
         if len(known) < len(self._files):
-            raise self._not_usable(SavedIndexError("it names a file that no other refers to"))
-        if self._allow_missing and not reach.missing_is_fill:
+            raise self._refusal(SavedIndexError("it names a file that no other refers to"))
+        if saved.allow_missing and not reach.missing_is_fill:
             raise ConfigError(
                 f"{self._path} was made with {named('allow_missing', True)}: what is missing of"
                 " its virtual datasets has their fill value; give the reader the same"
             )
 
     def _require_current(self) -> None:
-        for name, stamp in map(self._files.__getitem__, self._at_opening):
+        for name, stamp in map(self._files.__getitem__, self._saved.at_opening):
             if not is_at(name, stamp):
                 raise self.changed(name)
-        for name in (name for names in self._absent.values() for name in names):
+        for name in (name for names in self._saved.absent.values() for name in names):
             if os.path.lexists(name):
                 raise ReadError(
                     f"{name} is there, which was missing when {self._path} was made; {self._remedy}"
@@ -431,34 +414,19 @@ def _current_folder() -> str | None:
 
 
 def _not_sensible(error: Exception) -> Exception:
-    """Return the error for invalid content, or `error` itself if it is an interruption."""
-    if interruption(error) is not None:
-        return error
-    return SavedIndexError(f"it makes no sense ({error!r})")
+    """Return the error for invalid content, or the interruption that it is."""
+    causes, what = [error], repr(error)
+    if isinstance(error, ValidationError):
+        found = error.errors(include_url=False)
+        causes = [one["ctx"]["error"] for one in found if "error" in one.get("ctx", {})]
+        what = f"{'.'.join(map(str, found[0]['loc']))}: {found[0]['msg']}"
+    for cause in causes:
+        if interruption(cause) is not None:
+            return cause
+    return SavedIndexError(f"it makes no sense ({what})")
 
 
-def _wanted(
-    path: object,
-    num_dim: object,
-    has_names: object,
-    has_cf: object,
-    groups: object,
-    kind: object,
-) -> Wanted:
-    if type(has_names) is not bool or type(has_cf) is not bool:
-        raise TypeError("what is known of a dataset is not said")
-    several = tuple(num_dim) if isinstance(num_dim, list) else (num_dim,)
-    if not all(type(one) in (int, str) for one in several):
-        raise TypeError(f"{num_dim!r} is no dimension")
-    found = several if isinstance(num_dim, list) else several[0]
-    return Wanted(text(path), found, has_names, has_cf, text(groups), text(kind))
-
-
-def _file(found: Sequence[Any], folder: str) -> tuple[str, FileStamp]:
-    name, *stamp = found
-    if not all(type(n) is int for n in stamp):
-        raise TypeError("a file has no stamp")
-    if not os.fsencode(text(name)) or "\0" in name:
+def _file(name: str, *stamp: int, folder: str) -> tuple[str, FileStamp]:
+    if not os.fsencode(name) or "\0" in name:
         raise ValueError("a file has no name")
-    path = os.path.join(folder, name) if store_of(name).is_local else name
-    return path, FileStamp(*stamp)
+    return os.path.join(folder, name) if store_of(name).is_local else name, FileStamp(*stamp)

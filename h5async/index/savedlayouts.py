@@ -1,51 +1,46 @@
 """Converts layouts to the header and the arrays of a saved index, and back. Pure.
 
 All layouts are one table, `Datasets`, and are saved as they are: its columns are arrays, its kinds
-are in the header. A layout that consists of others follows them in the table, and has a kind of its
-own with its segments.
+are in the header (`savedkinds.py`). A layout that consists of others follows them in the table; its
+segments are facts of its own.
 """
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
-from typing import Any, cast, get_args
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import can_decode, load_core
-from h5async.index.chunktable import ChunkTable, grid_of, repeated
-from h5async.index.datasettable import Columns, Datasets
+from h5async.index.chunktable import ChunkTable, repeated
+from h5async.index.datasettable import Columns, Datasets, has_own_extent
 from h5async.index.hdf5 import COLUMNS_REASON
-from h5async.index.layout import DatasetLayout, Storage
-from h5async.index.layoutfacts import CfAttribute, HeapFile, Indexed, SequenceLengths, Text
-from h5async.index.portable import (
-    NotPortableError,
-    dtype_from_json,
-    dtype_to_json,
-    filter_from_json,
-    natural,
-    naturals,
-    region_from_json,
-    region_to_json,
-    text,
-)
-from h5async.index.savedchecks import LARGEST, Limits, require_sound, require_sound_segments
+from h5async.index.layout import DatasetLayout, HeapFile, Indexed, SequenceLengths
 from h5async.index.savedfile import Arrays
+from h5async.index.savedkinds import (
+    LARGEST,
+    SHARED,
+    NotPortableError,
+    OwnFacts,
+    Place,
+    SavedHeader,
+    SavedHeap,
+    SavedSegments,
+    require_sound,
+    require_sound_segments,
+    to_json,
+)
 from h5async.index.segments import Piece, Segments
 from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.localfiles import IoMode, may_map
 from h5async.io.stamps import FileStamp
 
-_MOST_DIMENSIONS = 64  # of HDF5, 32, and those of array types
-
-_DEFAULTS = {
-    field.name: field.default for field in fields(DatasetLayout) if field.default is not MISSING
-}
-_NOT_SAVED = "limit", "is_shared", "file_samples"  # other values of these cannot be saved
+_NOT_SAVED = {"limit": None, "is_shared": False, "file_samples": ()}  # no other values
 
 # The arrays of a saved index, and their dtypes: the columns of the table of datasets, those of its
 # chunks, and what kinds refer to.
@@ -79,7 +74,7 @@ class LayoutWriter:
         self._single: list[DatasetLayout] = []  # not in a table yet
         self._count = 0
         self._number_of: dict[int, int] = {}
-        self._facts: dict[int, dict[str, Any]] = {}  # of layouts with a kind of their own
+        self._own: dict[int, dict[str, Any]] = {}  # facts, by the number of the layout
         self._arrays = {name: [np.zeros(0, dtype)] for name, dtype in _FACTS.items()}
         self._sizes = dict.fromkeys(_FACTS, 0)
         self._places: dict[int, list[int]] = {}  # by the array's id
@@ -97,15 +92,15 @@ class LayoutWriter:
         found = self._number_of.get(id(layout))
         if found is not None:
             return found
-        for name in _NOT_SAVED:
-            if getattr(layout, name) != _DEFAULTS[name]:
+        for name, value in _NOT_SAVED.items():
+            if getattr(layout, name) != value:
                 raise NotPortableError(f"{layout.path}: its {name}")
         if max(layout.shape, default=0) > LARGEST:
             raise NotPortableError(f"{layout.path}: its shape {layout.shape}")
         facts = self._own_facts(layout)
-        if facts:
-            self._facts[id(layout)] = facts
         number = self._number_of[id(layout)] = self._count
+        if facts:
+            self._own[number] = facts
         self._single.append(layout)
         self._held.append(layout)
         self._count += 1
@@ -117,9 +112,12 @@ class LayoutWriter:
         table = Datasets.joined(self._tables) if self._tables else Datasets.of([])
         columns, paths = table.columns, dict[str, int]()
         files = np.array([self.file(*file) for file in columns.files], np.int32)
+        kinds = dict[str, int]()
+        texts = (json.dumps(_shared_facts(kind), default=to_json) for kind in table.kinds)
+        of_kinds = np.array([kinds.setdefault(text, len(kinds)) for text in texts], np.int32)
         found: dict[str, Any] = {
-            "kind": columns.kind,
-            "file": files[columns.file] if files.size else columns.file,
+            "kind": of_kinds[columns.kind],
+            "file": files[columns.file],
             "path": [paths.setdefault(path, len(paths)) for path in columns.paths],
             "rows": columns.rows,
             "address": columns.offset,
@@ -136,7 +134,8 @@ class LayoutWriter:
         header = {
             "files": [[path, *stamp] for path, stamp in self.files],
             "paths": list(paths),
-            "kinds": [_kind_to_json(kind, self._facts.get(id(kind), {})) for kind in table.kinds],
+            "kinds": list(map(json.loads, kinds)),
+            "own": self._own,
         }
         return header, arrays | self._arrays
 
@@ -148,8 +147,7 @@ class LayoutWriter:
     def _own_facts(self, layout: DatasetLayout) -> dict[str, Any]:
         """Return the facts that a layout shares with no other, and add their arrays."""
         facts: dict[str, Any] = {}
-        own = layout.shape[: len(layout.shape) - layout.extra_dims]
-        if layout.indexed is not None and layout.indexed.shape not in (own, own[1:]):
+        if layout.indexed is not None and has_own_extent(layout):
             facts["indexed_shape"] = layout.indexed.shape
         if layout.values is not None:
             facts["values"] = self._add("values", layout.values.reshape(-1).view(np.uint8))
@@ -163,15 +161,15 @@ class LayoutWriter:
             facts["lengths"] = self._add("lengths", layout.lengths)
             facts["heaps"] = [self._heap(heap) for heap in layout.heaps]
         if layout.segments is not None:
-            facts["segments"] = self._segments(layout.segments)
             assert isinstance(layout.datasets, Datasets)
-            for kind in layout.datasets.kinds:
-                own_facts = self._own_facts(kind)
-                if own_facts:
-                    self._facts[id(kind)] = own_facts
+            of_kinds = [self._own_facts(kind) for kind in layout.datasets.kinds]
             self._end_single()
+            for kind, own in enumerate(of_kinds):
+                if own:
+                    at = int(np.argmax(layout.datasets.columns.kind == kind))
+                    self._own[self._count + at] = own
             self._tables.append(layout.datasets)
-            facts["datasets"] = [self._count, len(layout.datasets)]
+            facts["segments"] = self._segments(layout.segments, len(layout.datasets))
             self._count += len(layout.datasets)
         if layout.sources:
             first = self._count - len(layout.datasets)
@@ -180,37 +178,25 @@ class LayoutWriter:
             facts["sources"] = [self.add(one) if n is None else n for one, n in found]
         return facts
 
-    def _segments(self, segments: Segments) -> dict[str, Any]:
-        columns = segments.first, segments.length, segments.row, segments.step
+    def _segments(self, segments: Segments, num_datasets: int) -> dict[str, Any]:
         return {
-            "columns": [
-                self._add("numbers", column)
-                for column in (*columns, segments.dataset, segments.piece)
-            ],
-            "pieces": [
-                [region_to_json(piece.region), region_to_json(piece.source_region), piece.member]
-                for piece in segments.pieces
-            ],
+            "columns": [self._add("numbers", column) for column in segments.columns],
+            "pieces": segments.pieces,
             "even": segments.even,
             "kept_nbytes": segments.kept_nbytes,
+            "datasets": (self._count, num_datasets),
         }
 
-    def _heap(self, heap: HeapFile) -> list[Any]:
+    def _heap(self, heap: HeapFile) -> dict[str, Any]:
         """Describe variable-length elements; their lengths are those of the layout."""
         elements: Sequences = heap.elements
-        form = elements.form
-        return [
-            self.file(heap.file, heap.stamp),
-            heap.first_sample,
-            self._add("places", elements.place),
-            elements.where.removeprefix(heap.file),
-            dtype_to_json(form.dtype),
-            form.is_text,
-            form.is_ascii,
-            form.base,
-            form.address_nbytes,
-            form.size_nbytes,
-        ]
+        return {
+            "file": self.file(heap.file, heap.stamp),
+            "first_sample": heap.first_sample,
+            "place": self._add("places", elements.place),
+            "where": elements.where.removeprefix(heap.file),
+            **vars(elements.form),
+        }
 
     def _add(self, name: str, array: NDArray[Any]) -> list[int]:
         """Add an array; return where it begins among those of its name, and its length."""
@@ -233,29 +219,15 @@ def _one_if_equal(column: NDArray[Any]) -> NDArray[Any]:
     return column[:1] if column.size and (column == column[0]).all() else column
 
 
-def _kind_to_json(layout: DatasetLayout, own: dict[str, Any]) -> dict[str, Any]:
-    digest = None if layout.indexed is None else layout.indexed.digest
+def _shared_facts(layout: DatasetLayout) -> dict[str, Any]:
+    """Return the values of a `SavedKind`; the number of samples does not count."""
+    indexed, rank = layout.indexed, len(layout.shape) - layout.extra_dims
     return {
-        "dtype": dtype_to_json(layout.dtype),
-        "shape": layout.shape,
-        "sample_axis": layout.sample_axis,
-        "storage": layout.storage,
-        "fallback_reason": layout.fallback_reason,
-        "fill": layout.fill.tobytes().hex(),
-        "chunk_shape": layout.chunk_shape,
+        **{name: getattr(layout, name) for name in SHARED},
+        "shape": [0 if n == layout.sample_axis else size for n, size in enumerate(layout.shape)],
+        "fill": layout.fill.tobytes(),
         "has_chunks": layout.chunks is not None,
-        "filters": layout.filters,
-        "member": layout.member,
-        "stored_itemsize": layout.stored_itemsize,
-        "has_raw_edges": layout.has_raw_edges,
-        "extra_dims": layout.extra_dims,
-        "text": layout.text,
-        "unused_rows": layout.unused_rows,
-        "dim_names": layout.dim_names,
-        "cf": [[first, *map(_cf_to_json, found)] for first, found in layout.cf],
-        "digest": None if digest is None else digest.hex(),
-        "indexed_rank": 0 if layout.indexed is None else len(layout.indexed.shape),
-        "own": own,
+        "indexed": None if indexed is None else (indexed.digest, len(indexed.shape) < rank),
     }
 
 
@@ -275,55 +247,54 @@ class LayoutReader:
     Raises
     ------
     SavedIndexError
+        If chunks cannot lie at their positions.
+    ValueError
         If it makes no sense.
     """
 
     def __init__(
         self,
-        header: dict[str, Any],
+        header: SavedHeader,
         arrays: Arrays,
         files: Sequence[tuple[str, FileStamp]],
         forget: Callable[[NDArray[Any]], None],
     ) -> None:
         self._forget = forget
         self._files = files
-        for name, kind in (_COLUMNS | _CHUNKS | _FACTS).items():
-            if arrays[name].dtype != kind:
+        for name, dtype in (_COLUMNS | _CHUNKS | _FACTS).items():
+            if arrays[name].dtype != dtype:
                 raise ValueError(f"the array {name} is of {arrays[name].dtype}")
-        self._arrays = dict(arrays)
-        self._own = [found["own"] for found in header["kinds"]]
-        self._kinds = [_read_kind(found) for found in header["kinds"]]
+        self._arrays = arrays
+        self._kinds = [kind.layout() for kind in header.kinds]
         self._is_usable = [_is_usable(kind) for kind in self._kinds]
-        names = [text(path) for path in header["paths"]]
-        path = arrays["path"]
-        if ((path < 0) | (path >= len(names))).any():
+        path, is_sparse = arrays["path"], arrays["is_sparse"].astype(np.bool_)
+        if ((path < 0) | (path >= len(header.paths))).any():
             raise ValueError("a dataset names a path that is not there")
-        chunks, count = arrays["offset"], arrays["offset"].size
+        if len({arrays[name].size - (name == "begin") for name in _COLUMNS}) != 1:
+            raise ValueError("columns have unlike lengths")
+        count = arrays["offset"].size
+        if is_sparse.any() and arrays["number"].size != count:
+            raise ValueError("chunks have no numbers")
         self._columns = Columns(
             arrays["kind"],
             arrays["file"],
-            [names[at] for at in path.tolist()],
+            [header.paths[at] for at in path.tolist()],
             arrays["rows"],
             arrays["address"],
             arrays["stored_nbytes"],
             arrays["begin"],
-            arrays["is_sparse"].astype(np.bool_),
+            is_sparse,
             ChunkTable(
-                arrays["number"] if arrays["is_sparse"].any() else None,
-                chunks,
+                arrays["number"] if is_sparse.any() else None,
+                arrays["offset"],
                 _repeated(arrays["nbytes"], count),
                 _repeated(arrays["mask"], count),
             ),
             tuple(files),
         )
-        sizes = {column.size for column in self._columns[:2]} | {path.size}
-        sizes |= {column.size for column in (*self._columns[3:6], self._columns.is_sparse)}
-        if sizes != {self._columns.begin.size - 1}:
-            raise ValueError("columns have unlike lengths")
-        if arrays["is_sparse"].any() and arrays["number"].size != count:
-            raise ValueError("chunks have no numbers")
-        limits = np.array([_limits(kind) for kind in self._kinds], np.int64).reshape(-1, 5).T
-        require_sound(self._columns, Limits(*limits))
+        require_sound(self._columns, self._kinds)
+        self._own, self._is_own = header.own, np.zeros(path.size, np.bool_)
+        self._is_own[list(header.own)] = True
         self._made: dict[int, DatasetLayout] = {}
         self._maps: dict[tuple[str, IoMode], bool] = {}
 
@@ -335,18 +306,15 @@ class LayoutReader:
 
         NotUsableError if the dataset must be indexed again for this installation, or this `io`.
         """
-        if not self._made:  # stamps may have been adapted to this machine
-            self._columns = self._columns._replace(files=tuple(self._files))
         found = self._made.get(number)
         if found is None:
-            found = self._made[number] = self._new(number, io)
+            kind = int(self._columns.kind[number])
+            self._require_usable(kind, int(self._columns.file[number]), io)
+            found = self._columns.layout(number, self._kinds[kind])
+            if number in self._own:
+                self._add_own_facts(found, OwnFacts.model_validate(self._own[number]), number, io)
+            self._made[number] = found
         return found
-
-    def _new(self, number: int, io: IoMode) -> DatasetLayout:
-        kind = int(self._columns.kind[number])
-        self._require_usable(kind, int(self._columns.file[number]), io)
-        layout = self._columns.layout(number, self._kinds[kind])
-        return self._with_own_facts(layout, self._own[kind], number, io)
 
     def _require_usable(self, kind: int, file: int, io: IoMode) -> None:
         """Raise NotUsableError for a kind of another installation.
@@ -364,55 +332,50 @@ class LayoutReader:
         if self._maps[key] != (like.fallback_reason is None):
             raise NotUsableError
 
-    def _with_own_facts(
-        self, layout: DatasetLayout, own: dict[str, Any], number: int, io: IoMode
-    ) -> DatasetLayout:
+    def _add_own_facts(self, layout: DatasetLayout, own: OwnFacts, number: int, io: IoMode) -> None:
         members = layout.__dict__
-        if "indexed_shape" in own and layout.indexed is not None:
-            members["indexed"] = Indexed(layout.indexed.digest, naturals(own["indexed_shape"]))
-        if "values" in own:
+        if own.indexed_shape is not None and layout.indexed is not None:
+            members["indexed"] = Indexed(layout.indexed.digest, own.indexed_shape)
+        if own.values is not None:
             if layout.chunk_shape:
                 raise ValueError("values of the index lie in chunks")
-            values = self._array("values", own["values"])
+            values = self._array("values", own.values)
             members["values"] = np.ndarray(layout.shape, layout.raw_dtype, values.data)
-        if "attached" in own:
-            members["attached"] = tuple(self._files[i] for i in naturals(own["attached"]))
-        if "sources" in own:
-            sources = naturals(own["sources"])
-            if any(source >= number for source in sources):
-                raise ValueError("a layout is its own source")
-            members["sources"] = tuple(self.layout(i, io) for i in sources)
-        if "spans" in own:
-            members["spans"] = self._spans(layout, own["spans"])
-        if "heaps" in own:
-            self._add_heaps(layout, own)
-        if "sequences" in own:
-            held = self._array("numbers", own["sequences"])
+        members["attached"] = tuple(self._files[i] for i in own.attached)
+        if max(own.sources, default=-1) >= number:
+            raise ValueError("a layout is its own source")
+        members["sources"] = tuple(self.layout(i, io) for i in own.sources)
+        if own.spans is not None:
+            spans = members["spans"] = self._array("numbers", own.spans)
+            if not spans.size or (spans[1:] < spans[:-1]).any():
+                raise ValueError("samples do not follow each other")
+            if spans[0] < 0 or spans[-1] > layout.num_samples:
+                raise ValueError("samples lie outside their dataset")
+        if own.lengths is not None:
+            self._add_heaps(layout, own.lengths, own.heaps)
+        if own.sequences is not None:
+            held = self._array("numbers", own.sequences)
             most = layout.sample_count
             if (held < 0).any() or (held > most).any() or sum(held.tolist()) != most:
                 raise ValueError("sequences have other rows than the dataset")
             members["sequences"] = SequenceLengths(held, held)
-        if "segments" in own:
-            self._add_segments(layout, own, number, io)
-        return layout
+        if own.segments is not None:
+            self._add_segments(layout, own.segments, number, io)
 
     def _add_segments(
-        self, layout: DatasetLayout, own: dict[str, Any], number: int, io: IoMode
+        self, layout: DatasetLayout, saved: SavedSegments, number: int, io: IoMode
     ) -> None:
-        first, count = naturals(own["datasets"])
+        first, count = saved.datasets
         if not count or first + count > number:
             raise ValueError("a layout is its own dataset")
         columns = self._columns.part(first, count)
-        used, which = np.unique(columns.kind, return_inverse=True)
         pairs = np.unique(columns.kind.astype(np.int64) * len(self._files) + columns.file)
         for kind, file in map(divmod, pairs.tolist(), [len(self._files)] * pairs.size):
             self._require_usable(kind, file, io)
-        kinds = []
-        for kind in used.tolist():
-            at = np.flatnonzero(columns.kind == kind)
-            if self._own[kind] and at.size != 1:
-                raise ValueError("datasets share facts of their own")
-            kinds.append(self.layout(first + int(at[0]), io))
+        kind_of, at = columns.kind.copy(), np.flatnonzero(self._is_own[first : first + count])
+        kind_of[at] = len(self._kinds) + np.arange(at.size)
+        _, example, which = np.unique(kind_of, return_index=True, return_inverse=True)
+        kinds = [self.layout(first + at, io) for at in example.tolist()]
         if any(kind.segments is not None for kind in kinds):
             raise ValueError("a layout of layouts of others")
         files, of_file = np.unique(columns.file, return_inverse=True)
@@ -421,78 +384,54 @@ class LayoutReader:
             file=of_file.reshape(-1).astype(np.int32),
             files=tuple(self._files[file] for file in files.tolist()),
         )
-        found = own["segments"]
-        arrays = [self._array("numbers", place) for place in found["columns"]]
-        if len({array.size for array in arrays}) != 1 or len(arrays) != 6:
+        arrays = [self._array("numbers", place) for place in saved.columns]
+        if len({array.size for array in arrays}) != 1:
             raise ValueError("segments lack some numbers")
-        dataset, piece = arrays[4:]
-        if max(dataset.max(initial=0), piece.max(initial=0)) >= 1 << 31:
+        if max(column.max(initial=0) for column in arrays[4:]) >= 1 << 31:
             raise ValueError("a segment names what is not there")
-        axis, rows = layout.sample_axis, layout.row_shape
-        # The rank of rows of sources may differ, but all datasets of a piece have one.
-        of_piece = np.zeros(len(found["pieces"]), np.int64)
-        inside = (piece >= 0) & (piece < of_piece.size) & (dataset >= 0)
-        inside &= dataset < columns.kind.size
-        of_piece[piece[inside]] = columns.kind[dataset[inside]]
-        pieces = tuple(
-            Piece(
-                region_from_json(region, rows),
-                region_from_json(source_region, kinds[of_piece[number]].row_shape),
-                None if member is None else text(member),
-            )
-            for number, (region, source_region, member) in enumerate(found["pieces"])
-        )
-        even = tuple((natural(a), natural(b), natural(size)) for a, b, size in found["even"])
-        segments = Segments.of(arrays, pieces, even, natural(found["kept_nbytes"]))
-        require_sound_segments(segments, columns.rows, layout.shape[axis])
-        keys = columns.kind[segments.dataset].astype(np.int64) * len(pieces) + segments.piece
+        segments = Segments.of(arrays, saved.pieces, saved.even, saved.kept_nbytes)
+        require_sound_segments(segments, columns.rows, layout.num_samples)
+        for piece in saved.pieces:
+            _extents(piece.region, layout.row_shape)
+        keys = columns.kind[segments.dataset].astype(np.int64) * len(saved.pieces) + segments.piece
         for key in np.unique(keys).tolist():
-            _require_fitting(kinds[key // len(pieces)], pieces[key % len(pieces)], layout)
+            kind, at = divmod(key, len(saved.pieces))
+            _require_fitting(kinds[kind], saved.pieces[at], layout)
         layout.__dict__.update(segments=segments, datasets=Datasets(kinds, columns))
 
-    def _array(self, name: str, place: object) -> NDArray[Any]:
+    def _array(self, name: str, place: Place) -> NDArray[Any]:
         """Return an array that was added to the others of its name."""
-        begin, count = naturals(place)
+        begin, count = place
         found = self._arrays[name][begin : begin + count]
         if found.size != count:
             raise ValueError("numbers lie outside their array")
         return found
 
-    def _spans(self, layout: DatasetLayout, place: object) -> NDArray[np.int64]:
-        """Return where the samples of a layout begin, which are runs of its rows."""
-        spans = self._array("numbers", place)
-        if not spans.size or (spans[1:] < spans[:-1]).any():
-            raise ValueError("samples do not follow each other")
-        if spans[0] < 0 or spans[-1] > layout.num_samples:
-            raise ValueError("samples lie outside their dataset")
-        return spans
-
-    def _add_heaps(self, layout: DatasetLayout, own: dict[str, Any]) -> None:
+    def _add_heaps(self, layout: DatasetLayout, place: Place, saved: Sequence[SavedHeap]) -> None:
         """Add the positions of variable-length elements, as a copy that may be written to."""
-        lengths = self._array("lengths", own["lengths"])
+        lengths = self._array("lengths", place)
         if int(lengths.sum(dtype=np.int64)) != layout.num_samples:
             raise ValueError("elements have other lengths than their dataset")
         if layout.storage != "heap" or layout.sample_axis:
             raise ValueError("a dataset is not of variable length")
         heaps, end = [], 0
-        for number, first, place, where, dtype, *form in own["heaps"]:
-            stored = self._array("places", place)
-            size = stored.size
+        for heap in saved:
+            stored = self._array("places", heap.place)
             places = stored.copy()
             self._forget(stored)
-            of_file = lengths[natural(first) : first + size]
-            file, stamp = self._files[natural(number)]
-            described = _form(dtype_from_json(dtype), *form)
-            if first < end or of_file.size != size or (places >= 0).any():
+            of_file = lengths[heap.first_sample : heap.first_sample + places.size]
+            file, stamp = self._files[heap.file]
+            if heap.first_sample < end or of_file.size != places.size or (places >= 0).any():
                 raise ValueError("elements have no places")
-            if size and int(of_file.max()) * described.dtype.itemsize > stamp.nbytes:
+            if places.size and int(of_file.max()) * heap.dtype.itemsize > stamp.nbytes:
                 raise ValueError("an element is longer than its file")
-            if described.dtype.base != layout.dtype:
+            if heap.dtype.base != layout.dtype or not heap.dtype.itemsize:
                 raise ValueError("elements are of another dtype than their dataset")
+            form = VariableLength(*(getattr(heap, one.name) for one in fields(VariableLength)))
             total = int(of_file.sum(dtype=np.int64))
-            elements = Sequences(described, file + text(where), of_file, places, total)
-            heaps.append(HeapFile(file, stamp, first, elements))
-            end = first + size
+            elements = Sequences(form, file + heap.where, of_file, places, total)
+            heaps.append(HeapFile(file, stamp, heap.first_sample, elements))
+            end = heap.first_sample + places.size
         layout.__dict__.update(lengths=lengths, heaps=tuple(heaps))
 
 
@@ -502,27 +441,6 @@ def _repeated(column: NDArray[Any], count: int) -> NDArray[Any]:
     if column.size != 1 or count < 1:
         raise ValueError("a column of chunks has another length")
     return repeated(int(column[0]), count, column.dtype.str)
-
-
-def _limits(kind: DatasetLayout) -> tuple[int, bool, int, int, int]:
-    """Check a kind, and return its `Limits`."""
-    shape, axis, chunk_shape = kind.shape, kind.sample_axis, kind.chunk_shape
-    if axis >= len(shape) or kind.extra_dims >= len(shape):
-        raise ValueError("a dataset has too few dimensions")
-    if chunk_shape and len(chunk_shape) != len(shape):
-        raise ValueError("chunks have another rank than their dataset")
-    if kind.chunks is not None and not chunk_shape:
-        raise ValueError("chunks have no shape")
-    if chunk_shape and kind.chunks is None and kind.fallback_reason is None:
-        raise ValueError("chunks have no table")
-    grid = grid_of(shape, chunk_shape) if chunk_shape else ()
-    cross = math.prod(n for at, n in enumerate(grid) if at != axis)
-    row_nbytes, chunk_nbytes = kind.row_nbytes, kind.chunk_nbytes
-    rows = chunk_shape[axis] if kind.chunks is not None else 0
-    if max(row_nbytes, cross, chunk_nbytes, rows) > LARGEST:
-        row_nbytes = cross = LARGEST  # anything with chunks or an offset is too large
-    is_direct = kind.fallback_reason is None and not chunk_shape and kind.storage != "files"
-    return row_nbytes, is_direct, min(rows, LARGEST), cross, -1 if kind.filters else chunk_nbytes
 
 
 def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) -> None:
@@ -542,61 +460,13 @@ def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) 
 
 
 def _extents(region: tuple[slice, ...] | None, shape: tuple[int, ...]) -> list[int]:
+    """Return the extents of a region; ValueError unless it lies in a row."""
     if region is None:
         return list(shape)
-    pairs = zip(region, shape, strict=True)
-    return [len(range(*piece.indices(extent))) for piece, extent in pairs]
-
-
-def _shape(found: object) -> tuple[int, ...]:
-    shape = naturals(found)
-    if len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"{len(shape)} dimensions")
-    return shape
-
-
-def _read_kind(found: Any) -> DatasetLayout:
-    dtype, shape = dtype_from_json(found["dtype"]), _shape(found["shape"])
-    fill = bytes.fromhex(found["fill"])
-    if len(fill) != dtype.itemsize:
-        raise ValueError("a fill value has another size than its dtype")
-    storage = text(found["storage"])
-    if storage not in get_args(Storage):
-        raise ValueError(f"storage {storage!r}")
-    chunk_shape = naturals(found["chunk_shape"])
-    if chunk_shape and min(chunk_shape) < 1:
-        raise ValueError("chunks without an extent")
-    filters = tuple(filter_from_json(one) for one in found["filters"])
-    reason, digest = found["fallback_reason"], found["digest"]
-    members: dict[str, Any] = {
-        **_DEFAULTS,
-        "file": "",
-        "path": "",
-        "stamp": FileStamp(0, 0),
-        "shape": shape,
-        "dtype": dtype,
-        "sample_axis": natural(found["sample_axis"]),
-        "storage": cast("Storage", storage),
-        "fallback_reason": None if reason is None else text(reason),
-        "fill": np.frombuffer(fill, dtype).reshape(()) if fill else np.zeros((), dtype),
-        "chunk_shape": chunk_shape,
-        "chunks": ChunkTable.joined([]) if found["has_chunks"] else None,
-        "filters": filters,
-        "member": tuple(text(name) for name in found["member"]),
-        "stored_itemsize": natural(found["stored_itemsize"]),
-        "has_raw_edges": bool(found["has_raw_edges"]),
-        "extra_dims": natural(found["extra_dims"]),
-        "text": tuple(_read_text(one, dtype) for one in found["text"]),
-        "unused_rows": natural(found["unused_rows"]),
-        "indexed": _indexed(digest, shape, found),
-        "dim_names": tuple(tuple(map(text, names)) for names in found["dim_names"]),
-        "cf": tuple(
-            (natural(first), tuple(map(_read_cf, several))) for first, *several in found["cf"]
-        ),
-    }
-    layout = DatasetLayout.__new__(DatasetLayout)
-    layout.__dict__.update(members)
-    return layout
+    for piece, extent in zip(region, shape, strict=True):
+        if not piece.start < piece.stop <= extent:
+            raise ValueError("a region lies outside its rows")
+    return [len(range(*piece.indices(piece.stop))) for piece in region]
 
 
 def _is_usable(kind: DatasetLayout) -> bool:
@@ -606,54 +476,3 @@ def _is_usable(kind: DatasetLayout) -> bool:
         return load_core() is not None  # h5py cannot read files of values alone
     can_undo = can_decode if reason is None else is_known_to_hdf5
     return all(map(can_undo, kind.filters))
-
-
-def _indexed(digest: Any, shape: tuple[int, ...], found: Any) -> Indexed | None:
-    if digest is None:
-        return None
-    own = shape[: len(shape) - natural(found["extra_dims"])]
-    is_one_sample = natural(found["indexed_rank"]) < len(own)  # see `with_one_sample`
-    return Indexed(bytes.fromhex(digest), own[1:] if is_one_sample else own)
-
-
-def _read_text(found: Any, dtype: np.dtype[Any]) -> Text:
-    offset, nbytes, is_padded = found
-    if natural(offset) + natural(nbytes) > dtype.itemsize or type(is_padded) is not bool:
-        raise ValueError("a string lies outside its element")
-    return Text(offset, nbytes, is_padded)
-
-
-def _form(
-    dtype: np.dtype[Any],
-    is_text: object,
-    is_ascii: object,
-    base: object,
-    address_nbytes: object,
-    size_nbytes: object,
-) -> VariableLength:
-    """Return how variable-length elements are stored."""
-    found = VariableLength(
-        dtype,
-        is_text is True,
-        is_ascii is True,
-        natural(base),
-        natural(address_nbytes),
-        natural(size_nbytes),
-    )
-    if {found.address_nbytes, found.size_nbytes} - {4, 8} or not dtype.itemsize:
-        raise ValueError("elements have references of no known size")
-    return found
-
-
-def _cf_to_json(attribute: CfAttribute) -> list[str]:
-    return [attribute.name, attribute.dtype, attribute.data.hex()]
-
-
-def _read_cf(found: Any) -> CfAttribute:
-    name, dtype, data = map(text, found)
-    attribute = CfAttribute(name, dtype, bytes.fromhex(data))
-    if dtype and np.dtype(dtype).kind not in "iuf":
-        raise ValueError(f"an attribute {name} of {dtype}")
-    if dtype and len(attribute.data) % np.dtype(dtype).itemsize:
-        raise ValueError(f"an attribute {name} has another size than its dtype")
-    return attribute

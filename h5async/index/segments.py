@@ -7,7 +7,7 @@ pairs the indices of two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -291,7 +291,7 @@ class Segments:
     @classmethod
     def of(
         cls,
-        columns: Sequence[NDArray[Any]],
+        columns: Iterable[NDArray[Any]],
         pieces: tuple[Piece, ...],
         even: tuple[tuple[int, int, int], ...] = (),
         kept_nbytes: int = 0,
@@ -303,14 +303,9 @@ class Segments:
         is_sorted = bool((first[1:] >= first[:-1]).all())
         return found if is_sorted else found.at(np.argsort(first, kind="stable"))
 
-    @classmethod
-    def of_runs(cls, runs: PairedRuns, dataset: int, piece: Piece = WHOLE) -> Segments:
-        """Return the segments of one dataset."""
-        numbers = np.full(runs.size, dataset, np.int32)
-        return cls(*runs, numbers, np.zeros(runs.size, np.int32), (piece,))
-
     @property
-    def _columns(self) -> tuple[NDArray[Any], ...]:
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """All six, in this order."""
         return self.first, self.length, self.row, self.step, self.dataset, self.piece
 
     @property
@@ -325,7 +320,7 @@ class Segments:
 
     def at(self, which: NDArray[Any]) -> Segments:
         """Return some of the segments."""
-        first, length, row, step, dataset, piece = (column[which] for column in self._columns)
+        first, length, row, step, dataset, piece = (column[which] for column in self.columns)
         kept = self.pieces, self.even, self.kept_nbytes
         return Segments(first, length, row, step, dataset, piece, *kept)
 

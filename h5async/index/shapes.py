@@ -1,4 +1,7 @@
-"""Describes how rows lie in the chunks of a dataset, and where their pieces go in a row. Pure."""
+"""Defines the table of a field as the core reads it: its segments, and how its rows lie. Pure.
+
+A `Shape` says how rows lie in the chunks of a dataset, and where their pieces go in a row.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
+from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout
 from h5async.index.segments import WHOLE, Piece, Region
 
@@ -87,6 +91,62 @@ class Shape:
     has_chunks: bool = False
     fill: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(1, np.uint8))
     swaps: int = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Segments of samples: parallel arrays, sorted by `first`, that cover all samples.
+
+    Attributes
+    ----------
+    first
+        int64 (n + 1,): first sample of each, followed by the number of samples.
+    row, step
+        int64 (n,): row of the first sample in the source, and the distance to the next.
+    shape
+        int32 (n,): index of the `Shape`; -1 if nothing holds these samples.
+    source
+        int32 (n,): index of the source.
+    begin, count
+        int64 (n,): the first extent of the dataset, and the number of extents; without chunks, the
+        address of row 0 (-1: never allocated). For variable length: index of the layout's heap.
+    is_sparse
+        bool (n,): extents are looked up by chunk number, because not all are allocated.
+    """
+
+    first: Int64s
+    row: Int64s
+    step: Int64s
+    shape: NDArray[np.int32]
+    source: NDArray[np.int32]
+    begin: Int64s
+    count: Int64s
+    is_sparse: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class FieldTable:
+    """Where the rows of a field lie.
+
+    Attributes
+    ----------
+    layers, shapes
+        See `Layer` and `Shape`.
+    chunks
+        The extents.
+    is_filled_first
+        Whether a sample, or a piece of one, may have no source: rows get the fill value first.
+    """
+
+    layers: tuple[Layer, ...]
+    shapes: tuple[Shape, ...]
+    chunks: ChunkTable
+    is_filled_first: bool
+
+    @property
+    def can_read(self) -> bool:
+        """Whether the core can read any of it."""
+        return any(shape.kind != Kind.LEFT for shape in self.shapes) or not self.shapes
 
 
 class Cells(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 
 from h5async.codec.storedelements import MOST_STEPS, Step, StepKind, parameters_of
 from h5async.errors import DatasetError
-from h5async.index.layoutfacts import Text
+from h5async.index.layout import Text
 from h5async.spelling import name_bytes, name_text
 from h5async.system.interruptions import suppressing
 

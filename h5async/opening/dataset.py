@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.config.files import FileName, is_index
 from h5async.errors import ConfigError, DatasetError, taking_memory
+from h5async.index.composition import aligned
 from h5async.index.contents import Grouping
 from h5async.index.hdf5 import OtherKindError
+from h5async.index.indexcache import known_of_files
 from h5async.index.layout import DatasetLayout
-from h5async.index.layoutsource import known_of_files
 from h5async.index.links import Reach
 from h5async.index.savedindex import NamedIndex
-from h5async.index.sequenced import aligned
 from h5async.io.localfiles import read_ahead
 from h5async.opening.fieldkinds import unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known

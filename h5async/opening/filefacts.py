@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from h5async.config import Field
 from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
+from h5async.index.composition import join_groups
 from h5async.index.contents import Grouping
 from h5async.index.groupfields import Column, category_names, index_of_table, names_beside
 from h5async.index.hdf5 import OtherKindError
@@ -33,7 +34,6 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts
 from h5async.index.savedindex import Wanted
-from h5async.index.sequenced import join_groups
 from h5async.io.stores import absolute_name, settled_stamp
 from h5async.opening.filevalues import categories_of, column_at, small_values
 from h5async.opening.raggedcolumns import heap_layout, sparse_rows, with_spans

@@ -14,11 +14,10 @@ from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.core.structures import NOWHERE
 from h5async.errors import DatasetError, ReadError
+from h5async.index.composition import with_lengths
 from h5async.index.datasettable import table_of
 from h5async.index.groupfields import SparseGroup, row_offsets, sparse_group
-from h5async.index.joined import with_lengths
-from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import HeapFile
+from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import indexer_at, references, value_layout
 from h5async.index.room import files_of

@@ -10,8 +10,8 @@ import numpy as np
 from h5async.config import ReaderConfig
 from h5async.core.structures import KEPT_OVERHEAD_NBYTES
 from h5async.index.datasettable import kinds_of
+from h5async.index.keeping import kept_whole_nbytes
 from h5async.index.layout import DatasetLayout
-from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows

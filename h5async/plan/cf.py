@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, DatasetError
-from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import CfAttribute
+from h5async.index.layout import CfAttribute, DatasetLayout
 
 _BLOCK_ELEMENTS = 1 << 15  # unpacked at a time: they stay in the second-level cache
 

@@ -21,8 +21,7 @@ from h5async.core.binding import Core, address
 from h5async.core.structures import TransformStruct, UnpackStruct, transform_source
 from h5async.errors import ConfigError
 from h5async.index.attributes import DimensionNames, numbered_axis
-from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import Text
+from h5async.index.layout import DatasetLayout, Text
 from h5async.plan.cf import CfDecoder, Unpacking, cf_decoder
 
 _TEXT_BLOCK_NBYTES = 1 << 18  # converted at a time

@@ -28,10 +28,10 @@ from h5async.core.structures import (
     SpanRowsStruct,
     StepRowsStruct,
 )
-from h5async.index.extents import Layer, SourceFile, TableBuilder
+from h5async.index.extents import SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout
-from h5async.index.shapes import Kind, Shape
+from h5async.index.shapes import Kind, Layer, Shape
 from h5async.io.keptfiles import affordable_maps
 from h5async.io.localfiles import IoMode, may_map, owned
 from h5async.io.stamps import FileStamp

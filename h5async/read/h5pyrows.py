@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import ReadError
 from h5async.index.datasettable import table_of
-from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import HeapFile
+from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.variablelength import DAMAGED
 from h5async.plan.records import Int64s, SamplesPlan
 from h5async.read.fallback import ChunkCheck, FallbackReader

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from h5async.config import Field, RaggedField, ReaderConfig
 from h5async.core.binding import Core
 from h5async.errors import DatasetError
+from h5async.index.composition import join_layouts
 from h5async.index.datasettable import shared
-from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.savedindex import Wanted

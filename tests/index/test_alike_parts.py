@@ -22,9 +22,9 @@ from h5async.index.contents import Grouping
 from h5async.index.datasettable import Columns, kinds_of
 from h5async.index.extents import TableBuilder
 from h5async.index.fingerprint import fingerprint
+from h5async.index.keeping import SMALL_NBYTES, kept_whole_nbytes
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
-from h5async.index.smalldatasets import SMALL_NBYTES, kept_whole_nbytes
 from h5async.index.units import unit_bounds, unit_nbytes
 
 GROUPS = 30
@@ -235,7 +235,7 @@ def test_a_changed_index_is_refused_or_read(data, index):
     header, arrays = saved_content(index)
     header = {name: found for name, found in header.items() if name not in ("arrays", "checksum")}
     arrays = {name: np.array(array) for name, array in arrays.items()}
-    whole_ones = [kind["own"] for kind in header["kinds"] if "segments" in kind["own"]]
+    whole_ones = [own for own in header["own"].values() if "segments" in own]
     assert len(whole_ones) == len(DATASETS)
     original = index.read_bytes()
     for _ in range(data.draw(st.integers(1, 2))):

@@ -422,7 +422,7 @@ def test_what_is_no_file_is_not_read(tmp_path, cache):
 # --- writing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failing", ["write", "fsync", "replace", "fchmod", "urandom"])
+@pytest.mark.parametrize("failing", ["write", "fsync", "replace", "urandom"])
 def test_a_full_disk_leaves_nothing_and_is_not_told(tmp_path, cache, monkeypatch, failing):
     path = make(tmp_path / "a.h5")
 
@@ -489,9 +489,9 @@ from h5async import AsyncReader
 cache.LEAST_SECONDS = 0.0
 if sys.argv[2] == "kill":
     import h5async.index.savedfile as saved
-    def fchmod(*_):
+    def replace(*_):
         os.kill(os.getpid(), 9)
-    saved.os.fchmod = fchmod
+    saved.os.replace = replace
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(int(sys.argv[3])):

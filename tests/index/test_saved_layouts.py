@@ -22,8 +22,7 @@ from h5async.config import Field
 from h5async.index.chunktable import ChunkTable, grid_of
 from h5async.index.composition import Part, with_parts
 from h5async.index.fingerprint import fingerprint
-from h5async.index.layout import DatasetLayout
-from h5async.index.layoutfacts import Indexed
+from h5async.index.layout import DatasetLayout, Indexed
 from h5async.index.links import Consulted, Reach
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
 from h5async.index.segments import Blocks, Piece, Slab

@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 
 from h5async.config import Field
-from h5async.index.joined import join_layouts
+from h5async.index.composition import join_layouts
 from h5async.index.metadata import read_layouts
 from h5async.index.units import unit_bounds, unit_nbytes
 

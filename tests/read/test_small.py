@@ -12,10 +12,10 @@ from collecting import Collected, layouts_of, most_kept_nbytes
 from conftest import assert_same_bits
 
 from h5async import AsyncReader, Field
+from h5async.index.composition import join_layouts
 from h5async.index.extents import TableBuilder
-from h5async.index.joined import join_layouts
+from h5async.index.keeping import MANY, SMALL_NBYTES, kept_whole_nbytes
 from h5async.index.shapes import Kind
-from h5async.index.smalldatasets import MANY, SMALL_NBYTES, kept_whole_nbytes
 from h5async.read import coretables
 
 ALWAYS, NEVER = 1 << 60, 0
