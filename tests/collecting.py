@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from h5async import Field
 from h5async.codec.filters import Filter
 from h5async.core.binding import Core, address
-from h5async.core.structures import REFUSED, WantedStruct
+from h5async.core.structures import REFUSED
 from h5async.index.chunktable import ChunkTable
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
@@ -187,7 +187,7 @@ class Collected:
         """Return, by field, the rows that the core has refused, or left to h5py."""
         items, plan = self.collection._items(self.batch), self.batch.plan
         items = items[items["status"] == REFUSED]
-        wanted = _array(plan.sorted, plan.num_wanted + 1, np.dtype(WantedStruct))
+        wanted = _array(plan.sorted, plan.num_wanted + 1, self.collection._wanted)
         ranks = np.arange(wanted["rank"][-1])
         run = np.searchsorted(wanted["rank"], ranks, side="right") - 1
         position = wanted["position"][run].astype(np.int64) + ranks - wanted["rank"][run]

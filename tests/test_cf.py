@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReadError
 from h5async.cli.main import app
 from h5async.core.binding import address
-from h5async.core.structures import UnpackStruct
 from h5async.index.metadata import read_layouts
 from h5async.plan.transform import row_transform
 from h5async.read.nativetransform import native_unpack
@@ -213,11 +212,11 @@ def test_a_fill_value_that_floats_do_not_hold_masks_nothing(tmp_path, core):
 def test_unpackings_that_are_none(core):
     out = np.zeros(64, np.uint8)
     for struct in (
-        UnpackStruct(rows=1, count=1, source=0),
-        UnpackStruct(rows=1, count=1, source=9),
-        UnpackStruct(rows=-1, count=1, source=1),
-        UnpackStruct(rows=1, count=-1, source=1),
-        UnpackStruct(rows=1, count=1, source=1, is_wide=1),
+        core.Unpack(rows=1, count=1, source=0),
+        core.Unpack(rows=1, count=1, source=9),
+        core.Unpack(rows=-1, count=1, source=1),
+        core.Unpack(rows=1, count=-1, source=1),
+        core.Unpack(rows=1, count=1, source=1, is_wide=1),
     ):
         assert core.unpack(ctypes.byref(struct), address(out), address(out)) == 0
     assert not out.any()

@@ -18,16 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import (
-    IO_MODES,
-    REFUSED,
-    BatchPlanStruct,
-    Event,
-    FileStruct,
-    ItemStruct,
-    TargetStruct,
-    WantedStruct,
-)
+from h5async.core.structures import IO_MODES, REFUSED, Event
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.extents import SourceFile
 from h5async.index.layoutfacts import HeapFile
@@ -42,7 +33,6 @@ from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
-_ITEM, _WANTED = map(np.dtype, (ItemStruct, WantedStruct))
 
 
 class Planned(NamedTuple):
@@ -51,7 +41,7 @@ class Planned(NamedTuple):
     Attributes
     ----------
     items
-        Of `ItemStruct`.
+        Of the core's structure `Item`.
     run_local, run_position, run_length
         int64, by run: begin within a chunk's rows, begin within the batch, and length.
     """
@@ -76,6 +66,7 @@ class Collection:
     def __init__(self, core: Core, tables: CoreTables) -> None:
         self._core = core
         self.tables = tables
+        self._item, self._wanted = np.dtype(core.Item), np.dtype(core.Wanted)
         self._batches: list[SlotBatch] = []
 
     def new_batch(
@@ -86,10 +77,10 @@ class Collection:
         `rows` are samples that fit into it; None means the rows of the first array.
         """
         rows = raw[0].shape[0] if rows is None else rows
-        targets = (TargetStruct * len(self.tables.fields))()
+        targets = (self._core.Target * len(self.tables.fields))()
         for target, one, other in zip(targets, raw, out, strict=True):
             target.raw, target.out, target.capacity = address(one), address(other), len(one)
-        batch = SlotBatch(BatchPlanStruct(), targets, rows, (raw, out))
+        batch = SlotBatch(self._core.BatchPlan(), targets, rows, (raw, out))
         self._batches.append(batch)
         return batch
 
@@ -229,7 +220,7 @@ class Collection:
         file: LocalFile,
         stamp: FileStamp,
     ) -> bool:
-        opened = file_struct(file, stamp)
+        opened = file_struct(self._core, file, stamp)
         for number in numbers:
             if self._reads_again(batch, number, scratch, opened):
                 continue
@@ -300,7 +291,7 @@ class Collection:
 
     def _samples_of(self, batch: SlotBatch, item: Any) -> Int64s:
         """Return the samples of an item of rows."""
-        wanted = _array(batch.plan.sorted, batch.plan.num_wanted + 1, _WANTED)
+        wanted = _array(batch.plan.sorted, batch.plan.num_wanted + 1, self._wanted)
         ranks = np.arange(item["first_run"], item["first_run"] + item["num_runs"])
         run = np.searchsorted(wanted["rank"], ranks, side="right") - 1
         samples: Int64s = wanted["sample"][run] + ranks - wanted["rank"][run]
@@ -324,7 +315,7 @@ class Collection:
             yield number, np.unique(np.concatenate(rows))
 
     def _items(self, batch: SlotBatch) -> NDArray[Any]:
-        return _array(batch.plan.items, batch.plan.num_items, _ITEM)
+        return _array(batch.plan.items, batch.plan.num_items, self._item)
 
     def open_queue(
         self, batches: Sequence[SlotBatch], num_threads: int, selection: Selection
@@ -349,9 +340,9 @@ def _array(memory: int | None, count: int, dtype: Any) -> NDArray[Any]:
     return np.frombuffer(block, dtype, count)
 
 
-def file_struct(file: LocalFile, stamp: FileStamp) -> FileStruct:
+def file_struct(core: Core, file: LocalFile, stamp: FileStamp) -> Any:
     """Return an open file as the core takes it, to be compared with a stamp."""
-    opened = FileStruct(
+    opened = core.File(
         file.descriptor, IO_MODES[file.io], file.map_address or None, file.map_nbytes, *stamp
     )
     if file.has_swmr_writer:

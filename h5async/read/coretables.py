@@ -17,18 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import (
-    IO_MODES,
-    MAX_RANK,
-    DatasetStruct,
-    FieldStruct,
-    HeapStruct,
-    LayerStruct,
-    ShapeStruct,
-    SourceStruct,
-    SpanRowsStruct,
-    StepRowsStruct,
-)
+from h5async.core.structures import IO_MODES, MAX_RANK
 from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout
@@ -42,7 +31,6 @@ from h5async.system.interruptions import suppressing
 
 Int64s = NDArray[np.int64]
 _ALL_BITS = (1 << 64) - 1
-_SOURCE = np.dtype(SourceStruct)
 # For this time after a file was last checked for changes, rows of its kept decoded chunks are
 # delivered without another check, which would cost more than they do. Batches are read ahead by
 # more than that.
@@ -128,7 +116,7 @@ class CoreTables:
                 self._numbers.setdefault((source.path, source.is_heap), []).append(i)
         self._io = io
         self.sources = self._open(builder.sources, io, most_files)
-        self.fields = (FieldStruct * len(tables))()
+        self.fields = (core.Field * len(tables))()
         described = zip(self.fields, tables, layouts, kept_nbytes, transforms, strict=True)
         self._describe_rows(layouts, steps)
         several = steps or [None] * len(layouts)
@@ -148,7 +136,7 @@ class CoreTables:
         self.transforms = [bool(struct.transform) for struct in self.fields]
 
     def _open(self, sources: Sequence[SourceFile], io: IoMode, most_files: int) -> Any:
-        table = np.zeros(len(sources), _SOURCE)
+        table = np.zeros(len(sources), self._core.Source)
         mapped: dict[int, bool] = {}
         for row, source in zip(table, sources, strict=True):
             if source.values is not None:
@@ -166,7 +154,7 @@ class CoreTables:
         self._table = table  # the core writes to it from now on
         gives_back = len(sources) > most_files
         self._most_files = most_files
-        memory = ctypes.create_string_buffer(self._core.nbytes["Sources"])
+        memory = self._core.Sources()
         self._core.open_sources(
             memory,
             address(table),
@@ -181,15 +169,15 @@ class CoreTables:
 
     def _describe_field(
         self,
-        struct: FieldStruct,
+        struct: Any,
         table: FieldTable,
         layout: DatasetLayout,
         kept_nbytes: int,
         keeps: Sequence[Keeps],
         transform: NativeTransform | None,
     ) -> None:
-        struct.layers = (LayerStruct * len(table.layers))(*map(self._layer, table.layers))
-        struct.shapes = (ShapeStruct * len(table.shapes))(
+        struct.layers = (self._core.Layer * len(table.layers))(*map(self._layer, table.layers))
+        struct.shapes = (self._core.Shape * len(table.shapes))(
             *(
                 self._shape(shape, layout.row_nbytes, what)
                 for shape, what in zip(table.shapes, keeps, strict=True)
@@ -219,11 +207,11 @@ class CoreTables:
             if not struct.store:
                 raise MemoryError("no memory is left for decoded chunks")
 
-    def _describe_heaps(self, struct: FieldStruct, layout: DatasetLayout) -> None:
+    def _describe_heaps(self, struct: Any, layout: DatasetLayout) -> None:
         assert layout.lengths is not None
         self._keep.append(layout.heaps)  # whose structures point to their arrays
-        structs = [heap.elements.struct() for heap in layout.heaps]
-        struct.heaps = (HeapStruct * len(structs))(*structs)
+        structs = [heap.elements.struct(self._core) for heap in layout.heaps]
+        struct.heaps = (self._core.Heap * len(structs))(*structs)
         struct.lengths = self._hold(layout.lengths)
         struct.num_rows = layout.lengths.size
 
@@ -239,13 +227,13 @@ class CoreTables:
             if isinstance(rows, StepRows):
                 field.steps = made.setdefault(rows, self._step_struct(rows))
             elif rows is not None:
-                struct = SpanRowsStruct(self._hold(rows.starts), rows.starts.size - 1)
+                struct = self._core.SpanRows(self._hold(rows.starts), rows.starts.size - 1)
                 field.spans = made.setdefault(rows, ctypes.pointer(struct))
         self._keep.append(made)
 
     def _step_struct(self, steps: StepRows) -> Any:
         return ctypes.pointer(
-            StepRowsStruct(
+            self._core.StepRows(
                 self._hold(np.array(steps.offsets, np.int64)),
                 self._hold(steps.starts),
                 self._hold(steps.ends),
@@ -255,16 +243,16 @@ class CoreTables:
             )
         )
 
-    def _layer(self, layer: Layer) -> LayerStruct:
+    def _layer(self, layer: Layer) -> Any:
         names = ("first", "row", "step", "shape", "source", "begin", "count", "is_sparse")
         held = [self._hold(np.ascontiguousarray(getattr(layer, name))) for name in names[1:]]
         first = self._firsts.setdefault(layer.first.tobytes(), layer.first)
-        return LayerStruct(self._hold(first), *held, layer.row.size)
+        return self._core.Layer(self._hold(first), *held, layer.row.size)
 
-    def _shape(self, shape: Shape, row_nbytes: int, keeps: Keeps) -> ShapeStruct:
+    def _shape(self, shape: Shape, row_nbytes: int, keeps: Keeps) -> Any:
         filters = self._core.filters(shape.filters)
         self._keep.append(filters)
-        dataset = DatasetStruct(
+        dataset = self._core.Dataset(
             filters=filters,
             num_filters=len(shape.filters),
             chunk_strides=self._hold(shape.chunk_strides),
@@ -283,7 +271,7 @@ class CoreTables:
             rows_are_whole=shape.rows_are_whole,
             begin=-1 if shape.has_chunks else 0,
         )
-        return ShapeStruct(
+        return self._core.Shape(
             dataset,
             self._hold(shape.cross_number),
             shape.number_stride,
@@ -358,4 +346,4 @@ class CoreTables:
         """Close the files and free kept memory, which must not be in use. Idempotent."""
         self._core.close_sources(self.sources)
         for struct in self.fields:
-            self._core.free_store(ctypes.addressof(struct) + FieldStruct.store.offset)
+            self._core.free_store(ctypes.addressof(struct) + self._core.Field.store.offset)

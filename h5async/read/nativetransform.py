@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import TransformStruct, UnpackStruct, transform_source
+from h5async.core.structures import transform_source
 from h5async.plan.cf import CfForm
 from h5async.plan.transform import RowTransform
 
@@ -33,16 +33,14 @@ class NativeTransform:
     float32.
     """
 
-    def __init__(
-        self, core: Core, struct: TransformStruct, factors: list[NDArray[np.float32] | None]
-    ) -> None:
+    def __init__(self, core: Core, struct: Any, factors: list[NDArray[np.float32] | None]) -> None:
         self._core = core
         self._factors = factors
         self.struct = struct
 
     def __call__(self, raw: NDArray[Any], out: NDArray[Any], _: Any = None) -> None:
         """Fill `out` from `raw`."""
-        call = TransformStruct.from_buffer_copy(self.struct)
+        call = type(self.struct).from_buffer_copy(self.struct)
         call.samples = len(raw)
         self._core.transform(ctypes.byref(call), address(raw), address(out))
 
@@ -60,7 +58,7 @@ def native_transform(core: Core, transform: RowTransform) -> NativeTransform | N
         return None
     if source is None or channels is None or not math.prod(transform.row):
         return None
-    struct = TransformStruct(
+    struct = core.Transform(
         points=math.prod(transform.row) // channels,
         channels=channels,
         source=source,
@@ -101,7 +99,7 @@ def native_unpack(core: Core, transform: RowTransform) -> Unpack | None:
         raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None
     ) -> None:
         places = decoder.places(index)
-        call = UnpackStruct(
+        call = core.Unpack(
             rows=len(raw),
             which=None if places is None else address(places),
             count=math.prod(transform.row),

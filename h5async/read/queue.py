@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import BatchPlanStruct
 from h5async.order.selection import Selection
 from h5async.read.coretables import CoreTables
 from h5async.read.scratch import Scratch
@@ -43,7 +42,7 @@ class SlotBatch(NamedTuple):
         The arrays that the targets point to.
     """
 
-    plan: BatchPlanStruct
+    plan: Any
     targets: Any
     rows: int
     arrays: Any
@@ -78,8 +77,8 @@ class BatchQueue:
     ) -> None:
         self._core = core
         self._keep: tuple[Any, ...] = tables, batches
-        self._jobs = ctypes.create_string_buffer(core.nbytes["Job"] * len(batches))
-        self._queue = ctypes.create_string_buffer(core.nbytes["Queue"])
+        self._jobs = (core.Job * len(batches))()
+        self._queue = core.Queue()
         core.open_queue(
             self._queue,
             self._jobs,

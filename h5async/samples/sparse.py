@@ -308,7 +308,7 @@ class Csr(SampleArrays):
         """Have the core make the rows; return the number made, or None for unsupported arrays."""
         # Imported here because it is slow, and not every program makes dense rows.
         from h5async.core.binding import address, load_core
-        from h5async.core.structures import VALUE_KINDS, SparseStruct
+        from h5async.core.structures import VALUE_KINDS
 
         core, data = load_core(), self.data
         kinds = VALUE_KINDS.get(data.dtype), VALUE_KINDS.get(out.dtype)
@@ -323,7 +323,7 @@ class Csr(SampleArrays):
         if not (self.indices.dtype.isnative and self.indices.dtype.kind == "i"):
             return None
         indptr = np.ascontiguousarray(self.indptr, np.int64)
-        sparse = SparseStruct(
+        sparse = core.Sparse(
             data=address(data),
             indices=address(self.indices),
             indptr=address(indptr),

@@ -2,7 +2,7 @@
    samples into the rows of a batch.
 
    ctypes calls it, and releases the GIL for the call. It needs no header of Python's, so that one
-   build serves every version of Python. core/structures.py declares the same structures.
+   build serves every version of Python.
 
    What the core cannot do (bytes that are missing or damaged, that have another length than expected,
    a bound that does not hold) it refuses with a reason, of which Python makes an error. What it does

@@ -1,10 +1,22 @@
-/* The members of all structures that Python declares, too: their names, offsets and sizes, by which it
-   knows that this build fits. */
+/* The structures that Python uses, which makes its own of this description: core/structures.py. */
+
+typedef struct {
+    const char *name, *type; /* type: see below; "": another pointer */
+    int64_t offset, nbytes;
+} Member;
 
 typedef struct {
     const char *name;
-    int64_t offset, nbytes;
-} Member;
+    int64_t nbytes;
+    const Member *members; /* up to one without a name */
+} Structure;
+
+#define POINTED_TO(type) type *: "*" #type, const type *: "*" #type
+#define TYPE_OF(member)                                                                           \
+    _Generic((member), int32_t: "int32", uint32_t: "uint32", int64_t: "int64",                    \
+        TraceEvent: "TraceEvent", Failure: "Failure", Dataset: "Dataset", POINTED_TO(Libraries),  \
+        POINTED_TO(Filter), POINTED_TO(Transform), POINTED_TO(Heap), POINTED_TO(Shape),           \
+        POINTED_TO(Layer), POINTED_TO(StepRows), POINTED_TO(SpanRows), default: "")
 
 /* A macro is not expanded within its own expansion, but when that is scanned again. */
 #define SCAN_AGAIN(...) SCAN_16(SCAN_16(SCAN_16(__VA_ARGS__)))
@@ -14,14 +26,15 @@ typedef struct {
 #define PARENTHESES ()
 #define MEMBER_LATER() MEMBER
 #define MEMBER(type, name, ...)                                                                   \
-    {#type "." #name, offsetof(type, name), sizeof(((type *)NULL)->name)},                        \
+    {#name, TYPE_OF(((type *)NULL)->name), offsetof(type, name), sizeof(((type *)NULL)->name)},   \
     __VA_OPT__(MEMBER_LATER PARENTHESES (type, __VA_ARGS__))
-#define MEMBERS(...) SCAN_AGAIN(MEMBER(__VA_ARGS__))
-#define OPAQUE(type) {#type, 0, sizeof(type)}
+#define MEMBERS(type, ...)                                                                        \
+    {#type, sizeof(type), (const Member[]){SCAN_AGAIN(MEMBER(type, __VA_ARGS__)) {0}}},
+#define OPAQUE(type) {#type, sizeof(type), (const Member[]){{0}}},
 
-static const Member ALL_MEMBERS[] = {
-    {"ABI", ABI, 0},
-    OPAQUE(Sources), OPAQUE(Queue), OPAQUE(Job),
+/* Each after those that it contains or points to. */
+static const Structure ALL_STRUCTURES[] = {
+    OPAQUE(Sources) OPAQUE(Queue) OPAQUE(Job)
     MEMBERS(Libraries, libdeflate_alloc_decompressor, libdeflate_free_decompressor,
             libdeflate_zlib_decompress, ZSTD_createDCtx, ZSTD_freeDCtx, ZSTD_decompressDCtx,
             ZSTD_isError, LZ4_decompress_safe, blosc_decompress_ctx, aec_buffer_decode,
@@ -71,14 +84,15 @@ static const Member ALL_MEMBERS[] = {
             most_wanted, most_order, most_joined, most_places, first_wanted, nbytes, was_cached)
     MEMBERS(Target, raw, out, is_wanted, capacity)
     MEMBERS(Window, unit, skip, count, bounds, delay, num_units, size, group_rounds, keys)
+    {0},
 };
 
-PUBLIC const Member *h5async_members(void)
+PUBLIC const Structure *h5async_structures(void)
 {
-    return ALL_MEMBERS;
+    return ALL_STRUCTURES;
 }
 
-PUBLIC int64_t h5async_num_members(void)
+PUBLIC int64_t h5async_abi(void)
 {
-    return (int64_t)(sizeof ALL_MEMBERS / sizeof ALL_MEMBERS[0]);
+    return ABI;
 }
