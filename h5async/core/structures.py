@@ -39,22 +39,27 @@ class _Described(Structure):
     _fields_ = (("name", c_char_p), ("nbytes", c_int64), ("members", POINTER(_Member)))
 
 
-def structures_of(library: Any) -> dict[str, type[Any]]:
+def structures_of(library: Any) -> dict[str, type[Structure]]:
     """Return the structures of a core by their names in C, as it describes them itself.
 
-    They hold addresses of arrays; their owner keeps the arrays. Members that a structure lacks are
-    an `AttributeError`. Those that only the core looks into are arrays of their size.
+    They hold addresses of arrays; their owner keeps the arrays. Members that a structure lacks, or
+    that only the core uses, are an `AttributeError`.
     """
     library.h5async_structures.restype = POINTER(_Described)
-    found: dict[str, type[Any]] = {}
+    found: dict[str, type[Structure]] = {}
     types: dict[bytes, Any] = {b"int32": c_int32, b"uint32": c_uint32, b"int64": c_int64}
     for described in itertools.takewhile(_is_named, library.h5async_structures()):
-        members = list(itertools.takewhile(_is_named, described.members))
-        fields = [(member.name.decode(), _type_of(member, types)) for member in members]
-        name, made = described.name.decode(), c_int64 * (described.nbytes // 8)
-        if fields:
-            made = type(name, (Structure,), {"__slots__": (), "_fields_": fields})
-        assert [getattr(made, name).offset for name, _ in fields] == [m.offset for m in members]
+        fields: list[tuple[str, Any]] = []
+        at = 0
+        for member in itertools.takewhile(_is_named, described.members):
+            fields += _gap(at, member.offset)
+            kind = types.get(member.type, c_void_p)
+            count = member.nbytes // ctypes.sizeof(kind)
+            fields.append((member.name.decode(), kind if count == 1 else kind * count))
+            at = member.offset + member.nbytes
+        fields += _gap(at, described.nbytes)
+        name = described.name.decode()
+        made = type(name, (Structure,), {"__slots__": (), "_fields_": fields})
         assert ctypes.sizeof(made) == described.nbytes
         types[described.name], types[b"*" + described.name] = made, POINTER(made)
         found[name] = made
@@ -65,10 +70,8 @@ def _is_named(entry: Any) -> bool:
     return entry.name is not None
 
 
-def _type_of(member: _Member, types: dict[bytes, Any]) -> Any:
-    kind = types.get(member.type, c_void_p)
-    count = member.nbytes // ctypes.sizeof(kind)
-    return kind if count == 1 else kind * count
+def _gap(at: int, end: int) -> list[tuple[str, Any]]:
+    return [(f"_{at}", ctypes.c_char * (end - at))] if at < end else []
 
 
 # The maximum that a plan takes per sample (a number and a position, and room to sort them), and per

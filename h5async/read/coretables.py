@@ -154,18 +154,17 @@ class CoreTables:
         self._table = table  # the core writes to it from now on
         gives_back = len(sources) > most_files
         self._most_files = most_files
-        memory = self._core.Sources()
-        self._core.open_sources(
-            memory,
-            address(table),
-            len(table),
-            affordable_maps() if gives_back else most_files,
-            most_files,
-            IO_MODES[io],
-            gives_back,
-            _TRUSTED_NS,
+        opened = self._core.Sources(
+            sources=address(table),
+            count=len(table),
+            most_open=max(1, affordable_maps() if gives_back else most_files),
+            most_files=max(1, most_files),
+            io=IO_MODES[io],
+            gives_back=gives_back,
+            trusted_ns=_TRUSTED_NS,
         )
-        return memory
+        self._core.open_sources(ctypes.byref(opened))
+        return ctypes.pointer(opened)
 
     def _describe_field(
         self,
@@ -339,8 +338,8 @@ class CoreTables:
 
     def most_kept_nbytes(self) -> list[int]:
         """Return, by field, the maximum bytes of decoded chunks that were kept so far."""
-        stores = (struct.store for struct in self.fields)
-        return [int(self._core.most_kept(store)) if store else 0 for store in stores]
+        at, stores = self._core.Store.from_address, (struct.store for struct in self.fields)
+        return [at(store).most_chunk_nbytes if store else 0 for store in stores]
 
     def close(self) -> None:
         """Close the files and free kept memory, which must not be in use. Idempotent."""

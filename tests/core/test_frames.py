@@ -106,12 +106,11 @@ class Pieces:
         if self.memory is not None:
             table[0].path = None
             table[0].map, table[0].map_nbytes = address(self.memory), self.memory.size
-        sources = self.core.Sources()
         # Where maps are kept without descriptors, as of many files.
         gives_back = io == "auto"
-        self.core.open_sources(
-            sources, ctypes.addressof(table), 1, 1, 1, IO_MODES[io], gives_back, 0
-        )
+        struct = self.core.Sources(ctypes.addressof(table), 1, 1, 1, IO_MODES[io], gives_back)
+        sources = ctypes.byref(struct)
+        self.core.open_sources(sources)
         before = self.worker.counts()
         self.done = self.core.read_ranges(
             sources,

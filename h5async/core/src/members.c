@@ -16,7 +16,8 @@ typedef struct {
     _Generic((member), int32_t: "int32", uint32_t: "uint32", int64_t: "int64",                    \
         TraceEvent: "TraceEvent", Failure: "Failure", Dataset: "Dataset", POINTED_TO(Libraries),  \
         POINTED_TO(Filter), POINTED_TO(Transform), POINTED_TO(Heap), POINTED_TO(Shape),           \
-        POINTED_TO(Layer), POINTED_TO(StepRows), POINTED_TO(SpanRows), default: "")
+        POINTED_TO(Layer), POINTED_TO(StepRows), POINTED_TO(SpanRows), POINTED_TO(BatchPlan),     \
+        POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), default: "")
 
 /* A macro is not expanded within its own expansion, but when that is scanned again. */
 #define SCAN_AGAIN(...) SCAN_16(SCAN_16(SCAN_16(__VA_ARGS__)))
@@ -30,11 +31,9 @@ typedef struct {
     __VA_OPT__(MEMBER_LATER PARENTHESES (type, __VA_ARGS__))
 #define MEMBERS(type, ...)                                                                        \
     {#type, sizeof(type), (const Member[]){SCAN_AGAIN(MEMBER(type, __VA_ARGS__)) {0}}},
-#define OPAQUE(type) {#type, sizeof(type), (const Member[]){{0}}},
 
-/* Each after those that it contains or points to. */
+/* Each after those that it contains or points to. Members that Python does not use are left out. */
 static const Structure ALL_STRUCTURES[] = {
-    OPAQUE(Sources) OPAQUE(Queue) OPAQUE(Job)
     MEMBERS(Libraries, libdeflate_alloc_decompressor, libdeflate_free_decompressor,
             libdeflate_zlib_decompress, ZSTD_createDCtx, ZSTD_freeDCtx, ZSTD_decompressDCtx,
             ZSTD_isError, LZ4_decompress_safe, blosc_decompress_ctx, aec_buffer_decode,
@@ -43,9 +42,8 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Trace, events, capacity, count)
     MEMBERS(Failure, reason, filter, extent, cross, at, expected, found)
     MEMBERS(Worker, libraries, encoded, chunk, between, encoded_nbytes, chunk_nbytes, between_nbytes,
-            deflate, zstd, heap, read_ns, decode_ns, place_ns, read_nbytes, decoded_chunks,
-            decoded_nbytes, returned_ns, stop, transform_ns, trace, tracing, batch, latest,
-            traced_field, traced_source, failure, least_nbytes, held)
+            read_ns, decode_ns, place_ns, read_nbytes, decoded_chunks, decoded_nbytes, returned_ns,
+            stop, transform_ns, batch, failure, least_nbytes)
     MEMBERS(File, fd, io, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, event,
             path, failed_at, error)
     MEMBERS(Filter, kind, element, block, values, num_values, function)
@@ -61,14 +59,13 @@ static const Structure ALL_STRUCTURES[] = {
             num_copies)
     MEMBERS(Visit, iterate, save_thread, restore_thread, check_signals, dataset, rank, chunk, grid,
             number, offset, nbytes, mask, capacity, count, begin, end, least, most, is_ascending,
-            is_apart, is_outside, thread)
+            is_apart, is_outside)
     MEMBERS(Sparse, data, indices, indptr, out, rows, columns, total, row_nbytes, data_kind,
             out_kind, index_nbytes, padding)
     MEMBERS(Heap, length, place, count, base, value_nbytes, address_nbytes, size_nbytes, is_text,
             padding)
     MEMBERS(Source, path, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, may_map,
-            fd, is_open, users, has_swmr_writer, is_stale, was_cached, uses, checked_ns, newer,
-            older)
+            fd)
     MEMBERS(Shape, dataset, cross_number, number_stride, kind, source_row_nbytes, keeps, swaps)
     MEMBERS(Layer, first, row, step, shape, source, begin, count, is_sparse, num_segments)
     MEMBERS(StepRows, offsets, starts, ends, num_offsets, num_sequences, pad)
@@ -79,10 +76,14 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Item, source, field, layer, segment, kind, status, number, first_run, num_runs, cross,
             cross_end, nbytes)
     MEMBERS(Wanted, sample, position, rank)
-    MEMBERS(BatchPlan, items, run_local, run_position, run_length, wanted, spare, joined, sorted,
-            order, order_spare, places, num_items, num_runs, num_wanted, most_items, most_runs,
-            most_wanted, most_order, most_joined, most_places, first_wanted, nbytes, was_cached)
+    MEMBERS(BatchPlan, items, run_local, run_position, run_length, sorted, num_items, num_runs,
+            num_wanted, nbytes)
     MEMBERS(Target, raw, out, is_wanted, capacity)
+    MEMBERS(Store, most_chunk_nbytes)
+    MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)
+    MEMBERS(Job, plan, targets, samples, rows, is_planned)
+    MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
+            start, step, table, num_columns, may_spin, plan_ns)
     MEMBERS(Window, unit, skip, count, bounds, delay, num_units, size, group_rounds, keys)
     {0},
 };

@@ -289,14 +289,6 @@ PUBLIC int64_t h5async_clear_store(Store *store)
     return 1;
 }
 
-PUBLIC int64_t h5async_most_kept(Store *store)
-{
-    pthread_mutex_lock(&store->lock);
-    int64_t most = store->most_chunk_nbytes;
-    pthread_mutex_unlock(&store->lock);
-    return most;
-}
-
 /* Nobody uses any of it. It is freed once, however often this is called. */
 PUBLIC int64_t h5async_free_store(Store **stored)
 {
