@@ -178,18 +178,14 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
     if (count > rows)
         return -1;
     int is_sorted = !atomic_exchange(&plan->was_cached, 1) || needs_order(fields, targets, num_fields);
-    int num_groups = 0;
-    for (int32_t field = 0; field < num_fields; field++)
-        num_groups += begins_group(fields, targets, field);
     for (int32_t field = 0; field < num_fields; field++) {
         const Field *f = &fields[field];
         if (begins_group(fields, targets, field)) {
             int listed =
-                f->spans ? list_spans(plan, samples, count, f, targets[field].capacity,
-                                      num_groups == 1)
+                f->spans ? list_spans(plan, samples, count, f, targets[field].capacity)
                          : list_samples(plan, samples, count,
                                         f->steps || f->heaps ? f->num_rows : num_samples,
-                                        is_sorted, f->steps, num_groups == 1);
+                                        is_sorted, f->steps);
             if (listed == 1 && f->heaps != NULL)
                 listed = list_places(plan, samples, count, f, targets[field].capacity);
             if (listed < 1)
@@ -219,7 +215,7 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
 PUBLIC int64_t h5async_free_plan(BatchPlan *plan)
 {
     void *memory[] = {plan->items, plan->run_local, plan->run_position, plan->run_length,
-                      plan->wanted, plan->spare, plan->joined, plan->order,
+                      plan->wanted, plan->spare, plan->sorted, plan->order,
                       plan->order_spare, plan->places};
     for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++)
         free(memory[i]);
