@@ -157,9 +157,9 @@ static enum Outcome read_kept_rows(Work *work, const Field *f, const Target *tar
     const Dataset *d = &shape->dataset;
     enum Outcome outcome = READ;
     if (work->rows == NULL) {
-        uint64_t key = key_of_rows(f, l, item->segment, item->number);
-        if (key)
-            work->rows = use_rows(f->store, key, d->chunk_samples * d->row_nbytes, d->num_cross);
+        int64_t key = key_of_rows(f, l, item->segment, item->number);
+        if (key >= 0)
+            work->rows = use_rows(f->store, (uint64_t)key, d->chunk_samples * d->row_nbytes, d->num_cross);
         work->rows_store = f->store;
     }
     if (work->rows == NULL) { /* there is no room: each piece goes where it is wanted */

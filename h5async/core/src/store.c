@@ -41,14 +41,6 @@ static Kept **bucket_of(Store *store, uint64_t key)
     return &store->buckets[mixed >> 32 & (uint64_t)(store->num_buckets - 1)];
 }
 
-static Kept *find_kept(Store *store, uint64_t key)
-{
-    Kept *kept = *bucket_of(store, key);
-    while (kept != NULL && kept->key != key)
-        kept = kept->next;
-    return kept;
-}
-
 /* What it counts in the budget. Of rows, that is less than their decoded chunks would. */
 static int64_t cost_of_kept(int64_t nbytes, int64_t num_pieces)
 {
@@ -108,18 +100,16 @@ static Kept *new_kept(Store *store, int64_t nbytes, int64_t num_pieces)
     return again;
 }
 
-/* Find what is kept under a key, or make room for it; NULL: there is none. Whoever is given it uses
-   it until it is let go of. Holds the lock. */
-static Kept *use_kept(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
+/* Use what is kept under a key, or will be, until it is let go of; NULL: there is no room for it. */
+static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
 {
-    Kept *kept = find_kept(store, key);
+    pthread_mutex_lock(&store->lock);
+    Kept **bucket = bucket_of(store, key), *kept = *bucket;
+    while (kept != NULL && kept->key != key)
+        kept = kept->next;
     if (kept != NULL) {
         UNLINK(store, kept);
-    } else {
-        kept = new_kept(store, nbytes, num_pieces);
-        if (kept == NULL)
-            return NULL;
-        Kept **bucket = bucket_of(store, key);
+    } else if ((kept = new_kept(store, nbytes, num_pieces)) != NULL) {
         kept->key = key, kept->users = 0, kept->is_dropped = 0;
         kept->next = *bucket;
         *bucket = kept;
@@ -128,8 +118,11 @@ static Kept *use_kept(Store *store, uint64_t key, int64_t nbytes, int64_t num_pi
         if (store->chunk_nbytes > store->most_chunk_nbytes)
             store->most_chunk_nbytes = store->chunk_nbytes;
     }
-    PUT_NEWEST(store, kept);
-    kept->users++;
+    if (kept != NULL) {
+        PUT_NEWEST(store, kept);
+        kept->users++;
+    }
+    pthread_mutex_unlock(&store->lock);
     return kept;
 }
 
@@ -155,15 +148,6 @@ static enum Claim claim_missing(Kept *kept, int64_t own, int64_t begin, int64_t 
 static int unuse_kept(Kept *kept)
 {
     return --kept->users == 0 && kept->is_dropped;
-}
-
-/* Use what is kept under a key, or will be; NULL: there is no room for it. */
-static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
-{
-    pthread_mutex_lock(&store->lock);
-    Kept *kept = use_kept(store, key, nbytes, num_pieces);
-    pthread_mutex_unlock(&store->lock);
-    return kept;
 }
 
 /* Claim a piece of it; see claim_missing. `wait`: not BUSY, but until others are done. */
