@@ -209,19 +209,6 @@ def test_a_fill_value_that_floats_do_not_hold_masks_nothing(tmp_path, core):
     assert_same_bits(read(path), by_xarray(path))
 
 
-def test_unpackings_that_are_none(core):
-    out = np.zeros(64, np.uint8)
-    for struct in (
-        core.Unpack(rows=1, count=1, source=0),
-        core.Unpack(rows=1, count=1, source=9),
-        core.Unpack(rows=-1, count=1, source=1),
-        core.Unpack(rows=1, count=-1, source=1),
-        core.Unpack(rows=1, count=1, source=1, is_wide=1),
-    ):
-        assert core.unpack(ctypes.byref(struct), address(out), address(out)) == 0
-    assert not out.any()
-
-
 # --- what netCDF4 masks ---------------------------------------------------------------------------
 
 

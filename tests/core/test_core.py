@@ -1181,29 +1181,6 @@ def test_every_16_bit_number_as_a_float(core):
         assert images.apply(values).tobytes() == images.apply_by_twin(values).tobytes()
 
 
-def test_transforms_that_are_none(core):
-    rng = np.random.default_rng(SEED)
-    values = rng.integers(0, 256, 1000, np.uint8)
-    out = Guarded(1000, shift=0)
-    cases = [
-        (2, 3, 4, source, is_float) for source in (-1, 0, 3, 5, 9, 10, 15) for is_float in (0, 1)
-    ]
-    cases += [(2, 3, 4, source, 1) for source in (1, 2, 4, 8)]  # a copy that were to be floats
-    cases += [(2, 3, 4, source, 0) for source in (11, 12, 13, 14)]  # a cast to what it is
-    cases += [
-        (-1, 3, 4, 1, 0),
-        (2, 0, 4, 1, 0),
-        (2, -3, 4, 1, 0),
-        (2, 3, 0, 1, 0),
-        (2, 3, -1, 1, 0),
-    ]
-    for case in cases:
-        struct = core.Transform(*case)
-        assert core.transform(ctypes.byref(struct), address(values), address(out.inside)) == 0
-        assert out.is_fresh()
-        assert out.is_intact()
-
-
 def test_which_transforms_the_core_knows():
     assert transform_source(np.dtype("u1"), np.dtype("u1"), False) == 1
     assert transform_source(np.dtype("<f8"), np.dtype("<f8"), False) == 8

@@ -37,7 +37,6 @@
 #if defined(__x86_64__) && !defined(H5ASYNC_PORTABLE)
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2")))
-#define SSSE3 __attribute__((target("ssse3")))
 #define AVX512 __attribute__((target("avx512f,avx512dq,avx512vl")))
 #define HAS_AVX2() __builtin_cpu_supports("avx2")
 #define HAS_AVX512()                                                                              \

@@ -63,13 +63,9 @@ ALWAYS_INLINE void unpack_inline(const Unpack *u, const uint8_t *in, uint8_t *ou
 
 ALSO_FOR_AVX2(unpack, (const Unpack *u, const uint8_t *in, uint8_t *out), (u, in, out))
 
-/* Unpack rows, which lie one after the other; 0: not a known type. */
+/* Unpack rows, which lie one after the other. */
 PUBLIC int64_t h5async_unpack(const Unpack *u, const uint8_t *in, uint8_t *out)
 {
-    if (u->source < I1 || u->source > F8 || u->rows < 0 || u->count < 0)
-        return 0;
-    if (u->is_wide && !u->is_double)
-        return 0;
     unpack(u, in, out);
     return 1;
 }
