@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import runpy
 import warnings
@@ -20,7 +19,6 @@ from typer.testing import CliRunner
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReadError
 from h5async.cli.main import app
-from h5async.core.binding import address
 from h5async.index.metadata import read_layouts
 from h5async.plan.transform import row_transform
 from h5async.read.nativetransform import native_unpack
