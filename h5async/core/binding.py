@@ -58,8 +58,7 @@ _FUNCTIONS = {
 _BRIEF_FUNCTIONS = {
     "p": "visit open_queue put_ticket forget_jobs end_queue events wake",
     "pppqqqqi": "submit",
-    "pqq": "drop ready_at",
-    "pq": "samples_at",
+    "pqq": "drop samples_at",
     "": "clock",
     "pp": "trace",
 }

@@ -163,7 +163,7 @@ class BatchQueue:
         They are int64 (count,), a new array; None while it is read, or something is left to Python.
         """
         samples = self._samples  # empty if the reader was closed meanwhile
-        at = self._core.ready_at(self._queue, slot, serial)
+        at = self._core.samples_at(self._queue, slot, serial)
         return None if at < 0 or not samples else samples[slot][at : at + count].copy()
 
     def events(self) -> int:
@@ -207,7 +207,7 @@ class BatchQueue:
 
     def samples(self, slot: int, count: int) -> Int64s:
         """Return the sample numbers of a batch that `next` returned, as a new array (count,)."""
-        at = self._core.samples_at(self._queue, slot)
+        at = self._core.samples_at(self._queue, slot, -1)
         return self._samples[slot][at : at + count].copy()
 
     def is_planned(self, slot: int) -> bool:

@@ -212,20 +212,14 @@ PUBLIC int64_t h5async_drop(Queue *queue, int64_t slot, int64_t serial)
     return is_free;
 }
 
-/* Where the numbers of a slot's batch are, counted in its room for them. */
-PUBLIC int64_t h5async_samples_at(Queue *queue, int64_t slot)
-{
-    const Job *job = &queue->jobs[slot];
-    return job->wish.samples - job->samples;
-}
-
-/* The same where a batch is ready, and nothing of it was left to Python; else -1. */
-PUBLIC int64_t h5async_ready_at(Queue *queue, int64_t slot, int64_t serial)
+/* Where the numbers of a slot's batch are, counted in its room for them: of a batch that Python is at
+   work on, with a `serial` below 0; else -1, unless that batch is ready, and nothing of it was left. */
+PUBLIC int64_t h5async_samples_at(Queue *queue, int64_t slot, int64_t serial)
 {
     pthread_mutex_lock(&queue->lock);
     const Job *job = &queue->jobs[slot];
-    int is_ready = job->wish.serial == serial && job->state == READY_JOB;
-    int64_t at = is_ready ? h5async_samples_at(queue, slot) : -1;
+    int are_there = serial < 0 || (job->wish.serial == serial && job->state == READY_JOB);
+    int64_t at = are_there ? job->wish.samples - job->samples : -1;
     pthread_mutex_unlock(&queue->lock);
     return at;
 }

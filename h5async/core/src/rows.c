@@ -110,15 +110,6 @@ static void list_rows(const BatchPlan *plan, const Field *f, const Item *item, R
     ranks->run = run, ranks->rank = rank;
 }
 
-static Pieces pieces_of_rows(const Field *f, const Shape *shape, const Target *target,
-                             const RowBlock *block)
-{
-    return (Pieces){.offset = block->offset, .position = block->position, .count = block->count,
-                    .nbytes = block->rows == block->count ? NULL : block->nbytes,
-                    .unit = f->row_nbytes, .base = target->raw, .fill = shape->dataset.fill,
-                    .itemsize = f->itemsize};
-}
-
 /* Rows out of the map, transformed on the way: there is no copy between. */
 static int64_t transform_rows(const Work *work, const Field *f, const Target *target,
                               const Pieces *p)
@@ -153,7 +144,7 @@ static int64_t read_row_pieces(Work *work, const Field *f, const Shape *shape, c
         done = copy_pieces(work->file, work->w, p, work->available);
     else
         done = work->file->io == IO_MAP ? 0
-               : work->is_cold          ? read_runs(work->file, work->w, p, NULL)
+               : work->is_cold          ? read_runs(work->file, work->w, p, NULL, 0)
                                         : pread_pieces(work->file, work->w, p);
     for (int64_t i = 0; shape->swaps && i < done; i++)
         swap_bytes(place_of_piece(p, i), nbytes_of_piece(p, i), shape->swaps);
@@ -229,7 +220,10 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
     }
     while (is_good && ranks.rank < ranks.end) {
         list_rows(work->plan, f, item, &ranks, &block, BLOCK_ROWS);
-        Pieces p = pieces_of_rows(f, shape, target, &block);
+        Pieces p = {.offset = block.offset, .position = block.position, .count = block.count,
+                    .nbytes = block.rows == block.count ? NULL : block.nbytes,
+                    .unit = f->row_nbytes, .base = target->raw, .fill = shape->dataset.fill,
+                    .itemsize = f->itemsize};
         is_good = read_row_pieces(work, f, shape, target, &p) == p.count;
         work->w->read_nbytes += is_good ? block.rows * f->row_nbytes : 0;
     }
