@@ -66,22 +66,11 @@
 
 /* Call a function that is inlined with a size, which the compiler knows in each case. */
 #define BY_SIZE(size, function, ...)                                                              \
-    switch (size) {                                                                               \
-    case 1:                                                                                       \
-        function(__VA_ARGS__, 1);                                                                 \
-        break;                                                                                    \
-    case 2:                                                                                       \
-        function(__VA_ARGS__, 2);                                                                 \
-        break;                                                                                    \
-    case 4:                                                                                       \
-        function(__VA_ARGS__, 4);                                                                 \
-        break;                                                                                    \
-    case 8:                                                                                       \
-        function(__VA_ARGS__, 8);                                                                 \
-        break;                                                                                    \
-    default:                                                                                      \
-        function(__VA_ARGS__, (int64_t)(size));                                                   \
-    }
+    ((size) == 1   ? function(__VA_ARGS__, 1)                                                     \
+     : (size) == 2 ? function(__VA_ARGS__, 2)                                                     \
+     : (size) == 4 ? function(__VA_ARGS__, 4)                                                     \
+     : (size) == 8 ? function(__VA_ARGS__, 8)                                                     \
+                   : function(__VA_ARGS__, (int64_t)(size)))
 
 /* A list, from its `newest` to its `oldest`: take one out, or put one to its front. */
 #define UNLINK(list, one)                                                                         \

@@ -49,14 +49,6 @@ typedef struct {
     int64_t available, file_nbytes; /* of the map, if it is used; and of the file */
 } HeapCall;
 
-/* The memory of a thread, made when first needed; NULL: there is none. */
-static HeapScratch *heap_scratch(Worker *w)
-{
-    if (w->heap == NULL)
-        w->heap = calloc(1, sizeof(HeapScratch));
-    return w->heap;
-}
-
 static int64_t unresolved(int64_t address, int64_t index)
 {
     return -1 - (address << INDEX_BITS | index);
@@ -296,16 +288,6 @@ static int64_t offset_of_element(const Heap *h, int64_t number)
     return place < 0 ? h->base + address_of(place) : place;
 }
 
-static int64_t nbytes_of_file(const File *file)
-{
-    struct stat status;
-    if (file->fd < 0 && file->path == NULL)
-        return file->map_nbytes;
-    if (file->nbytes >= 0)
-        return file->nbytes;
-    return fstat(file->fd, &status) == 0 ? status.st_size : 0;
-}
-
 static const Heap *heap_of_item(const Work *work, const Item *item)
 {
     const Field *f = &work->fields[item->field];
@@ -314,13 +296,14 @@ static const Heap *heap_of_item(const Work *work, const Item *item)
 
 static int read_heap_item(Work *work, const Field *f, const Target *target, const Item *item)
 {
-    HeapScratch *scratch = heap_scratch(work->w);
+    HeapScratch *scratch = work->w->heap ? work->w->heap : calloc(1, sizeof *scratch);
     HeapCall call = {.heap = heap_of_item(work, item), .file = work->file, .w = work->w,
                      .scratch = scratch, .count = item->num_runs, .out = target->raw,
                      .element = work->plan->run_local + item->first_run,
                      .position = work->plan->run_position + item->first_run,
                      .out_nbytes = target->capacity * f->row_nbytes,
                      .available = work->available, .file_nbytes = nbytes_of_file(work->file)};
+    work->w->heap = scratch;
     if (scratch == NULL || call.count > BLOCK_SEQUENCES)
         return fail(work->w, NO_ROOM, -1, 0, (int64_t)sizeof(HeapScratch));
     scratch->window_begin = scratch->window_end = 0;

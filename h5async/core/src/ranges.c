@@ -39,15 +39,9 @@ PUBLIC int64_t h5async_read_ranges(Sources *sources, Worker *w, const int64_t *o
     if (valid > 0 && is_as_indexed(&file)) {
         if (file.map != NULL)
             install_guard();
-        if (!guarded(&file, read_pieces, &call))
-            file.event = FAULTED;
-        else if (file.event == NO_EVENT)
-            is_as_indexed(&file);
+        if (!read_guarded(&file, read_pieces, &call))
+            call.done = 0;
     }
-    if (file.nbytes < 0 && !has_swmr_writer(file.fd, INT64_MAX))
-        file.event = CHANGED; /* the writer has ended, and left the file for good */
-    if (file.event != NO_EVENT)
-        call.done = 0;
     for (int64_t i = 0; i < call.done; i++)
         w->read_nbytes += nbytes[i];
     release_source(sources, source, file.event);

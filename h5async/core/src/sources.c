@@ -68,6 +68,18 @@ static int has_swmr_writer(int fd, int64_t nbytes)
     return 0;
 }
 
+/* Do `work`, which reads a file; 0: what was read is worth nothing, and the event says why. A file that
+   was changed before, too, shows it afterwards. */
+static int read_guarded(File *file, void (*work)(void *), void *data)
+{
+    if (!guarded(file, work, data))
+        file->event = FAULTED;
+    else if (file->event == NO_EVENT && is_as_indexed(file) && file->nbytes < 0 && file->fd >= 0 &&
+             !has_swmr_writer(file->fd, INT64_MAX))
+        file->event = CHANGED; /* the writer has ended, and left the file for good */
+    return file->event == NO_EVENT;
+}
+
 /* Open and map what is known of a source; 0 where it cannot be, or is another file now. */
 static int open_and_map(const Sources *all, Source *opened)
 {

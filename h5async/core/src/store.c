@@ -128,38 +128,34 @@ static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pi
 
 /* Claim one of the pieces `begin` to `end` that is missing, the next one from `at` on, and put its
    number there; `own` pieces are claimed by the caller. READY: no others are missing. BUSY: others
-   decode all of these that are. Holds the lock. */
-static enum Claim claim_missing(Kept *kept, int64_t own, int64_t begin, int64_t end, int64_t *at)
+   decode all of these that are; not where the caller is to `wait`, until they are done. */
+static enum Claim claim_piece(Store *store, Kept *kept, int64_t own, int wait, int64_t begin,
+                              int64_t end, int64_t *at)
 {
-    if (kept->missing == own)
-        return READY;
-    const uint8_t *found = memchr(kept->pieces + *at, PIECE_MISSING, (size_t)(end - *at));
-    if (found == NULL) /* one before that may have been given up */
-        found = memchr(kept->pieces + begin, PIECE_MISSING, (size_t)(*at - begin));
-    if (found == NULL)
-        return BUSY;
-    *at = found - kept->pieces;
-    kept->pieces[*at] = PIECE_CLAIMED;
-    kept->users++;
-    return CLAIMED;
+    const uint8_t *found = NULL;
+    pthread_mutex_lock(&store->lock);
+    while (kept->missing != own) {
+        found = memchr(kept->pieces + *at, PIECE_MISSING, (size_t)(end - *at));
+        if (found == NULL) /* one before that may have been given up */
+            found = memchr(kept->pieces + begin, PIECE_MISSING, (size_t)(*at - begin));
+        if (found != NULL || !wait)
+            break;
+        pthread_cond_wait(&store->published, &store->lock);
+    }
+    enum Claim claim = found != NULL ? CLAIMED : kept->missing == own ? READY : BUSY;
+    if (found != NULL) {
+        *at = found - kept->pieces;
+        kept->pieces[*at] = PIECE_CLAIMED;
+        kept->users++;
+    }
+    pthread_mutex_unlock(&store->lock);
+    return claim;
 }
 
 /* Be done with what was found. Holds the lock. Returns whether the caller is to free it. */
 static int unuse_kept(Kept *kept)
 {
     return --kept->users == 0 && kept->is_dropped;
-}
-
-/* Claim a piece of it; see claim_missing. `wait`: not BUSY, but until others are done. */
-static enum Claim claim_piece(Store *store, Kept *kept, int64_t own, int wait, int64_t begin,
-                              int64_t end, int64_t *at)
-{
-    enum Claim claim;
-    pthread_mutex_lock(&store->lock);
-    while ((claim = claim_missing(kept, own, begin, end, at)) == BUSY && wait)
-        pthread_cond_wait(&store->published, &store->lock);
-    pthread_mutex_unlock(&store->lock);
-    return claim;
 }
 
 /* Look up some chunks at once; those that are not there decoded are NULL. */
