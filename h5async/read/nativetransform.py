@@ -106,8 +106,6 @@ def native_unpack(core: Core, transform: RowTransform) -> Unpack | None:
             source=source,
             is_double=form.dtype == _DOUBLE,
             is_wide=transform.dtype == _DOUBLE,
-            has_scale=form.scale is not None,
-            has_offset=form.offset is not None,
             **{name: address(column) for name, column in given.items()},
         )
         core.unpack(ctypes.byref(call), address(raw), address(out))
@@ -126,7 +124,7 @@ def _columns(form: CfForm) -> Columns | None:
         return None
     columns = {}
     for name, column, default in zip(
-        ("scale", "offset", "low", "high"), given, (1.0, 0.0, -np.inf, np.inf), strict=False
+        ("scale", "offset", "low", "high"), given, (1.0, -0.0, -np.inf, np.inf), strict=False
     ):
         columns[name] = np.full(count, default) if column is None else column.astype(np.float64)
     columns["fill"] = np.full(count, np.nan) if not form.fills else _fill(form)

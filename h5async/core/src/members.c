@@ -51,8 +51,7 @@ static const Structure ALL_STRUCTURES[] = {
             num_filters, num_cross, rank, chunk_nbytes, chunk_samples, sample_stride, itemsize,
             row_nbytes, rows_are_whole, begin)
     MEMBERS(Transform, samples, points, channels, source, is_float, scale, offset)
-    MEMBERS(Unpack, rows, count, source, is_double, is_wide, has_scale, has_offset, which, scale,
-            offset, fill, low, high)
+    MEMBERS(Unpack, rows, count, source, is_double, is_wide, which, scale, offset, fill, low, high)
     MEMBERS(Frames, base, position, nbytes, base_nbytes, count, kind, has_checksum, element,
             block_nbytes, expected_nbytes, pitch, source, source_nbytes, target, target_nbytes,
             copy_source, copy_target, copy_nbytes, adler, max_tasks, max_copies, num_tasks,

@@ -13,25 +13,22 @@ static Ranks ranks_of_item(const Item *item)
     return (Ranks){item->number, item->first_run, item->first_run + item->num_runs};
 }
 
-/* Whether some numbers are from 0 on and not above `last`. (The highest bit of one that is not, or of
-   what it lacks, is set.) */
-#define ARE_WITHIN(name, Number, bits)                                                            \
-    static int name(const uint8_t *at, int64_t count, Number last)                                \
-    {                                                                                             \
-        const Number *number = (const Number *)(const void *)at;                                  \
-        Number outside = 0;                                                                       \
-        for (int64_t i = 0; i < count; i++)                                                       \
-            outside |= number[i] | (last - number[i]);                                            \
-        return !(outside >> (bits - 1));                                                          \
+/* (The highest bit of a number that is below 0 is set, or of what it lacks where it is too large.) */
+#define COLLECT_OUTSIDE(Number)                                                                   \
+    for (int64_t i = 0; i < length; i++) {                                                        \
+        uint64_t number = (uint64_t)(int64_t)((const Number *)(const void *)at)[i];               \
+        outside |= number | (last - number);                                                      \
     }
-ARE_WITHIN(are_within32, uint32_t, 32)
-ARE_WITHIN(are_within64, uint64_t, 64)
 
 static int rows_are_within(const Field *f, const Target *target, int64_t position, int64_t length)
 {
     const uint8_t *at = target->raw + position * f->row_nbytes;
-    return f->row_nbytes == 4 ? are_within32(at, length, (uint32_t)(f->limit - 1))
-                              : are_within64(at, length, (uint64_t)(f->limit - 1));
+    uint64_t outside = 0, last = (uint64_t)f->limit - 1;
+    if (f->row_nbytes == 4)
+        COLLECT_OUTSIDE(int32_t)
+    else
+        COLLECT_OUTSIDE(int64_t)
+    return !(outside >> 63);
 }
 
 /* Whether what was read of an item is below the limit of its field, while it lies in the cache. */

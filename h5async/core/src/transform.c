@@ -31,14 +31,10 @@ static int64_t source_nbytes(const Transform *t)
 
 #define CAST_PLANE(type)                                                                          \
     PLANES(type, float *restrict to = (float *)(void *)out + c * points;                          \
-           float scale = t->scale ? t->scale[c] : 1; float offset = t->offset ? t->offset[c] : 0; \
-           if (t->scale && t->offset) for (int64_t i = 0; i < count; i++)                         \
-               to[i] = (float)from[i * channels + c] * scale + offset;                            \
-           else if (t->scale) for (int64_t i = 0; i < count; i++)                                 \
-               to[i] = (float)from[i * channels + c] * scale;                                     \
-           else if (t->offset) for (int64_t i = 0; i < count; i++)                                \
-               to[i] = (float)from[i * channels + c] + offset;                                    \
-           else for (int64_t i = 0; i < count; i++) to[i] = (float)from[i * channels + c];)
+           float scale = t->scale ? t->scale[c] : 1;                                              \
+           float offset = t->offset ? t->offset[c] : -0.0f; /* which changes no number */         \
+           for (int64_t i = 0; i < count; i++)                                                    \
+               to[i] = (float)from[i * channels + c] * scale + offset;)
 
 #define PLANES_OF(kind, planes, type)                                                             \
     case kind:                                                                                    \
