@@ -7,9 +7,8 @@
    not that of the object. So are two objects of one index, of which HDF5 takes the last.
 
    The place of an element is first what its reference says, and once its collection was walked, where
-   its values begin in the file. A collection is walked once for all of its elements that are asked
-   for, and for their neighbours in the dataset. Threads may share the places: each is written whole,
-   and whoever writes it writes the same. */
+   its values begin in the file; a walk is for its neighbours in the dataset, too. Threads may share the
+   places: each is written whole, and whoever writes it writes the same. */
 
 enum { COLLECTION_HEAD = 16, OBJECT_HEAD = 16, LEAST_COLLECTION = 4096, NUM_INDICES = 1 << 16 };
 enum { INDEX_BITS = 16, MOST_SKIPPED = 64, HEAP_WINDOW = 16 * 1024 };

@@ -1,7 +1,6 @@
 /* Rows of chunks that are kept decoded: they are copied without their file being opened, or looked
-   at again if that was done a moment ago. Chunks are looked up, and given back, many at a time: so
-   threads seldom wait for each other, and what lies in memory far apart is fetched at the same
-   time. */
+   at again if that was done a moment ago. Chunks are looked up many at a time: so threads seldom wait
+   for each other, and what lies in memory far apart is fetched at the same time. */
 
 enum { MAX_KEPT = 64, NUM_BLOCKS = 8, FETCHED_AHEAD = 4, MOST_FETCHED = 512 };
 

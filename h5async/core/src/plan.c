@@ -8,9 +8,9 @@ typedef struct {
     int32_t begin, end, layer;
 } Alike;
 
-static int is_planned(const Alike *alike, int32_t field)
+static int is_planned(const Field *fields, const Target *targets, int64_t field)
 {
-    return alike->targets[field].is_wanted && alike->fields[field].row_nbytes > 0;
+    return targets[field].is_wanted && fields[field].row_nbytes > 0;
 }
 
 static int plan_segment(BatchPlan *plan, const Field *f, int32_t field, int32_t layer,
@@ -42,7 +42,7 @@ static int plan_alike(BatchPlan *plan, const Alike *alike)
         ranks.end = behind - run->sample < run[1].rank - run->rank ? run->rank + behind - run->sample
                                                                    : run[1].rank;
         for (int32_t field = alike->begin; field < alike->end; field++)
-            if (is_planned(alike, field) &&
+            if (is_planned(alike->fields, alike->targets, field) &&
                 !plan_segment(plan, &alike->fields[field], field, alike->layer, segment, ranks))
                 return 0;
         ranks.run = last + (ranks.end == run[1].rank);
@@ -103,7 +103,7 @@ static int needs_order(const Field *fields, const Target *targets, int64_t num_f
 {
     for (int64_t i = 0; i < num_fields; i++) {
         const Field *f = &fields[i];
-        if (!targets[i].is_wanted || f->row_nbytes == 0)
+        if (!is_planned(fields, targets, i))
             continue;
         if (f->num_layers != 1 || f->layers->num_segments != 1 || f->layers->shape[0] < 0)
             return 1;
@@ -123,7 +123,7 @@ static int plan_group(BatchPlan *plan, const Field *fields, const Target *target
         alike.end = end_of_alike(fields, alike.begin, num_fields);
         int is_wanted = 0;
         for (int32_t field = alike.begin; field < alike.end; field++)
-            is_wanted |= is_same_group(&fields[field], first) && is_planned(&alike, field);
+            is_wanted |= is_same_group(&fields[field], first) && is_planned(fields, targets, field);
         for (alike.layer = 0; is_wanted && alike.layer < fields[alike.begin].num_layers; alike.layer++)
             if (!plan_alike(plan, &alike))
                 return 0;
@@ -193,7 +193,7 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
             if (!plan_group(plan, fields, targets, num_fields, field))
                 return 0;
         }
-        if (!targets[field].is_wanted || f->row_nbytes == 0)
+        if (!is_planned(fields, targets, field))
             continue;
         if (f->is_filled_first) {
             int64_t filled = f->spans ? 0 : count * (f->steps ? f->steps->num_offsets : 1);

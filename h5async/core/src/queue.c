@@ -1,9 +1,7 @@
 /* Batches wait here to be read, and threads wait for batches.
 
-   The consumer submits a batch, and may wait until another one is ready; neither needs a thread that
-   has Python's lock. A thread that comes for work plans the oldest batch, or reads a range of its
-   plan, and goes back to Python only with what Python has to do: a ticket, or a batch of which
-   something is left.
+   A thread that comes for work plans the oldest batch, or reads a range of its plan, and goes back to
+   Python only with what Python has to do: a ticket, or a batch of which something is left.
 
    Who waits for the consumer's event is woken by a count of all events: whoever looks at the count
    first, then for what it waits for, and then waits for another count, misses none.

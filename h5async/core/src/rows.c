@@ -35,24 +35,21 @@ static int rows_are_within(const Field *f, const Target *target, int64_t positio
 static int item_is_within(const BatchPlan *plan, const Field *f, const Target *target,
                           const Item *item)
 {
-    int are_within = 1;
-    if (f->limit == 0)
-        return 1;
-    if (item->kind == ROWS) {
-        Ranks ranks = ranks_of_item(item);
-        for (; are_within && ranks.rank < ranks.end; ranks.run++) {
-            const Wanted *w = &plan->sorted[ranks.run];
-            int64_t behind = w[1].rank < ranks.end ? w[1].rank : ranks.end;
-            are_within = rows_are_within(f, target, w->position + ranks.rank - w->rank,
-                                         behind - ranks.rank);
-            ranks.rank = behind;
+    int64_t at = item->first_run, end = at + item->num_runs, position, length, run = item->number;
+    while (f->limit && at < end) {
+        if (item->kind == ROWS) {
+            const Wanted *w = &plan->sorted[run++];
+            position = w->position + at - w->rank;
+            length = (w[1].rank < end ? w[1].rank : end) - at;
+            at += length;
+        } else {
+            position = plan->run_position[at], length = plan->run_length[at];
+            at++;
         }
-        return are_within;
+        if (!rows_are_within(f, target, position, length))
+            return 0;
     }
-    Runs runs = runs_of_item(plan, item);
-    for (int64_t r = 0; are_within && r < runs.count; r++)
-        are_within = rows_are_within(f, target, runs.position[r], runs.length[r]);
-    return are_within;
+    return 1;
 }
 
 /* Where a row lies in the file; -1: it was never written; INT64_MAX: where no read takes it from. */

@@ -1,12 +1,11 @@
-/* The files that a reader reads from: opened when they are first needed, and kept as far as a budget
-   goes.
+/* The files that a reader reads from: opened when first needed, and kept as far as a budget goes.
 
    A source is open as a descriptor, a memory map, or both. Where a reader has more sources than
    descriptors, a mapped one gives its descriptor back at once, and its state is asked for by path.
    A source that cannot be opened, or is not what was indexed, is refused: the Python implementation
    reads from it, or has the words. One that has to be opened anew while several threads use it is
-   stale: it is refused until the last of them has released it. A file that a writer has open for SWMR, so that others read
-   meanwhile, changes all the time: its state is not compared until the writer has ended. */
+   stale: it is refused until the last of them has released it. A file that a writer has open for SWMR
+   changes all the time: its state is not compared until the writer has ended. */
 
 enum { PATH_CHECKED = -2 }; /* for a descriptor: it was given back */
 
