@@ -94,7 +94,8 @@ class Delivery:
 
     def next_epoch(self, get_next_batch: Callable[[], Batch]) -> Iterator[Batch]:
         """Go to the next epoch of which no batch was taken; return its batches."""
-        self._counts.end_epoch(self.work())
+        if self._counts.open_epoch >= 0:
+            self._counts.end_epoch(self.work())
         course, following = self._position.course, self._ring.consumer.next
         first = course.schedule.epoch_begin(following)
         while first > following and first - 1 in course.given:
@@ -266,7 +267,7 @@ class Delivery:
     def _note(self, batch: Batch) -> None:
         counts = self._counts
         if batch.epoch not in (-1, counts.open_epoch):
-            counts.begin_epoch(batch.epoch, self.work())
+            counts.begin_epoch(batch.epoch, self.work() if counts.open_epoch >= 0 else Work())
         counts.note(batch.index)
         if batch.epoch >= 0:
             counts.last = batch.epoch, batch.number
@@ -381,7 +382,7 @@ class Delivery:
                     f"index: these samples have {total:,} values, and a batch of this reader"
                     f" has room for {transform.capacity:,}; give fewer, or use read()"
                 )
-        if config.cache is not None and not setup.samplings.selection.has(found):
+        if config.cache is not None and not setup.samplings.selection.are_in(found).all():
             raise ConfigError(
                 "index: with a cache, only samples that `indices` selects can be asked for; use"
                 " read(), or leave out the cache"
