@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from h5async import Field
 from h5async.codec.filters import Filter
 from h5async.core.binding import Core, address
-from h5async.core.structures import REFUSED, WantedStruct
+from h5async.core.structures import REFUSED
 from h5async.index.chunktable import ChunkTable
 from h5async.index.composition import join_layouts
 from h5async.index.layout import DatasetLayout
@@ -105,8 +105,9 @@ def layouts_of(paths: Sequence[Path], fields: Mapping[str, Field]) -> list[Datas
 
 def most_kept_nbytes(collection: Collection) -> list[int]:
     """Return, by field, the maximum bytes of decoded chunks that were kept so far."""
-    stores = (struct.store for struct in collection.tables.fields)
-    return [int(collection._core.most_kept(store)) if store else 0 for store in stores]
+    at, tables = collection._core.Store.from_address, collection.tables
+    stores = (struct.store for struct in tables.fields)
+    return [at(store).most_chunk_nbytes if store else 0 for store in stores]
 
 
 class Collected:
@@ -193,7 +194,7 @@ class Collected:
         """Return, by field, the rows that the core has refused, or left to h5py."""
         items, plan = self.collection._items(self.batch), self.batch.plan
         items = items[items["status"] == REFUSED]
-        wanted = _array(plan.sorted, plan.num_wanted + 1, np.dtype(WantedStruct))
+        wanted = _array(plan.sorted, plan.num_wanted + 1, self.collection._wanted)
         ranks = np.arange(wanted["rank"][-1])
         run = np.searchsorted(wanted["rank"], ranks, side="right") - 1
         position = wanted["position"][run].astype(np.int64) + ranks - wanted["rank"][run]

@@ -36,6 +36,14 @@ ReadInto = Callable[[int, list[memoryview]], None]
 class _Python:
     """Decodes references like the core."""
 
+    class Heap(ctypes.Structure):
+        """The members that are used here, of the core's structure."""
+
+        _fields_ = [(name, ctypes.c_void_p) for name in ("length", "place")] + [
+            (name, ctypes.c_int64)
+            for name in "count base value_nbytes address_nbytes size_nbytes is_text".split()
+        ]
+
     @staticmethod
     def decode_references(heap: Any, stored: int, most_nbytes: int) -> int:
         """Decode like the core's `decode_references`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import runpy
 import warnings
@@ -20,8 +19,6 @@ from typer.testing import CliRunner
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReadError
 from h5async.cli.main import app
-from h5async.core.binding import address
-from h5async.core.structures import UnpackStruct
 from h5async.index.metadata import read_layouts
 from h5async.plan.transform import native_unpack, row_transform
 
@@ -207,19 +204,6 @@ def test_a_fill_value_that_floats_do_not_hold_masks_nothing(tmp_path, core):
     assert native_unpack(core, transform_of(path)) is not None
     assert_same_bits(read(path), values)
     assert_same_bits(read(path), by_xarray(path))
-
-
-def test_unpackings_that_are_none(core):
-    out = np.zeros(64, np.uint8)
-    for struct in (
-        UnpackStruct(rows=1, count=1, source=0),
-        UnpackStruct(rows=1, count=1, source=9),
-        UnpackStruct(rows=-1, count=1, source=1),
-        UnpackStruct(rows=1, count=-1, source=1),
-        UnpackStruct(rows=1, count=1, source=1, is_wide=1),
-    ):
-        assert core.unpack(ctypes.byref(struct), address(out), address(out)) == 0
-    assert not out.any()
 
 
 # --- what netCDF4 masks ---------------------------------------------------------------------------

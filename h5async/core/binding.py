@@ -12,102 +12,63 @@ import ctypes
 import functools
 import os
 import time
-from ctypes import POINTER, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import Structure, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.entry import CoreFilter
 from h5async.codec.filters import Filter
 from h5async.core import structures
 from h5async.core.libraries import find_functions
-from h5async.core.structures import (
-    MAX_FILTERS,
-    FilterStruct,
-    LibrariesStruct,
-    MemberStruct,
-    TraceEventStruct,
-    TraceStruct,
-    WorkerStruct,
-    members,
-)
+from h5async.core.structures import MAX_FILTERS, structures_of
 from h5async.errors import ConfigError
 from h5async.io.localfiles import IoMode
 from h5async.system.interruptions import call_when_gone, suppressing
 from h5async.system.timeline import ThreadCounts
 
 _COST = "everything is read through h5py, by one thread at a time; values are the same"
-_TRACE_EVENT = np.dtype(TraceEventStruct)
 _SAME_CLOCK_NS = 10_000_000  # two readings of one clock are closer together
 
-# The core's functions, and the types of their parameters; comments in `src/` explain them.
+# The core's functions by the types of their parameters; comments in `src/` explain them.
 _TYPES = {"p": c_void_p, "i": c_int32, "q": c_int64, "Q": c_uint64}
 _FUNCTIONS = {
-    "transform": "ppp",
-    "unpack": "ppp",
-    "permute": "pqQQQp",
-    "draw": "pppqqq",
-    "window_block": "ppqq",
-    "cut": "ppqqq",
-    "cut_sorted": "ppppqqq",
-    "read_ranges": "ppppppqqq",
-    "cut_frames": "p",
-    "open_sources": "ppqqqiiq",
-    "open_ahead": "pq",
-    "descriptor": "pq",
-    "restamp": "pqqqqi",
-    "close_sources": "p",
-    "new_store": "qq",
-    "clear_store": "p",
-    "most_kept": "p",
-    "free_store": "p",
-    "plan_batch": "pppqpqqqq",
-    "read_batch": "pppppqq",
-    "read_again": "pppppq",
-    "free_plan": "p",
-    "next": "pp",
-    "do_oldest": "pp",
-    "spin": "pq",
-    "wait": "pqq",
-    "decode": "ppppqqqq",
-    "decode_references": "ppq",
-    "make_dense": "p",
-    "copy_runs": "pppppq",
-    "image_headers": "pppqq",
-    "look_up": "ppppq",
-    "copy_events": "ppqq",
-    "free": "p",
+    "ppp": "transform unpack",
+    "pqQQQp": "permute",
+    "pppqqq": "draw",
+    "ppqq": "window_block copy_events",
+    "ppqqq": "cut",
+    "ppppqqq": "cut_sorted",
+    "ppppppqqq": "read_ranges",
+    "p": "cut_frames open_sources close_sources clear_store free_store free_plan make_dense free",
+    "pq": "open_ahead descriptor spin",
+    "pqqqqi": "restamp",
+    "qq": "new_store",
+    "pppqpqqqq": "plan_batch",
+    "pppppqq": "read_batch",
+    "pppppq": "read_again copy_runs",
+    "pqq": "wait",
+    "ppppqqqq": "decode",
+    "ppq": "decode_references next",
+    "pppqq": "image_headers",
+    "ppppq": "look_up",
 }
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
 _BRIEF_FUNCTIONS = {
-    "visit": "p",
-    "open_queue": "ppppqqqqi",
-    "select": "ppqq",
-    "draw_from": "ppq",
-    "open_job": "ppppqq",
-    "submit": "pppqqqqi",
-    "drop": "pqq",
-    "samples_at": "pq",
-    "ready_at": "pqq",
-    "is_planned": "pq",
-    "put_ticket": "p",
-    "forget_jobs": "p",
-    "end_queue": "p",
-    "plan_ns": "p",
-    "events": "p",
-    "wake": "p",
-    "clock": "",
-    "trace": "pp",
+    "p": "visit open_queue put_ticket forget_jobs end_queue events wake",
+    "pppqqqqi": "submit",
+    "pqq": "drop samples_at",
+    "": "clock",
+    "pp": "trace",
 }
 
 
 class Core:
     """The compiled core, loaded. `OSError` is raised if it cannot be, or is of another version.
 
-    Its functions are attributes. Most release the GIL, and may be called from many threads, each
-    with its own worker.
+    Its functions and structures are attributes. Most functions release the GIL, and may be called
+    from many threads, each with its own worker.
 
     Attributes
     ----------
@@ -115,26 +76,25 @@ class Core:
         The shared library.
     missing
         Codec libraries that were not found; data that need them are read through h5py.
-    nbytes
-        By name: the memory for structures that only the core looks into.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         library, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         try:
-            found = _members_of(library)
-            self.nbytes = {name: found.pop(name, (0, 0))[1] for name in ("Sources", "Queue", "Job")}
-            if found != members(structures.STRUCTURES):
+            if _function(library, "abi", "")() != structures.ABI:
                 raise OSError(f"{path} was built for another version; install h5async again")
+            for name, structure in structures_of(library).items():
+                setattr(self, name, structure)
             for build, functions in (library, _FUNCTIONS), (brief, _BRIEF_FUNCTIONS):
-                for name, parameters in functions.items():
-                    setattr(self, name, _function(build, name, parameters))
+                for parameters, names in functions.items():
+                    for name in names.split():
+                        setattr(self, name, _function(build, name, parameters))
         except AttributeError as error:
             raise OSError(f"{path} is not h5async's core") from error
         self.new_store.restype = c_void_p
         addresses, self.missing = find_functions()
-        self._libraries = LibrariesStruct(**addresses)
+        self._libraries = self.Libraries(**addresses)
 
     if TYPE_CHECKING:
 
@@ -147,8 +107,14 @@ class Core:
         taken = [found for entry in filters if (found := entry.core) is not None]
         if len(taken) < len(filters) or any(entry.library in self.missing for entry in taken):
             return None
-        structs = [_filter_struct(entry) for entry in taken]
-        return (FilterStruct * max(1, len(structs)))(*structs)
+        values = [(ctypes.c_uint32 * len(entry.values))(*entry.values) for entry in taken]
+        structs = [
+            self.Filter(*entry[:3], ctypes.addressof(given), len(given), entry.function)
+            for entry, given in zip(taken, values, strict=True)
+        ]
+        found = (self.Filter * max(1, len(structs)))(*structs)
+        found.values = values  # to which the structures point
+        return found
 
     def new_worker(
         self,
@@ -161,7 +127,7 @@ class Core:
 
         Once `stop` is not 0, calls end as soon as they can, with `Event.STOPPED`.
         """
-        struct = WorkerStruct(
+        struct = self.Worker(
             libraries=ctypes.pointer(self._libraries),
             encoded=address(encoded),
             chunk=address(chunk),
@@ -169,9 +135,9 @@ class Core:
             encoded_nbytes=encoded.nbytes,
             chunk_nbytes=chunk.nbytes,
             between_nbytes=min(array.nbytes for array in between),
-            stop=None if stop is None else ctypes.pointer(stop),
+            stop=None if stop is None else ctypes.addressof(stop),
         )
-        return CoreWorker(struct, self.free, self.trace)
+        return CoreWorker(struct, self.free, self.trace, stop)
 
 
 class CoreWorker:
@@ -181,8 +147,9 @@ class CoreWorker:
     calls and the moments at which the GIL was held again.
     """
 
-    def __init__(self, struct: WorkerStruct, free: Any, trace: Any) -> None:
-        self.struct = struct
+    def __init__(self, struct: Structure, free: Any, trace: Any, stop: c_int32 | None) -> None:
+        self.struct: Any = struct
+        self._stop = stop  # to which the structure points
         self.gil_wait_ns = 0
         self._trace = trace
         self._traces: tuple[CoreTrace, ...] = ()  # whose memory a call may use
@@ -221,8 +188,8 @@ class CoreTrace:
 
     def __init__(self, core: Core, capacity: int) -> None:
         self._core = core
-        self._events = np.zeros(capacity, _TRACE_EVENT)
-        self.struct = TraceStruct(address(self._events), capacity, 0)
+        self._events: NDArray[Any] = np.zeros(capacity, core.TraceEvent)
+        self.struct = core.Trace(address(self._events), capacity, 0)
         # Python's clock minus the core's: 0 on Linux.
         self._offset_ns = time.perf_counter_ns() - int(core.clock())
         if abs(self._offset_ns) < _SAME_CLOCK_NS:
@@ -239,7 +206,7 @@ class CoreTrace:
         Times are those of `time.perf_counter_ns`. An event that is just being noted has the end 0.
         """
         count = max(0, min(self.count, len(self._events)) - begin)
-        found = np.empty(count, _TRACE_EVENT)
+        found = np.empty(count, self._events.dtype)
         self._core.copy_events(ctypes.byref(self.struct), address(found), begin, count)
         if self._offset_ns:
             found["begin_ns"] += self._offset_ns
@@ -304,21 +271,6 @@ def why_no_core() -> str | None:
 
 def _installed() -> list[Path]:
     return sorted(Path(__file__).parent.glob("_core*.so"))
-
-
-def _members_of(library: Any) -> dict[str, tuple[int, int]]:
-    """Return offset and size of each member of each structure, as a core was built."""
-    count = _function(library, "num_members", "")()
-    members = library.h5async_members
-    members.restype = POINTER(MemberStruct)
-    members.argtypes = []
-    found = members()
-    return {found[i].name.decode(): (found[i].offset, found[i].nbytes) for i in range(count)}
-
-
-def _filter_struct(entry: CoreFilter) -> FilterStruct:
-    values = (ctypes.c_uint32 * max(1, len(entry.values)))(*entry.values)
-    return FilterStruct(*entry[:3], values, len(entry.values), entry.function)
 
 
 def _function(library: Any, name: str, parameters: str) -> Any:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from ctypes import c_void_p
 from pathlib import Path
-from typing import Any
 
 import h5py
 import imagecodecs
@@ -41,24 +40,18 @@ def find_functions() -> tuple[dict[str, int], frozenset[str]]:
     found: dict[str, int] = {}
     missing = set(LIBRARIES)
     for name, functions in LIBRARIES.items():
-        for library in _codec_libraries(name):
-            if all(hasattr(library, function) for function in functions):
-                for function in functions:
-                    pointer = ctypes.cast(getattr(library, function), c_void_p)
-                    found[function] = pointer.value or 0
+        for path in _codec_paths(name):
+            with suppressing(OSError, AttributeError):
+                library = ctypes.CDLL(path)
+                pointers = [ctypes.cast(getattr(library, one), c_void_p) for one in functions]
+                found |= {n: p.value or 0 for n, p in zip(functions, pointers, strict=True)}
                 missing.discard(name)
                 break
     return found, frozenset(missing)
 
 
-def _codec_libraries(name: str) -> Iterator[Any]:
-    """Yield the shared libraries of a codec: imagecodecs', the environment's, the system's."""
-    for path in _codec_paths(name):
-        with suppressing(OSError):
-            yield ctypes.CDLL(path)
-
-
 def _codec_paths(name: str) -> Iterator[str]:
+    """Yield the shared libraries of a codec: imagecodecs', the environment's, the system's."""
     # The extension module loads what the codec's library itself needs.
     with suppressing(ImportError):
         importlib.import_module(f"imagecodecs._{name}")

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.core.binding import Core, address, load_core
-from h5async.core.structures import FramesStruct
 from h5async.deliver.decodeplan import EncodedFormat, EncodedPlan, NotDecoded, encoded_format
 from h5async.deliver.gpu import Gpu
 from h5async.deliver.kernels import Kernels
@@ -285,9 +284,9 @@ class DeviceDecoder:
             stream.ptr,
         )
 
-    def _cut(self, plan: EncodedPlan, staging: Staging) -> FramesStruct:
+    def _cut(self, plan: EncodedPlan, staging: Staging) -> Any:
         form, blocks, copies = self.form, staging.blocks, staging.copies
-        frames = FramesStruct(
+        frames = self._core.Frames(
             base=address(staging.encoded),
             position=address(plan.chunks.position),
             nbytes=address(plan.chunks.nbytes),

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import HeapStruct
 from h5async.errors import ReadError
 from h5async.index.hdf5 import NotDirectError, Opened, file_properties, uses_fill_value
 from h5async.index.storedtypes import describe, without_metadata
@@ -162,7 +161,7 @@ class Sequences:
         for first, references in blocks:
             here = slice(first, first + len(references))
             found = cls(form, where, length[here], place[here], 0)
-            heap, stored = found.struct(), np.ascontiguousarray(references)
+            heap, stored = found.struct(core), np.ascontiguousarray(references)
             more = core.decode_references(ctypes.byref(heap), address(stored), file_nbytes)
             if more < 0:
                 number = -1 - more
@@ -175,11 +174,11 @@ class Sequences:
             total += more
         return cls(form, where, length, place, total)
 
-    def struct(self) -> HeapStruct:
+    def struct(self, core: Core) -> Any:
         """Return the structure for the core, which writes to the positions."""
         assert self.place.flags.writeable
         form = self.form
-        return HeapStruct(
+        return core.Heap(
             length=address(self.length),
             place=address(self.place),
             count=self.length.size,

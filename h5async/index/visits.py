@@ -18,14 +18,13 @@ import itertools
 import math
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import address, load_core
-from h5async.core.structures import VisitStruct
+from h5async.core.binding import Core, address, load_core
 from h5async.errors import ReadError
 from h5async.index.chunktable import grid_of
 from h5async.index.hdf5 import (
@@ -121,7 +120,7 @@ def first_unlike(dataset: Opened, grid: Sequence[int], number: Int64s, nbytes: I
     count = len(number)
     if core is not None and look_up:
         number, nbytes = np.ascontiguousarray(number), np.ascontiguousarray(nbytes)
-        struct, _extents = _visit_struct(dataset, grid)
+        struct, _extents = _visit_struct(core, dataset, grid)
         pointers = ctypes.byref(struct), address(number), address(nbytes), look_up
         with h5py._objects.phil:
             found = int(core.look_up(*pointers, count))
@@ -139,7 +138,7 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
     core, iterate = load_core(), function_address("H5Dchunk_iter")
     if core is None or not iterate or h5py.version.hdf5_version_tuple < _LEAST_VERSION:
         return None
-    struct, _extents = _visit_struct(dataset, grid)
+    struct, _extents = _visit_struct(core, dataset, grid)
     struct.iterate = iterate
     struct.save_thread, struct.restore_thread, struct.check_signals = _python_functions()
     capacity = _FIRST_CAPACITY
@@ -165,11 +164,11 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
         return Visited(number[:count], offset[:count], nbytes[:count], mask[:count], *facts)
 
 
-def _visit_struct(dataset: Opened, grid: Sequence[int]) -> tuple[VisitStruct, Int64s]:
+def _visit_struct(core: Core, dataset: Opened, grid: Sequence[int]) -> tuple[Any, Int64s]:
     """Return the core's description of a dataset, and an array that it points to."""
     extents = np.array([dataset.chunks, grid], np.int64)
     at = address(extents)
-    struct = VisitStruct(
+    struct = core.Visit(
         dataset=dataset.id.id, rank=len(grid), chunk=at, grid=at + extents.nbytes // 2
     )
     return struct, extents

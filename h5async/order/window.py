@@ -20,13 +20,12 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
-from h5async.core.structures import WindowStruct
 from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.units import sample_bounds
@@ -49,7 +48,7 @@ _IN_FLIGHT_SHARE = 1 / 4  # of the memory, for batches in preparation
 
 
 class _Table(NamedTuple):
-    """Tables that an epoch's order is computed from, and the same for the core.
+    """Tables that an epoch's order is computed from, and the same for the core, if there is one.
 
     `unit`, int64 (n,), has the units in the order in which they start; `skip` and `counts`, each
     unit's samples that belong to the piece before, and to this one; `begin`, int64 (blocks + 1,),
@@ -60,7 +59,7 @@ class _Table(NamedTuple):
     skip: Int64s
     counts: Int64s
     begin: Int64s
-    struct: WindowStruct
+    struct: Any
 
 
 class WindowOrder:
@@ -117,8 +116,8 @@ class WindowOrder:
         begin = begin if begin[-1] == total else np.append(begin, total)
         arrays = unit, skip, counts, self._bounds, self._delay
         keys = round_keys(self._seed, epoch, "window").tolist()
-        sizes = count, self._size, self._group_rounds
-        struct = WindowStruct(*map(address, arrays), *sizes, tuple(keys))
+        sizes, core = (count, self._size, self._group_rounds), load_core()
+        struct = core and core.Window(*map(address, arrays), *sizes, tuple(keys))
         return _Table(unit, skip, counts, begin, struct)
 
     def _subtract_missing(self, size: Int64s, shorter: Int64s, missing: Int64s) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.core.binding import Core, address
-from h5async.core.structures import TransformStruct, UnpackStruct, transform_source
+from h5async.core.structures import transform_source
 from h5async.errors import ConfigError
 from h5async.index.attributes import DimensionNames, numbered_axis
 from h5async.index.layout import DatasetLayout, Text
@@ -27,7 +27,7 @@ from h5async.plan.cf import CfDecoder, Unpacking, cf_decoder
 _TEXT_BLOCK_NBYTES = 1 << 18  # converted at a time
 # Numbers of stored types; see src/unpack.c.
 _SOURCES = {"i1": 1, "u1": 2, "i2": 3, "u2": 4, "i4": 5, "u4": 6, "f4": 7, "f8": 8}
-_WITHOUT = {"scale": 1.0, "offset": 0.0, "low": -np.inf, "high": np.inf}  # if there is none
+_WITHOUT = {"scale": 1.0, "offset": -0.0, "low": -np.inf, "high": np.inf}  # if there is none
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 # Fills the second array from the first one, for these samples, as `RowTransform.apply` does.
@@ -275,12 +275,12 @@ class NativeTransform:
     """
 
     core: Core
-    struct: TransformStruct
+    struct: Any
     factors: list[NDArray[np.float32] | None]
 
     def __call__(self, raw: NDArray[Any], out: NDArray[Any], _: Any = None) -> None:
         """Fill `out` from `raw`."""
-        call = TransformStruct.from_buffer_copy(self.struct)
+        call = type(self.struct).from_buffer_copy(self.struct)
         call.samples = len(raw)
         self.core.transform(ctypes.byref(call), address(raw), address(out))
 
@@ -300,7 +300,7 @@ def native_transform(core: Core, transform: RowTransform) -> NativeTransform | N
         None if f is None else np.broadcast_to(f.reshape(-1), channels).astype(np.float32)
         for f in (transform.scale, transform.offset)
     ]
-    struct = TransformStruct(
+    struct = core.Transform(
         points=math.prod(transform.row) // channels,
         channels=channels,
         source=source,
@@ -343,15 +343,13 @@ def native_unpack(core: Core, transform: RowTransform) -> Transformer | None:
         raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None
     ) -> None:
         numbers = decoder.numbers(index)
-        call = UnpackStruct(
+        call = core.Unpack(
             rows=len(raw),
             which=None if numbers is None else address(numbers),
             count=math.prod(transform.row),
             source=source,
             is_double=form.dtype == _DOUBLE,
             is_wide=transform.dtype == _DOUBLE,
-            has_scale=form.scale is not None,
-            has_offset=form.offset is not None,
             **{name: address(column) for name, column in columns.items()},
         )
         core.unpack(ctypes.byref(call), address(raw), address(out))

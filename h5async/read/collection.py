@@ -18,16 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import (
-    IO_MODES,
-    REFUSED,
-    BatchPlanStruct,
-    Event,
-    FileStruct,
-    ItemStruct,
-    TargetStruct,
-    WantedStruct,
-)
+from h5async.core.structures import IO_MODES, REFUSED, Event
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.extents import SourceFile
 from h5async.index.shapes import Kind
@@ -41,14 +32,13 @@ from h5async.read.queue import SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
-_ITEM, _WANTED = map(np.dtype, (ItemStruct, WantedStruct))
 
 
 class Planned(NamedTuple):
     """The plan of a batch, as arrays of the core, valid until the slot is planned again.
 
-    `items` are of `ItemStruct`. By run, int64: begin within a chunk's rows, begin within the batch,
-    and length.
+    `items` are the core's `Item`s. By run, int64: begin within a chunk's rows, begin within the
+    batch, and length.
     """
 
     items: NDArray[Any]
@@ -63,16 +53,17 @@ class Collection:
     def __init__(self, core: Core, tables: CoreTables) -> None:
         self._core = core
         self.tables = tables
+        self._item, self._wanted = np.dtype(core.Item), np.dtype(core.Wanted)
         self._batches: list[SlotBatch] = []
 
     def new_batch(
         self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int
     ) -> SlotBatch:
         """Return the memory for the plans of a slot with this memory, for `rows` samples."""
-        targets = (TargetStruct * len(self.tables.fields))()
+        targets = (self._core.Target * len(self.tables.fields))()
         for target, one, other in zip(targets, raw, out, strict=True):
             target.raw, target.out, target.capacity = address(one), address(other), len(one)
-        batch = SlotBatch(BatchPlanStruct(), targets, rows, (raw, out))
+        batch = SlotBatch(self._core.BatchPlan(), targets, rows, (raw, out))
         self._batches.append(batch)
         return batch
 
@@ -210,7 +201,7 @@ class Collection:
         stamp: FileStamp,
     ) -> bool:
         mapped = file.map_address or None, file.map_nbytes
-        opened = FileStruct(file.descriptor, IO_MODES[file.io], *mapped, *stamp)
+        opened = self._core.File(file.descriptor, IO_MODES[file.io], *mapped, *stamp)
         if file.has_swmr_writer:
             opened.nbytes = -1  # it changes all the time
         for number in numbers:
@@ -269,7 +260,7 @@ class Collection:
         begin = int(layer.begin[segment])
         if item["kind"] != Kind.ROWS:
             return Extent(begin, 0, None)
-        wanted = _array(batch.plan.sorted, batch.plan.num_wanted + 1, _WANTED)
+        wanted = _array(batch.plan.sorted, batch.plan.num_wanted + 1, self._wanted)
         ranks = np.arange(item["first_run"], item["first_run"] + item["num_runs"])
         run = np.searchsorted(wanted["rank"], ranks, side="right") - 1
         samples = wanted["sample"][run] + ranks - wanted["rank"][run]
@@ -288,7 +279,7 @@ class Collection:
             yield field, np.unique(numbers_in(plan.run_position[run], plan.run_length[run]))
 
     def _items(self, batch: SlotBatch) -> NDArray[Any]:
-        return _array(batch.plan.items, batch.plan.num_items, _ITEM)
+        return _array(batch.plan.items, batch.plan.num_items, self._item)
 
     def close(self) -> None:
         """Close the files and free all memory, which must not be in use. Idempotent."""

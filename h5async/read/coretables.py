@@ -16,18 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import (
-    IO_MODES,
-    MAX_RANK,
-    DatasetStruct,
-    FieldStruct,
-    HeapStruct,
-    LayerStruct,
-    ShapeStruct,
-    SourceStruct,
-    SpanRowsStruct,
-    StepRowsStruct,
-)
+from h5async.core.structures import IO_MODES, MAX_RANK
 from h5async.index.extents import SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout
@@ -41,7 +30,6 @@ from h5async.system.interruptions import suppressing
 
 Int64s = NDArray[np.int64]
 _ALL_BITS = (1 << 64) - 1
-_SOURCE = np.dtype(SourceStruct)
 # For this time after a file was last checked for changes, rows of its kept decoded chunks are
 # delivered without another check, which would cost more than they do. Batches are read ahead by
 # more than that.
@@ -98,7 +86,7 @@ class CoreTables:
             if source.values is None:
                 self._numbers.setdefault((source.path, source.is_heap), []).append(number)
         self.sources = self._open_sources()
-        self.fields = (FieldStruct * len(layouts))()
+        self.fields = (core.Field * len(layouts))()
         share = 1.0 if samples is None else samples / max(1, self.num_samples)
         made: dict[Any, Any] = {}  # structures of equal rows are shared
         self._keep.append(made)
@@ -118,7 +106,7 @@ class CoreTables:
         self.transforms = [bool(struct.transform) for struct in self.fields]
 
     def _open_sources(self) -> Any:
-        table = np.zeros(len(self.files), _SOURCE)
+        table = np.zeros(len(self.files), self._core.Source)
         mapped: dict[int, bool] = {}
         for row, source in zip(table, self.files, strict=True):
             if source.values is not None:
@@ -135,18 +123,17 @@ class CoreTables:
             table[name] = column.view(np.int64)  # it wraps, as in C
         self._table = table  # the core writes to it from now on
         gives_back = len(table) > self._most_files
-        memory = ctypes.create_string_buffer(self._core.nbytes["Sources"])
-        self._core.open_sources(
-            memory,
-            address(table),
-            len(table),
-            affordable_maps() if gives_back else self._most_files,
-            self._most_files,
-            IO_MODES[self._io],
-            gives_back,
-            _TRUSTED_NS,
+        opened = self._core.Sources(
+            sources=address(table),
+            count=len(table),
+            most_open=max(1, affordable_maps() if gives_back else self._most_files),
+            most_files=max(1, self._most_files),
+            io=IO_MODES[self._io],
+            gives_back=gives_back,
+            trusted_ns=_TRUSTED_NS,
         )
-        return memory
+        self._core.open_sources(ctypes.byref(opened))
+        return ctypes.pointer(opened)
 
     def _describe_field(
         self, field: int, kept_nbytes: int, uses: float, transform: NativeTransform | None
@@ -154,8 +141,8 @@ class CoreTables:
         struct, table, layout = self.fields[field], self.of_fields[field], self.layouts[field]
         keeps = what_to_keep(table, layout, kept_nbytes, uses)
         shapes = zip(table.shapes, keeps, strict=True)
-        struct.layers = (LayerStruct * len(table.layers))(*map(self._layer, table.layers))
-        struct.shapes = (ShapeStruct * len(table.shapes))(
+        struct.layers = (self._core.Layer * len(table.layers))(*map(self._layer, table.layers))
+        struct.shapes = (self._core.Shape * len(table.shapes))(
             *(self._shape(shape, layout.row_nbytes, what) for shape, what in shapes)
         )
         chunks = table.chunks
@@ -171,8 +158,8 @@ class CoreTables:
         if layout.heaps:
             assert layout.lengths is not None
             self._keep.append(layout.heaps)  # whose structures point to their arrays
-            heaps = [heap.elements.struct() for heap in layout.heaps]
-            struct.heaps = (HeapStruct * len(heaps))(*heaps)
+            heaps = [heap.elements.struct(self._core) for heap in layout.heaps]
+            struct.heaps = (self._core.Heap * len(heaps))(*heaps)
             struct.lengths, struct.num_rows = self._hold(layout.lengths), layout.lengths.size
         struct.limit = layout.limit or 0
         is_whole = len(table.layers) == 1 and not table.is_filled_first
@@ -186,30 +173,28 @@ class CoreTables:
             if not struct.store:
                 raise MemoryError("no memory is left for decoded chunks")
 
-    def _describe_rows(
-        self, struct: FieldStruct, rows: StepRows | SpanRows, made: dict[Any, Any]
-    ) -> None:
+    def _describe_rows(self, struct: Any, rows: StepRows | SpanRows, made: dict[Any, Any]) -> None:
         if isinstance(rows, SpanRows):
-            spans = SpanRowsStruct(self._hold(rows.starts), rows.starts.size - 1)
+            spans = self._core.SpanRows(self._hold(rows.starts), rows.starts.size - 1)
             struct.spans = made.setdefault(rows, ctypes.pointer(spans))
             return
         offsets = np.array(rows.offsets, np.int64)
         arrays = map(self._hold, (offsets, rows.starts, rows.ends))
-        steps = StepRowsStruct(*arrays, rows.size, rows.starts.size, rows.pad == "zero")
+        steps = self._core.StepRows(*arrays, rows.size, rows.starts.size, rows.pad == "zero")
         struct.steps = made.setdefault(rows, ctypes.pointer(steps))
 
-    def _layer(self, layer: Layer) -> LayerStruct:
+    def _layer(self, layer: Layer) -> Any:
         names = ("first", "row", "step", "shape", "source", "begin", "count", "is_sparse")
         held = [self._hold(np.ascontiguousarray(getattr(layer, name))) for name in names[1:]]
         first = self._firsts.setdefault(layer.first.tobytes(), layer.first)
-        return LayerStruct(self._hold(first), *held, layer.row.size)
+        return self._core.Layer(self._hold(first), *held, layer.row.size)
 
-    def _shape(self, shape: Shape, row_nbytes: int, keeps: Keeps) -> ShapeStruct:
+    def _shape(self, shape: Shape, row_nbytes: int, keeps: Keeps) -> Any:
         filters = self._core.filters(shape.filters)
         self._keep.append(filters)
         arrays = "chunk_strides row_strides extents row_begin piece_begin fill".split()
         numbers = "chunk_nbytes chunk_samples sample_stride itemsize rows_are_whole".split()
-        dataset = DatasetStruct(
+        dataset = self._core.Dataset(
             filters=filters,
             num_filters=len(shape.filters),
             num_cross=shape.extents.shape[0],
@@ -219,7 +204,7 @@ class CoreTables:
             **{name: self._hold(getattr(shape, name)) for name in arrays},
             **{name: getattr(shape, name) for name in numbers},
         )
-        return ShapeStruct(
+        return self._core.Shape(
             dataset,
             self._hold(shape.cross_number),
             shape.number_stride,
@@ -284,4 +269,4 @@ class CoreTables:
         """Close the files and free kept memory, which must not be in use. Idempotent."""
         self._core.close_sources(self.sources)
         for struct in self.fields:
-            self._core.free_store(ctypes.addressof(struct) + FieldStruct.store.offset)
+            self._core.free_store(ctypes.addressof(struct) + self._core.Field.store.offset)

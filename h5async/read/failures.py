@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from h5async.codec.filters import Filter
-from h5async.core.structures import FailureStruct, FileStruct
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.index.variablelength import DAMAGED as DAMAGED_HEAP
@@ -83,9 +82,9 @@ def find_chunk(layout: DatasetLayout, path: str, extent: Extent) -> Chunk | Data
 
 
 def error_of(
-    failure: FailureStruct,
+    failure: Any,
     file: LocalFile,
-    opened: FileStruct,
+    opened: Any,
     extent: Extent,
     found: Chunk | DatasetLayout | None,
 ) -> ReadError:
@@ -111,7 +110,7 @@ def error_of(
     )
 
 
-def decoding_error(failure: FailureStruct, filters: tuple[Filter, ...]) -> str:
+def decoding_error(failure: Any, filters: tuple[Filter, ...]) -> str:
     """Say why the core could not decode a chunk."""
     label = filters[failure.filter].label if 0 <= failure.filter < len(filters) else None
     if failure.reason == Reason.WRONG_SIZE:
@@ -123,9 +122,7 @@ def decoding_error(failure: FailureStruct, filters: tuple[Filter, ...]) -> str:
     return f"expected at most {failure.expected} bytes, got {failure.found}"
 
 
-def error_of_element(
-    failure: FailureStruct, file: LocalFile, opened: FileStruct, where: str
-) -> ReadError:
+def error_of_element(failure: Any, file: LocalFile, opened: Any, where: str) -> ReadError:
     """Return the error of an element of variable length; `where` names its dataset."""
     where = f"{where}, element {failure.extent}"
     if failure.reason == Reason.HEAP_NUL:
@@ -142,7 +139,7 @@ def error_of_element(
     )
 
 
-def _unreadable(file: LocalFile, opened: FileStruct, extent: Extent) -> str:
+def _unreadable(file: LocalFile, opened: Any, extent: Extent) -> str:
     if opened.error:
         why = os.strerror(opened.error)
         return f"{file.path}: reading at byte {opened.failed_at} failed: {why}"

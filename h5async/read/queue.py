@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import BatchPlanStruct
 from h5async.order.selection import Selection
 from h5async.read.coretables import CoreTables
 from h5async.read.scratch import Scratch
@@ -34,7 +33,7 @@ class SlotBatch(NamedTuple):
     By field, `targets` are the slot's memory: `rows` rows of the `arrays` that they point to.
     """
 
-    plan: BatchPlanStruct
+    plan: Any
     targets: Any
     rows: int
     arrays: Any
@@ -58,36 +57,37 @@ class BatchQueue:
     ) -> None:
         self._core = core
         self._keep: tuple[Any, ...] = tables, batches, selection.numbers
-        self._jobs = ctypes.create_string_buffer(core.nbytes["Job"] * len(batches))
-        self._queue = ctypes.create_string_buffer(core.nbytes["Queue"])
-        core.open_queue(
-            self._queue,
-            self._jobs,
-            tables.fields,
-            tables.sources,
-            len(tables.fields),
-            tables.num_samples,
-            len(batches),
-            num_threads,
-            usable_cores() > 1,
+        self._jobs = (core.Job * len(batches))()
+        self._struct = core.Queue(
+            fields=tables.fields,
+            sources=tables.sources,
+            jobs=self._jobs,
+            num_fields=len(tables.fields),
+            num_samples=tables.num_samples,
+            num_jobs=len(batches),
+            num_threads=num_threads,
+            selected=None if selection.numbers is None else address(selection.numbers),
+            start=selection.start,
+            step=selection.step,
+            may_spin=usable_cores() > 1,
         )
-        numbers = None if selection.numbers is None else address(selection.numbers)
-        core.select(self._queue, numbers, selection.start, selection.step)
+        self._queue = ctypes.pointer(self._struct)
+        core.open_queue(self._queue)
         self._samples: list[Int64s] = []  # by slot
         self._mapping: Uint64s | None = None
         self._mapping_at: int | None = None  # its address, which is slow to get from NumPy
-        for slot, batch in enumerate(batches):
+        for job, batch in zip(self._jobs, batches, strict=True):
             for target in batch.targets:
                 target.is_wanted = True
             samples = np.empty(2 * batch.rows, np.int64)  # the batch's, and those of the next one
-            plan = ctypes.byref(batch.plan)
-            core.open_job(self._queue, plan, batch.targets, address(samples), slot, batch.rows)
+            job.plan, job.targets = ctypes.pointer(batch.plan), batch.targets
+            job.samples, job.rows = address(samples), batch.rows
             self._samples.append(samples)
 
     def draw_from(self, table: NDArray[Any]) -> None:
         """Set the alias table from which samples are drawn, before the first batch is submitted."""
         self._keep += (table,)
-        self._core.draw_from(self._queue, address(table), table.size)
+        self._struct.table, self._struct.num_columns = address(table), table.size
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class BatchQueue:
         They are int64 (count,), a new array; None while it is read, or something is left to Python.
         """
         samples = self._samples  # empty if the reader was closed meanwhile
-        at = self._core.ready_at(self._queue, slot, serial)
+        at = self._core.samples_at(self._queue, slot, serial)
         return None if at < 0 or not samples else samples[slot][at : at + count].copy()
 
     def events(self) -> int:
@@ -161,7 +161,7 @@ class BatchQueue:
         Returns `END`, `TICKET`, or the slot of a batch with work left.
         """
         worker = scratch.worker(self._core)
-        found = int(self._core.next(self._queue, ctypes.byref(worker.struct)))
+        found = int(self._core.next(self._queue, ctypes.byref(worker.struct), True))
         if found != END:
             worker.note_return()
         return found
@@ -172,16 +172,16 @@ class BatchQueue:
         Returns `NOTHING` if there is none, `READY`, `END`, or the slot of a batch with work left.
         """
         worker = scratch.worker(self._core)
-        return int(self._core.do_oldest(self._queue, ctypes.byref(worker.struct)))
+        return int(self._core.next(self._queue, ctypes.byref(worker.struct), False))
 
     def samples(self, slot: int, count: int) -> Int64s:
         """Return the sample numbers of a batch that `next` returned, as a new array (count,)."""
-        at = self._core.samples_at(self._queue, slot)
+        at = self._core.samples_at(self._queue, slot, -1)
         return self._samples[slot][at : at + count].copy()
 
     def is_planned(self, slot: int) -> bool:
         """Tell whether the batch that `next` returned was planned."""
-        return bool(self._core.is_planned(self._queue, slot))
+        return bool(self._jobs[slot].is_planned)
 
     # --- the pool's calls -------------------------------------------------------------------------
 
@@ -203,4 +203,4 @@ class BatchQueue:
 
     def plan_seconds(self) -> float:
         """Return the time spent on plans, summed up over all threads."""
-        return int(self._core.plan_ns(self._queue)) / 1e9
+        return int(self._struct.plan_ns) / 1e9

@@ -287,7 +287,7 @@ class Csr(SampleArrays):
         """Have the core make the rows; return the number made, or None for unsupported arrays."""
         # Imported here because it is slow, and not every program makes dense rows.
         from h5async.core.binding import address, load_core
-        from h5async.core.structures import VALUE_KINDS, SparseStruct
+        from h5async.core.structures import VALUE_KINDS
 
         core, data, indices = load_core(), self.data, self.indices
         kinds = VALUE_KINDS.get(data.dtype), VALUE_KINDS.get(out.dtype)
@@ -298,7 +298,7 @@ class Csr(SampleArrays):
         if core is None or None in kinds or not (can_read and can_write and is_index):
             return None
         indptr = np.ascontiguousarray(self.indptr, np.int64)
-        sparse = SparseStruct(
+        sparse = core.Sparse(
             data=address(data),
             indices=address(indices),
             indptr=address(indptr),

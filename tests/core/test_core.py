@@ -51,7 +51,7 @@ from h5async.codec.filters import (
 from h5async.core import binding as core_module
 from h5async.core import libraries, structures
 from h5async.core.binding import Core, address, load_core
-from h5async.core.structures import TransformStruct, transform_source
+from h5async.core.structures import transform_source
 from h5async.errors import ReaderClosedError
 from h5async.fill.reading import BatchReader
 from h5async.index.metadata import read_layouts
@@ -1094,7 +1094,7 @@ class Images:
         samples, points, channels = values.shape
         out = Guarded(values.size * self.delivered.itemsize, shift=0)
         raw = values.copy()
-        struct = TransformStruct(samples, points, channels, self.source, self.source > 8)
+        struct = self.core.Transform(samples, points, channels, self.source, self.source > 8)
         factors = [None if f is None else f.copy() for f in (self.scale, self.offset)]
         struct.scale, struct.offset = (None if f is None else address(f) for f in factors)
         done = self.core.transform(ctypes.byref(struct), address(raw), address(out.inside))
@@ -1181,29 +1181,6 @@ def test_every_16_bit_number_as_a_float(core):
         assert images.apply(values).tobytes() == images.apply_by_twin(values).tobytes()
 
 
-def test_transforms_that_are_none(core):
-    rng = np.random.default_rng(SEED)
-    values = rng.integers(0, 256, 1000, np.uint8)
-    out = Guarded(1000, shift=0)
-    cases = [
-        (2, 3, 4, source, is_float) for source in (-1, 0, 3, 5, 9, 10, 15) for is_float in (0, 1)
-    ]
-    cases += [(2, 3, 4, source, 1) for source in (1, 2, 4, 8)]  # a copy that were to be floats
-    cases += [(2, 3, 4, source, 0) for source in (11, 12, 13, 14)]  # a cast to what it is
-    cases += [
-        (-1, 3, 4, 1, 0),
-        (2, 0, 4, 1, 0),
-        (2, -3, 4, 1, 0),
-        (2, 3, 0, 1, 0),
-        (2, 3, -1, 1, 0),
-    ]
-    for case in cases:
-        struct = TransformStruct(*case)
-        assert core.transform(ctypes.byref(struct), address(values), address(out.inside)) == 0
-        assert out.is_fresh()
-        assert out.is_intact()
-
-
 def test_which_transforms_the_core_knows():
     assert transform_source(np.dtype("u1"), np.dtype("u1"), False) == 1
     assert transform_source(np.dtype("<f8"), np.dtype("<f8"), False) == 8
@@ -1275,18 +1252,6 @@ def test_a_build_that_is_none_is_an_error(core, tmp_path):
 
 def test_a_build_of_another_version_is_an_error(core, monkeypatch):
     monkeypatch.setattr(structures, "ABI", structures.ABI + 1)
-    with pytest.raises(OSError, match="another version; install h5async again"):
-        Core(core.path)
-    monkeypatch.undo()
-    fields = TransformStruct._fields_
-    names = [name for name, _ in fields]
-
-    class Swapped(ctypes.Structure):  # of the same size, with two members in each other's place
-        _fields_ = fields[1::-1] + fields[2:]
-
-    assert sorted(name for name, _ in Swapped._fields_) == sorted(names)
-    swapped = {**structures.STRUCTURES, "Transform": Swapped}
-    monkeypatch.setattr(structures, "STRUCTURES", swapped)
     with pytest.raises(OSError, match="another version; install h5async again"):
         Core(core.path)
 

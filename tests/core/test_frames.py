@@ -41,7 +41,7 @@ from h5async.codec.filters import (
     Filter,
 )
 from h5async.core.binding import address
-from h5async.core.structures import IO_MODES, FramesStruct, SourceStruct
+from h5async.core.structures import IO_MODES
 from h5async.deliver.decodeplan import FrameFormat, Unshuffle, frame_format, unshuffles
 from h5async.index.metadata import read_layouts
 from h5async.io.stamps import FileStamp
@@ -99,19 +99,18 @@ class Pieces:
         target = int64s(*target)
         base = Guarded(int(nbytes.sum()) if base_nbytes is None else base_nbytes)
         name = ctypes.create_string_buffer(os.fsencode(self.path))
-        table = (SourceStruct * 1)(SourceStruct(ctypes.addressof(name), fd=-1))
+        table = (self.core.Source * 1)(self.core.Source(ctypes.addressof(name), fd=-1))
         for member, value in (self.stamp or FileStamp.of(self.path))._asdict().items():
             setattr(table[0], member, value)
         table[0].may_map = io != "pread"
         if self.memory is not None:
             table[0].path = None
             table[0].map, table[0].map_nbytes = address(self.memory), self.memory.size
-        sources = ctypes.create_string_buffer(self.core.nbytes["Sources"])
         # Where maps are kept without descriptors, as of many files.
         gives_back = io == "auto"
-        self.core.open_sources(
-            sources, ctypes.addressof(table), 1, 1, 1, IO_MODES[io], gives_back, 0
-        )
+        struct = self.core.Sources(ctypes.addressof(table), 1, 1, 1, IO_MODES[io], gives_back)
+        sources = ctypes.byref(struct)
+        self.core.open_sources(sources)
         before = self.worker.counts()
         self.done = self.core.read_ranges(
             sources,
@@ -148,7 +147,7 @@ class Cut:
             "adler": 4 * self.count,
         }
         memory = {name: Guarded(nbytes, shift=0) for name, nbytes in arrays.items()}
-        struct = FramesStruct(
+        struct = core.Frames(
             base=address(self.base),
             base_nbytes=self.base.size,
             count=self.count,

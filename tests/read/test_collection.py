@@ -21,7 +21,7 @@ from collecting import Collected, layouts_of
 from conftest import assert_same_bits, open_descriptors
 
 from h5async import AsyncReader, Field, FileChangedWarning, H5AsyncError
-from h5async.core.structures import PLANNED_ROW_NBYTES, ItemStruct, WantedStruct
+from h5async.core.structures import PLANNED_ROW_NBYTES
 from h5async.index.metadata import read_layouts
 from h5async.io.stamps import FileStamp, settled
 from h5async.read.h5pyrows import H5pyRows
@@ -557,8 +557,8 @@ def test_a_plan_takes_no_more_memory_than_is_counted_for_it(tmp_path, core):
             assert collected.read(samples) == 0
             assert_same_bits(collected.arrays[0][: len(samples)], values[list(samples)])
             plan = collected.batch.plan
-            nbytes = plan.num_items * ctypes.sizeof(ItemStruct)
-            nbytes += 24 * plan.num_runs + 2 * ctypes.sizeof(WantedStruct) * plan.num_items
+            nbytes = plan.num_items * ctypes.sizeof(core.Item)
+            nbytes += 24 * plan.num_runs + 2 * ctypes.sizeof(core.Wanted) * plan.num_items
             assert nbytes <= len(samples) * PLANNED_ROW_NBYTES
 
 

@@ -149,16 +149,7 @@ static void read_file(Work *work, File *file, Source *s, int64_t begin, int64_t 
     go_to(work, begin);
     while (work->at < end) {
         int64_t now = now_ns();
-        /* A file that was changed before, too, shows it afterwards. */
-        int is_good = guarded(file, do_section, work);
-        if (!is_good)
-            file->event = FAULTED;
-        else
-            is_good = file->event == NO_EVENT && is_as_indexed(file);
-        if (is_good && s->has_swmr_writer && !has_swmr_writer(file->fd, INT64_MAX)) {
-            file->event = CHANGED; /* the writer has ended, and left the file for good */
-            is_good = 0;
-        }
+        int is_good = read_guarded(file, do_section, work);
         release_claims(work, is_good);
         for (int64_t i = begin; !is_good && i < end; i++)
             work->plan->items[i].status = REFUSED;

@@ -101,28 +101,18 @@ static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State st
     uint8_t *whole = is_whole ? call->batch + runs->position[0] * d->row_nbytes : NULL;
     if (raw && stored != d->chunk_nbytes)
         return fail(w, WRONG_SIZE, -1, d->chunk_nbytes, stored);
-    if (raw && state == TO_TARGET) {
-        if (in == NULL && !read_fully(call->file, offset, target, stored))
-            return 0;
-        if (in != NULL)
-            memcpy(target, in, (size_t)stored);
-        in = target;
-        end_stage(w, READING, &call->last_ns);
-    } else if (raw && in == NULL) {
-        if (whole ? !read_fully(call->file, offset, whole, stored)
-                  : !read_raw_samples(d, w, call->file, offset, runs))
-            return 0;
-        in = w->chunk;
-        end_stage(w, READING, &call->last_ns);
-    } else if (in == NULL) {
-        if (stored > w->encoded_nbytes)
+    uint8_t *to = !raw ? w->encoded : state == TO_TARGET ? target : whole ? whole : w->chunk;
+    if (in == NULL) {
+        if (!raw && stored > w->encoded_nbytes)
             return fail(w, NO_ROOM, -1, w->encoded_nbytes, stored);
-        if (!read_fully(call->file, offset, w->encoded, stored))
+        if (raw && to == w->chunk ? !read_raw_samples(d, w, call->file, offset, runs)
+                                  : !read_fully(call->file, offset, to, stored))
             return 0;
-        in = w->encoded;
+        in = to;
         end_stage(w, READING, &call->last_ns);
-    } else if (raw && whole) {
-        memcpy(whole, in, (size_t)stored);
+    } else if (raw && to != w->chunk) {
+        memcpy(to, in, (size_t)stored);
+        in = to;
         end_stage(w, READING, &call->last_ns);
     }
     w->read_nbytes += raw && state == TO_SCRATCH ? raw_nbytes(d, runs) : stored;

@@ -1,5 +1,4 @@
-/* Declares what all parts share: the structures that Python fills in (core/structures.py declares
-   the same ones), and the clock. */
+/* Declares what all parts share: the structures that Python fills in, too, and the clock. */
 
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
@@ -38,7 +37,6 @@
 #if defined(__x86_64__) && !defined(H5ASYNC_PORTABLE)
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2")))
-#define SSSE3 __attribute__((target("ssse3")))
 #define AVX512 __attribute__((target("avx512f,avx512dq,avx512vl")))
 #define HAS_AVX2() __builtin_cpu_supports("avx2")
 #define HAS_AVX512()                                                                              \
@@ -68,22 +66,11 @@
 
 /* Call a function that is inlined with a size, which the compiler knows in each case. */
 #define BY_SIZE(size, function, ...)                                                              \
-    switch (size) {                                                                               \
-    case 1:                                                                                       \
-        function(__VA_ARGS__, 1);                                                                 \
-        break;                                                                                    \
-    case 2:                                                                                       \
-        function(__VA_ARGS__, 2);                                                                 \
-        break;                                                                                    \
-    case 4:                                                                                       \
-        function(__VA_ARGS__, 4);                                                                 \
-        break;                                                                                    \
-    case 8:                                                                                       \
-        function(__VA_ARGS__, 8);                                                                 \
-        break;                                                                                    \
-    default:                                                                                      \
-        function(__VA_ARGS__, (int64_t)(size));                                                   \
-    }
+    ((size) == 1   ? function(__VA_ARGS__, 1)                                                     \
+     : (size) == 2 ? function(__VA_ARGS__, 2)                                                     \
+     : (size) == 4 ? function(__VA_ARGS__, 4)                                                     \
+     : (size) == 8 ? function(__VA_ARGS__, 8)                                                     \
+                   : function(__VA_ARGS__, (int64_t)(size)))
 
 /* A list, from its `newest` to its `oldest`: take one out, or put one to its front. */
 #define UNLINK(list, one)                                                                         \
@@ -94,7 +81,7 @@
     ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
      *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
 
-enum { ABI = 16 };
+enum { ABI = 17 }; /* counts changes of the structures and functions that Python uses */
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */

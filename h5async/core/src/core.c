@@ -1,12 +1,6 @@
-/* The compiled core. Executes a slice of a read plan: reads, checks and decodes chunks, and copies
-   samples into the rows of a batch.
-
-   ctypes calls it, and releases the GIL for the call. It needs no header of Python's, so that one
-   build serves every version of Python. core/structures.py declares the same structures.
-
-   What the core cannot do (bytes that are missing or damaged, that have another length than expected,
-   a bound that does not hold) it refuses with a reason, of which Python makes an error. What it does
-   must be what HDF5 would do.
+/* The compiled core: plans batches, and reads them. ctypes calls it, and releases the GIL for the call.
+   It needs no header of Python's, so that one build serves every version of Python. What it cannot do
+   it refuses with a reason, of which Python makes an error. What it does must be what HDF5 would do.
 
    Codecs are called through the public C interfaces of libdeflate, zstd, lz4, c-blosc, libaec and
    bzip2, by pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32 (H5Zshuffle.c,

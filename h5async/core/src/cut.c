@@ -18,10 +18,9 @@ PUBLIC int64_t h5async_cut(const int64_t *lengths, int64_t *ends, int64_t n, int
     return found;
 }
 
-/* Sort samples within windows, the longest first, and cut these into batches of at most `most_values`,
-   which are a batch's samples times the longest length. `window` has where the windows end. `order` and
-   `ends` have room for as many numbers as there are samples. Returns how many batches; -1: there is no
-   memory. */
+/* Sort samples within windows, which end at `window`, the longest first, and cut these into batches of at
+   most `most_values`: samples times the longest length. `order` and `ends` have room for as many numbers
+   as there are samples. Returns how many batches; -1: there is no memory. */
 PUBLIC int64_t h5async_cut_sorted(const int64_t *lengths, const int64_t *window, int64_t *order,
                                   int64_t *ends, int64_t num_windows, int64_t most_samples,
                                   int64_t most_values)

@@ -13,14 +13,7 @@ typedef struct {
 
 ALWAYS_INLINE uint64_t high_product(uint64_t x, uint64_t y)
 {
-#if defined(__SIZEOF_INT128__) && !defined(H5ASYNC_PORTABLE)
     return (uint64_t)((unsigned __int128)x * y >> 64);
-#else
-    uint64_t low = (x & UINT32_MAX) * (y & UINT32_MAX);
-    uint64_t one = (x >> 32) * (y & UINT32_MAX) + (low >> 32);
-    uint64_t other = (x & UINT32_MAX) * (y >> 32) + (one & UINT32_MAX);
-    return (x >> 32) * (y >> 32) + (one >> 32) + (other >> 32);
-#endif
 }
 
 /* Four random numbers, from 0 to below 1, of each of COUNTS_AT_ONCE counts from `counter` on; two counts

@@ -35,16 +35,21 @@ static int is_as_indexed(File *file)
 }
 
 /* Of a file that was just compared with what was indexed: so it has that size. */
-static int64_t mappable_nbytes(const File *file)
+static int64_t nbytes_of_file(const File *file)
 {
     struct stat status;
-    int64_t nbytes = file->nbytes;
+    if (file->fd < 0 && file->path == NULL)
+        return file->map_nbytes;
+    if (file->nbytes >= 0)
+        return file->nbytes;
+    return fstat(file->fd, &status) == 0 ? status.st_size : 0;
+}
+
+static int64_t mappable_nbytes(const File *file)
+{
+    int64_t nbytes = nbytes_of_file(file);
     if (file->map == NULL || file->io == IO_PREAD)
         return 0;
-    if (file->fd < 0)
-        return file->map_nbytes;
-    if (nbytes < 0)
-        nbytes = fstat(file->fd, &status) == 0 ? status.st_size : 0;
     return nbytes < file->map_nbytes ? nbytes : file->map_nbytes;
 }
 

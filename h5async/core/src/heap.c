@@ -7,9 +7,8 @@
    not that of the object. So are two objects of one index, of which HDF5 takes the last.
 
    The place of an element is first what its reference says, and once its collection was walked, where
-   its values begin in the file. A collection is walked once for all of its elements that are asked
-   for, and for their neighbours in the dataset. Threads may share the places: each is written whole,
-   and whoever writes it writes the same. */
+   its values begin in the file; a walk is for its neighbours in the dataset, too. Threads may share the
+   places: each is written whole, and whoever writes it writes the same. */
 
 enum { COLLECTION_HEAD = 16, OBJECT_HEAD = 16, LEAST_COLLECTION = 4096, NUM_INDICES = 1 << 16 };
 enum { INDEX_BITS = 16, MOST_SKIPPED = 64, HEAP_WINDOW = 16 * 1024 };
@@ -48,14 +47,6 @@ typedef struct {
     int64_t out_nbytes;
     int64_t available, file_nbytes; /* of the map, if it is used; and of the file */
 } HeapCall;
-
-/* The memory of a thread, made when first needed; NULL: there is none. */
-static HeapScratch *heap_scratch(Worker *w)
-{
-    if (w->heap == NULL)
-        w->heap = calloc(1, sizeof(HeapScratch));
-    return w->heap;
-}
 
 static int64_t unresolved(int64_t address, int64_t index)
 {
@@ -169,28 +160,19 @@ static int walk_collection(HeapCall *c, int64_t begin)
     return 1;
 }
 
-/* Note where the values of an element of the collection that was walked lie; 0: not there. No walk
-   lists an object of index 0. */
-static int resolve(const HeapCall *c, int64_t number, int64_t place)
+/* Note where the values of an element of the collection that was walked lie; 0: not there, and if it
+   is wanted, that has failed. No walk lists an object of index 0. */
+static int resolve(const HeapCall *c, int64_t number, int64_t place, int is_wanted)
 {
     const Heap *h = c->heap;
     const HeapObject *object = &c->scratch->object[index_of(place)];
-    if (object->visit != c->scratch->visit ||
-        object->nbytes != h->length[number] * h->value_nbytes)
-        return 0;
+    int64_t nbytes = h->length[number] * h->value_nbytes;
+    if (object->visit != c->scratch->visit)
+        return is_wanted && fail(c->w, HEAP_MISSING, -1, 0, index_of(place));
+    if (object->nbytes != nbytes)
+        return is_wanted && fail(c->w, HEAP_LENGTH, index_of(place), nbytes, object->nbytes);
     __atomic_store_n(&h->place[number], object->offset, __ATOMIC_RELAXED);
     return 1;
-}
-
-/* Say why an element of the collection that was walked has no place; returns 0. */
-static int fail_to_resolve(const HeapCall *c, int64_t number, int64_t place)
-{
-    const HeapObject *object = &c->scratch->object[index_of(place)];
-    if (object->visit != c->scratch->visit)
-        return fail(c->w, HEAP_MISSING, -1, 0, index_of(place));
-    fail(c->w, HEAP_LENGTH, index_of(place), c->heap->length[number] * c->heap->value_nbytes,
-         object->nbytes);
-    return 0;
 }
 
 /* The same for elements before or behind one, as far as they lie in the same collection. */
@@ -200,7 +182,7 @@ static void resolve_neighbours(const HeapCall *c, int64_t number, int64_t step, 
     for (number += step; number >= 0 && number < c->heap->count; number += step) {
         int64_t place = get_place(c->heap, number);
         if (place < 0 && address_of(place) == address)
-            resolve(c, number, place), skipped = 0;
+            resolve(c, number, place, 0), skipped = 0;
         else if ((place >= 0 ? place < c->scratch->begin || place >= c->scratch->end
                              : address_of(place) != 0) ||
                  ++skipped > MOST_SKIPPED)
@@ -224,19 +206,6 @@ static void sort_ordered(Ordered *ordered, int64_t count)
         }
 }
 
-/* Ask the system for the collections that have to be walked, of which `ordered` has a list, before
-   the first read waits for one. */
-static void ask_for_collections(const HeapCall *c, int64_t count)
-{
-    int64_t before = -1;
-    for (int64_t i = 0; i < count && !is_stopped(c->file, c->w); i++) {
-        int64_t address = c->scratch->ordered[i].key >> INDEX_BITS, offset = c->heap->base + address;
-        if (address != before && offset < c->file_nbytes && !is_cached(c->file, offset))
-            ask_for(c->file, offset, HEAP_WINDOW);
-        before = address;
-    }
-}
-
 /* Find all that is asked for; one that is not there has failed. */
 static int resolve_all(HeapCall *c)
 {
@@ -249,8 +218,6 @@ static int resolve_all(HeapCall *c)
             c->scratch->ordered[count++] = (Ordered){-1 - place, i};
     }
     sort_ordered(c->scratch->ordered, count);
-    if (c->available == 0)
-        ask_for_collections(c, count);
     for (int64_t i = 0; i < count; i++) {
         int64_t place = -1 - c->scratch->ordered[i].key, address = address_of(place);
         int64_t number = c->element[c->scratch->ordered[i].number];
@@ -259,7 +226,7 @@ static int resolve_all(HeapCall *c)
             return 0;
         if (address == MOST_ADDRESS ? !fail(c->w, HEAP_NOWHERE, -1, 0, 0)
             : (is_new && !walk_collection(c, h->base + address)) ||
-                  (!resolve(c, number, place) && !fail_to_resolve(c, number, place))) {
+                  !resolve(c, number, place, 1)) {
             fail(c->w, UNREADABLE, -1, 0, 0);
             c->w->failure.extent = number, c->w->failure.at = h->base + address;
             return 0;
@@ -320,16 +287,6 @@ static int64_t offset_of_element(const Heap *h, int64_t number)
     return place < 0 ? h->base + address_of(place) : place;
 }
 
-static int64_t nbytes_of_file(const File *file)
-{
-    struct stat status;
-    if (file->fd < 0 && file->path == NULL)
-        return file->map_nbytes;
-    if (file->nbytes >= 0)
-        return file->nbytes;
-    return fstat(file->fd, &status) == 0 ? status.st_size : 0;
-}
-
 static const Heap *heap_of_item(const Work *work, const Item *item)
 {
     const Field *f = &work->fields[item->field];
@@ -338,13 +295,14 @@ static const Heap *heap_of_item(const Work *work, const Item *item)
 
 static int read_heap_item(Work *work, const Field *f, const Target *target, const Item *item)
 {
-    HeapScratch *scratch = heap_scratch(work->w);
+    HeapScratch *scratch = work->w->heap ? work->w->heap : calloc(1, sizeof *scratch);
     HeapCall call = {.heap = heap_of_item(work, item), .file = work->file, .w = work->w,
                      .scratch = scratch, .count = item->num_runs, .out = target->raw,
                      .element = work->plan->run_local + item->first_run,
                      .position = work->plan->run_position + item->first_run,
                      .out_nbytes = target->capacity * f->row_nbytes,
                      .available = work->available, .file_nbytes = nbytes_of_file(work->file)};
+    work->w->heap = scratch;
     if (scratch == NULL || call.count > BLOCK_SEQUENCES)
         return fail(work->w, NO_ROOM, -1, 0, (int64_t)sizeof(HeapScratch));
     scratch->window_begin = scratch->window_end = 0;

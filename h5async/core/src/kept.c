@@ -1,7 +1,6 @@
 /* Rows of chunks that are kept decoded: they are copied without their file being opened, or looked
-   at again if that was done a moment ago. Chunks are looked up, and given back, many at a time: so
-   threads seldom wait for each other, and what lies in memory far apart is fetched at the same
-   time. */
+   at again if that was done a moment ago. Chunks are looked up many at a time: so threads seldom wait
+   for each other, and what lies in memory far apart is fetched at the same time. */
 
 enum { MAX_KEPT = 64, NUM_BLOCKS = 8, FETCHED_AHEAD = 4, MOST_FETCHED = 512 };
 
@@ -29,6 +28,11 @@ static void fetch_piece(const Shape *shape, const Runs *runs, const Kept *kept)
         fetch(from, nbytes);
 }
 
+static int32_t num_kept(const Shape *shape, const Item *item)
+{
+    return shape->keeps == KEEPS_ROWS ? 1 : item->cross_end - item->cross;
+}
+
 /* Copy the rows of an item; 0: its pieces are not within bounds. */
 static int place_kept(const Work *work, const Item *item, Kept *const *found)
 {
@@ -36,25 +40,21 @@ static int place_kept(const Work *work, const Item *item, Kept *const *found)
     const Target *target = &work->targets[item->field];
     const Shape *shape = shape_of(f, item);
     Runs runs = runs_of_item(work->plan, item);
+    const Dataset *d = &shape->dataset;
+    int are_rows = shape->keeps == KEEPS_ROWS || (d->rows_are_whole && !shape->swaps);
+    int64_t stride = are_rows ? d->row_nbytes : d->sample_stride;
     Piece piece;
-    if (shape->keeps == KEEPS_ROWS)
-        place_rows(shape->dataset.row_nbytes, &runs, found[0]->data, target->raw);
-    for (int32_t c = item->cross; shape->keeps != KEEPS_ROWS && c < item->cross_end; c++) {
-        const Kept *kept = found[c - item->cross];
-        if (shape->dataset.rows_are_whole && !shape->swaps) {
-            int64_t row_nbytes = shape->dataset.row_nbytes;
-            if (!runs_lie_within(&runs, kept->nbytes / row_nbytes))
-                return 0;
-            place_rows(row_nbytes, &runs, kept->data, target->raw);
+    for (int32_t i = 0; i < num_kept(shape, item); i++) {
+        if (!runs_lie_within(&runs, found[i]->nbytes / stride))
+            return 0;
+        if (are_rows) {
+            place_rows(d->row_nbytes, &runs, found[i]->data, target->raw);
             continue;
         }
-        if (is_small(shape) &&
-            !runs_lie_within(&runs, kept->nbytes / shape->dataset.sample_stride))
+        if (!piece_of(d, item->cross + i, &piece))
             return 0;
-        if (!piece_of(&shape->dataset, c, &piece))
-            return 0;
-        place(&shape->dataset, &piece, &runs, kept->data, target->raw);
-        swap_pieces(shape, c, &runs, target->raw);
+        place(d, &piece, &runs, found[i]->data, target->raw);
+        swap_pieces(shape, item->cross + i, &runs, target->raw);
     }
     transform_item(work->plan, f, target, item);
     return item_is_within(work->plan, f, target, item);
@@ -98,25 +98,21 @@ static int add_kept(const Work *work, KeptBlock *blocks, Item *item)
     const Field *f = &work->fields[item->field];
     const Layer *l = &f->layers[item->layer];
     const Shape *shape = shape_of(f, item);
-    int32_t count = shape->keeps == KEEPS_ROWS ? 1 : item->cross_end - item->cross;
+    int32_t count = num_kept(shape, item);
     if (!shape->keeps || f->store == NULL || count > MAX_KEPT)
         return 0;
     if (block->num_items == MAX_KEPT || block->num_pieces + count > MAX_KEPT ||
         block->store != f->store)
         place_block(work, block);
     block->store = f->store;
-    if (shape->keeps == KEEPS_ROWS) {
-        uint64_t key = key_of_rows(f, l, item->segment, item->number);
-        if (key == 0)
+    for (int32_t c = 0; c < count; c++) {
+        int64_t key = shape->keeps == KEEPS_ROWS
+                          ? key_of_rows(f, l, item->segment, item->number)
+                          : find_extent(f, l, item->segment,
+                                        item->number + shape->cross_number[item->cross + c]);
+        if (key < 0 || (shape->keeps != KEEPS_ROWS && key >= f->num_extents))
             return 0;
-        block->keys[block->num_pieces] = key;
-    }
-    for (int32_t c = 0; shape->keeps != KEEPS_ROWS && c < count; c++) {
-        int64_t extent = find_extent(f, l, item->segment,
-                                     item->number + shape->cross_number[item->cross + c]);
-        if (extent < 0 || extent >= f->num_extents)
-            return 0;
-        block->keys[block->num_pieces + c] = (uint64_t)extent;
+        block->keys[block->num_pieces + c] = (uint64_t)key;
     }
     block->first[block->num_items] = block->num_pieces;
     block->items[block->num_items++] = item;

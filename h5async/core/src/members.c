@@ -1,10 +1,23 @@
-/* The members of all structures that Python declares, too: their names, offsets and sizes, by which it
-   knows that this build fits. */
+/* The structures that Python uses, which makes its own of this description: core/structures.py. */
+
+typedef struct {
+    const char *name, *type; /* type: see below; "": another pointer */
+    int64_t offset, nbytes;
+} Member;
 
 typedef struct {
     const char *name;
-    int64_t offset, nbytes;
-} Member;
+    int64_t nbytes;
+    const Member *members; /* up to one without a name */
+} Structure;
+
+#define POINTED_TO(type) type *: "*" #type, const type *: "*" #type
+#define TYPE_OF(member)                                                                           \
+    _Generic((member), int32_t: "int32", uint32_t: "uint32", int64_t: "int64",                    \
+        TraceEvent: "TraceEvent", Failure: "Failure", Dataset: "Dataset", POINTED_TO(Libraries),  \
+        POINTED_TO(Filter), POINTED_TO(Transform), POINTED_TO(Heap), POINTED_TO(Shape),           \
+        POINTED_TO(Layer), POINTED_TO(StepRows), POINTED_TO(SpanRows), POINTED_TO(BatchPlan),     \
+        POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), default: "")
 
 /* A macro is not expanded within its own expansion, but when that is scanned again. */
 #define SCAN_AGAIN(...) SCAN_16(SCAN_16(SCAN_16(__VA_ARGS__)))
@@ -14,14 +27,13 @@ typedef struct {
 #define PARENTHESES ()
 #define MEMBER_LATER() MEMBER
 #define MEMBER(type, name, ...)                                                                   \
-    {#type "." #name, offsetof(type, name), sizeof(((type *)NULL)->name)},                        \
+    {#name, TYPE_OF(((type *)NULL)->name), offsetof(type, name), sizeof(((type *)NULL)->name)},   \
     __VA_OPT__(MEMBER_LATER PARENTHESES (type, __VA_ARGS__))
-#define MEMBERS(...) SCAN_AGAIN(MEMBER(__VA_ARGS__))
-#define OPAQUE(type) {#type, 0, sizeof(type)}
+#define MEMBERS(type, ...)                                                                        \
+    {#type, sizeof(type), (const Member[]){SCAN_AGAIN(MEMBER(type, __VA_ARGS__)) {0}}},
 
-static const Member ALL_MEMBERS[] = {
-    {"ABI", ABI, 0},
-    OPAQUE(Sources), OPAQUE(Queue), OPAQUE(Job),
+/* Each after those that it contains or points to. Members that Python does not use are left out. */
+static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Libraries, libdeflate_alloc_decompressor, libdeflate_free_decompressor,
             libdeflate_zlib_decompress, ZSTD_createDCtx, ZSTD_freeDCtx, ZSTD_decompressDCtx,
             ZSTD_isError, LZ4_decompress_safe, blosc_decompress_ctx, aec_buffer_decode,
@@ -30,9 +42,8 @@ static const Member ALL_MEMBERS[] = {
     MEMBERS(Trace, events, capacity, count)
     MEMBERS(Failure, reason, filter, extent, cross, at, expected, found)
     MEMBERS(Worker, libraries, encoded, chunk, between, encoded_nbytes, chunk_nbytes, between_nbytes,
-            deflate, zstd, heap, read_ns, decode_ns, place_ns, read_nbytes, decoded_chunks,
-            decoded_nbytes, returned_ns, stop, transform_ns, trace, tracing, batch, latest,
-            traced_field, traced_source, failure, least_nbytes, held)
+            read_ns, decode_ns, place_ns, read_nbytes, decoded_chunks, decoded_nbytes, returned_ns,
+            stop, transform_ns, batch, failure, least_nbytes)
     MEMBERS(File, fd, io, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, event,
             path, failed_at, error)
     MEMBERS(Filter, kind, element, block, values, num_values, function)
@@ -40,22 +51,20 @@ static const Member ALL_MEMBERS[] = {
             num_filters, num_cross, rank, chunk_nbytes, chunk_samples, sample_stride, itemsize,
             row_nbytes, rows_are_whole, begin)
     MEMBERS(Transform, samples, points, channels, source, is_float, scale, offset)
-    MEMBERS(Unpack, rows, count, source, is_double, is_wide, has_scale, has_offset, which, scale,
-            offset, fill, low, high)
+    MEMBERS(Unpack, rows, count, source, is_double, is_wide, which, scale, offset, fill, low, high)
     MEMBERS(Frames, base, position, nbytes, base_nbytes, count, kind, has_checksum, element,
             block_nbytes, expected_nbytes, pitch, source, source_nbytes, target, target_nbytes,
             copy_source, copy_target, copy_nbytes, adler, max_tasks, max_copies, num_tasks,
             num_copies)
     MEMBERS(Visit, iterate, save_thread, restore_thread, check_signals, dataset, rank, chunk, grid,
-            number, offset, nbytes, mask, capacity, count, end, least, most, is_ascending,
-            is_apart, is_outside, thread)
+            number, offset, nbytes, mask, capacity, count, end, least, most, is_ascending, is_apart,
+            is_outside)
     MEMBERS(Sparse, data, indices, indptr, out, rows, columns, total, row_nbytes, data_kind,
             out_kind, index_nbytes, padding)
     MEMBERS(Heap, length, place, count, base, value_nbytes, address_nbytes, size_nbytes, is_text,
             padding)
     MEMBERS(Source, path, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, may_map,
-            fd, is_open, users, has_swmr_writer, is_stale, was_cached, uses, checked_ns, newer,
-            older)
+            fd)
     MEMBERS(Shape, dataset, cross_number, number_stride, kind, source_row_nbytes, keeps, swaps)
     MEMBERS(Layer, first, row, step, shape, source, begin, count, is_sparse, num_segments)
     MEMBERS(StepRows, offsets, starts, ends, num_offsets, num_sequences, pad)
@@ -66,19 +75,24 @@ static const Member ALL_MEMBERS[] = {
     MEMBERS(Item, source, field, layer, segment, kind, status, number, first_run, num_runs, cross,
             cross_end, nbytes)
     MEMBERS(Wanted, sample, position, rank)
-    MEMBERS(BatchPlan, items, run_local, run_position, run_length, wanted, spare, joined, sorted,
-            order, order_spare, places, num_items, num_runs, num_wanted, most_items, most_runs,
-            most_wanted, most_order, most_joined, most_places, first_wanted, nbytes, was_cached)
+    MEMBERS(BatchPlan, items, run_local, run_position, run_length, sorted, num_items, num_runs,
+            num_wanted, nbytes)
     MEMBERS(Target, raw, out, is_wanted, capacity)
+    MEMBERS(Store, most_chunk_nbytes)
+    MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)
+    MEMBERS(Job, plan, targets, samples, rows, is_planned)
+    MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
+            start, step, table, num_columns, may_spin, plan_ns)
     MEMBERS(Window, unit, skip, count, bounds, delay, num_units, size, group_rounds, keys)
+    {0},
 };
 
-PUBLIC const Member *h5async_members(void)
+PUBLIC const Structure *h5async_structures(void)
 {
-    return ALL_MEMBERS;
+    return ALL_STRUCTURES;
 }
 
-PUBLIC int64_t h5async_num_members(void)
+PUBLIC int64_t h5async_abi(void)
 {
-    return (int64_t)(sizeof ALL_MEMBERS / sizeof ALL_MEMBERS[0]);
+    return ABI;
 }

@@ -102,7 +102,7 @@ static int64_t unscale(const Filter *f, const uint8_t *in, int64_t n, uint8_t *o
         }
         return s.count * size;
     }
-    BY_SIZE(size, unscale_numbers, &s, in, n, out)
+    BY_SIZE(size, unscale_numbers, &s, in, n, out);
     return s.count * size;
 }
 
@@ -122,6 +122,6 @@ static int64_t unpack_bits(const Filter *f, const uint8_t *in, int64_t n, uint8_
     int64_t count = v[2], size = v[4];
     if (!is_size_of_number(size) || count > room / size || n < (count * (int64_t)v[6] + 7) / 8)
         return -1;
-    BY_SIZE(size, unpack_numbers, in, n, out, count, v)
+    BY_SIZE(size, unpack_numbers, in, n, out, count, v);
     return count * size;
 }

@@ -164,21 +164,26 @@ static int read_run_slowly(File *file, const Worker *w, const Pieces *p, int64_t
     return 1;
 }
 
-/* Read all, or those from which `is_late`, run by run; returns how many were read before the first
-   that cannot be. */
-static int64_t read_runs(File *file, const Worker *w, const Pieces *p, const uint8_t *is_late)
+/* Read run by run; returns how many were read before the first that cannot be. `is_late`, or NULL:
+   those that are read; or, where a read does `not_wait`, those that were only asked for, as noted here. */
+static int64_t read_runs(File *file, const Worker *w, const Pieces *p, uint8_t *is_late, int not_wait)
 {
     for (int64_t i = 0, end; i < p->count; i = end) {
         end = i + 1;
-        if (is_late && !is_late[i])
+        if (is_late && !not_wait && !is_late[i])
             continue;
         if (p->offset[i] < 0) {
             fill_piece(p, i);
             continue;
         }
         end = end_of_run(p, i);
-        if (is_stopped(file, w) ||
-            (!read_run(file, p, i, end, 0) && !read_run_slowly(file, w, p, i, end)))
+        if (is_stopped(file, w))
+            return i;
+        if (read_run(file, p, i, end, not_wait))
+            continue;
+        if (not_wait)
+            ask_for(file, p->offset[i], nbytes_of_run(p, i, end)), is_late[i] = 1;
+        else if (!read_run_slowly(file, w, p, i, end))
             return i;
     }
     return p->count;
@@ -190,33 +195,17 @@ static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
 {
 #ifdef RWF_NOWAIT
     uint8_t *is_late = calloc((size_t)p->count + 1, 1);
-    int64_t done = is_late ? p->count : 0, late = 0;
-    for (int64_t i = 0, end; i < done; i = end) {
-        end = i + 1;
-        if (p->offset[i] < 0) {
-            fill_piece(p, i);
-            continue;
-        }
-        end = end_of_run(p, i);
-        if (is_stopped(file, w)) {
-            done = late = 0;
-        } else if (!read_run(file, p, i, end, RWF_NOWAIT)) {
-            ask_for(file, p->offset[i], nbytes_of_run(p, i, end));
-            is_late[i] = 1, late = 1;
-        }
-    }
-    if (late)
-        done = read_runs(file, w, p, is_late);
+    int64_t done = is_late ? read_runs(file, w, p, is_late, RWF_NOWAIT) : 0;
+    if (done == p->count && is_late && memchr(is_late, 1, (size_t)done) != NULL)
+        done = read_runs(file, w, p, is_late, 0);
     free(is_late);
     return done;
 #else
-    return read_runs(file, w, p, NULL);
+    return read_runs(file, w, p, NULL, 0);
 #endif
 }
 
-/* Copies runs of bytes from one memory to another: rows of samples of differing lengths. The caller has
-   checked their bounds. */
-
+/* Copies runs of bytes from one memory to another; the caller has checked their bounds. */
 PUBLIC int64_t h5async_copy_runs(uint8_t *to, const uint8_t *from, const int64_t *to_begin,
                                  const int64_t *from_begin, const int64_t *nbytes, int64_t count)
 {

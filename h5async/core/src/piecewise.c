@@ -45,10 +45,19 @@ static void note_claim(Work *work, Store *store, Kept *kept, int64_t piece)
     work->claims[work->num_claims++] = (Claimed){store, kept, piece};
 }
 
-static void note_piece(Worker *w, int64_t extent, int64_t cross)
+/* Read a piece that was located; see read_chunk. */
+static int read_located(Work *work, const Shape *shape, Call *call, int64_t extent, int32_t cross,
+                        const Runs *runs, enum State state, uint8_t *target)
 {
-    fail(w, UNREADABLE, -1, 0, 0);
-    w->failure.extent = extent, w->failure.cross = cross;
+    int is_good = read_chunk(call, cross, runs, state, target);
+    work->last_ns = call->last_ns;
+    if (is_good) {
+        swap_pieces(shape, cross, runs, call->batch);
+        return 1;
+    }
+    fail(work->w, UNREADABLE, -1, 0, 0);
+    work->w->failure.extent = extent, work->w->failure.cross = cross;
+    return 0;
 }
 
 static enum Outcome read_piece(Work *work, const Field *f, const Target *target, const Item *item,
@@ -77,12 +86,8 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
             note_claim(work, f->store, kept, 0);
     }
     enum State state = claim == CLAIMED ? TO_TARGET : claim == READY ? IN_TARGET : TO_SCRATCH;
-    int is_good = read_chunk(&call, cross, &runs, state, kept ? kept->data : NULL);
-    if (is_good)
-        swap_pieces(shape, cross, &runs, target->raw);
-    else
-        note_piece(work->w, extent, cross);
-    work->last_ns = call.last_ns;
+    int is_good = read_located(work, shape, &call, extent, cross, &runs, state,
+                               kept ? kept->data : NULL);
     if (claim == READY)
         let_go(f->store, kept);
     if (claim == CLAIMED && !is_good) { /* others may try; what was decoded before is good */
@@ -93,23 +98,15 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
 }
 
 /* Decode a piece of rows that are kept, and put it into all of them. */
-static int put_piece(Work *work, const Field *f, const Item *item, int64_t cross)
+static int put_piece(Work *work, const Field *f, const Item *item, int32_t cross)
 {
     const Shape *shape = shape_of(f, item);
     const int64_t none = 0, all = shape->dataset.chunk_samples;
     Runs runs = {&none, &none, &all, 1};
-    uint8_t *rows = work->rows->data;
     Call call;
     int64_t extent;
-    if (!locate_piece(work, f, item, &runs, (int32_t)cross, rows, &call, &extent))
-        return 0;
-    int is_good = read_chunk(&call, cross, &runs, TO_SCRATCH, NULL);
-    if (is_good)
-        swap_pieces(shape, (int32_t)cross, &runs, rows);
-    else
-        note_piece(work->w, extent, cross);
-    work->last_ns = call.last_ns;
-    return is_good;
+    return locate_piece(work, f, item, &runs, cross, work->rows->data, &call, &extent) &&
+           read_located(work, shape, &call, extent, cross, &runs, TO_SCRATCH, NULL);
 }
 
 static void let_go_of_rows(Work *work)
@@ -140,7 +137,7 @@ static enum Outcome gather_rows(Work *work, const Field *f, const Item *item)
             return IS_BUSY;
         work->cross = (int32_t)at;
         note_claim(work, f->store, work->rows, at);
-        if (!put_piece(work, f, item, at)) {
+        if (!put_piece(work, f, item, (int32_t)at)) {
             work->num_claims--;
             release_piece(f->store, work->rows, at, 0);
             return FAILED;
@@ -157,9 +154,9 @@ static enum Outcome read_kept_rows(Work *work, const Field *f, const Target *tar
     const Dataset *d = &shape->dataset;
     enum Outcome outcome = READ;
     if (work->rows == NULL) {
-        uint64_t key = key_of_rows(f, l, item->segment, item->number);
-        if (key)
-            work->rows = use_rows(f->store, key, d->chunk_samples * d->row_nbytes, d->num_cross);
+        int64_t key = key_of_rows(f, l, item->segment, item->number);
+        if (key >= 0)
+            work->rows = use_rows(f->store, (uint64_t)key, d->chunk_samples * d->row_nbytes, d->num_cross);
         work->rows_store = f->store;
     }
     if (work->rows == NULL) { /* there is no room: each piece goes where it is wanted */

@@ -56,7 +56,7 @@ ALWAYS_INLINE void copy_units(const uint8_t *from, uint8_t *to, Dim lines, Dim i
 
 static void copy_lines(const uint8_t *from, uint8_t *to, Dim lines, Dim inner, int64_t unit)
 {
-    BY_SIZE(unit, copy_units, from, to, lines, inner)
+    BY_SIZE(unit, copy_units, from, to, lines, inner);
 }
 
 static const Dim ONE_LINE = {1, 0, 0};
@@ -203,6 +203,19 @@ static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, co
     while (go_on(p, p->rank - 1, &place));
 }
 
+static void place_rows(int64_t row_nbytes, const Runs *runs, const uint8_t *chunk, uint8_t *batch)
+{
+    for (int64_t r = 0; r < runs->count; r++) {
+        const uint8_t *from = chunk + runs->local[r] * row_nbytes;
+        uint8_t *to = batch + runs->position[r] * row_nbytes;
+        int64_t nbytes = runs->length[r] * row_nbytes;
+        if (nbytes <= FEW_NBYTES)
+            copy_few(to, from, nbytes);
+        else
+            memcpy(to, from, (size_t)nbytes);
+    }
+}
+
 static void place(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
                   uint8_t *batch)
 {
@@ -218,28 +231,14 @@ static void place(const Dataset *d, const Piece *p, const Runs *runs, const uint
         place_strided(d, p, runs, chunk, batch);
         return;
     }
-    int in_one = p->unit == d->row_nbytes && p->unit == d->sample_stride;
-    for (int64_t r = 0; r < runs->count; r++) {
-        const uint8_t *from = chunk + runs->local[r] * d->sample_stride;
-        uint8_t *to = batch + runs->position[r] * d->row_nbytes + p->begin;
-        int64_t times = in_one ? 1 : runs->length[r];
-        int64_t nbytes = in_one ? p->unit * runs->length[r] : p->unit;
-        for (int64_t k = 0; k < times; k++)
-            memcpy(to + k * d->row_nbytes, from + k * d->sample_stride, (size_t)nbytes);
+    if (p->unit == d->row_nbytes && p->unit == d->sample_stride) {
+        place_rows(p->unit, runs, chunk, batch);
+        return;
     }
-}
-
-static void place_rows(int64_t row_nbytes, const Runs *runs, const uint8_t *chunk, uint8_t *batch)
-{
-    for (int64_t r = 0; r < runs->count; r++) {
-        const uint8_t *from = chunk + runs->local[r] * row_nbytes;
-        uint8_t *to = batch + runs->position[r] * row_nbytes;
-        int64_t nbytes = runs->length[r] * row_nbytes;
-        if (nbytes <= FEW_NBYTES)
-            copy_few(to, from, nbytes);
-        else
-            memcpy(to, from, (size_t)nbytes);
-    }
+    for (int64_t r = 0; r < runs->count; r++)
+        for (int64_t k = 0; k < runs->length[r]; k++)
+            memcpy(batch + (runs->position[r] + k) * d->row_nbytes + p->begin,
+                   chunk + (runs->local[r] + k) * d->sample_stride, (size_t)p->unit);
 }
 
 static void place_fill(const Dataset *d, const Piece *p, const Runs *runs, uint8_t *batch)

@@ -8,9 +8,9 @@ typedef struct {
     int32_t begin, end, layer;
 } Alike;
 
-static int is_planned(const Alike *alike, int32_t field)
+static int is_planned(const Field *fields, const Target *targets, int64_t field)
 {
-    return alike->targets[field].is_wanted && alike->fields[field].row_nbytes > 0;
+    return targets[field].is_wanted && fields[field].row_nbytes > 0;
 }
 
 static int plan_segment(BatchPlan *plan, const Field *f, int32_t field, int32_t layer,
@@ -42,7 +42,7 @@ static int plan_alike(BatchPlan *plan, const Alike *alike)
         ranks.end = behind - run->sample < run[1].rank - run->rank ? run->rank + behind - run->sample
                                                                    : run[1].rank;
         for (int32_t field = alike->begin; field < alike->end; field++)
-            if (is_planned(alike, field) &&
+            if (is_planned(alike->fields, alike->targets, field) &&
                 !plan_segment(plan, &alike->fields[field], field, alike->layer, segment, ranks))
                 return 0;
         ranks.run = last + (ranks.end == run[1].rank);
@@ -103,7 +103,7 @@ static int needs_order(const Field *fields, const Target *targets, int64_t num_f
 {
     for (int64_t i = 0; i < num_fields; i++) {
         const Field *f = &fields[i];
-        if (!targets[i].is_wanted || f->row_nbytes == 0)
+        if (!is_planned(fields, targets, i))
             continue;
         if (f->num_layers != 1 || f->layers->num_segments != 1 || f->layers->shape[0] < 0)
             return 1;
@@ -123,7 +123,7 @@ static int plan_group(BatchPlan *plan, const Field *fields, const Target *target
         alike.end = end_of_alike(fields, alike.begin, num_fields);
         int is_wanted = 0;
         for (int32_t field = alike.begin; field < alike.end; field++)
-            is_wanted |= is_same_group(&fields[field], first) && is_planned(&alike, field);
+            is_wanted |= is_same_group(&fields[field], first) && is_planned(fields, targets, field);
         for (alike.layer = 0; is_wanted && alike.layer < fields[alike.begin].num_layers; alike.layer++)
             if (!plan_alike(plan, &alike))
                 return 0;
@@ -178,18 +178,14 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
     if (count > rows)
         return -1;
     int is_sorted = !atomic_exchange(&plan->was_cached, 1) || needs_order(fields, targets, num_fields);
-    int num_groups = 0;
-    for (int32_t field = 0; field < num_fields; field++)
-        num_groups += begins_group(fields, targets, field);
     for (int32_t field = 0; field < num_fields; field++) {
         const Field *f = &fields[field];
         if (begins_group(fields, targets, field)) {
             int listed =
-                f->spans ? list_spans(plan, samples, count, f, targets[field].capacity,
-                                      num_groups == 1)
+                f->spans ? list_spans(plan, samples, count, f, targets[field].capacity)
                          : list_samples(plan, samples, count,
                                         f->steps || f->heaps ? f->num_rows : num_samples,
-                                        is_sorted, f->steps, num_groups == 1);
+                                        is_sorted, f->steps);
             if (listed == 1 && f->heaps != NULL)
                 listed = list_places(plan, samples, count, f, targets[field].capacity);
             if (listed < 1)
@@ -197,7 +193,7 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
             if (!plan_group(plan, fields, targets, num_fields, field))
                 return 0;
         }
-        if (!targets[field].is_wanted || f->row_nbytes == 0)
+        if (!is_planned(fields, targets, field))
             continue;
         if (f->is_filled_first) {
             int64_t filled = f->spans ? 0 : count * (f->steps ? f->steps->num_offsets : 1);
@@ -219,7 +215,7 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
 PUBLIC int64_t h5async_free_plan(BatchPlan *plan)
 {
     void *memory[] = {plan->items, plan->run_local, plan->run_position, plan->run_length,
-                      plan->wanted, plan->spare, plan->joined, plan->order,
+                      plan->wanted, plan->spare, plan->sorted, plan->order,
                       plan->order_spare, plan->places};
     for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++)
         free(memory[i]);

@@ -31,12 +31,11 @@ typedef struct {
     Item *items;
     int64_t *run_local, *run_position, *run_length;
     Wanted *wanted, *spare; /* room for one more than there are samples */
-    Wanted *joined;         /* runs of all groups, where there are several */
-    const Wanted *sorted;   /* one of the three: `num_wanted` runs, and the end; see above */
+    Wanted *sorted;         /* `num_wanted` runs of all groups, and the end; see above */
     Wanted *order, *order_spare; /* of items, by source */
     int64_t *places; /* by sample of the batch: its first value, of the field that is planned */
     int64_t num_items, num_runs, num_wanted;
-    int64_t most_items, most_runs, most_wanted, most_order, most_joined, most_places;
+    int64_t most_items, most_runs, most_wanted, most_order, most_sorted, most_places;
     int64_t first_wanted; /* the first run of the group that is planned */
     int64_t nbytes;
     _Atomic int64_t was_cached; /* whether all that was read by the last plan was in the page cache */

@@ -1,9 +1,7 @@
 /* Batches wait here to be read, and threads wait for batches.
 
-   The consumer submits a batch, and may wait until another one is ready; neither needs a thread that
-   has Python's lock. A thread that comes for work plans the oldest batch, or reads a range of its
-   plan, and goes back to Python only with what Python has to do: a ticket, or a batch of which
-   something is left.
+   A thread that comes for work plans the oldest batch, or reads a range of its plan, and goes back to
+   Python only with what Python has to do: a ticket, or a batch of which something is left.
 
    Who waits for the consumer's event is woken by a count of all events: whoever looks at the count
    first, then for what it waits for, and then waits for another count, misses none.
@@ -38,29 +36,33 @@ typedef struct {
     int32_t needs_python;
 } Wish;
 
-/* The batch of a slot, and the one that is to follow when it ends, where nobody wants it any more. */
+/* The batch of a slot, and the one that is to follow when it ends, where nobody wants it any more.
+   Python sets the first four members. */
 typedef struct {
     BatchPlan *plan;
-    const Target *targets;
-    int64_t *samples; /* room for twice as many numbers as there are rows */
+    const Target *targets; /* where rows go */
+    int64_t *samples;      /* room for the numbers of two batches, of `rows` each */
     int64_t rows, next_item, under_way, refused, range_nbytes;
     Wish wish, following;
     int32_t state, is_planned, is_dropped;
 } Job;
 
 typedef struct {
-    pthread_mutex_t lock;
-    pthread_cond_t work;
+    /* Set by Python, and kept: */
     const Field *fields;
     Sources *sources;
-    Job *jobs;
+    Job *jobs; /* by slot */
     int64_t num_fields, num_samples, num_jobs, num_threads;
-    const int64_t *selected; /* the sample of each position of runs; NULL: start + step * position */
+    const int64_t *selected; /* the sample of each position of runs, after these are permuted; NULL:
+                                start + step * position */
     int64_t start, step;
     const Column *table; /* an alias table, of which samples are drawn */
-    int64_t num_columns;
+    int64_t num_columns, may_spin;
+    /* The core's: */
+    pthread_mutex_t lock;
+    pthread_cond_t work;
     int64_t tickets, num_idle, plan_ns, submitted_ns;
-    int32_t is_ended, may_spin;
+    int32_t is_ended;
     int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
     int64_t num_here; /* threads that are not in Python */
     _Atomic int64_t gap_ns; /* between batches that are submitted, smoothed */
@@ -77,43 +79,12 @@ static void spin(const Queue *queue, const _Atomic uint32_t *count, uint32_t see
         sched_yield(); /* who is waited for may be on this core */
 }
 
-/* `queue` and `jobs` are memory of their sizes (members.c), for each slot one job. */
-PUBLIC int64_t h5async_open_queue(Queue *queue, Job *jobs, const Field *fields, Sources *sources,
-                                  int64_t num_fields, int64_t num_samples, int64_t num_jobs,
-                                  int64_t num_threads, int32_t may_spin)
+PUBLIC int64_t h5async_open_queue(Queue *queue)
 {
-    *queue = (Queue){.fields = fields, .sources = sources, .jobs = jobs, .num_fields = num_fields,
-                     .num_samples = num_samples, .num_jobs = num_jobs, .num_threads = num_threads,
-                     .may_spin = may_spin, .gap_ns = LONG_GAP_NS};
-    for (int64_t i = 0; i < num_jobs; i++)
-        jobs[i] = (Job){.wish.serial = -1, .following.serial = -1};
-    queue->step = 1;
+    queue->gap_ns = LONG_GAP_NS;
+    for (int64_t i = 0; i < queue->num_jobs; i++)
+        queue->jobs[i].wish.serial = queue->jobs[i].following.serial = -1;
     return pthread_mutex_init(&queue->lock, NULL) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
-}
-
-/* Say to which samples the positions of runs are mapped, after they are permuted: to `selected`, which
-   the caller keeps, or, where that is NULL, to start + step * position. */
-PUBLIC int64_t h5async_select(Queue *queue, const int64_t *selected, int64_t start, int64_t step)
-{
-    queue->selected = selected, queue->start = start, queue->step = step;
-    return 1;
-}
-
-/* Say from which table samples are drawn, which the caller keeps. */
-PUBLIC int64_t h5async_draw_from(Queue *queue, const Column *table, int64_t count)
-{
-    queue->table = table, queue->num_columns = count;
-    return 1;
-}
-
-/* Say where the plan of a slot's batches is, and where their rows go. `samples` has room for the
-   sample numbers of two batches. */
-PUBLIC int64_t h5async_open_job(Queue *queue, BatchPlan *plan, const Target *targets,
-                                int64_t *samples, int64_t slot, int64_t rows)
-{
-    Job *job = &queue->jobs[slot];
-    job->plan = plan, job->targets = targets, job->samples = samples, job->rows = rows;
-    return 1;
 }
 
 /* Something has happened that the consumer may wait for. */
@@ -239,20 +210,14 @@ PUBLIC int64_t h5async_drop(Queue *queue, int64_t slot, int64_t serial)
     return is_free;
 }
 
-/* Where the numbers of a slot's batch are, counted in its room for them. */
-PUBLIC int64_t h5async_samples_at(Queue *queue, int64_t slot)
-{
-    const Job *job = &queue->jobs[slot];
-    return job->wish.samples - job->samples;
-}
-
-/* The same where a batch is ready, and nothing of it was left to Python; else -1. */
-PUBLIC int64_t h5async_ready_at(Queue *queue, int64_t slot, int64_t serial)
+/* Where the numbers of a slot's batch are, counted in its room for them: of a batch that Python is at
+   work on, with a `serial` below 0; else -1, unless that batch is ready, and nothing of it was left. */
+PUBLIC int64_t h5async_samples_at(Queue *queue, int64_t slot, int64_t serial)
 {
     pthread_mutex_lock(&queue->lock);
     const Job *job = &queue->jobs[slot];
-    int is_ready = job->wish.serial == serial && job->state == READY_JOB;
-    int64_t at = is_ready ? h5async_samples_at(queue, slot) : -1;
+    int are_there = serial < 0 || (job->wish.serial == serial && job->state == READY_JOB);
+    int64_t at = are_there ? job->wish.samples - job->samples : -1;
     pthread_mutex_unlock(&queue->lock);
     return at;
 }
@@ -277,19 +242,6 @@ PUBLIC int64_t h5async_end_queue(Queue *queue)
     pthread_cond_broadcast(&queue->work);
     pthread_mutex_unlock(&queue->lock);
     return h5async_wake(queue);
-}
-
-PUBLIC int64_t h5async_is_planned(Queue *queue, int64_t slot)
-{
-    return queue->jobs[slot].is_planned;
-}
-
-PUBLIC int64_t h5async_plan_ns(Queue *queue)
-{
-    pthread_mutex_lock(&queue->lock);
-    int64_t plan_ns = queue->plan_ns;
-    pthread_mutex_unlock(&queue->lock);
-    return plan_ns;
 }
 
 /* The oldest batch that a thread can do something of. Holds the lock. */
@@ -422,46 +374,33 @@ static void wait_for_work(Queue *queue)
     queue->num_idle--;
 }
 
-/* Do work that needs no Python, until there is some that does; say which. Many threads call this,
-   each with a worker of its own. */
-PUBLIC int64_t h5async_next(Queue *queue, Worker *w)
+/* Do work that needs no Python, and return a batch's slot where it has left some. Or, where a thread
+   `stays`, NEXT_TICKET, or NEXT_END, after which it need not come again; else, at the end of a batch's
+   work, as `advance`. Many threads call this, each with a worker of its own. */
+PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
 {
     int64_t next = NEXT_NOTHING;
     pthread_mutex_lock(&queue->lock);
-    queue->num_here++;
-    while (next < 0 && !queue->is_ended) {
+    queue->num_here += stays;
+    while (!queue->is_ended && (next == NEXT_NOTHING || (stays && next < 0))) {
         Job *job = next_job(queue);
-        if (queue->tickets) {
+        if (stays && queue->tickets) {
             queue->tickets--;
             next = NEXT_TICKET;
             break;
         }
-        if (job == NULL || next == NEXT_END) { /* closed: the end will be told right now */
-            wait_for_work(queue);
-        } else {
+        if (job != NULL && next != NEXT_END)
             next = advance(queue, job, w);
-        }
+        else if (stays) /* closed, where NEXT_END: the end will be told right now */
+            wait_for_work(queue);
+        else
+            break;
     }
-    queue->num_here--;
+    queue->num_here -= stays;
     if (queue->is_ended)
         next = NEXT_END;
-    else if (queue->num_idle && next_job(queue) != NULL) /* which this thread does not come for */
+    else if (stays && queue->num_idle && next_job(queue) != NULL) /* which this thread does not come for */
         pthread_cond_signal(&queue->work);
-    pthread_mutex_unlock(&queue->lock);
-    w->returned_ns = now_ns();
-    return next;
-}
-
-/* Do all that needs no Python of the oldest batch of which there is any to begin. Returns NEXT_NOTHING where
-   there is none, NEXT_READY, NEXT_END, or its slot, where work is left. */
-PUBLIC int64_t h5async_do_oldest(Queue *queue, Worker *w)
-{
-    int64_t next = NEXT_NOTHING;
-    pthread_mutex_lock(&queue->lock);
-    for (Job *job; next == NEXT_NOTHING && !queue->is_ended && (job = next_job(queue)) != NULL;)
-        next = advance(queue, job, w);
-    if (queue->is_ended)
-        next = NEXT_END;
     pthread_mutex_unlock(&queue->lock);
     w->returned_ns = now_ns();
     return next;

@@ -1,19 +1,5 @@
 /* Reads ranges of a source as they are stored. */
 
-static int pieces_are_cached(File *file, const Worker *w, const Pieces *p)
-{
-    int64_t step = p->count / MAX_PROBES + 1;
-    for (int64_t i = 0; i < p->count; i += step) {
-        int64_t nbytes = nbytes_of_piece(p, i);
-        if (is_stopped(file, w))
-            return 0;
-        if (p->offset[i] >= 0 && nbytes > 0 &&
-            (p->offset[i] > INT64_MAX - nbytes || !is_cached(file, p->offset[i] + nbytes - 1)))
-            return 0;
-    }
-    return 1;
-}
-
 typedef struct {
     File *file;
     const Worker *w;
@@ -21,16 +7,14 @@ typedef struct {
     int64_t done; /* how many were read before the first that cannot be */
 } PiecesCall;
 
+/* Out of the map only where that is the only way: a read costs little more than such a copy. */
 static void read_pieces(void *data)
 {
     PiecesCall *call = data;
     File *file = call->file;
-    const Pieces *p = call->pieces;
-    int64_t available = mappable_nbytes(file);
-    int can_wait = file->io == IO_MAP || file->fd < 0; /* pages come when touched */
-    int is_mapped = available > 0 && (can_wait || pieces_are_cached(file, call->w, p));
-    call->done = is_mapped ? copy_pieces(file, call->w, p, available)
-                           : pread_pieces(file, call->w, p);
+    int is_mapped = file->map != NULL && (file->io == IO_MAP || file->fd < 0);
+    call->done = is_mapped ? copy_pieces(file, call->w, call->pieces, mappable_nbytes(file))
+                           : pread_pieces(file, call->w, call->pieces);
 }
 
 /* Read `nbytes[i]` bytes at `offset[i]` of a source to `base + target[i]`, for each i up to the first
@@ -55,15 +39,9 @@ PUBLIC int64_t h5async_read_ranges(Sources *sources, Worker *w, const int64_t *o
     if (valid > 0 && is_as_indexed(&file)) {
         if (file.map != NULL)
             install_guard();
-        if (!guarded(&file, read_pieces, &call))
-            file.event = FAULTED;
-        else if (file.event == NO_EVENT)
-            is_as_indexed(&file);
+        if (!read_guarded(&file, read_pieces, &call))
+            call.done = 0;
     }
-    if (file.nbytes < 0 && !has_swmr_writer(file.fd, INT64_MAX))
-        file.event = CHANGED; /* the writer has ended, and left the file for good */
-    if (file.event != NO_EVENT)
-        call.done = 0;
     for (int64_t i = 0; i < call.done; i++)
         w->read_nbytes += nbytes[i];
     release_source(sources, source, file.event);

@@ -13,49 +13,43 @@ static Ranks ranks_of_item(const Item *item)
     return (Ranks){item->number, item->first_run, item->first_run + item->num_runs};
 }
 
-/* Whether some numbers are from 0 on and not above `last`. (The highest bit of one that is not, or of
-   what it lacks, is set.) */
-#define ARE_WITHIN(name, Number, bits)                                                            \
-    static int name(const uint8_t *at, int64_t count, Number last)                                \
-    {                                                                                             \
-        const Number *number = (const Number *)(const void *)at;                                  \
-        Number outside = 0;                                                                       \
-        for (int64_t i = 0; i < count; i++)                                                       \
-            outside |= number[i] | (last - number[i]);                                            \
-        return !(outside >> (bits - 1));                                                          \
+/* (The highest bit of a number that is below 0 is set, or of what it lacks where it is too large.) */
+#define COLLECT_OUTSIDE(Number)                                                                   \
+    for (int64_t i = 0; i < length; i++) {                                                        \
+        uint64_t number = (uint64_t)(int64_t)((const Number *)(const void *)at)[i];               \
+        outside |= number | (last - number);                                                      \
     }
-ARE_WITHIN(are_within32, uint32_t, 32)
-ARE_WITHIN(are_within64, uint64_t, 64)
 
 static int rows_are_within(const Field *f, const Target *target, int64_t position, int64_t length)
 {
     const uint8_t *at = target->raw + position * f->row_nbytes;
-    return f->row_nbytes == 4 ? are_within32(at, length, (uint32_t)(f->limit - 1))
-                              : are_within64(at, length, (uint64_t)(f->limit - 1));
+    uint64_t outside = 0, last = (uint64_t)f->limit - 1;
+    if (f->row_nbytes == 4)
+        COLLECT_OUTSIDE(int32_t)
+    else
+        COLLECT_OUTSIDE(int64_t)
+    return !(outside >> 63);
 }
 
 /* Whether what was read of an item is below the limit of its field, while it lies in the cache. */
 static int item_is_within(const BatchPlan *plan, const Field *f, const Target *target,
                           const Item *item)
 {
-    int are_within = 1;
-    if (f->limit == 0)
-        return 1;
-    if (item->kind == ROWS) {
-        Ranks ranks = ranks_of_item(item);
-        for (; are_within && ranks.rank < ranks.end; ranks.run++) {
-            const Wanted *w = &plan->sorted[ranks.run];
-            int64_t behind = w[1].rank < ranks.end ? w[1].rank : ranks.end;
-            are_within = rows_are_within(f, target, w->position + ranks.rank - w->rank,
-                                         behind - ranks.rank);
-            ranks.rank = behind;
+    int64_t at = item->first_run, end = at + item->num_runs, position, length, run = item->number;
+    while (f->limit && at < end) {
+        if (item->kind == ROWS) {
+            const Wanted *w = &plan->sorted[run++];
+            position = w->position + at - w->rank;
+            length = (w[1].rank < end ? w[1].rank : end) - at;
+            at += length;
+        } else {
+            position = plan->run_position[at], length = plan->run_length[at];
+            at++;
         }
-        return are_within;
+        if (!rows_are_within(f, target, position, length))
+            return 0;
     }
-    Runs runs = runs_of_item(plan, item);
-    for (int64_t r = 0; are_within && r < runs.count; r++)
-        are_within = rows_are_within(f, target, runs.position[r], runs.length[r]);
-    return are_within;
+    return 1;
 }
 
 /* Where a row lies in the file; -1: it was never written; INT64_MAX: where no read takes it from. */
@@ -110,15 +104,6 @@ static void list_rows(const BatchPlan *plan, const Field *f, const Item *item, R
     ranks->run = run, ranks->rank = rank;
 }
 
-static Pieces pieces_of_rows(const Field *f, const Shape *shape, const Target *target,
-                             const RowBlock *block)
-{
-    return (Pieces){.offset = block->offset, .position = block->position, .count = block->count,
-                    .nbytes = block->rows == block->count ? NULL : block->nbytes,
-                    .unit = f->row_nbytes, .base = target->raw, .fill = shape->dataset.fill,
-                    .itemsize = f->itemsize};
-}
-
 /* Rows out of the map, transformed on the way: there is no copy between. */
 static int64_t transform_rows(const Work *work, const Field *f, const Target *target,
                               const Pieces *p)
@@ -153,7 +138,7 @@ static int64_t read_row_pieces(Work *work, const Field *f, const Shape *shape, c
         done = copy_pieces(work->file, work->w, p, work->available);
     else
         done = work->file->io == IO_MAP ? 0
-               : work->is_cold          ? read_runs(work->file, work->w, p, NULL)
+               : work->is_cold          ? read_runs(work->file, work->w, p, NULL, 0)
                                         : pread_pieces(work->file, work->w, p);
     for (int64_t i = 0; shape->swaps && i < done; i++)
         swap_bytes(place_of_piece(p, i), nbytes_of_piece(p, i), shape->swaps);
@@ -229,7 +214,10 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
     }
     while (is_good && ranks.rank < ranks.end) {
         list_rows(work->plan, f, item, &ranks, &block, BLOCK_ROWS);
-        Pieces p = pieces_of_rows(f, shape, target, &block);
+        Pieces p = {.offset = block.offset, .position = block.position, .count = block.count,
+                    .nbytes = block.rows == block.count ? NULL : block.nbytes,
+                    .unit = f->row_nbytes, .base = target->raw, .fill = shape->dataset.fill,
+                    .itemsize = f->itemsize};
         is_good = read_row_pieces(work, f, shape, target, &p) == p.count;
         work->w->read_nbytes += is_good ? block.rows * f->row_nbytes : 0;
     }

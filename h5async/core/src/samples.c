@@ -83,18 +83,18 @@ static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count, int64_t
     return wanted;
 }
 
-/* Join runs that follow each other in the dataset and in the batch, and put them to `runs`, which may
-   be the same array; ranks count from `rank` on then. `are_spans`: at first, the rank of each is its
-   length; else they are single rows. Returns how many runs; -1: spans have rows in common. */
-ALWAYS_INLINE int64_t join_wanted(const Wanted *wanted, int64_t count, int64_t rank, Wanted *runs,
-                                  int are_spans)
+/* Put runs that were sorted to `runs`, those that follow each other in the dataset and in the batch as
+   one. At first, the rank of each is its length; ranks count from `rank` on then. Returns how many
+   runs; -1: their rows are not sorted, since some have several in common. */
+static int64_t join_wanted(const Wanted *wanted, int64_t count, int64_t rank, Wanted *runs,
+                           int is_sorted)
 {
     int64_t num_runs = 0, behind = -1, place = 0; /* behind the run before: its row, and its place */
     for (int64_t i = 0; i < count; i++) {
         Wanted one = wanted[i];
-        int64_t length = are_spans ? one.rank : 1;
+        int64_t length = one.rank;
         int is_new = one.sample != behind || one.position != place;
-        if (are_spans && one.sample < behind)
+        if (is_sorted && one.sample < behind - 1)
             return -1;
         behind = one.sample + length, place = one.position + length;
         if (is_new) {
@@ -167,38 +167,29 @@ static NOINLINE Listed list_span_rows(Wanted *wanted, const int64_t *samples, in
 }
 
 /* Put what was listed in order, and the runs of it, `num_rows` in all, behind those of the groups
-   before, or, of the only group, where they are. Returns 1; 0: there is no memory; -1: spans have rows
-   in common. */
-static NOINLINE int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_rows, int is_sorted,
-                             int are_spans, int is_only_group)
+   before. Returns 1; 0: there is no memory; -1: see join_wanted. */
+static NOINLINE int put_runs(BatchPlan *plan, const Listed *listed, int64_t num_rows, int is_sorted)
 {
-    Wanted *sorted = plan->wanted, *runs;
-    int64_t rank = 0, first = 0;
+    const Wanted *wanted = plan->wanted;
+    int64_t first = plan->num_wanted ? plan->num_wanted + 1 : 0;
+    int64_t rank = first ? plan->sorted[plan->num_wanted].rank : 0;
+    if (rank + num_rows >= INT32_MAX ||
+        !grow((void **[]){(void **)&plan->sorted}, 1, &plan->most_sorted, first + listed->count + 1,
+              sizeof(Wanted)))
+        return 0;
     if (is_sorted && !listed->is_ascending)
-        sorted = sort_wanted(plan->wanted, plan->spare, listed->count, listed->least,
+        wanted = sort_wanted(plan->wanted, plan->spare, listed->count, listed->least,
                              listed->most - listed->least);
-    runs = sorted;
-    if (!is_only_group) {
-        rank = plan->num_wanted ? plan->joined[plan->num_wanted].rank : 0;
-        first = plan->num_wanted ? plan->num_wanted + 1 : 0;
-        if (rank + num_rows >= INT32_MAX ||
-            !grow((void **[]){(void **)&plan->joined}, 1, &plan->most_joined,
-                  first + listed->count + 1, sizeof(Wanted)))
-            return 0;
-        runs = plan->joined + first;
-    }
-    int64_t num_runs = are_spans ? join_wanted(sorted, listed->count, rank, runs, 1)
-                                 : join_wanted(sorted, listed->count, rank, runs, 0);
+    int64_t num_runs = join_wanted(wanted, listed->count, rank, plan->sorted + first, is_sorted);
     if (num_runs < 0)
         return -1;
     plan->first_wanted = first, plan->num_wanted = first + num_runs;
-    plan->sorted = is_only_group ? sorted : plan->joined;
     return 1;
 }
 
 /* List the rows of a group of ragged fields, which are runs; as list_samples does. */
 static int list_spans(BatchPlan *plan, const int64_t *samples, int64_t count, const Field *f,
-                      int64_t capacity, int is_only_group)
+                      int64_t capacity)
 {
     const SpanRows *spans = f->spans;
     Listed listed = NONE_LISTED;
@@ -216,21 +207,19 @@ static int list_spans(BatchPlan *plan, const int64_t *samples, int64_t count, co
             list_run(&listed, plan->wanted, begin, total, length);
         total += length;
     }
-    if (total >= INT32_MAX)
-        return 0;
-    int is_put = put_runs(plan, &listed, total, 1, 1, is_only_group);
+    int is_put = put_runs(plan, &listed, total, 1);
     if (is_put >= 0)
         return is_put;
     if (!grow_wanted(plan, total + 1)) /* a sample comes twice */
         return 0;
     listed = list_span_rows(plan->wanted, samples, count, spans);
-    return put_runs(plan, &listed, total, 1, 0, is_only_group);
+    return put_runs(plan, &listed, total, 1);
 }
 
 /* List the rows of a group of fields, sorted or not, behind those of the groups before it; -1: there
    is one that no field has; 0: there is no memory. Fields with `steps` NULL: a sample is a row. */
 static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples,
-                        int is_sorted, const StepRows *steps, int is_only_group)
+                        int is_sorted, const StepRows *steps)
 {
     int64_t most_rows = count;
     if (steps != NULL && __builtin_mul_overflow(count, steps->num_offsets, &most_rows))
@@ -241,7 +230,7 @@ static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, 
                                   : list_steps(plan->wanted, samples, count, steps);
     if (listed.least < 0 || listed.most >= num_samples)
         return -1;
-    return put_runs(plan, &listed, listed.count, is_sorted, 0, is_only_group);
+    return put_runs(plan, &listed, listed.count, is_sorted);
 }
 
 /* List where the values of each sample go, of a field of elements of variable length, after the samples

@@ -1,12 +1,11 @@
-/* The files that a reader reads from: opened when they are first needed, and kept as far as a budget
-   goes.
+/* The files that a reader reads from: opened when first needed, and kept as far as a budget goes.
 
    A source is open as a descriptor, a memory map, or both. Where a reader has more sources than
    descriptors, a mapped one gives its descriptor back at once, and its state is asked for by path.
    A source that cannot be opened, or is not what was indexed, is refused: the Python implementation
    reads from it, or has the words. One that has to be opened anew while several threads use it is
-   stale: it is refused until the last of them has released it. A file that a writer has open for SWMR, so that others read
-   meanwhile, changes all the time: its state is not compared until the writer has ended. */
+   stale: it is refused until the last of them has released it. A file that a writer has open for SWMR
+   changes all the time: its state is not compared until the writer has ended. */
 
 enum { PATH_CHECKED = -2 }; /* for a descriptor: it was given back */
 
@@ -23,11 +22,14 @@ typedef struct Source {
 } Source;
 
 typedef struct {
+    /* Set by Python, which keeps the table; the first members of its rows, too: */
     Source *sources;
-    int64_t count, most_open, num_open; /* num_open: without users too */
-    int64_t most_files, num_files;      /* of these, such as have a descriptor */
-    int32_t io, gives_back;             /* gives_back: descriptors of mapped sources */
+    int64_t count, most_open, most_files; /* stay open; of these, with a descriptor: both at least 1,
+                                             beside those in use */
+    int64_t io, gives_back;               /* gives_back: descriptors of mapped sources */
     int64_t trusted_ns; /* for so long after it was checked, a source need not be for kept chunks */
+    /* The core's: */
+    int64_t num_open, num_files; /* num_open: without users too */
     pthread_mutex_t lock;
     Source *newest, *oldest;
 } Sources;
@@ -63,6 +65,18 @@ static int has_swmr_writer(int fd, int64_t nbytes)
             return count == sizeof head && head[8] >= 3 && (head[11] & 4);
     }
     return 0;
+}
+
+/* Do `work`, which reads a file; 0: what was read is worth nothing, and the event says why. A file that
+   was changed before, too, shows it afterwards. */
+static int read_guarded(File *file, void (*work)(void *), void *data)
+{
+    if (!guarded(file, work, data))
+        file->event = FAULTED;
+    else if (file->event == NO_EVENT && is_as_indexed(file) && file->nbytes < 0 && file->fd >= 0 &&
+             !has_swmr_writer(file->fd, INT64_MAX))
+        file->event = CHANGED; /* the writer has ended, and left the file for good */
+    return file->event == NO_EVENT;
 }
 
 /* Open and map what is known of a source; 0 where it cannot be, or is another file now. */
@@ -153,7 +167,7 @@ static void use_source(Sources *all, Source *s, File *file)
 {
     if (s->users++ == 0 && (s->newer || s->older || all->newest == s))
         UNLINK(all, s);
-    *file = (File){.fd = s->fd, .io = s->map || all->io != IO_MAP ? all->io : IO_PREAD,
+    *file = (File){.fd = s->fd, .io = s->map || all->io != IO_MAP ? (int32_t)all->io : IO_PREAD,
                    .map = s->map, .map_nbytes = s->map_nbytes, .path = s->path,
                    .device = s->device, .inode = s->inode,
                    .nbytes = s->has_swmr_writer ? -1 : s->nbytes, .modified_ns = s->modified_ns,
@@ -204,16 +218,8 @@ static void release_source(Sources *all, Source *s, int64_t event)
     pthread_mutex_unlock(&all->lock);
 }
 
-/* `sources` is memory of its size (members.c), and `table` has `count` rows, whose first members the
-   caller has set; both stay the caller's. `most_open` sources stay open, and of these `most_files`
-   with a descriptor, beside those in use. */
-PUBLIC int64_t h5async_open_sources(Sources *sources, Source *table, int64_t count, int64_t most_open,
-                                    int64_t most_files, int32_t io, int32_t gives_back,
-                                    int64_t trusted_ns)
+PUBLIC int64_t h5async_open_sources(Sources *sources)
 {
-    *sources = (Sources){.sources = table, .count = count, .most_open = most_open < 1 ? 1 : most_open,
-                         .most_files = most_files < 1 ? 1 : most_files, .io = io,
-                         .gives_back = gives_back, .trusted_ns = trusted_ns};
     return pthread_mutex_init(&sources->lock, NULL) == 0;
 }
 

@@ -41,14 +41,6 @@ static Kept **bucket_of(Store *store, uint64_t key)
     return &store->buckets[mixed >> 32 & (uint64_t)(store->num_buckets - 1)];
 }
 
-static Kept *find_kept(Store *store, uint64_t key)
-{
-    Kept *kept = *bucket_of(store, key);
-    while (kept != NULL && kept->key != key)
-        kept = kept->next;
-    return kept;
-}
-
 /* What it counts in the budget. Of rows, that is less than their decoded chunks would. */
 static int64_t cost_of_kept(int64_t nbytes, int64_t num_pieces)
 {
@@ -108,18 +100,16 @@ static Kept *new_kept(Store *store, int64_t nbytes, int64_t num_pieces)
     return again;
 }
 
-/* Find what is kept under a key, or make room for it; NULL: there is none. Whoever is given it uses
-   it until it is let go of. Holds the lock. */
-static Kept *use_kept(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
+/* Use what is kept under a key, or will be, until it is let go of; NULL: there is no room for it. */
+static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
 {
-    Kept *kept = find_kept(store, key);
+    pthread_mutex_lock(&store->lock);
+    Kept **bucket = bucket_of(store, key), *kept = *bucket;
+    while (kept != NULL && kept->key != key)
+        kept = kept->next;
     if (kept != NULL) {
         UNLINK(store, kept);
-    } else {
-        kept = new_kept(store, nbytes, num_pieces);
-        if (kept == NULL)
-            return NULL;
-        Kept **bucket = bucket_of(store, key);
+    } else if ((kept = new_kept(store, nbytes, num_pieces)) != NULL) {
         kept->key = key, kept->users = 0, kept->is_dropped = 0;
         kept->next = *bucket;
         *bucket = kept;
@@ -128,54 +118,44 @@ static Kept *use_kept(Store *store, uint64_t key, int64_t nbytes, int64_t num_pi
         if (store->chunk_nbytes > store->most_chunk_nbytes)
             store->most_chunk_nbytes = store->chunk_nbytes;
     }
-    PUT_NEWEST(store, kept);
-    kept->users++;
+    if (kept != NULL) {
+        PUT_NEWEST(store, kept);
+        kept->users++;
+    }
+    pthread_mutex_unlock(&store->lock);
     return kept;
 }
 
 /* Claim one of the pieces `begin` to `end` that is missing, the next one from `at` on, and put its
    number there; `own` pieces are claimed by the caller. READY: no others are missing. BUSY: others
-   decode all of these that are. Holds the lock. */
-static enum Claim claim_missing(Kept *kept, int64_t own, int64_t begin, int64_t end, int64_t *at)
+   decode all of these that are; not where the caller is to `wait`, until they are done. */
+static enum Claim claim_piece(Store *store, Kept *kept, int64_t own, int wait, int64_t begin,
+                              int64_t end, int64_t *at)
 {
-    if (kept->missing == own)
-        return READY;
-    const uint8_t *found = memchr(kept->pieces + *at, PIECE_MISSING, (size_t)(end - *at));
-    if (found == NULL) /* one before that may have been given up */
-        found = memchr(kept->pieces + begin, PIECE_MISSING, (size_t)(*at - begin));
-    if (found == NULL)
-        return BUSY;
-    *at = found - kept->pieces;
-    kept->pieces[*at] = PIECE_CLAIMED;
-    kept->users++;
-    return CLAIMED;
+    const uint8_t *found = NULL;
+    pthread_mutex_lock(&store->lock);
+    while (kept->missing != own) {
+        found = memchr(kept->pieces + *at, PIECE_MISSING, (size_t)(end - *at));
+        if (found == NULL) /* one before that may have been given up */
+            found = memchr(kept->pieces + begin, PIECE_MISSING, (size_t)(*at - begin));
+        if (found != NULL || !wait)
+            break;
+        pthread_cond_wait(&store->published, &store->lock);
+    }
+    enum Claim claim = found != NULL ? CLAIMED : kept->missing == own ? READY : BUSY;
+    if (found != NULL) {
+        *at = found - kept->pieces;
+        kept->pieces[*at] = PIECE_CLAIMED;
+        kept->users++;
+    }
+    pthread_mutex_unlock(&store->lock);
+    return claim;
 }
 
 /* Be done with what was found. Holds the lock. Returns whether the caller is to free it. */
 static int unuse_kept(Kept *kept)
 {
     return --kept->users == 0 && kept->is_dropped;
-}
-
-/* Use what is kept under a key, or will be; NULL: there is no room for it. */
-static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
-{
-    pthread_mutex_lock(&store->lock);
-    Kept *kept = use_kept(store, key, nbytes, num_pieces);
-    pthread_mutex_unlock(&store->lock);
-    return kept;
-}
-
-/* Claim a piece of it; see claim_missing. `wait`: not BUSY, but until others are done. */
-static enum Claim claim_piece(Store *store, Kept *kept, int64_t own, int wait, int64_t begin,
-                              int64_t end, int64_t *at)
-{
-    enum Claim claim;
-    pthread_mutex_lock(&store->lock);
-    while ((claim = claim_missing(kept, own, begin, end, at)) == BUSY && wait)
-        pthread_cond_wait(&store->published, &store->lock);
-    pthread_mutex_unlock(&store->lock);
-    return claim;
 }
 
 /* Look up some chunks at once; those that are not there decoded are NULL. */
@@ -287,14 +267,6 @@ PUBLIC int64_t h5async_clear_store(Store *store)
     }
     pthread_mutex_unlock(&store->lock);
     return 1;
-}
-
-PUBLIC int64_t h5async_most_kept(Store *store)
-{
-    pthread_mutex_lock(&store->lock);
-    int64_t most = store->most_chunk_nbytes;
-    pthread_mutex_unlock(&store->lock);
-    return most;
 }
 
 /* Nobody uses any of it. It is freed once, however often this is called. */

@@ -118,17 +118,17 @@ static int64_t find_extent(const Field *f, const Layer *layer, int64_t segment, 
 }
 
 /* The key under which the rows are kept of chunks of which piece 0 is of this number: no other rows of
-   the field have it, nor has a chunk. Where none of the chunks was ever allocated, 0: that is no key. */
-static uint64_t key_of_rows(const Field *f, const Layer *layer, int64_t segment, int64_t number)
+   the field have it, nor has a chunk. -1: none of the chunks was ever allocated. */
+static int64_t key_of_rows(const Field *f, const Layer *layer, int64_t segment, int64_t number)
 {
     int64_t shape_number = layer->shape[segment];
     const Shape *shape = &f->shapes[shape_number];
     for (int64_t c = 0; c < shape->dataset.num_cross; c++) {
         int64_t extent = find_extent(f, layer, segment, number + shape->cross_number[c]);
         if (extent >= 0 && extent < f->num_extents)
-            return (uint64_t)extent + ((uint64_t)shape_number + 1) * (uint64_t)f->num_extents;
+            return extent + (shape_number + 1) * f->num_extents;
     }
-    return 0;
+    return -1;
 }
 
 /* The last of some ascending numbers that is not above `sample`; the first one, if all are. */

@@ -1,9 +1,7 @@
 /* Notes what threads do while a reader is traced: from when to when which stage, of which batch, field
-   and source. What ends is noted where its time is counted, with the same looks at the clock.
-
-   All threads write to one buffer, whose first events are kept; the others are counted. Where stages
-   of a batch follow each other without a gap, they are one event if they are the same; so are those
-   of several fields or sources, as long as it is brief.
+   and source. All threads write to one buffer, whose first events are kept; the others are counted.
+   Where stages of a batch follow each other without a gap, they are one event if they are the same; so
+   are those of several fields or sources, as long as it is brief.
 
    A trace ends while threads are at work. So each says, for the time of a call, that it uses the
    buffer; who ends the trace is told, and keeps the buffer as long. */
@@ -44,8 +42,7 @@ static void put_event(Worker *w)
     latest->end_ns = 0;
 }
 
-static NOINLINE void note_stage(Worker *w, enum Stage stage, int64_t begin,
-                                                 int64_t end)
+static NOINLINE void note_stage(Worker *w, enum Stage stage, int64_t begin, int64_t end)
 {
     TraceEvent *latest = &w->latest;
     int is_same = latest->field == w->traced_field && latest->source == w->traced_source;

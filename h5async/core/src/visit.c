@@ -73,8 +73,6 @@ static int visit_chunk(const uint64_t *corner, unsigned mask, uint64_t address, 
    Python visits the chunks again, and words the error. Called with the GIL, which it gives away. */
 PUBLIC int64_t h5async_visit(Visit *v)
 {
-    if (v->rank < 1 || v->rank > MAX_VISIT_RANK)
-        return -1;
     v->count = v->end = v->least = v->most = v->is_outside = 0;
     v->is_ascending = v->is_apart = 1;
     v->thread = v->save_thread();
@@ -91,8 +89,6 @@ PUBLIC int64_t h5async_look_up(const Visit *v, const int64_t *number, const int6
                                Lookup look_up, int64_t count)
 {
     uint64_t corner[MAX_VISIT_RANK];
-    if (v->rank < 1 || v->rank > MAX_VISIT_RANK)
-        return 0;
     for (int64_t i = 0; i < count; i++) {
         int64_t rest = number[i];
         for (int64_t a = v->rank; a-- > 0; rest /= v->grid[a])
