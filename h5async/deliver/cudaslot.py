@@ -279,12 +279,11 @@ class CudaSlot(DeviceSlot):
 
     def _decode(self, staged: Mapping[int, EncodedPlan], stream: Any) -> None:
         """Decode chunks on the work stream, wait, and check them before anything is cached."""
-        for i in staged:
-            rows = self._rows[i]
+        for i, plan in staged.items():
+            rows, decoder = self._rows[i], self._device.decoders[i]
             assert rows is not None
             with self._device.decoding:
-                decoder = self._device.decoders[i]
-                decoder.decode(self.staging[i], rows.raw.view(np.uint8), stream)
+                decoder.decode(plan, self.staging[i], rows.raw.view(np.uint8), stream)
         if staged:
             self._decoded.record(stream.ptr)
             self._decoded.synchronize()
