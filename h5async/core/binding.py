@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.entry import CoreFilter
+from h5async.codec.corefilters import CoreFilter
 from h5async.codec.filters import Filter
 from h5async.core import structures
 from h5async.core.libraries import find_functions

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.entry import CoreFilter, CoreKind
+from h5async.codec.corefilters import CoreFilter, CoreKind
 from h5async.codec.filters import Filter, default_block
 from h5async.core.binding import Core
 from h5async.core.structures import MAX_RANK

@@ -13,8 +13,8 @@ from dataclasses import replace
 import h5py
 import numpy as np
 
+from h5async.codec.corefilters import CONVERSION
 from h5async.codec.filters import Filter, is_known_to_hdf5
-from h5async.codec.storedelements import NUMBER
 from h5async.core.binding import can_decode
 from h5async.errors import DatasetError, ReadError
 from h5async.index.chunkindex import TooManyChunksError, applies_any
@@ -150,7 +150,7 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
 
     NotDirectError if contiguous values would be cut into too many units.
     """
-    conversion = Filter(NUMBER, parameters, "conversion")
+    conversion = Filter(CONVERSION, parameters, "conversion")
     if layout.chunks is not None:
         if len(layout.filters) >= _MOST_FILTERS:
             raise NotDirectError("as many filters as HDF5 allows, and a conversion")

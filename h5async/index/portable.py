@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from h5async.codec.corefilters import CONVERSION
 from h5async.codec.filters import Filter
-from h5async.codec.storedelements import NUMBER
 
 _MOST_NESTED = 32  # compound types in compound types
 _LARGEST = (1 << 62) - 1  # of a position or a size
@@ -122,7 +122,7 @@ def _metadata_to_json(metadata: dict[str, Any]) -> object:
 def filter_from_json(found: object) -> Filter:
     """Return a filter that was written as a list of its members."""
     number, parameters, name = cast("list[object]", found)
-    number = NUMBER if number == NUMBER else natural(number)
+    number = CONVERSION if number == CONVERSION else natural(number)
     return Filter(number, naturals(parameters), text(name))
 
 
