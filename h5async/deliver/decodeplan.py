@@ -255,11 +255,7 @@ def _are_alike(one: Shape, other: Shape) -> bool:
 
 
 def plan_encoded(
-    form: EncodedFormat,
-    table: FieldTable,
-    planned: Planned,
-    column: int,
-    memory: NDArray[np.uint8],
+    form: EncodedFormat, table: FieldTable, planned: Planned, column: int, memory: NDArray[np.uint8]
 ) -> EncodedPlan | None:
     """Plan how the chunks of a batch are given to a GPU; None if the host has to decode them.
 

@@ -168,10 +168,7 @@ class DeviceSlot:
     """
 
     def __init__(
-        self,
-        memory: SlotMemory,
-        pinning: Pinning | None = None,
-        parts: Sequence[PinnedPart] = (),
+        self, memory: SlotMemory, pinning: Pinning | None = None, parts: Sequence[PinnedPart] = ()
     ) -> None:
         self.memory = memory
         self._pinning = pinning

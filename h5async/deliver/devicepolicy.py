@@ -120,8 +120,9 @@ class DevicePolicy:
     ) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._serials: set[int] = set()  # batches under way that may be decoded there
-        self._refused: set[int] = set()  # of these, those that the host decodes in the end
+        # Of batches under way that may be decoded there: whether they are, or the host does it in
+        # the end, after all.
+        self._is_decoded: dict[int, bool] = {}
         # By column: how the device decodes its chunks; None if it does not.
         self.formats: list[EncodedFormat | None] = [None] * len(layouts)
         obstacle: str | None = "there is no GPU"
@@ -184,9 +185,9 @@ class DevicePolicy:
         if not self._holds_memory:
             return False
         with self._lock:  # as in `end`, which frees the memory once no batch may need it
-            is_theirs = serial not in self._refused and self._choice.next_on_device()
+            is_theirs = self._is_decoded.get(serial, True) and self._choice.next_on_device()
             if is_theirs:
-                self._serials.add(serial)
+                self._is_decoded[serial] = True
             return is_theirs
 
     def leaves_to_host(self, request: FillRequest, error: BaseException | None) -> bool:
@@ -196,11 +197,11 @@ class DevicePolicy:
         `error` is what went wrong with the batch, in filling or uploading.
         """
         with self._lock:
-            if error is None or request.serial not in self._serials - self._refused:
+            if error is None or not self._is_decoded.get(request.serial):
                 return False
             if not (isinstance(error, NotDecoded) or self._gpu.slots[request.slot].staged):
                 return False
-            self._refused.add(request.serial)
+            self._is_decoded[request.serial] = False
         self._choice.note_fallback()
         return True
 
@@ -213,7 +214,7 @@ class DevicePolicy:
             return
         slot = self._gpu.slots[request.slot]
         with self._lock:
-            on_device = request.serial in self._serials - self._refused
+            on_device = self._is_decoded.get(request.serial, False)
             for column, plan in slot.staged.items():
                 form = self.formats[column]
                 assert form is not None
@@ -232,9 +233,8 @@ class DevicePolicy:
         if not self._holds_memory:
             return
         with self._lock:
-            self._serials.discard(request.serial)
-            self._refused.discard(request.serial)
-            if self._serials or not (self._holds_memory and self._choice.on_device is False):
+            self._is_decoded.pop(request.serial, None)
+            if self._is_decoded or not (self._holds_memory and self._choice.on_device is False):
                 return
             self._holds_memory = False
         self._gpu.drop_decoders()

@@ -131,12 +131,7 @@ class LocalFile:
     """
 
     def __init__(
-        self,
-        path: str,
-        expected: FileStamp,
-        io: IoMode = "auto",
-        *,
-        file: FileIO | None = None,
+        self, path: str, expected: FileStamp, io: IoMode = "auto", *, file: FileIO | None = None
     ) -> None:
         self.path = path
         self.stamp = expected  # the state of the file that is known to hold what was indexed
@@ -214,21 +209,12 @@ class FileEventError(Exception):
 class LocalFiles:
     """Files on this machine, opened as they are needed. Safe to use from many threads.
 
-    Parameters
-    ----------
-    kept
-        Files that stay open while unused; a mapped file takes two descriptors.
-    io
-        As for `LocalFile`.
-    look_anew
-        Called with a changed file and its new stamp, in the thread that found the change. Returns
-        if the file still holds what was indexed, and raises `ReadError` if not. None: a changed
-        file is refused.
-    on_new_stamp
-        Called with the path and stamp of a file that has changed, but holds what was indexed.
-    open_elsewhere
-        Called with the path of a file that cannot be opened, or was replaced. Returns the former
-        file if it is open elsewhere, to be closed here.
+    `kept` files stay open while unused; a mapped file takes two descriptors. `io` is as for
+    `LocalFile`. A changed file is refused, or, if `look_anew` is given, passed to it with its new
+    stamp, in the thread that found the change: it returns if the file still holds what was indexed,
+    and raises `ReadError` if not. Then `on_new_stamp` gets path and stamp. `open_elsewhere` gets
+    the path of a file that cannot be opened, or was replaced, and returns the former file if it is
+    open elsewhere, to be closed here.
     """
 
     def __init__(

@@ -144,10 +144,6 @@ class Timeline:
         """Return the batch that this thread works on."""
         return self._here.get(get_ident(), _NOTHING)[0]
 
-    def work_on_field(self, field: int, source: int | str = -1) -> None:
-        """Note the field that this thread reads from now on."""
-        self.work_on(self.batch_here(), field, source)
-
     def add(self, stage: str, begin_ns: int) -> None:
         """Note that this thread has done a stage of its current work since `begin_ns`."""
         batch, field, source = self._here.get(get_ident(), _NOTHING)
