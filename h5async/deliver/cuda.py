@@ -109,11 +109,6 @@ class CudaDevice(SharedBySlots, Device):
         for slot in self.slots:
             slot.staging, slot.staged = {}, {}
 
-    @property
-    def free_nbytes(self) -> int:
-        """Bytes of the GPU's memory that are free now."""
-        return self.gpu.free_nbytes
-
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
         """Reserve memory for the rows of all samples of a selection, as they are uploaded."""
         gpu, slot = self.gpu, self.slots[0]
@@ -131,7 +126,7 @@ class CudaDevice(SharedBySlots, Device):
                 if not gpu.is_lack_of_memory(error):
                     raise
                 self.cache = []
-                return Budget("device", nbytes, self.free_nbytes)
+                return Budget("device", nbytes, gpu.free_nbytes)
         self._compile()  # kernels that take rows out of it
         self.cached = selection.ascending
         return Residency(selection, nbytes, "device")

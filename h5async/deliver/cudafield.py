@@ -71,24 +71,18 @@ class CudaField:
         likely = 0 if first is None or self._change is None else first.likely * first.nbytes
         self._changed = _room(gpu, likely)
         self._every: Any = None  # numbers from 0 on
+        # Memory for the plain array that is made here.
         self._made: Any = None
-        self._bad: Any = None
-        if outline is not None and outline.is_left:
-            self._reserve(outline, rows)
+        if outline is not None and outline.is_left and outline.pixels is not None:
+            self._made = gpu.cupy.empty((rows, *outline.pixels.row), outline.pixels.dtype)
+        elif outline is not None and outline.is_left and outline.made is not None:
+            row, dtype = outline.made
+            self._made = gpu.cupy.empty((rows, *row), dtype)
+            self._bad = gpu.cupy.empty(1, np.int32)
+            if self._index_dtype is None:
+                self._zero = gpu.on_device(np.zeros(1, dtype))
         self._batch: Any = None  # the uploaded batch in host memory,
         self._arrays: list[Any] = []  # and its arrays on the device
-
-    def _reserve(self, outline: Outline, rows: int) -> None:
-        """Allocate memory for the plain array that is made here."""
-        cupy = self._gpu.cupy
-        if outline.pixels is not None:
-            self._made = cupy.empty((rows, *outline.pixels.row), outline.pixels.dtype)
-        if outline.made is not None:
-            row, dtype = outline.made
-            self._made = cupy.empty((rows, *row), dtype)
-            self._bad = cupy.empty(1, np.int32)
-            if self._index_dtype is None:
-                self._zero = self._gpu.on_device(np.zeros(1, dtype))
 
     def upload(self, batch: Any, stream: Any) -> None:
         """Put the upload of a batch's arrays on a stream; `DeviceError` if CuPy lacks a dtype."""

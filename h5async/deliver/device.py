@@ -47,16 +47,13 @@ class SlotContents(NamedTuple):
 
 
 class LaidOut(NamedTuple):
-    """The host memory of a slot, and its arrays.
-
-    `block` has the delivered, or raw, rows of all columns with a row per sample, contiguous;
-    `begins` says where each begins in it. `varying` is the memory of columns whose number of rows
-    per sample differs, by number.
-    """
+    """The host memory of a slot, and its arrays."""
 
     memory: SlotMemory
+    # The delivered, or raw, rows of all columns with a row per sample, contiguous.
     block: NDArray[np.uint8]
-    begins: list[int]
+    begins: list[int]  # where each column begins in it
+    # By number of column: the memory of those whose number of rows per sample differs.
     varying: dict[int, NDArray[np.uint8]]
 
 
@@ -131,9 +128,7 @@ class PinnedPart:
         pin: Callable[[NDArray[Any]], Callable[[], object]],
         nbytes: int,
     ) -> None:
-        self._memory = memory
-        self._begin = memory.ctypes.data
-        self._pin = pin
+        self._memory, self._pin = memory, pin
         self._unpin: Callable[[], object] | None = None
         self._pinned_nbytes = 0
         self._pin_all_of(min(nbytes, memory.nbytes))
@@ -143,7 +138,7 @@ class PinnedPart:
 
         Called while the slot is filled, when nothing copies out of the memory.
         """
-        begin = array.ctypes.data - self._begin
+        begin = array.ctypes.data - self._memory.ctypes.data
         end = begin + array.nbytes
         if begin < 0 or end > self._memory.nbytes:
             return False

@@ -131,7 +131,7 @@ class DevicePolicy:
 
             on_host = _left_to_host(device, transforms, mapped)
             self.formats, obstacle = find_formats(
-                config, layouts, rows, on_host, self._gpu.free_nbytes, host_nbytes
+                config, layouts, rows, on_host, self._gpu.gpu.free_nbytes, host_nbytes
             )
         elif config.decode == "device":
             raise DeviceError(f"{named('decode', 'device')} needs a GPU, and none was found")
