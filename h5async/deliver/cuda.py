@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import load_core
 from h5async.deliver.cudafield import cupy_has
 from h5async.deliver.cudaslot import CudaSlot, SharedBySlots
 from h5async.deliver.device import Device, DeviceSlot, SlotContents
@@ -62,13 +61,13 @@ class CudaDevice(SharedBySlots, Device):
                     " booleans and numbers; leave the field out, or read with"
                     f" {named('device', 'cpu')}"
                 )
-        gpu, core = self.gpu, load_core()
+        gpu = self.gpu
         lacks: tuple[type[Exception], ...] = (*gpu.errors, MemoryError)
         try:
             with gpu.current(), gpu.allocating():
                 for column, form in enumerate(contents.encoded_formats):
-                    if form is not None and core is not None:
-                        self.decoders[column] = DeviceDecoder(gpu, self.kernels, core, form)
+                    if form is not None:
+                        self.decoders[column] = DeviceDecoder(gpu, self.kernels, form)
                 slots = [CudaSlot(self, contents) for _ in range(count)]
         except lacks as error:
             forget_frames(error)  # they hold the slots allocated so far

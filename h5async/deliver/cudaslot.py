@@ -63,7 +63,6 @@ class CudaSlot(DeviceSlot):
         gpu, cupy = device.gpu, device.gpu.cupy
         rows, transforms = contents.rows, list(contents.transforms.values())
         self._device, self._gpu = device, gpu
-        self._shared = contents.shared
         # By column: memory for encoded chunks, and those that are read for the current batch, in
         # place of rows; set before they are read.
         self.staging = {
@@ -77,15 +76,18 @@ class CudaSlot(DeviceSlot):
             needs_host(transform) or (contents.has_postprocess and not transform.is_identity)
             for transform in transforms
         ]
+        shared = contents.shared  # else fields that vary get pages, of which parts are pinned
         laid_out = host_slot(
             rows,
             transforms,
             on_host,
             contents.outlines,
-            empty=self._pages,
-            block=self._pinned_block,
-            encoded=plain_memory if self._shared is None else self._shared.empty,
+            empty=page_memory if shared is None else shared.empty,
+            block=gpu.pinned_memory if shared is None else None,
+            encoded=plain_memory if shared is None else shared.empty,
         )
+        if shared is not None and laid_out.block.nbytes:
+            gpu.pin(laid_out.block)
         super().__init__(laid_out.memory)
         self._host_block = laid_out.block
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
@@ -145,7 +147,7 @@ class CudaSlot(DeviceSlot):
             return None
         gpu, kernels = self._gpu, self._device.kernels
         if outline.is_encoded:  # decoded images have pinned memory of their own
-            is_pinned = self._shared is None and not contents.has_postprocess
+            is_pinned = contents.shared is None and not contents.has_postprocess
             return CudaField(gpu, kernels, self.num_rows, outline, is_pinned=is_pinned)
         transforms = list(contents.transforms.values())
         own = [transforms[column] for column in outline.columns]
@@ -157,18 +159,6 @@ class CudaSlot(DeviceSlot):
         ]
         parts += made
         return CudaField(gpu, kernels, self.num_rows, outline, own, parts, is_done=is_done)
-
-    def _pages(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return memory that is not pinned yet; a filler in a helper process has it, too."""
-        return page_memory(nbytes) if self._shared is None else self._shared.empty(nbytes)
-
-    def _pinned_block(self, nbytes: int) -> NDArray[np.uint8]:
-        if self._shared is None:
-            return self._gpu.pinned_memory(nbytes)
-        memory = self._pages(nbytes)
-        if nbytes:
-            self._gpu.pin(memory)
-        return memory
 
     def warm_up(self) -> None:
         """Run each kernel of a transform, on the current stream, and wait for it.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5async.config import ReaderConfig
-from h5async.core.binding import Core, address, load_core
+from h5async.core.binding import address, load_core
 from h5async.core.structures import FramesStruct
 from h5async.deliver.decodeplan import EncodedFormat, EncodedPlan, NotDecoded, encoded_format
 from h5async.deliver.gpu import Gpu
@@ -167,10 +167,11 @@ class Staging:
 class DeviceDecoder:
     """Decodes chunks of one field. Safe to use from many threads, except `decode`."""
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, core: Core, form: EncodedFormat) -> None:
+    def __init__(self, gpu: Gpu, kernels: Kernels, form: EncodedFormat) -> None:
         self._gpu, self._kernels = gpu, kernels
         cupy, shape = gpu.cupy, form.shape
-        self._nvcomp = load_nvcomp()
+        self._nvcomp, core = load_nvcomp(), load_core()
+        assert core is not None, "without it, nothing has such a format"
         self._core = core
         self.form = form
         self._codec = form.frame.codec
