@@ -61,7 +61,7 @@ class CudaField:
         self._index_dtype = transforms[1].dtype if len(transforms) > 1 else None
         self._change: RowChange | None = None
         if self._transform is not None and not (is_done or self._transform.is_identity):
-            self._change = kernels.row_change(self._transform, gpu.on_device)
+            self._change = kernels.row_change(self._transform)
         # By array: memory for a batch of the usual size, and for what is not pinned elsewhere.
         self._on_device: dict[int, Growing] = defaultdict(partial(_room, gpu))
         self._pinned: dict[int, Growing] = defaultdict(partial(Growing, gpu.pinned_memory))

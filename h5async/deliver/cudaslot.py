@@ -35,7 +35,7 @@ class SharedBySlots:
         with gpu.working("no stream can be made"):
             # For uploads, and for kernels.
             self.copy_stream, self.work_stream = gpu.stream(), gpu.stream()
-        self.kernels = Kernels(gpu.cupy)
+        self.kernels = Kernels(gpu)
         # The rows of samples `cached`, one array per field, as uploaded; empty if none are kept.
         self.cache: list[Any] = []
         self.cached = Selection(0, 1, 0)
@@ -130,7 +130,7 @@ class CudaSlot(DeviceSlot):
         if done or transform.is_identity:
             return _Rows(raw, raw, None)
         delivered = self._gpu.cupy.empty((len(own), *transform.row), transform.dtype)
-        change = self._device.kernels.row_change(transform, self._gpu.on_device)
+        change = self._device.kernels.row_change(transform)
         return _Rows(raw, delivered, change)
 
     def _new_field(

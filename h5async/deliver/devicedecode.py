@@ -115,19 +115,12 @@ class Nvcomp:
         sources, source_nbytes, targets, target_nbytes, actual_nbytes, states = (
             ctypes.c_void_p(array.data.ptr) for array in blocks
         )
-        status = getattr(self._library, name)(
-            sources,
-            source_nbytes,
-            target_nbytes,
-            actual_nbytes,
-            ctypes.c_size_t(blocks.states.size),
-            ctypes.c_void_p(temp.data.ptr),
-            ctypes.c_size_t(temp.nbytes),
-            targets,
-            self._options,
-            states,
-            ctypes.c_void_p(stream.ptr),
-        )
+        inputs = sources, source_nbytes, target_nbytes, actual_nbytes
+        count, temp_nbytes = ctypes.c_size_t(blocks.states.size), ctypes.c_size_t(temp.nbytes)
+        room = count, ctypes.c_void_p(temp.data.ptr), temp_nbytes
+        outputs = targets, self._options, states
+        function = getattr(self._library, name)
+        status = function(*inputs, *room, *outputs, ctypes.c_void_p(stream.ptr))
         self._check(status, name)
 
     @staticmethod
@@ -254,21 +247,11 @@ class DeviceDecoder:
                 launch("bitunshuffle", nbytes, count, before, decoded, *numbers, np.int64(block))
             else:
                 launch("unshuffle", nbytes, count, before, decoded, *numbers)
-        launch(
-            "place",
-            _PIECE_NBYTES,
-            runs[0].size,
-            decoded,
-            rows,
-            *runs,
-            np.int64(runs[0].size),
-            *self._pieces,
-            np.int32(shape.chunk_strides.size),
-            np.int64(form.pitch),
-            np.int64(shape.sample_stride),
-            np.int64(form.row_nbytes),
-            np.int32(shape.itemsize),
-        )
+        lists = *runs, np.int64(runs[0].size), *self._pieces
+        rank, element = np.int32(shape.chunk_strides.size), np.int32(shape.itemsize)
+        strides = np.int64(form.pitch), np.int64(shape.sample_stride), np.int64(form.row_nbytes)
+        lies = rank, *strides, element
+        launch("place", _PIECE_NBYTES, runs[0].size, decoded, rows, *lists, *lies)
         runtime.memcpyAsync(
             staging.is_bad.ctypes.data,
             self._is_bad.data.ptr,

@@ -1,7 +1,6 @@
 """Moves, unshuffles, permutes, casts and scales arrays on the GPU.
 
-CUDA kernels, compiled by CuPy on first use, and launched on the current stream. CuPy is passed as a
-parameter: `finddevice.py` imports it.
+CUDA kernels, compiled by CuPy on first use, and launched on the current stream.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.deliver.gpu import Gpu
 from h5async.plan.transform import RowTransform
 from h5async.samples.samplekernels import EXACT, OPTIONS, SampleKernels
 
@@ -54,8 +54,9 @@ class RowChange(NamedTuple):
 class Kernels:
     """The kernels of one GPU; `of_samples` are for sparse and ragged samples. Thread-safe."""
 
-    def __init__(self, cupy: Any) -> None:
-        self._cupy = cupy
+    def __init__(self, gpu: Gpu) -> None:
+        cupy = self._cupy = gpu.cupy
+        self._on_device = gpu.on_device
         source = Path(__file__).with_name("kernels.cu").read_text()
         module = cupy.RawModule(code=source, options=("-std=c++17",))
         self._function = functools.cache(module.get_function)
@@ -83,21 +84,18 @@ class Kernels:
             "S stored", "T delivered", "delivered = h5async_to<T>(stored)", "h5async_cast"
         )
 
-    def row_change(
-        self, transform: RowTransform, on_device: Callable[[NDArray[Any]], Any]
-    ) -> RowChange:
-        """Return what does a transform of rows on the device, in one kernel.
-
-        `on_device` copies an array there, as `Gpu.on_device` does.
-        """
+    def row_change(self, transform: RowTransform) -> RowChange:
+        """Return what does a transform of rows on the device, in one kernel."""
         channels = transform.channels
         is_scaled = transform.scale is not None or transform.offset is not None
         factors = _factors(transform) if is_scaled else ()
         if not channels or channels > _MAX_PLANES or not _is_plain(transform):
             # At least 1-dimensional: CuPy turns a 0-dimensional -0.0 into 0.0.
-            whole = tuple(on_device(np.atleast_1d(factor)) for factor in factors)
+            whole = tuple(self._on_device(np.atleast_1d(factor)) for factor in factors)
             return RowChange(partial(self._change, transform.permutation, whole), False)
-        each = tuple(on_device(np.broadcast_to(factor.reshape(-1), channels)) for factor in factors)
+        each = tuple(
+            self._on_device(np.broadcast_to(factor.reshape(-1), channels)) for factor in factors
+        )
         return RowChange(partial(self._change_planes, channels, each), True)
 
     def copy_rows(self, rows: Any, index: Any, out: Any, *, scatters: bool) -> None:
