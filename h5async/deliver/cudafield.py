@@ -10,22 +10,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.deliver.device import PinnedPart
+from h5async.deliver.gpu import Gpu
+from h5async.deliver.kernels import Kernels, RowChange
 from h5async.errors import DeviceError
 from h5async.io.shared import MORE, Growing
 from h5async.plan.transform import RowTransform
+from h5async.samples.fieldkind import Outline
 from h5async.samples.ragged import native
 from h5async.samples.samplearrays import memory_of, with_memory
-
-if TYPE_CHECKING:
-    from h5async.deliver.gpu import Gpu
-    from h5async.deliver.kernels import Kernels, RowChange
-    from h5async.samples.fieldkind import Outline
 
 _CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
 

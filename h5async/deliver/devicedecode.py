@@ -216,9 +216,8 @@ class DeviceDecoder:
         form, shape, launch = self.form, self.form.shape, self._kernels.launch
         nbytes, count = shape.chunk_nbytes, plan.num_chunks
         sizes = np.int64(form.pitch), np.int64(nbytes), np.int64(count)
-        source, source_nbytes, target, target_nbytes = staging.views[:4]
         copies, runs = staging.views[4:7], staging.views[7:12]
-        decoded, tasks = self._chunks[0], source.size
+        decoded, tasks = self._chunks[0], staging.views[0].size
         states, actual = self._states[:tasks], self._actual[:tasks]
         self._is_bad.fill(0)
         # An earlier batch's results must not pass for this one's. (Cleared by CUDA itself: CuPy
@@ -227,14 +226,14 @@ class DeviceDecoder:
         runtime.memsetAsync(states.data.ptr, 0xFF, states.nbytes, stream.ptr)
         actual.fill(0)
         if tasks and self._codec is not None:
-            blocks = Blocks(source, source_nbytes, target, target_nbytes, actual, states)
+            blocks = Blocks(*staging.views[:4], actual_nbytes=actual, states=states)
             self._nvcomp.decompress(self._codec, blocks, self._temp, stream)
             sums, adler, checked = None, None, 0
             if form.is_deflate:
                 sums, adler, checked = self._sums[:count], staging.views[12].view(np.uint32), count
                 sums.fill(0)
                 launch("adler32", nbytes, count, decoded, *sizes, sums)
-            results = states, actual, target_nbytes, np.int64(tasks)
+            results = states, actual, blocks.target_nbytes, np.int64(tasks)
             sums_due = sums, adler, np.int64(checked), np.int64(nbytes)
             launch("verify", 16 * max(tasks, checked), 1, *results, *sums_due, self._is_bad)
         pieces = copies[0].size
