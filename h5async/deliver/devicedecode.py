@@ -226,7 +226,7 @@ class DeviceDecoder:
         runtime.memsetAsync(states.data.ptr, 0xFF, states.nbytes, stream.ptr)
         actual.fill(0)
         if tasks and self._codec is not None:
-            blocks = Blocks(*staging.views[:4], actual_nbytes=actual, states=states)
+            blocks = Blocks._make((*staging.views[:4], actual, states))
             self._nvcomp.decompress(self._codec, blocks, self._temp, stream)
             sums, adler, checked = None, None, 0
             if form.is_deflate:
