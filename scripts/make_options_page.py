@@ -9,8 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from h5async import Field, ReaderConfig
-from h5async.cli.options import flag
-from h5async.config.describe import Option, options_of
+from h5async.cli.options import Option, flag, options_of
 from h5async.config.kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +132,7 @@ def _values(option: Option) -> str:
     if option.choices:
         numbers = [] if option.type is str else [one]
         return ", ".join([*(_code(_written(choice)) for choice in option.choices), *numbers])
-    if option.is_mapping or option.is_function:
+    if option.is_mapping or option.values == "MODULE:FUNCTION":
         return "mapping" if option.is_mapping else "function, or string"
     if option.values == "SIZE":
         return "bytes, or a size such as `512MiB`, `1.5GB`"

@@ -13,7 +13,7 @@ from test_stats import told as sentence_of
 
 from h5async import AsyncReader, Field, RaggedField, ReaderStats
 from h5async.observe.chunkuse import ChunkFacts
-from h5async.observe.stats import ChunkAdvice, Remedy
+from h5async.observe.stats import Advice, ChunkAdvice, Remedy
 from h5async.opening.slotsizes import wanted_kept_nbytes
 from h5async.spelling import as_keyword, spelled
 from h5async.system.timeline import STAGES
@@ -69,7 +69,7 @@ def read(path: Any, *, epochs: int = 1, **options: Any) -> ReaderStats:
 
 def remedies(path: Any, **options: Any) -> list[str]:
     """Return what a reader would propose where eight samples are decoded for each."""
-    advice = read(path, data_field="eight", **options)._advice
+    advice = read(path, data_field="eight", **options)._advice.decoded
     return [spelled(one.text, as_keyword) for one in advice.remedies if one.leaves <= 5]
 
 
@@ -118,7 +118,7 @@ def test_chunks_across_the_samples_are_read_whole(path: Path) -> None:
     stats = read(path, **options)
     assert (stats.samples, stats.read_nbytes) == (4, 400 * 3072)
     assert stats.read_per_used == 100.0
-    assert '"data" with the dimension of its samples first' in stats._advice.raw_remedies[0].text
+    assert '"data" with the dimension of its samples first' in stats._advice.raw[0].text
 
 
 def test_windows_that_overlap_use_a_chunk_several_times(path: Path) -> None:
@@ -139,7 +139,7 @@ def test_ragged_samples_count_by_their_values(path: Path) -> None:
     alone = read(path, fields={"x": field}, indices=range(0, 400, 80), batch_size=1)
     assert (alone.samples, alone.decoded_chunks) == (5, 5)
     assert alone.decoded_per_used == 80.0
-    assert alone._advice.unit == "value"
+    assert alone._advice.decoded.unit == "value"
 
 
 def test_members_of_records_and_edges_are_not_blamed_on_the_order(path: Path) -> None:
@@ -168,7 +168,7 @@ def test_several_files_and_fields(path: Path) -> None:
     stats = read([path, path], **options)
     assert (stats.samples, stats.decoded_chunks, stats.decoded_per_used) == (100, 100, 8.0)
     assert stats.read_per_used == pytest.approx(1.0)
-    assert stats._advice.name == "a", "there is another field"
+    assert stats._advice.decoded.name == "a", "there is another field"
 
 
 @pytest.mark.slow
@@ -287,14 +287,14 @@ def test_a_window_wants_no_more_than_all_chunks(tmp_path: Path, monkeypatch: Any
 
 def test_small_chunks_are_not_cut_further(path: Path) -> None:
     stats = read(path, data_field="one", shuffle="full")
-    assert [one.text for one in stats._advice.remedies if "repack" in one.text] == []
+    assert [one.text for one in stats._advice.decoded.remedies if "repack" in one.text] == []
 
 
 def test_chunks_of_steps_hold_whole_windows(path: Path) -> None:
     fields = {"x": Field("eight", steps=range(5))}
     stats = read(path, fields=fields, sequences={"ends": "ends"})
-    assert stats._advice.unit == "row"
-    assert "repack with 5 rows a chunk" in [one.text for one in stats._advice.remedies]
+    assert stats._advice.decoded.unit == "row"
+    assert "repack with 5 rows a chunk" in [one.text for one in stats._advice.decoded.remedies]
 
 
 def test_facts_are_made_of_empty_datasets(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_facts_are_made_of_empty_datasets(tmp_path: Path) -> None:
         setup = reader._engine.setup
         rows, selection = setup.samplings.rows, setup.samplings.selection
         facts = ChunkFacts(setup.config, setup.layouts, rows, selection)
-        assert facts.advice().unit == "sample"
+        assert facts.advice.decoded.unit == "sample"
 
 
 # --- the sentence ------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_facts_are_made_of_empty_datasets(tmp_path: Path) -> None:
 
 def told(**given: Any) -> str:
     """What is said of a reader of two threads that decodes in vain, behind its speed."""
-    advice = ChunkAdvice(remedies=(Remedy("this", 1.0), Remedy("that", 0.0)))
+    advice = ChunkAdvice(Advice(remedies=(Remedy("this", 1.0), Remedy("that", 0.0))))
     text = sentence_of(**{"_least_decoded": 8.0, "_advice": advice, **given})
     return text.partition("threads")[2]
 
@@ -339,15 +339,15 @@ SAID = "; 8 samples are decoded for each that is used: this, or that"
         ({"cache": "none: 2 GB do not fit into 1 GB on the host; see cache_bytes"}, SAID),
         ({"_advice": ChunkAdvice()}, SAID.partition(":")[0]),
         (
-            {"_advice": ChunkAdvice("x", "image")},
+            {"_advice": ChunkAdvice(Advice("x", "image"))},
             '; 8 images of "x" are decoded for each that is used',
         ),
         (  # what would help by too little
-            {"_advice": ChunkAdvice(remedies=(Remedy("this", 6.0), Remedy("that", 1.0)))},
+            {"_advice": ChunkAdvice(Advice(remedies=(Remedy("this", 6.0), Remedy("that", 1.0))))},
             SAID.replace("this, or ", ""),
         ),
         (
-            {"_advice": ChunkAdvice(remedies=tuple(map(Remedy, ("a", "b", "c"))))},
+            {"_advice": ChunkAdvice(Advice(remedies=tuple(map(Remedy, ("a", "b", "c")))))},
             SAID.replace("this, or that", "a, b, or c"),
         ),
         (
@@ -359,7 +359,7 @@ SAID = "; 8 samples are decoded for each that is used: this, or that"
                 "stages": {"read": 9.0},
                 "direct_share": 0.0,
                 "_h5py_per_used": 10.0,
-                "_advice": ChunkAdvice(h5py_remedies=(Remedy("those"),)),
+                "_advice": ChunkAdvice(by_h5py=Advice(remedies=(Remedy("those"),))),
             },
             "; 10 samples are decoded for each that is used: those",
         ),

@@ -57,7 +57,7 @@ def _plain_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     # One table, however slow the machine is.
-    monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", math.inf)
+    monkeypatch.setattr("h5async.cli.inspect.BLOCK_SECONDS", math.inf)
 
 
 def run(*arguments, **environment):

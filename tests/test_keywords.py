@@ -31,7 +31,7 @@ from h5async import (
     SparseField,
     Split,
 )
-from h5async.config.describe import options_of
+from h5async.cli.options import options_of
 
 ROOT = Path(__file__).parents[1]
 MODELS = (ReaderConfig, Field, RaggedField, AudioField, ImageField, SparseField, Sequences, Split)

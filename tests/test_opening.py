@@ -14,7 +14,7 @@ from h5async import AsyncReader, ReadError
 from h5async.cli import output
 from h5async.core.binding import load_core
 from h5async.index import visits
-from h5async.index.opendataset import Opened
+from h5async.index.hdf5 import Opened
 from h5async.io.stores import LocalSource
 
 needs_core = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from h5async import Field, ReaderConfig
 from h5async.cli.main import app
-from h5async.cli.options import flag, reader_options
-from h5async.config.describe import options_of
+from h5async.cli.options import flag, options_of, reader_options
 from h5async.config.frozen import option
 from h5async.config.values import Int
 

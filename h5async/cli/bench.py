@@ -16,25 +16,9 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ReaderConfig, ReaderStats
-from h5async.cli.measuring import (
-    LEAST_ROUNDS,
-    Trial,
-    alternatives,
-    compare,
-    fits,
-    run_flat_out,
-    spread,
-)
+from h5async.cli.measuring import LEAST_ROUNDS, Trial, alternatives, compare, run_flat_out, spread
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
-from h5async.cli.output import (
-    Json,
-    files_text,
-    limit_text,
-    opening,
-    print_document,
-    progress_bar,
-    safe,
-)
+from h5async.cli.output import Json, files_text, limit_text, opening, print_json, progress_bar, safe
 from h5async.config.files import home_path, with_variables
 from h5async.errors import ConfigError, MissingPackageError
 
@@ -81,14 +65,14 @@ def bench(
         title = f"h5async bench: {files_text(config.files)}"
         picture.save(title, trials, waits, _times(stats))
     if as_json:
-        print_document("bench", _content(config, stats, seconds, trials))
+        print_json("bench", _content(config, stats, seconds, trials))
         return
     typer.echo("\n".join(_trial_lines(trials)))
-    typer.echo(f"\n{_verdict(trials)}")
+    typer.echo(f"\nverdict: {_verdict(trials)}")
 
 
 def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
-    changes = [changed for changed in alternatives(config) if fits(config, changed)]
+    changes = alternatives(config)
     with progress_bar("measured") as progress:
         task = progress.add_task("", total=rounds * (1 + len(changes)))
 
@@ -102,16 +86,12 @@ def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
 def _breakdown(stats: ReaderStats) -> list[str]:
     times = _times(stats)
     total = sum(times.values()) or 1.0
-    methods = ", ".join(f"{name}: {method}" for name, method in stats.ways.items())
+    shown = {stage: seconds for stage, seconds in times.items() if seconds / total >= _SHOWN_SHARE}
     return [
-        f"read by    {methods}",
+        f"read by    {', '.join(f'{name}: {method}' for name, method in stats.ways.items())}",
         f"delivered  {decimal(stats.nbytes)}, {stats.samples:,} samples; for them,"
         f" {decimal(stats.read_nbytes)} were read, and {stats.decoded_chunks:,} chunks decoded",
-        *(
-            f"{stage:<11}{seconds:8.3f} s of threads {seconds / total:6.1%}"
-            for stage, seconds in times.items()
-            if seconds / total >= _SHOWN_SHARE
-        ),
+        *(f"{name:<11}{t:8.3f} s of threads {t / total:6.1%}" for name, t in shown.items()),
     ]
 
 
@@ -120,7 +100,7 @@ def _times(stats: ReaderStats) -> dict[str, float]:
 
 
 def _trial_lines(trials: Sequence[Trial]) -> list[str]:
-    names = [_typed(trial.changed) or "as given" for trial in trials]
+    names = list(map(_name, trials))
     lines = []
     for name, trial in zip(names, trials, strict=True):
         low, middle, high = (f"{speed / 1e9:.3g}" for speed in spread(trial.speeds))
@@ -130,6 +110,10 @@ def _trial_lines(trials: Sequence[Trial]) -> list[str]:
             line += f"  {middle:>5}x {f'({low} to {high})':<16}  {_VERDICTS[trial.verdict]}"
         lines.append(line.rstrip())
     return lines
+
+
+def _name(trial: Trial) -> str:
+    return _typed(trial.changed) or "as given"
 
 
 def _typed(changed: Mapping[str, Any]) -> str:
@@ -142,20 +126,20 @@ def _fastest(trials: Sequence[Trial]) -> Trial | None:
 
 
 def _verdict(trials: Sequence[Trial]) -> str:
-    rounds, best = len(trials[0].speeds), _fastest(trials)
+    best = _fastest(trials)
     if best is not None:
         low, middle, high = spread(best.ratios)
         return (
-            f"verdict: {_typed(best.changed)} is {middle:.2f} times as fast"
-            f" ({low:.2f} to {high:.2f} in {rounds} rounds)"
+            f"{_typed(best.changed)} is {middle:.2f} times as fast"
+            f" ({low:.2f} to {high:.2f} in {len(best.ratios)} rounds)"
         )
     unclear = sum(trial.verdict == "unclear" for trial in trials[1:])
     if unclear:
         return (
-            f"verdict: nothing that was tried is clearly faster; {unclear} of {len(trials) - 1} are"
-            " within the spread; a longer run (--seconds) may decide"
+            f"nothing that was tried is clearly faster; {unclear} of {len(trials) - 1} are within"
+            " the spread; a longer run (--seconds) may decide"
         )
-    return "verdict: nothing that was tried is faster"
+    return "nothing that was tried is faster"
 
 
 def _content(
@@ -179,7 +163,7 @@ def _content(
             for trial in trials
         ],
         "fastest": None if best is None else _typed(best.changed),
-        "verdict": _verdict(trials).removeprefix("verdict: "),
+        "verdict": _verdict(trials),
     }
 
 
@@ -248,7 +232,9 @@ def _draw_speeds(panel: Any, trials: Sequence[Trial]) -> None:
             text += f", {_VERDICTS[trial.verdict].partition(':')[0]}"
         at = {"textcoords": "offset points", "va": "center", "fontsize": 9}
         panel.annotate(text, (high, row), (7, 0), **at)
-    panel.set_yticks(range(len(trials)), [_short(trial) for trial in trials])
+    names = map(_name, trials)
+    short = [n if len(n) <= _LONGEST_NAME else f"{n[: _LONGEST_NAME - 1]}…" for n in names]
+    panel.set_yticks(range(len(trials)), short)
     panel.set_ylim(len(trials) - 0.4, -0.6)
     panel.set_xlim(0, 1.42 * max((max(trial.speeds) for trial in trials), default=1) / 1e9 or 1)
     rounds = len(trials[0].speeds)
@@ -261,11 +247,10 @@ def _draw_waits(panel: Any, waits: Sequence[float]) -> None:
     lines = ""
     values = np.maximum(np.asarray(waits, np.float64), _LEAST_SECONDS) * 1e3
     if values.size:
-        low, high = np.floor(np.log10(values.min())), np.ceil(np.log10(values.max()))
-        high = max(high, low + 1)
-        bins = np.logspace(low, high, int(high - low) * _BINS_A_DECADE + 1)
-        inside = np.clip(values, bins[0], bins[-1])  # bins are rounded
-        panel.hist(inside, bins=bins, color=_OURS, alpha=0.6)
+        low = values.min()
+        high = max(values.max(), 10 * low)
+        bins = np.geomspace(low, high, 1 + round(_BINS_A_DECADE * np.log10(high / low)))
+        panel.hist(values, bins=bins, color=_OURS, alpha=0.6)
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter("{x:g}")
         middle, most = np.percentile(values, (50, 99)).tolist()
@@ -292,8 +277,3 @@ def _draw_stages(panel: Any, stages: Mapping[str, float]) -> None:
 def _tidy(panel: Any, title: str) -> None:
     panel.set_title(title, fontsize=10, loc="left", fontweight="bold")
     panel.spines[["top", "right"]].set_visible(False)
-
-
-def _short(trial: Trial) -> str:
-    name = _typed(trial.changed) or "as given"
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from statistics import fmean
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -14,20 +18,33 @@ from h5async.core.binding import load_core
 from h5async.errors import DatasetError
 from h5async.index.cost import read_cost
 from h5async.index.datasettable import kinds_of, table_of
+from h5async.index.groupfields import column, sparse_group
 from h5async.index.layout import DatasetLayout
-from h5async.index.variablelength import VariableLength
+from h5async.index.links import Reach, open_index
+from h5async.index.metadata import list_layouts, references
+from h5async.index.savedindex import NamedIndex, Wanted
+from h5async.opening.raggedcolumns import heap_layout
 from h5async.plan.cf import shown_value, unpacking
 from h5async.read.executors import method_of
+from h5async.samples.fieldkind import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, values_of
 from h5async.spelling import printable
 from h5async.system.interruptions import suppressing
+
+_MOST_REFERENCES = 64 << 20  # bytes to read for the mean length of samples
+# Facts of groups in a saved index: the names and the kind of the datasets that they need.
+_PARTS = {
+    SHAPE: (("data", "indices"), ROWS),
+    CATEGORIES: (("codes",), ""),
+    NULLABLE: (("values", "mask"), ""),
+}
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """One dataset, or several similar ones of the same name in several groups, merged.
+    """A dataset, or a group that is read as one field.
 
-    Attributes have the names and meanings of the keys in docs/command-line.md. Merged datasets have
-    the shape of the smallest, sums of sizes, and means per sample.
+    Attributes have the names and meanings of the keys in docs/command-line.md, except `samples`,
+    their number.
     """
 
     path: str
@@ -50,9 +67,6 @@ class Dataset:
     kind: str = "dataset"
     mean_length: float | None = None
     categories: int | None = None
-    # The largest first dimension of several, and whether their chunks differ in shape.
-    most_samples: int | None = None
-    has_several_chunks: bool = False
     samples: int = 0
 
     @property
@@ -63,169 +77,145 @@ class Dataset:
         how = self.read, self.by, self.sources, self.reason, self.packing
         return *of_values, *how, self.kind, self.categories
 
-    def merged(self, other: Dataset) -> Dataset:
-        """Return the facts of two similar datasets: sums of sizes, and means per sample."""
-        if self.shape is None or other.shape is None:
-            return self
-        samples = self.samples + other.samples
-        lengths = [n for one in (self, other) for n in (one.shape or ())[:1]]
-        lengths += [one.most_samples for one in (self, other) if one.most_samples is not None]
-        several = self.has_several_chunks or other.has_several_chunks or self.chunks != other.chunks
-        mean = None
-        if self.mean_length is not None and other.mean_length is not None:
-            mean = self._mean("mean_length", other, samples)
-        return replace(
-            self,
-            shape=(min(lengths), *self.shape[1:]),
-            most_samples=max(lengths),
-            has_several_chunks=several,
-            samples=samples,
-            stored_nbytes=(self.stored_nbytes or 0) + (other.stored_nbytes or 0),
-            nbytes=(self.nbytes or 0) + (other.nbytes or 0),
-            in_order_nbytes=self._mean("in_order_nbytes", other, samples),
-            shuffled_nbytes=self._mean("shuffled_nbytes", other, samples),
-            mean_length=mean,
-        )
 
-    def _mean(self, name: str, other: Dataset, samples: int) -> float:
-        total = sum((getattr(one, name) or 0.0) * one.samples for one in (self, other))
-        return total / samples if samples else 0.0
+def cells(name: str, several: Sequence[Dataset]) -> Sequence[str]:
+    """Return the row of the table, in the order of `COLUMNS`, for one dataset or several similar.
 
-    def cells(self, name: str) -> Sequence[str]:
-        """Return the cells of its row, in the order of `COLUMNS`."""
-        if self.shape is None:
-            return name, *("-" for _ in range(9)), f"refused: {self.reason}"
-        method = _direct_text(self.by, self.sources)
-        if self.read == "h5py":
-            method = f"h5py: {self.reason}"
-        return (
-            name,
-            self._shape_text(self.shape),
-            str(self.dtype),
-            str(self.layout),
-            "various" if self.has_several_chunks else str(self.chunks) if self.chunks else "-",
-            "+".join(self.filters) or "-",
-            decimal(self.stored_nbytes or 0),
-            decimal(self.nbytes or 0),
-            decimal(round(self.in_order_nbytes or 0)),
-            decimal(round(self.shuffled_nbytes or 0)),
-            "; ".join(filter(None, (method, self.packing, self._kind_text()))),
-        )
-
-    def _kind_text(self) -> str | None:
-        """Say what it is read as, unless that is an array of equal rows."""
-        mean = "" if self.mean_length is None else f", {self.mean_length:.4g} values each"
-        return {
-            "ragged": f"as Ragged{mean}",
-            "sparse": f"as Csr{mean}",
-            "categorical": f"as codes of {self.categories or 0:,} categories",
-            "nullable": "as values and a mask",
-        }.get(self.kind)
-
-    def _shape_text(self, shape: tuple[int, ...]) -> str:
-        extents = list(map(str, shape))
-        if self.most_samples not in (None, *shape[:1]):
-            extents[0] = f"{shape[0]} to {self.most_samples}"
-        elif self.dimensions is None:
-            return str(shape)
-        names = self.dimensions or ("",) * len(extents)
-        named = [f"{name} {extent}".lstrip() for name, extent in zip(names, extents, strict=True)]
-        is_bare = len(shape) == 1 and self.dimensions is None
-        return f"({', '.join(named)}{',' * is_bare})"
+    These have a range of samples, sums of sizes, and means per sample.
+    """
+    first = several[0]
+    if first.shape is None:
+        return name, *("-" for _ in range(9)), f"refused: {first.reason}"
+    chunks = {one.chunks for one in several}
+    method = _direct_text(first.by, first.sources)
+    if first.read == "h5py":
+        method = f"h5py: {first.reason}"
+    return (
+        name,
+        _shape_text(first, [one.shape[0] for one in several if one.shape]),
+        str(first.dtype),
+        str(first.layout),
+        "various" if len(chunks) > 1 else str(first.chunks) if first.chunks else "-",
+        "+".join(first.filters) or "-",
+        decimal(sum(one.stored_nbytes or 0 for one in several)),
+        decimal(sum(one.nbytes or 0 for one in several)),
+        decimal(round(_mean("in_order_nbytes", several) or 0)),
+        decimal(round(_mean("shuffled_nbytes", several) or 0)),
+        "; ".join(filter(None, (method, first.packing, _kind_text(several)))),
+    )
 
 
-def dataset_of(path: str, file: FileName, found: DatasetLayout | H5AsyncError) -> Dataset:
+def _mean(name: str, several: Sequence[Dataset]) -> float | None:
+    """Return the mean of a fact over all samples; None if one dataset does not have it."""
+    values, samples = [getattr(one, name) for one in several], [one.samples for one in several]
+    return None if None in values else fmean(values, samples if any(samples) else None)
+
+
+def _kind_text(several: Sequence[Dataset]) -> str | None:
+    """Say what they are read as, unless that is an array of equal rows."""
+    mean = _mean("mean_length", several)
+    each = "" if mean is None else f", {mean:.4g} values each"
+    return {
+        "ragged": f"as Ragged{each}",
+        "sparse": f"as Csr{each}",
+        "categorical": f"as codes of {several[0].categories or 0:,} categories",
+        "nullable": "as values and a mask",
+    }.get(several[0].kind)
+
+
+def _shape_text(dataset: Dataset, lengths: Sequence[int]) -> str:
+    least, most = min(lengths), max(lengths)
+    extents = [str(least) if least == most else f"{least} to {most}"]
+    extents += map(str, (dataset.shape or ())[1:])
+    names = dataset.dimensions or ("",) * len(extents)
+    named = [f"{name} {extent}".lstrip() for name, extent in zip(names, extents, strict=True)]
+    return f"({', '.join(named)}{',' * (len(named) == 1 and dataset.dimensions is None)})"
+
+
+def _dataset_of(path: str, file: FileName, found: DatasetLayout | H5AsyncError) -> Dataset:
     """Return the facts of a dataset, from its layout or the error that replaces it."""
     if isinstance(found, H5AsyncError):
         where = printable(f'{file}: dataset "{path}"')
         reason = found.spelled(spell_in_shell).removeprefix(where).lstrip(":, ")
         return Dataset(path, str(file), "refused", reason=reason)
-    cost = read_cost(found)
-    return replace(
-        _stored(path, file, found, found.fallback_reason),
-        nbytes=found.nbytes,
-        in_order_nbytes=cost.in_order,
-        shuffled_nbytes=cost.shuffled,
-        dimensions=_dimensions_of(found),
-        packing=_packing_text(found) or None,
-    )
+    facts = _facts(path, file, [found])
+    return replace(facts, dimensions=_dimensions_of(found), packing=_packing_text(found) or None)
 
 
-def _stored(path: str, file: FileName, found: DatasetLayout, reason: str | None) -> Dataset:
-    by, sources = ((), 0) if reason is not None else methods_of(found)
-    return Dataset(
-        path,
-        str(file),
-        read="direct" if reason is None else "h5py",
-        shape=found.shape,
-        dtype=str(found.dtype),
-        layout=found.storage,
-        chunks=found.chunk_shape or None,
-        filters=tuple(entry.label for entry in found.filters),
-        stored_nbytes=found.stored_nbytes,
-        by=by,
-        sources=sources,
-        reason=reason,
-        samples=found.num_samples,
-    )
-
-
-def ragged_dataset(
-    path: str, file: FileName, found: DatasetLayout, form: VariableLength, mean_length: float | None
-) -> Dataset:
-    """Return the facts of a dataset of variable length, from its references."""
-    nbytes = None if mean_length is None else mean_length * form.dtype.itemsize
-    return replace(
-        _stored(path, file, found, None),
-        dtype="text of any length" if form.is_text else f"{form.dtype} of any length",
-        sources=1,
-        kind="ragged",
-        mean_length=mean_length,
-        nbytes=None if nbytes is None else round(nbytes * found.num_samples),
-        in_order_nbytes=nbytes,
-        shuffled_nbytes=nbytes,
-    )
-
-
-def group_dataset(path: str, file: FileName, parts: Sequence[DatasetLayout], kind: str) -> Dataset:
-    """Return the facts of a group that is read as one field.
-
-    `parts` are the layouts of its datasets; the first one has the values.
-    """
+def _facts(path: str, file: FileName, parts: Sequence[DatasetLayout], **others: Any) -> Dataset:
+    """Return the facts of datasets that are read as one, the first of which has the values."""
     first, costs = parts[0], [read_cost(part) for part in parts]
     reason = next((p.fallback_reason for p in parts if p.fallback_reason is not None), None)
     methods = {method for part in parts for method in methods_of(part)[0]}
-    return replace(
-        _stored(path, file, first, reason),
-        shape=(first.sample_count,),
-        layout="group",
-        chunks=None,
+    found = Dataset(
+        path,
+        str(file),
+        read="direct" if reason is None else "h5py",
+        shape=first.shape,
+        dtype=str(first.dtype),
+        layout=first.storage,
+        chunks=first.chunk_shape or None,
         filters=tuple(dict.fromkeys(entry.label for part in parts for entry in part.filters)),
         stored_nbytes=sum(part.stored_nbytes for part in parts),
         nbytes=sum(part.nbytes for part in parts),
-        by=tuple(sorted(methods)) if reason is None else (),
-        sources=1,
-        samples=first.sample_count,
-        kind=kind,
         in_order_nbytes=sum(cost.in_order for cost in costs),
         shuffled_nbytes=sum(cost.shuffled for cost in costs),
+        by=tuple(sorted(methods)) if reason is None else (),
+        sources=methods_of(first)[1] if reason is None else 0,
+        reason=reason,
+        samples=first.num_samples,
+    )
+    return replace(found, **others)
+
+
+def _ragged_in_index(path: str, file: FileName, found: DatasetLayout) -> Dataset:
+    """Return the facts of a ragged dataset from its layout, which only a saved index has."""
+    facts = _dataset_of(path, file, found)
+    mean = found.num_samples / found.sample_count if found.sample_count else None
+    in_order, shuffled = facts.in_order_nbytes or 0.0, facts.shuffled_nbytes or 0.0
+    if found.heaps:  # only its values are read
+        in_order = shuffled = found.row_nbytes
+    is_text = any(heap.elements.form.is_text for heap in found.heaps)
+    return replace(
+        facts,
+        shape=(found.sample_count,),
+        samples=found.sample_count,
+        dtype="text of any length" if is_text else f"{found.dtype} of any length",
+        kind="ragged",
+        mean_length=mean,
+        in_order_nbytes=in_order * (mean or 0),
+        shuffled_nbytes=max(shuffled, in_order * (mean or 0)),
     )
 
 
-def sparse_dataset(
+def _group_dataset(
+    path: str, file: FileName, parts: Sequence[DatasetLayout], kind: str, **others: Any
+) -> Dataset:
+    """Return the facts of a group that is read as one field of a kind.
+
+    `parts` are the layouts of its datasets; the first one has the values.
+    """
+    count = parts[0].sample_count
+    group = {"layout": "group", "chunks": None, "sources": 1, "shape": (count,), "samples": count}
+    return _facts(path, file, parts, **(group | others), kind=kind)
+
+
+def _sparse_dataset(
     path: str, file: FileName, parts: Sequence[DatasetLayout], shape: tuple[int, int]
 ) -> Dataset:
     """Return the facts of a sparse matrix."""
     mean = parts[0].num_samples / shape[0] if shape[0] else None
-    length, costs = mean or 0.0, [read_cost(part) for part in parts]
-    return replace(
-        group_dataset(path, file, parts, "sparse"),
+    costs = [(cost.in_order * (mean or 0.0), cost.shuffled) for cost in map(read_cost, parts)]
+    return _group_dataset(
+        path,
+        file,
+        parts,
+        "sparse",
         shape=shape,
         samples=shape[0],
         mean_length=mean,
-        in_order_nbytes=sum(cost.in_order for cost in costs) * length,
-        # Shuffled rows read whole chunks.
-        shuffled_nbytes=sum(max(cost.in_order * length, cost.shuffled) for cost in costs),
+        in_order_nbytes=sum(in_order for in_order, _ in costs),
+        shuffled_nbytes=sum(map(max, costs)),  # shuffled rows read whole chunks
     )
 
 
@@ -253,9 +243,7 @@ def _packing_text(layout: DatasetLayout) -> str:
 
 def method_text(layout: DatasetLayout) -> str:
     """Say how a dataset is read: directly and by what, or through h5py and why."""
-    if load_core() is None:
-        return "h5py: the compiled core is missing"
-    if layout.fallback_reason is not None:
+    if layout.fallback_reason is not None and load_core() is not None:
         return f"h5py: {layout.fallback_reason}"
     return _direct_text(*methods_of(layout))
 
@@ -269,7 +257,123 @@ def methods_of(layout: DatasetLayout) -> tuple[tuple[str, ...], int]:
 
 
 def _direct_text(methods: Collection[str], sources: int) -> str:
+    if load_core() is None:
+        return "h5py: the compiled core is missing"
     if set(methods) == {"h5py"}:
         return "h5py: the core does not read its storage"
     by = ", by the core" if set(methods) == {"core"} else ", partly by h5py" * ("h5py" in methods)
     return f"direct{by}, from {sources} sources" if sources > 1 else f"direct{by}"
+
+
+def listed(path: FileName, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
+    """Yield the datasets of a file that `patterns` mean, each as it is found."""
+    wanted = partial(is_meant, patterns=patterns)
+    for name, found in list_layouts(path, reach, wanted=wanted, with_attributes=True):
+        ragged = group = None
+        if isinstance(found, DatasetError):
+            with suppressing(H5AsyncError):
+                ragged = _ragged(name, path, reach)
+        yield ragged or _dataset_of(name, path, found)
+        with suppressing(H5AsyncError):  # its datasets are listed anyway
+            group = _group(name, path, reach)
+        if group is not None:
+            yield group
+
+
+def _ragged(name: str, path: FileName, reach: Reach) -> Dataset:
+    """Return the facts of a dataset of variable length, from its references."""
+    found, forms = references(path, name, reach)
+    form, count = forms[found.file], found.num_samples
+    mean = nbytes = None
+    if found.nbytes <= _MOST_REFERENCES and count:
+        mean = heap_layout(name, path, reach).num_samples / count
+        nbytes = mean * form.dtype.itemsize
+    return _facts(
+        name,
+        path,
+        [found],
+        dtype="text of any length" if form.is_text else f"{form.dtype} of any length",
+        sources=1,
+        kind="ragged",
+        mean_length=mean,
+        nbytes=None if nbytes is None else round(nbytes * count),
+        in_order_nbytes=nbytes,
+        shuffled_nbytes=nbytes,
+    )
+
+
+def _group(name: str, path: FileName, reach: Reach) -> Dataset | None:
+    """Return the group whose last member is this dataset, if it is read as one field."""
+    parent, _, member = name.rpartition("/")
+    if member == "indptr":
+        with open_index(path) as file:
+            matrix = sparse_group(file, parent, reach)
+        if matrix is not None:
+            return _sparse_dataset(parent, path, (matrix.data, matrix.indices), matrix.shape)
+    if member in ("codes", "values"):
+        with open_index(path) as file:
+            found = column(file, parent, reach)
+        if found is not None and found.mask is not None:
+            return _group_dataset(parent, path, (found.values, found.mask), "nullable")
+        if found is not None and found.categories is not None:
+            names = found.categories
+            count = names.num_samples if isinstance(names, DatasetLayout) else len(names)
+            return _group_dataset(parent, path, (found.values,), "categorical", categories=count)
+    return None
+
+
+def listed_in_index(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
+    """Yield the datasets of the files of a saved index that `patterns` mean."""
+    for number, file in enumerate(index.paths):
+        layouts = index.find(number, index.datasets(number), reach)
+        for wanted in index.datasets(number):
+            if wanted in layouts and is_meant(wanted.path, patterns):
+                yield from _known(wanted, layouts, file)
+
+
+def _known(
+    wanted: Wanted, layouts: Mapping[Wanted, DatasetLayout], file: FileName
+) -> Iterator[Dataset]:
+    """Yield the facts of an index's entry, unless it is part of something else."""
+    layout, kind, path = layouts[wanted], wanted.kind, wanted.path
+    if kind in _PARTS:
+        names, kind_of_parts = _PARTS[kind]
+        keys = [Wanted.at(f"{path}/{name}")._replace(kind=kind_of_parts) for name in names]
+        parts = [layouts[key] for key in keys if key in layouts]
+        if len(parts) < len(keys):
+            return
+        if kind == SHAPE:
+            rows, columns = values_of(layout).tolist()
+            yield _sparse_dataset(path, file, parts, (rows, columns))
+        elif kind == NULLABLE:
+            yield _group_dataset(path, file, parts, "nullable")
+        else:
+            count = layout.sample_count
+            yield _group_dataset(path, file, parts, "categorical", categories=count)
+    elif kind not in (ROWS, TEXTS):
+        of_path = _ragged_in_index if layout.is_ragged else _dataset_of
+        yield of_path(path, file, layout)
+
+
+def is_meant(path: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a pattern matches a dataset's path, or a group around it, as in a shell.
+
+    ``**`` matches any number of names; characters of patterns also match themselves.
+    """
+    names = _names(path)
+    return not patterns or any(_begins(names, _names(pattern)) for pattern in patterns)
+
+
+def _begins(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_begins(names[at:], pattern[1:]) for at in range(len(names) + 1))
+    if not names:
+        return False
+    is_same = names[0] == pattern[0] or fnmatchcase(names[0], pattern[0])
+    return is_same and _begins(names[1:], pattern[1:])
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name not in ("", ".")]

@@ -12,14 +12,13 @@ from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
 from h5async.cli.options import spell_in_shell, takes_options, typed_options
-from h5async.cli.output import Json, opening, print_document, safe
-from h5async.config.files import INDEX_SUFFIX, FileName, home_path, with_variables
-from h5async.index.contents import Grouping
+from h5async.cli.output import Json, opening, print_json, safe
+from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
 from h5async.index.portable import NotPortableError
-from h5async.index.savedindex import IndexedFile, Wanted, write_index
+from h5async.index.savedindex import IndexedFile, write_index
 from h5async.io.stores import absolute_name
 from h5async.opening.dataset import grouping_of, on_indexed
 from h5async.opening.fieldkinds import with_kinds
@@ -55,11 +54,10 @@ def index(
     if cleared is not None and not as_json:
         removed = f"removed {cleared['entries']:,} entries, {decimal(cleared['nbytes'])}"
         no_home = "there is no cache folder, because there is no home"
-        folder = cleared["folder"]
-        typer.echo(no_home if folder is None else f"{safe(folder)}: {removed}")
+        typer.echo(f"{safe(cleared['folder'])}: {removed}" if cleared["folder"] else no_home)
     if clear and not files and output is None:
         if as_json:
-            print_document("index", {"index": None, "left_out": [], "cleared": cleared})
+            print_json("index", {"index": None, "left_out": [], "cleared": cleared})
         return
     if not files or output is None:
         raise typer.BadParameter("give FILES, and -o INDEX", param_hint="FILES")
@@ -83,7 +81,7 @@ def index(
     nbytes = path.stat().st_size
     if as_json:
         made = {"path": path, "files": len(found), "datasets": datasets, "nbytes": nbytes}
-        print_document("index", {"index": made, "left_out": left_out, "cleared": cleared})
+        print_json("index", {"index": made, "left_out": left_out, "cleared": cleared})
         return
     typer.echo(f"{safe(path)}: {len(found):,} files, {datasets:,} datasets, {decimal(nbytes)}")
     if left_out:
@@ -116,26 +114,15 @@ def _indexed(config: ReaderConfig, reach: Reach, left_out: list[str]) -> Iterato
             found = read_known(path, needs, recorded, grouping)
             layouts = {need.wanted: found[name] for name, need in needs.items()}
         else:
-            layouts = _layouts(path, config, recorded, grouping, left_out)
+            layouts = {}
+            for wanted, layout in list_known(path, recorded, config.num_dim, grouping):
+                if isinstance(layout, DatasetLayout):
+                    layouts[wanted] = layout
+                else:
+                    left_out.append(layout.spelled(spell_in_shell))
         yield IndexedFile(absolute_name(path), layouts, consulted)
         if tell is not None:
             tell(number, len(config.files))
-
-
-def _layouts(
-    path: FileName,
-    config: ReaderConfig,
-    reach: Reach,
-    grouping: Grouping | None,
-    left_out: list[str],
-) -> dict[Wanted, DatasetLayout]:
-    layouts = {}
-    for wanted, layout in list_known(path, reach, config.num_dim, grouping):
-        if isinstance(layout, DatasetLayout):
-            layouts[wanted] = layout
-        else:
-            left_out.append(layout.spelled(spell_in_shell))
-    return layouts
 
 
 def _clear() -> dict[str, Any]:

@@ -1,43 +1,51 @@
-"""`h5async inspect`: lists the datasets of a file, how each is stored and read, and its cost."""
+"""`h5async inspect`: lists the datasets of a file, how each is stored and read, and its cost.
+
+A file may have a group per episode, with the same datasets in each: groups that are alike are
+folded. Rows leave as soon as nothing can be folded with them, for a pipe, a wide or a narrow
+terminal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
-from functools import partial
-from itertools import chain, groupby
-from typing import Annotated, Any
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby, islice
+from time import perf_counter
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from h5async import DatasetError, H5AsyncError
-from h5async.cli.datasetfacts import (
-    Dataset,
-    dataset_of,
-    group_dataset,
-    ragged_dataset,
-    sparse_dataset,
-)
-from h5async.cli.listing import Folding, Listing
+from h5async import DatasetError
+from h5async.cli.datasetfacts import Dataset, cells, listed, listed_in_index
 from h5async.cli.options import reader_config, takes_options
-from h5async.cli.output import Json, plain, print_document, safe
+from h5async.cli.output import Json, plain, print_json, safe
 from h5async.config.files import FileName, is_index
 from h5async.core.binding import why_no_core
-from h5async.index.groupfields import column, sparse_group
-from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach, open_index
-from h5async.index.metadata import list_layouts, references
-from h5async.index.savedindex import NamedIndex, Wanted
+from h5async.index.savedindex import NamedIndex
 from h5async.opening.filevalues import reach_of
-from h5async.opening.raggedcolumns import heap_layout
-from h5async.samples.fieldkind import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, values_of
-from h5async.system.interruptions import suppressing
 
+BLOCK_SECONDS = 0.5  # for which rows may be held back, to align columns
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
 _FOLDED = "groups alike: from the least samples to the most, and the sizes of all together"
-_MOST_REFERENCES = 64 << 20  # bytes to read for the mean length of samples
-_OF_TABLE = ("most_samples", "has_several_chunks", "samples")  # facts of several datasets
+_LEAST_NUMBERED = 3  # similar groups to fold, if their names differ only in numbers
+_LEAST_OTHERS = 10  # ... with any names
+_MOST_HELD = 500  # lines of one group, before they are printed in any case
+_DEEPEST = 64  # groups within groups that are folded
+_STACKED_COLUMNS = (
+    ("dataset",),
+    ("shape", "dtype"),
+    ("layout", "chunks", "filters"),
+    ("on disk", "decoded"),
+    ("in order", "shuffled"),
+    ("read",),
+)
+_RIGHT = frozenset({"decoded", "on disk", "in order", "shuffled"})
+COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 
 
 @takes_options(["allow_external", "allow_missing"])
@@ -66,20 +74,17 @@ def inspect(
     reach = reach_of(config)
     wanted = patterns or []
     index = NamedIndex(path, reach) if is_index(path) else None
-    found = _datasets(path, reach, wanted) if index is None else _indexed(index, reach, wanted)
+    found = listed(path, reach, wanted) if index is None else listed_in_index(index, reach, wanted)
     if as_json:
         datasets = list(found)
         _require_some(bool(datasets), path, wanted)
-        print_document("inspect", _content(path, datasets))
+        print_json("inspect", _content(path, datasets))
         return
     has_several = index is not None and len(index.paths) > 1
-    listing = Listing()
-    for row in _rows(found, fold, has_several):
-        listing.add(row)
-    listing.print()
-    _require_some(listing.has_begun, path, wanted)
-    legend = f"\n{_LEGEND}" + f"\n{_FOLDED}" * listing.has_heads
-    typer.echo(legend if listing.has_begun else f"{safe(path)} holds no datasets")
+    printed = _print_table(_rows(found, fold, has_several))
+    _require_some(bool(printed), path, wanted)
+    legend = f"\n{_LEGEND}" + f"\n{_FOLDED}" * (1 in printed)
+    typer.echo(legend if printed else f"{safe(path)} holds no datasets")
     reason = why_no_core()
     if reason is not None:
         typer.echo(f"\n{safe(reason)}", err=True)
@@ -94,150 +99,176 @@ def _require_some(found: bool, path: FileName, patterns: Sequence[str]) -> None:
         )
 
 
-def _rows(
-    datasets: Iterator[Dataset], fold: bool, has_several_files: bool
-) -> Iterator[Sequence[str]]:
-    for file, of_file in groupby(datasets, lambda dataset: dataset.file):
+def _rows(found: Iterator[Dataset], fold: bool, has_several_files: bool) -> Iterator[Sequence[str]]:
+    for file, of_file in groupby(found, lambda dataset: dataset.file):
         prefix = f"{file}: " if has_several_files else ""
-        folding = Folding(fold)
-        for text, dataset in chain(chain.from_iterable(map(folding.add, of_file)), folding.end()):
+        for text, datasets in folded(of_file, _DEEPEST if fold else 0):
             name = text if text.startswith(" ") else f"{prefix}{text}"
-            yield tuple(map(safe, (name,) if dataset is None else dataset.cells(name)))
+            yield tuple(map(safe, cells(name, datasets) if datasets else (name,)))
 
 
 def _content(path: FileName, datasets: Sequence[Dataset]) -> dict[str, Any]:
-    listed = [plain(dataset) for dataset in datasets]
-    for facts in listed:
-        for name in _OF_TABLE:
-            del facts[name]
+    every = [plain(dataset) for dataset in datasets]
+    for facts in every:
+        del facts["samples"]
     why = why_no_core()
-    return {
-        "file": path,
-        "core": why is None,
-        "no_core_because": why,
-        "datasets": listed,
-    }
+    return {"file": path, "core": why is None, "no_core_because": why, "datasets": every}
 
 
-def _datasets(path: FileName, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
-    wanted = partial(is_meant, patterns=patterns)
-    for name, found in list_layouts(path, reach, wanted=wanted, with_attributes=True):
-        ragged = None
-        if isinstance(found, DatasetError):
-            with suppressing(H5AsyncError):
-                ragged = _ragged(name, path, reach)
-        yield dataset_of(name, path, found) if ragged is None else ragged
-        parent, _, member = name.rpartition("/")
-        group = None
-        with suppressing(H5AsyncError):  # its datasets are listed anyway
-            group = _group(parent, member, path, reach)
-        if group is not None:
-            yield group
+# --- folding --------------------------------------------------------------------------------------
 
 
-def _ragged(name: str, path: FileName, reach: Reach) -> Dataset:
-    layout, forms = references(path, name, reach)
-    mean = None
-    if layout.nbytes <= _MOST_REFERENCES and layout.num_samples:
-        mean = heap_layout(name, path, reach).num_samples / layout.num_samples
-    return ragged_dataset(name, path, layout, forms[layout.file], mean)
+# The text of a line of the listing, and similar datasets; or, without any, a heading of the lines
+# below it.
+Line = tuple[str, Sequence[Dataset]]
 
 
-def _group(parent: str, member: str, path: FileName, reach: Reach) -> Dataset | None:
-    """Return the group whose last member is this dataset, if it is read as one field."""
-    if member not in ("indptr", "codes", "values"):
-        return None
-    with open_index(path) as file:
-        if member == "indptr":
-            matrix = sparse_group(file, parent, reach)
-            if matrix is None:
-                return None
-            return sparse_dataset(parent, path, (matrix.data, matrix.indices), matrix.shape)
-        found = column(file, parent, reach)
-    if found is not None and found.mask is not None:
-        return group_dataset(parent, path, (found.values, found.mask), "nullable")
-    if found is None or found.categories is None:
-        return None
-    names = found.categories
-    count = names.num_samples if isinstance(names, DatasetLayout) else len(names)
-    return replace(group_dataset(parent, path, (found.values,), "categorical"), categories=count)
+class _Item(NamedTuple):
+    """Similar datasets, or similar neighbouring groups with what each of them has."""
+
+    names: Sequence[str]  # paths from the group around it
+    datasets: Sequence[Dataset]
+    content: Sequence[_Item] = ()
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        facts = self.datasets[0].likeness if self.datasets else None
+        return self.names, facts, [item.likeness for item in self.content]
 
 
-def _indexed(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
-    for number, file in enumerate(index.paths):
-        known = [one for one in index.datasets(number) if is_meant(one.path, patterns)]
-        layouts = index.find(number, index.datasets(number), reach)
-        for wanted in known:
-            found = _known(wanted, layouts, file) if wanted in layouts else None
-            if found is not None:
-                yield found
+def folded(datasets: Iterable[Dataset], deepest: int = _DEEPEST) -> Iterator[Line]:
+    """Yield the lines of the datasets of one file, with similar groups to some depth folded."""
+    return chain.from_iterable(_lines(item, "") for item in _items(datasets, 0, deepest))
 
 
-def _known(
-    wanted: Wanted, layouts: Mapping[Wanted, DatasetLayout], file: FileName
-) -> Dataset | None:
-    """Return the facts of an index's entry; None if it is part of something else."""
-    layout = layouts[wanted]
-
-    of_group = {
-        SHAPE: (("data", "indices"), ROWS),
-        CATEGORIES: (("codes",), ""),
-        NULLABLE: (("values", "mask"), ""),
-    }
-    if wanted.kind in of_group:
-        names, kind = of_group[wanted.kind]
-        keys = [Wanted.at(f"{wanted.path}/{name}")._replace(kind=kind) for name in names]
-        parts = [layouts[key] for key in keys if key in layouts]
-        if len(parts) < len(keys):
-            return None
-        if wanted.kind == SHAPE:
-            rows, columns = values_of(layout).tolist()
-            return sparse_dataset(wanted.path, file, parts, (rows, columns))
-        if wanted.kind == NULLABLE:
-            return group_dataset(wanted.path, file, parts, "nullable")
-        found = group_dataset(wanted.path, file, parts, "categorical")
-        return replace(found, categories=layout.sample_count)
-    if wanted.kind in (ROWS, TEXTS):
-        return None
-    found = dataset_of(wanted.path, file, layout)
-    if not layout.is_ragged:
-        return found
-    mean = layout.num_samples / layout.sample_count if layout.sample_count else None
-    in_order, shuffled = found.in_order_nbytes or 0.0, found.shuffled_nbytes or 0.0
-    if layout.heaps:  # only its values are read
-        in_order = shuffled = layout.row_nbytes
-    is_text = any(heap.elements.form.is_text for heap in layout.heaps)
-    return replace(
-        found,
-        shape=(layout.sample_count,),
-        samples=layout.sample_count,
-        dtype="text of any length" if is_text else f"{layout.dtype} of any length",
-        kind="ragged",
-        mean_length=mean,
-        in_order_nbytes=in_order * (mean or 0),
-        shuffled_nbytes=max(shuffled, in_order * (mean or 0)),
-    )
+def _lines(item: _Item, indent: str) -> Iterator[Line]:
+    first, last = min(item.names, key=_natural), max(item.names, key=_natural)
+    if item.datasets:
+        yield f"{indent}{first}", item.datasets
+        return
+    yield f"{indent}{first} … {last} ({len(item.names):,} groups alike)", ()
+    for inner in item.content:
+        yield from _lines(inner, f"{indent}  ")
 
 
-def is_meant(path: str, patterns: Sequence[str]) -> bool:
-    """Tell whether a pattern matches a dataset's path, or a group around it, as in a shell.
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which 10 follows 9."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
-    ``**`` matches any number of names; characters of patterns also match themselves.
+
+def _items(datasets: Iterable[Dataset], depth: int, deepest: int) -> Iterator[_Item]:
+    """Yield the datasets and groups of a group at a depth, as soon as no later one is like them."""
+
+    def place(dataset: Dataset) -> tuple[str, bool]:
+        names = dataset.path.split("/", deepest)
+        return names[depth], len(names) > depth + 1
+
+    run: list[tuple[str, list[_Item]]] = []  # neighbouring groups alike
+    for (name, is_group), inside in groupby(datasets, place):
+        inner = _items(inside, depth + 1, deepest) if is_group else iter(())
+        content = list(islice(inner, _MOST_HELD + 1))
+        is_like = run and [item.likeness for item in run[-1][1]] == [
+            item.likeness for item in content
+        ]
+        if not is_like or len(content) > _MOST_HELD:
+            yield from _folded_groups(run)
+            run = []
+        if not is_group:
+            yield from (_Item([name], [dataset]) for dataset in inside)
+        elif len(content) > _MOST_HELD:
+            yield from _within(name, chain(content, inner))
+        else:
+            run.append((name, content))
+    yield from _folded_groups(run)
+
+
+def _folded_groups(run: Sequence[tuple[str, list[_Item]]]) -> Iterator[_Item]:
+    """Yield similar groups as one if there are enough of them."""
+    by_name = groupby(run, lambda group: re.sub(r"\d+", "0", group[0]))
+    parts = [run] if len(run) >= _LEAST_OTHERS else [list(groups) for _, groups in by_name]
+    for groups in parts:
+        if len(groups) >= _LEAST_NUMBERED:
+            names, contents = zip(*groups, strict=True)
+            yield _Item(names, (), [_merged(items) for items in zip(*contents, strict=True)])
+        else:
+            for name, content in groups:
+                yield from _within(name, content)
+
+
+def _within(name: str, content: Iterable[_Item]) -> Iterator[_Item]:
+    """Yield the items of a group as items of the group around it."""
+    for item in content:
+        yield item._replace(names=[f"{name}/{inner}" for inner in item.names])
+
+
+def _merged(items: Sequence[_Item]) -> _Item:
+    datasets = [dataset for item in items for dataset in item.datasets]
+    contents = zip(*(item.content for item in items), strict=True)
+    return _Item(items[0].names, datasets, [_merged(alike) for alike in contents])
+
+
+# --- printing -------------------------------------------------------------------------------------
+
+
+def _print_table(rows: Iterable[Sequence[str]]) -> set[int]:
+    """Print rows in blocks as they arrive; columns only get wider. A single cell is a heading.
+
+    Returns the numbers of cells that the printed rows had.
     """
-    names = _names(path)
-    return not patterns or any(_begins(names, _names(pattern)) for pattern in patterns)
+    console, printed = Console(highlight=False), set[int]()
+    widths = [cell_len(name) for name in COLUMNS]
+    for block in _blocks(rows):
+        for row in block:
+            if len(row) > 1:
+                widths = [max(n, cell_len(cell)) for n, cell in zip(widths, row, strict=True)]
+        width = sum(widths) + 2 * (len(COLUMNS) - 1)
+        if console.is_terminal and width > console.width:
+            with console.capture() as capture:
+                console.print(_stacked(block))
+            lines = [line.rstrip() for line in capture.get().splitlines()]
+        else:
+            rule = ("-" if console.options.ascii_only else "─") * width
+            head = [] if printed else [_line(COLUMNS, widths), rule]
+            lines = [*head, *(_line(row, widths) for row in block)]
+        typer.echo("\n".join(lines))
+        printed.update(map(len, block))
+    return printed
 
 
-def _begins(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern:
-        return True
-    if pattern[0] == "**":
-        return any(_begins(names[at:], pattern[1:]) for at in range(len(names) + 1))
-    if not names:
-        return False
-    is_same = names[0] == pattern[0] or fnmatchcase(names[0], pattern[0])
-    return is_same and _begins(names[1:], pattern[1:])
+def _blocks(rows: Iterable[Sequence[str]]) -> Iterator[list[Sequence[str]]]:
+    block: list[Sequence[str]] = []
+    since = perf_counter()
+    for row in rows:
+        since = since if block else perf_counter()
+        block.append(row)
+        if perf_counter() - since > BLOCK_SECONDS:
+            yield block
+            block = []
+    if block:
+        yield block
 
 
-def _names(path: str) -> list[str]:
-    return [name for name in path.split("/") if name not in ("", ".")]
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    if len(row) == 1:
+        return row[0]
+    padded = []
+    for name, cell, width in zip(COLUMNS, row, widths, strict=True):
+        space = " " * (width - cell_len(cell))
+        padded.append(space + cell if name in _RIGHT else cell + space)
+    return "  ".join(padded).rstrip()
+
+
+def _stacked(rows: Sequence[Sequence[str]]) -> Table:
+    """Lay rows out for a narrow terminal, with several of `COLUMNS` stacked in each column."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), show_lines=True)
+    for names in _STACKED_COLUMNS:
+        right = not _RIGHT.isdisjoint(names)
+        table.add_column("\n".join(names), overflow="fold", justify="right" if right else "left")
+    for row in rows:
+        if len(row) == 1:
+            table.add_row(Text(row[0]))
+            continue
+        cell = dict(zip(COLUMNS, row, strict=True))
+        stacks = ([cell[name] for name in names if cell[name] != "-"] for names in _STACKED_COLUMNS)
+        table.add_row(*(Text("\n".join(stack) or "-") for stack in stacks))
+    return table

@@ -7,7 +7,7 @@ affect all of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from statistics import median
@@ -136,21 +136,19 @@ def require_batches(reader: AsyncReader) -> None:
         reader.fetch_data()
 
 
-def alternatives(config: ReaderConfig) -> Iterator[dict[str, Any]]:
-    """Yield options that may be faster: other orders and numbers of threads."""
-    is_drawn = config.sampler is not None or config.weights is not None
-    for shuffle in () if is_drawn else (False, "window", "full"):
-        if shuffle != config.shuffle:
-            yield {"shuffle": shuffle}
+def alternatives(config: ReaderConfig) -> list[dict[str, Any]]:
+    """Return options that may be faster and fit into memory: other orders, numbers of threads."""
+    changes: list[dict[str, Any]] = []
+    if config.sampler is None and config.weights is None:
+        orders = (False, "window", "full")
+        changes += [{"shuffle": order} for order in orders if order != config.shuffle]
     threads = config.thread_count
-    cores = os.cpu_count() or 1
-    for count in sorted({max(1, threads // 2), 2 * max(1, threads), cores} - {threads}):
-        if count <= MOST_THREADS:
-            yield {"num_threads": count}
+    counts = {max(1, threads // 2), 2 * max(1, threads), os.cpu_count() or 1} - {threads}
+    changes += [{"num_threads": count} for count in sorted(counts) if count <= MOST_THREADS]
+    return [changed for changed in changes if _fits(config, changed)]
 
 
-def fits(config: ReaderConfig, changed: Mapping[str, Any]) -> bool:
-    """Tell whether there is memory for a reader with other options."""
+def _fits(config: ReaderConfig, changed: Mapping[str, Any]) -> bool:
     try:
         AsyncReader(config, **changed).close()
     except BudgetError:

@@ -1,4 +1,4 @@
-"""Makes command options from those of `ReaderConfig`, and its values from what was typed."""
+"""Describes options; makes those of commands of them, and a `ReaderConfig` of what was typed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import functools
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Container, Iterable, Mapping
-from inspect import Parameter, signature
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from types import GenericAlias
-from typing import Annotated, Any, TypeVar, get_type_hints
+from types import GenericAlias, NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 from h5async import ConfigError, ReaderConfig
-from h5async.config.describe import Option, options_of
 from h5async.config.files import kind_of_file, load_file, map_paths, with_variables
+from h5async.config.frozen import Words, descriptions
 from h5async.spelling import as_keyword, in_file, named, shell_word, spelled
 
 _CONFIG = typer.Option(
@@ -25,10 +27,70 @@ _CONFIG = typer.Option(
 )
 _NO_LABELS = typer.Option("--no-labels", help="Read no labels.")
 
+_PLAIN_TYPES = (bool, int, float, str, Path)
 _OBJECTS = ("sampler",)  # cannot be typed
 _TABLES = ("indices", "weights")  # may be typed as tables of TOML
 
 Command = TypeVar("Command", bound=Callable[..., None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option(Words):
+    """One option of a configuration, with the texts of `Words`.
+
+    `type` is that of one value on a command line: bool, int, float, str or Path. It is str for
+    numbers with a syntax of their own. `choices` are the only values, except None, and numbers if
+    `type` is one; empty means any. A mapping is a list of values with names.
+    """
+
+    name: str
+    description: str
+    type: type
+    choices: tuple[object, ...]
+    is_list: bool
+    is_mapping: bool
+    takes_names: bool
+    is_required: bool
+    default: Any
+
+
+def options_of(model: type[BaseModel]) -> list[Option]:
+    """Return the options of a configuration, in order."""
+    fields = model.model_fields
+    return [_option(name, fields[name], text) for name, text in descriptions(model).items()]
+
+
+def _option(name: str, field: Any, description: str) -> Option:
+    kinds = list(_kinds(field.annotation))
+    origins = [get_origin(kind) for kind in kinds]
+    items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
+    found = [kind for item in [*kinds, *items] for kind in _kinds(item) if kind in _PLAIN_TYPES]
+    is_mapping = Mapping in origins
+    words = next((one for one in field.metadata if isinstance(one, Words)), Words())
+    return Option(
+        **(vars(words) | {"shell": words.shell or description}),
+        name=name,
+        description=description,
+        type=str if not found or (found[0] is int and words.values) else found[0],
+        choices=tuple(v for k in kinds if get_origin(k) is Literal for v in get_args(k)),
+        is_list=tuple in origins or is_mapping,
+        is_mapping=is_mapping,
+        takes_names=int in found and str in found,
+        is_required=field.default is PydanticUndefined,
+        default=field.default,
+    )
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Yield the types in a union, except None."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _kinds(member)
+    elif annotation is not NoneType:
+        yield annotation
 
 
 def takes_options(names: Iterable[str]) -> Callable[[Command], Command]:
@@ -51,7 +113,7 @@ def takes_reader(command: Command) -> Command:
 def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
     """Return the parameters of a command for all options of a configuration.
 
-    Their default is None, and the option's is only shown: it would override a configuration file.
+    Their default is None: the option's, which is only shown, would override a configuration file.
     """
     return {
         option.name: _parameter(option.name, _type(option), _declaration(option))
@@ -62,12 +124,11 @@ def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
 
 def _with_parameters(command: Command, added: Mapping[str, Parameter]) -> Command:
     """Declare parameters instead of a command's ``**typed``."""
-    hints = get_type_hints(command, include_extras=True)
-    own = [p for p in signature(command).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    own = [p.replace(annotation=hints[p.name]) for p in own]
-    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*own, *added.values())]
+    own = signature(command, eval_str=True).parameters.values()
+    kept = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own if p.kind is not p.VAR_KEYWORD]
+    parameters = [*kept, *added.values()]
     declared: Any = command
-    declared.__signature__ = signature(command).replace(parameters=parameters)
+    declared.__signature__ = Signature(parameters)
     declared.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 
@@ -90,25 +151,22 @@ def _declaration(option: Option) -> Any:
         return typer.Argument(metavar="FILE...", help=f"{text} May be left to --config.")
     names = flag(option)
     if option.type is bool:
-        names = f"{names}/{_negated(names)}"
+        names = f"{names}/--no-{names[2:]}"
     repeatable = " Repeatable." if option.is_list else ""
     default = _default_text(option)
     shown = f" [default: {default}]" if default else ""
-    choices = "|".join(map(_typed_choice, option.choices))
+    words = list(map(_typed_choice, option.choices))
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
     return typer.Option(
         names,
-        metavar=option.values or choices or None,
-        autocompletion=_completion(option),
+        metavar=option.values or "|".join(words) or None,
+        autocompletion=complete if words else None,
         help=f"{text}{repeatable}{shown}",
         show_default=False,
     )
-
-
-def _completion(option: Option) -> Callable[[str], list[str]] | None:
-    words = [_typed_choice(choice) for choice in option.choices]
-    if not words:
-        return None
-    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def flag(option: Option) -> str:
@@ -176,7 +234,7 @@ def spell_in_shell(name: str, value: tuple[Any, ...]) -> str:
     if not value or option.is_mapping:
         return typed
     if option.type is bool:
-        return typed if value[0] else _negated(typed)
+        return typed if value[0] else f"--no-{typed[2:]}"
     several = value[0] if isinstance(value[0], list | tuple) else value
     return " ".join(f"{typed} {shell_word(_typed_choice(one))}" for one in several)
 
@@ -184,10 +242,6 @@ def spell_in_shell(name: str, value: tuple[Any, ...]) -> str:
 @functools.cache
 def _options() -> dict[str, Option]:
     return {option.name: option for option in options_of(ReaderConfig)}
-
-
-def _negated(name: str) -> str:
-    return f"--no-{name.removeprefix('--')}"
 
 
 def typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,10 +257,8 @@ def typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
             value = _table(value, flag(option))
         elif option.takes_names and re.fullmatch(r"[-+]?\d+", value):
             value = int(value)
-        for choice in option.choices:
-            if isinstance(choice, bool) and value == _typed_choice(choice):
-                value = choice
-        options[option.name] = value
+        of_bools = [one for one in option.choices if isinstance(one, bool)]
+        options[option.name] = next((b for b in of_bools if value == _typed_choice(b)), value)
     if len(options.get("hdf5_path", ())) == 1:
         options["hdf5_path"] = options["hdf5_path"][0]
     if typed.get("no_labels"):

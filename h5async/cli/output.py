@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = 2.0  # before a bar for indexing is shown
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 
 
-def print_document(command: str, content: Mapping[str, Any]) -> None:
+def print_json(command: str, content: Mapping[str, Any]) -> None:
     """Print a document on standard output; docs/command-line.md describes it."""
     whole = {"schema": f"h5async {command} {VERSION}", **content}
     typer.echo(json.dumps(plain(whole), indent=2, allow_nan=False))

@@ -15,29 +15,19 @@ import typer
 from rich.filesize import decimal
 
 from h5async import AsyncReader
+from h5async.cli import output
 from h5async.cli.datasetfacts import method_text, methods_of
 from h5async.cli.measuring import require_batches
 from h5async.cli.options import reader_config, takes_reader
-from h5async.cli.output import (
-    REFRESH_SECONDS,
-    Json,
-    files_text,
-    limit_text,
-    opening,
-    print_document,
-    progress_bar,
-    safe,
-)
-from h5async.config import Field
+from h5async.cli.output import Json, files_text, limit_text, opening, print_json, progress_bar, safe
 from h5async.config.files import home_path, with_variables
-from h5async.index.layout import DatasetLayout
 from h5async.samples.samplearrays import SampleArrays
 
-_CTRL_C = 128 + signal.SIGINT
+_CTRL_C, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes, as in shells
 
 
 class _TerminatedError(SystemExit):
-    """SIGTERM came; its code is the exit status of a terminated process in shells."""
+    """SIGTERM came."""
 
 
 @takes_reader
@@ -68,13 +58,13 @@ def read(
                 stream(reader, epochs, tally)
         except KeyboardInterrupt:
             code = _CTRL_C
-        except _TerminatedError as ended:
-            code = int(ended.code or 0)
+        except _TerminatedError:
+            code = _TERMINATED
         if not tally.batches:
             raise typer.Exit(code)  # there is nothing to report
         tally.nbytes = reader.stats().nbytes
         if as_json:
-            print_document("read", _content(reader, tally, code))
+            print_json("read", _content(reader, tally, code))
         else:
             typer.echo(_summary(reader, epochs, tally))
     raise typer.Exit(code)
@@ -85,7 +75,7 @@ def _stopping_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end a block, unless the program already handles it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise _TerminatedError(128 + number)
+        raise _TerminatedError(_TERMINATED)
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -136,7 +126,7 @@ def stream(reader: AsyncReader, epochs: int, tally: Tally) -> None:
                 if tally.batches == 1:
                     tally.forms = {name: _sample_form(batch[name]) for name in batch.keys()}
                 tally.samples += batch.size
-                if now - shown > REFRESH_SECONDS:
+                if now - shown > output.REFRESH_SECONDS:
                     shown, tally.nbytes = now, reader.stats().nbytes
                     progress.update(task, completed=tally.batches, description=tally.speed)
                     progress.refresh()
@@ -150,9 +140,8 @@ def _sample_form(batch: Any) -> dict[str, Any]:
     return {"kind": kind, "shape": shape, "dtype": str(batch.dtype)}
 
 
-def _field_facts(
-    name: str, layout: DatasetLayout, typed: Field | None, form: dict[str, Any] | None
-) -> dict[str, Any]:
+def _field_facts(reader: AsyncReader, name: str, form: dict[str, Any] | None) -> dict[str, Any]:
+    layout, typed = reader.layouts[name], reader.config.batch_fields.get(name)
     is_direct = layout.fallback_reason is None
     inner = form["shape"] if form is not None and form["kind"] != "array" else ()
     return {
@@ -168,15 +157,11 @@ def _field_facts(
 
 
 def _content(reader: AsyncReader, tally: Tally, code: int) -> dict[str, Any]:
-    layouts, typed = reader.layouts.items(), reader.config.batch_fields
     totals = asdict(tally)
-    del totals["forms"]
+    forms = totals.pop("forms")
     return {
         "files": reader.config.files,
-        "fields": [
-            _field_facts(name, layout, typed.get(name), tally.forms.get(name))
-            for name, layout in layouts
-        ],
+        "fields": [_field_facts(reader, name, forms.get(name)) for name in reader.layouts],
         "device": reader.device,
         **totals,
         "interrupted": bool(code),
@@ -186,17 +171,14 @@ def _content(reader: AsyncReader, tally: Tally, code: int) -> dict[str, Any]:
 
 
 def _summary(reader: AsyncReader, epochs: int, tally: Tally) -> str:
-    is_whole = tally.epochs == epochs
+    of_all = "" if tally.epochs == epochs else f" of {epochs:,}: interrupted"
     lines = [
         ("file", files_text(reader.config.files)),
         *(
             ("field", f'{name} = "{layout.path}" ({method_text(layout)})')
             for name, layout in reader.layouts.items()
         ),
-        (
-            "epochs",
-            f"{tally.epochs:,}" if is_whole else f"{tally.epochs:,} of {epochs:,}: interrupted",
-        ),
+        ("epochs", f"{tally.epochs:,}{of_all}"),
         ("batches", f"{tally.batches:,}"),
         ("samples", f"{tally.samples:,}"),
         ("decoded", decimal(tally.nbytes)),

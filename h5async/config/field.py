@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, TypedDict, Unpack
 
@@ -10,20 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
+from h5async.config import values
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
-from h5async.config.values import (
-    Bool,
-    DatasetPath,
-    DimensionLike,
-    Dimensions,
-    DType,
-    Name,
-    Number,
-    SampleDimension,
-    SampleDimensionLike,
-    Steps,
-    shown,
-)
 from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
 
@@ -49,7 +36,7 @@ class StepsOptions(TypedDict, total=False):
     """How to treat steps that leave the sequence. `drop`: there are no such samples. `edge`: repeat
     its first or last row. `zero`: deliver zeros, before `scale` and `offset`.
     """
-    pad_mask: DatasetPath | None
+    pad_mask: values.DatasetPath | None
     """Name of another field of the batch, which tells the steps inside the sequence: bool (samples,
     steps).
     """
@@ -58,11 +45,11 @@ class StepsOptions(TypedDict, total=False):
 class FieldOptions(StepsOptions, total=False):
     """The parameters of `Field` except its path."""
 
-    num_dim: SampleDimensionLike | None
+    num_dim: values.SampleDimensionLike | None
     """The dimension that counts the samples, by number, or by name if the file names its
     dimensions; or a pair: those of sequences and of their steps.
     """
-    axes: Sequence[DimensionLike] | None
+    axes: Sequence[values.DimensionLike] | None
     """The dataset's dimensions in the order of delivery, by number or name, the sample dimension
     first. None: the sample dimension, then the others in the file's order.
     """
@@ -89,11 +76,6 @@ class Field(Frozen):
     outside of an integer's range is undefined. With `decode_cf`, the dataset's attributes say how
     to unpack its values.
 
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
-
     Examples
     --------
     >>> fields = {"image": Field("data", scale=1 / 16), "digit": "labels"}
@@ -103,22 +85,22 @@ class Field(Frozen):
     <Batch 0 of epoch 0: image=(32, 8, 8) float32, digit=(32,) int64>
     """
 
-    path: Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")
-    num_dim: SampleDimension = option(0, default_text="0, or the first of `axes`")
-    axes: Dimensions | None = None
-    dtype: DType = None
-    scale: Number | None = None
-    offset: Number | None = None
-    decode_cf: Bool = False
-    steps: Steps = None
+    path: values.Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")
+    num_dim: values.SampleDimension = option(0, default_text="0, or the first of `axes`")
+    axes: values.Dimensions | None = None
+    dtype: values.DType = None
+    scale: values.Number | None = None
+    offset: values.Number | None = None
+    decode_cf: values.Bool = False
+    steps: values.Steps = None
     pad: Literal["drop", "edge", "zero"] = "drop"
-    pad_mask: Name | None = None
+    pad_mask: values.Name | None = None
 
     def __init__(
         self,
-        path: DatasetPath = _NOT_GIVEN,
-        num_dim: SampleDimensionLike | None = None,
-        axes: Sequence[DimensionLike] | None = None,
+        path: values.DatasetPath = _NOT_GIVEN,
+        num_dim: values.SampleDimensionLike | None = None,
+        axes: Sequence[values.DimensionLike] | None = None,
         dtype: DTypeLike | None = None,
         scale: ArrayLike | None = None,
         offset: ArrayLike | None = None,
@@ -127,10 +109,7 @@ class Field(Frozen):
     ) -> None:
         if num_dim is None:
             first: object = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
-            if isinstance(first, str):
-                num_dim = first
-            else:
-                num_dim = operator.index(first) if isinstance(first, SupportsIndex) else 0
+            num_dim = first if isinstance(first, str | SupportsIndex) else 0
         of_path = {} if path is _NOT_GIVEN else {"path": path}
         super().__init__(
             num_dim=num_dim,
@@ -149,8 +128,7 @@ class Field(Frozen):
             name = "pad" if self.pad != "drop" else "pad_mask"
             raise ValueError(f"{name} needs steps, which say what rows each sample consists of")
         self._check_axes()
-        scaled = self.scale is not None or self.offset is not None
-        if scaled and self.decode_cf:
+        if self._is_scaled and self.decode_cf:
             raise ValueError(
                 "decode_cf takes scale and offset from the dataset's attributes; leave out scale"
                 " and offset, or compute in postprocess"
@@ -160,7 +138,7 @@ class Field(Frozen):
                 f"decode_cf delivers NaN for what is missing and needs a float dtype, found"
                 f" dtype={self.dtype}"
             )
-        if scaled and self.dtype is not None and self.dtype.kind != "f":
+        if self._is_scaled and self.dtype is not None and self.dtype.kind != "f":
             raise ValueError(
                 f"scale and offset need a float dtype, found dtype={self.dtype}; choose a float"
                 " dtype, or scale in postprocess"
@@ -168,7 +146,7 @@ class Field(Frozen):
         return self
 
     def _check_axes(self) -> None:
-        of_samples = self.sample_dimensions
+        of_samples = self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
         if len(set(of_samples)) != len(of_samples):
             raise ValueError(f"num_dim must name two dimensions, found {self.num_dim}")
         if self.axes is not None:
@@ -185,19 +163,14 @@ class Field(Frozen):
                 )
 
     @classmethod
-    def unknown_option(cls, name: str, where: Where) -> str:
-        """Return the message for an unknown option, written as `where` spells options."""
+    def instead_of(cls, name: str, where: Where) -> str:
+        """Return what to write for an unknown name: another kind of field may have it."""
         other = _kind_with(name, cls)
         if other is None:
-            return super().unknown_option(name, where)
-        if where != "keyword" and where != "shell":
-            return _of_other_kind(name, other, in_file(where))
-        return f"unknown option {name!r}; {other.capitalize()}Field has it"
-
-    @property
-    def sample_dimensions(self) -> tuple[int | str, ...]:
-        """The dimensions that count samples: one, or those of sequences and of their steps."""
-        return self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
+            return super().instead_of(name, where)
+        if where == "keyword" or where == "shell":
+            return f"{other.capitalize()}Field has it"
+        return _instead_of_kind(other, in_file(where))
 
     @property
     def names_axes(self) -> bool:
@@ -207,10 +180,11 @@ class Field(Frozen):
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:
         """The requested dtype, float32 if scaling implies it, or None for the file's own."""
-        if self.dtype is None and (self.scale is not None or self.offset is not None):
-            return np.dtype(np.float32)
-        dtype: np.dtype[Any] | None = self.dtype
-        return dtype
+        return np.dtype(np.float32) if self.dtype is None and self._is_scaled else self.dtype
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.scale is not None or self.offset is not None
 
 
 def _field(value: object) -> Field:
@@ -225,9 +199,10 @@ def _field(value: object) -> Field:
         for name in options:
             other = _kind_with(name, chosen)
             if other is not None:
-                raise ConfigError(_of_other_kind(name, other, as_keyword))
+                use = _instead_of_kind(other, as_keyword)
+                raise ConfigError(f"unknown option {name!r}; {use}")
         return chosen(**options)
-    raise ConfigError(f"must be a path or a Field, found {shown(value)}")
+    raise ConfigError(f"must be a path or a Field, found {values.shown(value)}")
 
 
 def kind_of(name: object) -> type[Field]:
@@ -238,7 +213,9 @@ def kind_of(name: object) -> type[Field]:
     if name is None:
         return Field
     if name not in KINDS:
-        raise ConfigError(f"kind: must be one of {', '.join(sorted(KINDS))}, found {shown(name)}")
+        raise ConfigError(
+            f"kind: must be one of {', '.join(sorted(KINDS))}, found {values.shown(name)}"
+        )
     return KINDS[str(name)]
 
 
@@ -249,8 +226,8 @@ def _kind_with(option: str, chosen: type[Field]) -> str | None:
     return next((name for name, kind in KINDS.items() if option in kind.model_fields), None)
 
 
-def _of_other_kind(option: str, kind: str, spell: Spell) -> str:
-    return f"unknown option {option!r}; it is one of {kind} fields: set {spell('kind', (kind,))}"
+def _instead_of_kind(kind: str, spell: Spell) -> str:
+    return f"it is one of {kind} fields: set {spell('kind', (kind,))}"
 
 
 def _fields(value: object) -> dict[Any, Field]:
@@ -274,12 +251,11 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
             raise ValueError(f"pad_mask: there is {name!r} already; choose another name")
     for name, field in fields.items():
         mask = f"{name}_mask"
-        if getattr(field, "pad_to", None) is not None:
-            if mask in fields or mask in masks:
-                raise ValueError(
-                    f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
-                    " another name"
-                )
+        if getattr(field, "pad_to", None) is not None and (mask in fields or mask in masks):
+            raise ValueError(
+                f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
+                " another name"
+            )
     taken = _RESERVED_NAMES.intersection([*fields, *masks])
     if taken:
         raise ValueError(
@@ -289,4 +265,6 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
     return fields
 
 
-Fields = Annotated[Mapping[Name, Field], BeforeValidator(_fields), AfterValidator(_names_that_fit)]
+Fields = Annotated[
+    Mapping[values.Name, Field], BeforeValidator(_fields), AfterValidator(_names_that_fit)
+]

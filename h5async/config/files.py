@@ -96,13 +96,15 @@ def load_file(path: Path) -> dict[str, Any]:
     path, kind = Path(home_path(str(path))), kind_of_file(path)
     parse = {"toml": _toml, "json": _json, "yaml": _yaml}[kind]
     try:
-        options = parse(_content(path).decode())
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+    try:
+        options = parse(content.decode())
     except ConfigError:
         raise
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError includes invalid UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8
         is_hdf5 = path.suffix in _HDF5_SUFFIXES
         hint = f"; to read an HDF5 file, give it as {named('hdf5_path')}" if is_hdf5 else ""
         reason = " ".join(str(error).split())
@@ -164,14 +166,6 @@ def _yaml(text: str) -> object:
         return {} if (found := yaml.safe_load(text)) is None else found
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
 
 
 def _file_path(value: object) -> Path:

@@ -7,13 +7,14 @@ import functools
 import inspect
 import itertools
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic import Field as Bound
-from pydantic_core import CoreSchema
 
 from h5async.config.hints import Where, hint_for
 from h5async.config.values import shown
@@ -24,15 +25,31 @@ from h5async.system.interruptions import interruption, raise_again, suppressing
 REQUIRED: Any = ...
 _ANCESTOR_NAMES = {"nthread": "num_threads", "njob": "prefetch", "cuda": "device"}
 _LINE_LENGTH = 90
+_RAISES = """\
+Raises
+------
+ConfigError
+    If an option is unknown or its value is invalid.
+
+"""
 
 Model = TypeVar("Model", bound=BaseModel)
+Class = TypeVar("Class", bound=type)
 
 
-class _Absent:
-    """Hides an attribute of the base class."""
+class _OnAccess:
+    """An attribute that is made when it is asked for, from the class."""
 
-    def __get__(self, *_: object) -> NoReturn:
-        raise AttributeError
+    def __init__(self, make: Callable[[type], object]) -> None:
+        self._make = make
+
+    def __get__(self, _: object, cls: type) -> Any:
+        return self._make(cls)
+
+
+def _add_descriptions(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    for name, description in descriptions(model).items():
+        schema["properties"][name]["description"] = description
 
 
 class Frozen(BaseModel):
@@ -41,7 +58,11 @@ class Frozen(BaseModel):
     keywords: ClassVar[tuple[type, ...]] = ()  # see `documented`
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
+        frozen=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        defer_build=True,
+        json_schema_extra=_add_descriptions,
     )
 
     def __init__(self, **options: Any) -> None:
@@ -58,94 +79,110 @@ class Frozen(BaseModel):
     @classmethod
     def check_names(cls, names: Iterable[str], where: Where = "keyword") -> None:
         """Check that names are options; else raise `ConfigError`, spelled as in `where`."""
-        known = list(cls.model_fields)
         for name in names:
-            if name not in known:
-                raise ConfigError(cls.unknown_option(name, where))
+            if name not in cls.model_fields:
+                raise ConfigError(f"unknown option {name!r}; {cls.instead_of(name, where)}")
 
     @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        made = handler(schema)
-        properties = handler.resolve_ref_schema(made).get("properties", {})
-        for name, description in descriptions(cls).items():
-            properties[name]["description"] = description
-        return made
+    def instead_of(cls, name: str, where: Where) -> str:
+        """Return what to write for an unknown name: its meaning elsewhere, or a similar name."""
+        import difflib
 
-    @classmethod
-    def unknown_option(cls, name: str, where: Where) -> str:
-        """Return the message for an unknown option, written as `where` spells options."""
-        return _unknown_option(name, list(cls.model_fields), where)
+        known = list(cls.model_fields)
+        expected = hint_for(name, known, where)
+        if expected is not None:
+            return expected
+        near = _ANCESTOR_NAMES.get(name)
+        if near not in known:
+            snake = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
+            near = next(iter(difflib.get_close_matches(snake, known, n=1, cutoff=0.5)), None)
+        return f"did you mean {near!r}?" if near else f"options are: {', '.join(known)}"
+
+
+def _absent(_: type) -> NoReturn:
+    raise AttributeError
 
 
 # pydantic's deprecated method: `copy` may be the name of an option.
-Frozen.copy = _Absent()  # type: ignore[assignment,method-assign]
+Frozen.copy = _OnAccess(_absent)  # type: ignore[assignment,method-assign]
 
 
 @dataclass(frozen=True)
 class Words:
-    """Texts about an option, see `option`: metadata of its type, which pydantic ignores."""
+    """Texts about an option: metadata of its type, which pydantic ignores.
+
+    `shell` is its meaning on the command line, if different; `default_text`, the default in words,
+    if its value does not tell; `values`, the syntax of its values, if its type does not tell:
+    ``"auto|cpu|cuda"``.
+    """
 
     default_text: str = ""
     values: str = ""
     shell: str = ""
 
 
-def option(
-    default: Any,
-    description: str = "",
-    *,
-    default_text: str = "",
-    values: str = "",
-    shell: str = "",
-) -> Any:
-    """Declare an option, with its default or `REQUIRED`.
+def option(default: Any, description: str = "", **words: str) -> Any:
+    """Declare an option, with its default or `REQUIRED`, and `Words`.
 
-    `description` is its meaning, unless a docstring tells; see `documented`. `shell` is its meaning
-    on the command line, if different; `default_text`, the default in words, if its value does not
-    tell; `values`, the syntax of its values, if its type does not tell: ``"auto|cpu|cuda"``.
+    `description` is its meaning, unless a docstring tells; see `documented`.
     """
     declared = Bound(default, description=description or None)
-    declared.metadata.append(Words(default_text, values, shell))
+    declared.metadata.append(Words(**words))
     return declared
 
 
 def documented(*keywords: type) -> Callable[[type[Model]], type[Model]]:
-    """Add the descriptions of all options to a class's docstring, before its section Raises.
+    """Add the descriptions of all options, and what is raised, to a class's docstring.
 
     They are the docstrings in `keywords`: in `TypedDict`s of the options, where editors find them.
     """
 
     def add(model: type[Model]) -> type[Model]:
         cast("Any", model).keywords = keywords
-        describe(model, "Parameters", model)
+        _describe(model, "Parameters", model, "Examples\n", _RAISES)
         return model
 
     return add
 
 
-def describe(cls: type, section: str, model: type[BaseModel]) -> None:
-    """Add a section with the descriptions of a model's options to a class's docstring."""
-    if cls.__doc__ is not None:  # python -OO
-        cls.__doc__ = cast("str", _Docstring(cls.__doc__, section, model))
+def takes_options(model: type[BaseModel]) -> Callable[[Class], Class]:
+    """Add the options of a model to the docstring and the signature of a class.
+
+    Its ``__init__`` takes them as ``**options``. (Editors get the same from its annotation.)
+    """
+
+    def add(cls: Class) -> Class:
+        def made(of: type) -> Signature:
+            if of is not cls:
+                raise AttributeError("a subclass has a signature of its own")
+            own = list(signature(cast("Any", cls).__init__).parameters.values())[1:-1]
+            options = [
+                Parameter(n, Parameter.KEYWORD_ONLY, default=... if f.is_required() else f.default)
+                for n, f in model.model_fields.items()
+            ]
+            return Signature([*(p.replace(annotation=Parameter.empty) for p in own), *options])
+
+        _describe(cls, "Other Parameters", model, "Raises\n")
+        cast("Any", cls).__signature__ = _OnAccess(made)
+        return cls
+
+    return add
 
 
-class _Docstring:
-    """A class's docstring, which is assembled on access."""
+def _describe(cls: type, section: str, model: type[BaseModel], before: str, more: str = "") -> None:
+    """Add a section with a model's options to a class's docstring, and more, before another one."""
+    docstring = cls.__doc__
+    if docstring is None:  # python -OO
+        return
 
-    def __init__(self, text: str, section: str, model: type[BaseModel]) -> None:
-        self._of = text, section, model
-
-    def __get__(self, _: object, cls: type) -> str:
-        import textwrap
-
-        docstring, section, model = self._of
-        text, raises, rest = inspect.cleandoc(docstring).partition("Raises\n------")
+    def made(_: type) -> str:
+        text, found, rest = inspect.cleandoc(docstring).partition(before)
         lines = [section, "-" * len(section)]
         for name, description in descriptions(model).items():
             lines += [name, textwrap.indent(textwrap.fill(description, _LINE_LENGTH), "    ")]
-        return "\n".join([text + lines[0], *lines[1:], "", raises + rest])
+        return "\n".join([text + lines[0], *lines[1:], "", more + found + rest])
+
+    cls.__doc__ = cast("str", _OnAccess(made))
 
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
@@ -171,22 +208,6 @@ def _docstrings(keywords: type) -> dict[str, str]:
     return found
 
 
-def _unknown_option(name: str, known: list[str], where: Where) -> str:
-    """Suggest the option that does what the name promises, or the nearest one, or list all."""
-    import difflib
-
-    expected = hint_for(name, known, where)
-    if expected is not None:
-        return f"unknown option {name!r}; {expected}"
-
-    snake = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
-    near = _ANCESTOR_NAMES.get(name)
-    if near not in known:
-        near = next(iter(difflib.get_close_matches(snake, known, n=1, cutoff=0.5)), None)
-    hint = f"did you mean {near!r}?" if near else f"options are: {', '.join(known)}"
-    return f"unknown option {name!r}; {hint}"
-
-
 def _message(error: ValidationError) -> str:
     """Describe all invalid options in one line."""
     lines = []
@@ -197,10 +218,9 @@ def _message(error: ValidationError) -> str:
             message = f"must {message.removeprefix('Input should ')}"
         if not names:
             lines.append(message)
-        elif item["type"] == "missing" and len(names) == 1:
-            lines.append(f"{named(names[0])} is required")
         elif item["type"] == "missing":
-            lines.append(f"{named(names[0])}: must have more values")
+            lacks = " is required" if len(names) == 1 else ": must have more values"
+            lines.append(f"{named(names[0])}{lacks}")
         else:
             inner = "".join(f".{name}" for name in names[1:] if name.isidentifier())
             where = f"{named(names[0])}{inner}"

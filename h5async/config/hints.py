@@ -18,138 +18,125 @@ class _Hint(NamedTuple):
     """A sentence instead of an unknown name; ``{}`` stands for an option with an example.
 
     `spelled` has the option with its value, by place, unless it is just the one after the other.
+    `otherwise` is the hint where the option is not known.
     """
 
     text: str
     option: str
     value: str | int | float = ""
     spelled: Mapping[Where, str] = {}
+    otherwise: _Hint | None = None
 
 
-def _of_field(text: str, keyword: str, toml: str, name: str = "x") -> _Hint:
+def _of_field(keyword: str, toml: str, name: str = "x", text: str = "") -> _Hint:
     """Return a hint at an option of a field, which the command line has only in a file."""
     in_file = f"fields.{name} = {{{toml}}}"
     keyword = f'fields={{"{name}": {keyword}}}'
     in_shell = f"{in_file} in the file of --config"
     spelled: dict[Where, str] = {"keyword": keyword, "toml": in_file, "shell": in_shell}
-    return _Hint(text, "fields", spelled=spelled)
+    return _Hint(f"{text or 'it is an option of a field'}: {{}}", "fields", spelled=spelled)
 
 
-_SELECT = _Hint("{} selects the samples of an epoch, and so does a Split", "indices", "1000:")
-_FUNCTION = _Hint("{} is called with the arrays of a whole batch", "postprocess", "module:function")
-_WORKERS = _Hint(
-    "threads do the work of worker processes, and num_threads is their number; for a postprocess"
-    " that holds the GIL, {} lets several processes fill batches side by side",
-    "workers",
-    4,
+_STEPS = _of_field(
+    'Field("x", steps=range(0, 10))',
+    'path = "x", steps = "0:10"',
+    text="steps of a Field say which rows each sample consists of",
 )
-_SCALE = _Hint(
+_COMPUTE = _Hint(
     "a Field of `fields` has dtype, scale and offset: values are delivered as x * scale + offset;"
     " {} can compute anything else",
     "postprocess",
     "module:function",
 )
-_SCALE_OF_FIELD = _Hint("values are delivered as x * scale + offset: {}", "scale", 0.5)
-_UNPACK = _Hint("values are unpacked by the attributes of their dataset: {}", "decode_cf", True)
-_MIX = _Hint(
-    "{} mixes the samples of several chunks, and window_bytes limits them", "shuffle", "window"
-)
-_STEPS = _of_field(
-    "steps of a Field say which rows each sample consists of: {}",
-    'Field("x", steps=range(0, 10))',
-    'path = "x", steps = "0:10"',
-)
-_STEPS_OF_FIELD = _Hint(
-    "{} delivers the row of each sample and the nine after it",
-    "steps",
-    spelled={"keyword": "steps=range(0, 10)", "toml": 'steps = "0:10"'},
-)
-_PAD = _Hint("{} repeats the first or last row of a sequence", "pad", "edge")
-_MASK = _Hint(
-    "{} names the field of a batch that tells padded steps from others", "pad_mask", "mask"
-)
-_ONLY = _Hint(
-    "{} reads only the groups that a dataset names",
-    "sequences",
-    spelled={
-        "keyword": 'sequences=Sequences(groups="data/demo_*", only="mask/train")',
-        "toml": 'sequences = {groups = "data/demo_*", only = "mask/train"}',
-        "shell": "--sequences \"{groups = 'data/demo_*', only = 'mask/train'}\"",
-    },
-)
-_DRAWN = _Hint("{} draws samples with replacement", "weights", "balanced")
-_VALUES = _Hint(
-    "{} fills batches with samples of varying lengths up to a number of values",
-    "batch_values",
-    65536,
-)
-_BUCKET = _Hint("{} groups samples of similar length", "bucket", 8)
-_OF_FIELD = "it is an option of a field: {}"
-_RAGGED = _of_field(
-    _OF_FIELD,
-    'RaggedField("x", offsets="ends", offsets_kind="ends")',
-    'path = "x", kind = "ragged", offsets = "ends", offsets_kind = "ends"',
-)
-_SPARSE = _of_field(
-    _OF_FIELD,
-    'SparseField("X", dense=True, columns=["GAPDH", "CD3E"])',
-    'path = "X", kind = "sparse", dense = true, columns = ["GAPDH"]',
-)
-_IMAGE = _of_field(
-    _OF_FIELD,
-    'ImageField("jpeg", size=(224, 224), flip=True)',
-    'path = "jpeg", kind = "image", size = [224, 224], flip = true',
-    "image",
-)
-_AUDIO = _of_field(
-    _OF_FIELD,
-    'AudioField("flac", sample_rate=16000)',
-    'path = "flac", kind = "audio", sample_rate = 16000',
-    "audio",
-)
-_SEED = _Hint("the order depends only on {}", "seed", 0)
-
-_HINTS: dict[str, tuple[_Hint, ...]] = {
-    name: hints
-    for names, hints in (
-        ("subset split train_size test_size validation_split", (_SELECT,)),
-        ("transform transforms target_transform augment map collate collate_fn", (_FUNCTION,)),
-        ("num_workers n_workers num_proc worker_count", (_WORKERS,)),
-        ("normalize normalise mean std", (_SCALE_OF_FIELD, _SCALE)),
-        ("mask_and_scale set_auto_maskandscale", (_UNPACK,)),
-        ("window buffer_size shuffle_buffer", (_MIX,)),
-        (
-            "seq_length seq_len sequence_length frame_stack num_frames num_steps n_steps"
-            " window_size window_length n_steps_input n_steps_output n_obs_steps obs_horizon"
-            " action_horizon pred_horizon horizon context_length episode_length episode_len",
-            (_STEPS_OF_FIELD, _STEPS),
-        ),
-        ("padding pad_seq_length pad_frame_stack", (_PAD, _STEPS)),
-        ("get_pad_mask", (_MASK, _STEPS)),
-        ("filter_by_attribute filter_key hdf5_filter_key", (_ONLY,)),
-        ("replacement class_weights sample_weights balanced", (_DRAWN,)),
-        (
-            "max_tokens max_token_count max_tokens_per_batch batch_tokens tokens_per_batch"
-            " max_frames max_batch_length",
-            (_VALUES,),
-        ),
-        ("group_by_length bucket_by_length bucket_size num_buckets buckets", (_BUCKET,)),
-        ("offsets offsets_kind pad_to", (_RAGGED,)),
-        ("dense columns missing", (_SPARSE,)),
-        ("crop crop_scale crop_ratio flip interpolation", (_IMAGE,)),
-        ("channels mono sample_rate sampling_rate sr", (_AUDIO,)),
-        ("generator random_state random_seed", (_SEED,)),
-    )
-    for name in names.split()
+_HINTS = {
+    "subset split train_size test_size validation_split": _Hint(
+        "{} selects the samples of an epoch, and so does a Split", "indices", "1000:"
+    ),
+    "transform transforms target_transform augment map collate collate_fn": _Hint(
+        "{} is called with the arrays of a whole batch", "postprocess", "module:function"
+    ),
+    "num_workers n_workers num_proc worker_count": _Hint(
+        "threads do the work of worker processes, and num_threads is their number; for a"
+        " postprocess that holds the GIL, {} lets several processes fill batches side by side",
+        "workers",
+        4,
+    ),
+    "normalize normalise mean std": _Hint(
+        "values are delivered as x * scale + offset: {}", "scale", 0.5, otherwise=_COMPUTE
+    ),
+    "mask_and_scale set_auto_maskandscale": _Hint(
+        "values are unpacked by the attributes of their dataset: {}", "decode_cf", True
+    ),
+    "window buffer_size shuffle_buffer": _Hint(
+        "{} mixes the samples of several chunks, and window_bytes limits them", "shuffle", "window"
+    ),
+    "seq_length seq_len sequence_length frame_stack num_frames num_steps n_steps window_size"
+    " window_length n_steps_input n_steps_output n_obs_steps obs_horizon action_horizon"
+    " pred_horizon horizon context_length episode_length episode_len": _Hint(
+        "{} delivers the row of each sample and the nine after it",
+        "steps",
+        spelled={"keyword": "steps=range(0, 10)", "toml": 'steps = "0:10"'},
+        otherwise=_STEPS,
+    ),
+    "padding pad_seq_length pad_frame_stack": _Hint(
+        "{} repeats the first or last row of a sequence", "pad", "edge", otherwise=_STEPS
+    ),
+    "get_pad_mask": _Hint(
+        "{} names the field of a batch that tells padded steps from others",
+        "pad_mask",
+        "mask",
+        otherwise=_STEPS,
+    ),
+    "filter_by_attribute filter_key hdf5_filter_key": _Hint(
+        "{} reads only the groups that a dataset names",
+        "sequences",
+        spelled={
+            "keyword": 'sequences=Sequences(groups="data/demo_*", only="mask/train")',
+            "toml": 'sequences = {groups = "data/demo_*", only = "mask/train"}',
+            "shell": "--sequences \"{groups = 'data/demo_*', only = 'mask/train'}\"",
+        },
+    ),
+    "replacement class_weights sample_weights balanced": _Hint(
+        "{} draws samples with replacement", "weights", "balanced"
+    ),
+    "max_tokens max_token_count max_tokens_per_batch batch_tokens tokens_per_batch max_frames"
+    " max_batch_length": _Hint(
+        "{} fills batches with samples of varying lengths up to a number of values",
+        "batch_values",
+        65536,
+    ),
+    "group_by_length bucket_by_length bucket_size num_buckets buckets": _Hint(
+        "{} groups samples of similar length", "bucket", 8
+    ),
+    "offsets offsets_kind pad_to": _of_field(
+        'RaggedField("x", offsets="ends", offsets_kind="ends")',
+        'path = "x", kind = "ragged", offsets = "ends", offsets_kind = "ends"',
+    ),
+    "dense columns missing": _of_field(
+        'SparseField("X", dense=True, columns=["GAPDH", "CD3E"])',
+        'path = "X", kind = "sparse", dense = true, columns = ["GAPDH"]',
+    ),
+    "crop crop_scale crop_ratio flip interpolation": _of_field(
+        'ImageField("jpeg", size=(224, 224), flip=True)',
+        'path = "jpeg", kind = "image", size = [224, 224], flip = true',
+        "image",
+    ),
+    "channels mono sample_rate sampling_rate sr": _of_field(
+        'AudioField("flac", sample_rate=16000)',
+        'path = "flac", kind = "audio", sample_rate = 16000',
+        "audio",
+    ),
+    "generator random_state random_seed": _Hint("the order depends only on {}", "seed", 0),
 }
+_BY_NAME = {name: hint for names, hint in _HINTS.items() for name in names.split()}
 
 
 def hint_for(name: str, known: Sequence[str], where: Where = "keyword") -> str | None:
     """Return the suggestion for an unknown name typed in `where`, if any."""
-    for hint in _HINTS.get(name.lstrip("-").replace("-", "_").lower(), ()):
-        if hint.option in known:
-            return hint.text.format(_spelled(hint, where))
-    return None
+    hint = _BY_NAME.get(name.lstrip("-").replace("-", "_").lower())
+    while hint is not None and hint.option not in known:
+        hint = hint.otherwise
+    return None if hint is None else hint.text.format(_spelled(hint, where))
 
 
 def _spelled(hint: _Hint, where: Where) -> str:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
+from pydantic import BeforeValidator, PlainValidator, model_validator
 from pydantic import Field as Bound
 
 from h5async.config.field import KINDS, Field, FieldOptions
 from h5async.config.frozen import documented, option
-from h5async.config.parts import Values, plain_selection
+from h5async.config.parts import PLAIN, Values, one_dimensional
 from h5async.config.values import Bool, DatasetPath, Integer, Name, Natural, Positive
 
 _Pixels = Annotated[int, Bound(ge=1, le=1 << 14)]
@@ -44,11 +44,6 @@ class RaggedField(Field):
 
     Either a dataset of a variable-length datatype, such as strings, or flat values with another
     dataset that tells where samples begin.
-
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
 
     Examples
     --------
@@ -125,11 +120,6 @@ class ImageField(RaggedField):
     The bytes of an image are an element of a variable-length dataset, or flat values with
     `offsets`. `axes`, `dtype`, `scale` and `offset` apply to the pixels: ``axes=(0, 3, 1, 2)``
     delivers channels first. With `steps`, which need `size`: (samples, steps, height, width, 3).
-
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
 
     Examples
     --------
@@ -214,11 +204,6 @@ class AudioField(RaggedField):
     `offsets`. `dtype` is float32 (the default), float64, int16 or int32, as soundfile converts
     them.
 
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
-
     Examples
     --------
     >>> import io, soundfile
@@ -291,22 +276,11 @@ def _columns(value: object) -> object:
     if value is None or isinstance(value, Values):
         return value
     words = "must be the numbers of columns, a mask, or their names"
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(words) from error
-    if array.ndim != 1 or array.dtype.kind not in "biuUTO" or isinstance(value, str):
+    array = one_dimensional(value, words)
+    names = array.tolist() if array.dtype.kind in "UTO" else []
+    if array.dtype.kind not in "biuUTO" or not all(isinstance(name, str) for name in names):
         raise ValueError(words)
-    if array.dtype.kind in "UTO":
-        names = array.tolist()
-        if not all(isinstance(name, str) for name in names):
-            raise ValueError(words)
-        return tuple(names)
-    return Values(array)
-
-
-def _plain_columns(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else plain_selection(value)
+    return tuple(names) if array.dtype.kind in "UTO" else Values(array)
 
 
 @documented(SparseFieldOptions)
@@ -314,11 +288,6 @@ class SparseField(Field):
     """Rows of a sparse matrix in compressed form (CSR), delivered as `Csr`, or as dense rows.
 
     The path leads to the group of the matrix, as AnnData and 10x Genomics write it.
-
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
 
     Examples
     --------
@@ -338,12 +307,7 @@ class SparseField(Field):
         def __init__(self, path: DatasetPath, **options: Unpack[SparseFieldOptions]) -> None: ...
 
     dense: Bool = False
-    columns: Annotated[
-        Any,
-        PlainValidator(_columns),
-        PlainSerializer(_plain_columns, when_used="json-unless-none"),
-    ] = None
-
+    columns: Annotated[Any, PlainValidator(_columns), PLAIN] = None
     missing: Literal["zero", "error"] = "zero"
 
     @model_validator(mode="after")

@@ -67,11 +67,6 @@ class Split(Frozen):
     Parts come from a keyed permutation: they are the same on every machine, and nothing is stored.
     Give the same `parts`, `seed`, `by` and `stratify` for each of them.
 
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
-
     Examples
     --------
     >>> parts = {"train": 0.9, "val": 0.1}
@@ -116,20 +111,18 @@ class Split(Frozen):
 
 
 def _indices(value: object) -> object:
-    if value is None or isinstance(value, Split | Values):
+    if value is None or isinstance(value, Split | Values | range):
         return value
     if isinstance(value, Mapping):
         return Split(**{str(name): given for name, given in value.items()})
     if isinstance(value, slice):
         return _of_slice(value)
-    if isinstance(value, range):
-        return value
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         if not isinstance(text, str) or not text:
             raise ValueError(_WORDS)
         return text
-    array = _array(value, _WORDS)
+    array = one_dimensional(value, _WORDS)
     if not array.size and not isinstance(value, np.ndarray):
         array = array.astype(np.int64)
     if array.dtype.kind not in "biu":
@@ -137,7 +130,8 @@ def _indices(value: object) -> object:
     return Values(array)
 
 
-def _array(value: object, words: str) -> NDArray[Any]:
+def one_dimensional(value: object, words: str) -> NDArray[Any]:
+    """Return a value as an array; raise `ValueError` with `words` unless it has one dimension."""
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -173,11 +167,9 @@ def _weights(value: object) -> object:
         if not found or not all(_is_weight(weight) for weight in found.values()):
             raise ValueError(_WEIGHT_WORDS)
         return found
-    if isinstance(value, str):
-        if not value:
-            raise ValueError(_WEIGHT_WORDS)
+    if isinstance(value, str) and value:
         return value
-    array = _array(value, _WEIGHT_WORDS)
+    array = one_dimensional(value, _WEIGHT_WORDS)
     if array.dtype.kind not in "biuf":
         raise ValueError(_WEIGHT_WORDS)
     return Values(array.astype(np.float64))
@@ -186,7 +178,7 @@ def _weights(value: object) -> object:
 def _is_weight(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return math.isfinite(value) and value >= 0
+    return 0 <= value < math.inf
 
 
 def plain_selection(value: object) -> object:
@@ -194,7 +186,7 @@ def plain_selection(value: object) -> object:
 
     Raises `ConfigError` for a sampler, which is an object of the caller.
     """
-    if isinstance(value, range):
+    if isinstance(value, range | tuple):
         return list(value)
     if isinstance(value, Split):
         return value.model_dump()
@@ -214,9 +206,10 @@ def _sampler(value: object) -> object:
 _KINDS_OF_SEQUENCES = ("groups", "ends", "starts", "lengths", "ids", "last")
 
 
-def _names(value: object) -> object:
-    """Make a single path a tuple."""
-    return (value,) if isinstance(value, str | bytes) else value
+# A single path is a tuple, too.
+_Names = Annotated[
+    tuple[Name, ...], BeforeValidator(lambda it: (it,) if isinstance(it, str | bytes) else it)
+]
 
 
 class SequencesOptions(TypedDict, total=False):
@@ -251,11 +244,6 @@ class Sequences(Frozen):
     One of `groups`, `ends`, `starts`, `lengths`, `ids` and `last` defines the sequences; without
     any, each file is one. The paths are of datasets that each file has.
 
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
-
     Examples
     --------
     >>> with h5py.File("demos.h5", "w") as file:
@@ -280,7 +268,7 @@ class Sequences(Frozen):
     starts: Name | None = None
     lengths: Name | None = None
     ids: Name | None = None
-    last: Annotated[tuple[Name, ...], BeforeValidator(_names)] | None = None
+    last: _Names | None = None
     every: Positive = 1
 
     @model_validator(mode="after")
@@ -308,18 +296,14 @@ def _sequences(value: object) -> object:
     raise ValueError("must be Sequences, or a mapping of its parameters")
 
 
-def _plain_sequences(value: Any) -> Any:
-    return None if value is None else value.model_dump(exclude_defaults=True)
-
-
 SequencesOption = Annotated[
     Sequences | None,
     BeforeValidator(_sequences),
-    PlainSerializer(_plain_sequences, when_used="json-unless-none"),
+    PlainSerializer(lambda it: it.model_dump(exclude_defaults=True), when_used="json-unless-none"),
 ]
 
 
-_PLAIN = PlainSerializer(plain_selection, when_used="json-unless-none")
-Indices = Annotated[str | Any, PlainValidator(_indices), _PLAIN]
-Weights = Annotated[str | Any, PlainValidator(_weights), _PLAIN]
-Sampler = Annotated[Any, BeforeValidator(_sampler), _PLAIN]
+PLAIN = PlainSerializer(plain_selection, when_used="json-unless-none")
+Indices = Annotated[str | Any, PlainValidator(_indices), PLAIN]
+Weights = Annotated[str | Any, PlainValidator(_weights), PLAIN]
+Sampler = Annotated[Any, BeforeValidator(_sampler), PLAIN]

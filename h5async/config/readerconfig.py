@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from pydantic import Field as Bound
-from pydantic import (
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from h5async.config import values
 from h5async.config.field import Field, Fields, kind_of
 from h5async.config.files import (
     FileName,
@@ -31,37 +25,12 @@ from h5async.config.files import (
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.keywords import ReaderOptions
 from h5async.config.parts import Indices, Sampler, SequencesOption, Weights, plain_selection
-from h5async.config.values import (
-    MOST_THREADS,
-    AsInteger,
-    Bool,
-    Dimension,
-    Function,
-    Int,
-    Name,
-    Natural,
-    Positive,
-    SampleDimension,
-    Seconds,
-    Size,
-    SizeOrZero,
-    Threads,
-    Workers,
-    function_path,
-    plain,
-)
 from h5async.errors import ConfigError
 from h5async.spelling import Where as Spelling
 from h5async.spelling import named
 from h5async.system.interruptions import passing
 from h5async.system.resources import usable_cores
 
-MAX_WORLD_SIZE = 2**31 - 1  # MPI, PyTorch and JAX count processes by 32-bit integers
-
-_WINDOW = (
-    "`window`: chunks in random order, their samples mixed, so that each chunk is decoded once."
-)
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _OF_SAMPLER = ("indices", "weights", "shuffle", "rank", "drop_last", "batch_values", "bucket")
 _REPLACED_BY_FIELDS = ("data_field", "labels_field", "num_dim", "h_dim", "w_dim", "cha_dim")
 
@@ -69,11 +38,6 @@ _REPLACED_BY_FIELDS = ("data_field", "labels_field", "num_dim", "h_dim", "w_dim"
 @documented(ReaderOptions)
 class ReaderConfig(Frozen):
     """All options of a reader, validated once.
-
-    Raises
-    ------
-    ConfigError
-        If an option is unknown or its value is invalid.
 
     Examples
     --------
@@ -90,8 +54,8 @@ class ReaderConfig(Frozen):
         def __init__(self, **options: Unpack[ReaderOptions]) -> None: ...
 
     hdf5_path: Files = option(REQUIRED)
-    data_field: Name = "data"
-    labels_field: Name | None = option(
+    data_field: values.Name = "data"
+    labels_field: values.NameOrEmpty = option(
         "labels", shell="Path of the dataset that holds the labels (--no-labels: there are none)."
     )
     fields: Fields | None = option(
@@ -100,20 +64,21 @@ class ReaderConfig(Frozen):
         shell="Instead of `--data-field` and `--labels-field`: one field of a batch, by its"
         " name and its dataset's path.",
     )
-    num_dim: SampleDimension = option(0, values="N|NAME|N,N")
-    h_dim: Dimension | None = option(None, values="N|NAME")
-    w_dim: Dimension | None = option(None, values="N|NAME")
-    cha_dim: Dimension | None = option(None, values="N|NAME")
-    batch_size: Positive = option(32, default_text="32; with batch_values, as many as fit")
-    batch_values: Positive | None = None
-    bucket: Positive | None = None
-    shuffle: Literal[False, "full", "window"] = option(
+    num_dim: values.SampleDimension = option(0, values="N|NAME|N,N")
+    h_dim: values.Dimension | None = option(None, values="N|NAME")
+    w_dim: values.Dimension | None = option(None, values="N|NAME")
+    cha_dim: values.Dimension | None = option(None, values="N|NAME")
+    batch_size: values.Positive = option(32, default_text="32; with batch_values, as many as fit")
+    batch_values: values.Positive | None = None
+    bucket: values.Positive | None = None
+    shuffle: values.Shuffle = option(
         False,
         shell="The order of the samples. `none`: as in the file. `full`: a uniform permutation of"
-        f" all samples. {_WINDOW}",
+        " all samples. `window`: chunks in random order, their samples mixed, so that each chunk is"
+        " decoded once.",
     )
-    window_bytes: Size = option(256 << 20, default_text="256 MiB", values="SIZE")
-    seed: Int = 0
+    window_bytes: values.Size = option(256 << 20, default_text="256 MiB", values="SIZE")
+    seed: values.Int = 0
     indices: Indices | None = option(
         None,
         default_text="all of them",
@@ -129,7 +94,7 @@ class ReaderConfig(Frozen):
         " sample; `balanced`: all labels are equally frequent; or a table of TOML of files and"
         " numbers.",
     )
-    epoch_samples: Positive | None = option(None, default_text="as many as there are")
+    epoch_samples: values.Positive | None = option(None, default_text="as many as there are")
     sequences: SequencesOption = option(
         None,
         default_text="each file is one",
@@ -138,39 +103,37 @@ class ReaderConfig(Frozen):
         " `{groups = 'data/demo_*'}`.",
     )
     sampler: Sampler = None
-    drop_last: Bool = False
-    num_threads: Threads | None = option(
+    drop_last: values.Bool = False
+    num_threads: values.Threads | None = option(
         None, default_text="usable cores, by affinity and CPU quota"
     )
-    workers: Workers = option("thread", values="thread|process|N")
-    prefetch: Positive = option(2, default_text="2; with workers=N, 2 N + 1")
-    device: str = option("auto", values="auto|cpu|cuda|cuda:N")
-    pin_memory: Bool = False
-    postprocess: Function = option(
+    workers: values.Workers = option("thread", values="thread|process|N")
+    prefetch: values.Positive = option(2, default_text="2; with workers=N, 2 N + 1")
+    device: values.Device = option("auto", values="auto|cpu|cuda|cuda:N")
+    pin_memory: values.Bool = False
+    postprocess: values.Function = option(
         None,
         values="MODULE:FUNCTION",
         shell="A function that workers call as `f(*arrays)` with the host arrays of a batch. It"
         " returns the same number of arrays, each with the same number of rows, or nothing if it"
         " changed the arrays in place.",
     )
-    timeout: Seconds = option(None, default_text="no limit")
-    max_batch_bytes: Size | None = option(
+    timeout: values.Seconds = option(None, default_text="no limit")
+    max_batch_bytes: values.Size | None = option(
         None, default_text="half of the free memory", values="SIZE"
     )
     decode: Literal["auto", "host", "device"] = "auto"
-    cache: Literal["host", "device"] | None = None
-    cache_bytes: SizeOrZero | None = option(
+    cache: values.Cache = None
+    cache_bytes: values.SizeOrZero | None = option(
         None, default_text="half of the free memory; 0.8 of what the GPU has free", values="SIZE"
     )
-    debug_lifetimes: Bool = False
-    copy: Bool = False  # type: ignore[assignment]  # (which `Frozen` hides)
-    rank: Natural | None = option(None, default_text="the launcher's")
-    world_size: Annotated[int, Bound(strict=True, ge=1, le=MAX_WORLD_SIZE), AsInteger] | None = (
-        option(None, default_text="the launcher's")
-    )
+    debug_lifetimes: values.Bool = False
+    copy: values.Bool = False  # type: ignore[assignment]  # (which `Frozen` hides)
+    rank: values.Natural | None = option(None, default_text="the launcher's")
+    world_size: values.WorldSize | None = option(None, default_text="the launcher's")
     io: Literal["auto", "pread", "map"] = "auto"
     allow_external: Folders = option((), default_text="none", values="FOLDER")
-    allow_missing: Bool = False
+    allow_missing: values.Bool = False
     index_cache: Place = option(
         True,
         default_text="the user's cache folder",
@@ -179,32 +142,6 @@ class ReaderConfig(Frozen):
         " in the user's cache folder. `none`: nowhere. A path: in that folder, or in that file,"
         " which ends in `.h5idx`.",
     )
-
-    @field_validator("labels_field", mode="before")
-    @classmethod
-    def _no_labels(cls, value: object) -> object:
-        return None if value in ("", b"") else value  # TOML has no null: "" means no labels there
-
-    @field_validator("shuffle", mode="before")
-    @classmethod
-    def _shuffle_mode(cls, value: object) -> object:
-        if value is True:
-            return "full"
-        if value is not False and value not in ("full", "window"):
-            raise ValueError('must be False, True, "full" or "window"')
-        return value
-
-    @field_validator("device", mode="after")
-    @classmethod
-    def _device_name(cls, value: str) -> str:
-        if not _DEVICE.fullmatch(value):
-            raise ValueError('must be "auto", "cpu", "cuda" or "cuda:N"')
-        return value
-
-    @field_validator("cache", mode="before")
-    @classmethod
-    def _no_cache(cls, value: object) -> object:
-        return value or None  # TOML has no null: "" means no cache there
 
     @model_validator(mode="after")
     def _check(self) -> ReaderConfig:
@@ -396,12 +333,12 @@ class ReaderConfig(Frozen):
         """
         found = self.model_dump(**options)
         if "postprocess" in found:
-            found["postprocess"] = function_path(self.postprocess)
+            found["postprocess"] = values.function_path(self.postprocess)
         for name in ("indices", "weights", "sampler"):
             if found.get(name) is not None:
                 found[name] = plain_selection(getattr(self, name))
         separators = (",", ":") if indent is None else None
-        return json.dumps(found, indent=indent, separators=separators, default=plain)
+        return json.dumps(found, indent=indent, separators=separators, default=values.plain)
 
     @property
     def batch_fields(self) -> dict[str, Field]:
@@ -440,7 +377,7 @@ class ReaderConfig(Frozen):
     def thread_count(self) -> int:
         """Threads of the pool: `num_threads`, or the cores that affinity and CPU quota allow."""
         if self.num_threads is None:
-            return min(usable_cores(), MOST_THREADS)
+            return min(usable_cores(), values.MOST_THREADS)
         return self.num_threads
 
     @property

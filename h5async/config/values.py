@@ -39,6 +39,7 @@ _NUMBER_WORDS = "must be a number, or one for each channel"
 _SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:(?:([kmgtpe])(i)?)?b)?", re.IGNORECASE)
 _SIZE_WORDS = "a number of bytes, or a size such as 512MiB (of 1,024s) or 1.5GB (of 1,000s)"
 _FUNCTION_WORDS = 'must be a function or "module:function"'
+MAX_WORLD_SIZE = 2**31 - 1  # MPI, PyTorch and JAX count processes by 32-bit integers
 MOST_HELPERS = 256  # beyond the cores they do not help, and each takes memory and time to start
 _WORKERS_WORDS = f'must be "thread", "process", or a number of helper processes to {MOST_HELPERS}'
 
@@ -100,6 +101,20 @@ def _workers(value: object) -> object:
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
         return int(value)
     return _integer(value)
+
+
+def _shuffle(value: object) -> object:
+    if value is True:
+        return "full"
+    if value is not False and value not in ("full", "window"):
+        raise ValueError('must be False, True, "full" or "window"')
+    return value
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise ValueError('must be "auto", "cpu", "cuda" or "cuda:N"')
+    return value
 
 
 def _nbytes(value: object) -> object:
@@ -212,9 +227,8 @@ def function_path(value: object) -> object:
         found = None
     if found is not value or module == "__main__":
         raise ConfigError(
-            f"{named('postprocess')}: {shown(value)} cannot be saved, because another process"
-            " could not"
-            ' import it; give it as "module:function"'
+            f"{named('postprocess')}: {shown(value)} cannot be saved, because another process could"
+            ' not import it; give it as "module:function"'
         )
     return f"{module}:{name}"
 
@@ -237,13 +251,14 @@ DimensionLike: TypeAlias = Integer | str
 SampleDimensionLike: TypeAlias = DimensionLike | Sequence[DimensionLike]
 
 # Bounds come before the check: pydantic makes no JSON schema of bounds around it.
-AsInteger = BeforeValidator(_integer)
-Int = Annotated[int, Bound(strict=True), AsInteger]
-Natural = Annotated[int, Bound(strict=True, ge=0), AsInteger]
-Positive = Annotated[int, Bound(strict=True, ge=1), AsInteger]
+_AsInteger = BeforeValidator(_integer)
+Int = Annotated[int, Bound(strict=True), _AsInteger]
+Natural = Annotated[int, Bound(strict=True, ge=0), _AsInteger]
+Positive = Annotated[int, Bound(strict=True, ge=1), _AsInteger]
 # Several per core of the largest machines; thousands take seconds to start and to end.
 MOST_THREADS = 1024
-Threads = Annotated[int, Bound(strict=True, ge=0, le=MOST_THREADS), AsInteger]
+WorldSize = Annotated[int, Bound(strict=True, ge=1, le=MAX_WORLD_SIZE), _AsInteger]
+Threads = Annotated[int, Bound(strict=True, ge=0, le=MOST_THREADS), _AsInteger]
 _AsSize = BeforeValidator(_nbytes, json_schema_input_type=int | str)
 Size = Annotated[int, Bound(strict=True, ge=1), _AsSize]
 SizeOrZero = Annotated[int, Bound(strict=True, ge=0), _AsSize]
@@ -253,6 +268,8 @@ Workers = Annotated[
     BeforeValidator(_workers),
     _worded(_WORKERS_WORDS),
 ]
+Shuffle = Annotated[Literal[False, "full", "window"], BeforeValidator(_shuffle)]
+Device = Annotated[str, AfterValidator(_device)]
 Dimension = Annotated[
     Annotated[int, Bound(strict=True)] | str,
     BeforeValidator(_dimension),
@@ -283,3 +300,6 @@ DType = Annotated[
 ]
 # pydantic's own strings and paths must be UTF-8.
 Name = Annotated[str, PlainValidator(_dataset_path)]
+# TOML has no null: "" means none.
+NameOrEmpty = Annotated[Name | None, BeforeValidator(lambda it: None if it in ("", b"") else it)]
+Cache = Annotated[Literal["host", "device"] | None, BeforeValidator(lambda it: it or None)]

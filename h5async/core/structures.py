@@ -175,7 +175,7 @@ class VisitStruct(_Shared):
         (c_void_p, "iterate save_thread restore_thread check_signals"),
         (c_int64, "dataset rank"),
         (c_void_p, "chunk grid number offset nbytes mask"),
-        (c_int64, "capacity count begin end least most is_ascending is_apart is_outside"),
+        (c_int64, "capacity count end least most is_ascending is_apart is_outside"),
         (c_void_p, "thread"),
     )
 

@@ -40,7 +40,7 @@ _MOST_VALUES = 64  # of an attribute: each is compared with all values read
 
 
 def dimension_names(
-    dataset: h5py.h5d.DatasetID, known: dict[int, tuple[str, ...]] | None = None
+    dataset: h5py.h5d.DatasetID, known: dict[int, tuple[str, ...]]
 ) -> DimensionNames:
     """Return the names of each dimension of a dataset; most have one, or none.
 
@@ -48,7 +48,6 @@ def dimension_names(
     checked before they are read: HDF5's own functions for scales (H5DS) trust the types in a file.
     `known` caches names of the file's scales by address: HDF5 searches the file for a scale's path.
     """
-    known = {} if known is None else known
     rank = int(dataset.rank)
     if not h5py.h5a.get_num_attrs(dataset):
         return ((),) * rank

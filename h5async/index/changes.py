@@ -16,10 +16,9 @@ import numpy as np
 from h5async.codec.corefilters import CONVERSION
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.attributes import cf_attributes
-from h5async.index.chunkindex import read_chunk_table, without_filters
-from h5async.index.filterpipeline import filters_of
+from h5async.index.chunks import filters_of, read_chunk_table, without_filters
+from h5async.index.hdf5 import Opened, indexed
 from h5async.index.layout import DatasetLayout
-from h5async.index.opendataset import Opened, indexed
 from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp, changed
 from h5async.io.stores import HDF5File, open_hdf5
@@ -97,7 +96,15 @@ class FileChanges:
             raise changed(path, f"it cannot be opened to be checked ({text})") from error
         with file:
             for layout in layouts:
-                _require_same(file, layout, path, may_grow or file.swmr_mode)
+                try:
+                    what = _difference(file, layout, path, may_grow or file.swmr_mode)
+                except H5AsyncError as error:
+                    raise changed(path, str(error)) from error
+                except Exception as error:  # damaged metadata may raise anything
+                    what = f'dataset "{layout.path}" cannot be checked ({error})'
+                    raise changed(path, what) from error
+                if what is not None:
+                    raise changed(path, what)
 
     def take_warnings(self) -> tuple[str, ...]:
         """Return warnings that were not taken yet."""
@@ -130,22 +137,10 @@ def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
         yield from _all_of(layout.datasets)
 
 
-def _require_same(file: HDF5File, layout: DatasetLayout, path: str, may_grow: bool) -> None:
-    where = f'{path}: dataset "{layout.path}"'
-    try:
-        what = _difference(file, layout, where, may_grow)
-    except H5AsyncError as error:
-        raise changed(path, str(error)) from error
-    except Exception as error:  # damaged metadata may raise anything
-        raise changed(path, f'dataset "{layout.path}" cannot be checked ({error})') from error
-    if what is not None:
-        raise changed(path, what)
-
-
-def _difference(file: HDF5File, layout: DatasetLayout, where: str, may_grow: bool) -> str | None:
+def _difference(file: HDF5File, layout: DatasetLayout, path: str, may_grow: bool) -> str | None:
     """Return how a dataset differs from the indexed one, or None."""
     name, known = f'dataset "{layout.path}"', layout.indexed
-    found = file.get(name_bytes(layout.path))
+    where, found = f"{path}: {name}", file.get(name_bytes(layout.path))
     if known is None or not isinstance(found, h5py.Dataset):
         return f"{name} is gone"
     dataset = Opened(found.id, file.source)

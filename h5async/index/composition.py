@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.index.chunks import left_to_hdf5
 from h5async.index.datasettable import Datasets
-from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import WHOLE, Piece, Segments
-from h5async.index.slabs import (
+from h5async.index.segments import (
     MOST_RUNS,
+    WHOLE,
     Blocks,
+    Piece,
+    Segments,
     Selection,
     TooManyRunsError,
     most_runs,

@@ -21,7 +21,7 @@ import h5py
 from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasets import Indexer
-from h5async.index.links import Located, Reach, locate, metadata_cache
+from h5async.index.links import Located, Reach, components, locate, metadata_cache
 from h5async.io.stores import HDF5File
 from h5async.spelling import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
@@ -56,8 +56,7 @@ def what_is_there(file: HDF5File, reach: Reach) -> str:
         for path in [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]:
             with suppressing(Exception):  # it is damaged; the error comes where it is read
                 datasets[path] = file[name_bytes(path)]
-    shapes = {name: _shown_shape(file, dataset, reach) for name, dataset in datasets.items()}
-    shapes, readable = _with_groups(shapes, datasets)
+    shapes, readable = _with_groups(file, datasets, reach)
     looked = f"the first {_MOST_OBJECTS:,} objects of the file"
     if not shapes:
         return f"{looked} are no datasets" if is_cut else "the file holds no datasets"
@@ -65,33 +64,32 @@ def what_is_there(file: HDF5File, reach: Reach) -> str:
     more = len(shapes) - len(shown)
     text = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
     text = f"{looked} hold {text}; there are others" if is_cut else f"the file holds {text}"
-    command = _read_command(file, {name: shapes[name] for name in readable})
+    command = _read_command(file, readable)
     return f"{text}; try: {command}" if command else text
 
 
 def _with_groups(
-    shapes: Mapping[str, tuple[int, ...]], datasets: Mapping[str, h5py.Dataset]
-) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Replace datasets by the groups that are read as one field.
+    file: HDF5File, datasets: Mapping[str, h5py.Dataset], reach: Reach
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Return the shapes of datasets, and of groups that are read as one field in their place.
 
-    Returns the shapes of the remaining datasets and the groups, by path, and the paths that a
-    reader takes without further options.
+    By path: of all of them, and of those that a reader takes without further options.
     """
     groups: dict[str, tuple[int, ...] | None] = {}
     found: dict[str, tuple[int, ...]] = {}
-    readable = []
-    for name, shape in shapes.items():
+    readable: dict[str, tuple[int, ...]] = {}
+    for name, dataset in datasets.items():
         parent = name.rpartition("/")[0]
         if parent not in groups:
-            groups[parent] = shape_of_field(datasets[name].parent) if parent else None
+            groups[parent] = shape_of_field(dataset.parent) if parent else None
         of_field = groups[parent]
-        if of_field is not None and parent in found:
-            continue
-        found[name if of_field is None else parent] = shape if of_field is None else of_field
         if of_field is not None:
-            readable.append(parent)
-        elif shape and _has_fixed_size(datasets[name]):
-            readable.append(name)
+            found[parent] = readable[parent] = of_field
+            continue
+        shape = found[name] = _shown_shape(file, dataset, reach)
+        with suppressing(Exception):  # h5py has no one type for what it cannot express
+            if shape and not dataset.dtype.hasobject:
+                readable[name] = shape
     return found, readable
 
 
@@ -125,15 +123,9 @@ def _shown_shape(file: HDF5File, dataset: h5py.Dataset, reach: Reach) -> tuple[i
     plist = dataset.id.get_create_plist()
     with suppressing(H5AsyncError):
         if plist.get_layout() == h5py.h5d.VIRTUAL:  # HDF5 would open sources that are not permitted
-            Indexer(file, reach).sources("").find(plist)
+            Indexer(file, reach).sources("", plist)
         return dataset.shape or ()
     return ()
-
-
-def _has_fixed_size(dataset: h5py.Dataset) -> bool:
-    with suppressing(Exception):  # h5py has no one type for what it cannot express
-        return not dataset.dtype.hasobject
-    return False
 
 
 def walk(file: HDF5File, most_names: int | None = None) -> Iterator[tuple[str, str]]:
@@ -269,7 +261,7 @@ def matching_groups(file: HDF5File, pattern: str, reach: Reach) -> list[str]:
     no group matches; UnsafeFileError if a link leads to a file that `reach` does not permit.
     """
     found = [""]
-    names = [name for name in pattern.split("/") if name not in ("", ".")]
+    names = components(pattern)
     for name in names:
         found = [path for parent in found for path in _children(file, parent, name, reach)]
     if not found or not names:
@@ -288,19 +280,18 @@ def _children(file: HDF5File, parent: str, name: str, reach: Reach) -> list[str]
         group = _group_at(file, parent, reach, files)
         if group is None:
             return []
-        pattern, known = re.compile(fnmatch.translate(name)), name_bytes(name)
-        matches = [known]
+        matches = [name_bytes(name)]
         if _WILDCARDS.search(name):
+            pattern = re.compile(fnmatch.translate(name))
             matches = [found for found, _ in names_in(group) if pattern.match(name_text(found))]
-        prefix = f"{parent}/" if parent else ""
-        kinds = [_kind(group, found) for found in matches]
-        paths = [prefix + name_text(found) for found in matches]
-        return [
-            path
-            for path, kind in zip(paths, kinds, strict=True)
-            if kind == "group"
-            or (kind == "link" and _group_at(file, path, reach, files) is not None)
-        ]
+        prefix, paths = f"{parent}/" if parent else "", []
+        for found in matches:
+            path, kind = prefix + name_text(found), _kind(group, found)
+            if kind == "link":
+                kind = "group" if _group_at(file, path, reach, files) is not None else "other"
+            if kind == "group":
+                paths.append(path)
+        return paths
 
 
 def _group_at(

@@ -6,7 +6,9 @@ A dataset is read directly only if its bytes are known to equal h5py's result. A
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,51 +19,37 @@ import numpy as np
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError, ReadError
 from h5async.index.attributes import dimension_names, numbered_axis
-from h5async.index.chunkindex import (
+from h5async.index.chunks import (
     TooManyChunksError,
-    read_chunk_table,
-    without_filters,
-)
-from h5async.index.composition import Part, with_parts
-from h5async.index.filterpipeline import (
     converted,
-    edges_are_raw,
     filters_of,
     left_to_hdf5,
+    read_chunk_table,
     refuse_filters_of_hdf5,
-    require_filters,
     require_filters_of_hdf5,
-    require_lengths,
-    require_whole,
-    unavailable,
     undecodable,
+    with_checked_filters,
+    with_chunks,
 )
+from h5async.index.composition import Part, with_parts
 from h5async.index.hdf5 import (
     COLUMNS_REASON,
     NotDirectError,
+    Opened,
     OtherKindError,
+    fill_value,
+    indexed,
     reading,
-    stored_compact,
+    require_fill,
+    uses_fill_value,
 )
 from h5async.index.layout import DatasetLayout, Storage, normal_axis
 from h5async.index.layoutfacts import Indexed
 from h5async.index.links import LastGroup, Located, Reach
-from h5async.index.opendataset import (
-    Opened,
-    element_of,
-    fill_reference,
-    fill_value,
-    has_no_values,
-    has_objects,
-    indexed,
-    member_fill,
-    require_fill,
-)
-from h5async.index.segments import Piece
-from h5async.index.slabs import Slab
+from h5async.index.segments import Piece, Slab
 from h5async.index.sources import VirtualSources, attached, external_layout
-from h5async.index.storedtypes import StoredType, without_metadata
-from h5async.index.variablelength import Forms, variable_length
+from h5async.index.storedtypes import StoredType, element_of, is_object, without_metadata
+from h5async.index.variablelength import Forms, fill_reference, stored_compact, variable_length
 from h5async.io.localfiles import may_map
 from h5async.io.stamps import settled
 from h5async.io.stores import HDF5File, absolute_name, store_of
@@ -73,13 +61,13 @@ class Indexer:
     """Reads the layouts of datasets of one open file.
 
     `reach` says which other files its datasets may refer to. The datasets are nested sources of
-    `depth` virtual datasets. The file, its `LastGroup`, and the names of its dimension scales are
-    attributes.
+    `depth` virtual datasets. The file, `reach`, the `LastGroup`, and the names of dimension scales
+    are attributes.
     """
 
     def __init__(self, file: HDF5File, reach: Reach, depth: int = 0) -> None:
         self.file = file
-        self.last_group = LastGroup()
+        self.last_group: LastGroup = {}
         self.scale_names: dict[int, tuple[str, ...]] = {}
         self._name = file.filename
         # It is opened again later, when the current directory may differ.
@@ -90,20 +78,22 @@ class Indexer:
         self._is_writer = bool(file.id.get_intent() & h5py.h5f.ACC_RDWR)
         self._stamp = settled(file.source.stamp)
         reach.consulted.found(self._path, self._stamp, is_written=self._is_writer)
-        self._reach = reach
+        self.reach = reach
         self._depth = depth
         self._alike: dict[_Kind, DatasetLayout] = {}  # contiguous ones found before
 
-    def sources(self, where: str, forms: Forms | None = None) -> VirtualSources:
-        """Return the `VirtualSources` for a virtual dataset of this file; see `raw_layout`."""
+    def sources(
+        self, where: str, plist: h5py.h5p.PropDCID, forms: Forms | None = None
+    ) -> VirtualSources:
+        """Find the sources of a virtual dataset of this file; see `raw_layout`."""
 
         def index(found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int) -> DatasetLayout:
-            indexer = Indexer(found.file, self._reach, depth)
+            indexer = Indexer(found.file, self.reach, depth)
             if forms is None:
                 return indexer.layout(found.path, node, (), axis)
             return indexer.raw_layout(found.path, node, forms, axis)
 
-        return VirtualSources(self.file, self._reach, self._depth, index, where)
+        return VirtualSources(self.file, plist, self.reach, self._depth, index, where)
 
     def layout(
         self, name: str, node: h5py.h5d.DatasetID, member: Sequence[str], num_dim: int | str
@@ -147,8 +137,7 @@ class Indexer:
             raise NotDirectError("the file is open for writing in this process")
         sources = None
         if storage == "virtual":  # before it is asked for its shape
-            sources = self.sources(where, forms)
-            sources.find(dataset.plist)
+            sources = self.sources(where, dataset.plist, forms)
         shape = self._shape_of(dataset)
         if not shape or (len(shape) != 1 and not self._depth):
             raise DatasetError(f"{where}: samples of variable length must have one dimension")
@@ -157,14 +146,14 @@ class Indexer:
             fallback_reason=self._why_h5py,
             stored_itemsize=dtype.itemsize,
         )
-        read_fill = partial(fill_reference, dataset, dtype, self._source)
+        read_fill = partial(fill_reference, dataset, dtype)
         if sources is not None:
             layout = sources.layout(layout, partial(read_fill, whenever=True))
             if layout.fallback_reason is not None and self._why_h5py is None:
                 raise NotDirectError(layout.fallback_reason)
             return layout
         if storage == "compact":
-            stored = stored_compact(dataset.id, self._source)
+            stored = stored_compact(dataset)
             if len(stored) != layout.nbytes:
                 raise ReadError(
                     f"{where}: {len(stored)} bytes are stored for {layout.nbytes} bytes of"
@@ -173,7 +162,7 @@ class Indexer:
             values = np.frombuffer(stored, dtype).reshape(shape)
             return layout.changed(values=values, stored_nbytes=layout.nbytes)
         fill = read_fill()
-        layout = _with_checked_filters(layout, dataset, where)
+        layout = with_checked_filters(layout, dataset, where)
         refuse_filters_of_hdf5(layout, dataset)
         return self._direct(layout, dataset, where, fill=fill)
 
@@ -206,7 +195,7 @@ class Indexer:
             filters=filters_of(dataset.plist),
             stored_nbytes=0 if is_chunked else dataset.id.get_storage_size(),
             # For variable-length elements HDF5 returns the size in memory.
-            stored_itemsize=0 if has_objects(dataset) else dataset.itemsize,
+            stored_itemsize=0 if is_object(dataset.type) else dataset.itemsize,
             extra_dims=len(extra),
             indexed=indexed(dataset),
         )
@@ -237,10 +226,8 @@ class Indexer:
         self, name: str, dataset: Opened, member: tuple[str, ...], num_dim: int | str, where: str
     ) -> DatasetLayout:
         storage = _storage(dataset)
-        sources = self.sources(where) if storage == "virtual" else None
-        if sources is not None:
-            sources.find(dataset.plist)
-        element = element_of(dataset, member, where)
+        sources = self.sources(where, dataset.plist) if storage == "virtual" else None
+        element = element_of(dataset.type, member, where)
         shape = self._shape_of(dataset)
         if shape is None:
             raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
@@ -263,17 +250,18 @@ class Indexer:
                 whole = sources.layout(layout, read_fill)
                 return whole if self._why_h5py is None else left_to_hdf5(whole, self._why_h5py)
             if storage == "external":
-                layout, found = attached(layout, dataset.plist, self._reach, where)
+                layout, found = attached(layout, dataset.plist, self.reach, where)
                 self._require_direct(layout, dataset, element)
                 if element.text:
                     raise NotDirectError("strings in external files, which HDF5 converts")
                 return external_layout(layout, dataset.plist, found)
             if storage == "compact":
-                values = np.asarray(_values(h5py.Dataset(dataset.id), member))
-                values = values.reshape(layout.shape).view(layout.raw_dtype)
-                return layout.changed(values=values)
+                stored = h5py.Dataset(dataset.id)
+                values = (stored.fields(member[0]) if member else stored)[...]
+                values = np.asarray(_member_of(values, member[1:])).reshape(layout.shape)
+                return layout.changed(values=values.view(layout.raw_dtype))
             require_fill(dataset, layout.stored_itemsize, where)
-            layout = _with_checked_filters(layout, dataset, where)
+            layout = with_checked_filters(layout, dataset, where)
             converts = self._converts(element, member)
             if converts and undecodable(layout.filters):
                 raise NotDirectError("a stored type to convert, and filters that are not decoded")
@@ -308,7 +296,7 @@ class Indexer:
         if not converts and (not element.is_numpys or (element.text and self._depth)):
             raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
         refuse_filters_of_hdf5(layout, dataset)
-        if layout.is_columns and not may_map(layout.file, self._reach.io):
+        if layout.is_columns and not may_map(layout.file, self.reach.io):
             raise NotDirectError(COLUMNS_REASON)
 
     def _stored_nbytes(self, layout: DatasetLayout, dataset: Opened, where: str) -> int:
@@ -335,24 +323,12 @@ class Indexer:
     ) -> DatasetLayout:
         """Add the position of the bytes to a layout, and make other `changes`."""
         if layout.storage == "chunked":
-            unused = undecodable(layout.filters)  # no chunk was written with them
-            # (`join_layouts` may leave it to h5py, with all filters.)
-            if layout.text and unavailable(layout.filters):
-                raise NotDirectError("strings that HDF5 converts, and filters it does not have")
-            chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
-            chunks, filters = without_filters(chunks, layout.filters, unused)
-            if unused and not filters:
-                require_whole(chunks, layout, where)
-            stored_nbytes = int(chunks.nbytes.sum())
-            changes |= {
-                "chunks": chunks.shortened(),
-                "filters": filters,
-                "stored_nbytes": stored_nbytes,
-            }
+            layout = with_chunks(layout, dataset, where).changed(**changes)
         else:
-            changes["offset"] = _contiguous_offset(dataset, where)
-        layout = layout.changed(**changes)
-        if has_no_values(dataset.plist, layout):
+            layout = layout.changed(offset=_contiguous_offset(dataset, where), **changes)
+        chunks = layout.chunks
+        is_empty = layout.offset < 0 if chunks is None else not chunks.offset.size
+        if is_empty and dataset.plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED:
             raise NotDirectError("it was never written, and its fill value is undefined")
         return layout
 
@@ -374,8 +350,10 @@ class Indexer:
             }
         )
         fill = np.zeros(layout.stored_itemsize, np.uint8)
-        values = member_fill(dataset, layout.member)
-        fill[element.offset : element.offset + len(values)] = np.frombuffer(values, np.uint8)
+        if uses_fill_value(dataset.plist):
+            value = fill_value(dataset.plist, dataset.dtype, ())
+            value = np.asarray(_member_of(value, layout.member))
+            fill[element.offset :][: value.nbytes] = np.frombuffer(value.tobytes(), np.uint8)
         source = layout.changed(
             shape=layout.shape[:rank],
             chunk_shape=layout.chunk_shape[:rank],
@@ -390,22 +368,8 @@ class Indexer:
         return with_parts(layout, (part,) if layout.num_samples else ())
 
 
-def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:
-    values = (dataset.fields(member[0]) if member else dataset)[...]
-    for name in member[1:]:
-        values = values[name]
-    return values
-
-
-def _with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) -> DatasetLayout:
-    """Require the filters of a dataset, and find out whether its edge chunks are raw."""
-    if not layout.chunk_shape or not layout.filters:
-        return layout
-    require_lengths(layout.filters, math.prod(dataset.chunks) * layout.stored_itemsize, where)
-    if edges_are_raw(dataset):
-        layout = layout.changed(has_raw_edges=True)
-    require_filters(layout, dataset, where)
-    return layout
+def _member_of(values: Any, member: tuple[str, ...]) -> Any:
+    return functools.reduce(operator.getitem, member, values)
 
 
 def _storage(dataset: Opened) -> Storage:

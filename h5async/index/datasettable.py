@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import Indexed
-from h5async.index.segments import Segments
-from h5async.index.slabs import PairedRuns
+from h5async.index.segments import PairedRuns, Segments
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]

@@ -10,9 +10,8 @@ such columns.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -33,34 +32,22 @@ _MOST_CATEGORIES = 1 << 24
 _NULLABLE = ("nullable-integer", "nullable-boolean")
 
 
-@dataclass(frozen=True)
-class SparseGroup:
+class SparseGroup(NamedTuple):
     """A sparse matrix in a file, each row of which is a sample.
 
     Attributes
     ----------
-    where
-        Its name in messages: ``'a.h5ad: group "X"'``.
     shape
         Samples, and columns.
     data, indices, indptr
         Flat datasets: the values of all samples, their columns, and the (samples + 1,) bounds of
         samples. Their content is not checked yet: see `row_offsets`.
-    is_transposed
-        Whether the file calls samples columns.
     """
 
-    where: str
     shape: tuple[int, int]
     data: DatasetLayout
     indices: DatasetLayout
     indptr: DatasetLayout
-    is_transposed: bool
-
-    @property
-    def num_values(self) -> int:
-        """The number of stored values."""
-        return self.data.num_samples
 
 
 def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGroup | None:
@@ -70,13 +57,11 @@ def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGrou
     the message then has a command that converts the file. ReadError if its metadata cannot be read;
     UnsafeFileError if a link leads to a file that `reach` does not permit.
     """
-    with contextlib.ExitStack() as files:
-        found = _group_at(file, path, reach, files)
-        if found is None:
+    with _opened(file, path, reach, "group") as found:
+        if found is None or not isinstance(found.node, h5py.Group):
             return None
         located, group, where = found
-        with reading(f"{where}: its metadata"):
-            form, shape = _form_of(group, where)
+        form, shape = _form_of(group, where)
         if form is None:
             return None
         if form == "csc":
@@ -86,13 +71,12 @@ def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGrou
             )
         indexer = Indexer(located.file, reach)
         parts = {
-            name: layout_at(indexer, f"{located.path}/{name}", 0, reach)
+            name: layout_at(indexer, f"{located.path}/{name}", 0)
             for name in ("data", "indices", "indptr")
         }
-        is_transposed = form == "10x"
-        shape = shape[::-1] if is_transposed else shape
+        shape = shape[::-1] if form == "10x" else shape
         _require_fit(parts, shape, where)
-        return SparseGroup(where, shape, **parts, is_transposed=is_transposed)
+        return SparseGroup(shape, **parts)
 
 
 def names_beside(file: HDF5File, path: str, reach: Reach = BESIDE) -> tuple[str, str] | None:
@@ -101,26 +85,12 @@ def names_beside(file: HDF5File, path: str, reach: Reach = BESIDE) -> tuple[str,
     10x Genomics writes ``features/name`` and ``features/id``, before version 3 ``gene_names`` and
     ``genes``. Raises `ReadError` and `UnsafeFileError` like `sparse_group`.
     """
-    with contextlib.ExitStack() as files:
-        found = _group_at(file, path, reach, files)
-        if found is None:
-            return None
-        _, group, where = found
-        with reading(f"{where}: its metadata"):
+    with _opened(file, path, reach, "group") as found:
+        if found is not None and isinstance(found.node, h5py.Group) and "barcodes" in found.node:
             for pair in (("features/name", "features/id"), ("gene_names", "genes")):
-                if "barcodes" in group and all(name in group for name in pair):
+                if all(name in found.node for name in pair):
                     return f"{path}/{pair[0]}", f"{path}/{pair[1]}"
     return None
-
-
-def _group_at(
-    file: HDF5File, path: str, reach: Reach, files: contextlib.ExitStack
-) -> tuple[Located, h5py.Group, str] | None:
-    """Return the group at a path, and its name in messages; None if there is none."""
-    located, node = find(file, path, reach, files)
-    if located is None or not isinstance(node, h5py.h5g.GroupID):
-        return None
-    return located, h5py.Group(node), f'{located.file.filename}: group "{located.path}"'
 
 
 def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
@@ -140,29 +110,45 @@ def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
             f"{where}: row {row} would begin at value {offsets[row]} and end at value"
             f" {offsets[row + 1]}; the file is damaged"
         )
-    if offsets[0] != 0 or offsets[-1] != group.num_values:
+    num_values = group.data.num_samples
+    if offsets[0] != 0 or offsets[-1] != num_values:
         raise DatasetError(
             f"{where}: the rows begin at value {offsets[0]} and end at value {offsets[-1]}, and"
-            f" there are {group.num_values} values; the file is damaged"
+            f" there are {num_values} values; the file is damaged"
         )
     return offsets
 
 
-def find(
-    file: HDF5File, path: str, reach: Reach, files: contextlib.ExitStack
-) -> tuple[Located | None, h5py._objects.ObjectID | None]:
-    """Follow a path and open the object there; (None, None) if nothing, or a member, is there.
+class _Opened(NamedTuple):
+    """A group or dataset, where it was found, and its name in messages."""
 
-    Raises like `locate`, and `ReadError` if the object is damaged.
+    located: Located
+    node: h5py.Group | h5py.Dataset
+    where: str
+
+
+@contextlib.contextmanager
+def _opened(file: HDF5File, path: str, reach: Reach, what: str) -> Iterator[_Opened | None]:
+    """Open what a path leads to, `what` in messages; None if it is no group or dataset.
+
+    Raises like `locate`, and `ReadError` if the object is damaged, also while it is open.
     """
-    with reading(f'{file.filename}: "{path}": its metadata'):
-        try:
-            located = locate(file, path, reach, files)
-        except KeyError as error:
-            if isinstance(error, H5AsyncError):
-                raise
-            return None, None
-        return (None, None) if located.rest else (located, located.open())
+    with contextlib.ExitStack() as files:
+        with reading(f'{file.filename}: "{path}": its metadata'):
+            try:
+                located = locate(file, path, reach, files)
+                node = None if located.rest else located.open()
+            except KeyError as error:
+                if isinstance(error, H5AsyncError):
+                    raise
+                node = None
+        of_type = {h5py.h5g.GroupID: h5py.Group, h5py.h5d.DatasetID: h5py.Dataset}.get(type(node))
+        if of_type is None:
+            yield None
+            return
+        where = f'{located.file.filename}: {what} "{located.path}"'
+        with reading(f"{where}: its metadata"):
+            yield _Opened(located, of_type(node), where)
 
 
 def text_attribute(node: h5py.Group | h5py.Dataset, name: str) -> str | None:
@@ -233,8 +219,7 @@ def _conversion(located: Located) -> str:
     return f"python -c {shell_word(script)}"
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A column of a table.
 
     Attributes
@@ -246,8 +231,6 @@ class Column:
     categories
         For a categorical: their dataset; variable-length strings as (n,) bytes objects. See
         `category_names`.
-    is_ordered
-        Whether the categories have an order.
     mask
         For a nullable column: a flat dataset, True if there is no value.
     """
@@ -255,7 +238,6 @@ class Column:
     where: str
     values: DatasetLayout
     categories: DatasetLayout | NDArray[Any] | None = None
-    is_ordered: bool = False
     mask: DatasetLayout | None = None
 
 
@@ -265,21 +247,21 @@ def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:
     The path is that of its group; in files of AnnData before 0.8, of the dataset of its codes.
     Raises like `sparse_group`.
     """
-    with contextlib.ExitStack() as files:
-        located, node = find(file, path, reach, files)
-        if located is None or isinstance(node, h5py.h5t.TypeID):
+    with _opened(file, path, reach, "column") as found:
+        if found is None:
             return None
-        where = f'{located.file.filename}: column "{located.path}"'
-        with reading(f"{where}: its metadata"):
-            if isinstance(node, h5py.h5d.DatasetID):
-                return _older_categorical(located, h5py.Dataset(node), reach, where)
-            group = h5py.Group(node)
-            encoding = text_attribute(group, "encoding-type")
-            is_ordered = bool(group.attrs.get("ordered", False))
+        located, node, where = found
+        if isinstance(node, h5py.Dataset):
+            categories_at = older_categories(located, node.id)
+            if categories_at is None:
+                return None
+            codes = _flat(located, "", "iu", reach, where)
+            return Column(where, codes, _categories(located, categories_at, reach))
+        encoding = text_attribute(node, "encoding-type")
         if encoding == "categorical":
             categories = _categories(located, f"{located.path}/categories", reach)
             codes = _flat(located, "codes", "iu", reach, where)
-            return Column(where, codes, categories, is_ordered)
+            return Column(where, codes, categories)
         if encoding not in _NULLABLE:
             return None
         values = _flat(located, "values", "iub", reach, where)
@@ -297,18 +279,12 @@ def index_of_table(file: HDF5File, path: str, reach: Reach = BESIDE) -> str:
     Raises `ReadError` and `UnsafeFileError` like `column`.
     """
     usual = "_index"
-    with contextlib.ExitStack() as files:
-        located, node = find(file, path, reach, files)
-        if located is None:
-            return usual
-        with reading(f'{located.file.filename}: table "{located.path}": its metadata'):
-            if isinstance(node, h5py.h5g.GroupID):
-                return text_attribute(h5py.Group(node), usual) or usual
-            if isinstance(node, h5py.h5d.DatasetID):
-                # Of AnnData before 0.7: rows of a compound type.
-                members = h5py.Dataset(node).dtype.names or ()
-                return "index" if usual not in members and "index" in members else usual
-    return usual
+    with _opened(file, path, reach, "table") as found:
+        if found is not None and isinstance(found.node, h5py.Group):
+            return text_attribute(found.node, usual) or usual
+        # Of AnnData before 0.7: rows of a compound type.
+        members = () if found is None else found.node.dtype.names or ()
+        return "index" if usual not in members and "index" in members else usual
 
 
 def category_names(values: NDArray[Any]) -> tuple[Any, ...]:
@@ -333,37 +309,21 @@ def union_of(
     return tuple(numbers), codes
 
 
-def _older_categorical(
-    located: Located, dataset: h5py.Dataset, reach: Reach, where: str
-) -> Column | None:
-    path = older_categories(located, dataset.id)
-    if path is None:
-        return None
-    codes = _require_flat(
-        layout_at(Indexer(located.file, reach), located.path, 0, reach), "iu", where
-    )
-    is_ordered = bool(located.file[path].attrs.get("ordered", False))
-    return Column(where, codes, _categories(located, path, reach), is_ordered)
-
-
 def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | NDArray[Any]:
     """Return the categories; for pandas' nullable strings without missing values, the values."""
-    with contextlib.ExitStack() as files:
-        _, node = find(located.file, path, reach, files)
-        if isinstance(node, h5py.h5g.GroupID):
+    with _opened(located.file, path, reach, "column") as found:
+        if found is not None and isinstance(found.node, h5py.Group):
             path = f"{path}/values"
     return value_layout(located.file.filename, path, _MOST_CATEGORIES, reach)
 
 
 def _flat(located: Located, name: str, kinds: str, reach: Reach, where: str) -> DatasetLayout:
-    layout = layout_at(Indexer(located.file, reach), f"{located.path}/{name}", 0, reach)
-    return _require_flat(layout, kinds, f'{where}, dataset "{name}"')
-
-
-def _require_flat(layout: DatasetLayout, kinds: str, where: str) -> DatasetLayout:
+    """Return the layout of a dataset of a column: itself, or of a name in its group."""
+    path, label = (f"/{name}", f', dataset "{name}"') if name else ("", "")
+    layout = layout_at(Indexer(located.file, reach), located.path + path, 0)
     if len(layout.shape) != 1 or layout.dtype.kind not in kinds:
         raise DatasetError(
-            f"{where} has shape {layout.shape} and dtype {layout.dtype}; a column of that kind must"
-            " be flat, and of integers or booleans"
+            f"{where}{label} has shape {layout.shape} and dtype {layout.dtype}; a column of that"
+            " kind must be flat, and of integers or booleans"
         )
     return layout

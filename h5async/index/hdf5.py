@@ -1,9 +1,7 @@
-"""Reads what h5py does not wrap of HDF5: by functions of its library, and out of object headers.
+"""Asks HDF5: `Opened` is an open dataset, and facts from HDF5 that are requested once.
 
-A dataset or a property list of h5py enters; a number or bytes leave. The functions are those of the
-library that h5py has loaded. Object headers ("Data Object Headers" of the HDF5 file format
-specification) hold fill values and compact values as stored, which HDF5 only converts: elements of
-variable length are references there. HDF5 has read the header before, so it is a valid one.
+Also what h5py does not wrap, by functions of the library that h5py has loaded; the fill value, for
+values that were never written; and the digest that tells a dataset from one that takes its place.
 """
 
 from __future__ import annotations
@@ -11,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import h5py
+import numpy as np
+from numpy.typing import NDArray
 
-from h5async.errors import (
-    DatasetError,
-    H5AsyncError,
-    ReadError,
-    is_lack_of_memory,
-    out_of_memory,
-)
+from h5async.errors import DatasetError, H5AsyncError, ReadError, is_lack_of_memory, out_of_memory
+from h5async.index.layoutfacts import Indexed
+from h5async.index.storedtypes import describe
 from h5async.io.stores import Source
 from h5async.system.interruptions import suppressing
+
+Extents = tuple[int, ...]
 
 
 class NotDirectError(Exception):
@@ -56,22 +56,7 @@ def reading(what: str) -> Iterator[None]:
 
 # Kinds of chunk indices (H5Dpublic.h).
 B_TREE_V1, IMPLICIT, FIXED_ARRAY, EXTENSIBLE_ARRAY = 0, 2, 3, 4
-DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
-_FILL_VALUE, _LAYOUT, _CONTINUATION = 0x0005, 0x0008, 0x0010  # types of messages
-_IS_SHARED = 2  # a flag: the message lies elsewhere
-_MOST_BLOCKS, _MOST_NBYTES = 64, 1 << 26
-_HAS_TIMES, _HAS_PHASES, _HAS_ORDER = 32, 16, 4  # flags of a header of version 2
-_UNKNOWN = "an object header of an unknown form"
-
-
-def index_kind(dataset: h5py.h5d.DatasetID) -> int:
-    """Return the kind of chunk index; -1 if HDF5 does not say."""
-    return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset, default=-1)
-
-
-def chunk_options(plist: h5py.h5p.PropDCID) -> int:
-    """Return the flags of chunks at the dataset's edge; NotDirectError if HDF5 does not say."""
-    return _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
+_DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
 
 
 def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
@@ -84,33 +69,6 @@ def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
     return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset, offset, default=0)
 
 
-def fill_nbytes(properties: bytes) -> int | None:
-    """Return the size of a fill value in bytes; None if HDF5 does not say.
-
-    HDF5 only says so in its encoding of all `properties`: after this property's name come two
-    bytes, then the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
-    """
-    _, name, value = properties.rpartition(b"fill_value\0")
-    return int.from_bytes(value[2:10], "little", signed=True) if name else None
-
-
-def encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
-    """Return creation properties as encoded by HDF5 (H5Pencode2); b"" if it cannot."""
-    encode = _hdf5_function(
-        "H5Pencode2", ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int64
-    )
-    if encode is None:
-        return b""
-    size = ctypes.c_size_t(0)
-    with h5py._objects.phil:
-        if encode(plist.id, None, ctypes.byref(size), 0) < 0:
-            return b""
-        encoded = ctypes.create_string_buffer(size.value)
-        if encode(plist.id, encoded, ctypes.byref(size), 0) < 0:
-            return b""
-    return encoded.raw
-
-
 def function_address(name: str) -> int:
     """Return the address of a function of h5py's HDF5; 0 if it cannot be found."""
     function = _hdf5_function(name)
@@ -121,13 +79,11 @@ def function_address(name: str) -> int:
 def _hdf5_function(name: str, *types: Any) -> Any:
     """Return a function of h5py's HDF5 that takes an identifier and these types, or None."""
     library = _library()
-    with suppressing(AttributeError):
-        function = None if library is None else library[name]
-        if function is None:
-            return None
-        function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
-        return function
-    return None
+    if not hasattr(library, name):
+        return None
+    function = library[name]  # (an attribute would be one function for all types)
+    function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
+    return function
 
 
 @functools.cache
@@ -174,94 +130,180 @@ def _ask_hdf5(
     return default
 
 
-def stored_fill(dataset: h5py.h5d.DatasetID, source: Source) -> bytes:
-    """Return the fill value of a dataset that has one, as stored in its file; b"" for zeros.
+class Opened:
+    """An open dataset of the file `source`. Each question reaches HDF5 once, if at all.
 
-    NotDirectError if it cannot be found.
+    Attributes
+    ----------
+    plist, layout_class
+        Its creation properties, and HDF5's layout class.
+    type, encoded_type
+        Its type as stored, and as encoded by HDF5.
+    chunks
+        Dimensions of a chunk; empty if it has none.
     """
-    body = _message(dataset, source, _FILL_VALUE)
-    if body[0] == 3:
-        return _counted(body, 2, 4) if body[1] & 32 else b""
-    if body[0] not in (1, 2):
-        raise NotDirectError(f"a fill value of version {body[0]}")
-    return _counted(body, 4, 4) if body[3] else b""
+
+    def __init__(self, identifier: h5py.h5d.DatasetID, source: Source) -> None:
+        self.id = identifier
+        self.source = source
+        self.plist = identifier.get_create_plist()
+        self.layout_class = int(self.plist.get_layout())
+        self.type = identifier.get_type()
+        self.encoded_type = bytes(self.type.encode())
+        is_chunked = self.layout_class == h5py.h5d.CHUNKED
+        self.chunks: Extents = tuple(self.plist.get_chunk()) if is_chunked else ()
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Its dtype; h5py raises any exception if there is none."""
+        return describe(self.encoded_type).dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element as stored; for variable length, that is a reference."""
+        is_text = isinstance(self.type, h5py.h5t.TypeStringID)
+        if isinstance(self.type, h5py.h5t.TypeVlenID) or (is_text and self.type.is_variable_str()):
+            # HDF5 returns the size in memory.
+            return 4 + int(file_properties(self.id).get_sizes()[0]) + 4
+        return int(self.type.get_size())
+
+    @cached_property
+    def properties(self) -> bytes:
+        """Its creation properties as encoded by HDF5 (H5Pencode2); b"" if it cannot."""
+        size = ctypes.c_size_t(0)
+        encode = _hdf5_function(
+            "H5Pencode2", ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int64
+        )
+        with h5py._objects.phil:
+            if encode is None or encode(self.plist.id, None, ctypes.byref(size), 0) < 0:
+                return b""
+            encoded = ctypes.create_string_buffer(size.value)
+            if encode(self.plist.id, encoded, ctypes.byref(size), 0) < 0:
+                return b""
+        return encoded.raw
+
+    @cached_property
+    def _space(self) -> h5py.h5s.SpaceID:
+        return self.id.get_space()
+
+    @cached_property
+    def shape(self) -> Extents | None:
+        """Its dimensions; None for a null dataspace. HDF5 may open sources to find them."""
+        if self._space.get_simple_extent_type() == h5py.h5s.NULL:
+            return None
+        return tuple(self._space.get_simple_extent_dims())
+
+    @property
+    def extents(self) -> Extents:
+        """Its dimensions; a null dataspace is an error."""
+        assert self.shape is not None
+        return self.shape
+
+    @property
+    def maxshape(self) -> tuple[int | None, ...]:
+        """The limits of its growth; None for no limit."""
+        most = self._space.get_simple_extent_dims(True)
+        return tuple(None if extent == h5py.h5s.UNLIMITED else extent for extent in most)
+
+    @cached_property
+    def index_kind(self) -> int:
+        """The kind of its chunk index; -1 if HDF5 does not say."""
+        return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, self.id, default=-1)
+
+    @property
+    def edges_are_raw(self) -> bool:
+        """Whether chunks that reach over the dataset's edge are not filtered.
+
+        NotDirectError if HDF5 does not say so, and it matters.
+        """
+        if all(n % c == 0 for n, c in zip(self.extents, self.chunks, strict=True)):
+            return False
+        flags = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, self.plist)
+        return bool(flags & _DONT_FILTER_PARTIAL_CHUNKS)
+
+    @property
+    def offset(self) -> int:
+        """The first byte of contiguous values in the file; -1 if they were never written.
+
+        HDF5 adds the bytes of the userblock even to an undefined address. RuntimeError if it is not
+        valid.
+        """
+        found = self.id.get_offset()
+        if found is None:
+            return -1
+        is_empty = self.id.get_storage_size() == 0
+        is_undefined = is_empty and found == file_properties(self.id).get_userblock() - 1
+        return -1 if is_undefined else int(found)
+
+    @property
+    def end(self) -> int:
+        """The current size of the file."""
+        return self.source.stamp().nbytes
 
 
-def stored_compact(dataset: h5py.h5d.DatasetID, source: Source) -> bytes:
-    """Return the values of a compact dataset as stored; see `stored_fill`."""
-    body = _message(dataset, source, _LAYOUT)
-    if body[0] not in (3, 4, 5) or body[1] != 0:
-        raise NotDirectError(f"compact values in a layout of version {body[0]}")
-    return _counted(body, 2, 2)
+def file_properties(dataset: h5py.h5d.DatasetID) -> h5py.h5p.PropFCID:
+    """Return the creation properties of a dataset's file."""
+    return h5py.h5i.get_file_id(dataset).get_create_plist()
 
 
-def _counted(body: bytes, at: int, width: int) -> bytes:
-    """Return bytes that follow their number."""
-    begin = at + width
-    end = begin + int.from_bytes(body[at:begin], "little")
-    if end > len(body):
-        raise NotDirectError(_UNKNOWN)
-    return body[begin:end]
+def indexed(dataset: Opened) -> Indexed:
+    """Return the facts that distinguish a dataset from another one that takes its place later.
+
+    The digest covers its type and creation properties as encoded by HDF5 (H5Tencode, H5Pencode2),
+    and compact values, which are read with the index.
+    """
+    digest = hashlib.blake2b(dataset.encoded_type, digest_size=16)
+    digest.update(dataset.properties)
+    if dataset.layout_class == h5py.h5d.COMPACT and not dataset.dtype.hasobject:
+        digest.update(np.asarray(h5py.Dataset(dataset.id)[...]).tobytes())
+    return Indexed(digest.digest(), dataset.extents)
 
 
-def _message(dataset: h5py.h5d.DatasetID, source: Source, kind: int) -> bytes:
-    created = h5py.h5i.get_file_id(dataset).get_create_plist()
-    base, widths = int(created.get_userblock()), created.get_sizes()
-    address = base + int(h5py.h5o.get_info(dataset).addr)
-    found = [
-        (body, flags) for one, flags, body in messages(source, address, base, widths)
-        if one == kind
-    ]  # fmt: skip
-    if len(found) != 1 or found[0][1] & _IS_SHARED or len(found[0][0]) < 4:
-        raise NotDirectError(_UNKNOWN)
-    return found[0][0]
+def require_fill(dataset: Opened, itemsize: int, where: str) -> None:
+    """Reject a fill value of another size: HDF5 would fill with the memory after it.
+
+    HDF5 only gives its size in its encoding of all properties: after this property's name come two
+    bytes, then the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
+    """
+    if not itemsize or not _has_fill_value(dataset.plist):
+        return
+    _, name, value = dataset.properties.rpartition(b"fill_value\0")
+    nbytes = int.from_bytes(value[2:10], "little", signed=True)
+    if name and nbytes != itemsize:
+        raise ReadError(
+            f"{where}: its fill value has {nbytes} bytes, but its elements have {itemsize}; its"
+            " metadata are damaged"
+        )
 
 
-def messages(
-    source: Source, address: int, base: int, widths: tuple[int, int]
-) -> Iterator[tuple[int, int, bytes]]:
-    """Yield type, flags and body of each message of a header."""
-    head = _read(source, address, 64)
-    is_second = head[:4] == b"OHDR"
-    extra = 0  # bytes between the head of a message and its body
-    if is_second:
-        flags = head[5]
-        at = 6 + 16 * bool(flags & _HAS_TIMES) + 4 * bool(flags & _HAS_PHASES)
-        width = 1 << (flags & 3)
-        nbytes = int.from_bytes(head[at : at + width], "little")
-        extra = 2 * bool(flags & _HAS_ORDER)
-        blocks = [(address + at + width, nbytes)]
-    elif head[0] == 1:
-        blocks = [(address + 16, int.from_bytes(head[8:12], "little"))]
-    else:
-        raise NotDirectError(_UNKNOWN)
-    head_nbytes = 4 + extra if is_second else 8
-    for number, (begin, nbytes) in enumerate(blocks):  # (which grows)
-        if number == _MOST_BLOCKS:
-            raise NotDirectError(_UNKNOWN)
-        block, at = _read(source, begin, nbytes), 0
-        while at + head_nbytes <= len(block):
-            wide = 1 if is_second else 2  # bytes of a type
-            kind = int.from_bytes(block[at : at + wide], "little")
-            size = int.from_bytes(block[at + wide : at + wide + 2], "little")
-            flags = block[at + wide + 2]
-            body = block[at + head_nbytes : at + head_nbytes + size]
-            if len(body) < size:
-                raise NotDirectError(_UNKNOWN)
-            if kind == _CONTINUATION:
-                follows = base + int.from_bytes(body[: widths[0]], "little")
-                length = int.from_bytes(body[widths[0] : sum(widths)], "little")
-                # A signature and a checksum enclose those of version 2.
-                blocks.append((follows + 4, length - 8) if is_second else (follows, length))
-            else:
-                yield kind, flags, body
-            at += head_nbytes + size
+def fill_value(
+    plist: h5py.h5p.PropDCID,
+    base: np.dtype[Any],
+    extra: tuple[int, ...],
+    *,
+    whenever: bool = False,
+) -> NDArray[Any]:
+    """Return HDF5's value for elements never written: zero unless it may use a fill value.
+
+    `whenever` ignores the fill time, which does not matter to virtual datasets.
+    """
+    fill = np.zeros((), base)
+    if uses_fill_value(plist, whenever):
+        if extra:
+            raise NotDirectError("an array type with a fill value of its own")
+        plist.get_fill_value(fill)
+    return fill
 
 
-def _read(source: Source, offset: int, nbytes: int) -> bytes:
-    if not (0 <= offset < 1 << 63 and 0 <= nbytes <= _MOST_NBYTES):
-        raise NotDirectError(_UNKNOWN)
-    found = source.read(offset, nbytes)
-    if len(found) < min(nbytes, 16):
-        raise NotDirectError(_UNKNOWN)
-    return found
+def _has_fill_value(plist: h5py.h5p.PropDCID) -> bool:
+    return bool(plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED)
+
+
+def uses_fill_value(plist: h5py.h5p.PropDCID, whenever: bool = False) -> bool:
+    """Return whether HDF5 returns a fill value; `whenever` as in `fill_value`."""
+    if not _has_fill_value(plist) or whenever:
+        return _has_fill_value(plist)
+    time = plist.get_fill_time()
+    if time not in (h5py.h5d.FILL_TIME_ALLOC, h5py.h5d.FILL_TIME_IFSET, h5py.h5d.FILL_TIME_NEVER):
+        raise NotDirectError(f"a fill time of {time}, which HDF5 does not know")
+    return bool(time != h5py.h5d.FILL_TIME_NEVER)

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.index.attributes import common_names
+from h5async.index.chunks import left_to_hdf5
 from h5async.index.composition import Part, with_parts
-from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import CfAttribute, HeapFile, SequenceLengths
-from h5async.index.slabs import MOST_RUNS, Slab, TooManyRunsError
+from h5async.index.segments import MOST_RUNS, Slab, TooManyRunsError
 
 _UNLIKE_TEXT = "its strings end otherwise than those of other files"
 

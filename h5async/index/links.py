@@ -181,9 +181,9 @@ BESIDE = Reach()  # only files that lie beside the file
 
 
 class Located(NamedTuple):
-    """The end of a path: an object of a file, and the rest of the path after a dataset.
+    """The end of a path: an object at `path` in a file, and the rest of the path after a dataset.
 
-    `path` is that of the object in the file; `group` holds it, by `name`.
+    `group` holds the object, by `name`.
     """
 
     file: HDF5File
@@ -197,22 +197,9 @@ class Located(NamedTuple):
         return h5py.h5o.open(self.group, self.name)
 
 
-class LastGroup:
-    """Keeps the last group of a file in which an object was found: the next is often there, too."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._group: h5py.h5g.GroupID | None = None
-
-    def begin(self, todo: list[str]) -> tuple[h5py.h5g.GroupID | None, list[str]]:
-        """Return the group if it holds the object of the path, and the names on the way."""
-        if self._group is not None and todo[:-1] == self._names:
-            return self._group, list(self._names)
-        return None, []
-
-    def keep(self, names: list[str], group: h5py.h5g.GroupID) -> None:
-        """Keep a group that was reached by hard links only."""
-        self._names, self._group = names, group
+# The last group of a file in which an object was found, reached by hard links only, by the names on
+# the way: the next object is often there, too.
+LastGroup = dict[tuple[str, ...], h5py.h5g.GroupID]
 
 
 def locate(
@@ -231,10 +218,11 @@ def locate(
     that is not permitted; MissingError if it does not exist; DatasetError for too many links;
     ReadError if a linked file cannot be opened.
     """
-    todo = _components(path)
-    kept, done = (None, []) if last is None else last.begin(todo)
-    group: h5py.h5g.GroupID = file.id if kept is None else kept
-    del todo[: len(done)]
+    todo, done = components(path), list[str]()
+    group: h5py.h5g.GroupID = file.id
+    if last and tuple(todo[:-1]) in last:
+        group = last[tuple(todo[:-1])]
+        done, todo = todo[:-1], todo[-1:]
     at, links = b".", 0
     while todo:
         name = todo.pop(0)
@@ -268,9 +256,10 @@ def locate(
                 group, done = file.id, []
         else:
             raise KeyError(path)
-        todo = _components(leads_to) + todo
+        todo = components(leads_to) + todo
     if last is not None and not links:
-        last.keep(done[:-1], group)
+        last.clear()
+        last[tuple(done[:-1])] = group
     return Located(file, "/".join(done) or "/", (), group, at)
 
 
@@ -281,7 +270,8 @@ def _link_type(group: h5py.h5g.GroupID, name: bytes) -> int | None:
     return int(group.links.get_info(name).type) if group.links.exists(name) else None
 
 
-def _components(path: str) -> list[str]:
+def components(path: str) -> list[str]:
+    """Return the names of a path."""
     return [name for name in path.split("/") if name not in ("", ".")]
 
 

@@ -18,12 +18,7 @@ from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.config.files import FileName
-from h5async.errors import (
-    ConfigError,
-    DatasetError,
-    H5AsyncError,
-    out_of_memory,
-)
+from h5async.errors import ConfigError, DatasetError, H5AsyncError, out_of_memory
 from h5async.index.attributes import cf_attributes, dimension_names
 from h5async.index.composition import Part
 from h5async.index.contents import (
@@ -47,7 +42,7 @@ from h5async.index.links import (
     open_index,
 )
 from h5async.index.room import files_of
-from h5async.index.segments import Piece
+from h5async.index.segments import Piece, Slab
 from h5async.index.sequenced import (
     along_sequences,
     is_one_run,
@@ -55,7 +50,6 @@ from h5async.index.sequenced import (
     merged_dimensions,
     sliced,
 )
-from h5async.index.slabs import Slab
 from h5async.index.variablelength import Forms, variable_length
 from h5async.io.stores import HDF5File
 from h5async.system.interruptions import passing, suppressing
@@ -63,6 +57,7 @@ from h5async.system.interruptions import passing, suppressing
 # Per sequence along a dimension: its bounds, or an object.
 _RUN_NBYTES, _PART_NBYTES = 32, 1024
 _STRING_NBYTES = 64  # per variable-length string, as an object, and from HDF5
+NumDim = int | str | tuple[int | str, int | str]
 _COLUMN = re.compile(r"\[:, ?(-?\d{1,9})\]$")  # behind a path
 
 
@@ -79,17 +74,10 @@ def read_layouts(
     With a `grouping`, a field's datasets in its groups are concatenated. Datasets of category
     codes, as AnnData wrote them before 0.8, raise `OtherKindError` unless they `may_be_codes`.
 
-    Raises
-    ------
-    ReadError
-        If the file cannot be opened, or a chunk table points outside it.
-    DatasetError
-        If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype, or
-        the name in ``num_dim`` is not that of one dimension.
-    UnsafeFileError
-        If a dataset lies in files that `reach` does not permit.
-    ConfigError
-        If a field's ``num_dim`` is not a dimension of its dataset.
+    ReadError if the file cannot be opened, or a chunk table points outside it; DatasetError if a
+    dataset is missing, is a group, or has no samples dimension or fixed-size dtype, or its
+    ``num_dim`` is not the name of one dimension; ConfigError if it is the number of none;
+    UnsafeFileError if a dataset lies in files that `reach` does not permit.
     """
     with open_index(path) as file:
         indexer = Indexer(file, reach)
@@ -99,28 +87,22 @@ def read_layouts(
         }
         if grouping is None:
             return {
-                name: layout_at(indexer, field.path, field.num_dim, reach, wanted[name])
+                name: layout_at(indexer, field.path, field.num_dim, wanted[name])
                 for name, field in fields.items()
             }
         found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
         for group in grouping.find(path, file, reach):
             for name, field in fields.items():
                 at = f"{group}/{field.path}"
-                found[name].append(layout_at(indexer, at, field.num_dim, reach, wanted[name]))
+                found[name].append(layout_at(indexer, at, field.num_dim, wanted[name]))
         return {name: join_groups(several) for name, several in found.items()}
 
 
 class Further(NamedTuple):
-    """The facts read of a dataset beside its layout.
+    """What to read of a dataset beside its layout: names of dimensions, and how it is packed (CF).
 
-    Attributes
-    ----------
-    dim_names, cf
-        Whether to read the names of its dimensions, and how it is packed.
-    is_lenient
-        Whether unreadable facts count as absent.
-    may_be_codes
-        Otherwise, codes of categories raise `OtherKindError`; see `read_layouts`.
+    If it `is_lenient`, unreadable facts count as absent. Unless it `may_be_codes`, codes of
+    categories raise `OtherKindError`; see `read_layouts`.
     """
 
     dim_names: bool = False
@@ -135,7 +117,7 @@ NOTHING_FURTHER = Further()
 def list_layouts(
     path: FileName,
     reach: Reach = BESIDE,
-    num_dim: int | str | tuple[int | str, int | str] = 0,
+    num_dim: NumDim = 0,
     wanted: Callable[[str], bool] = lambda name: True,
     *,
     with_attributes: bool = False,
@@ -151,39 +133,40 @@ def list_layouts(
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
         indexer = Indexer(file, reach)
         if grouping is not None:
-            yield from _list_joined(indexer, grouping.find(path, file, reach), num_dim, reach)
+            yield from _list_joined(indexer, grouping.find(path, file, reach), num_dim)
             return
         for name in _datasets(file, reach, wanted):
-            layout: DatasetLayout | H5AsyncError
-            try:
-                with passing():
-                    layout = layout_at(indexer, name, num_dim, reach, attributes)
-            except H5AsyncError as error:
-                layout = error
-            yield name, layout
+            yield name, _layout_or_error(indexer, name, num_dim, attributes)
+
+
+def _layout_or_error(
+    indexer: Indexer, path: str, num_dim: NumDim, wanted: Further = NOTHING_FURTHER
+) -> DatasetLayout | H5AsyncError:
+    layout: DatasetLayout | H5AsyncError
+    try:
+        with passing():
+            layout = layout_at(indexer, path, num_dim, wanted)
+    except H5AsyncError as error:
+        layout = error
+    return layout
 
 
 def _list_joined(
-    indexer: Indexer,
-    groups: list[str],
-    num_dim: int | str | tuple[int | str, int | str],
-    reach: Reach,
+    indexer: Indexer, groups: list[str], num_dim: NumDim
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     parents, depth = set(groups), groups[0].count("/") + 1
-    parts = (name.split("/") for name in _datasets(indexer.file, reach))
+    parts = (name.split("/") for name in _datasets(indexer.file, indexer.reach))
     names = ("/".join(p[depth:]) for p in parts if "/".join(p[:depth]) in parents)
     found: dict[str, list[DatasetLayout]] = {name: [] for name in names if name}
     failed: dict[str, H5AsyncError] = {}
     for group in groups:
         for name in found:
-            if name in failed:
-                continue
-            try:
-                with passing():
-                    at = f"{group}/{name}"
-                    found[name].append(layout_at(indexer, at, num_dim, reach))
-            except H5AsyncError as error:
-                failed[name] = error
+            if name not in failed:
+                layout = _layout_or_error(indexer, f"{group}/{name}", num_dim)
+                if isinstance(layout, DatasetLayout):
+                    found[name].append(layout)
+                else:
+                    failed[name] = layout
     for name, several in found.items():
         try:
             yield name, failed[name] if name in failed else join_groups(several)
@@ -226,10 +209,9 @@ def value_layout(
     behind = _COLUMN.search(name)
     if behind is not None:
         name, number = name[: behind.start()], int(behind[1])
-    with open_index(path) as file, contextlib.ExitStack() as files:
-        found, opened = _dataset_at(file, name, reach, files)
+    with open_index(path) as file, indexer_at(file, name, reach) as (indexer, found, opened):
         node = h5py.Dataset(opened)
-        if node.shape is None or not node.shape:
+        if not node.shape:
             raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}")
         if number is not None:
             if len(node.shape) != 2 or not -node.shape[1] <= number < node.shape[1]:
@@ -237,16 +219,14 @@ def value_layout(
                     f"{where}: there is no such column, because it has shape {node.shape}"
                 )
             number %= node.shape[1]  # those below zero count from the end
-        if number is None and math.prod(node.shape[1:]) != 1:
-            hint = (
-                f'; name one of its columns, as in "{name}[:, 0]"' if len(node.shape) == 2 else ""
-            )
+        elif math.prod(node.shape[1:]) != 1:
+            hint = f'; name one of its columns, as in "{name}[:, 0]"' if node.ndim == 2 else ""
             raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}{hint}")
         if (node.size if number is None else node.shape[0]) > most:
             raise DatasetError(f"{where} holds {node.size:,} values, for {most:,} at most")
         stored = opened.get_type()
         if not (isinstance(stored, h5py.h5t.TypeStringID) and stored.is_variable_str()):
-            layout = Indexer(found.file, reach).layout(found.path, opened, found.rest, 0)
+            layout = indexer.layout(found.path, opened, found.rest, 0)
             return layout if number is None else _column_of(layout, number)
         if number is not None:
             raise DatasetError(f"{where}: columns of strings of variable length cannot be read")
@@ -269,19 +249,15 @@ def _column_of(layout: DatasetLayout, number: int) -> DatasetLayout:
 
 
 def layout_at(
-    indexer: Indexer,
-    path: str,
-    num_dim: int | str | tuple[int | str, int | str],
-    reach: Reach,
-    wanted: Further = NOTHING_FURTHER,
+    indexer: Indexer, path: str, num_dim: NumDim, wanted: Further = NOTHING_FURTHER
 ) -> DatasetLayout:
     """Read the layout of the object at a path, in the file of an indexer or another."""
     if isinstance(num_dim, tuple):
-        return _layout_of_two(indexer, path, num_dim, reach, wanted)
+        return _layout_of_two(indexer, path, num_dim, wanted)
     with contextlib.ExitStack() as files:
-        found, node = _dataset_at(indexer.file, path, reach, files, indexer.last_group)
+        found, node = _dataset_at(indexer.file, path, indexer.reach, files, indexer.last_group)
         if found.file is not indexer.file:
-            indexer = Indexer(found.file, reach)
+            indexer = Indexer(found.file, indexer.reach)
         layout = indexer.layout(found.path, node, found.rest, num_dim)
         where = f'{found.file.filename}: dataset "{found.path}"'
         if not wanted.may_be_codes and _has_categories(found, node):
@@ -323,13 +299,9 @@ def indexer_at(
 
 
 def _layout_of_two(
-    indexer: Indexer,
-    path: str,
-    num_dim: tuple[int | str, int | str],
-    reach: Reach,
-    wanted: Further,
+    indexer: Indexer, path: str, num_dim: tuple[int | str, int | str], wanted: Further
 ) -> DatasetLayout:
-    by_sequence, by_step = (layout_at(indexer, path, dim, reach, wanted) for dim in num_dim)
+    by_sequence, by_step = (layout_at(indexer, path, dim, wanted) for dim in num_dim)
     axes = by_sequence.sample_axis, by_step.sample_axis
     if axes[0] == axes[1]:
         raise ConfigError(
@@ -339,7 +311,7 @@ def _layout_of_two(
     are_one_run = axes == (0, 1) and is_one_run(by_sequence)
     nbytes = (_RUN_NBYTES if are_one_run else _PART_NBYTES) * by_sequence.num_samples
     what = f'{indexer.file.filename}: dataset "{path}" of shape {by_step.shape}: its sequences'
-    reach.room.take(nbytes, what, files_of(by_step))
+    indexer.reach.room.take(nbytes, what, files_of(by_step))
     if are_one_run:
         return merged_dimensions(by_sequence)
     return along_sequences(by_step, axes[0])

@@ -20,8 +20,7 @@ from h5async.index.datasettable import table_of
 from h5async.index.joined import join_layouts, with_lengths
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import SequenceLengths
-from h5async.index.segments import Piece
-from h5async.index.slabs import Slab
+from h5async.index.segments import Piece, Slab
 from h5async.index.units import even_bounds, even_ranges
 
 _UNCHUNKED = "contiguous", "compact"

@@ -138,73 +138,72 @@ def wanted_of_cells(
 
 def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayout) -> Shape:
     """Return how the rows of a dataset lie, and where their pieces go in rows of the batch."""
-    axis, is_whole = layout.sample_axis, piece.is_whole
-    values_axis_first = layout.values is not None
-    shape = layout.shape
-    if values_axis_first:  # they were moved
-        shape, axis = (shape[axis], *shape[:axis], *shape[axis + 1 :]), 0
-    cell_shape = layout.piece_shape if not values_axis_first else shape
+    axis, shape, cell_shape = layout.sample_axis, layout.shape, layout.piece_shape
+    if layout.values is not None:  # their sample dimension was moved to the front
+        shape = cell_shape = (shape[axis], *layout.row_shape)
+        axis = 0
     chunk_shape = layout.chunk_shape or shape
     rest = [a for a in range(len(shape)) if a != axis]
-    source_itemsize = layout.dtype.itemsize
-    itemsize, offset, extra = source_itemsize, 0, ()
+    source_itemsize = itemsize = layout.dtype.itemsize
+    offset, extra = 0, tuple[int, ...]()
     if piece.member is not None:
         fields = layout.dtype.fields
         assert fields is not None
         member, offset = fields[piece.member][:2]
         itemsize, extra = member.base.itemsize, member.shape
-    strides = np.cumprod((source_itemsize, *chunk_shape[:0:-1]), dtype=np.int64)[::-1]
+    strides = _strides(chunk_shape, source_itemsize)
     wanted = piece.source_region or (None,) * len(rest)
     axes = [cells_of(shape[a], cell_shape[a], part) for a, part in zip(rest, wanted, strict=True)]
     row_strides, row_begin = _row_strides(whole, piece.region, [a.total for a in axes], extra)
-    if not rest:
-        grid_index: list[Int64s] = []
-        num_pieces = 1
-    else:
-        grids = np.meshgrid(*[np.arange(a.cell.size) for a in axes], indexing="ij")
-        grid_index = [g.ravel() for g in grids]
-        num_pieces = grid_index[0].size
-    piece_begin = np.full(num_pieces, offset, np.int64)
-    begins = np.full(num_pieces, row_begin, np.int64)
-    numbers = np.zeros(num_pieces, np.int64)
-    extents = np.zeros((num_pieces, len(rest) + len(extra)), np.int64)
-    grid_strides = (
-        np.cumprod((1, *layout.grid[:0:-1]), dtype=np.int64)[::-1] if layout.chunk_shape else None
-    )
-    for k, (a, one, index) in enumerate(zip(rest, axes, grid_index, strict=True)):
-        inside = one.begin - (one.cell * cell_shape[a] if layout.chunk_shape else 0)
-        piece_begin += inside[index] * int(strides[a])
-        begins += one.done[index] * int(row_strides[k])
-        extents[:, k] = one.extent[index]
-        if grid_strides is not None:
-            numbers += one.cell[index] * int(grid_strides[a])
-    extra_strides = np.cumprod((itemsize, *extra[:0:-1]), dtype=np.int64)[::-1][: len(extra)]
-    extents[:, len(rest) :] = extra
-    chunk_strides = [int(strides[a]) * one.step for a, one in zip(rest, axes, strict=True)]
-    row_nbytes = source_itemsize * math.prod(shape[a] for a in rest)
-    rows_are_whole = is_whole and bool(layout.chunk_shape) and layout.rows_are_whole
-    samples = chunk_shape[axis]
+    inside, number_strides = [one.begin for one in axes], [0] * len(shape)
+    if layout.chunk_shape:
+        inside = [one.begin - one.cell * cell_shape[a] for a, one in zip(rest, axes, strict=True)]
+        number_strides = _strides(layout.grid, 1)
+    extents = [*(one.extent for one in axes), *(np.array([count], np.int64) for count in extra)]
+    chunk_strides = [strides[a] * one.step for a, one in zip(rest, axes, strict=True)]
+    is_whole, samples = piece.is_whole, chunk_shape[axis]
     return Shape(
         kind=kind,
         filters=layout.filters,
         chunk_nbytes=math.prod(chunk_shape) * source_itemsize,
         chunk_samples=samples,
-        sample_stride=int(strides[axis]),
+        sample_stride=strides[axis],
         itemsize=itemsize,
-        chunk_strides=np.array([*chunk_strides, *extra_strides], np.int64),
+        chunk_strides=np.array([*chunk_strides, *_strides(extra, itemsize)], np.int64),
         row_strides=np.array(row_strides, np.int64),
-        extents=extents,
-        row_begin=begins,
-        piece_begin=piece_begin,
-        cross_number=numbers,
-        number_stride=int(grid_strides[axis]) if grid_strides is not None else 1,
-        rows_are_whole=rows_are_whole,
-        source_row_nbytes=row_nbytes,
+        extents=_combinations(extents),
+        row_begin=row_begin + _sums([one.done for one in axes], row_strides),
+        piece_begin=offset + _sums(inside, [strides[a] for a in rest]),
+        cross_number=_sums([one.cell for one in axes], [number_strides[a] for a in rest]),
+        number_stride=number_strides[axis] if layout.chunk_shape else 1,
+        rows_are_whole=is_whole and bool(layout.chunk_shape) and layout.rows_are_whole,
+        source_row_nbytes=source_itemsize * math.prod(shape[a] for a in rest),
         keeps=bool(layout.filters) and (layout.is_shared or not (is_whole and samples == 1)),
         has_chunks=bool(layout.chunk_shape),
         fill=_fill_of(layout, piece),
         swaps=0 if piece.member is not None else swaps(layout, whole) or 0,
     )
+
+
+def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
+    """Return the distances between neighbours along each dimension, in C order."""
+    products = np.cumprod((itemsize, *shape[:0:-1]), dtype=np.int64)
+    return [int(stride) for stride in products[::-1][: len(shape)]]
+
+
+def _combinations(columns: Sequence[Int64s]) -> Int64s:
+    """Return all combinations of a number of each column, int64 (n, columns), in C order."""
+    if not columns:
+        return np.zeros((1, 0), np.int64)
+    grid = np.meshgrid(*columns, indexing="ij")
+    return np.stack(grid, axis=-1).reshape(-1, len(columns)).astype(np.int64)
+
+
+def _sums(columns: Sequence[Int64s], factors: Sequence[int]) -> Int64s:
+    """Return the sum of each combination, the numbers of each column times its factor."""
+    products = [column * factor for column, factor in zip(columns, factors, strict=False)]
+    found: Int64s = _combinations(products).sum(axis=1)
+    return found
 
 
 def shape_of_small(layout: DatasetLayout, samples: int, whole: DatasetLayout) -> Shape:
@@ -280,24 +279,11 @@ def _row_strides(
     The offset is that of the first byte. The dimensions of both are in the same order, except for
     those of extent 1.
     """
-    row_shape = whole.row_shape
-    strides = np.cumprod((whole.dtype.itemsize, *row_shape[:0:-1]), dtype=np.int64)[::-1]
-    strides = strides[: len(row_shape)]
-    region = region or (slice(None),) * len(row_shape)
-    begin, ours = 0, []
-    for size, stride, piece in zip(row_shape, strides.tolist(), region, strict=True):
-        start, stop, step = piece.indices(size)
-        begin += start * stride
-        count = len(range(start, stop, step))
-        if count != 1:
-            ours.append((count, stride * step))
-    theirs = [*counts, *extra]
-    found, at = [], 0
-    for count in theirs:
-        if count == 1:
-            found.append(0)
-            continue
-        assert ours[at][0] == count
-        found.append(ours[at][1])
-        at += 1
-    return found, begin
+    region = region or (slice(None),) * len(whole.row_shape)
+    pieces = [range(size)[one] for size, one in zip(whole.row_shape, region, strict=True)]
+    strides = _strides(whole.row_shape, whole.dtype.itemsize)
+    begin = sum(piece.start * stride for piece, stride in zip(pieces, strides, strict=True))
+    ours = [(len(p), n * p.step) for p, n in zip(pieces, strides, strict=True) if len(p) != 1]
+    assert [count for count, _ in ours] == [count for count in (*counts, *extra) if count != 1]
+    own = iter(ours)
+    return [0 if count == 1 else next(own)[1] for count in (*counts, *extra)], begin

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.index.chunks import left_to_hdf5
 from h5async.index.composition import Part, with_parts
-from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.hdf5 import NotDirectError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import (
@@ -34,8 +34,8 @@ from h5async.index.links import (
     require_in_place,
     require_local,
 )
-from h5async.index.slabs import Slab, TooManyRunsError
-from h5async.index.virtual import Mapping, mapped_files, read_mappings, source_series, virtual_parts
+from h5async.index.segments import Slab, TooManyRunsError
+from h5async.index.virtual import mapped_files, read_mappings, source_series, virtual_parts
 from h5async.io.stores import LOCAL, HDF5File, absolute_name, settled_stamp
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
@@ -50,36 +50,35 @@ IndexSource = Callable[[Located, h5py.h5d.DatasetID, int, int], DatasetLayout]
 
 
 class VirtualSources:
-    """Finds the sources of one virtual dataset, each once.
+    """Finds the sources of one virtual dataset, each once, before HDF5 does.
 
-    It lies in the open `file`, is a nested source of `depth` virtual datasets, and is called
-    `where` in messages. `index` reads the layout of a source.
+    It lies in the open `file`, has the creation properties `plist`, is a nested source of `depth`
+    virtual datasets, and is called `where` in messages. `index` reads the layout of a source.
+
+    HDF5 opens the sources of unlimited mappings to determine the shape. So those must be permitted
+    first, exist, and be free of loops, in which HDF5 would never end. DatasetError if one is
+    missing, or virtual datasets are nested too deep; UnsafeFileError if it is not permitted.
     """
 
     def __init__(
-        self, file: HDF5File, reach: Reach, depth: int, index: IndexSource, where: str
+        self,
+        file: HDF5File,
+        plist: h5py.h5p.PropDCID,
+        reach: Reach,
+        depth: int,
+        index: IndexSource,
+        where: str,
     ) -> None:
         self._file = file
         self._reach = reach
         self._depth = depth
         self._index = index
         self._where = where
-        self._mappings: list[Mapping] = []  # once `find` has read them
         # By names of file and dataset, and the sample axis; None: it is missing, which is
         # permitted.
         self._found: dict[tuple[str, str, int], DatasetLayout | None] = {}
-
-    def find(self, plist: h5py.h5p.PropDCID) -> None:
-        """Find the sources, before HDF5 does.
-
-        HDF5 opens those of unlimited mappings to determine the shape. So those must be permitted
-        first, exist, and be free of loops, in which HDF5 would never end. DatasetError if one is
-        missing, or virtual datasets are nested too deep; UnsafeFileError if it is not permitted.
-        """
-        if self._depth >= _MAX_NESTED:
-            raise DatasetError(
-                f"{self._where}: virtual datasets are nested more than {_MAX_NESTED} deep"
-            )
+        if depth >= _MAX_NESTED:
+            raise DatasetError(f"{where}: virtual datasets are nested more than {_MAX_NESTED} deep")
         self._mappings = read_mappings(plist)
         for is_numbered, names in source_series(self._mappings):
             for file_name, dataset_name in names:
@@ -95,7 +94,7 @@ class VirtualSources:
     def layout(self, layout: DatasetLayout, read_fill: Callable[[], NDArray[Any]]) -> DatasetLayout:
         """Return the layout of the virtual dataset, with sources, parts and fill value.
 
-        Raises like `find`.
+        Raises like the class.
         """
         names = dict.fromkeys(mapped_files(self._mappings, layout.shape))
         sources = [self._get(*name, 0) for name in names]
@@ -115,7 +114,7 @@ class VirtualSources:
                     f" ({error})"
                 ) from error
             return left_to_hdf5(layout, str(error) or "a virtual dataset of too many runs of rows")
-        reasons = [part.source.fallback_reason for part in parts]
+        reasons = (part.source.fallback_reason for part in parts)
         reason = next((reason for reason in reasons if reason is not None), None)
         return whole.changed(fallback_reason=reason)
 
@@ -125,32 +124,25 @@ class VirtualSources:
             self._found[key] = self._source(*key)
         return self._found[key]
 
-    def _path(self, file_name: str, dataset_name: str, may_be_missing: bool) -> FileName | None:
-        """Return the file of a source, or None if it is missing and may be."""
-        holder = absolute_name(self._file.filename)
-        if file_name == ".":
-            return holder
-        found = self._reach.find(file_name, holder, "HDF5_VDS_PREFIX", self._where)
-        if found is None and not may_be_missing:
-            raise DatasetError(
-                f'{self._where}: its source "{dataset_name}" lies in {file_name}, which is missing;'
-                " bring the file back, or read missing sources as the fill value:"
-                f" {named('allow_missing', True)}"
-            )
-        return found
-
     def _source(
         self, file_name: str, dataset_name: str, axis: int, *, may_be_missing: bool = False
     ) -> DatasetLayout | None:
         may_be_missing = may_be_missing or self._reach.missing_is_fill
-        path = self._path(file_name, dataset_name, may_be_missing)
+        holder, file = absolute_name(self._file.filename), self._file
+        path: FileName | None = holder
+        if file_name != ".":
+            path = self._reach.find(file_name, holder, "HDF5_VDS_PREFIX", self._where)
+        what = f'{self._where}: its source "{dataset_name}"'
+        remedy = "or read missing sources as the fill value: " + named("allow_missing", True)
         if path is None:
-            return None
+            if may_be_missing:
+                return None
+            raise DatasetError(
+                f"{what} lies in {file_name}, which is missing; bring the file back, {remedy}"
+            )
         with contextlib.ExitStack() as files:
-            file = self._file
             if file_name != ".":
                 file = files.enter_context(open_permitted(Path(path), self._where))
-            what = f'{self._where}: its source "{dataset_name}"'
             try:
                 found = locate(file, dataset_name, self._reach, files)
                 node = found.open()
@@ -161,8 +153,7 @@ class VirtualSources:
                 if may_be_missing:
                     return None
                 raise DatasetError(
-                    f"{what} is missing in {path}; bring it back, or read missing sources as the"
-                    f" fill value: {named('allow_missing', True)}"
+                    f"{what} is missing in {path}; bring it back, {remedy}"
                 ) from error
             if not isinstance(node, h5py.h5d.DatasetID) or found.rest:
                 raise DatasetError(f"{what} in {path} is not a dataset")
@@ -180,8 +171,18 @@ def attached(
     segments = _segments(plist)
     found = [_permitted(os.fsdecode(name), layout.file, reach, where) for name, _, _ in segments]
     stamps = {str(path): settled_stamp(path) for path in found}
-    sizes = [(path, stamps[str(path)].nbytes) for path in found]
-    _require_bytes(layout, segments, sizes, where)
+    itemsize = layout.stored_itemsize or layout.dtype.itemsize
+    left = itemsize * math.prod(layout.shape[: len(layout.shape) - layout.extra_dims])
+    for path, (_, offset, nbytes) in zip(found, segments, strict=True):
+        nbytes, size = min(nbytes, left), stamps[str(path)].nbytes
+        if size < offset + nbytes:
+            raise ReadError(
+                f"{where}: {nbytes} bytes of its values lie at byte {offset} of {path}, which"
+                f" has {size} bytes"
+            )
+        left -= nbytes
+    if left:
+        raise ReadError(f"{where}: {left} bytes of its values lie in no external file")
     reach.consulted.asked(_PREFIX)
     for path in found:
         require_in_place(path, stamps[str(path)], where)
@@ -227,26 +228,6 @@ def external_layout(
         parts.append(Part(source, samples, Slab.run(0, rows)))
         begin += nbytes
     return with_parts(layout, parts)
-
-
-def _require_bytes(
-    layout: DatasetLayout,
-    segments: Sequence[Segment],
-    sizes: Sequence[tuple[Path, int]],
-    where: str,
-) -> None:
-    itemsize = layout.stored_itemsize or layout.dtype.itemsize
-    left = itemsize * math.prod(layout.shape[: len(layout.shape) - layout.extra_dims])
-    for (path, size), (_, offset, nbytes) in zip(sizes, segments, strict=True):
-        nbytes = min(nbytes, left)
-        if size < offset + nbytes:
-            raise ReadError(
-                f"{where}: {nbytes} bytes of its values lie at byte {offset} of {path}, which"
-                f" has {size} bytes"
-            )
-        left -= nbytes
-    if left:
-        raise ReadError(f"{where}: {left} bytes of its values lie in no external file")
 
 
 def _permitted(name: str, holder: str, reach: Reach, where: str) -> Path:

@@ -14,7 +14,9 @@ import h5py
 import numpy as np
 
 from h5async.codec.corefilters import MOST_STEPS, Step, StepKind, parameters_of
+from h5async.errors import DatasetError
 from h5async.index.layoutfacts import Text
+from h5async.spelling import name_bytes, name_text
 from h5async.system.interruptions import suppressing
 
 _Number = (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID)
@@ -76,6 +78,9 @@ def describe(encoded: bytes) -> StoredType:
     while isinstance(stored, h5py.h5t.TypeArrayID) and base.subdtype is not None:
         stored, base = stored.get_super(), base.base
     steps = _steps_of(stored, base)
+    are_in_place = all(s.kind == StepKind.COPY and s.start == s.to for s in steps or [])
+    if steps and are_in_place and stored.get_size() == base.itemsize:
+        return StoredType(dtype, True, (), ())
     found = steps and parameters_of(base.itemsize, stored.get_size(), steps)
     text = _texts_of(steps or [], stored.get_size(), base.itemsize)
     return StoredType(dtype, text is not None, text or (), found or ())
@@ -173,15 +178,43 @@ def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
         kind = f"COMPLEX_IEEE_F{4 * dtype.itemsize}{'BE' if dtype.str[0] == '>' else 'LE'}"
         same = getattr(h5py.h5t, kind, None)  # HDF5's own class, since 2.0
         return same is not None and bool(stored.equal(same))
-    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
-        names = dtype.names or ()
-        return (
-            stored.get_size() == dtype.itemsize
-            and stored.get_nmembers() == len(names)
-            and all(
-                stored.get_member_offset(i) == dtype.fields[name][1]
-                and _is_stored_as(stored.get_member_type(i), dtype.fields[name][0])
-                for i, name in enumerate(names)
-            )
-        )
     return False
+
+
+def is_object(stored: h5py.h5t.TypeID) -> bool:
+    """Return whether elements, or members of them, are of variable length, or references."""
+    if isinstance(stored, h5py.h5t.TypeCompoundID):
+        return any(is_object(stored.get_member_type(i)) for i in range(stored.get_nmembers()))
+    if isinstance(stored, h5py.h5t.TypeArrayID):
+        return is_object(stored.get_super())
+    if isinstance(stored, h5py.h5t.TypeStringID):
+        return bool(stored.is_variable_str())
+    return isinstance(stored, h5py.h5t.TypeVlenID | h5py.h5t.TypeReferenceID)
+
+
+def element_of(stored: h5py.h5t.TypeID, member: tuple[str, ...], where: str) -> StoredType:
+    """Describe the type of a dataset or, for a compound, of its member at the path `member`.
+
+    DatasetError, beginning with `where`, if there is no such member, or NumPy has no type for it.
+    """
+    offset = 0
+    for depth, name in enumerate(member):
+        label = "/".join(member[: depth + 1])
+        if not isinstance(stored, h5py.h5t.TypeCompoundID):
+            raise DatasetError(f'{where} has no member "{label}": it is no compound type')
+        names = [stored.get_member_name(i) for i in range(stored.get_nmembers())]
+        encoded = name_bytes(name)
+        if encoded not in names:
+            listed = ", ".join(f'"{name_text(n)}"' for n in names)
+            raise DatasetError(f'{where} has no member "{label}"; it has {listed}')
+        offset += stored.get_member_offset(names.index(encoded))
+        stored = stored.get_member_type(names.index(encoded))
+    try:
+        return describe(bytes(stored.encode()))._replace(offset=offset)
+    except UnicodeDecodeError as error:
+        raise DatasetError(
+            f"{where}: it has members with names that are not UTF-8, and h5py has no type for"
+            " these; read each member by itself, as a path behind that of the dataset"
+        ) from error
+    except Exception as error:  # h5py has no one type for what it cannot express
+        raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.slabs import PairedRuns
+from h5async.index.segments import PairedRuns
 
 Int64s = NDArray[np.int64]
 

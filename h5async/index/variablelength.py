@@ -5,12 +5,15 @@ sequences of values, or strings, in the global heap of the file, which the core 
 simple if its values have a fixed size and are stored like NumPy's. References are decoded to
 `Sequences` when a dataset is opened, so that all lengths are known before anything else is read.
 Neither references nor files are trusted.
+
+Fill values and compact values of such a dataset are references, too. HDF5 only converts them, so
+they are read out of the object header.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +24,17 @@ from numpy.typing import NDArray
 from h5async.core.binding import Core, address
 from h5async.core.structures import HeapStruct
 from h5async.errors import ReadError
-from h5async.index.hdf5 import NotDirectError
+from h5async.index.hdf5 import NotDirectError, Opened, file_properties, uses_fill_value
 from h5async.index.storedtypes import describe, without_metadata
+from h5async.io.stores import Source
 
 _SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes
 DAMAGED = "; the file is damaged"
+_FILL_VALUE, _LAYOUT, _CONTINUATION = 0x0005, 0x0008, 0x0010  # types of messages
+_IS_SHARED = 2  # a flag: the message lies elsewhere
+_MOST_BLOCKS, _MOST_NBYTES = 64, 1 << 26
+_HAS_TIMES, _HAS_PHASES, _HAS_ORDER = 32, 16, 4  # flags of a header of version 2
+_UNKNOWN = "an object header of an unknown form"
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
     if not is_text and not isinstance(stored, h5py.h5t.TypeVlenID):
         return None
     dtype = np.dtype(np.uint8) if is_text else _dtype_of(stored.get_super())
-    created = h5py.h5i.get_file_id(dataset).get_create_plist()
+    created = file_properties(dataset)
     address_nbytes, size_nbytes = created.get_sizes()
     if address_nbytes not in _SIZES or size_nbytes not in _SIZES:
         raise NotDirectError(
@@ -180,3 +189,111 @@ class Sequences:
             size_nbytes=form.size_nbytes,
             is_text=form.is_text,
         )
+
+
+def fill_reference(
+    dataset: Opened, dtype: np.dtype[Any], *, whenever: bool = False
+) -> NDArray[Any]:
+    """Return what stands for elements of variable length that were never written.
+
+    It is a reference, of a void dtype, that lies in the file as any other element does;
+    `whenever` as in `fill_value`.
+    """
+    stored = b""
+    if uses_fill_value(dataset.plist, whenever):
+        stored = _stored_fill(dataset)
+        if len(stored) not in (0, dtype.itemsize):
+            raise NotDirectError("elements of variable length with a fill value of another type")
+    return np.frombuffer(stored or bytes(dtype.itemsize), dtype)[0:1].reshape(())
+
+
+def _stored_fill(dataset: Opened) -> bytes:
+    """Return the fill value of a dataset that has one, as stored; b"" for zeros."""
+    body = _message(dataset, _FILL_VALUE)
+    if body[0] == 3:
+        return _counted(body, 2, 4) if body[1] & 32 else b""
+    if body[0] not in (1, 2):
+        raise NotDirectError(f"a fill value of version {body[0]}")
+    return _counted(body, 4, 4) if body[3] else b""
+
+
+def stored_compact(dataset: Opened) -> bytes:
+    """Return the values of a compact dataset as stored; NotDirectError if they cannot be found."""
+    body = _message(dataset, _LAYOUT)
+    if body[0] not in (3, 4, 5) or body[1] != 0:
+        raise NotDirectError(f"compact values in a layout of version {body[0]}")
+    return _counted(body, 2, 2)
+
+
+def _counted(body: bytes, at: int, width: int) -> bytes:
+    """Return bytes that follow their number."""
+    begin = at + width
+    end = begin + int.from_bytes(body[at:begin], "little")
+    if end > len(body):
+        raise NotDirectError(_UNKNOWN)
+    return body[begin:end]
+
+
+def _message(dataset: Opened, kind: int) -> bytes:
+    created = file_properties(dataset.id)
+    base, widths = int(created.get_userblock()), created.get_sizes()
+    address = base + int(h5py.h5o.get_info(dataset.id).addr)
+    listed = messages(dataset.source, address, base, widths)
+    found = [(body, flags) for one, flags, body in listed if one == kind]
+    if len(found) != 1 or found[0][1] & _IS_SHARED or len(found[0][0]) < 4:
+        raise NotDirectError(_UNKNOWN)
+    return found[0][0]
+
+
+def messages(
+    source: Source, address: int, base: int, widths: tuple[int, int]
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield type, flags and body of each message of a header.
+
+    See "Data Object Headers" of the HDF5 file format specification. HDF5 has read the header
+    before, so it is a valid one.
+    """
+    head = _read(source, address, 64)
+    is_second = head[:4] == b"OHDR"
+    extra = 0  # bytes between the head of a message and its body
+    if is_second:
+        flags = head[5]
+        at = 6 + 16 * bool(flags & _HAS_TIMES) + 4 * bool(flags & _HAS_PHASES)
+        width = 1 << (flags & 3)
+        nbytes = int.from_bytes(head[at : at + width], "little")
+        extra = 2 * bool(flags & _HAS_ORDER)
+        blocks = [(address + at + width, nbytes)]
+    elif head[0] == 1:
+        blocks = [(address + 16, int.from_bytes(head[8:12], "little"))]
+    else:
+        raise NotDirectError(_UNKNOWN)
+    head_nbytes = 4 + extra if is_second else 8
+    for number, (begin, nbytes) in enumerate(blocks):  # (which grows)
+        if number == _MOST_BLOCKS:
+            raise NotDirectError(_UNKNOWN)
+        block, at = _read(source, begin, nbytes), 0
+        while at + head_nbytes <= len(block):
+            wide = 1 if is_second else 2  # bytes of a type
+            kind = int.from_bytes(block[at : at + wide], "little")
+            size = int.from_bytes(block[at + wide : at + wide + 2], "little")
+            flags = block[at + wide + 2]
+            body = block[at + head_nbytes : at + head_nbytes + size]
+            if len(body) < size:
+                raise NotDirectError(_UNKNOWN)
+            if kind == _CONTINUATION:
+                follows = base + int.from_bytes(body[: widths[0]], "little")
+                length = int.from_bytes(body[widths[0] : sum(widths)], "little")
+                # A signature and a checksum enclose those of version 2.
+                blocks.append((follows + 4, length - 8) if is_second else (follows, length))
+            else:
+                yield kind, flags, body
+            at += head_nbytes + size
+
+
+def _read(source: Source, offset: int, nbytes: int) -> bytes:
+    if not (0 <= offset < 1 << 63 and 0 <= nbytes <= _MOST_NBYTES):
+        raise NotDirectError(_UNKNOWN)
+    found = source.read(offset, nbytes)
+    if len(found) < min(nbytes, 16):
+        raise NotDirectError(_UNKNOWN)
+    return found

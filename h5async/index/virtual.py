@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from h5async.index.composition import Part
 from h5async.index.hdf5 import NotDirectError
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Piece, region_key
-from h5async.index.slabs import Blocks, Selection, Slab
+from h5async.index.segments import Blocks, Piece, Region, Selection, Slab, region_key
 
 _UNLIMITED = h5py.h5s.UNLIMITED
 _MAX_NUMBERED = 100_000
@@ -50,7 +49,8 @@ def _within(selected: Selection, extent: int) -> Selection:
             raise NotDirectError("an unlimited mapping ends within a block")
         elif rest:
             return Slab.run(start, start + rest)
-    return Slab(start, stride, count, block).normal()
+    found = Slab(start, stride, count, block)
+    return Slab.run(start, start + found.size) if found.is_run else found
 
 
 def _is_unlimited(selected: Selection) -> bool:
@@ -74,6 +74,25 @@ class Mapping(NamedTuple):
     source: Selected
     obstacle: str = ""
 
+    @property
+    def numbered_axis(self) -> int | None:
+        """The dimension along which numbered sources follow each other without an end, if any."""
+        for axis, slab in enumerate(self.samples or ()):
+            if isinstance(slab, Slab) and slab.count == _UNLIMITED:
+                is_numbered = any(re.search(r"(?<!%)(%%)*%b", name) for name in self[:2])
+                return axis if is_numbered else None
+        return None
+
+    def names(self, number: int | None = None) -> tuple[str, str]:
+        """Return the names of file and dataset: "%b" replaced by a number, and "%%" by "%"."""
+        if number is None:
+            return self.file.replace("%%", "%"), self.dataset.replace("%%", "%")
+        file, dataset = (
+            re.sub(r"%(.)", lambda found: str(number) if found[1] == "b" else found[1], pattern)
+            for pattern in self[:2]
+        )
+        return file, dataset
+
 
 def read_mappings(plist: h5py.h5p.PropDCID) -> list[Mapping]:
     """Read the mappings of a virtual dataset from its creation properties."""
@@ -94,9 +113,9 @@ def mapped_files(mappings: Iterable[Mapping], shape: tuple[int, ...]) -> Iterato
     """Yield file name and dataset name of each source; some come more than once."""
     for mapping in mappings:
         try:
-            yield from ((one.file, one.dataset) for one in by_number(mapping, shape))
+            yield from (one[:2] for one in by_number(mapping, shape))
         except NotDirectError:
-            yield _name(mapping.file, None), _name(mapping.dataset, None)
+            yield mapping.names()
 
 
 def source_series(
@@ -107,23 +126,19 @@ def source_series(
     Numbered ones ("%b") have no end: HDF5 tries them until one is missing, whenever the shape is
     requested. So this does not request it. Each source comes once.
     """
-    names = [
-        (_unlimited_axis(one.samples) is not None and _is_numbered(*one[:2]), *one[:2])
-        for one in mappings
-    ]
-    for is_numbered, file, dataset in dict.fromkeys(names):
-        numbers = itertools.count() if is_numbered else (None,)
-        yield is_numbered, _names(file, dataset, numbers)
+    series = {(*one[:2], one.numbered_axis is not None): one for one in mappings}
+    for (*_, is_numbered), mapping in series.items():
+        yield is_numbered, map(mapping.names, itertools.count() if is_numbered else (None,))
 
 
 def by_number(mapping: Mapping, shape: tuple[int, ...]) -> Iterator[Mapping]:
     """Yield a mapping's numbered sources ("%b") one by one, or the mapping itself."""
-    file, dataset, virtual = mapping[:3]
+    virtual, axis = mapping.samples, mapping.numbered_axis
     if virtual is not None and len(virtual) != len(shape):
         raise NotDirectError("a mapping of another rank")
-    axis = _unlimited_axis(virtual)
-    if virtual is None or axis is None or not _is_numbered(file, dataset):
-        yield mapping._replace(file=_name(file, None), dataset=_name(dataset, None))
+    if virtual is None or axis is None:
+        file, dataset = mapping.names()
+        yield mapping._replace(file=file, dataset=dataset)
         return
     slab = virtual[axis]
     assert isinstance(slab, Slab)
@@ -132,30 +147,7 @@ def by_number(mapping: Mapping, shape: tuple[int, ...]) -> Iterator[Mapping]:
     for number, begin in enumerate(range(slab.start, shape[axis], slab.stride)):
         samples = list(virtual)
         samples[axis] = Slab.run(begin, min(begin + slab.block, shape[axis]))
-        yield Mapping(_name(file, number), _name(dataset, number), samples, mapping.source)
-
-
-def _unlimited_axis(selected: Selected) -> int | None:
-    """Return the dimension along which blocks follow each other without an end."""
-    for axis, slab in enumerate(selected or ()):
-        if isinstance(slab, Slab) and slab.count == _UNLIMITED:
-            return axis
-    return None
-
-
-def _names(file: str, dataset: str, numbers: Iterable[int | None]) -> Iterator[tuple[str, str]]:
-    return ((_name(file, number), _name(dataset, number)) for number in numbers)
-
-
-def _is_numbered(*names: str) -> bool:
-    return any(re.search(r"(?<!%)(%%)*%b", name) for name in names)
-
-
-def _name(pattern: str, number: int | None) -> str:
-    """Replace "%b" in a name by a number, and "%%" by a percent sign."""
-    if number is None:
-        return pattern.replace("%%", "%")
-    return re.sub(r"%(.)", lambda found: str(number) if found[1] == "b" else found[1], pattern)
+        yield Mapping(*mapping.names(number), samples, mapping.source)
 
 
 def _selected(space: h5py.h5s.SpaceID) -> Selected:
@@ -232,41 +224,23 @@ def _alike(mappings: Iterable[Mapping], whole: DatasetLayout) -> Iterable[list[M
 
 def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | None:
     """Return a key for mappings of runs of samples that differ only in where these begin."""
-    extents, source_extents = _extents(mapping.samples), _extents(mapping.source)
-    if extents is None or source_extents is None or len(extents) != len(whole.shape):
+    ours, theirs = mapping.samples, mapping.source
+    if ours is None or theirs is None or len(ours) != len(whole.shape):
         return None
-    assert mapping.samples is not None
-    assert mapping.source is not None
-    axis = whole.sample_axis
-    source_axis = _source_axis(axis, _sizes(mapping.samples), _sizes(mapping.source))
-    if not _is_run(extents[axis]):
+    if not all(isinstance(one, Slab) and not _is_unlimited(one) for one in (*ours, *theirs)):
         return None
-    if source_axis is not None and not _is_run(source_extents[source_axis]):
-        return None
-    return (
-        mapping.file,
-        mapping.dataset,
-        extents,
-        source_extents,
-        tuple(slab.start for a, slab in enumerate(mapping.samples) if a != axis),
-        tuple(slab.start for a, slab in enumerate(mapping.source) if a != source_axis),
-    )
-
-
-def _extents(selected: Selected) -> tuple[tuple[int, ...], ...] | None:
-    slabs = [s for s in selected or () if isinstance(s, Slab) and not _is_unlimited(s)]
-    if selected is None or len(slabs) < len(selected):
-        return None
-    return tuple((slab.stride, slab.count, slab.block) for slab in slabs)
+    source_axis = _source_axis(whole.sample_axis, _sizes(ours), _sizes(theirs))
+    key: list[Any] = [mapping.file, mapping.dataset]
+    for selected, axis in ((ours, whole.sample_axis), (theirs, source_axis)):
+        if axis is not None and not selected[axis].is_run:
+            return None
+        begins = (None if at == axis else one.start for at, one in enumerate(selected))
+        key += [*begins, *((s.stride, s.count, s.block) for s in selected if isinstance(s, Slab))]
+    return tuple(key)
 
 
 def _sizes(selected: Iterable[Selection]) -> tuple[int, ...]:
     return tuple(one.size for one in selected)
-
-
-def _is_run(extent: tuple[int, ...]) -> bool:
-    stride, count, block = extent
-    return count == 1 or stride == block
 
 
 def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) -> Part | None:
@@ -296,16 +270,13 @@ def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) 
 def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | None:
     """Return the part of a mapping whose numbers are filled in; None if nothing is mapped."""
     axis = whole.sample_axis
-    selected = mapping.samples or [Slab.run(0, extent) for extent in whole.shape]
-    virtual = [_within(one, extent) for one, extent in zip(selected, whole.shape, strict=True)]
+    virtual = _selections(mapping.samples, whole.shape, "that is smaller than what is mapped to it")
     if any(one.size == 0 for one in virtual):
         return None
-    if any(one.end > extent for one, extent in zip(virtual, whole.shape, strict=True)):
-        raise NotDirectError("a virtual dataset that is smaller than what is mapped to it")
     layout = find(mapping.file, mapping.dataset, 0)
     if layout is None:
         return None
-    source = _source_selections(mapping, layout)
+    source = _selections(mapping.source, layout.shape, "whose source is smaller than mapped")
     if len(source) == len(virtual):
         virtual, source = _cut_alike(mapping, virtual, source)
         if any(one.size == 0 for one in virtual):
@@ -329,18 +300,16 @@ def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | No
     )
 
 
-def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Selection]:
-    if mapping.source is None:
-        return [Slab.run(0, extent) for extent in layout.shape]
-    if len(mapping.source) != len(layout.shape):
+def _selections(selected: Selected, shape: tuple[int, ...], too_small: str) -> list[Selection]:
+    """Return the selections within a shape; NotDirectError if they reach over it."""
+    if selected is None:
+        return [Slab.run(0, extent) for extent in shape]
+    if len(selected) != len(shape):
         raise NotDirectError("a virtual dataset whose source has another rank than mapped")
-    selections = []
-    for selected, extent in zip(mapping.source, layout.shape, strict=True):
-        selection = _within(selected, extent)
-        if selection.end > extent:
-            raise NotDirectError("a virtual dataset whose source is smaller than mapped")
-        selections.append(selection)
-    return selections
+    found = [_within(one, extent) for one, extent in zip(selected, shape, strict=True)]
+    if any(one.end > extent for one, extent in zip(found, shape, strict=True)):
+        raise NotDirectError(f"a virtual dataset {too_small}")
+    return found
 
 
 def _cut_alike(
@@ -388,15 +357,16 @@ def _matching(virtual: tuple[int, ...], source: tuple[int, ...]) -> dict[int, in
     return dict(zip(ours, theirs, strict=True))
 
 
-def _region(slabs: list[Selection], shape: tuple[int, ...], axis: int) -> tuple[slice, ...] | None:
+def _region(slabs: list[Selection], shape: tuple[int, ...], axis: int) -> Region:
     """Return the selection within a row; None for the whole row."""
     rest = [a for a in range(len(shape)) if a != axis]
     if all(slabs[a].is_run and slabs[a].size == shape[a] for a in rest):
         return None
-    region = tuple(s.as_slice() if isinstance(s, Slab) else None for s in (slabs[a] for a in rest))
-    if None in region:
+    pieces = (s.as_slice() if isinstance(s, Slab) else None for s in (slabs[a] for a in rest))
+    found = tuple(piece for piece in pieces if piece is not None)
+    if len(found) < len(rest):
         raise NotDirectError("a virtual dataset with a mapping of blocks within samples")
-    return region  # type: ignore[return-value]
+    return found
 
 
 def _require_convertible(stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
@@ -414,16 +384,16 @@ def _require_convertible(stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
 
 def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
     """Refuse mappings that overlap: only HDF5 knows which one wins."""
-    by_region: dict[Any, list[Part]] = {}
+    by_region: dict[Any, tuple[Region, list[Selection]]] = {}
     for part in parts:
-        by_region.setdefault(region_key(part.piece.region), []).append(part)
+        region = part.piece.region
+        by_region.setdefault(region_key(region), (region, []))[1].append(part.samples)
     if len(by_region) > _MAX_REGIONS:
         raise NotDirectError(f"a virtual dataset with more than {_MAX_REGIONS} regions of samples")
-    groups = [[part.samples for part in group] for group in by_region.values()]
-    regions = [group[0].piece.region for group in by_region.values()]
-    for i, (samples, region) in enumerate(zip(groups, regions, strict=True)):
+    several = list(by_region.values())
+    for i, (region, samples) in enumerate(several):
         shared = _have_common(samples)
-        for other, other_region in zip(groups[:i], regions, strict=False):
+        for other_region, other in several[:i]:
             if not shared and _overlap(region, other_region, whole.row_shape):
                 shared = _have_common([*samples, *other])
         if shared:
@@ -442,18 +412,12 @@ def _have_common(selections: Sequence[Selection]) -> bool:
     return bool(((first + length)[order][:-1] > first[order][1:]).any())
 
 
-def _overlap(
-    one: tuple[slice, ...] | None, other: tuple[slice, ...] | None, shape: tuple[int, ...]
-) -> bool:
+def _overlap(one: Region, other: Region, shape: tuple[int, ...]) -> bool:
     """Return whether two regions of a row share an element; None is all of it."""
     if one is None or other is None:
         return True
-    return all(
-        _have_common([_slab(a, extent), _slab(b, extent)])
-        for a, b, extent in zip(one, other, shape, strict=True)
-    )
-
-
-def _slab(piece: slice, extent: int) -> Slab:
-    selected = range(extent)[piece]
-    return Slab(selected.start, selected.step, len(selected), 1)
+    for a, b, extent in zip(one, other, shape, strict=True):
+        both = range(extent)[a], range(extent)[b]
+        if not _have_common([Slab(found.start, found.step, len(found), 1) for found in both]):
+            return False
+    return True

@@ -28,8 +28,13 @@ from h5async.core.binding import address, load_core
 from h5async.core.structures import VisitStruct
 from h5async.errors import ReadError
 from h5async.index.chunktable import grid_of
-from h5async.index.hdf5 import EXTENSIBLE_ARRAY, NotDirectError, function_address, stored_nbytes
-from h5async.index.opendataset import Opened
+from h5async.index.hdf5 import (
+    EXTENSIBLE_ARRAY,
+    NotDirectError,
+    Opened,
+    function_address,
+    stored_nbytes,
+)
 from h5async.system.interruptions import suppressing
 
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
@@ -50,24 +55,27 @@ class Visited(NamedTuple):
         int64: the chunk's number in the C-ordered grid; one near it if `is_outside`.
     offset, nbytes, mask
         int64: address in the file, and stored size; uint32: the filter mask.
-    begin, end, least, most
-        The first byte of all chunks, one past the last, and bytes of the smallest and the largest.
-    is_ascending, is_apart, is_outside
-        Whether each number is higher than the previous one; whether each chunk begins at or after
-        the end of the previous one; whether a chunk does not lie in the grid.
+    is_outside
+        Whether a chunk does not lie in the grid.
+    is_ascending
+        Whether each number is higher than the previous one.
+    is_apart
+        Whether each chunk is known to begin at or after the end of the previous one.
+    end, least, most
+        One past the last byte of all chunks, and bytes of the smallest and the largest; the
+        defaults mean that they are not known.
     """
 
     number: Int64s
     offset: Int64s
     nbytes: Int64s
     mask: NDArray[np.uint32]
-    begin: int = 0
-    end: int = 0
-    least: int = 0
-    most: int = 0
-    is_ascending: bool = True
-    is_apart: bool = True
     is_outside: bool = False
+    is_ascending: bool = True
+    is_apart: bool = False
+    end: int = np.iinfo(np.int64).max
+    least: int = 0
+    most: int = -1
 
 
 def visit_chunks(
@@ -88,7 +96,7 @@ def visit_chunks(
     with suppressing(MemoryError):  # a reservation may be refused
         visited = _by_core(dataset, reported, most)
     if visited is None:
-        visited = _in_python(dataset, reported, most)
+        visited = _in_python(dataset.id, dataset.chunks, reported, most)
     if visited.number.size > most:
         raise ReadError(
             f"{where}: its chunk index lists more than {most} chunks, which is more than the file"
@@ -153,19 +161,8 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
             for column in columns:  # in place: a copy would double the memory for a moment
                 column.resize(count, refcheck=False)
         number, offset, nbytes, mask = columns
-        return Visited(
-            number[:count],
-            offset[:count],
-            nbytes[:count],
-            mask[:count],
-            begin=struct.begin,
-            end=struct.end,
-            least=struct.least,
-            most=struct.most,
-            is_ascending=bool(struct.is_ascending),
-            is_apart=bool(struct.is_apart),
-            is_outside=bool(struct.is_outside),
-        )
+        facts = (getattr(struct, name) for name in Visited._fields[4:])
+        return Visited(number[:count], offset[:count], nbytes[:count], mask[:count], *facts)
 
 
 def _visit_struct(dataset: Opened, grid: Sequence[int]) -> tuple[VisitStruct, Int64s]:
@@ -191,7 +188,9 @@ def _columns(count: int) -> tuple[Int64s, Int64s, Int64s, NDArray[np.uint32]]:
     return number, offset, nbytes, np.empty(count, np.uint32)
 
 
-def _in_python(dataset: Opened, grid: Sequence[int], most: int) -> Visited:
+def _in_python(
+    dataset: h5py.h5d.DatasetID, chunks: tuple[int, ...], grid: Sequence[int], most: int
+) -> Visited:
     """Visit chunks by h5py; ends after one more than `most`."""
     rank, records = len(grid), array.array("q")
     width = rank + 3
@@ -201,28 +200,16 @@ def _in_python(dataset: Opened, grid: Sequence[int], most: int) -> Visited:
         records.extend((*corner, offset, nbytes, mask))
         return True if len(records) > most * width else None
 
-    dataset.id.chunk_iter(note)
+    dataset.chunk_iter(note)
     table = np.frombuffer(records, np.int64).reshape(-1, width)
     corners, (offset, nbytes, mask) = table[:, :rank], table[:, rank:].T.copy()
-    chunk = np.array(dataset.chunks, np.int64)
+    chunk = np.array(chunks, np.int64)
     cells = corners // chunk
     clipped = np.clip(cells, 0, np.array(grid, np.int64) - 1)
     number = np.ravel_multi_index(tuple(clipped.T), tuple(grid))
-    end = np.minimum(offset.view(np.uint64) + nbytes.view(np.uint64), np.iinfo(np.int64).max)
-    apart = (offset[1:] >= offset[:-1]) & (offset[1:] - offset[:-1] >= nbytes[:-1])
-    return Visited(
-        number,
-        offset,
-        nbytes,
-        mask.astype(np.uint32),
-        begin=int(offset.min(initial=np.iinfo(np.int64).max)),
-        end=int(end.max(initial=0)),
-        least=int(nbytes.min(initial=np.iinfo(np.int64).max)),
-        most=int(nbytes.max(initial=0)),
-        is_ascending=bool((number[1:] > number[:-1]).all()),
-        is_apart=bool(apart.all()),
-        is_outside=bool(((clipped != cells) | (cells * chunk != corners)).any()),
-    )
+    is_outside = bool(((clipped != cells) | (cells * chunk != corners)).any())
+    is_ascending = bool((number[1:] > number[:-1]).all())
+    return Visited(number, offset, nbytes, mask.astype(np.uint32), is_outside, is_ascending)
 
 
 class Positions(NamedTuple):
@@ -233,7 +220,6 @@ class Positions(NamedTuple):
     """
 
     axis: int
-    chunk: tuple[int, ...]
     most: tuple[int, ...]
 
     @property
@@ -270,7 +256,7 @@ def positions_of(dataset: Opened) -> Positions | None:
     most = grid_of(extents, dataset.chunks)
     if kind == -1 or math.prod(most) > _MOST_POSITIONS or not _counts_positions():
         raise NotDirectError(MISREPORTED.format(axis))
-    return Positions(axis, dataset.chunks, most)
+    return Positions(axis, most)
 
 
 @functools.cache
@@ -290,19 +276,18 @@ def _counts_positions() -> bool:
 def _reports_positions(shape: tuple[int, ...], maxshape: tuple[int | None, ...]) -> bool:
     chunk = (2, 2, 1)[: len(shape)]
     grid = grid_of(shape, chunk)
-    name, reported = f"h5async-{threading.get_ident()}", []
-    with h5py.File(name, "w", driver="core", backing_store=False, libver="latest") as file:
+    with h5py.File(
+        f"h5async-{threading.get_ident()}", "w", driver="core", backing_store=False, libver="latest"
+    ) as file:
         data = file.create_dataset("data", shape, "i4", chunks=chunk, maxshape=maxshape)
         for number, cell in enumerate(itertools.product(*map(range, grid))):
             corner = tuple(at * size for at, size in zip(cell, chunk, strict=True))
             data.id.write_direct_chunk(corner, np.full(chunk, number, "i4").tobytes())
         file.flush()
-        data.id.chunk_iter(lambda info: reported.append((info.chunk_offset, info.byte_offset)))
+        most = tuple(1 if m is None else -(-m // c) for m, c in zip(maxshape, chunk, strict=True))
+        positions = Positions(maxshape.index(None), most)
+        reported = _in_python(data.id, chunk, positions.reported_grid, math.prod(grid))
         image = file.id.get_file_image()
-    most = tuple(1 if m is None else -(-m // c) for m, c in zip(maxshape, chunk, strict=True))
-    positions = Positions(maxshape.index(None), chunk, most)
-    cells = [np.array(corner) // chunk for corner, _ in reported]
-    position = np.ravel_multi_index(tuple(np.array(cells).T), positions.reported_grid)
-    numbers, is_outside = positions.numbers(position, grid)
-    stored = [int(np.frombuffer(image, "i4", 1, offset)[0]) for _, offset in reported]
-    return not is_outside and numbers.tolist() == stored
+    numbers, is_outside = positions.numbers(reported.number, grid)
+    stored = [int(np.frombuffer(image, "i4", 1, offset)[0]) for offset in reported.offset]
+    return not is_outside and not reported.is_outside and numbers.tolist() == stored

@@ -12,20 +12,21 @@ import gzip
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from h5async.fill.outcomes import Recorded
 from h5async.system.interruptions import suppressing
-from h5async.system.timeline import NO_BATCH, Event
+from h5async.system.timeline import NO_BATCH, Event, ThreadName
 
 FORMAT = "h5async trace 1"
 
 Processes = Sequence[tuple[str, Recorded]]
-Where = Callable[[int, int], str]
+Numbered = Sequence[tuple[int, Event]]  # with the numbers of their processes
+# By the number of a process and a thread of it: its name, and the keys of both in events.
+Threads = Mapping[tuple[int, int], tuple[str, str]]
 
 _CATEGORY = "h5async"
 _CONSUMER = ("fetch", "wait", "in use")  # stages of the caller's thread
@@ -53,7 +54,7 @@ def write_trace(
     dropped = sum(one.dropped for _, one in processes) + max(0, len(several) - max_events)
     del several[max_events:]
     told = {"format": FORMAT, **other, "events": len(several), "dropped_events": dropped}
-    where = partial(_where, processes)
+    threads = _threads(processes, several)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         opened = (
@@ -63,8 +64,8 @@ def write_trace(
         )
         with opened as file:
             file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(told)},"traceEvents":[')
-            names = _names(processes, several, where)
-            lines = chain(names, _events(several, where, batches), _arrows(several, where))
+            names = _names(processes, several, threads)
+            lines = chain(names, _events(several, threads, batches), _arrows(several, threads))
             for count, line in enumerate(lines):
                 file.write(f"{',' if count else ''}\n{line}")
             file.write("\n]}\n")
@@ -75,50 +76,34 @@ def write_trace(
         raise
 
 
-def _where(processes: Processes, process: int, thread: int) -> str:
-    """Return the keys of a process and a thread: the numbers of the operating system."""
-    recorded = processes[process][1]
-    known = recorded.threads.get(thread)
-    number = thread if known is None else known.native_id
-    return f'"pid":{recorded.process},"tid":{number}'
+def _threads(processes: Processes, several: Numbered) -> Threads:
+    found = {}
+    for process, thread in {(process, event.thread) for process, event in several}:
+        recorded, unknown = processes[process][1], ThreadName(f"thread {thread}", thread)
+        name, number = recorded.threads.get(thread, unknown)
+        found[process, thread] = name, f'"pid":{recorded.process},"tid":{number}'
+    return found
 
 
-def _names(
-    processes: Processes,
-    several: Sequence[tuple[int, Event]],
-    where: Where,
-) -> Iterator[str]:
+def _names(processes: Processes, several: Numbered, threads: Threads) -> Iterator[str]:
     for process, (name, recorded) in enumerate(processes):
-        whole = f'"pid":{recorded.process},"tid":0'
-        yield _name_of("process_name", whole, {"name": name})
-        yield _name_of("process_sort_index", whole, {"sort_index": process})
+        yield from _named("process", name, process, f'"pid":{recorded.process},"tid":0')
     callers = {(process, e.thread) for process, e in several if e.stage in _CONSUMER[1:]}
     # The caller's threads come first, then the others, by name.
-    threads = sorted(
-        {(process, event.thread) for process, event in several},
-        key=lambda pair: (pair not in callers, _thread_name(processes[pair[0]][1], pair[1])),
-    )
-    for place, (process, thread) in enumerate(threads):
-        name = _thread_name(processes[process][1], thread)
-        if (process, thread) in callers:
-            name += " (takes the batches)"
-        yield _name_of("thread_name", where(process, thread), {"name": name})
-        yield _name_of("thread_sort_index", where(process, thread), {"sort_index": place})
+    order = sorted(threads, key=lambda thread: (thread not in callers, threads[thread][0]))
+    for place, thread in enumerate(order):
+        name, where = threads[thread]
+        note = " (takes the batches)" if thread in callers else ""
+        yield from _named("thread", f"{name}{note}", place, where)
 
 
-def _name_of(kind: str, where: str, args: Mapping[str, Any]) -> str:
-    return f'{{"ph":"M","name":"{kind}",{where},"args":{json.dumps(args)}}}'
-
-
-def _thread_name(recorded: Recorded, thread: int) -> str:
-    known = recorded.threads.get(thread)
-    return f"thread {thread}" if known is None else known.name
+def _named(what: str, name: str, place: int, where: str) -> Iterator[str]:
+    yield f'{{"ph":"M","name":"{what}_name",{where},"args":{{"name":{json.dumps(name)}}}}}'
+    yield f'{{"ph":"M","name":"{what}_sort_index",{where},"args":{{"sort_index":{place}}}}}'
 
 
 def _events(
-    several: Iterable[tuple[int, Event]],
-    where: Where,
-    batches: Mapping[int, tuple[int, int]],
+    several: Numbered, threads: Threads, batches: Mapping[int, tuple[int, int]]
 ) -> Iterator[str]:
     for process, event in several:
         args: dict[str, Any] = {}
@@ -132,13 +117,14 @@ def _events(
         if isinstance(event.source, str):
             args["file"] = event.source
         told = f',"args":{json.dumps(args)}' if args else ""
+        where = threads[process, event.thread][1]
         yield (
             f'{{"ph":"X","cat":"{_CATEGORY}","name":"{event.stage}","ts":{_us(event.begin_ns)},'
-            f'"dur":{_us(event.end_ns - event.begin_ns)},{where(process, event.thread)}{told}}}'
+            f'"dur":{_us(event.end_ns - event.begin_ns)},{where}{told}}}'
         )
 
 
-def _arrows(several: Iterable[tuple[int, Event]], where: Where) -> Iterator[str]:
+def _arrows(several: Numbered, threads: Threads) -> Iterator[str]:
     """Yield an arrow per batch that has all three: request, work and wait."""
     ends: dict[int, dict[str, tuple[int, Event]]] = {}
     for process, event in several:
@@ -158,7 +144,7 @@ def _arrows(several: Iterable[tuple[int, Event]], where: Where) -> Iterator[str]
             bound = ',"bp":"e"' if phase == "f" else ""
             yield (
                 f'{{"ph":"{phase}","cat":"{_CATEGORY}","name":"batch","id":{batch},'
-                f'"ts":{_us(at)},{where(process, event.thread)}{bound}}}'
+                f'"ts":{_us(at)},{threads[process, event.thread][1]}{bound}}}'
             )
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from h5async.config import ReaderConfig
 from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.observe.stats import ChunkAdvice, Remedy
+from h5async.observe.stats import Advice, ChunkAdvice, Remedy
 from h5async.opening.slotsizes import wanted_kept_nbytes
 from h5async.order.rows import SpanRows, StepRows
 from h5async.order.selection import Selection
 from h5async.samples.fieldkind import Rows, field_of
 from h5async.spelling import named, printable
 from h5async.system.resources import free_memory
+
+_Kind = Literal["encoded", "by_h5py"]  # of chunks, see `Used`
 
 _CACHED_SHARE = 0.5  # of the free memory, for a dataset or a window that is kept
 _LEAST_CHUNK_NBYTES = 10_000  # reading smaller chunks costs more than it saves
@@ -46,10 +49,6 @@ class _Column(NamedTuple):
     layout: DatasetLayout
     rows: Rows
     needs: Used
-
-    @property
-    def field(self) -> str:
-        return field_of(self.name)
 
     @property
     def rows_of_sample(self) -> int:
@@ -90,60 +89,46 @@ class ChunkFacts:
         """Return the bytes needed for `nbytes` delivered bytes of a column."""
         return Used().plus(self._columns[column].needs, nbytes)
 
+    @cached_property
     def advice(self) -> ChunkAdvice:
-        """Return what would decode or read less, with these options and this memory."""
-        ours, h5pys = self._culprit(by_h5py=False), self._culprit(by_h5py=True)
-        return ChunkAdvice(
-            self._name_of(ours),
-            self._unit_of(ours),
-            self._remedies(ours, by_h5py=False),
-            self._name_of(h5pys),
-            self._remedies(h5pys, by_h5py=True),
-            self._remedies_of_raw(),
-        )
+        """What would decode or read less, with these options and this memory."""
+        return ChunkAdvice(self._about("encoded"), self._about("by_h5py"), self._remedies_of_raw())
 
-    def _culprit(self, *, by_h5py: bool) -> _Column | None:
-        """Return the column whose chunks cause the most decoded bytes; its layout is theirs."""
+    def _about(self, kind: _Kind) -> Advice:
+        """Return advice on the column whose chunks cause the most decoded bytes."""
+        columns = self._columns.values()
         found = [
-            column._replace(layout=_largest_chunks(column.layout, by_h5py=by_h5py))
-            for column in self._columns.values()
-            if (column.needs.by_h5py if by_h5py else column.needs.encoded)
+            column._replace(layout=_largest_chunks(column.layout, kind))
+            for column in columns
+            if getattr(column.needs, kind)
         ]
-        return max(found, key=lambda column: column.layout.chunk_nbytes, default=None)
+        if not found:
+            return Advice()
+        culprit = max(found, key=lambda column: column.layout.chunk_nbytes)
+        is_alone = len({field_of(column.name) for column in columns}) == 1
+        name, unit = "" if is_alone else printable(field_of(culprit.name)), self._unit_of(culprit)
+        config, remedies = self._config, []
+        is_free = config.weights is None and config.sampler is None
+        if config.shuffle == "full" and is_free and kind == "encoded" and self._window_fits():
+            # (h5py would still decode a chunk for each batch that needs it.)
+            remedies.append(Remedy(named("shuffle", "window"), self._left_by_window(culprit)))
+        if config.cache is None and config.num_helpers <= 1 and config.decode != "device":
+            if self._fits():
+                remedies.append(Remedy(f"{named('cache', 'host')} from the second epoch on", 0.0))
+        rows = _rows_of_chunk(culprit)
+        if rows:
+            of = f' "{name}"' if name else ""
+            count = f"one {unit}" if rows == 1 else f"{rows:,} {unit}s"
+            remedies.append(Remedy(f"repack{of} with {count} a chunk"))
+        return Advice(name, unit, tuple(remedies))
 
-    def _name_of(self, culprit: _Column | None) -> str:
-        """Return the field's name if there are several fields."""
-        is_alone = len({column.field for column in self._columns.values()}) == 1
-        return "" if culprit is None or is_alone else printable(culprit.field)
-
-    def _unit_of(self, culprit: _Column | None) -> str:
-        if culprit is None:
-            return "sample"
+    def _unit_of(self, culprit: _Column) -> str:
         if isinstance(culprit.rows, StepRows):
             return "row"
         if isinstance(culprit.rows, SpanRows):
             return "value"
         is_image = self._config.h_dim is not None and culprit.name == next(iter(self._layouts))
         return "image" if is_image else "sample"
-
-    def _remedies(self, culprit: _Column | None, *, by_h5py: bool) -> tuple[Remedy, ...]:
-        if culprit is None:
-            return ()
-        config, found = self._config, []
-        is_free = config.weights is None and config.sampler is None
-        if config.shuffle == "full" and is_free and not by_h5py and self._window_fits():
-            # (h5py would still decode a chunk for each batch that needs it.)
-            found.append(Remedy(named("shuffle", "window"), self._left_by_window(culprit)))
-        if config.cache is None and config.num_helpers <= 1 and config.decode != "device":
-            if self._fits():
-                found.append(Remedy(f"{named('cache', 'host')} from the second epoch on", 0.0))
-        rows = _rows_of_chunk(culprit)
-        if rows:
-            unit = self._unit_of(culprit)
-            of = f' "{self._name_of(culprit)}"' if self._name_of(culprit) else ""
-            count = f"one {unit}" if rows == 1 else f"{rows:,} {unit}s"
-            found.append(Remedy(f"repack{of} with {count} a chunk"))
-        return tuple(found)
 
     def _left_by_window(self, culprit: _Column) -> float:
         """Return the samples decoded per used sample if each chunk is decoded once.
@@ -165,7 +150,7 @@ class ChunkFacts:
         for column in self._columns.values():
             layout = column.layout
             if column.needs.raw and layout.chunk_shape and layout.sample_axis:
-                name = printable(column.field)
+                name = printable(field_of(column.name))
                 return (Remedy(f'store "{name}" with the dimension of its samples first'),)
         return ()
 
@@ -175,11 +160,11 @@ class ChunkFacts:
         return wanted <= _CACHED_SHARE * free_memory()[0].nbytes
 
     def _fits(self) -> bool:
-        nbytes = 0
-        for column in self._columns.values():
-            share = self._selection.size / max(1, column.layout.sample_count)
-            nbytes += int(column.layout.nbytes * share * column.rows_of_sample)
-        return nbytes <= _CACHED_SHARE * free_memory()[0].nbytes
+        nbytes = sum(
+            column.layout.nbytes * column.rows_of_sample / max(1, column.layout.sample_count)
+            for column in self._columns.values()
+        )
+        return nbytes * self._selection.size <= _CACHED_SHARE * free_memory()[0].nbytes
 
 
 def _rows_of_chunk(culprit: _Column) -> int:
@@ -215,8 +200,7 @@ def needs_of(layout: DatasetLayout) -> Used:
     return Used(encoded=encoded, raw=float(not encoded))
 
 
-def _largest_chunks(layout: DatasetLayout, *, by_h5py: bool) -> DatasetLayout:
+def _largest_chunks(layout: DatasetLayout, kind: _Kind) -> DatasetLayout:
     """Return the dataset with the largest chunks among the parts of a layout."""
-    leaves = [leaf for leaf, _ in kinds_of(layout)]
-    found = [y for y in leaves if (s := needs_of(y)) and (s.by_h5py if by_h5py else s.encoded)]
+    found = [leaf for leaf, _ in kinds_of(layout) if getattr(needs_of(leaf), kind)]
     return max(found or [layout], key=lambda leaf: leaf.chunk_nbytes)

@@ -10,7 +10,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from h5async.index.cost import direct_share
 from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.observe.chunkuse import ChunkFacts, Used
-from h5async.observe.stats import ChunkAdvice, ReaderStats
+from h5async.observe.stats import ReaderStats
 from h5async.order.rows import SpanRows, StepRows
 from h5async.order.selection import Selection
 from h5async.samples.assembly import by_field
@@ -73,16 +73,6 @@ class Waits:
         return _percentile(kept, 0.5), _percentile(kept, 0.99)
 
 
-class Delivered(NamedTuple):
-    """What the consumer has got so far, as in `ReaderStats`."""
-
-    batches: int = 0
-    samples: int = 0
-    nbytes: int = 0
-    used: Used = Used()  # bytes that these samples need, each read and decoded once
-    waits: WaitTotals = WaitTotals()
-
-
 class Work(NamedTuple):
     """The threads' work so far, as in `ReaderStats`.
 
@@ -110,9 +100,15 @@ class Work(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    delivered: Delivered = Delivered()
+    """What the consumer has got, and what was done, up to some time, as in `ReaderStats`."""
+
+    batches: int = 0
+    samples: int = 0
+    nbytes: int = 0
+    used: Used = Used()  # bytes that these samples need, each read and decoded once
+    waits: WaitTotals = WaitTotals()
     work: Work = Work()
-    reader: object = None
+    reader: object = None  # whose moment this is
 
 
 class _Span(NamedTuple):
@@ -143,7 +139,6 @@ class ReaderCounts:
         self._selection = selection
         self._kept_nbytes = kept_nbytes
         self._facts = ChunkFacts(config, layouts, rows, selection)
-        self._advice: ChunkAdvice | None = None
         # Bytes of a sample or, of ragged ones, of a row: delivered, and needed for that.
         self._sizes: dict[SpanRows | None, tuple[int, Used]] = {}
         for (name, layout), one in zip(layouts.items(), rows, strict=True):
@@ -154,14 +149,8 @@ class ReaderCounts:
         row_nbytes = sum(map(_sample_nbytes, layouts.values()))
         direct = sum(_sample_nbytes(one) * direct_share(one) for one in layouts.values())
         self._direct_share = direct / row_nbytes if row_nbytes else 1.0
-        self._filters = tuple(
-            dict.fromkeys(
-                entry.label
-                for layout in layouts.values()
-                for leaf, _ in kinds_of(layout)
-                for entry in leaf.filters
-            )
-        )
+        leaves = [leaf for layout in layouts.values() for leaf, _ in kinds_of(layout)]
+        self._filters = tuple(dict.fromkeys(entry.label for y in leaves for entry in y.filters))
         self._ahead = max(0, config.prefetch - 1)  # batches that may be filled but not delivered
         self.waits = Waits()
         self.upload_times = StageTimes()
@@ -191,14 +180,14 @@ class ReaderCounts:
     def begin_epoch(self, epoch: int, work: Work) -> None:
         """Note that the last wait was for the first batch of an epoch."""
         with self._lock:
-            delivered = self._so_far()._replace(waits=self.waits.before)
-            self._end(_Moment(delivered, work))
-            self.open_epoch, self._begin = epoch, _Moment(delivered, self._rest)
+            now = self._now(work)._replace(waits=self.waits.before)
+            self._end(now)
+            self.open_epoch, self._begin = epoch, now._replace(work=self._rest)
 
     def end_epoch(self, work: Work) -> None:
         """Note the end of the epoch; harmless if none has begun."""
         with self._lock:
-            self._end(_Moment(self._so_far(), work))
+            self._end(self._now(work))
 
     def _end(self, end: _Moment) -> None:
         if self.open_epoch >= 0:
@@ -206,8 +195,7 @@ class ReaderCounts:
             self.open_epoch, self._rest = -1, end.work
 
     def _span(self, begin: _Moment, end: _Moment, epoch: int | None = None) -> _Span:
-        of_waits = self.waits.percentiles(end.delivered.waits, begin.delivered.waits)
-        return _Span(begin, end, of_waits, epoch)
+        return _Span(begin, end, self.waits.percentiles(end.waits, begin.waits), epoch)
 
     def new_warnings(self, found: Sequence[str]) -> list[str]:
         """Return the warnings that the caller has not seen yet."""
@@ -225,7 +213,7 @@ class ReaderCounts:
                 found += nbytes * samples
             elif selection.size:
                 selected = selection.samples(np.arange(selection.size))
-                found += _count(rows, selected) * nbytes * samples // selection.size
+                found += int(rows.lengths(selected).sum()) * nbytes * samples // selection.size
         return found
 
     def work(self, filler: FillerStats, device_chunks: int, device_nbytes: int) -> Work:
@@ -261,51 +249,44 @@ class ReaderCounts:
         if since is not None and epoch is not None:
             raise ConfigError("stats() takes since or epoch, not both")
         with self._lock:
-            now = _Moment(self._so_far(), work, self._reader)
+            now = self._now(work)
             span = self._span_since(since, now) if epoch is None else self._span_of(epoch, now)
         ways = by_field(dict(zip(self._layouts, methods, strict=True)), _both_ways)
         return self._made(span, ways=ways, **how)
 
-    def _so_far(self) -> Delivered:
-        """Return the deliveries; called under the lock."""
+    def _now(self, work: Work) -> _Moment:
+        """Return the current moment; called under the lock."""
         nbytes, used = 0, Used()
         for rows, (of_each, used_of_each) in self._sizes.items():
             count = self._counted[rows]
             nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
-        return Delivered(self._batches, self._counted[None], nbytes, used, self.waits.totals)
+        samples, waits = self._counted[None], self.waits.totals
+        return _Moment(self._batches, samples, nbytes, used, waits, work, self._reader)
 
     def _span_since(self, since: ReaderStats | None, now: _Moment) -> _Span:
-        begin = _Moment() if since is None else self._moment_of(since)
-        if begin.delivered.batches > now.delivered.batches:
-            raise ConfigError(
-                f"since was taken at batch {begin.delivered.batches:,}, and this is batch"
-                f" {now.delivered.batches:,}: it is newer; give statistics that were taken before"
-            )
-        return self._span(begin, now)
-
-    def _moment_of(self, since: ReaderStats) -> _Moment:
+        if since is None:
+            return self._span(_Moment(), now)
         if not isinstance(since, ReaderStats):
             raise ConfigError(
                 f"since takes what stats() returned before, found {type(since).__name__}"
             )
-        found = since._moment
-        if not isinstance(found, _Moment) or found.reader is not self._reader:
+        begin = since._moment
+        if not isinstance(begin, _Moment) or begin.reader is not self._reader:
             raise ConfigError(
                 "since is of another reader; give what stats() of this reader returned before, in"
                 " this process"
             )
-        return found
+        if begin.batches > now.batches:
+            raise ConfigError(
+                f"since was taken at batch {begin.batches:,}, and this is batch"
+                f" {now.batches:,}: it is newer; give statistics that were taken before"
+            )
+        return self._span(begin, now)
 
     def _span_of(self, epoch: int, now: _Moment) -> _Span:
-        try:
-            if isinstance(epoch, bool):
-                raise TypeError
-            epoch = operator.index(epoch)
-        except TypeError as error:
-            raise ConfigError(
-                f"epoch takes a number, -1 for the last one, found {epoch!r}"
-            ) from error
-        found = list(self._epochs)
+        if isinstance(epoch, bool) or not isinstance(epoch, SupportsIndex):
+            raise ConfigError(f"epoch takes a number, -1 for the last one, found {epoch!r}")
+        epoch, found = operator.index(epoch), list(self._epochs)
         if self.open_epoch >= 0:
             found.append(self._span(self._begin, now, self.open_epoch))
         if epoch < 0 and -epoch <= len(found):
@@ -313,16 +294,20 @@ class ReaderCounts:
         for span in reversed(found):
             if span.epoch == epoch:
                 return span
-        raise ConfigError(_no_epoch(epoch, [span.epoch for span in found]))
+        if not found:
+            raise ConfigError(
+                f"there are no statistics of epoch {epoch}: no batch of any was delivered yet"
+            )
+        kept = f"those of the last {_KEPT_EPOCHS} are kept, {found[0].epoch} to {found[-1].epoch}"
+        if epoch < 0:
+            raise ConfigError(f"epoch={epoch} goes back too far: there are {len(found)} ({kept})")
+        raise ConfigError(f"there are no statistics of epoch {epoch}: {kept}")
 
     def _made(self, span: _Span, **how: Any) -> ReaderStats:
-        begin, end = span.begin.delivered, span.end.delivered
-        work = span.end.work.since(span.begin.work)
-        if self._advice is None:
-            self._advice = self._facts.advice()
+        begin, end, work = span.begin, span.end, span.end.work.since(span.begin.work)
         batches = end.batches - begin.batches
         # Samples decoded for coming batches are not wasted.
-        ahead = self._ahead if how["num_threads"] and not any(span.begin.work[2:]) else 0
+        ahead = self._ahead if how["num_threads"] and not any(begin.work[2:]) else 0
         share = (batches + ahead) / batches if batches else 1.0
         used = Used().plus(end.used.plus(begin.used, -1.0), share)
         encoded_nbytes = min(work.read_nbytes, work.decoded_nbytes * self._facts.stored_share)
@@ -348,8 +333,8 @@ class ReaderCounts:
             _h5py_per_used=_ratio(by_h5py, used.by_h5py),
             _encoded_share=_ratio(encoded_nbytes, work.read_nbytes),
             _waits=end.waits.number - begin.waits.number,
-            _advice=self._advice,
-            _moment=span.end._replace(reader=self._reader),
+            _advice=self._facts.advice,
+            _moment=end,
             **of_work,
             **how,
         )
@@ -362,21 +347,8 @@ def _percentile(ascending: Sequence[float], share: float) -> float:
     return first + (second - first) * part
 
 
-def _count(rows: SpanRows | None, samples: NDArray[np.int64]) -> int:
-    return samples.size if rows is None else int(rows.lengths(samples).sum())
-
-
 def _ratio(one: float, other: float) -> float:
     return one / other if other else 0.0
-
-
-def _no_epoch(epoch: int, known: Sequence[int | None]) -> str:
-    if not known:
-        return f"there are no statistics of epoch {epoch}: no batch of any was delivered yet"
-    kept = f"those of the last {_KEPT_EPOCHS} are kept, {known[0]} to {known[-1]}"
-    if epoch < 0:
-        return f"epoch={epoch} goes back too far: there are {len(known)} ({kept})"
-    return f"there are no statistics of epoch {epoch}: {kept}"
 
 
 def _sample_nbytes(layout: DatasetLayout) -> float:

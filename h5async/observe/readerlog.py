@@ -32,28 +32,19 @@ def log_opened(
         return
     files = {file for y in layouts.values() for file, _ in table_of(y)[1].columns.files}
     of_files = f" (data in {len(files):,} files)" if len(files) > 1 else ""
-    _log.info(
-        "opened %s%s: fields %s, %s samples, in %.3f s",
-        paths_text(config.hdf5_path),
-        of_files,
-        ", ".join(layouts),
-        f"{num_samples:,}",
-        seconds,
-    )
+    what = f"{paths_text(config.hdf5_path)}{of_files}: fields {', '.join(layouts)}"
+    _log.info("opened %s, %s samples, in %.3f s", what, f"{num_samples:,}", seconds)
 
 
 def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> None:
     """Log how each field is read, and warn if that is not the fastest way."""
-    reason = why_no_core()
-    if reason is not None:
-        _warn_once(reason)
+    no_core = why_no_core()
+    if no_core is not None:
+        _warn_once(no_core)
     for (name, layout), method in zip(layouts.items(), methods, strict=True):
-        what = printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
-        why = ", because the core does not read its storage"
-        if layout.fallback_reason is not None:
-            why = f": {layout.fallback_reason}"
-        is_slow = layout.fallback_reason is not None or "h5py" in method
-        if is_slow and reason is None:
+        what, reason = _named(name, layout), layout.fallback_reason
+        if no_core is None and (reason is not None or "h5py" in method):
+            why = f": {reason}" if reason else ", because the core does not read its storage"
             _warn_once(f"{what}: is read through h5py, one read at a time{why}")
         else:
             how = "through h5py" if method == "h5py" else f"directly ({method})"
@@ -94,10 +85,10 @@ def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
             count = layout.num_samples - int(layout.spans[-1] - layout.spans[0])
         if count:
             _warn_once(
-                printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
-                + f": {count:,} of its values lie before the first sample or after the last one,"
-                " and belong to none; if they should, check the options offsets and offsets_kind:"
-                " there is one more offset than samples, and one end or length per sample"
+                f"{_named(name, layout)}: {count:,} of its values lie before the first sample or"
+                " after the last one, and belong to none; if they should, check the options offsets"
+                " and offsets_kind: there is one more offset than samples, and one end or length"
+                " per sample"
             )
 
 
@@ -112,6 +103,10 @@ def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:
             f" {config.batch_values:,} values (batch_values), up to {int(lengths.max()):,}: each is"
             " a batch of its own"
         )
+
+
+def _named(name: str, layout: DatasetLayout) -> str:
+    return printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
 
 
 def _warn_once(message: str) -> None:

@@ -37,15 +37,20 @@ class Remedy(NamedTuple):
     leaves: float = 1.0  # samples that would then be decoded per used one
 
 
-class ChunkAdvice(NamedTuple):
+class Advice(NamedTuple):
     """Advice on chunks that hold more than is used."""
 
     name: str = ""  # the field whose chunks are decoded most, if there are several
     unit: str = "sample"  # of a chunk: "sample", "image", "row" or "value"
     remedies: tuple[Remedy, ...] = ()
-    h5py_name: str = ""  # the same for chunks that only h5py reads
-    h5py_remedies: tuple[Remedy, ...] = ()
-    raw_remedies: tuple[Remedy, ...] = ()  # for chunks without filters
+
+
+class ChunkAdvice(NamedTuple):
+    """Advice on chunks that the threads decode, those that only h5py reads, and unfiltered ones."""
+
+    decoded: Advice = Advice()
+    by_h5py: Advice = Advice()
+    raw: tuple[Remedy, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -214,33 +219,31 @@ class ReaderStats:
         return {**found, "filters": list(self.filters), "sentence": str(self)}
 
     def _repr_html_(self) -> str:
-        busy = self.busy_seconds
-        rows: list[list[Cell]] = []
-        for stage, seconds in self.stage_seconds.items():
-            if seconds and busy:
-                share = seconds / busy
-                text = f"{_percent(share)} %, {seconds_text(seconds)}"
-                rows.append([stage, Bar(share, text)])
-        if self.gil_wait_seconds and busy:
-            share = self.gil_wait_seconds / (busy + self.gil_wait_seconds)
-            text = f"{_percent(share)} %, {seconds_text(self.gil_wait_seconds)} more"
-            rows.append(["GIL", Bar(share, text)])
+        busy, gil, longest = self.busy_seconds, self.gil_wait_seconds, self.wait_p99_seconds
+        bars = [
+            (stage, seconds / busy, f"{_percent(seconds / busy)} %, {seconds_text(seconds)}")
+            for stage, seconds in self.stage_seconds.items()
+            if seconds and busy
+        ]
+        if gil and busy:
+            share = gil / (busy + gil)
+            bars.append(("GIL", share, f"{_percent(share)} %, {seconds_text(gil)} more"))
         if self._says_something:
-            text = f"{_percent(self.waited_share)} % of {seconds_text(self.elapsed_seconds)}"
-            rows.append(["loop waited", Bar(self.waited_share, text)])
-            longest = self.wait_p99_seconds
-            middle = self.wait_p50_seconds / longest if longest else 0.0
-            rows.append(["wait, median", Bar(middle, seconds_text(self.wait_p50_seconds))])
-            rows.append(["wait, 99 %", Bar(1.0, seconds_text(longest))])
-        amount = f"{self._amount}, {size_text(self.nbytes)}"
-        title = f"ReaderStats{self._span}"
+            share, median = self.waited_share, self.wait_p50_seconds
+            whole = seconds_text(self.elapsed_seconds)
+            bars.append(("loop waited", share, f"{_percent(share)} % of {whole}"))
+            share = median / longest if longest else 0.0
+            bars.append(("wait, median", share, seconds_text(median)))
+            bars.append(("wait, 99 %", 1.0, seconds_text(longest)))
+        rows: list[list[Cell]] = [[name, Bar(share, text)] for name, share, text in bars]
+        amount, title = f"{self._amount}, {size_text(self.nbytes)}", f"ReaderStats{self._span}"
         return table(title, rows, subtitle=amount, note=str(self))
 
 
 def loop_sentence(stats: ReaderStats) -> str:
     """Say whether the loop waits for data, and what to do; options are marked."""
     if not stats._says_something:
-        return _nothing(stats)
+        return reader_sentence(stats)
     waited = f"waited {_percent(stats.waited_share)} % of the time"
     if stats.waited_share < _DATA_BOUND:
         headroom = f"{stats.headroom:.1f}x what the loop takes"
@@ -259,7 +262,7 @@ def loop_sentence(stats: ReaderStats) -> str:
 def reader_sentence(stats: ReaderStats) -> str:
     """Say what limits the reader, regardless of the loop; options are marked."""
     if not stats._says_something:
-        return _nothing(stats)
+        return f"nothing to tell{stats._span or ' yet'}: fewer than two batches were delivered"
     threads = max(1, stats.num_threads)
     worked = stats.busy_seconds / (stats.elapsed_seconds * threads or 1.0)
     if worked < _BUSY and stats.waited_share >= _DATA_BOUND and stats.num_threads:
@@ -268,11 +271,6 @@ def reader_sentence(stats: ReaderStats) -> str:
             f" them busy; make {named('batch_size')} or {named('prefetch')} larger"
         )
     return _limit(stats)
-
-
-def _nothing(stats: ReaderStats) -> str:
-    when = stats._span or " yet"
-    return f"nothing to tell{when}: fewer than two batches were delivered"
 
 
 def _percent(share: float) -> str:
@@ -302,23 +300,24 @@ def _waste(stats: ReaderStats) -> str:
     decodes = (stats.stage_seconds.get("decode", 0.0) + reads) / stats.busy_seconds
     if limit in ("decode", "place", "read") and decodes >= _DECODES:
         if stats._least_decoded >= _WASTED:
-            return _told(stats._least_decoded, advice.unit, advice.name, advice.remedies)
+            return _told(stats._least_decoded, advice.decoded)
     if limit != "read":
         return ""
     if stats.direct_share < 1:
         if stats._h5py_per_used < _WASTED:
             return ""
-        return _told(stats._h5py_per_used, "sample", advice.h5py_name, advice.h5py_remedies)
+        return _told(stats._h5py_per_used, advice.by_h5py._replace(unit="sample"))
     if stats._least_read >= _WASTED:
         told = f"; {stats._least_read:.3g} bytes are read for each that is used"
-        return told + _remedies(stats._least_read, advice.raw_remedies)
+        return told + _remedies(stats._least_read, advice.raw)
     return ""
 
 
-def _told(ratio: float, unit: str, name: str, remedies: Sequence[Remedy]) -> str:
+def _told(ratio: float, advice: Advice) -> str:
     count = f"{ratio:.0f}" if ratio >= 9.5 else f"{ratio:.1f}".removesuffix(".0")
-    of = f' of "{name}"' if name else ""
-    return f"; {count} {unit}s{of} are decoded for each that is used{_remedies(ratio, remedies)}"
+    of = f' of "{advice.name}"' if advice.name else ""
+    remedies = _remedies(ratio, advice.remedies)
+    return f"; {count} {advice.unit}s{of} are decoded for each that is used{remedies}"
 
 
 def _remedies(ratio: float, remedies: Sequence[Remedy]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from h5async.errors import ConfigError, MissingPackageError, ReadError, out_of_memory
 from h5async.system.interruptions import interruption, passing
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from h5async.process.helper import HelperFiller
 
 _MOST_EVENTS = 20_000_000  # 1 GB of memory, 3 GB of a file
-_ENDED_EARLY = "the process ended before the trace did"
 
 _log = logging.getLogger("h5async.trace")
 
@@ -86,7 +85,7 @@ class Tracing:
         self._title = title
         self._process = os.getpid()
         # Held by the caller: a trace that an interruption kept from him is ended by the next one.
-        self._trace: weakref.ref[Trace] | None = None
+        self._trace: Callable[[], Trace | None] = lambda: None
         self._file: Path | None = None
         self._filler: Filler | HelperFiller | None = None  # that is recorded
         self._recorded: list[Recorded] | None = None
@@ -110,17 +109,14 @@ class Tracing:
         `batches` returns epoch and number of requested batches, by serial number; `held` is the
         serial number of the batch that the caller holds.
         """
-        trace = None if self._trace is None else self._trace()
+        trace = self._trace()
         if trace is not None and not trace.is_ending:
             raise ConfigError(
                 f"a trace of this reader is running already ({trace.path or 'without a file'}"
                 "); end it by its stop() before you begin another one"
             )
         self.close()
-        try:
-            max_events = operator.index(max_events)
-        except TypeError:
-            max_events = 0
+        max_events = operator.index(max_events) if isinstance(max_events, SupportsIndex) else 0
         if not 1 <= max_events <= _MOST_EVENTS:
             raise ConfigError(
                 f"max_events must be an integer from 1 to {_MOST_EVENTS:,}: how many are kept"
@@ -165,7 +161,7 @@ class Tracing:
         if self._file is None:
             return
         try:
-            self._write([], _ENDED_EARLY)
+            self._write(())
         except OSError as error:
             raise ConfigError(
                 f"the trace cannot be written to {self._file}: {error.strerror or error};"
@@ -185,7 +181,7 @@ class Tracing:
 
     @passing()
     def _stop(self, trace: Trace) -> None:
-        if self._trace is not None and self._trace() is trace:
+        if self._trace() is trace:
             self._end()
 
     def _end(self) -> None:
@@ -193,7 +189,7 @@ class Tracing:
         filler = self._filler
         if filler is None or self._process != os.getpid():  # a fork: it belongs to the parent
             return
-        trace = None if self._trace is None else self._trace()
+        trace = self._trace()
         if trace is not None:
             trace.is_ending = True
         self._recorder.timeline = None
@@ -214,14 +210,14 @@ class Tracing:
                 f"the trace cannot be written to {self._file}: {failure.strerror or failure}"
             ) from failure
 
-    def _write(self, recorded: Sequence[Recorded], note: str | None = None) -> None:
+    def _write(self, recorded: Sequence[Recorded]) -> None:
         assert self._file is not None
         from h5async.observe.chrometrace import write_trace  # rarely needed
 
         names = [f"h5async: {self._title}", *["h5async: a helper process"] * len(recorded)]
         other = {"reader": self._title, "began": self._began}
-        if note is not None:
-            other["note"] = note
+        if not recorded:  # it has just begun
+            other["note"] = "the process ended before the trace did"
         processes = list(zip(names, recorded, strict=False))
         write_trace(self._file, processes, self._batches, self._max_events, other)
 
@@ -235,8 +231,7 @@ def _nvtx_ranges() -> OpenRange:
 
     def open_range(name: str) -> Callable[[], object]:
         nvtx.RangePush(name)
-        close: Callable[[], object] = nvtx.RangePop
-        return close
+        return partial(nvtx.RangePop)
 
     return open_range
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from h5async.config.readerconfig import MAX_WORLD_SIZE
+from h5async.config.values import MAX_WORLD_SIZE
 from h5async.errors import ConfigError
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing

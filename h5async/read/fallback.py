@@ -28,8 +28,8 @@ from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import Core, address
 from h5async.errors import OutOfMemoryError, ReaderClosedError, ReadError, out_of_memory
 from h5async.index.changes import FileChanges
+from h5async.index.chunks import filters_of
 from h5async.index.chunktable import needed_nbytes
-from h5async.index.filterpipeline import filters_of
 from h5async.index.hdf5 import stored_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.io.keptfiles import KeptFiles

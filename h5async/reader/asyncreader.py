@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from numpy.typing import ArrayLike
 
 from h5async.config import ReaderConfig, check_timeout
-from h5async.config.describe import takes_options
 from h5async.config.files import paths_text
+from h5async.config.frozen import takes_options
 from h5async.errors import ConfigError, ReadError
 from h5async.observe.stats import ReaderStats
 from h5async.observe.tracing import Trace
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from h5async.index.layout import DatasetLayout
 
 
-@takes_options
+@takes_options(ReaderConfig)
 class AsyncReader:
     """Reads minibatches from HDF5 files in threads, ahead of the loop that uses them.
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from h5async.config import Field, ReaderConfig, SparseField
 from h5async.config.parts import Values
 from h5async.errors import ConfigError, DatasetError
-from h5async.index.filterpipeline import left_to_hdf5
+from h5async.index.chunks import left_to_hdf5
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach

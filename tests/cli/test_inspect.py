@@ -12,14 +12,13 @@ from hdf5files import type_for_h5py
 from typer.testing import CliRunner
 
 from h5async.cli import app
-from h5async.cli.datasetfacts import Dataset
-from h5async.cli.inspect import is_meant
-from h5async.cli.listing import Folding
+from h5async.cli.datasetfacts import Dataset, is_meant
+from h5async.cli.inspect import folded
 
 
 @pytest.fixture(autouse=True)
 def _one_table(monkeypatch):
-    monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", math.inf)
+    monkeypatch.setattr("h5async.cli.inspect.BLOCK_SECONDS", math.inf)
 
 
 def run(*arguments):
@@ -153,15 +152,13 @@ def dataset(path, **facts):
     return Dataset(path, "a.h5", samples=4, **facts)
 
 
-def folded(datasets):
-    folding = Folding()
-    lines = [line for one in datasets for line in folding.add(one)]
-    return [line.text for line in (*lines, *folding.end())]
+def texts(datasets):
+    return [text for text, _ in folded(datasets)]
 
 
 def test_groups_within_groups():
     paths = [f"run{r}/cam{c}/rgb" for r in range(3) for c in range(4)]
-    assert folded(map(dataset, paths)) == [
+    assert texts(map(dataset, paths)) == [
         "run0 … run2 (3 groups alike)",
         "  cam0 … cam3 (4 groups alike)",
         "    rgb",
@@ -170,14 +167,14 @@ def test_groups_within_groups():
 
 def test_few_groups_and_other_names_stay():
     paths = ["test/x", "train/x", "val/x", "w1/x", "w2/x"]
-    assert folded(map(dataset, paths)) == paths
+    assert texts(map(dataset, paths)) == paths
     many = [f"{name}/x" for name in "abcdefghij"]
-    assert folded(map(dataset, many)) == ["a … j (10 groups alike)", "  x"]
+    assert texts(map(dataset, many)) == ["a … j (10 groups alike)", "  x"]
 
 
 def test_what_differs_is_not_folded():
     datasets = [dataset(f"g{n}/x", dtype="f8" if n == 3 else "f4") for n in range(7)]
-    assert folded(datasets) == [
+    assert texts(datasets) == [
         "g0 … g2 (3 groups alike)",
         "  x",
         "g3/x",
@@ -185,25 +182,35 @@ def test_what_differs_is_not_folded():
         "  x",
     ]
     datasets = [dataset(f"g{n}/{name}") for n in range(3) for name in ("x", "y")[: n + 1]]
-    assert folded(datasets) == ["g0/x", "g1/x", "g1/y", "g2/x", "g2/y"]
+    assert texts(datasets) == ["g0/x", "g1/x", "g1/y", "g2/x", "g2/y"]
+
+
+def taken(paths, seen):
+    """Yield datasets, and note which were asked for."""
+    for path in paths:
+        seen.append(path)
+        yield dataset(path)
 
 
 def test_the_root_is_not_held_back():
-    folding = Folding()
-    for name in "abc":
-        assert [line.text for line in folding.add(dataset(name))] == [name]
+    seen = []
+    for text, _ in folded(taken("abc", seen)):
+        assert seen[-1] == text
 
 
 def test_a_large_group_is_printed_before_it_ends():
-    folding = Folding()
-    paths = [f"deep/er/d{number:05}" for number in range(2000)]
-    lines = [line.text for path in paths for line in folding.add(dataset(path))]
-    assert lines == paths
-    assert [line.text for line in folding.add(dataset("deep/g1/x"))] == []
-    rest = [dataset(f"deep/g{n}/x") for n in (2, 3)] + [dataset("z")]
-    lines = [line.text for one in rest for line in folding.add(one)]
-    assert lines == ["deep/g1 … deep/g3 (3 groups alike)", "  x", "z"]
-    assert list(folding.end()) == []
+    large = [f"deep/er/d{number:05}" for number in range(2000)]
+    seen = []
+    lines = folded(taken([*large, *(f"deep/g{n}/x" for n in (1, 2, 3)), "z"], seen))
+    assert [next(lines)[0] for _ in large] == large
+    assert seen == large
+    rest = ["deep/g1 … deep/g3 (3 groups alike)", "  x", "z"]
+    assert [text for text, _ in lines] == rest
+
+
+def test_groups_are_folded_to_some_depth():
+    path = "/".join(["g"] * 2000)
+    assert texts([dataset(f"{path}/{name}") for name in "ab"]) == [f"{path}/a", f"{path}/b"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -217,12 +224,7 @@ def test_no_dataset_is_lost_or_moved(seed):
         },
         key=lambda path: [(part.startswith("d"), part) for part in path.split("/")],
     )
-    folding = Folding(False)
-    flat = [line.text for path in paths for line in folding.add(dataset(path))]
-    assert flat == paths
-    folding = Folding()
-    shown = [line for path in paths for line in folding.add(dataset(path))] + list(folding.end())
-    single = [line.text for line in shown if line.dataset and not line.text.startswith(" ")]
+    shown = list(folded(map(dataset, paths)))
+    single = [text for text, several in shown if several and not text.startswith(" ")]
     assert single == [path for path in paths if path in set(single)]
-    samples = sum(line.dataset.samples for line in shown if line.dataset)
-    assert samples == 4 * len(paths)
+    assert sorted(one.path for _, several in shown for one in several) == sorted(paths)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h5async import AsyncReader
-from h5async.index import chunkindex, visits
+from h5async.index import chunks, visits
 
 FILTERS = [{}, {"compression": "gzip"}, {"shuffle": True, "compression": "lzf"}]
 
@@ -126,4 +126,4 @@ def test_a_chunk_that_hdf5_does_not_find_there_is_left_to_h5py(tmp_path, monkeyp
 
 def test_this_hdf5_counts_positions():
     assert visits._counts_positions()
-    assert chunkindex.positions_of is visits.positions_of
+    assert chunks.positions_of is visits.positions_of

@@ -25,7 +25,7 @@ from h5py import h5d, h5p, h5s, h5t, h5z
 from hdf5files import type_for_h5py
 
 from h5async import AsyncReader, DatasetError, FileChangedWarning, ReadError, UnsafeFileError
-from h5async.index import chunkindex, datasets, hdf5, metadata, virtual, visits
+from h5async.index import chunks, datasets, hdf5, metadata, virtual, visits
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach
 from h5async.read import fallback
@@ -80,7 +80,7 @@ def goes_wrong(path, **options):
 def no_rules(monkeypatch):
     """Take away the rules that send a dataset to h5py for its type, its index and so on."""
     monkeypatch.setattr(datasets.Indexer, "_require_direct", lambda *_: None)
-    monkeypatch.setattr(chunkindex, "positions_of", lambda *_: None)
+    monkeypatch.setattr(chunks, "positions_of", lambda *_: None)
 
 
 def raw_dataset(file, stored_type, values, *, plist=None, maxshape=None):
@@ -251,7 +251,7 @@ def test_filtered_edge_chunks(tmp_path, filters):
 def test_unfiltered_edge_chunks_unguarded(tmp_path, monkeypatch, filters):
     path = tmp_path / "a.h5"
     unfiltered_edge_chunks(path, filters)
-    monkeypatch.setattr(datasets, "edges_are_raw", lambda dataset: False)
+    monkeypatch.setattr(hdf5.Opened, "edges_are_raw", False)
     assert goes_wrong(path)
 
 
@@ -756,13 +756,13 @@ def test_filter_masks(tmp_path, compression):
 def test_filter_masks_unguarded(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     every_filter_mask(path, compression=GZIP)
-    read_chunk_table = datasets.read_chunk_table
+    read_chunk_table = chunks.read_chunk_table
 
     def without_masks(*args):
         table = read_chunk_table(*args)
         return dataclasses.replace(table, filter_mask=np.zeros_like(table.filter_mask))
 
-    monkeypatch.setattr(datasets, "read_chunk_table", without_masks)
+    monkeypatch.setattr(chunks, "read_chunk_table", without_masks)
     assert goes_wrong(path)
 
 

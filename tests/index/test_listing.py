@@ -87,7 +87,7 @@ def test_inspect_shows_what_it_finds_as_it_finds_it(path, monkeypatch):
     """The first rows are there before the last ones are looked at."""
     file_of_many(path, 5)
     printed = []
-    monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", -1.0)  # nothing is held back
+    monkeypatch.setattr("h5async.cli.inspect.BLOCK_SECONDS", -1.0)  # nothing is held back
     monkeypatch.setattr("typer.echo", lambda text, **_: printed.append(text))
     seen = []
     layout_at = metadata.layout_at
@@ -111,7 +111,7 @@ def test_columns_of_inspect_get_only_wider(tmp_path, monkeypatch):
         file["a"] = np.zeros(3)
         file["b" * 50] = np.zeros((100, 100, 100), "i1")
         file["c"] = np.zeros(3)
-    monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", -1.0)
+    monkeypatch.setattr("h5async.cli.inspect.BLOCK_SECONDS", -1.0)
     result = CliRunner().invoke(cli.app, ["inspect", str(tmp_path / "file.h5")])
     _, _, a, b, c, *_ = result.stdout.splitlines()
     assert a.split() == ["a", *c.split()[1:]]

@@ -25,7 +25,7 @@ from h5async.index import virtual
 from h5async.index.cost import read_cost
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
-from h5async.index.slabs import Blocks, PairedRuns, Selection, Slab, runs_between
+from h5async.index.segments import Blocks, PairedRuns, Selection, Slab, runs_between
 from h5async.index.units import most_units, unit_bounds
 from h5async.read.h5pyrows import H5pyRows
 

@@ -26,8 +26,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import Indexed
 from h5async.index.links import Consulted, Reach
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
-from h5async.index.segments import Piece
-from h5async.index.slabs import Blocks, Slab
+from h5async.index.segments import Blocks, Piece, Slab
 from h5async.io.stamps import FileStamp
 
 PIPELINES = [(), (Filter(2, (4,), "shuffle"), Filter(1, (4,), "deflate")), (Filter(3, (), ""),)]

@@ -47,7 +47,7 @@ static const Member ALL_MEMBERS[] = {
             copy_source, copy_target, copy_nbytes, adler, max_tasks, max_copies, num_tasks,
             num_copies)
     MEMBERS(Visit, iterate, save_thread, restore_thread, check_signals, dataset, rank, chunk, grid,
-            number, offset, nbytes, mask, capacity, count, begin, end, least, most, is_ascending,
+            number, offset, nbytes, mask, capacity, count, end, least, most, is_ascending,
             is_apart, is_outside, thread)
     MEMBERS(Sparse, data, indices, indptr, out, rows, columns, total, row_nbytes, data_kind,
             out_kind, index_nbytes, padding)

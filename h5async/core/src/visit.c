@@ -22,7 +22,7 @@ typedef struct {
     int64_t capacity;
     /* Out: */
     int64_t count;
-    int64_t begin, end;         /* the first byte of all chunks in the file, and behind the last */
+    int64_t end;                /* behind the last byte of all chunks in the file */
     int64_t least, most;        /* bytes of a chunk */
     int64_t is_ascending;       /* each number is higher than the one before */
     int64_t is_apart;           /* each chunk begins where the one before ends, or behind it */
@@ -59,7 +59,6 @@ static int visit_chunk(const uint64_t *corner, unsigned mask, uint64_t address, 
     int64_t end = size > INT64_MAX - offset ? INT64_MAX : offset + size;
     v->is_ascending &= !at || number > v->number[at - 1];
     v->is_apart &= !at || (offset >= v->offset[at - 1] && offset - v->offset[at - 1] >= v->nbytes[at - 1]);
-    v->begin = at && v->begin < offset ? v->begin : offset;
     v->end = v->end > end ? v->end : end;
     v->least = at && v->least < size ? v->least : size;
     v->most = v->most > size ? v->most : size;
@@ -76,7 +75,7 @@ PUBLIC int64_t h5async_visit(Visit *v)
 {
     if (v->rank < 1 || v->rank > MAX_VISIT_RANK)
         return -1;
-    v->count = v->begin = v->end = v->least = v->most = v->is_outside = 0;
+    v->count = v->end = v->least = v->most = v->is_outside = 0;
     v->is_ascending = v->is_apart = 1;
     v->thread = v->save_thread();
     int status = v->iterate(v->dataset, 0, visit_chunk, v);

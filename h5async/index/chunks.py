@@ -1,7 +1,12 @@
-"""Reads and validates the chunk index of a dataset, and sorts it into a `ChunkTable`."""
+"""Reads the filter pipeline and the chunk index of a dataset, and checks both.
+
+Also adds a filter that converts stored elements to NumPy's as chunks are decoded. Contiguous values
+become chunks of some rows for that.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,39 +15,135 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.filters import Filter
-from h5async.errors import ReadError
-from h5async.index.chunktable import ChunkTable, grid_of
+from h5async.codec.corefilters import CONVERSION
+from h5async.codec.filters import Filter, is_known_to_hdf5
+from h5async.core.binding import can_decode
+from h5async.errors import DatasetError, ReadError
+from h5async.index.chunktable import ChunkTable, grid_of, repeated, shortened
 from h5async.index.hdf5 import (
     B_TREE_V1,
     EXTENSIBLE_ARRAY,
     FIXED_ARRAY,
     IMPLICIT,
     NotDirectError,
+    Opened,
     reading,
 )
-from h5async.index.opendataset import Opened
-from h5async.index.visits import (
-    MISREPORTED,
-    Visited,
-    first_unlike,
-    positions_of,
-    visit_chunks,
-)
+from h5async.index.layout import DatasetLayout
+from h5async.index.visits import MISREPORTED, Visited, first_unlike, positions_of, visit_chunks
+from h5async.system.interruptions import suppressing
 
 _MANY_CHUNKS = 1 << 24
 _SUPERBLOCK_NBYTES = 48  # at least
 _LOOKUPS = 256
 _ALL_FILTERS = 0xFFFFFFFF
-
-Int64s = NDArray[np.int64]
+_UNIT_NBYTES = 1 << 16  # of contiguous values that are converted at a time
+_MOST_UNITS = 1 << 20
+_MOST_FILTERS = 31  # beside it: limited by the bits of a filter mask
 
 
 class TooManyChunksError(NotDirectError):
     """HDF5 would visit more chunks than the file has room to list."""
 
 
-def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) -> bool:
+def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
+    """Return the pipeline, in the order of writing."""
+    found = (plist.get_filter(i) for i in range(plist.get_nfilters()))
+    return tuple(
+        Filter(number, tuple(parameters), name.decode("utf-8", "replace").rstrip("\0"))
+        for number, _flags, parameters, name in found
+    )
+
+
+def with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) -> DatasetLayout:
+    """Check the filters of a dataset, and find out whether its edge chunks are raw.
+
+    `ReadError` if client data state another length of a chunk: HDF5 would return uninitialized
+    memory. `DatasetError` if a chunk was written with a filter that neither the core nor h5py has.
+    """
+    if not layout.chunk_shape or not layout.filters:
+        return layout
+    chunk_nbytes = math.prod(dataset.chunks) * layout.stored_itemsize
+    for entry in layout.filters if chunk_nbytes else ():
+        stated = entry.stated_chunk_nbytes
+        if stated not in (None, chunk_nbytes):
+            raise ReadError(
+                f"{where}: its chunks have {chunk_nbytes} bytes, but the client data of its filter"
+                f" {entry.label} say {stated}; its metadata are damaged"
+            )
+    if dataset.edges_are_raw:
+        layout = layout.changed(has_raw_edges=True)
+    missing = unavailable(layout.filters)
+    if missing and _applies_any(dataset, missing, layout.has_raw_edges):
+        raise _is_not_available(layout.filters[missing[0]], where)
+    return layout
+
+
+def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where: str) -> None:
+    """Raise `DatasetError` if a chunk was written with a filter that HDF5 does not have.
+
+    The layout is of a dataset to be read through h5py, even if the core could decode it: `dataset`,
+    or None if its chunk table says which filters were used.
+    """
+    missing = [bit for bit, entry in enumerate(layout.filters) if not is_known_to_hdf5(entry)]
+    if not missing or not layout.chunk_shape:
+        return
+    if dataset is not None:
+        with suppressing(TooManyChunksError):
+            if not _applies_any(dataset, missing, layout.has_raw_edges):
+                return
+    elif layout.chunks is not None:
+        bits = np.uint32(sum(1 << bit for bit in missing))
+        if not (~layout.chunks.filter_mask & bits).any():
+            return
+    raise _is_not_available(layout.filters[missing[0]], where)
+
+
+def left_to_hdf5(layout: DatasetLayout, reason: str) -> DatasetLayout:
+    """Return the layout of the same dataset, read through h5py.
+
+    DatasetError if HDF5 does not have a filter that it needs.
+    """
+    for origin in layout.origins():
+        require_filters_of_hdf5(origin, None, f'{origin.file}: dataset "{origin.path}"')
+    return layout.through_h5py(reason)
+
+
+def _is_not_available(entry: Filter, where: str) -> DatasetError:
+    remedy = "hdf5plugin does not have it: let HDF5_PLUGIN_PATH name a folder with its plugin"
+    if importlib.util.find_spec("hdf5plugin") is None:
+        remedy = "try: pip install hdf5plugin"
+    by = "to HDF5, through which it is read" if can_decode(entry) else ""
+    return DatasetError(
+        f"{where} is compressed with filter {entry.number} ({entry.label}), which is not"
+        f" available{by and ' '}{by}; {remedy}"
+    )
+
+
+def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
+    """Raise `NotDirectError` if a chunk was written with a filter that only HDF5 decodes.
+
+    Its mere presence in the pipeline does not matter: filters that cannot process the data, such as
+    shuffle with variable-length elements, are skipped when a chunk is written.
+    """
+    theirs = undecodable(layout.filters)
+    theirs = [bit for bit in theirs if is_known_to_hdf5(layout.filters[bit])]
+    if theirs and _applies_any(dataset, theirs, layout.has_raw_edges):
+        entry = layout.filters[theirs[0]]
+        raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
+
+
+def undecodable(filters: tuple[Filter, ...]) -> list[int]:
+    """Return the positions of filters that the core cannot decode."""
+    return [bit for bit, entry in enumerate(filters) if not can_decode(entry)]
+
+
+def unavailable(filters: tuple[Filter, ...]) -> list[int]:
+    """Return the positions of filters that neither the core nor HDF5 can decode."""
+    return [bit for bit in undecodable(filters) if not is_known_to_hdf5(filters[bit])]
+
+
+def _applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) -> bool:
     """Return whether a chunk was written with any of the filters at some positions of the pipeline.
 
     Most often the first chunk was, and no other is visited. Raises like `_require_room`.
@@ -63,6 +164,29 @@ def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) 
     return bool(math.prod(shape) and dataset.id.chunk_iter(applies))
 
 
+def with_chunks(layout: DatasetLayout, dataset: Opened, where: str) -> DatasetLayout:
+    """Return a layout with its chunks, and without the filters that the core cannot decode.
+
+    No chunk was written with those: see `refuse_filters_of_hdf5`. Raises like `read_chunk_table`.
+    """
+    unused = undecodable(layout.filters)
+    # (`join_layouts` may leave it to h5py, with all filters.)
+    if layout.text and unavailable(layout.filters):
+        raise NotDirectError("strings that HDF5 converts, and filters it does not have")
+    chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
+    chunks, filters = without_filters(chunks, layout.filters, unused)
+    if unused and not filters:  # HDF5 would read past chunks that are too short
+        expected = math.prod(layout.chunk_shape) * layout.dtype.itemsize
+        bad = np.flatnonzero(chunks.nbytes != expected)
+        if bad.size:
+            raise ReadError(
+                f"{where}: no filter was applied to the chunk at byte {chunks.offset[bad[0]]};"
+                f" expected {expected} bytes, got {chunks.nbytes[bad[0]]}; the file is damaged"
+            )
+    nbytes = int(chunks.nbytes.sum())
+    return layout.changed(chunks=chunks.shortened(), filters=filters, stored_nbytes=nbytes)
+
+
 def without_filters(
     table: ChunkTable, filters: tuple[Filter, ...], positions: Sequence[int]
 ) -> tuple[ChunkTable, tuple[Filter, ...]]:
@@ -74,6 +198,39 @@ def without_filters(
     for bit, before in enumerate(kept):
         mask |= (table.filter_mask >> np.uint32(before) & np.uint32(1)) << np.uint32(bit)
     return replace(table, filter_mask=mask), tuple(filters[bit] for bit in kept)
+
+
+def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayout:
+    """Return a layout whose chunks are converted by the filter with these parameters.
+
+    NotDirectError if contiguous values would be cut into too many units.
+    """
+    conversion = Filter(CONVERSION, parameters, "conversion")
+    if layout.chunks is not None:
+        if len(layout.filters) >= _MOST_FILTERS:
+            raise NotDirectError("as many filters as HDF5 allows, and a conversion")
+        table = layout.chunks
+        table = replace(table, filter_mask=shortened(table.filter_mask << np.uint32(1)))
+        return layout.changed(filters=(conversion, *layout.filters), chunks=table)
+    rows, *rest = [int(extent) or 1 for extent in layout.shape]
+    row_nbytes = math.prod(rest) * conversion.parameters[1]
+    most = min(rows, max(1, _UNIT_NBYTES // row_nbytes))
+    size = max(n for n in range(1, most + 1) if rows % n == 0)
+    count = rows // size if layout.offset >= 0 and 0 not in layout.shape else 0
+    if count > _MOST_UNITS:
+        raise NotDirectError("a stored type to convert, of rows that make no equal units")
+    nbytes = size * row_nbytes
+    offset = layout.offset + nbytes * np.arange(count, dtype=np.int64)
+    return layout.changed(
+        chunk_shape=(size, *rest),
+        filters=(conversion,),
+        chunks=ChunkTable(
+            None if count == rows // size else np.zeros(0, np.int64),
+            offset,
+            repeated(nbytes, count, "i8"),
+            repeated(0, count, "u4"),
+        ),
+    )
 
 
 def read_chunk_table(
@@ -138,8 +295,9 @@ class _Checks:
     def require_within(self, end: int) -> None:
         """Raise ReadError for chunks that do not lie in the file."""
         offset, nbytes = self.visited.offset, self.visited.nbytes
-        if self.visited.end > end:
-            at = int(((nbytes > end) | (offset > end - nbytes)).argmax())
+        bad = np.False_ if self.visited.end <= end else (nbytes > end) | (offset > end - nbytes)
+        if bad.any():
+            at = int(bad.argmax())
             raise ReadError(
                 f"{self._chunk(self.visited.number[at])}: {nbytes[at]} bytes at byte {offset[at]}"
                 f" do not lie in the file, which has {end} bytes; it was cut short or is damaged"
@@ -179,8 +337,8 @@ class _Checks:
             overlaps = offset[1:] < offset[:-1] + nbytes[:-1]
             if overlaps.any():
                 at, what = offset[int(overlaps.argmax()) + 1], "another one"
-        if not what and offset.size and self.visited.begin < _SUPERBLOCK_NBYTES:
-            at, what = self.visited.begin, "the file's superblock"
+        if not what and offset.size and offset[0] < _SUPERBLOCK_NBYTES:
+            at, what = offset[0], "the file's superblock"
         if what:
             raise ReadError(
                 f"{self.where}: a chunk at byte {at} overlaps {what}; the file is damaged"
