@@ -12,6 +12,8 @@ import zlib
 import imagecodecs
 import numpy as np
 
+from h5async.deliver.devicedecode import Blocks
+
 
 def words(address, count, dtype=np.uint64):
     nbytes = count * np.dtype(dtype).itemsize
@@ -42,22 +44,16 @@ class FakeNvcomp:
         assert form in ("deflate", "zstd", "lz4")
         return 8 * count
 
-    def decompress(
-        self,
-        form,
-        count,
-        blocks,
-        temp,
-        temp_nbytes,
-        stream,
-    ):
+    def decompress(self, form, blocks, temp, stream):
+        count = blocks.states.size
         assert count > 0
-        assert temp_nbytes >= 8 * count
+        assert temp.nbytes >= 8 * count
+        blocks = Blocks(*(array.data.ptr for array in blocks))
         self.calls += 1
         self.blocks += count
 
         def run():
-            words(temp, count)[...] = 0xDEAD
+            words(temp.data.ptr, count)[...] = 0xDEAD
             sizes, rooms = words(blocks.source_nbytes, count), words(blocks.target_nbytes, count)
             begins, goes_to = words(blocks.sources, count), words(blocks.targets, count)
             actual = words(blocks.actual_nbytes, count)
@@ -77,4 +73,4 @@ class FakeNvcomp:
                 ctypes.memmove(int(goes_to[i]), found, len(found))
                 state[i], actual[i] = 0, len(found)
 
-        self.simulation.put(self.streams[stream], run)
+        self.simulation.put(self.streams[stream.ptr], run)

@@ -175,7 +175,7 @@ def poison(reader):
         for array in (*slot.memory.raw, *slot.memory.out):
             array.reshape(-1).view(np.uint8)[...] = POISON
         for field in slot._fields:
-            for room in () if field is None else (*field._on_device, field._changed):
+            for room in () if field is None else (*field._on_device.values(), field._changed):
                 if room._block is not None:
                     room._block[...] = POISON
             if field is not None and field._made is not None:

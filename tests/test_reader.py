@@ -39,9 +39,8 @@ from h5async import (
 )
 from h5async.core import binding as core_module
 from h5async.fill.reading import BatchReader
-from h5async.io.localfiles import LocalFile
+from h5async.io.localfiles import LocalFile, can_map
 from h5async.io.stamps import FileStamp
-from h5async.system.mounts import can_map
 
 DEADLOCK_SECONDS = 200
 NUM_SAMPLES = 23

@@ -16,7 +16,7 @@ from typing import Any
 import imagecodecs
 import numpy as np
 
-from h5async.codec.entry import Parameters
+from h5async.codec.corefilters import Parameters
 from h5async.codec.filters import (
     BITSHUFFLE,
     BLOSC,
@@ -76,14 +76,6 @@ def unchecked(filters: tuple[Filter, ...]) -> Filter | None:
     return next((entry for entry in filters if entry.number not in _LENGTHS), None)
 
 
-def _inflate(_parameters: Parameters, data: bytes, most: int) -> Decoded:
-    return _decompress(zlib.decompressobj(), data, most)
-
-
-def _bunzip2(_parameters: Parameters, data: bytes, most: int) -> Decoded:
-    return _decompress(bz2.BZ2Decompressor(), data, most)
-
-
 def _decompress(stream: Any, data: bytes, most: int) -> Decoded:
     found: bytes = stream.decompress(data, most + 1)
     if not stream.eof and len(found) <= most:
@@ -91,18 +83,6 @@ def _decompress(stream: Any, data: bytes, most: int) -> Decoded:
     if not stream.eof and len(found) <= most:
         raise ValueError("the stream was cut short")
     return found
-
-
-def _lzf(_parameters: Parameters, data: bytes, most: int) -> Decoded:
-    return bytes(imagecodecs.lzf_decode(data, header=False, out=np.empty(most, np.uint8)))
-
-
-def _zstd(_parameters: Parameters, data: bytes, most: int) -> Decoded:
-    return bytes(imagecodecs.zstd_decode(data, out=np.empty(most, np.uint8)))
-
-
-def _same(_parameters: Parameters, data: bytes, _most: int) -> Decoded:
-    return len(data)
 
 
 def _fletcher32(_parameters: Parameters, data: bytes, _most: int) -> Decoded:
@@ -167,17 +147,13 @@ def _szip(parameters: Parameters, data: bytes, most: int) -> Decoded:
 def _nbit(parameters: Parameters, data: bytes, _most: int) -> Decoded:
     if len(parameters) > 1 and parameters[1]:  # HDF5 says "need not compress"
         return data
-    needed = _packed_nbit_nbytes(parameters)
+    try:
+        needed = (parameters[2] * _packed_bits(parameters, 3)[0] + 7) // 8
+    except (IndexError, ValueError, ZeroDivisionError, RecursionError) as error:
+        raise ValueError(f"nbit: its client data are damaged ({error})") from error
     if len(data) < needed:
         raise ValueError(f"expected {needed} bytes, got {len(data)}")
     return parameters[2] * parameters[4]
-
-
-def _packed_nbit_nbytes(parameters: Parameters) -> int:
-    try:
-        return (parameters[2] * _packed_bits(parameters, 3)[0] + 7) // 8
-    except (IndexError, ValueError, ZeroDivisionError, RecursionError) as error:
-        raise ValueError(f"nbit: its client data are damaged ({error})") from error
 
 
 def _packed_bits(parameters: Parameters, at: int) -> tuple[int, int]:
@@ -212,18 +188,20 @@ def _scaleoffset(parameters: Parameters, data: bytes, _most: int) -> Decoded:
 
 
 _LENGTHS: dict[int, Callable[[Parameters, bytes, int], Decoded]] = {
-    DEFLATE: _inflate,
-    SHUFFLE: _same,
+    DEFLATE: lambda _, data, most: _decompress(zlib.decompressobj(), data, most),
+    SHUFFLE: lambda _, data, most: len(data),
     FLETCHER32: _fletcher32,
     SZIP: _szip,
     NBIT: _nbit,
     SCALEOFFSET: _scaleoffset,
-    BZIP2: _bunzip2,
-    LZF: _lzf,
+    BZIP2: lambda _, data, most: _decompress(bz2.BZ2Decompressor(), data, most),
+    LZF: lambda _, data, most: bytes(
+        imagecodecs.lzf_decode(data, header=False, out=np.empty(most, np.uint8))
+    ),
     BLOSC: _blosc,
     LZ4: _lz4,
     BITSHUFFLE: _bitshuffle,
-    ZSTD: _zstd,
+    ZSTD: lambda _, data, most: bytes(imagecodecs.zstd_decode(data, out=np.empty(most, np.uint8))),
 }
 # The bytes by which they shorten a chunk, whatever it holds.
 _PASSED_ON = {SHUFFLE: 0, FLETCHER32: _CHECKSUM_NBYTES}

@@ -13,8 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h5async.codec import storedelements
-from h5async.codec.entry import NOTHING, CoreFilter, CoreKind, Parameters
+from h5async.codec.corefilters import (
+    CONVERSION,
+    NOTHING,
+    CoreFilter,
+    CoreKind,
+    Parameters,
+    stored_filter,
+)
 from h5async.codec.plugins import has_hdf5, plugin_filter
 
 DEFLATE, SHUFFLE, FLETCHER32, SZIP, NBIT, SCALEOFFSET = 1, 2, 3, 4, 5, 6
@@ -29,24 +35,12 @@ _NBIT_ATOMIC = 1
 
 
 class FilterEntry(NamedTuple):
-    """A filter of the registry.
+    """A filter of the registry."""
 
-    Attributes
-    ----------
-    number
-        As registered by The HDF Group.
-    name
-        For messages.
-    core
-        Client data -> the filter as the core takes it; None if HDF5 has to decode, or a plugin.
-    stated_chunk_nbytes
-        Client data -> the decoded bytes of a chunk that they state; None if they do not.
-    """
-
-    number: int
-    name: str
+    number: int  # as registered by The HDF Group
+    name: str  # for messages
+    # Client data -> the filter as the core takes it; None if HDF5 has to decode, or a plugin.
     core: Callable[[Parameters], CoreFilter | None] = lambda parameters: None
-    stated_chunk_nbytes: Callable[[Parameters], int | None] = lambda parameters: None
 
 
 def _same(kind: CoreKind, library: str | None = None) -> Callable[[Parameters], CoreFilter]:
@@ -131,11 +125,6 @@ def _nbit(parameters: Parameters) -> CoreFilter | None:
     return CoreFilter(CoreKind.NBIT, values=parameters)
 
 
-def _stated_chunk_nbytes(parameters: Parameters) -> int | None:
-    """Return the bytes of a chunk by the client data of either filter; None if they do not say."""
-    return parameters[2] * parameters[4] if len(parameters) > 4 else None
-
-
 def default_block(element: int) -> int:
     """Return the elements in a block of bitshuffle if the filter's client data do not say."""
     return max(128, 8192 // element // 8 * 8)
@@ -146,8 +135,8 @@ _ENTRIES = (
     FilterEntry(SHUFFLE, "shuffle", _shuffle),
     FilterEntry(FLETCHER32, "fletcher32", _same(CoreKind.FLETCHER32)),
     FilterEntry(SZIP, "szip", _szip),
-    FilterEntry(NBIT, "nbit", _nbit, _stated_chunk_nbytes),
-    FilterEntry(SCALEOFFSET, "scaleoffset", _scaleoffset, _stated_chunk_nbytes),
+    FilterEntry(NBIT, "nbit", _nbit),
+    FilterEntry(SCALEOFFSET, "scaleoffset", _scaleoffset),
     FilterEntry(305, "lzo"),
     FilterEntry(BZIP2, "bzip2", _same(CoreKind.BZIP2, "bz2")),
     FilterEntry(LZF, "lzf", _same(CoreKind.LZF)),
@@ -161,7 +150,7 @@ _ENTRIES = (
     FilterEntry(32024, "sz3"),
     FilterEntry(BLOSC2, "blosc2"),
     FilterEntry(32028, "sperr"),
-    FilterEntry(storedelements.NUMBER, "conversion", storedelements.stored_filter),
+    FilterEntry(CONVERSION, "conversion", stored_filter),
 )
 REGISTRY = {entry.number: entry for entry in _ENTRIES}
 
@@ -193,7 +182,9 @@ class Filter(NamedTuple):
     @property
     def stated_chunk_nbytes(self) -> int | None:
         """The decoded bytes of a chunk by the client data; None if they do not say."""
-        return self.entry.stated_chunk_nbytes(self.parameters)
+        if self.number not in (NBIT, SCALEOFFSET) or len(self.parameters) < 5:
+            return None
+        return self.parameters[2] * self.parameters[4]
 
 
 @lru_cache(maxsize=256)
@@ -204,4 +195,4 @@ def _registered(number: int, parameters: Parameters) -> CoreFilter | None:
 
 def is_known_to_hdf5(entry: Filter) -> bool:
     """Tell whether HDF5 can undo a filter in this process, maybe by a plugin of hdf5plugin."""
-    return entry.number == storedelements.NUMBER or has_hdf5(entry.number)
+    return entry.number == CONVERSION or has_hdf5(entry.number)

@@ -33,17 +33,13 @@ _CMYK_NBYTES = 44  # per pixel: itself, and the arrays from which RGB is compute
 
 
 class ImageHeader(NamedTuple):
-    """What the first bytes of an image say: height and width are in pixels, and 1 or more.
-
-    `components` of a JPEG are 1 (grey), 3 (colour) or 4 (CMYK); 0 for a PNG. `depth` is the bits of
-    each sample of a pixel.
-    """
+    """What the first bytes of an image say."""
 
     is_png: bool
-    height: int
+    height: int  # in pixels, 1 or more
     width: int
-    components: int
-    depth: int
+    components: int  # of a JPEG: 1 (grey), 3 (colour) or 4 (CMYK); 0 for a PNG
+    depth: int  # bits of each sample of a pixel
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import h5py
 
-from h5async.codec.entry import CoreFilter, CoreKind, Parameters
+from h5async.codec.corefilters import CoreFilter, CoreKind, Parameters
 from h5async.system.interruptions import suppressing
 
 _FIRST_REGISTERED = 256  # smaller numbers are HDF5's own filters

@@ -15,27 +15,24 @@ The caller's streams are CuPy's current one and, if PyTorch uses the GPU, PyTorc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import load_core
 from h5async.deliver.cudafield import cupy_has
 from h5async.deliver.cudaslot import CudaSlot, SharedBySlots
-from h5async.deliver.decodeplan import EncodedFormat
-from h5async.deliver.device import Device, DeviceSlot
+from h5async.deliver.device import Device, DeviceSlot, SlotContents
 from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.gpu import Gpu, in_own_thread
 from h5async.deliver.kernels import needs_host
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
 from h5async.fill.resident import Budget, Residency
-from h5async.io.shared import SharedMemory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
-from h5async.samples.fieldkind import Outline, field_of
+from h5async.samples.fieldkind import field_of
 from h5async.samples.samplearrays import memory_of, native, with_memory
 from h5async.spelling import named
 
@@ -52,20 +49,10 @@ class CudaDevice(SharedBySlots, Device):
         self.name = gpu.name
         self.slots: list[CudaSlot] = []
 
-    def open_slots(
-        self,
-        count: int,
-        rows: int,
-        transforms: Mapping[str, RowTransform],
-        postprocess: bool,
-        encoded_formats: Sequence[EncodedFormat | None],
-        shared: SharedMemory | None = None,
-        outlines: Sequence[Outline] = (),
-    ) -> list[DeviceSlot]:
+    def open_slots(self, count: int, contents: SlotContents) -> list[DeviceSlot]:
         """Allocate slots; `DeviceError` if CuPy lacks a dtype, or the GPU memory, or it fails."""
-        outlines = outlines or [Outline(name, (i,)) for i, name in enumerate(transforms)]
-        dtypes = {field_of(name): one.dtype for name, one in transforms.items()}
-        dtypes |= {one.name: one.made[1] for one in outlines if one.made is not None}
+        dtypes = {field_of(name): one.dtype for name, one in contents.transforms.items()}
+        dtypes |= {one.name: one.made[1] for one in contents.outlines if one.made is not None}
         for name, dtype in dtypes.items():
             if not cupy_has(dtype):
                 raise DeviceError(
@@ -73,30 +60,22 @@ class CudaDevice(SharedBySlots, Device):
                     " booleans and numbers; leave the field out, or read with"
                     f" {named('device', 'cpu')}"
                 )
-        todo = list(transforms.values())
-        on_host = [
-            needs_host(transform) or (postprocess and not transform.is_identity)
-            for transform in todo
-        ]
-        gpu, core = self.gpu, load_core()
+        gpu = self.gpu
         lacks: tuple[type[Exception], ...] = (*gpu.errors, MemoryError)
         try:
             with gpu.current(), gpu.allocating():
-                for field, form in enumerate(encoded_formats):
-                    if form is not None and core is not None:
-                        self.decoders[field] = DeviceDecoder(gpu, self.kernels, core, form)
-                slots = [
-                    CudaSlot(self, rows, todo, on_host, shared, outlines, postprocess)
-                    for _ in range(count)
-                ]
+                for column, form in enumerate(contents.encoded_formats):
+                    if form is not None:
+                        self.decoders[column] = DeviceDecoder(gpu, self.kernels, form)
+                slots = [CudaSlot(self, contents) for _ in range(count)]
         except lacks as error:
             forget_frames(error)  # they hold the slots allocated so far
             if not (isinstance(error, MemoryError) or gpu.is_lack_of_memory(error)):
                 with gpu.failing("no slots can be made"):
                     raise
             raise DeviceError(
-                f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
-                f" make {named('batch_size')} or {named('prefetch')} smaller"
+                f"{count} slots of {contents.rows} rows do not fit the memory of {self.name}"
+                f" ({error}); make {named('batch_size')} or {named('prefetch')} smaller"
             ) from error
         self.slots = slots
         self._compile()
@@ -128,11 +107,6 @@ class CudaDevice(SharedBySlots, Device):
         for slot in self.slots:
             slot.staging, slot.staged = {}, {}
 
-    @property
-    def free_nbytes(self) -> int:
-        """Bytes of the GPU's memory that are free now."""
-        return self.gpu.free_nbytes
-
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
         """Reserve memory for the rows of all samples of a selection, as they are uploaded."""
         gpu, slot = self.gpu, self.slots[0]
@@ -150,7 +124,7 @@ class CudaDevice(SharedBySlots, Device):
                 if not gpu.is_lack_of_memory(error):
                     raise
                 self.cache = []
-                return Budget("device", nbytes, self.free_nbytes)
+                return Budget("device", nbytes, gpu.free_nbytes)
         self._compile()  # kernels that take rows out of it
         self.cached = selection.ascending
         return Residency(selection, nbytes, "device")

@@ -7,17 +7,21 @@ uploaded. `cuda.py` explains how the order is kept.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.deliver.device import PinnedPart
+from h5async.deliver.gpu import Gpu
+from h5async.deliver.kernels import Kernels, RowChange
 from h5async.errors import DeviceError
 from h5async.io.shared import MORE, Growing
 from h5async.plan.transform import RowTransform
+from h5async.samples.fieldkind import Outline
 from h5async.samples.samplearrays import (
     dense_on_gpu,
     memory_of,
@@ -26,32 +30,17 @@ from h5async.samples.samplearrays import (
     with_memory,
 )
 
-if TYPE_CHECKING:
-    from h5async.deliver.gpu import Gpu
-    from h5async.deliver.kernels import Kernels, RowChange
-    from h5async.samples.fieldkind import Outline
-
 _CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
 
 
 class CudaField:
     """A slot's memory for a field beside its rows. Used by the thread that fills the slot.
 
-    Parameters
-    ----------
-    rows
-        Samples that fit into the slot.
-    outline
-        How the field is assembled; None: it is uploaded unchanged.
-    transforms
-        Of the values of samples, and then of the indices of sparse ones; none for images.
-    parts
-        Memory of the slot that is pinned, now or when used; arrays elsewhere are first copied to
-        pinned memory.
-    is_done
-        Whether the host has transformed it.
-    is_pinned
-        Whether its values are always in pinned memory.
+    `rows` samples fit into the slot. Without an `outline`, the field is uploaded unchanged.
+    `transforms` are of the values of samples, and then of the indices of sparse ones; none for
+    images. `parts` are memory of the slot that is pinned, now or when used; arrays elsewhere are
+    first copied to pinned memory, unless the field `is_pinned`: its values always are. If it
+    `is_done`, the host has transformed it.
     """
 
     def __init__(
@@ -75,48 +64,35 @@ class CudaField:
         self._index_dtype = transforms[1].dtype if len(transforms) > 1 else None
         self._change: RowChange | None = None
         if self._transform is not None and not (is_done or self._transform.is_identity):
-            self._change = kernels.row_change(self._transform, gpu.on_device)
+            self._change = kernels.row_change(self._transform)
         # By array: memory for a batch of the usual size, and for what is not pinned elsewhere.
-        self._on_device: list[Growing] = []
-        self._pinned: list[Growing] = []
+        self._on_device: dict[int, Growing] = defaultdict(partial(_room, gpu))
+        self._pinned: dict[int, Growing] = defaultdict(partial(Growing, gpu.pinned_memory))
         for number, one in enumerate(transforms):
             nbytes = one.nbytes if is_done or number else one.raw_nbytes
-            self._on_device.append(self._room(one.likely * nbytes))
+            self._on_device[number] = _room(gpu, one.likely * nbytes)
         likely = 0 if first is None or self._change is None else first.likely * first.nbytes
-        self._changed = self._room(likely)
+        self._changed = _room(gpu, likely)
         self._every: Any = None  # numbers from 0 on
+        # Memory for the plain array that is made here.
         self._made: Any = None
-        self._bad: Any = None
-        if outline is not None and outline.is_left:
-            self._reserve(outline, rows)
+        if outline is not None and outline.is_left and outline.pixels is not None:
+            self._made = gpu.cupy.empty((rows, *outline.pixels.row), outline.pixels.dtype)
+        elif outline is not None and outline.is_left and outline.made is not None:
+            row, dtype = outline.made
+            self._made = gpu.cupy.empty((rows, *row), dtype)
+            self._bad = gpu.cupy.empty(1, np.int32)
+            if self._index_dtype is None:
+                self._zero = gpu.on_device(np.zeros(1, dtype))
         self._batch: Any = None  # the uploaded batch in host memory,
         self._arrays: list[Any] = []  # and its arrays on the device
 
-    def _reserve(self, outline: Outline, rows: int) -> None:
-        """Allocate memory for the plain array that is made here."""
-        cupy = self._gpu.cupy
-        if outline.pixels is not None:
-            self._made = cupy.empty((rows, *outline.pixels.row), outline.pixels.dtype)
-        if outline.made is not None:
-            row, dtype = outline.made
-            self._made = cupy.empty((rows, *row), dtype)
-            self._bad = cupy.empty(1, np.int32)
-            if self._index_dtype is None:
-                self._zero = self._gpu.on_device(np.zeros(1, dtype))
-
-    def _room(self, nbytes: int) -> Growing:
-        return Growing(partial(_new_room, self._gpu), nbytes)
-
     def upload(self, batch: Any, stream: Any) -> None:
         """Put the upload of a batch's arrays on a stream; `DeviceError` if CuPy lacks a dtype."""
-        several = [native(array) for array in memory_of(batch)]
-        while len(self._on_device) < len(several):
-            self._on_device.append(self._room(0))
-        while len(self._pinned) < len(several):
-            self._pinned.append(Growing(self._gpu.pinned_memory))
         self._batch = batch
         self._arrays = [
-            self._upload_array(number, array, stream) for number, array in enumerate(several)
+            self._upload_array(number, native(array), stream)
+            for number, array in enumerate(memory_of(batch))
         ]
 
     def _upload_array(self, number: int, array: NDArray[Any], stream: Any) -> Any:
@@ -218,7 +194,11 @@ class CudaField:
         return self._gpu.on_device(np.zeros((rows, *row), dtype))
 
 
-def _new_room(gpu: Gpu, nbytes: int) -> Any:
+def _room(gpu: Gpu, nbytes: int = 0) -> Growing:
+    return Growing(partial(_allocated, gpu), nbytes)
+
+
+def _allocated(gpu: Gpu, nbytes: int) -> Any:
     with gpu.allocating():
         return gpu.cupy.empty(nbytes, np.uint8)
 

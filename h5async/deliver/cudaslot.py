@@ -16,41 +16,32 @@ from numpy.typing import NDArray
 
 from h5async.deliver.cudafield import CudaField
 from h5async.deliver.decodeplan import EncodedPlan, NotDecoded
-from h5async.deliver.device import DeviceSlot, LaidOut, PinnedPart, host_slot
+from h5async.deliver.device import DeviceSlot, LaidOut, PinnedPart, SlotContents, host_slot
 from h5async.deliver.devicedecode import DeviceDecoder, Staging
 from h5async.deliver.gpu import Gpu
-from h5async.deliver.kernels import Kernels, RowChange
+from h5async.deliver.kernels import Kernels, RowChange, needs_host
 from h5async.fill.outcomes import FillOutcome
-from h5async.io.shared import SharedMemory, page_memory, plain_memory
+from h5async.io.shared import page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.samples.fieldkind import Outline
 
 
 class SharedBySlots:
-    """What the slots on a GPU have in common.
-
-    Attributes
-    ----------
-    copy_stream, work_stream
-        For uploads, and for kernels.
-    cache, cached
-        The rows of samples `cached`, one array per field, as uploaded; empty if none are kept.
-    decoders
-        By column.
-    decoding
-        Held while a batch's decoding is put on the work stream. Decoders have memory of their own,
-        so the work of two batches must not be mixed there.
-    """
+    """What the slots on a GPU have in common."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         with gpu.working("no stream can be made"):
+            # For uploads, and for kernels.
             self.copy_stream, self.work_stream = gpu.stream(), gpu.stream()
-        self.kernels = Kernels(gpu.cupy)
+        self.kernels = Kernels(gpu)
+        # The rows of samples `cached`, one array per field, as uploaded; empty if none are kept.
         self.cache: list[Any] = []
         self.cached = Selection(0, 1, 0)
-        self.decoders: dict[int, DeviceDecoder] = {}
+        self.decoders: dict[int, DeviceDecoder] = {}  # by column
+        # Held while a batch's decoding is put on the work stream. Decoders have memory of their
+        # own, so the work of two batches must not be mixed there.
         self.decoding = threading.Lock()
 
 
@@ -66,54 +57,37 @@ class _Rows(NamedTuple):
 
 
 class CudaSlot(DeviceSlot):
-    """Pinned host arrays, and device arrays of the same batch.
+    """Pinned host arrays, and device arrays of the same batch."""
 
-    Parameters are those of `Device.open_slots`; `on_host` says of each transform whether the host
-    does it.
-
-    Attributes
-    ----------
-    num_rows
-        Samples in the slot.
-    staging
-        By column: memory for encoded chunks.
-    staged
-        By column: the chunks that are read for the current batch, in place of rows. Set before they
-        are read.
-    """
-
-    def __init__(
-        self,
-        device: SharedBySlots,
-        rows: int,
-        transforms: Sequence[RowTransform],
-        on_host: Sequence[bool],
-        shared: SharedMemory | None,
-        outlines: Sequence[Outline],
-        postprocess: bool,
-    ) -> None:
+    def __init__(self, device: SharedBySlots, contents: SlotContents) -> None:
         gpu, cupy = device.gpu, device.gpu.cupy
+        rows, transforms = contents.rows, list(contents.transforms.values())
         self._device, self._gpu = device, gpu
-        self._copy_stream, self._work_stream = device.copy_stream, device.work_stream
-        self._shared = shared
-        self.staged: Mapping[int, EncodedPlan] = {}
+        # By column: memory for encoded chunks, and those that are read for the current batch, in
+        # place of rows; set before they are read.
         self.staging = {
-            field: Staging(gpu, decoder.form) for field, decoder in device.decoders.items()
+            column: Staging(gpu, decoder.form) for column, decoder in device.decoders.items()
         }
+        self.staged: Mapping[int, EncodedPlan] = {}
         # The uploaded data of all columns with a row per sample are contiguous, on both sides, to
         # be sent at once. Of other columns only the batch's values are sent.
         self.num_rows = rows
-        self._made_parts: list[PinnedPart] = []
+        on_host = [
+            needs_host(transform) or (contents.has_postprocess and not transform.is_identity)
+            for transform in transforms
+        ]
+        shared = contents.shared  # else fields that vary get pages, of which parts are pinned
         laid_out = host_slot(
             rows,
             transforms,
             on_host,
-            outlines,
-            block=self._pinned_block,
-            varying=self._pages,
+            contents.outlines,
+            empty=page_memory if shared is None else shared.empty,
+            block=gpu.pinned_memory if shared is None else None,
             encoded=plain_memory if shared is None else shared.empty,
-            made=self._made_memory,
         )
+        if shared is not None and laid_out.block.nbytes:
+            gpu.pin(laid_out.block)
         super().__init__(laid_out.memory)
         self._host_block = laid_out.block
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
@@ -125,10 +99,16 @@ class CudaSlot(DeviceSlot):
         for begin, own, todo, done in several:
             is_in = todo.capacity is None
             self._rows.append(self._new_rows(begin, own, todo, done) if is_in else None)
-        for outline in outlines:
-            field = self._new_field(outline, laid_out, transforms, on_host, postprocess)
+        made = [
+            PinnedPart(array.reshape(-1).view(np.uint8), gpu.pin, array.nbytes)
+            for array in self.memory.made
+            if array is not None
+        ]
+        for outline in contents.outlines:
+            is_done = on_host[outline.columns[0]]
+            field = self._new_field(outline, contents, laid_out, made, is_done=is_done)
             self._fields.append(field)
-        self._columns = [outline.columns[0] for outline in outlines]
+        self._columns = [outline.columns[0] for outline in contents.outlines]
         # Sample numbers, for the cache.
         self._index = gpu.pinned_memory(8 * rows).view(np.int64)
         self._index_on_device = cupy.empty(rows, np.int64)
@@ -150,24 +130,26 @@ class CudaSlot(DeviceSlot):
         if done or transform.is_identity:
             return _Rows(raw, raw, None)
         delivered = self._gpu.cupy.empty((len(own), *transform.row), transform.dtype)
-        change = self._device.kernels.row_change(transform, self._gpu.on_device)
+        change = self._device.kernels.row_change(transform)
         return _Rows(raw, delivered, change)
 
     def _new_field(
         self,
         outline: Outline,
+        contents: SlotContents,
         laid_out: LaidOut,
-        transforms: Sequence[RowTransform],
-        on_host: Sequence[bool],
-        postprocess: bool,
+        made: Sequence[PinnedPart],
+        *,
+        is_done: bool,
     ) -> CudaField | None:
         """Return a field that is not in the block; None if it is."""
         if not outline.is_varying:
             return None
         gpu, kernels = self._gpu, self._device.kernels
         if outline.is_encoded:  # decoded images have pinned memory of their own
-            is_pinned = self._shared is None and not postprocess
+            is_pinned = contents.shared is None and not contents.has_postprocess
             return CudaField(gpu, kernels, self.num_rows, outline, is_pinned=is_pinned)
+        transforms = list(contents.transforms.values())
         own = [transforms[column] for column in outline.columns]
         parts = [
             PinnedPart(
@@ -175,26 +157,8 @@ class CudaSlot(DeviceSlot):
             )
             for column, one in zip(outline.columns, own, strict=True)
         ]
-        parts += self._made_parts
-        is_done = on_host[outline.columns[0]]
+        parts += made
         return CudaField(gpu, kernels, self.num_rows, outline, own, parts, is_done=is_done)
-
-    def _pages(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return memory that is not pinned yet; a filler in a helper process has it, too."""
-        return page_memory(nbytes) if self._shared is None else self._shared.empty(nbytes)
-
-    def _pinned_block(self, nbytes: int) -> NDArray[np.uint8]:
-        if self._shared is None:
-            return self._gpu.pinned_memory(nbytes)
-        memory = self._pages(nbytes)
-        if nbytes:
-            self._gpu.pin(memory)
-        return memory
-
-    def _made_memory(self, nbytes: int) -> NDArray[np.uint8]:
-        memory = self._pages(nbytes)
-        self._made_parts.append(PinnedPart(memory, self._gpu.pin, nbytes))
-        return memory
 
     def warm_up(self) -> None:
         """Run each kernel of a transform, on the current stream, and wait for it.
@@ -228,7 +192,7 @@ class CudaSlot(DeviceSlot):
         device = self._device
         staged = {} if outcome.is_resident else self.staged
         with self._gpu.working("a batch could not be uploaded"):
-            with self._copy_stream as stream:
+            with device.copy_stream as stream:
                 for event in (self._ready, *self._released):
                     event.hold(stream.ptr)
                 self._begun[0].record(stream.ptr)
@@ -239,7 +203,7 @@ class CudaSlot(DeviceSlot):
                     self._sent.record(stream.ptr)
                 finally:  # the next fill waits for all that was put on the stream
                     self._uploaded.record(stream.ptr)
-            with self._work_stream as stream:
+            with device.work_stream as stream:
                 self._uploaded.hold(stream.ptr)
                 self._begun[1].record(stream.ptr)
                 try:
@@ -305,12 +269,11 @@ class CudaSlot(DeviceSlot):
 
     def _decode(self, staged: Mapping[int, EncodedPlan], stream: Any) -> None:
         """Decode chunks on the work stream, wait, and check them before anything is cached."""
-        for i in staged:
-            rows = self._rows[i]
+        for i, plan in staged.items():
+            rows, decoder = self._rows[i], self._device.decoders[i]
             assert rows is not None
             with self._device.decoding:
-                decoder = self._device.decoders[i]
-                decoder.decode(self.staging[i], rows.raw.view(np.uint8), stream)
+                decoder.decode(plan, self.staging[i], rows.raw.view(np.uint8), stream)
         if staged:
             self._decoded.record(stream.ptr)
             self._decoded.synchronize()
@@ -355,7 +318,5 @@ def _is_same(array: Any, own: NDArray[Any]) -> bool:
     return (
         isinstance(array, np.ndarray)
         and array.ctypes.data == own.ctypes.data
-        and array.dtype == own.dtype
-        and array.shape == own.shape
-        and array.strides == own.strides
+        and (array.dtype, array.shape, array.strides) == (own.dtype, own.shape, own.strides)
     )

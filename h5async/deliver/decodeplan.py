@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.entry import CoreFilter, CoreKind
+from h5async.codec.corefilters import CoreFilter, CoreKind
 from h5async.codec.filters import Filter, default_block
 from h5async.core.binding import Core
 from h5async.core.structures import MAX_RANK
@@ -62,19 +62,14 @@ class Unshuffle(NamedTuple):
 
 @dataclass(frozen=True)
 class FrameFormat:
-    """How an encoded chunk is framed.
-
-    `has_checksum`: a Fletcher-32 checksum was added last. `element` and `block_nbytes` are of
-    bitshuffle with a compressor; else 0. `codec` decodes one block. `usual_block_nbytes` is for
-    filters whose chunks state their blocks' size: the size by the filter's client data; 0 means the
-    whole chunk.
-    """
+    """How an encoded chunk is framed."""
 
     kind: CoreKind
-    has_checksum: bool = False
-    element: int = 0
+    has_checksum: bool = False  # a Fletcher-32 was added last
+    element: int = 0  # bytes of bitshuffle's with a compressor, as its blocks'; else 0
     block_nbytes: int = 0
-    codec: BlockCodec | None = None
+    codec: BlockCodec | None = None  # decodes one block
+    # If chunks state the size of their blocks: that by the client data; 0 means the whole chunk.
     usual_block_nbytes: int = 0
 
     def usual_tasks(self, chunk_nbytes: int) -> int:
@@ -136,22 +131,17 @@ def _block(core: CoreFilter) -> int:
 
 @dataclass(frozen=True)
 class EncodedFormat:
-    """How chunks of a dataset are decoded on a GPU, and the limits of a batch.
-
-    `unshuffles` are undone after the codec, in this order. `shape` says how pieces lie in chunks
-    and rows; decoded chunks are `pitch` bytes apart. A batch has `max_chunks` at most, as many
-    compressed blocks as `max_tasks`, runs of samples as `max_runs`, and `encoded_nbytes` of them.
-    """
+    """How chunks of a dataset are decoded on a GPU, and the limits of a batch."""
 
     frame: FrameFormat
-    unshuffles: tuple[Unshuffle, ...]
-    shape: Shape
+    unshuffles: tuple[Unshuffle, ...]  # undone after the codec, in this order
+    shape: Shape  # how pieces lie in chunks and rows
     row_nbytes: int
-    pitch: int
+    pitch: int  # between decoded chunks, in bytes
     max_chunks: int
-    max_tasks: int
-    max_runs: int
-    encoded_nbytes: int
+    max_tasks: int  # compressed blocks
+    max_runs: int  # of samples
+    encoded_nbytes: int  # of the chunks of a batch
 
     @property
     def list_words(self) -> int:
@@ -257,19 +247,15 @@ def _reason_against(table: FieldTable, row_nbytes: int) -> str | None:
 
 
 def _are_alike(one: Shape, other: Shape) -> bool:
+    numbers = "itemsize", "chunk_nbytes", "chunk_samples", "sample_stride"
     arrays = "extents", "row_begin", "chunk_strides", "row_strides"
-    numbers = "filters", "itemsize", "chunk_nbytes", "chunk_samples", "sample_stride"
-    return all(np.array_equal(getattr(one, n), getattr(other, n)) for n in arrays) and all(
-        getattr(one, n) == getattr(other, n) for n in numbers
+    return one.filters == other.filters and all(
+        np.array_equal(getattr(one, name), getattr(other, name)) for name in (*numbers, *arrays)
     )
 
 
 def plan_encoded(
-    form: EncodedFormat,
-    table: FieldTable,
-    planned: Planned,
-    column: int,
-    memory: NDArray[np.uint8],
+    form: EncodedFormat, table: FieldTable, planned: Planned, column: int, memory: NDArray[np.uint8]
 ) -> EncodedPlan | None:
     """Plan how the chunks of a batch are given to a GPU; None if the host has to decode them.
 

@@ -7,7 +7,6 @@ That memory may be pinned, for copies to a GPU by the caller. What a GPU does ot
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -36,17 +35,25 @@ Empty: TypeAlias = Callable[[int], NDArray[np.uint8]]
 _BLOCK_ALIGNMENT = 512  # CuPy's, of arrays
 
 
-class LaidOut(NamedTuple):
-    """The host memory of a slot, and its arrays.
+class SlotContents(NamedTuple):
+    """What each slot of a reader holds."""
 
-    `block` has the delivered, or raw, rows of all columns with a row per sample, contiguous;
-    `begins` says where each begins in it. `varying` is the memory of columns whose number of rows
-    per sample differs, by number.
-    """
+    rows: int  # samples at most
+    transforms: Mapping[str, RowTransform]  # by column
+    outlines: Sequence[Outline]  # how each field is assembled from its columns
+    encoded_formats: Sequence[EncodedFormat | None]  # by column: how a device decodes its chunks
+    has_postprocess: bool  # which needs delivered arrays on the host
+    shared: SharedMemory | None  # with the helper processes that fill the slots, if any
+
+
+class LaidOut(NamedTuple):
+    """The host memory of a slot, and its arrays."""
 
     memory: SlotMemory
+    # The delivered, or raw, rows of all columns with a row per sample, contiguous.
     block: NDArray[np.uint8]
-    begins: list[int]
+    begins: list[int]  # where each column begins in it
+    # By number of column: the memory of those whose number of rows per sample differs.
     varying: dict[int, NDArray[np.uint8]]
 
 
@@ -56,19 +63,15 @@ def host_slot(
     on_host: Sequence[bool],
     outlines: Sequence[Outline] = (),
     *,
-    block: Empty = plain_memory,
-    varying: Empty = plain_memory,
+    empty: Empty = plain_memory,
+    block: Empty | None = None,
     encoded: Empty = plain_memory,
-    made: Empty = plain_memory,
 ) -> LaidOut:
     """Lay out a slot's delivered rows, or raw ones that need no work on the host, in memory.
 
     `on_host` says of each transform whether the host does it. Encoded columns, and arrays that the
-    host makes of others, lie outside the block; `outlines` are of all fields.
-
-    `block`, `varying`, `encoded` and `made` return memory: for the block, for columns whose number
-    of rows per sample differs, for encoded columns, and for arrays that the host makes of samples
-    of differing lengths.
+    host makes of others, lie outside the block; `outlines` are of all fields. `empty` returns
+    memory; `block` that of the block, and `encoded` that of encoded columns.
     """
     of_images = {column for one in outlines if one.is_encoded for column in one.columns}
     sizes = [
@@ -80,35 +83,32 @@ def host_slot(
         for size, transform in zip(sizes, transforms, strict=True)
     ]
     *begins, total = itertools.accumulate(in_block, initial=0)
-    whole = block(total)
+    whole = (block or empty)(total)
     raw, out = [], []
-    of_varying: dict[int, NDArray[np.uint8]] = {}
+    varying: dict[int, NDArray[np.uint8]] = {}
     several = enumerate(zip(transforms, on_host, begins, strict=True))
     for number, (transform, done, begin) in several:
-        home = whole
+        home, at = whole, begin
         if number in of_images:
-            home = encoded(sizes[number])
+            home, at = encoded(sizes[number]), 0
         elif transform.capacity is not None:
-            home = of_varying[number] = varying(sizes[number])
+            home, at = varying.setdefault(number, empty(sizes[number])), 0
         count = transform.slot_rows(rows)
         shape, dtype = (count, *transform.raw_row), transform.raw_dtype
-        at = begin if home is whole else 0
         if done:
             raw.append(np.empty(shape, dtype))
             out.append(np.ndarray((count, *transform.row), transform.dtype, home, at))
         else:
             raw.append(np.ndarray(shape, dtype, home, at))
             out.append(raw[-1])
-    made_on_host: list[NDArray[Any] | None] = []
-    for outline in outlines:
-        if outline.made is None or outline.is_left:
-            made_on_host.append(None)
-            continue
-        row, dtype = outline.made
-        home = made(rows * math.prod(row) * dtype.itemsize)
-        made_on_host.append(np.ndarray((rows, *row), dtype, home))
-    memory = SlotMemory(tuple(raw), tuple(out), tuple(made_on_host))
-    return LaidOut(memory, whole, begins, of_varying)
+    made: list[NDArray[Any] | None] = []
+    for one in outlines:
+        if one.made is None or one.is_left:
+            made.append(None)
+        else:
+            row, dtype = one.made
+            made.append(np.ndarray((rows, *row), dtype, empty(rows * one.made_on_host_nbytes)))
+    return LaidOut(SlotMemory(tuple(raw), tuple(out), tuple(made)), whole, begins, varying)
 
 
 class PinnedPart:
@@ -125,12 +125,10 @@ class PinnedPart:
     def __init__(
         self,
         memory: NDArray[np.uint8],
-        pin: Callable[[NDArray[np.uint8]], Callable[[], object]],
+        pin: Callable[[NDArray[Any]], Callable[[], object]],
         nbytes: int,
     ) -> None:
-        self._memory = memory
-        self._begin = memory.ctypes.data
-        self._pin = pin
+        self._memory, self._pin = memory, pin
         self._unpin: Callable[[], object] | None = None
         self._pinned_nbytes = 0
         self._pin_all_of(min(nbytes, memory.nbytes))
@@ -140,7 +138,7 @@ class PinnedPart:
 
         Called while the slot is filled, when nothing copies out of the memory.
         """
-        begin = array.ctypes.data - self._begin
+        begin = array.ctypes.data - self._memory.ctypes.data
         end = begin + array.nbytes
         if begin < 0 or end > self._memory.nbytes:
             return False
@@ -165,10 +163,7 @@ class DeviceSlot:
     """
 
     def __init__(
-        self,
-        memory: SlotMemory,
-        pinning: Pinning | None = None,
-        parts: Sequence[PinnedPart] = (),
+        self, memory: SlotMemory, pinning: Pinning | None = None, parts: Sequence[PinnedPart] = ()
     ) -> None:
         self.memory = memory
         self._pinning = pinning
@@ -204,79 +199,38 @@ class DeviceSlot:
 
 
 class Device:
-    """Where batches are delivered; `pinning` pins the slots' memory, if given.
+    """Where batches are delivered; `pinning` pins the slots' memory, if given."""
 
-    Attributes
-    ----------
-    name
-        ``"cpu"`` or ``"cuda:N"``.
-    is_writable_at_once
-        Whether a free slot may be filled without `DeviceSlot.wait_writable`.
-    """
-
-    name = "cpu"
+    name = "cpu"  # or "cuda:N"
 
     def __init__(self, pinning: Pinning | None = None) -> None:
+        # Whether a free slot may be filled without `DeviceSlot.wait_writable`.
         self.is_writable_at_once = pinning is None
         self._pinning = pinning
 
-    def open_slots(
-        self,
-        count: int,
-        rows: int,
-        transforms: Mapping[str, RowTransform],
-        postprocess: bool,
-        encoded_formats: Sequence[EncodedFormat | None],
-        shared: SharedMemory | None = None,
-        outlines: Sequence[Outline] = (),
-    ) -> list[DeviceSlot]:
-        """Allocate slots.
+    def open_slots(self, count: int, contents: SlotContents) -> list[DeviceSlot]:
+        """Allocate slots."""
+        return [self._slot(contents) for _ in range(count)]
 
-        Parameters
-        ----------
-        count, rows
-            Slots, and samples in each.
-        transforms
-            By column.
-        postprocess
-            Whether it needs delivered arrays on the host.
-        encoded_formats
-            By column: how its chunks are decoded on the device, if they are.
-        shared
-            If a helper process fills the slots, the memory shared with it.
-        outlines
-            How each field is assembled from its columns; empty: a column is a field.
-        """
-        todo = list(transforms.values())
-        return [self._slot(rows, todo, shared, outlines) for _ in range(count)]
-
-    def _slot(
-        self,
-        rows: int,
-        todo: Sequence[RowTransform],
-        shared: SharedMemory | None,
-        outlines: Sequence[Outline],
-    ) -> DeviceSlot:
+    def _slot(self, contents: SlotContents) -> DeviceSlot:
         """Return a slot for which the filler does all transforming."""
+        todo, shared = list(contents.transforms.values()), contents.shared
         empty = plain_memory if self._pinning is None else page_memory
-        if shared is not None:
-            empty = shared.empty
         laid_out = host_slot(
-            rows,
+            contents.rows,
             todo,
             [not transform.is_identity for transform in todo],
-            outlines,
-            block=empty,
-            varying=empty,
+            contents.outlines,
+            empty=empty if shared is None else shared.empty,
             # Helper processes write encoded images there, too.
-            encoded=plain_memory if shared is None else empty,
-            made=self.host_memory if shared is None else empty,
+            encoded=plain_memory if shared is None else shared.empty,
         )
         if self._pinning is None:
             return DeviceSlot(laid_out.memory)
         pin = self._pinning.pin
-        if laid_out.block.nbytes:
-            pin(laid_out.block)
+        for memory in (laid_out.block, *laid_out.memory.made):
+            if memory is not None and memory.nbytes:
+                pin(memory)
         parts = [
             PinnedPart(varying, pin, todo[number].likely * todo[number].nbytes)
             for number, varying in laid_out.varying.items()

@@ -16,15 +16,14 @@ import ctypes
 import functools
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.core.binding import Core, address, load_core
+from h5async.core.binding import address, load_core
 from h5async.deliver.decodeplan import EncodedFormat, EncodedPlan, NotDecoded, encoded_format
 from h5async.deliver.gpu import Gpu
 from h5async.deliver.kernels import Kernels
@@ -34,6 +33,7 @@ from h5async.samples.fieldkind import field_of
 from h5async.spelling import named
 
 _MEMORY_SHARE = 0.5  # of the GPU's free memory, for decoding
+_PIECE_NBYTES = 64 * 1024  # the assumed size of pieces of differing sizes
 
 _MAJOR_VERSIONS = (5, 6)
 _BACKEND_CUDA = 2  # the decompression engine of newer GPUs does not notice damage
@@ -55,18 +55,18 @@ class NvcompError(Exception):
 
 
 class Blocks(NamedTuple):
-    """Device addresses of arrays with a number per block.
+    """Arrays on the device with a number per block.
 
     Addresses and sizes have 64 bits each; for deflate, a source lies at a multiple of 4. To be
     filled are `actual_nbytes`, and `states` of 32 bits; 0 means success.
     """
 
-    sources: int
-    source_nbytes: int
-    targets: int
-    target_nbytes: int
-    actual_nbytes: int
-    states: int
+    sources: Any
+    source_nbytes: Any
+    targets: Any
+    target_nbytes: Any
+    actual_nbytes: Any
+    states: Any
 
 
 class Nvcomp:
@@ -103,35 +103,23 @@ class Nvcomp:
         self._check(function(*sizes, self._options, ctypes.byref(found), total, *stream), name)
         return found.value
 
-    def decompress(
-        self,
-        form: str,
-        count: int,
-        blocks: Blocks,
-        temp: int,
-        temp_nbytes: int,
-        stream: int,
-    ) -> None:
-        """Put the decoding of `count` blocks on a stream.
+    def decompress(self, form: str, blocks: Blocks, temp: Any, stream: Any) -> None:
+        """Put the decoding of blocks on a stream.
 
         `form` is one of `FORMATS`: raw deflate, a zstd frame, an LZ4 block. `temp` is device memory
-        of the size that the method `temp_nbytes` returns. `NvcompError` is raised if the call is
-        refused; errors of blocks are in `blocks.states`.
+        of the size that `temp_nbytes` returns. `NvcompError` is raised if the call is refused;
+        errors of blocks are in `blocks.states`.
         """
         name = f"nvcompBatched{_NAMES[form]}DecompressAsync"
-        status = getattr(self._library, name)(
-            ctypes.c_void_p(blocks.sources),
-            ctypes.c_void_p(blocks.source_nbytes),
-            ctypes.c_void_p(blocks.target_nbytes),
-            ctypes.c_void_p(blocks.actual_nbytes),
-            ctypes.c_size_t(count),
-            ctypes.c_void_p(temp),
-            ctypes.c_size_t(temp_nbytes),
-            ctypes.c_void_p(blocks.targets),
-            self._options,
-            ctypes.c_void_p(blocks.states),
-            ctypes.c_void_p(stream),
+        sources, source_nbytes, targets, target_nbytes, actual_nbytes, states = (
+            ctypes.c_void_p(array.data.ptr) for array in blocks
         )
+        inputs = sources, source_nbytes, target_nbytes, actual_nbytes
+        count, temp_nbytes = ctypes.c_size_t(blocks.states.size), ctypes.c_size_t(temp.nbytes)
+        room = count, ctypes.c_void_p(temp.data.ptr), temp_nbytes
+        outputs = targets, self._options, states
+        function = getattr(self._library, name)
+        status = function(*inputs, *room, *outputs, ctypes.c_void_p(stream.ptr))
         self._check(status, name)
 
     @staticmethod
@@ -164,30 +152,18 @@ class Staging:
         self.is_bad = gpu.pinned_memory(4).view(np.int32)
         self.blocks = np.empty((4, tasks), np.int64)
         self.copies = np.empty((3, chunks + tasks), np.int64)
-        self.adler = np.empty(chunks, np.uint32)
+        self.adler = np.empty(chunks + chunks % 2, np.uint32)
         self.views: list[Any] = []  # of `lists_on_device`, for the current batch
-        self.count = 0
-
-    def pack(self, arrays: Iterable[NDArray[Any]]) -> int:
-        """Concatenate lists, to be uploaded at once; return the number of words."""
-        self.views = []
-        begin = 0
-        for array in arrays:
-            end = begin + array.size
-            self.lists[begin:end] = array
-            self.views.append(self.lists_on_device[begin:end])
-            begin = end
-        return begin
 
 
 class DeviceDecoder:
     """Decodes chunks of one field. Safe to use from many threads, except `decode`."""
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, core: Core, form: EncodedFormat) -> None:
-        self._gpu = gpu
-        cupy = gpu.cupy
-        self._kernels = kernels
-        self._nvcomp = load_nvcomp()
+    def __init__(self, gpu: Gpu, kernels: Kernels, form: EncodedFormat) -> None:
+        self._gpu, self._kernels = gpu, kernels
+        cupy, shape = gpu.cupy, form.shape
+        self._nvcomp, core = load_nvcomp(), load_core()
+        assert core is not None, "without it, nothing has such a format"
         self._core = core
         self.form = form
         self._codec = form.frame.codec
@@ -197,7 +173,6 @@ class DeviceDecoder:
         self._actual = cupy.empty(form.max_tasks, np.uint64)
         self._sums = cupy.empty((form.max_chunks, 2), np.uint64)
         self._is_bad = cupy.empty(1, np.int32)
-        shape = form.shape
         self._pieces = [
             gpu.on_device(array)
             for array in (shape.extents, shape.row_begin, shape.chunk_strides, shape.row_strides)
@@ -221,27 +196,27 @@ class DeviceDecoder:
             *plan.runs,
         ]
         if form.is_deflate:
-            padded = np.zeros((plan.num_chunks + 1) // 2 * 2, np.uint32)
-            padded[: plan.num_chunks] = staging.adler[: plan.num_chunks]
-            lists.append(padded.view(np.int64))
-        words = staging.pack(lists)
-        staging.count = plan.num_chunks
-        used = plan.used_nbytes
+            lists.append(staging.adler[: plan.num_chunks + plan.num_chunks % 2].view(np.int64))
+        staging.views, words, used = [], 0, plan.used_nbytes
+        for one in lists:  # to be uploaded at once
+            begin, words = words, words + one.size
+            staging.lists[begin:words] = one
+            staging.views.append(staging.lists_on_device[begin:words])
         self._gpu.upload(staging.encoded_on_device[:used], staging.encoded[:used], stream)
         self._gpu.upload(staging.lists_on_device[:words], staging.lists[:words], stream)
 
-    def decode(self, staging: Staging, rows: Any, stream: Any) -> None:
+    def decode(self, plan: EncodedPlan, staging: Staging, rows: Any, stream: Any) -> None:
         """Put the decoding of an uploaded batch on `stream`, the current one, always the same.
 
         One thread at a time: work of two batches must not be mixed on the stream. `rows` are the
         rows of the batch as read, as uint8. Once the stream has come this far, ``staging.is_bad``
         tells whether it failed.
         """
-        form, shape, kernels = self.form, self.form.shape, self._kernels
-        nbytes, pitch, count = shape.chunk_nbytes, form.pitch, staging.count
-        source, source_nbytes, target, target_nbytes = staging.views[:4]
+        form, shape, launch = self.form, self.form.shape, self._kernels.launch
+        nbytes, count = shape.chunk_nbytes, plan.num_chunks
+        sizes = np.int64(form.pitch), np.int64(nbytes), np.int64(count)
         copies, runs = staging.views[4:7], staging.views[7:12]
-        decoded, tasks = self._chunks[0], source.size
+        decoded, tasks = self._chunks[0], staging.views[0].size
         states, actual = self._states[:tasks], self._actual[:tasks]
         self._is_bad.fill(0)
         # An earlier batch's results must not pass for this one's. (Cleared by CUDA itself: CuPy
@@ -250,32 +225,31 @@ class DeviceDecoder:
         runtime.memsetAsync(states.data.ptr, 0xFF, states.nbytes, stream.ptr)
         actual.fill(0)
         if tasks and self._codec is not None:
-            arrays = source, source_nbytes, target, target_nbytes, actual, states
-            blocks, temp = Blocks(*(one.data.ptr for one in arrays)), self._temp
-            self._nvcomp.decompress(
-                self._codec, tasks, blocks, temp.data.ptr, temp.nbytes, stream.ptr
-            )
-            sums = adler = None
+            blocks = Blocks._make((*staging.views[:4], actual, states))
+            self._nvcomp.decompress(self._codec, blocks, self._temp, stream)
+            sums, adler, checked = None, None, 0
             if form.is_deflate:
-                sums, adler = self._sums[:count], staging.views[12].view(np.uint32)[:count]
+                sums, adler, checked = self._sums[:count], staging.views[12].view(np.uint32), count
                 sums.fill(0)
-                kernels.adler32(decoded, pitch, nbytes, count, sums)
-            kernels.verify(states, actual, target_nbytes, sums, adler, nbytes, self._is_bad)
-        kernels.copy(staging.encoded_on_device, decoded, *copies)
+                launch("adler32", nbytes, count, decoded, *sizes, sums)
+            results = states, actual, blocks.target_nbytes, np.int64(tasks)
+            sums_due = sums, adler, np.int64(checked), np.int64(nbytes)
+            launch("verify", 16 * max(tasks, checked), 1, *results, *sums_due, self._is_bad)
+        pieces = copies[0].size
+        arrays = staging.encoded_on_device, decoded, *copies
+        launch("copy", _PIECE_NBYTES, pieces, *arrays, np.int64(pieces))
         for i, (itemsize, block) in enumerate(form.unshuffles):
             before, decoded = decoded, self._chunks[(i + 1) % 2]
-            kernels.unshuffle(before, decoded, pitch, nbytes, count, itemsize, block)
-        kernels.place(
-            decoded,
-            rows,
-            runs,
-            self._pieces,
-            np.int32(shape.chunk_strides.size),
-            np.int64(pitch),
-            np.int64(shape.sample_stride),
-            np.int64(form.row_nbytes),
-            np.int32(shape.itemsize),
-        )
+            numbers = *sizes, np.int32(itemsize)
+            if block:
+                launch("bitunshuffle", nbytes, count, before, decoded, *numbers, np.int64(block))
+            else:
+                launch("unshuffle", nbytes, count, before, decoded, *numbers)
+        lists = *runs, np.int64(runs[0].size), *self._pieces
+        rank, element = np.int32(shape.chunk_strides.size), np.int32(shape.itemsize)
+        strides = np.int64(form.pitch), np.int64(shape.sample_stride), np.int64(form.row_nbytes)
+        lies = rank, *strides, element
+        launch("place", _PIECE_NBYTES, runs[0].size, decoded, rows, *lists, *lies)
         runtime.memcpyAsync(
             staging.is_bad.ctypes.data,
             self._is_bad.data.ptr,

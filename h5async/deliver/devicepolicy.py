@@ -42,22 +42,21 @@ _MARGIN = 0.9  # the GPU, which has other work, must be faster by this factor
 class DecodeChoice:
     """Decides where chunks are decoded, by the option `decode`. Safe to use from many threads.
 
-    `obstacle` says why the GPU cannot decode, if it cannot.
+    `obstacle` says why the GPU cannot decode, if it cannot. `on_device` is None while both are
+    being measured.
     """
 
     def __init__(self, decode: Literal["auto", "host", "device"], obstacle: str | None) -> None:
+        self.on_device: bool | None = None
         self._lock = threading.Lock()
         self._begun = {False: 0, True: 0}
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
-        self._on_device: bool | None = None
-        self._reason = ""
+        self._reason = "not decided yet: both are being measured"
         self._fallbacks = 0
         if obstacle is not None:
-            self._decide(False, f"host: {obstacle}")
+            self.on_device, self._reason = False, f"host: {obstacle}"
         elif decode != "auto":
-            self._decide(decode == "device", f'{decode}: decode="{decode}"')
-        else:
-            self._reason = "not decided yet: both are being measured"
+            self.on_device, self._reason = decode == "device", f'{decode}: decode="{decode}"'
 
     @property
     def sentence(self) -> str:
@@ -66,21 +65,11 @@ class DecodeChoice:
             return self._reason
         return f"{self._reason}; {self._fallbacks} batches meant for it were left to the host"
 
-    @property
-    def is_host(self) -> bool:
-        """Whether the host decodes all batches from now on."""
-        return self._on_device is False
-
-    @property
-    def is_running(self) -> bool:
-        """Whether more times are needed."""
-        return self._on_device is None
-
     def next_on_device(self) -> bool:
         """Tell whether the next batch is decoded on the device."""
         with self._lock:
-            if self._on_device is not None:
-                return self._on_device
+            if self.on_device is not None:
+                return self.on_device
             is_next = self._begun[True] < self._begun[False]
             self._begun[is_next] += 1
             return is_next
@@ -88,31 +77,25 @@ class DecodeChoice:
     def note(self, on_device: bool, seconds: float) -> None:
         """Note the seconds of a batch's slowest stage."""
         with self._lock:
-            if self._on_device is not None:
+            if self.on_device is not None:
                 return
             self._seconds[on_device].append(seconds)
-            if min(map(len, self._seconds.values())) >= _MEASURED:
-                import statistics
+            if min(map(len, self._seconds.values())) < _MEASURED:
+                return
+            import statistics
 
-                host, device = (
-                    statistics.median(self._seconds[there][1:]) for there in (False, True)
-                )
-                where = device < _MARGIN * host
-                self._decide(
-                    where,
-                    f"{'device' if where else 'host'}: a batch takes {1e3 * device:.2g} ms on the"
-                    f" device, {1e3 * host:.2g} ms on the host",
-                )
+            host, device = (statistics.median(self._seconds[there][1:]) for there in (False, True))
+            self.on_device = device < _MARGIN * host
+            self._reason = (
+                f"{'device' if self.on_device else 'host'}: a batch takes {1e3 * device:.2g} ms on"
+                f" the device, {1e3 * host:.2g} ms on the host"
+            )
 
     def note_fallback(self) -> None:
         """Note a batch that was meant for the device, and that the host has to decode."""
         with self._lock:
             self._fallbacks += 1
         self.note(True, math.inf)
-
-    def _decide(self, on_device: bool, sentence: str) -> None:
-        self._on_device = on_device
-        self._reason = sentence
 
 
 class DevicePolicy:
@@ -123,15 +106,6 @@ class DevicePolicy:
     Layouts and transforms are by column; a batch has `rows` samples at most; `host_nbytes` limits
     the host memory for encoded chunks, in all slots; `mapped` are columns of codes that are mapped
     to others.
-
-    Attributes
-    ----------
-    formats
-        By column: how the device decodes its chunks; None if it does not.
-    host_nbytes
-        Host memory used for encoded chunks.
-    num_chunks, decoded_nbytes
-        What was decoded there so far.
     """
 
     def __init__(
@@ -146,25 +120,26 @@ class DevicePolicy:
     ) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._serials: set[int] = set()  # batches under way that may be decoded there
-        self._refused: set[int] = set()  # of these, those that the host decodes in the end
-        if device.name == "cpu":
-            if config.decode == "device":
-                raise DeviceError(f"{named('decode', 'device')} needs a GPU, and none was found")
-            self.formats: list[EncodedFormat | None] = [None] * len(layouts)
-            obstacle: str | None = "there is no GPU"
-        else:
+        # Of batches under way that may be decoded there: whether they are, or the host does it in
+        # the end, after all.
+        self._is_decoded: dict[int, bool] = {}
+        # By column: how the device decodes its chunks; None if it does not.
+        self.formats: list[EncodedFormat | None] = [None] * len(layouts)
+        obstacle: str | None = "there is no GPU"
+        if device.name != "cpu":
             from h5async.deliver.devicedecode import find_formats
 
             on_host = _left_to_host(device, transforms, mapped)
             self.formats, obstacle = find_formats(
-                config, layouts, rows, on_host, self._gpu.free_nbytes, host_nbytes
+                config, layouts, rows, on_host, self._gpu.gpu.free_nbytes, host_nbytes
             )
+        elif config.decode == "device":
+            raise DeviceError(f"{named('decode', 'device')} needs a GPU, and none was found")
         staged = sum(form.staging_nbytes for form in self.formats if form is not None)
-        self.host_nbytes = config.prefetch * staged
+        self.host_nbytes = config.prefetch * staged  # of host memory, for encoded chunks
         self._choice = DecodeChoice(config.decode, obstacle)
         self._holds_memory = any(self.formats)  # else nothing is decoded there (any more)
-        self.num_chunks = self.decoded_nbytes = 0
+        self.num_chunks = self.decoded_nbytes = 0  # what was decoded there so far
 
     @property
     def sentence(self) -> str:
@@ -192,19 +167,17 @@ class DevicePolicy:
         slot.staged = {}
         if request.samples is not None or not self._begins(request.serial):
             return {}
-        several = [
-            form if is_read else None
-            for form, is_read in zip(self.formats, collection.tables.reads, strict=True)
-        ]
-        collection.plan(batch, index, [form is not None for form in several], 1)
+        reads = collection.tables.reads
+        forms = [form if reads[column] else None for column, form in enumerate(self.formats)]
+        collection.plan(batch, index, [form is not None for form in forms], 1)
         planned = collection.planned(batch)
-        for column, form in enumerate(several):
-            table = collection.tables.of_fields[column]
-            if form is not None:
-                memory = slot.staging[column].encoded
-                plan = plan_encoded(form, table, planned, column, memory)
-                if plan is not None:
-                    slot.staged[column] = plan
+        for column, form in enumerate(forms):
+            if form is None:
+                continue
+            table, memory = collection.tables.of_fields[column], slot.staging[column].encoded
+            plan = plan_encoded(form, table, planned, column, memory)
+            if plan is not None:
+                slot.staged[column] = plan
         return {column: plan.chunks for column, plan in slot.staged.items()}
 
     def _begins(self, serial: int) -> bool:
@@ -212,9 +185,9 @@ class DevicePolicy:
         if not self._holds_memory:
             return False
         with self._lock:  # as in `end`, which frees the memory once no batch may need it
-            is_theirs = serial not in self._refused and self._choice.next_on_device()
+            is_theirs = self._is_decoded.get(serial, True) and self._choice.next_on_device()
             if is_theirs:
-                self._serials.add(serial)
+                self._is_decoded[serial] = True
             return is_theirs
 
     def leaves_to_host(self, request: FillRequest, error: BaseException | None) -> bool:
@@ -224,11 +197,11 @@ class DevicePolicy:
         `error` is what went wrong with the batch, in filling or uploading.
         """
         with self._lock:
-            if error is None or request.serial not in self._serials - self._refused:
+            if error is None or not self._is_decoded.get(request.serial):
                 return False
             if not (isinstance(error, NotDecoded) or self._gpu.slots[request.slot].staged):
                 return False
-            self._refused.add(request.serial)
+            self._is_decoded[request.serial] = False
         self._choice.note_fallback()
         return True
 
@@ -241,7 +214,7 @@ class DevicePolicy:
             return
         slot = self._gpu.slots[request.slot]
         with self._lock:
-            on_device = request.serial in self._serials - self._refused
+            on_device = self._is_decoded.get(request.serial, False)
             for column, plan in slot.staged.items():
                 form = self.formats[column]
                 assert form is not None
@@ -249,7 +222,7 @@ class DevicePolicy:
                 self.decoded_nbytes += plan.num_chunks * form.shape.chunk_nbytes
         if on_device and not slot.staged:
             self._choice.note_fallback()
-        elif self._choice.is_running:
+        elif self._choice.on_device is None:
             self._choice.note(on_device, max(seconds, slot.transfer_seconds()))
 
     def end(self, request: FillRequest) -> None:
@@ -260,9 +233,8 @@ class DevicePolicy:
         if not self._holds_memory:
             return
         with self._lock:
-            self._serials.discard(request.serial)
-            self._refused.discard(request.serial)
-            if self._serials or not (self._holds_memory and self._choice.is_host):
+            self._is_decoded.pop(request.serial, None)
+            if self._is_decoded or not (self._holds_memory and self._choice.on_device is False):
                 return
             self._holds_memory = False
         self._gpu.drop_decoders()

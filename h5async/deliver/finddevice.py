@@ -36,18 +36,11 @@ class MissingGpuError(DeviceError):
 def find_device(name: str, pin_memory: bool = False) -> Device:
     """Return the device of an option ``device``.
 
-    Parameters
-    ----------
-    name
-        ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``: CUDA if CuPy and a GPU are available.
-    pin_memory
-        Batches stay on the host, in pinned memory.
+    `name` is ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``: CUDA if CuPy and a GPU are
+    available. With `pin_memory`, batches stay on the host, in pinned memory.
 
-    Raises
-    ------
-    DeviceError
-        If CuPy, PyTorch or the GPU is missing, or the GPU cannot be used; the message says which,
-        and what to do. ``"auto"`` tolerates what is missing, but not a GPU that fails.
+    `DeviceError` is raised if CuPy, PyTorch or the GPU is missing, or the GPU cannot be used, and
+    says which, and what to do. ``"auto"`` tolerates what is missing, but not a GPU that fails.
     """
     if pin_memory:
         from h5async.deliver.pinned import Pinning

@@ -45,6 +45,10 @@ class Gpu:
         self.cupy = cupy
         self.number = number
         self.name = f"cuda:{number}"
+        runtime, driver = cupy.cuda.runtime, cupy.cuda.driver
+        lack = cupy.cuda.memory.OutOfMemoryError
+        self.errors: tuple[type[Exception], ...]  # those that CUDA's errors raise
+        self.errors = runtime.CUDARuntimeError, driver.CUDADriverError, lack
         with self.failing("it cannot be used"):
             self._context = in_own_thread(partial(_primary_context, cupy, number))
 
@@ -104,16 +108,6 @@ class Gpu:
         """Tell whether the GPU refused memory."""
         is_cupys = isinstance(error, self.cupy.cuda.memory.OutOfMemoryError)
         return is_cupys or getattr(error, "status", None) == _MEMORY_ALLOCATION
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The exceptions that CUDA's errors raise."""
-        cuda = self.cupy.cuda
-        return (
-            cuda.runtime.CUDARuntimeError,
-            cuda.driver.CUDADriverError,
-            cuda.memory.OutOfMemoryError,
-        )
 
     @property
     def free_nbytes(self) -> int:

@@ -216,16 +216,12 @@ static __device__ void bitunshuffle_bytes(const byte *__restrict__ from, byte *_
 }
 
 /* Undoes bitshuffle's transposition of `count` decompressed chunks (y) of `nbytes` bytes, `pitch`
-   apart in both buffers, in blocks of `block` elements, a multiple of 8; 0: as many as the filter
-   takes when it is not told. Up to 7 elements at the end, and what makes none, stay as they are. */
+   apart in both buffers, in blocks of `block` elements, a multiple of 8. Up to 7 elements at the
+   end, and what makes none, stay as they are. */
 extern "C" __global__ void __launch_bounds__(1024) h5async_bitunshuffle(
     const unsigned char *__restrict__ from, unsigned char *__restrict__ to, int64 pitch,
     int64 nbytes, int64 count, int itemsize, int64 block)
 {
-    if (block == 0) {
-        block = 8192 / itemsize / 8 * 8;
-        block = block < 128 ? 128 : block;
-    }
     int64 groups = nbytes / itemsize / 8, of_block = block / 8, body = groups * 8 * itemsize;
     for (int64 k = blockIdx.y; k < count; k += gridDim.y) {
         const byte *source = from + k * pitch;

@@ -1,13 +1,12 @@
 """Moves, unshuffles, permutes, casts and scales arrays on the GPU.
 
-CUDA kernels, compiled by CuPy on first use, and launched on the current stream. CuPy is passed as a
-parameter: `finddevice.py` imports it.
+CUDA kernels, compiled by CuPy on first use, and launched on the current stream.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.deliver.gpu import Gpu
 from h5async.plan.transform import RowTransform
 from h5async.samples.samplearrays import EXACT, OPTIONS
 
@@ -32,13 +32,10 @@ for (int c = 0; c < channels; ++c)
 """
 _STORED = "h5async_to<T>(stored[begin + c])"
 
-_FUNCTIONS = tuple(  # of kernels.cu
-    f"h5async_{name}"
-    for name in ("copy_rows", "copy", "unshuffle", "bitunshuffle", "place", "adler32", "verify")
-)
+# Of kernels.cu.
+_FUNCTIONS = ("copy_rows", "copy", "unshuffle", "bitunshuffle", "place", "adler32", "verify")
 _THREADS = 256  # per block
 _MAX_BLOCKS = 64  # per piece
-_PIECE_NBYTES = 64 * 1024  # the assumed size of pieces of differing sizes
 _MAX_GRID_Y = 65535
 
 
@@ -57,8 +54,9 @@ class RowChange(NamedTuple):
 class Kernels:
     """The kernels of one GPU. Thread-safe."""
 
-    def __init__(self, cupy: Any) -> None:
-        self._cupy = cupy
+    def __init__(self, gpu: Gpu) -> None:
+        cupy = self._cupy = gpu.cupy
+        self._on_device = gpu.on_device
         source = Path(__file__).with_name("kernels.cu").read_text()
         module = cupy.RawModule(code=source, options=("-std=c++17",))
         self._function = functools.cache(module.get_function)
@@ -85,21 +83,18 @@ class Kernels:
             "S stored", "T delivered", "delivered = h5async_to<T>(stored)", "h5async_cast"
         )
 
-    def row_change(
-        self, transform: RowTransform, on_device: Callable[[NDArray[Any]], Any]
-    ) -> RowChange:
-        """Return what does a transform of rows on the device, in one kernel.
-
-        `on_device` copies an array there, as `Gpu.on_device` does.
-        """
+    def row_change(self, transform: RowTransform) -> RowChange:
+        """Return what does a transform of rows on the device, in one kernel."""
         channels = transform.channels
         is_scaled = transform.scale is not None or transform.offset is not None
         factors = _factors(transform) if is_scaled else ()
         if not channels or channels > _MAX_PLANES or not _is_plain(transform):
             # At least 1-dimensional: CuPy turns a 0-dimensional -0.0 into 0.0.
-            whole = tuple(on_device(np.atleast_1d(factor)) for factor in factors)
+            whole = tuple(self._on_device(np.atleast_1d(factor)) for factor in factors)
             return RowChange(partial(self._change, transform.permutation, whole), False)
-        each = tuple(on_device(np.broadcast_to(factor.reshape(-1), channels)) for factor in factors)
+        each = tuple(
+            self._on_device(np.broadcast_to(factor.reshape(-1), channels)) for factor in factors
+        )
         return RowChange(partial(self._change_planes, channels, each), True)
 
     def copy_rows(self, rows: Any, index: Any, out: Any, *, scatters: bool) -> None:
@@ -108,75 +103,22 @@ class Kernels:
         if row_nbytes:
             arrays = rows.view(np.uint8), out.view(np.uint8), index
             sizes = np.int64(count), np.int64(row_nbytes), np.int32(scatters)
-            self._launch("h5async_copy_rows", row_nbytes, count, *arrays, *sizes)
+            self.launch("copy_rows", row_nbytes, count, *arrays, *sizes)
 
-    def copy(self, base: Any, out: Any, source: Any, target: Any, nbytes: Any) -> None:
-        """Copy pieces of `base` to `out`, both uint8; int64 arrays say from where to where."""
-        count = source.size
-        arrays = base, out, source, target, nbytes
-        self._launch("h5async_copy", _PIECE_NBYTES, count, *arrays, np.int64(count))
+    def launch(self, name: str, nbytes: int, count: int, *arguments: Any) -> None:
+        """Launch a kernel of kernels.cu, which explains the arguments: arrays, and NumPy's numbers.
 
-    def unshuffle(
-        self,
-        shuffled: Any,
-        out: Any,
-        pitch: int,
-        nbytes: int,
-        count: int,
-        itemsize: int,
-        block: int,
-    ) -> None:
-        """Undo the shuffling of bytes of `count` chunks of `nbytes`, `pitch` bytes apart.
-
-        If `block` is not 0, bits were shuffled, within blocks of so many elements.
+        It has `count` pieces of work, of about `nbytes` each; at 0, nothing is launched.
         """
-        sizes = np.int64(pitch), np.int64(nbytes), np.int64(count), np.int32(itemsize)
-        arguments = shuffled, out, *sizes
-        if block:
-            self._launch("h5async_bitunshuffle", nbytes, count, *arguments, np.int64(block))
-        else:
-            self._launch("h5async_unshuffle", nbytes, count, *arguments)
-
-    def place(
-        self, chunks: Any, rows: Any, runs: Sequence[Any], pieces: Sequence[Any], *sizes: Any
-    ) -> None:
-        """Copy runs of samples out of decoded chunks to rows of a batch, both uint8.
-
-        `runs` are those of an `EncodedPlan`, and `pieces` extents, row_begin, chunk_strides and
-        row_strides of a `Shape`, all int64. `sizes` are rank, pitch, sample_stride, row_nbytes and
-        itemsize, as the kernel takes them.
-        """
-        count = runs[0].size
-        arrays = (*runs, np.int64(count), *pieces)
-        self._launch("h5async_place", _PIECE_NBYTES, count, chunks, rows, *arrays, *sizes)
-
-    def adler32(self, data: Any, pitch: int, nbytes: int, count: int, sums: Any) -> None:
-        """Add up the parts of the Adler-32 of `count` chunks, in uint64 (count, 2) of zeros."""
-        sizes = np.int64(pitch), np.int64(nbytes), np.int64(count)
-        self._launch("h5async_adler32", nbytes, count, data, *sizes, sums)
-
-    def verify(
-        self, states: Any, actual: Any, expected: Any, sums: Any, adler: Any, nbytes: int, bad: Any
-    ) -> None:
-        """Set `bad`, int32, to 1 if a block failed or has a wrong size, or a checksum is wrong.
-
-        `sums` and `adler` are None if there are no checksums.
-        """
-        tasks, chunks = np.int64(states.size), np.int64(0 if adler is None else adler.size)
-        arguments = states, actual, expected, tasks, sums, adler, chunks, np.int64(nbytes), bad
-        grid = min(_MAX_BLOCKS, -(-max(int(tasks), int(chunks)) // _THREADS)), 1
-        self._function("h5async_verify")(grid, (_THREADS,), arguments)
-
-    def _launch(self, name: str, nbytes: int, count: int, *arguments: Any) -> None:
-        """Launch a kernel on `count` pieces of about `nbytes` each."""
         if count:
             blocks = max(1, min(_MAX_BLOCKS, -(-nbytes // (16 * _THREADS))))
-            self._function(name)((blocks, min(count, _MAX_GRID_Y)), (_THREADS,), arguments)
+            function = self._function(f"h5async_{name}")
+            function((blocks, min(count, _MAX_GRID_Y)), (_THREADS,), arguments)
 
     def load(self) -> None:
         """Compile the kernels that move bytes now, rather than on first use."""
         for name in _FUNCTIONS:
-            self._function(name)
+            self._function(f"h5async_{name}")
 
     def _change(
         self, permutation: tuple[int, ...], factors: tuple[Any, ...], raw: Any, _: Any, out: Any

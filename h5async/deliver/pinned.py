@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DeviceError
@@ -40,7 +39,7 @@ class Pinning:
         if not self._torch.cuda.is_available():
             raise DeviceError(f"PyTorch {self._torch.__version__} finds no GPU; {hint}")
 
-    def pin(self, memory: NDArray[np.uint8]) -> Callable[[], object]:
+    def pin(self, memory: NDArray[Any]) -> Callable[[], object]:
         """Pin memory until the last array over it is gone, or the result is called.
 
         `memory` is of whole pages, as `page_memory` returns it. `DeviceError` is raised if it

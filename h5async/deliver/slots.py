@@ -32,20 +32,14 @@ class Assignment(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """What the consumer wants.
+    """What the consumer wants; batches are named by their serials."""
 
-    `next` is the serial of the batch that is delivered next; batches below `asked` were requested;
-    the consumer holds batch `held`. `reads_ahead`: batches are filled before they are requested.
-    `course` is the caller's meaning of the serial numbers. `loops`: a loop takes the batches, and
-    they are read ahead for it.
-    """
-
-    next: int = 0
-    asked: int = 0
-    held: int | None = None
-    reads_ahead: bool = False
-    course: Any = None
-    loops: bool = False
+    next: int = 0  # is delivered next
+    asked: int = 0  # those below were requested
+    held: int | None = None  # is in the consumer's hands
+    reads_ahead: bool = False  # batches are filled before they are requested
+    course: Any = None  # the caller's meaning of the serials
+    loops: bool = False  # a loop takes the batches, and they are read ahead for it
 
     @property
     def has_begun(self) -> bool:
@@ -113,25 +107,15 @@ class _Entry(Generic[Result]):
 
 
 class SlotRing(Generic[Result]):
-    """The states of all slots. Safe to use from many threads; one of them is the consumer.
-
-    Attributes
-    ----------
-    completions
-        Set before the first batch, if not only `filled` reports batches.
-    consumer
-        What the consumer wants; only its own calls change it.
-    is_closed
-        Whether the ring was closed.
-    lock
-        Held, only this thread changes the ring. Reentrant: a reader may be collected, and closed,
-        by the garbage collector while one of its own threads is in here.
-    """
+    """The states of all slots. Safe to use from many threads; one of them is the consumer."""
 
     def __init__(self, num_slots: int) -> None:
+        # Set before the first batch, if not only `filled` reports batches.
         self.completions: Completions[Result] = _FilledOnly()
-        self.consumer = Consumer()
+        self.consumer = Consumer()  # what it wants; only its own calls change it
         self.is_closed = self._at_exit = False
+        # Held, only this thread changes the ring. Reentrant: a reader may be collected, and closed,
+        # by the garbage collector while one of its own threads is in here.
         self.lock = threading.RLock()
         self._num_slots = num_slots
         self._never_given = list(reversed(range(num_slots)))

@@ -366,9 +366,10 @@ class BatchReader:
         if source is None and field != NO_FIELD:
             layout = self._layouts[field]
             source = None if layout.datasets or layout.heaps else str(layout.file)
-        timeline.work_on_field(field, -1 if source is None else source)
+        batch = timeline.batch_here()
+        timeline.work_on(batch, field, -1 if source is None else source)
         if self._core is not None:
-            scratch.worker(self._core).struct.batch = timeline.batch_here()
+            scratch.worker(self._core).struct.batch = batch
 
     def transforms_at_once(self, field: int, plans: BatchPlan) -> bool:
         """Tell whether the core transformed the rows of a field as it read them."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 import h5py
 import numpy as np
 
-from h5async.codec.storedelements import NUMBER
+from h5async.codec.corefilters import CONVERSION
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.attributes import cf_attributes
 from h5async.index.chunks import filters_of, read_chunk_table, without_filters
@@ -179,7 +179,7 @@ def _has_same_chunks(dataset: Opened, layout: DatasetLayout, where: str) -> bool
     if (found.filter_mask & needed != needed).any():
         return False
     found, _ = without_filters(found, filters, left_out)
-    if layout.filters[:1] and layout.filters[0].number == NUMBER:
+    if layout.filters[:1] and layout.filters[0].number == CONVERSION:
         found = replace(found, filter_mask=found.filter_mask << np.uint32(1))
     return all(
         np.array_equal(getattr(found, column), getattr(known, column))

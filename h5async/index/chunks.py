@@ -15,8 +15,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.codec.corefilters import CONVERSION
 from h5async.codec.filters import Filter, is_known_to_hdf5
-from h5async.codec.storedelements import NUMBER
 from h5async.core.binding import can_decode
 from h5async.errors import DatasetError, ReadError
 from h5async.index.chunktable import ChunkTable, grid_of, repeated, shortened
@@ -205,7 +205,7 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
 
     NotDirectError if contiguous values would be cut into too many units.
     """
-    conversion = Filter(NUMBER, parameters, "conversion")
+    conversion = Filter(CONVERSION, parameters, "conversion")
     if layout.chunks is not None:
         if len(layout.filters) >= _MOST_FILTERS:
             raise NotDirectError("as many filters as HDF5 allows, and a conversion")

@@ -123,7 +123,7 @@ Positive = Annotated[Natural, Bound(ge=1)]
 Place = tuple[Natural, Natural]  # among the arrays of its name: where it begins, and its length
 DType = Annotated[np.dtype[Any], PlainValidator(_dtype)]
 Bytes = Annotated[bytes, PlainValidator(bytes.fromhex)]
-# (-1 is `storedelements.NUMBER`.)
+# (-1 is `corefilters.CONVERSION`.)
 SavedFilter = Annotated[Filter, _Of(tuple[Literal[-1] | Natural, Naturals, str])]
 SavedText = Annotated[Text, _Of(tuple[Natural, Natural, StrictBool])]
 SavedAttribute = Annotated[CfAttribute, _Of(tuple[str, str, Bytes]), AfterValidator(_require_whole)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from h5async.codec.storedelements import MOST_STEPS, Step, StepKind, parameters_of
+from h5async.codec.corefilters import MOST_STEPS, Step, StepKind, parameters_of
 from h5async.errors import DatasetError
 from h5async.index.layout import Text
 from h5async.spelling import name_bytes, name_text
@@ -41,7 +41,7 @@ class StoredType(NamedTuple):
         The strings to convert in each element, or in each element of an array type.
     conversion
         Parameters of the filter that converts stored elements, including strings
-        (`codec/storedelements.py`); empty if there is none.
+        (`codec/corefilters.py`); empty if there is none.
     offset
         Of a member: its first byte within an element.
     """

@@ -6,7 +6,9 @@ meanwhile: reading goes on if it still holds what was indexed.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import mmap
 import os
 import stat
@@ -15,7 +17,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from io import FileIO
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,12 +28,35 @@ from h5async.io.openfailure import SIGNATURE
 from h5async.io.stamps import FileStamp, changed, lies_at, replaced, settled
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, suppressing
-from h5async.system.mounts import can_map
 
 IoMode = Literal["auto", "pread", "map"]
 
 _SUPERBLOCK_HEAD_NBYTES = 12
 _TRIES = 5  # to read a slice of a batch while nobody changes the file
+
+# In a memory map, an I/O error is a fatal signal. So files are mapped only if their bytes come from
+# this machine's own disks or memory. The numbers are Linux's (linux/magic.h, statfs(2)).
+_LOCAL_FILE_SYSTEMS = {
+    0xCA451A4E: "bcachefs",
+    0x9123683E: "btrfs",
+    0xE0F5E1E2: "erofs",
+    0x2011BAB0: "exfat",
+    0xEF53: "ext2, ext3 or ext4",
+    0xF2F52010: "f2fs",
+    0x4244: "hfs",
+    0x482B: "hfsplus",
+    0x9660: "iso9660",
+    0x3153464A: "jfs",
+    0x794C7630: "overlay",
+    0x858458F6: "ramfs",
+    0x73717368: "squashfs",
+    0x01021994: "tmpfs",
+    0x00011954: "ufs",
+    0x4D44: "vfat",
+    0x58465342: "xfs",
+    0x2FC12FC1: "zfs",
+}
+_STATFS_NBYTES = 512  # larger than the structure on any machine
 
 
 def owned(call: Callable[..., int], *arguments: object) -> FileIO:
@@ -59,6 +84,34 @@ def may_map(file: str | int, io: IoMode) -> bool:
     return io == "map" or (io == "auto" and can_map(file))
 
 
+def can_map(file: str | int) -> bool:
+    """Tell whether a file, given by path or open descriptor, is safe to map. Thread-safe."""
+    ask_path, ask_descriptor = _statfs()
+    if ask_path is None:
+        return False
+    # The system is asked about the file itself, not the table of mounts, whose names would have to
+    # be decoded, and which later mounts change.
+    status = (ctypes.c_uint32 * (_STATFS_NBYTES // 4))()
+    if isinstance(file, int):
+        failed = ask_descriptor(file, status)
+    else:
+        failed = ask_path(os.fsencode(file), status)
+    # The structure begins with the type: 32 bits, or on some machines 64, lower half first. (On
+    # big-endian ones this is 0, and files are not mapped.)
+    return not failed and int(status[0]) in _LOCAL_FILE_SYSTEMS
+
+
+@functools.cache
+def _statfs() -> tuple[Any, Any]:
+    """Return the C functions that take a path and a descriptor; None except on Linux."""
+    if sys.platform != "linux":
+        return None, None
+    libc = ctypes.CDLL(None)
+    libc.statfs.argtypes = ctypes.c_char_p, ctypes.c_void_p
+    libc.fstatfs.argtypes = ctypes.c_int, ctypes.c_void_p
+    return libc.statfs, libc.fstatfs
+
+
 def read_ahead(path: FileName, nbytes: int) -> None:
     """Ask the system to read the first `nbytes` of a file, without waiting for it."""
     if not hasattr(os, "posix_fadvise"):
@@ -73,36 +126,18 @@ class LocalFile:
     No HDF5 lock is held: a writer may open the file meanwhile. `ReadError` is raised if the file
     cannot be opened or mapped, or is not the one that was indexed, whose stamp is `expected`.
 
-    Parameters
-    ----------
-    io
-        ``"auto"`` maps it on local file systems, ``"map"`` on any, ``"pread"`` never.
-    file
-        The file if it is already open; closed with this object. None: it is opened by its path.
-
-    Attributes
-    ----------
-    stamp
-        The state of the file that is known to hold what was indexed.
-    has_swmr_writer
-        Whether a writer has the file open for SWMR, so that it changes all the time.
-    map_address, map_nbytes
-        The memory map, for the compiled core; 0 if it is not mapped.
+    With `io` ``"auto"`` it is mapped on local file systems, with ``"map"`` on any, with ``"pread"``
+    never. A `file` that is already open is closed with this object; else it is opened by its path.
     """
 
     def __init__(
-        self,
-        path: str,
-        expected: FileStamp,
-        io: IoMode = "auto",
-        *,
-        file: FileIO | None = None,
+        self, path: str, expected: FileStamp, io: IoMode = "auto", *, file: FileIO | None = None
     ) -> None:
         self.path = path
-        self.stamp = expected
+        self.stamp = expected  # the state of the file that is known to hold what was indexed
         self.looking = threading.Lock()
         self.io: IoMode = io
-        self.map_address = self.map_nbytes = 0
+        self.map_address = self.map_nbytes = 0  # for the compiled core; 0 if it is not mapped
         self._map: mmap.mmap | None = None
         try:
             file = open_regular(path) if file is None else file
@@ -112,6 +147,7 @@ class LocalFile:
         if FileStamp.of(self.descriptor).file_id != expected.file_id:
             self.close()
             raise replaced(path)
+        # A writer has the file open for SWMR, so that it changes all the time.
         self.has_swmr_writer = has_swmr_writer(self.descriptor)
         if may_map(self.descriptor, io):
             self._make_map()
@@ -170,27 +206,15 @@ class FileEventError(Exception):
         self.map_failed = map_failed
 
 
-# look_anew(file, stamp) returns if a file, whose stamp is now `stamp`, still holds what was
-# indexed, and raises `ReadError` if it does not.
-LookAnew = Callable[[LocalFile, FileStamp], None]
-
-
 class LocalFiles:
     """Files on this machine, opened as they are needed. Safe to use from many threads.
 
-    Parameters
-    ----------
-    kept
-        Files that stay open while unused; a mapped file takes two descriptors.
-    io
-        As for `LocalFile`.
-    look_anew
-        Checks a changed file, in the thread that found the change. None: a changed file is refused.
-    on_new_stamp
-        Called with the path and stamp of a file that has changed, but holds what was indexed.
-    open_elsewhere
-        Called with the path of a file that cannot be opened, or was replaced. Returns the former
-        file if it is open elsewhere, to be closed here.
+    `kept` files stay open while unused; a mapped file takes two descriptors. `io` is as for
+    `LocalFile`. A changed file is refused, or, if `look_anew` is given, passed to it with its new
+    stamp, in the thread that found the change: it returns if the file still holds what was indexed,
+    and raises `ReadError` if not. Then `on_new_stamp` gets path and stamp. `open_elsewhere` gets
+    the path of a file that cannot be opened, or was replaced, and returns the former file if it is
+    open elsewhere, to be closed here.
     """
 
     def __init__(
@@ -198,7 +222,7 @@ class LocalFiles:
         kept: int,
         io: IoMode = "auto",
         *,
-        look_anew: LookAnew | None = None,
+        look_anew: Callable[[LocalFile, FileStamp], None] | None = None,
         on_new_stamp: Callable[[str, FileStamp], None] | None = None,
         open_elsewhere: Callable[[str], FileIO | None] | None = None,
     ) -> None:

@@ -19,11 +19,7 @@ _BEGINNING_NBYTES = 512
 _SHOWN_NBYTES = 16
 _SUPERBLOCK_NBYTES = 64  # that include the end-of-file address, in any version
 _FORMATS = (  # offset of the signature, the signature, the format
-    (
-        0,
-        b"version https://git-lfs.github.com/",
-        "a Git LFS pointer; run `git lfs pull`",
-    ),
+    (0, b"version https://git-lfs.github.com/", "a Git LFS pointer; run `git lfs pull`"),
     (0, b"\x1f\x8b", "compressed by gzip; gunzip it"),
     (0, b"BZh", "compressed by bzip2; bunzip2 it"),
     (0, b"\xfd7zXZ\0", "compressed by xz; unxz it"),

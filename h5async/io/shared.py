@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from io import FileIO
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -269,9 +269,7 @@ def forget_pages(array: NDArray[Any]) -> None:
     begin = -(-array.ctypes.data // page) * page
     nbytes = (array.ctypes.data + array.nbytes) // page * page - begin
     if nbytes > 0 and sys.platform == "linux":  # elsewhere it may mean other things
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED
-        )
+        _libc().madvise(begin, nbytes, mmap.MADV_DONTNEED)
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -283,7 +281,8 @@ def _refusal(nbytes: int, error: Exception) -> OutOfMemoryError:
     """Return the error that says what to do if the system gives no shared memory."""
     hint = f"make {named('batch_size')} or {named('prefetch')} smaller"
     number = getattr(error, "errno", None)
-    if number == errno.EFBIG and _file_size_is_limited():
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if number == errno.EFBIG and largest != resource.RLIM_INFINITY:
         hint = "raise the limit on the size of files (ulimit -f): it holds for shared memory, too"
     elif number == errno.ENOMEM:
         hint += ", or raise the limits on address space (ulimit -v) and on maps (vm.max_map_count)"
@@ -291,10 +290,6 @@ def _refusal(nbytes: int, error: Exception) -> OutOfMemoryError:
         f"the system refuses {nbytes:,} bytes of shared memory ({error}); {hint}, or read with"
         f" {named('workers', 'thread')}"
     )
-
-
-def _file_size_is_limited() -> bool:
-    return resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
 
 
 def duplicate(fd: int) -> int:
@@ -306,12 +301,7 @@ def duplicate(fd: int) -> int:
 
 
 def _new_file() -> FileIO:
-    with _unnamed_file() as file:
+    has_memfd = hasattr(os, "memfd_create")
+    with owned(os.memfd_create, "h5async") if has_memfd else tempfile.TemporaryFile() as file:
         found = owned(fcntl.fcntl, file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
     return found
-
-
-def _unnamed_file() -> IO[bytes]:
-    if hasattr(os, "memfd_create"):
-        return owned(os.memfd_create, "h5async")
-    return tempfile.TemporaryFile()

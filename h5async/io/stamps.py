@@ -57,13 +57,8 @@ class FileStamp(NamedTuple):
     def of(cls, file: int | str | Path) -> FileStamp:
         """Return the stamp of an open file, by its descriptor, or of what lies at a path now."""
         status = os.stat(file)
-        return cls(
-            status.st_dev,
-            status.st_ino,
-            status.st_size,
-            status.st_mtime_ns,
-            status.st_ctime_ns,
-        )
+        times = status.st_mtime_ns, status.st_ctime_ns
+        return cls(status.st_dev, status.st_ino, status.st_size, *times)
 
 
 def settled(read: Callable[[], FileStamp]) -> FileStamp:

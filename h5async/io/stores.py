@@ -279,19 +279,8 @@ def open_hdf5(
 ) -> HDF5File:
     """Open a source for reading with h5py; the caller closes it.
 
-    Parameters
-    ----------
-    name
-        The source.
-    metadata_nbytes
-        The bytes of metadata that HDF5 caches; None for its default. The settings of a file that is
-        already open in this process stay.
-    in_use
-        Whether to open a file that a writer has locked and may be writing to.
-
-    Raises
-    ------
-    ReadError
-        If it cannot be opened; the message says why.
+    HDF5 caches `metadata_nbytes` of its metadata; None: as many as by default. The settings of a
+    file that is already open in this process stay. `in_use`: also open a file that a writer has
+    locked and may be writing to. `ReadError` is raised if it cannot be opened, and says why.
     """
     return store_of(name).open_hdf5(str(name), metadata_nbytes, in_use=in_use)

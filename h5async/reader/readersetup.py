@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from h5async.config import ReaderConfig
-from h5async.deliver.device import Device, DeviceSlot
+from h5async.deliver.device import Device, DeviceSlot, SlotContents
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.finddevice import find_device
 from h5async.errors import taking_memory
@@ -105,12 +105,14 @@ class ReaderSetup:
         with taking_memory(what, f"make {named('batch_size')} or {named('prefetch')} smaller"):
             self.slots = self.device.open_slots(
                 config.prefetch,
-                self.rows,
-                self.transforms,
-                config.postprocess is not None,
-                self.device_policy.formats,
-                None if self.helper is None else self.helper.shared,
-                self.outlines,
+                SlotContents(
+                    self.rows,
+                    self.transforms,
+                    self.outlines,
+                    self.device_policy.formats,
+                    config.postprocess is not None,
+                    None if self.helper is None else self.helper.shared,
+                ),
             )
         if config.cache == "device":
             self.cache = self.device.open_cache(self.samplings.selection, config.cache_bytes)

@@ -96,13 +96,10 @@ def _installed_codes() -> Iterator[CodeType]:
         while hasattr(found, "func"):  # functools.partial
             found = found.func
         # A function, a method, or an object of a class that has one.
-        code = getattr(found, "__code__", None) or _code_of_calls(type(found))
+        code = getattr(found, "__code__", None)
+        code = code or getattr(type(found).__dict__.get("__call__"), "__code__", None)
         if isinstance(code, CodeType):
             yield code
-
-
-def _code_of_calls(kind: type) -> object:
-    return getattr(kind.__dict__.get("__call__"), "__code__", None)
 
 
 class passing(ContextDecorator):

@@ -47,13 +47,6 @@ class MemoryLeft(NamedTuple):
     limit: str
 
 
-class _Mount(NamedTuple):
-    """A mounted hierarchy, or a part of it; `root` is the group at the mount point."""
-
-    root: str
-    folder: Path
-
-
 def usable_cores() -> int:
     """Return the number of cores that affinity and CPU quota allow."""
     if hasattr(os, "process_cpu_count"):  # Python 3.13; users may override it
@@ -67,7 +60,7 @@ def usable_cores() -> int:
 
 
 def free_memory(
-    root: Path = Path("/"), environment: Mapping[str, str] = os.environ
+    root: Path = _ROOT, environment: Mapping[str, str] = os.environ
 ) -> list[MemoryLeft]:
     """Return what each limit leaves this process, the tightest first; there is at least one."""
     ranks = local_ranks(environment)
@@ -103,10 +96,9 @@ def _slurm_tasks(text: str) -> list[int]:
 
 
 def _of_machine(root: Path) -> MemoryLeft:
-    with suppressing(OSError, ValueError, IndexError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return MemoryLeft(int(line.split()[1]) * 1024, "MemAvailable in /proc/meminfo")
+    free = _sizes(root / "proc/meminfo").get("MemAvailable")
+    if free is not None:
+        return MemoryLeft(free, "MemAvailable in /proc/meminfo")
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MemoryLeft(nbytes, "the memory of this machine")
 
@@ -114,7 +106,7 @@ def _of_machine(root: Path) -> MemoryLeft:
 def _of_process(root: Path) -> list[MemoryLeft]:
     if resource is None:
         return []
-    used = _used_by_process(root)
+    used = _sizes(root / "proc/self/status")
     found = []
     for kind, option, name in (
         (resource.RLIMIT_AS, "RLIMIT_AS (ulimit -v)", "VmSize"),
@@ -126,12 +118,9 @@ def _of_process(root: Path) -> list[MemoryLeft]:
     return found
 
 
-def _used_by_process(root: Path) -> dict[str, int]:
-    """Return sizes in bytes, by the names of `/proc/self/status`."""
-    text = ""
-    with suppressing(OSError):
-        text = (root / "proc/self/status").read_text(errors="replace")
-    found = re.findall(r"^(Vm\w+):\s*(\d+) kB$", text, re.MULTILINE)
+def _sizes(path: Path) -> dict[str, int]:
+    """Return the sizes that a file lists in kB, in bytes, by their names."""
+    found = re.findall(r"^(\w+):\s*(\d+) kB$", _text(path), re.MULTILINE)
     return {name: int(count) * 1024 for name, count in found}
 
 
@@ -161,7 +150,8 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 def _left_by(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[MemoryLeft]:
     """Yield what a group's limit leaves; page cache counts as free, since it is reclaimable."""
-    statistics = dict(_pairs(_text(folder / "memory.stat")))
+    pairs = re.findall(r"^(\S+) (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+    statistics = {name: int(count) for name, count in pairs}
     cached = [statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")]
     # In version 1 this includes limits of groups above that a container cannot see.
     limits = [_number(folder / limit), statistics.get("hierarchical_memory_limit")]
@@ -181,18 +171,18 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         return
     mounts = list(_mounts(controller, root))
     is_found = False
-    for mount in mounts:
-        inside = os.path.relpath(path, mount.root)
-        folder = mount.folder / inside
+    for group, mount in mounts:
+        inside = os.path.relpath(path, group)
+        folder = mount / inside
         # A ".." means that the group is not below the mounted one, or not in the namespace.
         if ".." in (*path.split("/"), *inside.split("/")) or not os.path.isdir(folder):
             continue
         is_found = True
-        yield from (folder, *folder.parents[: len(folder.parts) - len(mount.folder.parts)])
+        yield from (folder, *folder.parents[: len(folder.parts) - len(mount.parts)])
     if not is_found:
         # A container without its own namespace gets the group's path on the host, and may see only
         # its own group, at the mount point.
-        yield from (mount.folder for mount in mounts)
+        yield from (mount for _, mount in mounts)
 
 
 def _group(controller: str, root: Path) -> str | None:
@@ -203,8 +193,11 @@ def _group(controller: str, root: Path) -> str | None:
     return None
 
 
-def _mounts(controller: str, root: Path) -> Iterator[_Mount]:
-    """Yield the mounts of a hierarchy; of several on one folder, the last, which hides others."""
+def _mounts(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the groups that are mounted of a hierarchy, and where.
+
+    Of several on one folder, that is the last, which hides the others.
+    """
     found = {}
     for line in _text(root / "proc/self/mountinfo").split("\n"):
         if " - cgroup" not in line:
@@ -216,7 +209,7 @@ def _mounts(controller: str, root: Path) -> Iterator[_Mount]:
         is_version_1 = kind == "cgroup" and controller in options.split(",")
         if is_version_1 if controller else kind == "cgroup2":
             folder = _unescaped(words[4])
-            found[folder] = _Mount(_unescaped(words[3]), root / folder.lstrip("/"))
+            found[folder] = _unescaped(words[3]), root / folder.lstrip("/")
     yield from found.values()
 
 
@@ -226,7 +219,7 @@ def _unescaped(word: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file, decoded like file names; ``""`` if it cannot be read."""
+    """Return a file's text, decoded like file names; ``""`` if it cannot be read."""
     with suppressing(OSError, ValueError), open(path, "rb", buffering=0) as file:
         return os.fsdecode(file.read() or b"")
     return ""
@@ -237,10 +230,3 @@ def _number(path: Path) -> int | None:
     with suppressing(ValueError):
         return int(_text(path))
     return None
-
-
-def _pairs(text: str) -> Iterator[tuple[str, int]]:
-    for line in text.splitlines():
-        name, _, count = line.partition(" ")
-        if count.isdecimal():
-            yield name, int(count)

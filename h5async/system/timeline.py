@@ -87,20 +87,15 @@ class StageTimes:
 
 
 class Event(NamedTuple):
-    """A period in which a thread, of `threading.get_ident`, did a stage.
-
-    `batch` is a serial number, or `NO_BATCH` for given samples; `field`, the number of a column, or
-    the name of a field, or `NO_FIELD` for none or several; `source`, what was read: the number of a
-    source in the core, or a name.
-    """
+    """A period in which a thread did a stage."""
 
     stage: str
     begin_ns: int
     end_ns: int
-    thread: int
-    batch: int
-    field: int | str = NO_FIELD
-    source: int | str = -1
+    thread: int  # of `threading.get_ident`
+    batch: int  # a serial number, or `NO_BATCH` for given samples
+    field: int | str = NO_FIELD  # a column's number, or a field's name; or of none, or several
+    source: int | str = -1  # what was read: the number of a source in the core, or a name
 
 
 class ThreadName(NamedTuple):
@@ -143,10 +138,6 @@ class Timeline:
     def batch_here(self) -> int:
         """Return the batch that this thread works on."""
         return self._here.get(get_ident(), _NOTHING)[0]
-
-    def work_on_field(self, field: int, source: int | str = -1) -> None:
-        """Note the field that this thread reads from now on."""
-        self.work_on(self.batch_here(), field, source)
 
     def add(self, stage: str, begin_ns: int) -> None:
         """Note that this thread has done a stage of its current work since `begin_ns`."""

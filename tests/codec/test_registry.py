@@ -7,7 +7,7 @@ import zlib
 import pytest
 
 from h5async.codec.chunklengths import decoded_nbytes, unchecked
-from h5async.codec.entry import CoreFilter, CoreKind
+from h5async.codec.corefilters import CoreFilter, CoreKind
 from h5async.codec.filters import (
     _ENTRIES,
     BITSHUFFLE,

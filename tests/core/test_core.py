@@ -36,7 +36,7 @@ from hypothesis import strategies as st
 from pythondecoders import FilterPipeline
 
 from h5async import AsyncReader, Field
-from h5async.codec.entry import CoreKind
+from h5async.codec.corefilters import CoreKind
 from h5async.codec.filters import (
     BITSHUFFLE,
     DEFLATE,

@@ -28,7 +28,7 @@ from pythondecoders import FilterPipeline
 from test_core import HUGE, RowFile, damaged, exactly, int64s, some
 
 from h5async import Field
-from h5async.codec.entry import CoreKind
+from h5async.codec.corefilters import CoreKind
 from h5async.codec.filters import (
     BITSHUFFLE,
     BLOSC,

@@ -406,7 +406,7 @@ def test_helper_processes_decode_what_they_read(tmp_path, monkeypatch, workers):
 def test_a_choice():
     choice = DecodeChoice("auto", None)
     turns = []
-    while choice.is_running:
+    while choice.on_device is None:
         turns.append(choice.next_on_device())
         choice.note(turns[-1], 0.5 if turns[-1] else (9.0 if len(turns) < 2 else 0.6))
     assert turns == [False, True] * 4
@@ -422,7 +422,7 @@ def test_a_choice_that_ends_on_the_host():
         for _ in range(4):
             choice.note(True, seconds)
             choice.note(False, 1.0)
-        assert not choice.is_running
+        assert choice.on_device is False
         assert not choice.next_on_device()
         assert choice.sentence.startswith("host: ")
 

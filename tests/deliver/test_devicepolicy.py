@@ -23,7 +23,7 @@ class FakeDevice:
     """Device, and its only slot; notes what is given back."""
 
     def __init__(self, name="cuda:0"):
-        self.name, self.free_nbytes, self.slots = name, 1 << 30, [self]
+        self.name, self.gpu, self.slots = name, SimpleNamespace(free_nbytes=1 << 30), [self]
         self.staged, self.dropped = {}, 0
 
     def drop_decoders(self):

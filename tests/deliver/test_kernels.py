@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from pythondecoders import bitshuffle_codec
 
 from h5async import Field
+from h5async.codec.filters import default_block
 from h5async.deliver import kernels as kernels_module
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
@@ -242,7 +243,7 @@ def test_bitunshuffle_is_the_hosts(
 ):
     chunks = [random_bytes(seed + k, nbytes) for k in range(count)]
     bitunshuffle = kernels.get_function("h5async_bitunshuffle")
-    parameters = np.int32(element), np.int64(block)
+    parameters = np.int32(element), np.int64(block or default_block(element))
     found = run_on_chunks(bitunshuffle, launch, chunks, nbytes + gap, offset, *parameters)
     np.testing.assert_array_equal(found, [bitunshuffled(c, element, block) for c in chunks])
 
@@ -253,7 +254,7 @@ def test_bitunshuffle_is_the_hosts(
 def test_bitunshuffle_of_aligned_chunks(kernels, block, element, launch):
     chunks = [random_bytes(k, 8405 * element) for k in range(3)]
     bitunshuffle = kernels.get_function("h5async_bitunshuffle")
-    parameters = np.int32(element), np.int64(block)
+    parameters = np.int32(element), np.int64(block or default_block(element))
     found = run_on_chunks(bitunshuffle, launch, chunks, 8416 * element, (0, 0), *parameters)
     np.testing.assert_array_equal(found, [bitunshuffled(c, element, block) for c in chunks])
 
@@ -262,7 +263,7 @@ def test_bitunshuffle_of_aligned_chunks(kernels, block, element, launch):
 def test_bitunshuffle_of_large_elements_takes_their_default_block(kernels, element):
     chunk = random_bytes(element, 300 * element)
     bitunshuffle = kernels.get_function("h5async_bitunshuffle")
-    parameters = np.int32(element), np.int64(0)
+    parameters = np.int32(element), np.int64(default_block(element))
     found = run_on_chunks(bitunshuffle, LAUNCHES[1], [chunk], chunk.size, (0, 0), *parameters)
     np.testing.assert_array_equal(found, [bitunshuffled(chunk, element, 0)])
 

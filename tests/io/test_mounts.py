@@ -12,9 +12,9 @@ import h5py
 import numpy as np
 import pytest
 
+from h5async.io import localfiles
 from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp
-from h5async.system import mounts
 
 NAMES = {
     "not UTF-8": b"\xff\xfe",
@@ -34,8 +34,7 @@ import os, subprocess, sys
 from pathlib import Path
 import h5py, numpy as np
 from h5async import AsyncReader
-from h5async.system.mounts import can_map
-from h5async.io.localfiles import LocalFile
+from h5async.io.localfiles import LocalFile, can_map
 from h5async.io.stamps import FileStamp
 
 place, plain = map(os.fsencode, sys.argv[1:])
@@ -257,18 +256,18 @@ check_reader(plain, np.arange(10.0))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell types so")
 def test_files_that_are_none_of_a_disk() -> None:
-    assert not mounts.can_map("/proc/version")
-    assert not mounts.can_map("/nowhere/at/all")
-    assert not mounts.can_map(-1)
+    assert not localfiles.can_map("/proc/version")
+    assert not localfiles.can_map("/nowhere/at/all")
+    assert not localfiles.can_map(-1)
     with open("/proc/version") as file:
-        assert not mounts.can_map(file.fileno())
+        assert not localfiles.can_map(file.fileno())
 
 
 def test_nothing_is_mapped_where_types_are_not_told(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    mounts._statfs.cache_clear()
+    localfiles._statfs.cache_clear()
     try:
         with open(plain, "rb") as file:
             expected = FileStamp.of(file.fileno())
@@ -276,4 +275,4 @@ def test_nothing_is_mapped_where_types_are_not_told(
         assert opened.map_nbytes == 0
         opened.close()
     finally:
-        mounts._statfs.cache_clear()
+        localfiles._statfs.cache_clear()

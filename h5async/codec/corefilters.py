@@ -1,8 +1,8 @@
-"""Converts stored elements to NumPy's: a filter of this package's own.
+"""Defines filters as the compiled core takes them, with one of this package's own.
 
-It stands first in a pipeline, so that it is undone last, and gives the results of HDF5's
-conversion. Its parameters are the bytes of an element in NumPy and as stored, then `Step`s. The
-core alone undoes it.
+That filter converts stored elements to NumPy's. It stands first in a pipeline, so that it is undone
+last, and gives the results of HDF5's conversion. Its parameters are the bytes of an element in
+NumPy and as stored, then `Step`s. The core alone undoes it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,51 @@ from enum import IntEnum
 from itertools import chain
 from typing import NamedTuple
 
-from h5async.codec.entry import CoreFilter, CoreKind, Parameters
-
-NUMBER = -1  # HDF5's numbers are not negative, so no file can name it
-_STEP_VALUES = 13
+CONVERSION = -1  # HDF5's numbers of filters are not negative, so no file can name it
 MOST_STEPS = 1024
+_STEP_VALUES = 13
 _LARGEST = 1 << 31
 _MANTISSAS = {2: 10, 4: 23, 8: 52}  # bits, by the bytes of a float of NumPy's
+
+# A filter's client data, as HDF5 calls them: its numbers in the pipeline message.
+Parameters = tuple[int, ...]
+
+
+class CoreKind(IntEnum):
+    """Numbers of the filters that the compiled core undoes: ``enum Kind`` of core/src/common.h."""
+
+    DEFLATE = 1
+    SHUFFLE = 2
+    FLETCHER32 = 3
+    LZF = 4
+    ZSTD = 5
+    LZ4 = 6
+    BLOSC = 7
+    BITSHUFFLE = 8
+    BITSHUFFLE_LZ4 = 9
+    BITSHUFFLE_ZSTD = 10
+    NOTHING = 11
+    PLUGIN = 12
+    SZIP = 13
+    NBIT = 14
+    SCALEOFFSET = 15
+    BZIP2 = 16
+    STORED = 17
+
+
+class CoreFilter(NamedTuple):
+    """A filter as the compiled core takes it."""
+
+    kind: CoreKind
+    element_nbytes: int = 0  # for filters that shuffle; the traits of a plugin; else 0
+    block: int = 0  # elements of a block, for bitshuffle; 0 means the default
+    library: str | None = None  # the codec library that the core calls; see core/libraries.py
+    values: Parameters = ()  # the client data, if the core reads them
+    function: int = 0  # for a plugin, the address of the function that undoes the filter
+
+
+# For a filter that does not change elements of some types.
+NOTHING = CoreFilter(CoreKind.NOTHING)
 
 
 class StepKind(IntEnum):
@@ -31,33 +69,17 @@ class StepKind(IntEnum):
 
 
 class Step(NamedTuple):
-    """Makes some values of an element.
-
-    Attributes
-    ----------
-    kind
-        What it does.
-    start, to
-        Where values begin in the stored element, and in NumPy's.
-    stored_nbytes, nbytes
-        Bytes of one value, as stored and in NumPy.
-    repeats
-        The number of adjacent values.
-    is_big
-        Whether both are big-endian.
-    given
-        For bits: their offset and number, and whether they have a sign. For a float: the bit of the
-        sign, the first bit and the number of bits of exponent and mantissa, and the exponent's
-        bias.
-    """
+    """Makes some values of an element."""
 
     kind: StepKind
-    start: int
-    to: int
-    stored_nbytes: int
-    nbytes: int
-    repeats: int = 1
-    is_big: bool = False
+    start: int  # where values begin in the stored element,
+    to: int  # and in NumPy's
+    stored_nbytes: int  # of one value as stored,
+    nbytes: int  # and in NumPy
+    repeats: int = 1  # adjacent values
+    is_big: bool = False  # both are big-endian
+    # For bits: their offset and number, and whether they have a sign. For a float: the bit of the
+    # sign, the first bit and the number of bits of exponent and mantissa, and the exponent's bias.
     given: tuple[int, ...] = ()
 
     def moved(self, start: int, to: int) -> Step:
