@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, CoreTrace
+from h5async.fill.pool import do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.order.sampling import FillRequest
 from h5async.samples.fieldkind import field_of
@@ -43,11 +44,7 @@ class Calls(NamedTuple):
     on_crash: Callable[[BaseException], None]
 
 
-def _do_nothing(*_: object) -> None:
-    pass
-
-
-NO_CALLS = Calls(list, _do_nothing, _do_nothing, _do_nothing)  # after the end
+NO_CALLS = Calls(list, do_nothing, do_nothing, do_nothing)  # after the end
 
 
 class FillOutcome(NamedTuple):

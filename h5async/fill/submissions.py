@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, H5AsyncError, is_lack_of_memory, out_of_memory
 from h5async.fill.outcomes import FillOutcome
-from h5async.fill.pool import Work
+from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader, Slots
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_SAMPLES, FillRequest
@@ -68,7 +68,7 @@ class Submissions:
         self._needs_python = needs_python
         self._latest: list[_Submission | None] = [None] * len(slots.memory)
         self._lock = threading.RLock()
-        self.resume: Resume = _do_nothing  # continues a batch of which something is left
+        self.resume: Resume = do_nothing  # continues a batch of which something is left
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Submissions:
         """Fill the oldest batch in the calling thread; return what is left, None if none is."""
         found = self._reader.take(self._queue.do_oldest)
         if found == READY:
-            return _do_nothing
+            return do_nothing
         return None if found in (END, NOTHING) else self._rest_of(found)
 
     def _rest_of(self, found: int) -> Work:
@@ -180,7 +180,7 @@ class Submissions:
             failed = self._out_of_memory(latest.request, error)
             self._latest[found] = latest._replace(error=failed)
             self._queue.wake()
-            return _do_nothing
+            return do_nothing
         planned = self._queue.is_planned(found)
         return partial(self.resume, latest.request, samples, planned)
 
@@ -196,9 +196,5 @@ class Submissions:
     def close(self) -> None:
         """Release memory and functions. No thread is at work. Idempotent."""
         self._queue.close()
-        self.resume = _do_nothing
+        self.resume = do_nothing
         self._latest = [None] * len(self._latest)
-
-
-def _do_nothing(*_: object) -> None:
-    pass

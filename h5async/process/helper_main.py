@@ -24,6 +24,7 @@ from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import Calls, FillOutcome
+from h5async.fill.pool import do_nothing
 from h5async.fill.reading import OnDevice, Slots
 from h5async.fill.resident import Residency
 from h5async.io.shared import SharedMemory
@@ -267,12 +268,8 @@ def _ignore_signals() -> None:
     """
     for number in GROUP_SIGNALS:
         is_terminals = number in (signal.SIGTTIN, signal.SIGTTOU)
-        signal.signal(number, signal.SIG_IGN if is_terminals else _nothing)
+        signal.signal(number, signal.SIG_IGN if is_terminals else do_nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 def _leave_to_parent(channel: Channel) -> None:

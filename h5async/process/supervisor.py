@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import BatchTimeoutError
 from h5async.fill.outcomes import FillerStats, FillOutcome, Recorded
+from h5async.fill.pool import do_nothing
 from h5async.io.shared import SharedMemory
 from h5async.order.sampling import FillRequest
 from h5async.process.child import HelperDied, HelperProcess
@@ -100,7 +101,7 @@ class Supervisor:
         self._takes_notes = False  # it was sent `Starting`, so messages may be posted after it
         self._starting: Starting | None = None
         self._slots: ReaderSlots | None = None
-        self._on_done: Callable[[FillRequest, FillOutcome], None] = _nothing
+        self._on_done: Callable[[FillRequest, FillOutcome], None] = do_nothing
         self._outstanding = Outstanding()
         self._stats = self._former_stats = _NOTHING_DONE
         self._max_events = 0  # the limit of recorded events
@@ -180,7 +181,7 @@ class Supervisor:
 
     def release(self) -> None:
         """Release slots and functions, after `run` has ended."""
-        self._slots, self._on_done = None, _nothing
+        self._slots, self._on_done = None, do_nothing
 
     def await_step(self, timeout_seconds: float | None) -> None:
         """Wait until the first helper has opened the files or, on the second call, has started.
@@ -421,7 +422,3 @@ def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bo
         " ended on this batch (standard error may say why), and the next call goes on with a new"
         " helper"
     )
-
-
-def _nothing(*_: object) -> None:
-    pass
