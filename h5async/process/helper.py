@@ -32,10 +32,9 @@ from h5async.opening.limits import MemoryPlan
 from h5async.order.sampling import FillRequest
 from h5async.process.child import HelperProcess, check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opened, Starting
-from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots
 from h5async.process.supervisor import Supervisor
-from h5async.samples.assembly import SlotMemory, first_columns_of
+from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import Timeline
 
@@ -116,7 +115,7 @@ class HelperFiller(Workers):
             supervisor.await_step(self._config.timeout)
             assert supervisor.opened is not None
             first = first or supervisor.opened
-            check_same(first, supervisor.opened, _FOUND)
+            first.check_same(supervisor.opened, _FOUND)
             supervisor.opened = first  # tables of chunks are kept once
         assert first is not None
         return first
@@ -136,10 +135,7 @@ class HelperFiller(Workers):
         `slots`, `rows` and `pixels_nbytes` are those of `ReaderSlots`. Functions are called in
         threads of this object.
         """
-        opened = self.supervisors[0].opened
-        assert opened is not None
-        first_columns = first_columns_of(opened.layouts)
-        own = ReaderSlots(self.shared, slots, rows, first_columns, pixels_nbytes)
+        own = ReaderSlots(self.shared, slots, rows, pixels_nbytes)
         self._calls = calls
         self._device_cache = device_cache
         starting = Starting(own.specs, rows, memory_plan, device_cache is not None)

@@ -47,7 +47,6 @@ from h5async.process.messages import (
     portable,
 )
 from h5async.process.sharedslots import HelperSlots
-from h5async.samples.assembly import first_columns_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 from h5async.system.timeline import Timeline
@@ -173,7 +172,7 @@ class _Helper:
         transforms = slot_transforms(config, layouts, samplings, starting.rows)
         cache = Residency(samplings.selection, 0, "device") if starting.has_device_cache else None
         raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
-        self._slots = HelperSlots(self._memory, starting.slots, raws, first_columns_of(layouts))
+        self._slots = HelperSlots(self._memory, starting.slots, raws)
         self._filler = Filler(
             opened,
             samplings,
@@ -204,7 +203,7 @@ class _Helper:
                 error = portable(outcome.error)
             except BaseException:
                 error = portable(H5AsyncError(f"{type(outcome.error).__name__} was raised"))
-        fields: tuple[SentField | None, ...] = ()
+        fields: tuple[SentField, ...] = ()
         rooms: Rooms = {}
         if not error:
             try:

@@ -46,7 +46,6 @@ from h5async.process.messages import (
     received,
 )
 from h5async.process.outstanding import Outstanding
-from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots
 from h5async.system.interruptions import suppressing
 from h5async.system.timeline import STAGES, ThreadCounts
@@ -281,7 +280,7 @@ class Supervisor:
         opened = _step(process)
         assert isinstance(opened, Opened)
         if self.opened is not None:
-            check_same(self.opened, opened)
+            self.opened.check_same(opened)
         else:
             self.opened = opened
             self._steps.put(None)
