@@ -112,10 +112,9 @@ class HelperFiller(Workers):
         self._start({f"helper_{number}": one.run for number, one in several}, self._what)
         first = None
         for supervisor in self.supervisors:
-            supervisor.await_step(self._config.timeout)
-            assert supervisor.opened is not None
-            first = first or supervisor.opened
-            first.check_same(supervisor.opened, _FOUND)
+            opened = supervisor.await_opened(self._config.timeout)
+            first = first or opened
+            first.check_same(opened, _FOUND)
             supervisor.opened = first  # tables of chunks are kept once
         assert first is not None
         return first
@@ -143,7 +142,7 @@ class HelperFiller(Workers):
             supervisor.start_filling(own, starting, calls.on_done)
         self._start({"send": self._send_all}, self._what)
         for supervisor in self.supervisors:
-            supervisor.await_step(self._config.timeout)
+            supervisor.await_started(self._config.timeout)
 
     def kick(self) -> None:
         """Have new requests fetched. Never blocks; extra calls are harmless."""

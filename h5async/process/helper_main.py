@@ -7,7 +7,6 @@ reader's process, however that ends.
 from __future__ import annotations
 
 import _socket
-import contextlib
 import ctypes
 import faulthandler
 import os
@@ -16,9 +15,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError
@@ -93,26 +91,9 @@ def main(channel_fd: int, memory_fd: int, parent: int) -> None:
         if sys.stderr is not None:  # the reader's process may have closed it
             faulthandler.enable()  # prints where a C library crashed
         _Helper(end, SharedMemory(memory_fd)).serve()
-    except EOFError:  # the reader is closed, or gone
-        pass
     except BaseException as raised:
         error = raised
     _exit(error)
-
-
-class _StepFailed(Exception):
-    """A step of the start failed; the reader has been told why."""
-
-    def __init__(self, reason: BaseException) -> None:
-        self.reason = reason
-
-
-@contextlib.contextmanager
-def _step() -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        raise _StepFailed(error) from error
 
 
 class _Helper:
@@ -121,7 +102,12 @@ class _Helper:
         self._memory = memory
 
     def _receive(self) -> Any:
-        return pickle.loads(self._channel.receive())
+        """Return a message of the reader; end the process if it is closed, or gone."""
+        try:
+            data = self._channel.receive()
+        except EOFError:
+            _exit(None)
+        return pickle.loads(data)
 
     def _send(self, message: Any) -> None:
         """Send a message to the reader; in any thread."""
@@ -132,19 +118,17 @@ class _Helper:
             os._exit(0)
 
     def serve(self) -> None:
-        """Answer messages until EOFError: the reader has hung up."""
+        """Answer messages until the reader has hung up, or a step of the start has failed."""
         try:
             config = self._receive_config()
-            with _step():
-                opened = open_dataset(config)
-                chosen = choose(opened.config, opened.layouts)
+            opened = open_dataset(config)
+            chosen = choose(opened.config, opened.layouts)
             self._send(_told(config, opened, chosen))
             starting = self._receive()
             assert isinstance(starting, Starting)
-            with _step():
-                self._start(opened, chosen, starting)
-        except _StepFailed as failed:
-            self._send(Failed(portable(failed.reason)))
+            self._start(opened, chosen, starting)
+        except BaseException as error:
+            self._send(Failed(portable(error)))
             return
         self._send(Started(self._filler.methods, self._filler.stats().cache))
         while True:
@@ -153,15 +137,12 @@ class _Helper:
     def _receive_config(self) -> ReaderConfig:
         try:
             config = self._receive()
-        except EOFError:
-            raise
         except BaseException as error:  # a module of `postprocess` cannot be imported, say
-            with _step():
-                raise ConfigError(
-                    f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
-                    f" {error}); make its module one that a new interpreter can import, or read"
-                    f" with {named('workers', 'thread')}"
-                ) from error
+            raise ConfigError(
+                f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
+                f" {error}); make its module one that a new interpreter can import, or read"
+                f" with {named('workers', 'thread')}"
+            ) from error
         assert isinstance(config, ReaderConfig)
         # This thread only receives; otherwise the reader might wait for it.
         return config.model_copy(update={"num_threads": config.filler_threads})
@@ -278,7 +259,7 @@ def _leave_to_parent(channel: Channel) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _exit(error: BaseException | None) -> None:
+def _exit(error: BaseException | None) -> NoReturn:
     """Flush the standard streams and end the process at once.
 
     The interpreter is not finalized, because that would interrupt threads that still run.
