@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ReaderConfig
 from h5async.core.binding import load_core, mapping_mode
 from h5async.errors import ReaderClosedError
 from h5async.fill.batchdecoding import BatchDecoder
@@ -31,7 +30,6 @@ from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
 from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.opening.limits import MemoryPlan
-from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
@@ -71,7 +69,15 @@ class Filler:
         if function is not None:
             masks = masks_of(opened.kinds, opened.layouts, samplings.rows)
             postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
-        self._cache = _open_cache(config, samplings, several, memory_plan)
+        self._cache: HostCache | Budget | None = None
+        if config.cache == "host":
+            self._cache = open_host_cache(
+                samplings.selection,
+                [transform.raw_nbytes for transform in several],
+                samplings.rows,
+                config.cache_bytes,
+                memory_plan.left_nbytes,
+            )
         cache = self._cache if isinstance(self._cache, HostCache) else None
         self._resident = device.cache if cache is None else cache
         # Invalid after a change of a file; emptied at the end.
@@ -252,21 +258,6 @@ def new_assembly(opened: OpenedDataset, samplings: Samplings) -> Assembly:
     counts = [count for _, count in first.file_samples] or [first.sample_count]
     first_samples = np.cumsum([0, *counts], dtype=np.int64)
     return Assembly(opened.kinds, samplings.rows, first_samples)
-
-
-def _open_cache(
-    config: ReaderConfig,
-    samplings: Samplings,
-    transforms: Sequence[RowTransform],
-    memory_plan: MemoryPlan,
-) -> HostCache | Budget | None:
-    """Return where rows are kept for later epochs, or why not; None if not requested."""
-    if config.cache != "host":
-        return None
-    row_nbytes = [transform.raw_nbytes for transform in transforms]
-    spans = [one if isinstance(one, SpanRows) else None for one in samplings.rows]
-    left_nbytes = memory_plan.left_nbytes
-    return open_host_cache(samplings.selection, row_nbytes, config.cache_bytes, left_nbytes, spans)
 
 
 def _forget(residencies: Sequence[Residency]) -> None:

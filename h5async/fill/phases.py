@@ -22,7 +22,7 @@ from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
 from h5async.fill.batchdecoding import BatchDecoder, DecodedBatch
 from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
-from h5async.fill.postprocess import Postprocess, postprocessed
+from h5async.fill.postprocess import Postprocess
 from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Refused, Slots
 from h5async.fill.resident import HostCache, Residency
 from h5async.opening.dataset import Samplings
@@ -121,9 +121,9 @@ class Phases:
             arrays = images.arrays
         if self._postprocess is None:
             return arrays
+        given = FillRequest(-1, -1, -1, -1, 0, samples=index)
         where = f"{self._reader.file}: postprocess of given samples"
-        call = partial(self._postprocess, arrays, _given(index), index)
-        return postprocessed(call, arrays, where)
+        return self._postprocess(arrays, given, index, where)
 
     def close(self) -> None:
         """Release memory, and functions whose owners hold this object."""
@@ -189,11 +189,8 @@ class Phases:
         self._begin(batch, works, self._note_kept)
 
     def _note_kept(self, batch: _Fill) -> None:
-        try:
-            if batch.error is None and self._cache is not None:
-                self._cache.add(batch.index, batch.generation)
-        except BaseException as error:
-            self._note_error(batch, error)
+        if batch.error is None and self._cache is not None:
+            self._cache.add(batch.index, batch.generation)
         self._begin_transform(batch)
 
     # --- transform --------------------------------------------------------------------------------
@@ -253,28 +250,28 @@ class Phases:
 
     def _finish(self, batch: _Fill) -> None:
         arrays: tuple[Any, ...] = ()
-        if batch.error is None and batch.images is not None:
-            arrays = batch.images.arrays
-        elif batch.error is None:
-            try:
-                arrays = self._arrays(batch)
-            except BaseException as error:
-                self._note_error(batch, error)
-        if self._postprocess is not None and batch.error is None:
-            begin = time.perf_counter_ns()
-            try:
-                where = f"{self._reader.file}: postprocess of {batch.request}"
-                call = partial(self._postprocess, arrays, batch.request, batch.index)
-                with self._recorder.ranges("postprocess"):
-                    arrays = postprocessed(call, arrays, where)
-            except BaseException as error:
-                self._note_error(batch, error)
-            self._reader.times.add("postprocess", begin)
-            self._recorder.note("postprocess", begin, batch.request.serial)
+        try:
+            if batch.error is None:
+                arrays = self._arrays(batch) if batch.images is None else batch.images.arrays
+            if batch.error is None and self._postprocess is not None:
+                arrays = self._postprocessed(batch, arrays)
+        except BaseException as error:
+            self._note_error(batch, error)
         try:
             self._deliver(batch, arrays)
         finally:
             batch.error = None  # whose frames hold the batch
+
+    def _postprocessed(self, batch: _Fill, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        assert self._postprocess is not None
+        begin = time.perf_counter_ns()
+        try:
+            with self._recorder.ranges("postprocess"):
+                where = f"{self._reader.file}: postprocess of {batch.request}"
+                return self._postprocess(arrays, batch.request, batch.index, where)
+        finally:
+            self._reader.times.add("postprocess", begin)
+            self._recorder.note("postprocess", begin, batch.request.serial)
 
     def _deliver(self, batch: _Fill, arrays: tuple[NDArray[Any], ...]) -> None:
         if self._pool.is_stopped:
@@ -357,10 +354,6 @@ class Phases:
         if is_lack_of_memory(error):
             error = out_of_memory(f"{self._reader.file}: {batch.request} cannot be filled", error)
         batch.error = error
-
-
-def _given(index: NDArray[np.int64]) -> FillRequest:
-    return FillRequest(-1, -1, -1, -1, 0, samples=index)
 
 
 def _raised_by(work: Work) -> BaseException | None:

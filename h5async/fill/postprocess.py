@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -30,11 +30,8 @@ def load_function(function: Callable[..., Any] | str | None) -> Callable[..., An
     """
     if not isinstance(function, str):
         return function
-    module, _, name = function.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        found = pkgutil.resolve_name(function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{named('postprocess')}: cannot import {function!r}: {error}") from error
     if not callable(found):
@@ -89,13 +86,31 @@ class Postprocess:
         self._wanted = [name for name in known if name in further and name not in taken]
 
     def __call__(
-        self, arrays: tuple[NDArray[Any], ...], request: FillRequest, index: NDArray[np.int64]
-    ) -> Any:
-        """Return the result of the function for a batch."""
-        further = {name: self._value(name, request, index) for name in self._wanted}
-        if self._by_name:
-            return self._function(**dict(zip(self._names, arrays, strict=True)), **further)
-        return self._function(*arrays, **further)
+        self,
+        arrays: tuple[NDArray[Any], ...],
+        request: FillRequest,
+        index: NDArray[np.int64],
+        where: str,
+    ) -> tuple[Any, ...]:
+        """Return the result of the function for a batch; `where` begins messages.
+
+        `PostprocessError` is raised if the function raises, or returns another number of arrays.
+        """
+        try:
+            further = {name: self._value(name, request, index) for name in self._wanted}
+            if self._by_name:
+                result = self._function(**dict(zip(self._names, arrays, strict=True)), **further)
+            else:
+                result = self._function(*arrays, **further)
+        except Exception as error:
+            message = f"{where} raised {type(error).__name__}: {error}"
+            raise postprocess_error(message, error) from error
+        found = arrays if result is None else _arrays_of(result, len(arrays), where)
+        for array in found:  # libraries rely on this
+            misfit = array.misfit() if isinstance(array, SampleArrays) else None
+            if misfit is not None:
+                raise PostprocessError(f"{where} made {misfit}")
+        return found
 
     def _value(self, name: str, request: FillRequest, index: NDArray[np.int64]) -> Any:
         if name in self._masks:
@@ -116,28 +131,14 @@ class Postprocess:
         return np.random.default_rng(np.frombuffer(digest.digest(), "<u4"))
 
 
-def postprocessed(
-    function: Callable[[], Any], arrays: tuple[Any, ...], where: str
-) -> tuple[Any, ...]:
-    """Return the result of `function`, which calls a `Postprocess` for the arrays of a batch.
-
-    `where` names the file and the batch in messages. `PostprocessError` is raised if the function
-    raises, or returns another number of arrays.
-    """
-    try:
-        result = function()
-    except Exception as error:
-        raise postprocess_error(f"{where} raised {type(error).__name__}: {error}", error) from error
-    if result is None:
-        for array in arrays:
-            _require_whole(array, where)
-        return arrays
-    if len(arrays) == 1 and not isinstance(result, tuple | list):
+def _arrays_of(result: Any, count: int, where: str) -> tuple[Any, ...]:
+    """Return what a function has returned as so many arrays; `PostprocessError` otherwise."""
+    if count == 1 and not isinstance(result, tuple | list):
         result = (result,)
-    if not isinstance(result, tuple | list) or len(result) != len(arrays):
+    if not isinstance(result, tuple | list) or len(result) != count:
         found = len(result) if isinstance(result, tuple | list) else type(result).__name__
         raise PostprocessError(
-            f"{where} returned {found}; it must return {len(arrays)} arrays, or None when it"
+            f"{where} returned {found}; it must return {count} arrays, or None when it"
             " worked in place"
         )
     try:
@@ -156,13 +157,4 @@ def postprocessed(
             f"{where} returned arrays of unequal numbers of rows, of shapes {shapes}; each row is"
             " a sample, so all arrays must have the same number of rows"
         )
-    for array in made:
-        _require_whole(array, where)
     return made
-
-
-def _require_whole(array: Any, where: str) -> None:
-    """Raise `PostprocessError` unless the arrays of samples fit together: libraries rely on it."""
-    misfit = array.misfit() if isinstance(array, SampleArrays) else None
-    if misfit is not None:
-        raise PostprocessError(f"{where} made {misfit}")

@@ -61,6 +61,9 @@ class Submissions:
         needs_python: bool,
     ) -> None:
         self._queue = queue
+        # As of the queue: what the consumer calls on the way of each batch, and statistics.
+        self.drop, self.events, self.wait = queue.drop, queue.events, queue.wait
+        self.wake, self.plan_seconds = queue.wake, queue.plan_seconds
         self._reader = reader
         self._samplings = samplings
         self._slots = slots
@@ -128,27 +131,11 @@ class Submissions:
         except MemoryError as error:
             return FillOutcome(NO_SAMPLES, (), self._out_of_memory(latest.request, error))
 
-    def drop(self, slot: int, serial: int) -> bool:
-        """Say that a batch is no longer wanted; tell whether its slot may have another one."""
-        return self._queue.drop(slot, serial)
-
     def drop_error(self, serial: int) -> None:
         """Forget the error of a batch: it is raised, and so holds what holds this object."""
         for slot, latest in enumerate(self._latest):
             if latest is not None and latest.request.serial == serial and latest.error is not None:
                 self._latest[slot] = None
-
-    def events(self) -> int:
-        """Return a number that changes whenever a batch becomes ready, and by `wake`."""
-        return self._queue.events()
-
-    def wait(self, seen: int, seconds: float | None) -> bool:
-        """Wait until `events` returns another number than `seen`; return whether it does."""
-        return self._queue.wait(seen, seconds)
-
-    def wake(self) -> None:
-        """Wake the waiting thread. Never blocks."""
-        self._queue.wake()
 
     # --- the pool's calls -------------------------------------------------------------------------
 
@@ -188,10 +175,6 @@ class Submissions:
         """Forget all batches; no thread is at work on any."""
         self._queue.forget()
         self._latest = [None] * len(self._latest)
-
-    def plan_seconds(self) -> float:
-        """Return the time spent on plans, summed up over all threads."""
-        return self._queue.plan_seconds()
 
     def close(self) -> None:
         """Release memory and functions. No thread is at work. Idempotent."""

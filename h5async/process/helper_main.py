@@ -190,8 +190,7 @@ class _Helper:
             try:
                 fields, rooms = self._slots.put(request.slot, outcome)
             except OutOfMemoryError as raised:
-                batch = f"batch {request.number} of epoch {request.epoch}"
-                error = portable(OutOfMemoryError(f"{batch}: {raised.marked}"))
+                error = portable(OutOfMemoryError(f"{request}: {raised.marked}"))
             except BaseException as raised:
                 error = portable(raised)
         answer = Answer(

@@ -382,7 +382,6 @@ def _step(process: HelperProcess) -> Any:
 def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bool) -> HelperDied:
     when = "was being filled" if has_started else "was to be filled"
     return HelperDied(
-        f"{error} while batch {request.number} of epoch {request.epoch} {when}; {deaths} helpers"
-        " ended on this batch (standard error may say why), and the next call goes on with a new"
-        " helper"
+        f"{error} while {request} {when}; {deaths} helpers ended on this batch (standard error may"
+        " say why), and the next call goes on with a new helper"
     )

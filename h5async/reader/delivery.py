@@ -156,9 +156,8 @@ class Delivery:
                 raise  # raise it in the caller's own thread
             error = raised
         if is_lack_of_memory(error):  # in a helper process, or on the device
-            batch = f"batch {request.number} of epoch {request.epoch}"
             where = paths_text(self._setup.config.hdf5_path)
-            error = out_of_memory(f"{where}: {batch}", error)
+            error = out_of_memory(f"{where}: {request}", error)
         self._ring.filled(request.serial, outcome._replace(arrays=arrays, error=error))
         del error  # its traceback may hold this frame
         if self._submissions is None or not self._setup.has_threads:
