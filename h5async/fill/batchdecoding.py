@@ -69,17 +69,12 @@ class BatchDecoder:
             for slot in slots.memory
         ]
         self._lock = threading.Lock()
-        self._broken = 0
-
-    @property
-    def broken_images(self) -> int:
-        """The number of samples replaced so far."""
-        return self._broken
+        self.broken_images = 0  # those that were replaced so far
 
     def note_broken(self) -> None:
         """Count a sample that was replaced."""
         with self._lock:
-            self._broken += 1
+            self.broken_images += 1
 
     def batch(
         self, arrays: tuple[Any, ...], index: Int64s, epoch: int, slot: int | None

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import load_core, mapping_mode
-from h5async.errors import ReaderClosedError
 from h5async.fill.batchdecoding import BatchDecoder
 from h5async.fill.outcomes import Calls, FillerStats, Recorded, Recording
 from h5async.fill.phases import Delivery, Phases
@@ -109,7 +108,10 @@ class Filler:
                 opened, samplings.rows, self._core, slots, decoding, limit_nbytes, device.left
             )
             self._decoder = decoder if decoder.fields else None
-            assembly = new_assembly(opened, samplings)
+            first = next(iter(opened.layouts.values()))
+            counts = [count for _, count in first.file_samples] or [first.sample_count]
+            first_samples = np.cumsum([0, *counts], dtype=np.int64)
+            assembly = Assembly(opened.kinds, samplings.rows, first_samples)
             self.submissions: Submissions | None = None
             selection = samplings.selection
             queue = self._reader.open_queue(selection) if slots.are_writable else None
@@ -121,9 +123,14 @@ class Filler:
                 self.submissions = Submissions(
                     queue, self._reader, samplings, slots, assembly, needs_python
                 )
-            self._pool = WorkPool(num_threads, self._find_work, calls.on_crash, self.submissions)
+            pool = self._pool = WorkPool(
+                num_threads, self._find_work, calls.on_crash, self.submissions
+            )
+            # As of the pool.
+            self.kick, self.run_next, self.join = pool.kick, pool.run_next, pool.join
+            self.abandon = pool.forget_work
             self._phases = Phases(
-                self._pool,
+                pool,
                 self._reader,
                 samplings,
                 slots,
@@ -154,17 +161,9 @@ class Filler:
         """How each field is read, in field order; see `ReaderStats.ways`."""
         return self._executors.methods
 
-    def kick(self) -> None:
-        """Have a worker ask for requests. Never blocks; extra calls are harmless."""
-        self._pool.kick()
-
     def fill(self, request: FillRequest) -> None:
         """Fill a slot. Never blocks. Safe to call from any thread."""
         self._pool.add(request.serial, [partial(self._phases.begin, request)])
-
-    def run_next(self) -> bool:
-        """Do the most urgent share of work in the calling thread; return False if there is none."""
-        return self._pool.run_next()
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> tuple[NDArray[Any], ...]:
         """Read samples in the calling thread, while other work is under way, to memory of n rows.
@@ -172,14 +171,7 @@ class Filler:
         Returns the rows of each field, or the result of `postprocess`. `H5AsyncError` is raised if
         they cannot be read, or the filler was stopped.
         """
-        found: list[tuple[NDArray[Any], ...]] = []
-        if not self._pool.run(lambda: found.append(self._phases.read(index, memory))):
-            raise ReaderClosedError("the reader is closed; make a new one")
-        return found[0]
-
-    def abandon(self) -> bool:
-        """Forget all work after an exception in `run_next`; return False if threads are at work."""
-        return self._pool.forget_work()
+        return self._pool.run(lambda: self._phases.read(index, memory))
 
     def stats(self) -> FillerStats:
         """Return what all threads have done so far."""
@@ -229,10 +221,6 @@ class Filler:
         self._reader.interrupt()
         self._pool.stop(partial(self._let_go, then))
 
-    def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until what `stop` requested is done; a worker does not wait for itself."""
-        self._pool.join(patience_seconds)
-
     def _find_work(self) -> list[tuple[int, Work]]:
         begin = self._phases.begin
         return [(request.serial, partial(begin, request)) for request in self._next_requests()]
@@ -250,14 +238,6 @@ class Filler:
         self._resident = self._cache = None
         then()
         self._next_requests = list  # whose owner holds this object
-
-
-def new_assembly(opened: OpenedDataset, samplings: Samplings) -> Assembly:
-    """Return the `Assembly` that makes arrays of fields from those of columns."""
-    first = next(iter(opened.layouts.values()))
-    counts = [count for _, count in first.file_samples] or [first.sample_count]
-    first_samples = np.cumsum([0, *counts], dtype=np.int64)
-    return Assembly(opened.kinds, samplings.rows, first_samples)
 
 
 def _forget(residencies: Sequence[Residency]) -> None:

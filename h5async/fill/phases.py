@@ -23,11 +23,12 @@ from h5async.fill.batchdecoding import BatchDecoder, DecodedBatch
 from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess
-from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Refused, Slots
+from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Slots
 from h5async.fill.resident import HostCache, Residency
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.plan.records import GatherPlan, PlanSlice, cut
+from h5async.read.queue import SlotBatch
 from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder
@@ -170,7 +171,7 @@ class Phases:
             batch, [partial(self._read_left, batch, some) for some in left], self._begin_keep
         )
 
-    def _read_left(self, batch: _Fill, left: LeftRows | Refused) -> None:
+    def _read_left(self, batch: _Fill, left: LeftRows | SlotBatch) -> None:
         # An error keeps the callers of this alive, so they must not hold the memory.
         self._reader.read_left(left, batch.index, self._slots.memory[batch.request.slot])
 

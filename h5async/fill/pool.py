@@ -12,12 +12,13 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from h5async.errors import ReadError
+from h5async.errors import ReaderClosedError, ReadError
 from h5async.spelling import named
 from h5async.system.waiting import Once, Patience, join_threads, start_threads
 
+T = TypeVar("T")
 Work = Callable[[], None]
 
 THREAD_NAME = "h5async"
@@ -190,16 +191,14 @@ class WorkPool(Workers):
         if work is not None:
             work()
 
-    def run(self, work: Work) -> bool:
-        """Do a piece of work in the calling thread; return False if the pool is stopped."""
+    def run(self, work: Callable[[], T]) -> T:
+        """Do a piece of work in the calling thread; `ReaderClosedError` if the pool is stopped."""
         if threading.get_ident() in self._workers:  # work that calls the reader
-            work()
-            return True
+            return work()
         if not self._enter():
-            return False
+            raise ReaderClosedError("the reader is closed; make a new one")
         try:
-            work()
-            return True
+            return work()
         finally:
             self._leave()
 

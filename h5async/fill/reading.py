@@ -52,7 +52,6 @@ BatchPlan = Sequence[ReadPlan]  # of one batch, by field; at the end, of several
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
-
 # Plans ranges that a device reads of a batch instead of rows, by column. The collection and the
 # batch plan rows if necessary.
 PlanColumns = Callable[[Collection, SlotBatch, FillRequest, Int64s], Mapping[int, Ranges]]
@@ -63,12 +62,6 @@ class LeftRows(NamedTuple):
 
     field: int
     rows: Int64s
-
-
-class Refused(NamedTuple):
-    """Items of a plan that the core has refused: they are read again, or raise an error."""
-
-    batch: SlotBatch
 
 
 class _Batches(NamedTuple):
@@ -259,26 +252,29 @@ class BatchReader:
         """Return an array of samples as one of rows of the dataset."""
         return self.row_transforms[field].rows(batch)
 
-    def left(self, plans: BatchPlan) -> list[LeftRows | Refused]:
-        """Return what the core has left of a batch after the last share, for several threads."""
-        found: list[LeftRows | Refused] = []
+    def left(self, plans: BatchPlan) -> list[LeftRows | SlotBatch]:
+        """Return what the core has left of a batch after the last share, for several threads.
+
+        A `SlotBatch` has items that the core has refused: they are read again, or raise an error.
+        """
+        found: list[LeftRows | SlotBatch] = []
         for plan in plans:
             if self._collection is None or not isinstance(plan, BatchItems):
                 continue
             if self._collection.has_refused(plan.batch):
-                found.append(Refused(plan.batch))
+                found.append(plan.batch)
             for field, rows in self._collection.left(plan.batch):
                 nbytes = rows.size * self._layouts[field].row_nbytes
                 parts = max(1, min(self._num_threads, rows.size, nbytes // _MIN_SHARE_NBYTES))
                 found += [LeftRows(field, some) for some in np.array_split(rows, parts)]
         return found
 
-    def read_left(self, left: LeftRows | Refused, index: Int64s, memory: SlotMemory) -> None:
+    def read_left(self, left: LeftRows | SlotBatch, index: Int64s, memory: SlotMemory) -> None:
         """Read what the core has left; `H5AsyncError` if bytes cannot be read or decoded."""
-        if isinstance(left, Refused):
+        if isinstance(left, SlotBatch):
             with self._scratch() as scratch:
                 self._work_on(NO_FIELD, scratch)
-                self._factory.read_again(left.batch, scratch)
+                self._factory.read_again(left, scratch)
             return
         field, rows = left
         steps, layout = self._steps[field], self._layouts[field]

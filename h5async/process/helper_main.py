@@ -123,7 +123,7 @@ class _Helper:
             config = self._receive_config()
             opened = open_dataset(config)
             chosen = choose(opened.config, opened.layouts)
-            self._send(_told(config, opened, chosen))
+            self._send(_told(opened, chosen))
             starting = self._receive()
             assert isinstance(starting, Starting)
             self._start(opened, chosen, starting)
@@ -211,7 +211,7 @@ class _Helper:
             self._send(answer._replace(fields=(), error=portable(raised)))
 
 
-def _told(config: ReaderConfig, opened: OpenedDataset, chosen: Chosen) -> Opened:
+def _told(opened: OpenedDataset, chosen: Chosen) -> Opened:
     """Return what the reader needs to know of a dataset, without what only reading needs."""
     layouts = {
         name: layout.changed(heaps=tuple(one._replace(elements=None) for one in layout.heaps))
@@ -219,7 +219,7 @@ def _told(config: ReaderConfig, opened: OpenedDataset, chosen: Chosen) -> Opened
         else layout
         for name, layout in opened.layouts.items()
     }
-    return Opened(layouts, chosen, opened.kinds, opened.config is not config)
+    return Opened(layouts, chosen, opened.kinds)
 
 
 def _give_up(error: BaseException) -> None:

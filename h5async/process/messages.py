@@ -57,7 +57,6 @@ class Opened(NamedTuple):
     layouts: dict[str, DatasetLayout]
     chosen: Chosen
     kinds: dict[str, FieldKind]  # of the fields, by name
-    are_found: bool  # some kinds are not those of the options
 
     def check_same(self, now: Opened, found: str = _FOUND) -> None:
         """Raise ReadError if a new helper found other files or samples than the first one.

@@ -58,10 +58,9 @@ class ReaderSetup:
         if self.helper is None:
             self.opened = open_dataset(self.config)
         else:
-            found, config = self.helper.open(), self.config
-            if found.are_found:
-                fields = {name: kind.field for name, kind in found.kinds.items()}
-                config = config.model_copy(update={"fields": fields})
+            found = self.helper.open()
+            fields = {name: kind.field for name, kind in found.kinds.items()}
+            config = self.config.model_copy(update={"fields": fields})
             self.opened, chosen = OpenedDataset(config, found.layouts, found.kinds), found.chosen
         self.config, self.layouts, self.kinds = self.opened
         self.samplings = Samplings(self.config, self.layouts, chosen)
