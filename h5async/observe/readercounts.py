@@ -5,6 +5,7 @@ Deliveries and the filler's counts enter; `ReaderStats` leaves.
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections import deque
@@ -68,8 +69,8 @@ class Waits:
         kept = kept[: max(0, len(kept) - later)][since.number - totals.number :]
         if not kept or totals.number <= since.number:
             return 0.0, 0.0
-        median, high = np.percentile(kept, (50, 99))
-        return float(median), float(high)
+        kept.sort()
+        return _percentile(kept, 0.5), _percentile(kept, 0.99)
 
 
 class Delivered(NamedTuple):
@@ -352,6 +353,13 @@ class ReaderCounts:
             **of_work,
             **how,
         )
+
+
+def _percentile(ascending: Sequence[float], share: float) -> float:
+    """Return the percentile between neighbours, as NumPy does, which takes 50 us for few values."""
+    below, part = divmod(share * (len(ascending) - 1), 1)
+    first, second = ascending[int(below)], ascending[math.ceil(below + part)]
+    return first + (second - first) * part
 
 
 def _count(rows: SpanRows | None, samples: NDArray[np.int64]) -> int:

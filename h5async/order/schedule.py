@@ -103,9 +103,10 @@ class Schedule:
         """Tell whether a batch is the last of its epoch."""
         if serial in self.others:
             return False
-        passed = self._passed(serial)
-        if passed < self._first:
-            return passed + 1 == self._first
+        passed = self._passed(serial) if self.others else serial - self.serial
+        after = passed + 1 - self._first
+        if after <= 0 or self.sampling.is_uniform:
+            return after >= 0 and after % self.sampling.num_batches == 0
         return self._epoch_of(passed)[2] == passed + 1
 
     def epoch_begin(self, serial: int) -> int:

@@ -103,8 +103,8 @@ class WindowOrder:
         if start >= stop:
             return np.zeros(0, np.int64)
         begin = self._table(epoch).begin
-        first = int(np.searchsorted(begin, start, side="right")) - 1
-        last = int(np.searchsorted(begin, stop, side="left"))
+        first = int(begin.searchsorted(start, side="right")) - 1
+        last = int(begin.searchsorted(stop, side="left"))
         found = []
         for number in range(first, last):
             offset = int(begin[number])

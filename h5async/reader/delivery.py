@@ -94,7 +94,8 @@ class Delivery:
 
     def next_epoch(self, get_next_batch: Callable[[], Batch]) -> Iterator[Batch]:
         """Go to the next epoch of which no batch was taken; return its batches."""
-        self._counts.end_epoch(self.work())
+        if self._counts.open_epoch >= 0:
+            self._counts.end_epoch(self.work())
         course, following = self._position.course, self._ring.consumer.next
         first = course.schedule.epoch_begin(following)
         while first > following and first - 1 in course.given:
@@ -265,7 +266,7 @@ class Delivery:
     def _note(self, batch: Batch) -> None:
         counts = self._counts
         if batch.epoch not in (-1, counts.open_epoch):
-            counts.begin_epoch(batch.epoch, self.work())
+            counts.begin_epoch(batch.epoch, self.work() if counts.open_epoch >= 0 else Work())
         counts.note(batch.index)
         if batch.epoch >= 0:
             counts.last = batch.epoch, batch.number

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from operator import add
 from struct import Struct
 from threading import get_ident
 from time import perf_counter, perf_counter_ns
@@ -53,8 +54,7 @@ class ThreadCounts:
 
     def plus(self, other: ThreadCounts) -> ThreadCounts:
         """Return the sum of all counts."""
-        names = self.__dataclass_fields__
-        return ThreadCounts(*(getattr(self, name) + getattr(other, name) for name in names))
+        return ThreadCounts(*map(add, vars(self).values(), vars(other).values()))
 
     @contextmanager
     def timed(self, counter: str) -> Iterator[None]:

@@ -79,7 +79,11 @@ PUBLIC int64_t h5async_window_block(const Window *w, int64_t *samples, int64_t f
         int64_t count = list_group(w, round, found);
         Wanted *sorted =
             sort_wanted(found, found + most, count, 0, ((int64_t)1 << (63 - HIGH_SHIFT)) - 1);
-        insert_each(sorted, count); /* by the lower bits: those of equal higher ones are neighbours */
+        for (int64_t i = 1; i < count; i++)
+            if (sorted[i - 1].sample == sorted[i].sample) { /* rare: then sort by lower bits, too */
+                insert_each(sorted, count);
+                break;
+            }
         for (int64_t i = 0; i < count; i++) {
             int64_t r = sorted[i].position / (int32_t)w->size;
             int64_t s = sorted[i].position - r * w->size;
