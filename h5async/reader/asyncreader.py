@@ -276,7 +276,7 @@ class AsyncReader:
         try:
             batch = delivery.take(serial, filled)
         except BaseException:  # Ctrl-C: the next call returns this batch
-            delivery.put_back(serial, filled)
+            self._engine.ring.put_back(serial, filled)
             raise
         if batch is None:
             try:

@@ -201,29 +201,6 @@ class Delivery:
     def wait(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
         """End the life of the batch in use, and wait for the next one; `take` puts it in use."""
         self._end_life()
-        return self._wait(timeout_seconds)
-
-    def take(self, serial: int, filled: FillOutcome) -> Batch | None:
-        """Return the batch that was waited for, and put it in use; None if it has an error.
-
-        The caller calls `put_back` after an exception, also one that comes as this returns.
-        """
-        for message in self._counts.new_warnings(filled.warnings) if filled.warnings else ():
-            warnings.warn(message, FileChangedWarning, stacklevel=3)
-        batch = self._handed_over(serial, filled) if filled.error is None else None
-        # The error's traceback will hold the reader, so nothing may hold the error.
-        self._ring.take(serial, forget=batch is None)
-        if batch is not None:
-            self._note(batch)
-        elif self._submissions is not None:
-            self._submissions.drop_error(serial)
-        return batch
-
-    def put_back(self, serial: int, filled: FillOutcome) -> None:
-        """Undo `take`, whether or not it was done: the next call returns this batch."""
-        self._ring.put_back(serial, filled)
-
-    def _wait(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
         begin, end, is_there = time.perf_counter(), 0.0, False
         ring, slots, timeline = self._ring, self._setup.slots, self._recorder.timeline
         if timeline is not None and timeline.open_ranges:
@@ -263,6 +240,22 @@ class Delivery:
                 self._ring.unassign()
             raise
 
+    def take(self, serial: int, filled: FillOutcome) -> Batch | None:
+        """Return the batch that was waited for, and put it in use; None if it has an error.
+
+        The caller undoes it after an exception, also one that comes as this returns.
+        """
+        for message in self._counts.new_warnings(filled.warnings) if filled.warnings else ():
+            warnings.warn(message, FileChangedWarning, stacklevel=3)
+        batch = self._handed_over(serial, filled) if filled.error is None else None
+        # The error's traceback will hold the reader, so nothing may hold the error.
+        self._ring.take(serial, forget=batch is None)
+        if batch is not None:
+            self._note(batch)
+        elif self._submissions is not None:
+            self._submissions.drop_error(serial)
+        return batch
+
     def _note(self, batch: Batch) -> None:
         counts = self._counts
         if batch.epoch not in (-1, counts.open_epoch):
@@ -284,10 +277,9 @@ class Delivery:
     def _handed_over(self, serial: int, filled: FillOutcome) -> Batch:
         """Return a batch of a slot: views of its memory, or copies if requested."""
         course, config = self._position.course, self._setup.config
-        epoch, number, is_last = -1, -1, False
-        if serial not in course.given:
-            epoch, number, _ = course.schedule.position(serial)
-            is_last = course.schedule.is_last(serial)
+        epoch, number, _ = course.position(serial)
+        is_last = course.schedule.is_last(serial)
+        if epoch >= 0:
             self._position.looped_epoch = epoch
         self._life = Life()
         batch = self._batch(filled.arrays, filled.index, epoch, number, is_last, self._life)
@@ -406,14 +398,12 @@ class Epoch(Iterator[Batch]):
         self._position = position
         self._ring = ring
         self._place = position.course.place
-        self._epoch = position.schedule.position(first).epoch
+        self._epochs = position.schedule.position(first).epoch, -1
         self._get_next_batch = get_next_batch
 
     def __next__(self) -> Batch:
         course, serial = self._position.course, self._ring.consumer.next
-        if course.place is not self._place or (
-            serial not in course.given and course.schedule.position(serial).epoch != self._epoch
-        ):
+        if course.place is not self._place or course.position(serial).epoch not in self._epochs:
             self._position.looped_epoch = None
             raise StopIteration
         return self._get_next_batch()

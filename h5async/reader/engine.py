@@ -246,11 +246,11 @@ class Engine:
     def trace(self, path: str | os.PathLike[str] | None, **options: Any) -> Trace:
         """Begin a trace of all work from now on."""
         self.check_open()
-        place_of = self.position.place_of
+        position = self.position
         return self._tracing.begin(
             path,
             self._filler,
-            lambda: {serial: place_of(serial) for serial in self.ring.serials},
+            lambda: {one: position.course.position(one)[:2] for one in self.ring.serials},
             self.ring.consumer.held,
             **options,
         )
