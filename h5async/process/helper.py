@@ -29,8 +29,8 @@ from h5async.fill.pool import Workers
 from h5async.fill.resident import Residency
 from h5async.io.shared import SharedMemory
 from h5async.opening.limits import MemoryPlan
-from h5async.order.sampling import FillRequest
-from h5async.process.child import HelperProcess, check_interpreter, refusal
+from h5async.order.sampling import NO_SAMPLES, FillRequest
+from h5async.process.child import check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opened, Starting
 from h5async.process.sharedslots import ReaderSlots
 from h5async.process.supervisor import Supervisor
@@ -48,12 +48,8 @@ class HelperFiller(Workers):
     `start` has them fill slots in `shared`, memory that the helpers map too. Each of `supervisors`
     keeps a helper alive.
 
-    Raises
-    ------
-    ConfigError
-        If `postprocess` cannot be sent, or there is no Python interpreter to start.
-    ReadError
-        If the system gives no shared memory.
+    `ConfigError` is raised if `postprocess` cannot be sent, or there is no Python interpreter to
+    start, and `ReadError` if the system gives no shared memory.
     """
 
     def __init__(self, config: ReaderConfig) -> None:
@@ -76,8 +72,8 @@ class HelperFiller(Workers):
                 f"{self._what}: no memory could be shared with a helper process: {refusal(error)},"
                 f" or read with {named('workers', 'thread')}"
             ) from error
-        # A request, or True: fetch requests; False: send queued messages; None: the end.
-        self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()
+        # True: fetch requests; False: send queued messages; None: the end.
+        self._tickets: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
         wake_sender = functools.partial(self._tickets.put, False)
         self.supervisors = [
             Supervisor(self._what, opening, self.shared, self._lock, wake_sender)
@@ -92,21 +88,12 @@ class HelperFiller(Workers):
         """How each field is read, in field order, after `start`."""
         return self.supervisors[0].methods
 
-    @property
-    def processes(self) -> list[HelperProcess | None]:
-        """The current helper processes; None for one that is not running."""
-        return [supervisor.process for supervisor in self.supervisors]
-
     def open(self) -> Opened:
         """Start the helpers, each of which opens the dataset; return what they found.
 
-        Raises
-        ------
-        H5AsyncError
-            As in `AsyncReader`; `ReadError` if opening the files kills a helper process, or they
-            found different files.
-        BatchTimeoutError
-            If that takes longer than both the option ``timeout`` and a minute.
+        Raises as `AsyncReader` does; `ReadError` if opening the files kills a helper process, or
+        they found different files; `BatchTimeoutError` if that takes longer than both the option
+        ``timeout`` and a minute.
         """
         several = enumerate(self.supervisors)
         self._start({f"helper_{number}": one.run for number, one in several}, self._what)
@@ -148,18 +135,6 @@ class HelperFiller(Workers):
         """Have new requests fetched. Never blocks; extra calls are harmless."""
         self._tickets.put(True)
 
-    def fill(self, request: FillRequest) -> None:
-        """Fill a slot. Never blocks."""
-        self._tickets.put(request)
-
-    def run_next(self) -> bool:
-        """Return False: there is never work for the calling thread."""
-        return False
-
-    def abandon(self) -> bool:
-        """Return False: an exception in the calling thread interrupts nothing in a helper."""
-        return False
-
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
         """Note that the device cache has the samples of a slot's batch."""
         assert self._device_cache is not None
@@ -193,15 +168,11 @@ class HelperFiller(Workers):
     def _send_all(self) -> None:
         """Send notes, and each request once its slot may be written to; runs in its own thread."""
         while (ticket := self._tickets.get()) is not None:
-            if isinstance(ticket, bool):
-                requests = self._calls.next_requests() if ticket else ()
-            else:
-                requests = (ticket,)
-            for request in requests:
+            for request in self._calls.next_requests() if ticket else ():
                 try:
                     self._calls.before_fill(request.slot)
                 except BaseException as error:
-                    self._calls.on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
+                    self._calls.on_done(request, FillOutcome(NO_SAMPLES, (), error))
                     continue
                 if not self._request(request):
                     return

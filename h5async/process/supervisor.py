@@ -25,14 +25,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import BatchTimeoutError
 from h5async.fill.outcomes import FillerStats, FillOutcome, Recorded
 from h5async.fill.pool import do_nothing
 from h5async.io.shared import SharedMemory
-from h5async.order.sampling import FillRequest
+from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.process.child import HelperDied, HelperProcess
 from h5async.process.messages import Answer, Failed, Opened, Record, Started, Starting, received
 from h5async.process.outstanding import Outstanding
@@ -368,7 +367,7 @@ class Supervisor:
         with self._lock:
             is_there = self._outstanding.remove(request)
         if is_there:
-            self._on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
+            self._on_done(request, FillOutcome(NO_SAMPLES, (), error))
 
 
 def _step(process: HelperProcess) -> Any:

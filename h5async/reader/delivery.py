@@ -149,6 +149,7 @@ class Delivery:
             if error is None:
                 arrays, error = self._uploaded(request, outcome)
             if policy.leaves_to_host(request, error):
+                assert isinstance(self._filler, Filler)
                 self._filler.fill(request)
                 return
             policy.end(request)
@@ -212,8 +213,8 @@ class Delivery:
                 slots[ring.in_use].release()
             ring.hand_back()
             self.begin()
-            if not self._setup.has_threads:
-                self._fill_here()
+            if not self._setup.has_threads and isinstance(self._filler, Filler):
+                self._fill_here(self._filler)
             begin_more = None if self._submissions is None else self.begin
             serial, slot, filled = ring.wait(timeout_seconds, begin_more)
             is_there = filled.error is None
@@ -231,12 +232,12 @@ class Delivery:
                 timeline.waited(begin, end, ring.consumer.next, is_there)
 
     @passing()
-    def _fill_here(self) -> None:
+    def _fill_here(self, filler: Filler) -> None:
         try:
-            while not self._ring.is_ready() and self._filler.run_next():
+            while not self._ring.is_ready() and filler.run_next():
                 pass
         except BaseException:  # Ctrl-C: the next call begins the batch again
-            if self._filler.abandon():
+            if filler.abandon():
                 self._ring.unassign()
             raise
 
