@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from h5async.core.binding import Core
-from h5async.fill.reading import Slots
+from h5async.fill.reading import BatchReader
 from h5async.io.shared import Growing, plain_memory
 from h5async.opening.dataset import OpenedDataset
 from h5async.plan.crops import random_numbers
 from h5async.plan.records import Int64s
-from h5async.samples.fieldkind import DecodingWork, EncodedBatch, FieldDecoder, FieldKind, Rows
+from h5async.samples.fieldkind import DecodingWork, EncodedBatch, FieldDecoder, FieldKind
 
 
 class BatchDecoder:
     """Decodes the encoded fields of batches. Safe to use from many threads.
 
-    `rows` are those of each sample, by column. `threads`, in all processes, decode at the same
-    time. `limit_nbytes` limits what is decoded in all slots, and the memory that decoding takes
-    beside that. A device transforms the fields `left`: batches have them as decoded.
+    `threads`, in all processes, decode at the same time. `limit_nbytes` limits what is decoded in
+    all slots, and the memory that decoding takes beside that. A device transforms the fields
+    `left`: batches have them as decoded.
 
     Raises as `FieldKind.decoder`.
     """
@@ -33,17 +32,14 @@ class BatchDecoder:
     def __init__(
         self,
         opened: OpenedDataset,
-        rows: Sequence[Rows],
-        core: Core | None,
-        slots: Slots,
+        reader: BatchReader,
         threads: int,
         limit_nbytes: int,
-        left: Collection[str] = (),
+        left: Collection[str],
     ) -> None:
-        self._seed = opened.config.seed
+        self._seed, slots = opened.config.seed, reader.slots
         self._of_batch = limit_nbytes // max(1, len(slots.memory))
-        spans = dict(zip(opened.layouts, rows, strict=True))
-
+        spans = dict(zip(opened.layouts, reader.samplings.rows, strict=True))
         of_slots = {
             name: kind.as_decoded if name in left else kind for name, kind in opened.kinds.items()
         }
@@ -51,7 +47,7 @@ class BatchDecoder:
         def decoders(kinds: Mapping[str, FieldKind]) -> dict[int, FieldDecoder]:
             of_sample = limit_nbytes // max(1, threads)
             found = {
-                number: kind.decoder(opened.layouts[name], spans[name], core, of_sample)
+                number: kind.decoder(opened.layouts[name], spans[name], reader.core, of_sample)
                 for number, (name, kind) in enumerate(kinds.items())
             }
             return {number: one for number, one in found.items() if one is not None}

@@ -81,9 +81,8 @@ class Filler:
         self._resident = device.cache if cache is None else cache
         # Invalid after a change of a file; emptied at the end.
         self._residencies = [] if self._resident is None else [self._resident]
-        self._core = load_core()
         self._executors = Executors(
-            self._core,
+            load_core(),
             list(opened.layouts.values()),
             mapping_mode(config.io),
             memory_plan.kept_nbytes,
@@ -95,7 +94,7 @@ class Filler:
             self._reader = BatchReader(
                 self._executors,
                 several,
-                samplings.rows,
+                samplings,
                 slots,
                 max(1, num_threads),
                 recorder,
@@ -104,25 +103,18 @@ class Filler:
             )
             decoding = max(1, num_threads) * max(1, config.num_helpers)
             limit_nbytes = memory_plan.limit_nbytes
-            decoder = BatchDecoder(
-                opened, samplings.rows, self._core, slots, decoding, limit_nbytes, device.left
-            )
+            decoder = BatchDecoder(opened, self._reader, decoding, limit_nbytes, device.left)
             self._decoder = decoder if decoder.fields else None
             first = next(iter(opened.layouts.values()))
             counts = [count for _, count in first.file_samples] or [first.sample_count]
             first_samples = np.cumsum([0, *counts], dtype=np.int64)
             assembly = Assembly(opened.kinds, samplings.rows, first_samples)
             self.submissions: Submissions | None = None
-            selection = samplings.selection
-            queue = self._reader.open_queue(selection) if slots.are_writable else None
+            queue = self._reader.open_queue() if slots.are_writable else None
             if queue is not None and self._resident is None:
                 needs_python = postprocess is not None or not self._reader.transforms_all
                 needs_python |= assembly.needs_work
-                if samplings.draws is not None:
-                    queue.draw_from(samplings.draws.table)
-                self.submissions = Submissions(
-                    queue, self._reader, samplings, slots, assembly, needs_python
-                )
+                self.submissions = Submissions(queue, self._reader, assembly, needs_python)
             pool = self._pool = WorkPool(
                 num_threads, self._find_work, calls.on_crash, self.submissions
             )
@@ -132,12 +124,9 @@ class Filler:
             self._phases = Phases(
                 pool,
                 self._reader,
-                samplings,
-                slots,
                 Delivery(assembly, device.left, self._decoder, postprocess),
                 self._resident,
                 calls,
-                recorder,
             )
             if self.submissions is not None:
                 self.submissions.resume = self._phases.resume
@@ -192,9 +181,7 @@ class Filler:
     def record(self, timeline: Timeline | None) -> None:
         """Record what all threads do from now on; None: stop recording."""
         if timeline is not None:
-            self._recording = Recording(
-                timeline, self._recorder, self._core, self._reader, self._columns
-            )
+            self._recording = Recording(timeline, self._reader, self._columns)
         elif self._recording is not None:
             self._recording.stop()
 

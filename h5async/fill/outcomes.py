@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, CoreTrace
+from h5async.core.binding import CoreTrace
 from h5async.fill.pool import do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.order.sampling import FillRequest
@@ -23,7 +23,6 @@ from h5async.system.timeline import (
     CORE_STAGES,
     STAGES,
     Event,
-    Recorder,
     ThreadCounts,
     ThreadName,
     Timeline,
@@ -114,37 +113,34 @@ class Recorded(NamedTuple):
 class Recording:
     """Events of the threads of a filler, from now on until `stop`.
 
-    `timeline` records Python's events, and threads call `recorder`; `columns` are names.
+    `timeline` records Python's events; `columns` are names.
     """
 
     def __init__(
         self,
         timeline: Timeline,
-        recorder: Recorder,
-        core: Core | None,
         reader: BatchReader,
         columns: Sequence[str],
     ) -> None:
         self.timeline = timeline
-        self._recorder = recorder
         self._fields = list(map(field_of, columns))
         self._reader: BatchReader | None = reader
         self._source_path = reader.source_path
         self._paths: dict[int, int | str] = {-1: -1}
         self._trace = None
-        if core is not None and timeline.max_events:
-            self._trace = CoreTrace(core, timeline.max_events)
+        if reader.core is not None and timeline.max_events:
+            self._trace = CoreTrace(reader.core, timeline.max_events)
         self._taken = self._dropped = 0  # events of the core
         self._lock = threading.RLock()
         timeline.note_threads()
         reader.record(self._trace)
-        recorder.timeline = timeline
+        reader.recorder.timeline = timeline
 
     def stop(self) -> None:
         """Stop recording; work under way may note a little more. Idempotent."""
         reader, self._reader = self._reader, None
         if reader is not None:
-            self._recorder.timeline = None
+            reader.recorder.timeline = None
             reader.record(None)
 
     def take(self, process: int) -> Recorded:

@@ -23,15 +23,14 @@ from h5async.fill.batchdecoding import BatchDecoder, DecodedBatch
 from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess
-from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Slots
+from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.resident import HostCache, Residency
-from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.plan.records import GatherPlan, PlanSlice, cut
 from h5async.read.queue import SlotBatch
 from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
-from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder
+from h5async.system.timeline import NO_BATCH, NO_FIELD
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
@@ -73,24 +72,18 @@ class Phases:
         self,
         pool: WorkPool,
         reader: BatchReader,
-        samplings: Samplings,
-        slots: Slots,
         delivery: Delivery,
         resident: Residency | None,
         calls: Calls,
-        recorder: Recorder,
     ) -> None:
         self._pool = pool
-        self._reader = reader
-        self._samplings = samplings
-        self._slots = slots
+        self._reader, self._slots, self._recorder = reader, reader.slots, reader.recorder
         self._assembly, self._left, self._images, self._postprocess = delivery
         several = [] if self._images is None else list(self._images.fields)
         self._images_field = several[0] if len(several) == 1 else NO_FIELD
         self._resident = resident
         self._cache = resident if isinstance(resident, HostCache) else None
         self._calls = calls
-        self._recorder = recorder
         # For all batches, and made once: a lock takes memory.
         self._shares_lock = threading.Lock()
 
@@ -141,7 +134,7 @@ class Phases:
         self._calls.before_fill(request.slot)
         begin = time.perf_counter_ns()
         with self._recorder.ranges("plan"):
-            batch.index = self._samplings.samples(request)
+            batch.index = self._reader.samplings.samples(request)
             batch.plans = self._plans(batch)
             # One per thread: waiting for the GIL costs more than additional shares gain.
             shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))

@@ -23,9 +23,9 @@ from h5async.core.binding import Core, CoreTrace
 from h5async.errors import taking_memory
 from h5async.fill.resident import HostCache, Residency
 from h5async.io.shared import plain_memory
+from h5async.opening.dataset import Samplings
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
 from h5async.order.sampling import FillRequest
-from h5async.order.selection import Selection
 from h5async.plan.records import (
     BatchItems,
     GatherPlan,
@@ -44,7 +44,6 @@ from h5async.read.nativetransform import NativeTransform, native_transform, nati
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.samples.assembly import SlotMemory
-from h5async.samples.fieldkind import Rows
 from h5async.spelling import named
 from h5async.system.timeline import NO_FIELD, Recorder, StageTimes, ThreadCounts
 
@@ -101,10 +100,9 @@ class OnDevice(NamedTuple):
 class BatchReader:
     """Reads batches, in many threads. To be closed after the last read.
 
-    `transforms` and `steps`, the rows that make up each sample, are in field order. Scratch memory
-    is for `num_threads`. For `plan_columns` see `OnDevice`; `cache` gathers rows that are in
-    memory. `executors` are closed by their owner. Callers add the times of stages to `times`;
-    `file`, the first one, is for messages.
+    `transforms` are in field order. Scratch memory is for `num_threads`. For `plan_columns` see
+    `OnDevice`; `cache` gathers rows that are in memory. `executors` are closed by their owner.
+    Callers add the times of stages to `times`; `file`, the first one, is for messages.
 
     `OutOfMemoryError` is raised if the system refuses memory for the threads.
     """
@@ -113,26 +111,26 @@ class BatchReader:
         self,
         executors: Executors,
         transforms: Sequence[RowTransform],
-        steps: Sequence[Rows],
+        samplings: Samplings,
         slots: Slots,
         num_threads: int,
         recorder: Recorder,
         plan_columns: PlanColumns | None,
         cache: HostCache | None,
     ) -> None:
-        self._core, self._layouts = executors.core, executors.layouts
+        self.core, self._layouts = executors.core, executors.layouts
         self.file = str(self._layouts[0].file)
         self.times = StageTimes()
         self.row_transforms = transforms
         self.take_warnings = executors.changes.take_warnings
-        self._recorder = recorder
+        self.recorder, self.samplings, self.slots = recorder, samplings, slots
         self._trace: CoreTrace | None = None
-        self._steps, self._slots = steps, slots
-        self._transforms = [transformer(self._core, one.of_one_row) for one in transforms]
+        self._steps = samplings.rows
+        self._transforms = [transformer(self.core, one.of_one_row) for one in transforms]
         self._cache, self._plan_columns = cache, plan_columns
         self._factory = executors
         self._num_threads = num_threads
-        self._collection = executors.open_collection(self._at_once(slots.memory[0]), steps)
+        self._collection = executors.open_collection(self._at_once(slots.memory[0]), self._steps)
         self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
         self._batches: list[_Batches] = []
         if self._collection is not None:
@@ -155,13 +153,16 @@ class BatchReader:
         told = {field: new(raw, out, len(raw[field])) for field in self._told}
         return _Batches(new(raw, out, rows), told)
 
-    def open_queue(self, selection: Selection) -> BatchQueue | None:
-        """Return a queue of batches of `selection` that the core reads alone; None if it cannot."""
+    def open_queue(self) -> BatchQueue | None:
+        """Return a queue of batches that the core reads alone; None if it cannot."""
         collection = self._collection
         if collection is None or not all(collection.tables.reads) or self._plan_columns:
             return None
         batches = [batches.batch for batches in self._batches]
-        return collection.open_queue(batches, self._num_threads, selection)
+        queue = collection.open_queue(batches, self._num_threads, self.samplings.selection)
+        if self.samplings.draws is not None:
+            queue.draw_from(self.samplings.draws.table)
+        return queue
 
     @property
     def transforms_all(self) -> bool:
@@ -190,7 +191,7 @@ class BatchReader:
         others: Mapping[int, Ranges] = {}
         if self._collection is not None and batches is not None and self._plan_columns is not None:
             others = self._plan_columns(self._collection, batches.batch, request, index)
-        return self._plan(index, self._slots.memory[request.slot], batches, others)
+        return self._plan(index, self.slots.memory[request.slot], batches, others)
 
     def _plan(
         self,
@@ -321,7 +322,7 @@ class BatchReader:
             scratch = self._free.pop()
         except IndexError:  # more callers of `run_next` than `num_threads`
             scratch = self._new_scratch()
-        scratch.timeline = self._recorder.timeline
+        scratch.timeline = self.recorder.timeline
         try:
             yield scratch
         finally:
@@ -362,8 +363,8 @@ class BatchReader:
             layout = self._layouts[field]
             source = None if layout.datasets or layout.heaps else str(layout.file)
         timeline.work_on_field(field, -1 if source is None else source)
-        if self._core is not None:
-            scratch.worker(self._core).struct.batch = timeline.batch_here()
+        if self.core is not None:
+            scratch.worker(self.core).struct.batch = timeline.batch_here()
 
     def transforms_at_once(self, field: int, plans: BatchPlan) -> bool:
         """Tell whether the core transformed the rows of a field as it read them."""
@@ -397,10 +398,10 @@ class BatchReader:
         self, field: int, raw: NDArray[Any], out: NDArray[Any], index: Int64s
     ) -> None:
         begin = time.perf_counter_ns()
-        with self._recorder.ranges("transform"):
+        with self.recorder.ranges("transform"):
             self._transforms[field](raw, out, index)
         self.times.add("transform", begin)
-        timeline = self._recorder.timeline
+        timeline = self.recorder.timeline
         if timeline is not None:
             timeline.put("transform", begin, timeline.batch_here(), field)
 

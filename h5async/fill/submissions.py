@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from h5async.errors import DatasetError, H5AsyncError, is_lack_of_memory, out_of_memory
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, do_nothing
-from h5async.fill.reading import BatchReader, Slots
-from h5async.opening.dataset import Samplings
+from h5async.fill.reading import BatchReader
 from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue
 from h5async.samples.assembly import Assembly
@@ -55,8 +54,6 @@ class Submissions:
         self,
         queue: BatchQueue,
         reader: BatchReader,
-        samplings: Samplings,
-        slots: Slots,
         assembly: Assembly,
         needs_python: bool,
     ) -> None:
@@ -65,11 +62,10 @@ class Submissions:
         self.drop, self.events, self.wait = queue.drop, queue.events, queue.wait
         self.wake, self.plan_seconds = queue.wake, queue.plan_seconds
         self._reader = reader
-        self._samplings = samplings
-        self._slots = slots
+        self._slots = reader.slots
         self._assembly = assembly
         self._needs_python = needs_python
-        self._latest: list[_Submission | None] = [None] * len(slots.memory)
+        self._latest: list[_Submission | None] = [None] * len(self._slots.memory)
         self._lock = threading.RLock()
         self.resume: Resume = do_nothing  # continues a batch of which something is left
 
@@ -104,7 +100,7 @@ class Submissions:
     def _numbers(self, request: FillRequest) -> _Numbers:
         if request.samples is not None:
             return 0, request.samples.size, None, request.samples
-        sampling, epoch = self._samplings.at(request.order), request.epoch
+        sampling, epoch = self._reader.samplings.at(request.order), request.epoch
         begin, end = sampling.dealt_at(epoch, request.start)
         if sampling.is_computed:
             return begin, end - begin, sampling.mapping_of(epoch), None
