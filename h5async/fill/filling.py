@@ -10,7 +10,6 @@ and reading of rows (`reading.py`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -192,7 +191,7 @@ class Filler:
             return []
         if self._recorder.timeline is None:
             self._recording = None
-        return [recording.take(os.getpid())]
+        return [recording.take()]
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
         """Note that the device cache has the samples of the batch in a slot."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
+from h5async.errors import forget_frames
 from h5async.fill.batchdecoding import BatchDecoder, DecodedBatch
 from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
@@ -345,9 +345,7 @@ class Phases:
     def _note_error(self, batch: _Fill, error: BaseException) -> None:
         if interruption(error) is not None:
             raise error  # in the caller's thread, where it belongs
-        if is_lack_of_memory(error):
-            error = out_of_memory(f"{self._reader.file}: {batch.request} cannot be filled", error)
-        batch.error = error
+        batch.error = self._reader.failure(batch.request, error)
 
 
 def _raised_by(work: Work) -> BaseException | None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, CoreTrace
-from h5async.errors import taking_memory
+from h5async.errors import is_lack_of_memory, out_of_memory, taking_memory
 from h5async.fill.resident import HostCache, Residency
 from h5async.io.shared import plain_memory
 from h5async.opening.dataset import Samplings
@@ -416,6 +416,12 @@ class BatchReader:
         """A function that returns the path of a source of the core, also after this is closed."""
         collection = self._collection
         return (lambda source: source) if collection is None else collection.tables.source_path
+
+    def failure(self, request: FillRequest, error: BaseException) -> BaseException:
+        """Return the error of a request that its consumer gets."""
+        if not is_lack_of_memory(error):
+            return error
+        return out_of_memory(f"{self.file}: {request} cannot be filled", error)
 
     def transform_seconds(self) -> float:
         """Return the time that the core transformed rows as it read them, in all threads."""

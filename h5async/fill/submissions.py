@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import DatasetError, H5AsyncError, is_lack_of_memory, out_of_memory
+from h5async.errors import DatasetError
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
@@ -90,12 +90,7 @@ class Submissions:
         except Exception as error:
             if interruption(error) is not None:
                 raise
-            if is_lack_of_memory(error):
-                return _Submission(request, _NO_NUMBERS, self._out_of_memory(request, error))
-            return _Submission(request, _NO_NUMBERS, error)
-
-    def _out_of_memory(self, request: FillRequest, error: BaseException) -> H5AsyncError:
-        return out_of_memory(f"{self._reader.file}: {request} cannot be filled", error)
+            return _Submission(request, _NO_NUMBERS, self._reader.failure(request, error))
 
     def _numbers(self, request: FillRequest) -> _Numbers:
         if request.samples is not None:
@@ -122,10 +117,8 @@ class Submissions:
             if index is None or not slots:  # or the reader was closed meanwhile
                 return None
             return FillOutcome(index, self._assembly.arrays(slots[slot], index, are_checked=True))
-        except DatasetError as error:
-            return FillOutcome(NO_SAMPLES, (), error)
-        except MemoryError as error:
-            return FillOutcome(NO_SAMPLES, (), self._out_of_memory(latest.request, error))
+        except (DatasetError, MemoryError) as error:
+            return FillOutcome(NO_SAMPLES, (), self._reader.failure(latest.request, error))
 
     def drop_error(self, serial: int) -> None:
         """Forget the error of a batch: it is raised, and so holds what holds this object."""
@@ -160,7 +153,7 @@ class Submissions:
         try:
             samples = self._queue.samples(found, latest.numbers[1])
         except MemoryError as error:
-            failed = self._out_of_memory(latest.request, error)
+            failed = self._reader.failure(latest.request, error)
             self._latest[found] = latest._replace(error=failed)
             self._queue.wake()
             return do_nothing

@@ -86,12 +86,8 @@ class Outstanding:
     def blame(self) -> list[tuple[FillRequest, int]]:
         """Count the helper's end against each request that it had.
 
-        If it had none yet, it was started for the oldest one, which is charged instead.
-
-        Returns
-        -------
-        list of (request, deaths)
-            Requests that ended `MAX_DEATHS` helpers, oldest first. They stay until `remove`.
+        If it had none yet, it was started for the oldest one, which is charged instead. Returns the
+        requests that ended `MAX_DEATHS` helpers, or more, oldest first. They stay until `remove`.
         """
         assert not self._takes_requests, "the helper has not ended"
         entries = self._in_order()

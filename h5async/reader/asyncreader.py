@@ -18,6 +18,7 @@ from h5async.observe.stats import ReaderStats
 from h5async.observe.tracing import Trace
 from h5async.reader import lifetime  # noqa: F401  # registers exit and fork handlers
 from h5async.reader.batch import Batch
+from h5async.system.interruptions import passing
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
@@ -340,6 +341,7 @@ class AsyncReader:
         """Go back to the first batch of epoch 0."""
         self.set_epoch(0)
 
+    @passing()
     def state_dict(self) -> dict[str, Any]:
         """Return the reader's position, for `load_state_dict` to continue from later.
 
@@ -347,7 +349,7 @@ class AsyncReader:
         be written as JSON, and is the same in all ranks.
         """
         self._engine.check_not_empty()
-        return self._engine.state()
+        return self._engine.position.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where a state was saved; requested batches are dropped.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -175,13 +176,9 @@ class Delivery:
     ) -> tuple[tuple[Any, ...], BaseException | None]:
         setup, begin = self._setup, time.perf_counter_ns()
         try:
-            slot = setup.slots[request.slot]
             masks = [are_there(outcome.index) for are_there in self._masks_to_upload]
-            if setup.is_on_gpu:
-                with self._recorder.ranges("upload"):
-                    arrays = slot.upload(outcome, masks)
-            else:
-                arrays = slot.upload(outcome, masks)
+            with self._recorder.ranges("upload") if setup.is_on_gpu else nullcontext():
+                arrays = setup.slots[request.slot].upload(outcome, masks)
             # A thread that uploads chunks for the GPU to decode waits, and fills nothing meanwhile.
             seconds = outcome.busy_seconds + (time.perf_counter_ns() - begin) / 1e9
             if setup.device_cache is not None:

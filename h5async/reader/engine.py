@@ -200,11 +200,6 @@ class Engine:
             self._has_settled = True
 
     @passing()
-    def state(self) -> dict[str, Any]:
-        """Return the state after the caller's last batch."""
-        return self.position.state()
-
-    @passing()
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was saved."""
         self.position.restore(state)
