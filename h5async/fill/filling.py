@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import load_core, mapping_mode
-from h5async.fill.batchdecoding import BatchDecoder
+from h5async.fill.finishing import BatchDecoder, Postprocess, load_function, masks_of
 from h5async.fill.outcomes import Calls, FillerStats, Recorded, Recording
 from h5async.fill.phases import Delivery, Phases
 from h5async.fill.pool import Work, WorkPool
-from h5async.fill.postprocess import Postprocess, load_function, masks_of
 from h5async.fill.reading import BatchReader, OnDevice, Slots
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions

@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import forget_frames
-from h5async.fill.batchdecoding import BatchDecoder, DecodedBatch
+from h5async.fill.finishing import BatchDecoder, DecodedBatch, Postprocess
 from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
-from h5async.fill.postprocess import Postprocess
 from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.resident import HostCache, Residency
 from h5async.order.sampling import NO_SAMPLES, FillRequest

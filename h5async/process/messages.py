@@ -255,19 +255,15 @@ def dump(message: Any) -> bytes:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-class _Parts(NamedTuple):
-    kind: type[BaseException]
-    args: tuple[Any, ...]
-    attributes: dict[str, Any]
-
-
 def _load_error(data: bytes) -> BaseException:
-    found: BaseException | _Parts = pickle.loads(data)
+    found: BaseException | tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]
+    found = pickle.loads(data)
     if isinstance(found, BaseException):
         return found
-    error = found.kind.__new__(found.kind, *found.args)
-    error.args = found.args
-    error.__dict__.update(found.attributes)
+    kind, args, attributes = found
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
     return error
 
 
@@ -305,7 +301,7 @@ def received(sent: tuple[bytes, ...]) -> BaseException:
 
 def _dump_error(error: BaseException) -> bytes:
     # Pickle makes an exception from its `args`, which does not work with every exception.
-    for sent in (error, _Parts(type(error), error.args, error.__dict__)):
+    for sent in (error, (type(error), error.args, error.__dict__)):
         try:
             data = bytes(cloudpickle.dumps(sent))
             copy = _load_error(data)

@@ -411,7 +411,9 @@ class AsyncReader:
                 "a reader that has begun cannot be pickled; pickle it before the first batch is"
                 " asked for, or send its config and its state_dict()"
             )
-        return _reopen, (self._config, self.state_dict())
+        return AsyncReader, (self._config,), self.state_dict()
+
+    __setstate__ = load_state_dict  # of a reader that `__reduce__` made
 
     def __repr__(self) -> str:
         state = ", closed" if self._engine.ring.is_closed else ""
@@ -427,9 +429,3 @@ class AsyncReader:
 
     def _repr_html_(self) -> str:
         return self._engine.html()
-
-
-def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:
-    reader = AsyncReader(config)
-    reader.load_state_dict(state)
-    return reader

@@ -10,8 +10,8 @@ from h5async.deliver.device import Device, DeviceSlot
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.finddevice import find_device
 from h5async.errors import taking_memory
+from h5async.fill.finishing import masks_of
 from h5async.fill.outcomes import FillerStats
-from h5async.fill.postprocess import masks_of
 from h5async.fill.resident import Budget, Residency
 from h5async.index.layout import DatasetLayout
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
