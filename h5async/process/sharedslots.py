@@ -116,8 +116,6 @@ class HelperSlots:
         self._numbers: list[NDArray[np.int64]] = [shared.array(spec.numbers) for spec in specs]
         self._sizes = [0] * len(specs)  # samples in the batches
         self._told: list[Rooms] = [{}] * len(specs)
-        # By slot and number: those that this process has mapped.
-        self._rooms: dict[tuple[int, int], NDArray[np.uint8]] = {}
         self.slots = [self._slot(spec, raws) for spec in specs]
         # Where the blocks of a slot begin, and end; see `Inside`.
         self._blocks = [
@@ -192,28 +190,16 @@ class HelperSlots:
                 " that processes share; return numbers or fixed-size strings, or read with"
                 f" {named('workers', 'thread')}"
             )
-        room = self._room(slot, number)
-        if room is None or room.nbytes < array.nbytes:
-            twice = 0 if room is None else 2 * room.nbytes
-            new = self._shared.empty(max(array.nbytes, twice))
-            if room is not None:  # the batch that was there is no longer in use
-                self._shared.discard(_own_spec(self._shared, room))
-            room = self._rooms[slot, number] = new
-            added[number] = (_own_spec(self._shared, new).offset, new.nbytes)
-        target: NDArray[Any] = np.ndarray(array.shape, array.dtype, room)
-        np.copyto(target, array)
-        return _own_spec(self._shared, target)
-
-    def _room(self, slot: int, number: int) -> NDArray[np.uint8] | None:
-        told = self._told[slot].get(number)
-        if told is None:
-            return None
-        known = self._rooms.get((slot, number))
-        if known is None or _own_spec(self._shared, known).offset != told[0]:
-            # Another helper has added it.
-            room = ArraySpec(told[0], (told[1],), np.dtype(np.uint8))
-            known = self._rooms[slot, number] = self._shared.array(room)
-        return known
+        offset, nbytes = self._told[slot].get(number, (0, 0))
+        if nbytes < array.nbytes:
+            room = self._shared.empty(max(array.nbytes, 2 * nbytes))
+            if nbytes:  # the batch that was there is no longer in use
+                self._shared.discard(ArraySpec(offset, (nbytes,), room.dtype))
+            offset = _own_spec(self._shared, room).offset
+            added[number] = offset, room.nbytes
+        spec = ArraySpec(offset, array.shape, array.dtype)
+        np.copyto(self._shared.array(spec), array)
+        return spec
 
 
 def _own_spec(shared: SharedMemory, array: NDArray[Any]) -> ArraySpec:
