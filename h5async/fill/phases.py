@@ -158,10 +158,9 @@ class Phases:
 
     def _begin_left(self, batch: _Fill) -> None:
         """Begin to read the rows that the core has left to Python."""
-        left = [] if batch.error is not None else self._reader.left(batch.plans)
-        self._begin(
-            batch, [partial(self._read_left, batch, some) for some in left], self._begin_keep
-        )
+        left = self._reader.left(batch.plans)
+        works = [partial(self._read_left, batch, some) for some in left]
+        self._begin(batch, works, self._begin_keep)
 
     def _read_left(self, batch: _Fill, left: LeftRows | SlotBatch) -> None:
         # An error keeps the callers of this alive, so they must not hold the memory.
@@ -170,7 +169,7 @@ class Phases:
     def _begin_keep(self, batch: _Fill) -> None:
         cache, index = self._cache, batch.index
         is_gathered = any(isinstance(p, GatherPlan) for p in batch.plans[:1])
-        if cache is None or batch.error is not None or is_gathered:
+        if cache is None or is_gathered:
             self._begin_transform(batch)
             return
         raws = self._slots.memory[batch.request.slot].raw
@@ -182,14 +181,14 @@ class Phases:
         self._begin(batch, works, self._note_kept)
 
     def _note_kept(self, batch: _Fill) -> None:
-        if batch.error is None and self._cache is not None:
+        if self._cache is not None:
             self._cache.add(batch.index, batch.generation)
         self._begin_transform(batch)
 
     # --- transform --------------------------------------------------------------------------------
 
     def _begin_transform(self, batch: _Fill) -> None:
-        if batch.error is not None or batch.is_resident:
+        if batch.is_resident:
             self._finish(batch)
             return
         memory, reader = self._slots.memory[batch.request.slot], self._reader
@@ -215,12 +214,11 @@ class Phases:
     # --- images -----------------------------------------------------------------------------------
 
     def _begin_images(self, batch: _Fill) -> None:
-        if self._images is None or batch.error is not None:
+        if self._images is None:
             self._finish(batch)
             return
-        request = batch.request
-        arrays = self._arrays(batch)
-        images = self._images.batch(arrays, batch.index, request.epoch, request.slot)
+        place = batch.request.epoch, batch.request.slot
+        images = self._images.batch(self._arrays(batch), batch.index, *place)
         batch.images = images
         parts = max(1, min(self._pool.num_threads, images.count))
         works = [partial(self._decode_images, batch, images, images.count)] * parts
@@ -322,8 +320,9 @@ class Phases:
             self._pool.add(batch.request.serial, [*shares, *meanwhile, last])
 
     def _go_on(self, batch: _Fill, then: Callable[[_Fill], None]) -> None:
-        """Begin the next phase; if that fails, the batch fails. No share of it is under way."""
-        if then == self._finish or not self._attempt(batch, partial(then, batch)):
+        """Begin the next phase, or finish a batch that fails. No share of it is under way."""
+        is_last = batch.error is not None or then == self._finish
+        if is_last or not self._attempt(batch, partial(then, batch)):
             self._finish(batch)
 
     def _attempt(self, batch: _Fill, work: Work) -> bool:
