@@ -66,6 +66,7 @@ class LeftRows(NamedTuple):
 class _Batches(NamedTuple):
     """The core's plans of a slot: of all fields whose rows it finds; of each that it is told."""
 
+    collection: Collection
     batch: SlotBatch
     of_rows: dict[int, SlotBatch]
 
@@ -138,7 +139,7 @@ class BatchReader:
             pairs = enumerate(zip(tables.can_read, tables.shares, strict=True))
             self._told = [field for field, is_told in pairs if all(is_told)]
             new = self._collection.new_batch
-            self._batches = [self._new_batches(new, slot, slots.rows) for slot in slots.memory]
+            self._batches = [self._batches_of(new, slot, slots.rows) for slot in slots.memory]
         self._size = ScratchSize.of(self._layouts)
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
@@ -146,12 +147,11 @@ class BatchReader:
         with taking_memory(what, f"make {named('num_threads')} smaller, or store smaller chunks"):
             self._free = deque(self._new_scratch() for _ in range(num_threads))
 
-    def _new_batches(
-        self, new: Callable[..., SlotBatch], memory: SlotMemory, rows: int
-    ) -> _Batches:
+    def _batches_of(self, new: Callable[..., SlotBatch], memory: SlotMemory, rows: int) -> _Batches:
+        assert self._collection is not None
         raw, out, _ = memory
         told = {field: new(raw, out, len(raw[field])) for field in self._told}
-        return _Batches(new(raw, out, rows), told)
+        return _Batches(self._collection, new(raw, out, rows), told)
 
     def open_queue(self) -> BatchQueue | None:
         """Return a queue of batches that the core reads alone; None if it cannot."""
@@ -178,9 +178,7 @@ class BatchReader:
 
     def planned(self, slot: int) -> BatchPlan:
         """Return the plan that the core has made of a batch in a queue, all fields of it."""
-        assert self._collection is not None
-        batch, included = self._batches[slot].batch, [IncludedPlan()] * len(self._layouts)
-        return [*included, _batch_items(batch, batch.plan.num_items, batch.plan.nbytes)]
+        return [*[IncludedPlan()] * len(self._layouts), _batch_items(self._batches[slot].batch)]
 
     def plan(self, index: Int64s, request: FillRequest) -> BatchPlan:
         """Plan how the samples `index` of a batch are read, to the slot of the request.
@@ -189,8 +187,8 @@ class BatchReader:
         """
         batches = self._batches[request.slot] if self._batches else None
         others: Mapping[int, Ranges] = {}
-        if self._collection is not None and batches is not None and self._plan_columns is not None:
-            others = self._plan_columns(self._collection, batches.batch, request, index)
+        if batches is not None and self._plan_columns is not None:
+            others = self._plan_columns(batches.collection, batches.batch, request, index)
         return self._plan(index, self.slots.memory[request.slot], batches, others)
 
     def _plan(
@@ -202,37 +200,32 @@ class BatchReader:
     ) -> BatchPlan:
         """Plan each field for the core or for h5py, except those that `others` has planned."""
         plans: list[ReadPlan] = []
-        collection, wanted = self._collection, [False] * len(self._layouts)
         more: list[BatchItems] = []
+        wanted = [False] * len(self._layouts)
         for field in range(len(self._layouts)):
             if field in others:
                 plans.append(others[field])
-            elif collection is None or not collection.tables.can_read[field]:
+            elif batches is None or not batches.collection.tables.can_read[field]:
                 plans.append(self._plan_rows(field, index, memory.raw[field]))
             else:
                 plans.append(IncludedPlan())
-                wanted[field] = collection.tables.reads[field]
+                wanted[field] = batches.collection.tables.reads[field]
                 if not wanted[field]:
-                    assert batches is not None
-                    more.append(self._plan_told(field, index, batches.of_rows[field]))
-        if any(wanted):
-            assert collection is not None
-            assert batches is not None
-            batch = batches.batch
-            found = collection.plan(batch, index, wanted, self._num_threads)
-            more.append(_batch_items(batch, *found))
+                    more.append(self._plan_told(field, index, batches))
+        if batches is not None and any(wanted):
+            batches.collection.plan(batches.batch, index, wanted, self._num_threads)
+            more.append(_batch_items(batches.batch))
         return [*plans, *more]
 
-    def _plan_told(self, field: int, index: Int64s, batch: SlotBatch) -> BatchItems:
+    def _plan_told(self, field: int, index: Int64s, batches: _Batches) -> BatchItems:
         """Have the core plan a field whose rows, or elements, it is told."""
-        steps, layout, collection = self._steps[field], self._layouts[field], self._collection
-        assert collection is not None
+        steps, layout, batch = self._steps[field], self._layouts[field], batches.of_rows[field]
         assert isinstance(steps, SpanRows)
         wanted = [number == field for number in range(len(self._layouts))]
         rows = steps.runs(index) if layout.heaps else steps.rows(index)
         count = layout.sample_count if layout.heaps else layout.num_samples
-        found = collection.plan(batch, rows, wanted, self._num_threads, count)
-        return _batch_items(batch, *found)
+        batches.collection.plan(batch, rows, wanted, self._num_threads, count)
+        return _batch_items(batch)
 
     def _plan_rows(self, field: int, index: Int64s, raw: NDArray[Any]) -> SamplesPlan:
         """Plan a field for h5py; rows that do not exist are set to zeros here."""
@@ -295,7 +288,7 @@ class BatchReader:
             batches = None
             if self._collection is not None:
                 lend = self._collection.lent_batch
-                batches = self._new_batches(
+                batches = self._batches_of(
                     lambda *of: lent.enter_context(lend(*of)), memory, index.size
                 )
             plans = self._plan(index, memory, batches, {})
@@ -450,8 +443,9 @@ class BatchReader:
         return scratch
 
 
-def _batch_items(batch: SlotBatch, count: int, nbytes: int) -> BatchItems:
-    return BatchItems(batch, count, nbytes // max(1, count))
+def _batch_items(batch: SlotBatch) -> BatchItems:
+    count = batch.plan.num_items
+    return BatchItems(batch, count, batch.plan.nbytes // max(1, count))
 
 
 def transformer(
