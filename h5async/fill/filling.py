@@ -180,8 +180,9 @@ class Filler:
         """Record what all threads do from now on; None: stop recording."""
         if timeline is not None:
             self._recording = Recording(timeline, self._reader, self._columns)
-        elif self._recording is not None:
-            self._recording.stop()
+        elif self._recording is not None:  # work under way may note a little more
+            self._recorder.timeline = None
+            self._reader.record(None)
 
     def recorded(self) -> list[Recorded]:
         """Return what was recorded since the last call; after the end of a recording, the rest."""

@@ -101,7 +101,7 @@ class Recorded(NamedTuple):
 
 
 class Recording:
-    """Events of the threads of a filler, from now on until `stop`.
+    """Events of the threads of a filler, from now on.
 
     `timeline` records Python's events; `columns` are names.
     """
@@ -114,7 +114,6 @@ class Recording:
     ) -> None:
         self.timeline = timeline
         self._fields = list(map(field_of, columns))
-        self._reader: BatchReader | None = reader
         self._source_path = reader.source_path
         self._paths: dict[int, int | str] = {-1: -1}
         self._trace = None
@@ -125,13 +124,6 @@ class Recording:
         timeline.note_threads()
         reader.record(self._trace)
         reader.recorder.timeline = timeline
-
-    def stop(self) -> None:
-        """Stop recording; work under way may note a little more. Idempotent."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.recorder.timeline = None
-            reader.record(None)
 
     def take(self) -> Recorded:
         """Return what was recorded since the last call. Safe to call from many threads."""

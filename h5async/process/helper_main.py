@@ -168,7 +168,7 @@ class _Helper:
     def _obey(self, message: Any) -> None:
         if type(message) is tuple:
             request, rooms = message
-            self._slots.begin(request[0], rooms)
+            self._slots.rooms[request[0]] = rooms
             self._filler.fill(FillRequest(*request))
         elif isinstance(message, NoteUploaded):
             self._filler.note_uploaded(message.slot, self._slots.index(message.slot))

@@ -30,6 +30,8 @@ _MOST_ARRAYS = 3  # of one field
 class ReaderSlots:
     """Slots in the memory of the process that made them; `specs` is what helpers receive.
 
+    `rooms` is the memory beside each slot, for the helper that fills it next.
+
     `slots` are arrays in `shared`; raw arrays lie in other memory if the filler transforms them. A
     slot has room for `rows` samples. `pixels_nbytes` has, per field, the maximum size of the pixels
     of a batch of images.
@@ -46,7 +48,7 @@ class ReaderSlots:
         numbers = shared.empty(len(slots) * rows * 8).view(np.int64).reshape(len(slots), rows)
         self._numbers = list(numbers)
         self._blocks: list[list[NDArray[np.uint8] | None]] = []  # see `Inside`
-        self._rooms: list[Rooms] = [{}] * len(slots)
+        self.rooms: list[Rooms] = [{}] * len(slots)
         self.specs: list[SlotSpecs] = []
         for slot, own in zip(slots, numbers, strict=True):
             made = [
@@ -76,16 +78,12 @@ class ReaderSlots:
         """
         slot = answer.request[0]
         if answer.rooms:
-            self._rooms[slot] = {**self._rooms[slot], **answer.rooms}
+            self.rooms[slot] = {**self.rooms[slot], **answer.rooms}
         found = []
         for kind, parts, sample_shape in answer.fields:
             arrays = [self._array(slot, part) for part in parts]
             found.append(KINDS[kind].of_arrays(arrays, sample_shape) if kind else arrays[0])
         return tuple(found)
-
-    def rooms(self, slot: int) -> Rooms:
-        """Return the memory beside a slot, for the helper that fills it next."""
-        return self._rooms[slot]
 
     def _array(self, slot: int, part: Inside | ArraySpec) -> NDArray[Any]:
         if isinstance(part, ArraySpec):
@@ -103,7 +101,8 @@ class ReaderSlots:
 class HelperSlots:
     """Slots in the memory of the process that fills them; `slots` is for the filler.
 
-    `raws` has the shape and dtype of a row as read, per column.
+    `raws` has the shape and dtype of a row as read, per column. `rooms` of a slot are set before it
+    is filled.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class HelperSlots:
         self._shared = shared
         self._numbers: list[NDArray[np.int64]] = [shared.array(spec.numbers) for spec in specs]
         self._sizes = [0] * len(specs)  # samples in the batches
-        self._told: list[Rooms] = [{}] * len(specs)
+        self.rooms: list[Rooms] = [{}] * len(specs)
         self.slots = [self._slot(spec, raws) for spec in specs]
         # Where the blocks of a slot begin, and end; see `Inside`.
         self._blocks = [
@@ -129,10 +128,6 @@ class HelperSlots:
     def index(self, slot: int) -> NDArray[np.int64]:
         """Return a copy of the sample numbers of the batch in a slot."""
         return self._numbers[slot][: self._sizes[slot]].copy()
-
-    def begin(self, slot: int, rooms: Rooms) -> None:
-        """Store the rooms of a slot that is to be filled."""
-        self._told[slot] = rooms
 
     def put(
         self, slot: int, outcome: FillOutcome
@@ -190,7 +185,7 @@ class HelperSlots:
                 " that processes share; return numbers or fixed-size strings, or read with"
                 f" {named('workers', 'thread')}"
             )
-        offset, nbytes = self._told[slot].get(number, (0, 0))
+        offset, nbytes = self.rooms[slot].get(number, (0, 0))
         if nbytes < array.nbytes:
             room = self._shared.empty(max(array.nbytes, 2 * nbytes))
             if nbytes:  # the batch that was there is no longer in use

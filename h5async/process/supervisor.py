@@ -210,7 +210,7 @@ class Supervisor:
         for request in requests:
             assert self._slots is not None
             # Plain tuples are pickled ten times as fast.
-            self._post((tuple(request), self._slots.rooms(request.slot)))
+            self._post((tuple(request), self._slots.rooms[request.slot]))
         return bool(requests)
 
     # --- the thread -------------------------------------------------------------------------------

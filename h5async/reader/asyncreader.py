@@ -131,7 +131,7 @@ class AsyncReader:
     @property
     def fallback_reads(self) -> int:
         """Reads through h5py so far: one per batch and field that needs it."""
-        return self._engine.fallback_reads
+        return self.stats().fallback_reads
 
     def stats(self, since: ReaderStats | None = None, *, epoch: int | None = None) -> ReaderStats:
         """Return what was done so far and how long it took; ``str()`` says what to change.

@@ -210,11 +210,6 @@ class Engine:
     # --- what it does -----------------------------------------------------------------------------
 
     @property
-    def fallback_reads(self) -> int:
-        """As of `AsyncReader`."""
-        return self._filler.stats().fallback_reads
-
-    @property
     def epoch_nbytes(self) -> int:
         """Decoded bytes of an epoch."""
         return self.counts.epoch_nbytes(self.position.epoch_samples)
