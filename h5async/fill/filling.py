@@ -38,7 +38,7 @@ class Filler:
     """Fills slots in a pool of threads or, without threads, in the caller of `run_next`.
 
     Requests refer to `samplings`; `transforms` are by column, in order; `memory_plan` is the memory
-    that is left; `recorder` records what is done, if given. The consumer may submit batches to
+    that is left; `recorder` records what is done. The consumer may submit batches to
     `submissions` itself; if that is None, threads ask for requests.
 
     Raises `ConfigError` if a ``"module:function"`` cannot be imported, and `OutOfMemoryError` if
@@ -53,13 +53,11 @@ class Filler:
         slots: Slots,
         memory_plan: MemoryPlan,
         calls: Calls,
-        device: OnDevice | None = None,
-        recorder: Recorder | None = None,
+        device: OnDevice,
+        recorder: Recorder,
     ) -> None:
         config, several = opened.config, list(transforms.values())
-        device = OnDevice() if device is None else device
-        recorder = self._recorder = Recorder() if recorder is None else recorder
-        self._columns, self._slots = list(opened.layouts), slots
+        self._columns, self._slots, self._recorder = list(opened.layouts), slots, recorder
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
         function, postprocess = load_function(config.postprocess), None

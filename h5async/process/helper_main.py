@@ -47,7 +47,7 @@ from h5async.process.messages import (
 from h5async.process.sharedslots import HelperSlots
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
-from h5async.system.timeline import Timeline
+from h5async.system.timeline import Recorder, Timeline
 
 # In the environment of a new helper: the ID of the process that started it.
 MARK = "H5ASYNC_HELPER_OF"
@@ -162,6 +162,7 @@ class _Helper:
             starting.memory_plan,
             Calls(list, lambda slot: None, self._answer, _give_up),
             OnDevice(cache=cache),
+            Recorder(),
         )
         self._filler.start()
 
@@ -215,8 +216,6 @@ def _told(opened: OpenedDataset, chosen: Chosen) -> Opened:
     """Return what the reader needs to know of a dataset, without what only reading needs."""
     layouts = {
         name: layout.changed(heaps=tuple(one._replace(elements=None) for one in layout.heaps))
-        if layout.heaps
-        else layout
         for name, layout in opened.layouts.items()
     }
     return Opened(layouts, chosen, opened.kinds)

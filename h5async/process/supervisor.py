@@ -183,7 +183,7 @@ class Supervisor:
         if timeout_seconds is not None:
             timeout_seconds = min(max(timeout_seconds, _STEP_SECONDS), threading.TIMEOUT_MAX)
         patience = Patience(timeout_seconds)
-        wait = partial(self._changed.wait, lambda: bool(self._start_error or is_done()))
+        wait = partial(self._changed.wait, lambda: self._start_error is not None or bool(is_done()))
         while not patience.wait(wait):
             if patience.is_over:
                 raise BatchTimeoutError(
