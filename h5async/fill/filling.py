@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from h5async.core.binding import load_core, mapping_mode
 from h5async.fill.finishing import BatchDecoder, Postprocess, load_function, masks_of
 from h5async.fill.outcomes import Calls, FillerStats, Recorded, Recording
-from h5async.fill.phases import Delivery, Phases
+from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.reading import BatchReader, OnDevice, Slots
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
@@ -120,7 +120,10 @@ class Filler:
             self._phases = Phases(
                 pool,
                 self._reader,
-                Delivery(assembly, device.left, self._decoder, postprocess),
+                assembly,
+                device.left,
+                self._decoder,
+                postprocess,
                 self._resident,
                 calls,
             )

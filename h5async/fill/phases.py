@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,35 +49,28 @@ class _Fill:
     error: BaseException | None = None
 
 
-class Delivery(NamedTuple):
-    """What makes the delivered arrays of a slot's memory.
-
-    `assembly` makes those of fields, except the ones `left` to a device.
-    """
-
-    assembly: Assembly
-    left: Collection[str]
-    images: BatchDecoder | None
-    postprocess: Postprocess | None
-
-
 class Phases:
     """The phases of a batch, from its request to its outcome. Safe to use from many threads.
 
-    The samples that are `resident` in memory need not be read.
+    `assembly` makes the delivered arrays of a slot's memory, except those of the fields `left` to a
+    device. The samples that are `resident` in memory need not be read.
     """
 
     def __init__(
         self,
         pool: WorkPool,
         reader: BatchReader,
-        delivery: Delivery,
+        assembly: Assembly,
+        left: Collection[str],
+        images: BatchDecoder | None,
+        postprocess: Postprocess | None,
         resident: Residency | None,
         calls: Calls,
     ) -> None:
         self._pool = pool
         self._reader, self._slots, self._recorder = reader, reader.slots, reader.recorder
-        self._assembly, self._left, self._images, self._postprocess = delivery
+        self._assembly, self._left, self._images = assembly, left, images
+        self._postprocess = postprocess
         several = [] if self._images is None else list(self._images.fields)
         self._images_field = several[0] if len(several) == 1 else NO_FIELD
         self._resident = resident
