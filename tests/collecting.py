@@ -103,6 +103,12 @@ def layouts_of(paths: Sequence[Path], fields: Mapping[str, Field]) -> list[Datas
     return [join_layouts([layouts[name] for layouts in several]) for name in fields]
 
 
+def most_kept_nbytes(collection: Collection) -> list[int]:
+    """Return, by field, the maximum bytes of decoded chunks that were kept so far."""
+    stores = (struct.store for struct in collection.tables.fields)
+    return [int(collection._core.most_kept(store)) if store else 0 for store in stores]
+
+
 class Collected:
     """A collection of fields, one slot of `rows` samples, and the scratch of a thread.
 
@@ -148,7 +154,7 @@ class Collected:
             np.ndarray((self.rows, *layout.row_shape), layout.raw_dtype, raw.inside.data)
             for layout, raw in zip(layouts, self.raw, strict=True)
         ]
-        self.batch = self.collection.new_batch(self.arrays, self.arrays)
+        self.batch = self.collection.new_batch(self.arrays, self.arrays, self.rows)
 
     def __enter__(self) -> Collected:
         return self

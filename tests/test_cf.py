@@ -23,8 +23,7 @@ from h5async.cli.main import app
 from h5async.core.binding import address
 from h5async.core.structures import UnpackStruct
 from h5async.index.metadata import read_layouts
-from h5async.plan.transform import row_transform
-from h5async.read.nativetransform import native_unpack
+from h5async.plan.transform import native_unpack, row_transform
 
 STORED = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "f2", "f4", "f8", ">i2", ">f4"]
 SHAPE = (40, 3, 4)

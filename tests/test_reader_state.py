@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from orders import batch_of
 
 from h5async import AsyncReader, Batch, Field, ReaderClosedError
 from h5async.order.sampling import Sampling
@@ -146,7 +147,7 @@ class ReaderMachine(RuleBasedStateMachine):
         self.check_held()
         serial = self.delivered
         epoch, number = divmod(serial, self.batches)
-        index = self.sampling.batch(epoch, number)
+        index = batch_of(self.sampling, epoch, number)
         self.held = None
         self.delivered += 1
         self.asked = max(self.asked, self.delivered)

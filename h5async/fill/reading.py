@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, CoreTrace
+from h5async.core.binding import CoreTrace
 from h5async.errors import is_lack_of_memory, out_of_memory, taking_memory
 from h5async.fill.resident import HostCache, Residency
 from h5async.io.shared import plain_memory
@@ -36,11 +36,10 @@ from h5async.plan.records import (
     ReadPlan,
     SamplesPlan,
 )
-from h5async.plan.transform import RowTransform
+from h5async.plan.transform import NativeTransform, RowTransform, transformer
 from h5async.read.collection import Collection
 from h5async.read.executors import Executors
 from h5async.read.h5pyrows import H5pyRows
-from h5async.read.nativetransform import NativeTransform, native_transform, native_unpack
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.samples.assembly import SlotMemory
@@ -155,11 +154,13 @@ class BatchReader:
 
     def open_queue(self) -> BatchQueue | None:
         """Return a queue of batches that the core reads alone; None if it cannot."""
-        collection = self._collection
-        if collection is None or not all(collection.tables.reads) or self._plan_columns:
+        core, collection = self.core, self._collection
+        if core is None or collection is None or self._plan_columns:
             return None
-        batches = [batches.batch for batches in self._batches]
-        queue = collection.open_queue(batches, self._num_threads, self.samplings.selection)
+        if not all(collection.tables.reads):
+            return None
+        batches, selection = [one.batch for one in self._batches], self.samplings.selection
+        queue = BatchQueue(core, collection.tables, batches, self._num_threads, selection)
         if self.samplings.draws is not None:
             queue.draw_from(self.samplings.draws.table)
         return queue
@@ -255,7 +256,7 @@ class BatchReader:
         for plan in plans:
             if self._collection is None or not isinstance(plan, BatchItems):
                 continue
-            if self._collection.has_refused(plan.batch):
+            if self._collection.refused(plan.batch).size:
                 found.append(plan.batch)
             for field, rows in self._collection.left(plan.batch):
                 nbytes = rows.size * self._layouts[field].row_nbytes
@@ -446,12 +447,3 @@ class BatchReader:
 def _batch_items(batch: SlotBatch) -> BatchItems:
     count = batch.plan.num_items
     return BatchItems(batch, count, batch.plan.nbytes // max(1, count))
-
-
-def transformer(
-    core: Core | None, transform: RowTransform
-) -> Callable[[NDArray[Any], NDArray[Any], Int64s], None]:
-    """Return what transforms rows: the compiled core, or NumPy if the core cannot."""
-    if core is None:
-        return transform.apply
-    return native_transform(core, transform) or native_unpack(core, transform) or transform.apply

@@ -30,7 +30,7 @@ from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
 from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.rows import LengthRows, SpanRows, StepSpans
-from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling
+from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling, WeightedOrder
 from h5async.samples.assembly import columns_of, field_kinds, spans_of
 from h5async.samples.fieldkind import FieldKind, Known, Rows, steps_of
 from h5async.spelling import named
@@ -38,7 +38,6 @@ from h5async.spelling import named
 if TYPE_CHECKING:
     from h5async.order.drawn import SamplerOrder
     from h5async.order.lengths import Lengths
-    from h5async.order.weighted import WeightedOrder
 
 
 # Called after each file with the number of indexed files and the total.
@@ -218,7 +217,7 @@ class Samplings:
         spans = spans_of(layouts, steps)
         self.rows: list[Rows] = [spans.get(name, steps.get(name)) for name in layouts]
         self.lengths = _lengths_of(config, layouts)
-        self.draws = None if weights is None else _weighted(weights, config.seed)
+        self.draws = None if weights is None else WeightedOrder(weights, config.seed)
         self.sampler = None if config.sampler is None else self._sampler_order()
         self.epoch_samples = self.selection.size
         if self.draws is not None:
@@ -410,12 +409,6 @@ def digest(lengths: Lengths) -> str:
     for start in range(0, array.size, 1 << 20):
         found.update(array[start : start + (1 << 20)].astype("<i8").tobytes())
     return found.hexdigest()
-
-
-def _weighted(weights: NDArray[np.float64], seed: int) -> WeightedOrder:
-    from h5async.order.weighted import WeightedOrder
-
-    return WeightedOrder(weights, seed)
 
 
 def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:

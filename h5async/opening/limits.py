@@ -37,7 +37,7 @@ from h5async.index.units import most_units
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import method_of
-from h5async.read.h5pyrows import needs_scratch, scratch_nbytes, span_nbytes
+from h5async.read.h5pyrows import needs_scratch, scratch_rows, span_nbytes
 from h5async.read.scratch import ScratchSize
 from h5async.spelling import named
 from h5async.system.resources import free_memory, local_ranks
@@ -348,7 +348,8 @@ def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:
 
 def _parts_scratch_nbytes(layout: DatasetLayout) -> int:
     """Return the bytes that a thread holds of rows to take pieces of them."""
-    return max(map(scratch_nbytes, _read_through_scratch(layout)), default=0)
+    parts = _read_through_scratch(layout)
+    return max((scratch_rows(part) * part.row_nbytes for part in parts), default=0)
 
 
 def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:

@@ -51,7 +51,7 @@ class Chosen(NamedTuple):
         return (
             has_same_weights
             and self.selection.digest() == other.selection.digest()
-            and self.sequences.is_same(other.sequences)
+            and self.sequences.digest() == other.sequences.digest()
         )
 
 
@@ -80,7 +80,7 @@ def _take_room(
     """Count the memory for lists of all samples, if options need them."""
     first = next(iter(layouts.values()))
     has_steps = any(field.steps is not None for field in config.batch_fields.values())
-    is_cut = sequences.size > 1 and (has_steps or config.sequences is not None)
+    is_cut = sequences.starts.size > 1 and (has_steps or config.sequences is not None)
     if is_cut or config.weights is not None or isinstance(config.indices, Split):
         what = f"{first.file}: the lists of its {first.sample_count:,} samples"
         nbytes = _LISTED_NBYTES * first.sample_count
@@ -89,11 +89,12 @@ def _take_room(
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
     """Return, per field, which rows each sample consists of; None means its own."""
-    steps = {
-        name: None if field.steps is None else (field.steps, field.pad)
-        for name, field in fields.items()
-    }
-    return dict(zip(steps, sequences.step_rows(steps), strict=True))
+    return sequences.step_rows(
+        {
+            name: None if field.steps is None else (field.steps, field.pad)
+            for name, field in fields.items()
+        }
+    )
 
 
 def sequences_of(

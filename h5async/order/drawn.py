@@ -104,13 +104,10 @@ class SamplerOrder:
                 " iterable for each epoch, such as a list or an object with __iter__, or an endless"
                 f" iterator with {named('epoch_samples')}"
             )
-        sizes = self._positions(found), self.size
-        what = "samples"
-        if found.bounds is not None:
-            what, sizes = "batches", (sizes[0] // self._batch_size, sizes[1] // self._batch_size)
+        what, size = ("samples", 1) if found.bounds is None else ("batches", self._batch_size)
         return (
-            f"sampler: {sizes[0]} {what} were drawn for epoch {epoch}, and {sizes[1]} for the"
-            " first; all epochs must have the same number"
+            f"sampler: {self._positions(found) // size} {what} were drawn for epoch {epoch}, and"
+            f" {self.size // size} for the first; all epochs must have the same number"
         )
 
     def state(self, epoch: int) -> dict[str, Any]:
@@ -173,7 +170,7 @@ class SamplerOrder:
             else:
                 self._sampler.set_epoch(epoch)
             state = copy.deepcopy(self._sampler.state_dict()) if self._has_state else None
-            found = self._collected(list(self._numbers(epoch)), state)
+            drawn = list(self._numbers(epoch))
         except Exception as error:
             if interruption(error) is not None or isinstance(error, H5AsyncError):
                 raise
@@ -183,13 +180,9 @@ class SamplerOrder:
         self._begun = epoch + 1
         if self._first is None:
             self._first = (epoch, state)
-        return found
-
-    def _collected(self, drawn: list[tuple[Int64s, bool]], state: Any) -> _Epoch:
-        samples = np.concatenate([np.zeros(0, np.int64), *(numbers for numbers, _ in drawn)])
-        if not drawn or not drawn[0][1]:
-            return _Epoch(samples, None, state)
-        return _Epoch(samples, np.cumsum([0, *(numbers.size for numbers, _ in drawn)]), state)
+        runs = [np.zeros(0, np.int64), *(numbers for numbers, _ in drawn)]
+        bounds = np.cumsum([run.size for run in runs]) if drawn and drawn[0][1] else None
+        return _Epoch(np.concatenate(runs), bounds, state)
 
     def _numbers(self, epoch: int) -> Iterator[tuple[Int64s, bool]]:
         """Yield an epoch's runs of sample numbers, and whether each run is a batch."""

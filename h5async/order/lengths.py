@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.order.permutation import keyed_hash, round_keys
+from h5async.order.rows import numbers_in, starts_of
 from h5async.order.sampling import Sampling, dealt, dealt_or_repeated
 from h5async.order.selection import Selection
 from h5async.order.window import DealtOrder
@@ -44,10 +45,6 @@ class Limits(NamedTuple):
     def times(self, count: int) -> Limits:
         """Return the limits of `count` batches."""
         return Limits(*(min(NO_LIMIT, limit * count) for limit in self))
-
-    def are_reached(self, samples: int, values: int) -> bool:
-        """Tell whether a batch is full, even if no sample follows."""
-        return samples >= self.samples or values >= self.values
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,8 +180,7 @@ class SamplingByLength(Sampling):
         found = self._epoch(epoch)
         if found.order is None:
             return Sampling.samples(found.sampling, epoch, start, stop)
-        positions = found.order[start:stop].astype(np.int64)
-        return positions if self.selection is None else self.selection.samples(positions)
+        return self._selected(found.order[start:stop].astype(np.int64))
 
     # --- the batches of an epoch ------------------------------------------------------------------
 
@@ -206,11 +202,7 @@ class SamplingByLength(Sampling):
             start, sampling = self.begun[1], self.begun[2] or self
         order, bounds = sampling._sequence(epoch)
         first = int(np.searchsorted(bounds, start, side="right")) - 1
-        if bounds[first] < start:
-            bounds = np.append(start, bounds[first + 1 :])
-        else:
-            bounds = bounds[first:]
-        bounds = split(bounds, self.batch_size)
+        bounds = split(np.append(start, bounds[first + 1 :]), self.batch_size)
         steps, left = divmod(bounds.size - 1, self.world_size)
         steps += bool(left) and not self.drop_last
         return _Epoch(order, bounds, first // self.world_size, steps, sampling)
@@ -242,11 +234,12 @@ class SamplingByLength(Sampling):
         """
         if not isinstance(self.order, DealtOrder):
             return [(partial(self._positions, epoch), self.num_samples)]
-        lanes: list[tuple[Callable[[int, int], Int64s], int]] = []
-        for rank in range(self.world_size):
-            begin, end = dealt(self.num_samples, rank, self.world_size)
-            lanes.append((partial(self.order.piece(rank).samples, epoch), end - begin))
-        return lanes
+        pieces = [self.order.piece(rank) for rank in range(self.world_size)]
+        shares = [dealt(self.num_samples, rank, len(pieces)) for rank in range(len(pieces))]
+        return [
+            (partial(piece.samples, epoch), end - begin)
+            for piece, (begin, end) in zip(pieces, shares, strict=True)
+        ]
 
     def _cut(
         self, positions: Callable[[int, int], Int64s], size: int, order: NDArray[Any] | None
@@ -259,7 +252,7 @@ class SamplingByLength(Sampling):
         for start in range(0, size, _BLOCK):
             stop = min(start + _BLOCK, size)
             some = np.concatenate((rest, positions(start, stop)))
-            lengths = self._lengths_of(some)
+            lengths = self.lengths.of_sample[self._selected(some)].astype(np.int64)
             if bucket is None:
                 ends = cut(lengths, limits, is_end=stop == size)
             else:
@@ -275,16 +268,11 @@ class SamplingByLength(Sampling):
             done, rest = done + count, some[count:]
         return np.concatenate(found)
 
-    def _lengths_of(self, positions: Int64s) -> Int64s:
-        samples = positions if self.selection is None else self.selection.samples(positions)
-        return self.lengths.of_sample[samples].astype(np.int64)
-
     def _is_short(self, lengths: Int64s, ends: Int64s, limits: Limits) -> bool:
         """Tell whether the last batch would have got more samples if there were more."""
         last = lengths[ends[-2] if ends.size > 1 else 0 : ends[-1]]
-        values = int(last.sum() if self.lengths.bucket is None else last.max())
-        values *= 1 if self.lengths.bucket is None else last.size
-        return not limits.are_reached(last.size, values)
+        values = last.sum() if self.lengths.bucket is None else last.size * last.max()
+        return last.size < limits.samples and bool(values < limits.values)
 
     def _shuffled(self, epoch: int, which: Int64s, bucket: int) -> Int64s:
         """Shuffle steps within windows of `bucket`; batches of an incomplete last step stay."""
@@ -310,8 +298,7 @@ def cut(lengths: Int64s, limits: Limits, *, is_end: bool) -> Int64s:
         ends = _cut(lengths, limits)
     else:
         ends = np.empty(lengths.size, np.int64)
-        count = core.cut(address(lengths), address(ends), lengths.size, *limits)
-        ends = ends[:count].copy()
+        ends = ends[: core.cut(address(lengths), address(ends), lengths.size, *limits)].copy()
     if ends.size and not is_end:
         last = ends[-1] - (ends[-2] if ends.size > 1 else 0)
         return ends[: ends.size - (last < limits.samples)]
@@ -350,16 +337,12 @@ def _cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64
     """Compute the same without the core."""
     sizes = np.diff(windows, prepend=0)
     order = np.lexsort((-lengths, np.repeat(np.arange(windows.size), sizes)))
-    longest = lengths[order]
-    most = np.full(lengths.size, limits.samples, np.int64)
-    np.floor_divide(limits.values, longest, out=most, where=longest > 0)
-    np.clip(most, 1, limits.samples, out=most)
-    most += np.arange(lengths.size)
-    np.minimum(most, np.repeat(windows, sizes), out=most)
-    ends, at, found = most.data, 0, []
-    while at < lengths.size:
-        at = ends[at]
-        found.append(at)
+    longest, at, found = lengths[order].tolist(), 0, []
+    for end in windows.tolist():
+        while at < end:
+            most = limits.values // longest[at] if longest[at] else limits.samples
+            at = min(at + max(1, min(most, limits.samples)), end)
+            found.append(at)
     return order, np.array(found, np.int64)
 
 
@@ -396,26 +379,17 @@ def moved(
     batches in their new order. Bounds are int64 (requested + 1,).
     """
     begins, sizes = begins[which], sizes[which]
-    bounds = np.zeros(which.size + 1, np.int64)
-    np.cumsum(sizes, out=bounds[1:])
+    bounds = starts_of(sizes)
     found = np.empty(int(bounds[-1]), order.dtype)
     for first in range(0, which.size, _MOVED):
-        some = slice(first, first + _MOVED)
-        begin, end = bounds[first], bounds[min(first + _MOVED, which.size)]
-        place = np.arange(begin, end)
-        place += np.repeat(begins[some] - bounds[:-1][some], sizes[some])
-        found[begin:end] = order[place]
+        place = numbers_in(begins[first : first + _MOVED], sizes[first : first + _MOVED])
+        found[bounds[first] : bounds[first] + place.size] = order[place]
     return found, bounds
 
 
 def split(bounds: Int64s, most: int) -> Int64s:
     """Return where batches begin if those of over `most` samples are cut into equal parts."""
     sizes = np.diff(bounds)
-    if not (sizes > most).any():
-        return bounds
-    parts = -(-sizes // most)
-    number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
-    begins = np.repeat(bounds[:-1], parts) + number * np.repeat(sizes, parts) // np.repeat(
-        parts, parts
-    )
-    return np.append(begins, bounds[-1])
+    parts = -(-sizes // min(most, NO_LIMIT))
+    inside = numbers_in(0, parts) * np.repeat(sizes, parts) // np.repeat(parts, parts)
+    return np.append(np.repeat(bounds[:-1], parts) + inside, bounds[-1])

@@ -49,9 +49,7 @@ def permute(positions: Int64s, num_samples: int, seed: int, epoch: int) -> Int64
     number, and bounded up to `SORTED_UP_TO` samples.
     """
     if num_samples <= SORTED_UP_TO:
-        keys = round_keys(seed, epoch)
-        hashes = keyed_hash(np.arange(num_samples, dtype=np.uint64), keys[0], keys[1])
-        return np.argsort(hashes, kind="stable")[positions]
+        return _sorted_by_hash(num_samples, seed, epoch)[positions]
     numbers, result = permutation(num_samples, seed, epoch), positions.astype(np.uint64)
     core = load_core()
     if core is None:
@@ -62,7 +60,6 @@ def permute(positions: Int64s, num_samples: int, seed: int, epoch: int) -> Int64
     return result.view(np.int64)
 
 
-@functools.lru_cache(maxsize=8)
 def permutation(num_samples: int, seed: int, epoch: int) -> Uint64s:
     """Return the parameters of `permute` for more than `SORTED_UP_TO` samples.
 
@@ -70,17 +67,24 @@ def permutation(num_samples: int, seed: int, epoch: int) -> Uint64s:
     Shared: do not modify.
     """
     a = math.isqrt(num_samples - 1) + 1
-    b = -(-num_samples // a)
-    head = np.array([num_samples, a, b], np.uint64)
-    return np.concatenate((head, round_keys(seed, epoch)))
+    return parameters(num_samples, a, -(-num_samples // a), seed, epoch)
 
 
-def permute_each(
-    positions: Int64s,
-    counts: Int64s,
-    names: NDArray[Any],
-    keys: Uint64s,
-) -> Int64s:
+@functools.lru_cache(maxsize=8)
+def parameters(count: int, a: int, b: int, seed: int, epoch: int, purpose: str = "") -> Uint64s:
+    """Return what an epoch's positions are mapped by, uint64 (9,). Shared: do not modify."""
+    head = np.array([count, a, b], np.uint64)
+    return np.concatenate((head, round_keys(seed, epoch, purpose)))
+
+
+@functools.lru_cache(maxsize=8)
+def _sorted_by_hash(num_samples: int, seed: int, epoch: int) -> Int64s:
+    keys = round_keys(seed, epoch)
+    hashes = keyed_hash(np.arange(num_samples, dtype=np.uint64), keys[0], keys[1])
+    return np.argsort(hashes, kind="stable")
+
+
+def permute_each(positions: Int64s, counts: Int64s, names: NDArray[Any], keys: Uint64s) -> Int64s:
     """Map each position by a permutation of its own, of `counts` numbers; all are int64 (n,).
 
     Equal `names` mean the same permutation, and have equal counts. `keys` are from `round_keys`.
@@ -93,13 +97,7 @@ def permute_each(
     return _permuted(result, above, a, b, each)
 
 
-def _permuted(
-    numbers: Uint64s,
-    above: Uint64s,
-    a: Uint64s,
-    b: Uint64s,
-    keys: Uint64s,
-) -> Int64s:
+def _permuted(numbers: Uint64s, above: Uint64s, a: Uint64s, b: Uint64s, keys: Uint64s) -> Int64s:
     """Permute numbers until each is below its bound in `above`; `keys` are (_ROUNDS, n)."""
     result = _feistel(numbers, a, b, keys)
     outside = np.flatnonzero(result >= above)
@@ -121,12 +119,7 @@ def keyed_hash(numbers: Uint64s, first: np.uint64, second: np.uint64) -> Uint64s
     return _hash(_hash(numbers + first) ^ second)
 
 
-def _feistel(
-    numbers: Uint64s,
-    a: Uint64s,
-    b: Uint64s,
-    keys: Uint64s,
-) -> Uint64s:
+def _feistel(numbers: Uint64s, a: Uint64s, b: Uint64s, keys: Uint64s) -> Uint64s:
     """Permute numbers below ``a * b``, where `a` and `b` are below 2**32."""
     right, left = np.divmod(numbers, a)
     for i in range(0, _ROUNDS, 2):
@@ -137,12 +130,7 @@ def _feistel(
     return right
 
 
-def _shift(
-    half: Uint64s,
-    other: Uint64s,
-    modulus: Uint64s,
-    key: Uint64s,
-) -> None:
+def _shift(half: Uint64s, other: Uint64s, modulus: Uint64s, key: Uint64s) -> None:
     """Add a keyed hash of the other half to `half`, modulo `modulus`."""
     shift = _hash(other + key)
     shift >>= _HALF

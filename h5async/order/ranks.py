@@ -77,7 +77,7 @@ def find_source(environment: Mapping[str, str] = os.environ) -> Source:
     sources = in_process + _launchers(environment)
     if not in_process:
         _check_complete(environment, sources)
-    for source in sorted(sources, key=_order):
+    for source in sorted(sources, key=lambda source: -(source.level or 0)):  # innermost first
         if all(other.rank == source.rank or _is_inside(source, other) for other in sources):
             return source
     if sources:
@@ -95,11 +95,6 @@ def may_change() -> bool:
     return "torch" in sys.modules or "jax" in sys.modules
 
 
-def _order(source: Source) -> int:
-    """Return a key that sorts the innermost source first."""
-    return 0 if source.level is None else -source.level
-
-
 def _is_inside(inner: Source, outer: Source) -> bool:
     """Tell whether the processes of `outer` may have started those of `inner`."""
     if inner.rank.world_size == 1 or inner.level is None:
@@ -112,15 +107,13 @@ def _is_inside(inner: Source, outer: Source) -> bool:
 def _launchers(environment: Mapping[str, str]) -> list[Source]:
     launchers = [(*_TORCH, _torch_level(environment)), *_LAUNCHERS]
     found = [
-        Source(_parse(name, rank, size, environment), name, _values(environment, rank, size), level)
-        for name, rank, size, level in launchers
-        if rank in environment and size in environment
+        _source(environment, *launcher)
+        for launcher in launchers
+        if launcher[1] in environment and launcher[2] in environment
     ]
     if not all(name in environment for name in _STEP):
         return found
-    step = Source(
-        _parse("Slurm", *_STEP, environment), "Slurm", _values(environment, *_STEP), _SLURM
-    )
+    step = _source(environment, "Slurm", *_STEP, _SLURM)
     if "MPI_LOCALRANKID" not in environment:
         # `srun` itself set these for its step, not MPICH's launcher.
         found = [s for s in found if s.name not in ("MPICH", "PALS") or s.rank != step.rank]
@@ -196,11 +189,9 @@ def _check_complete(environment: Mapping[str, str], sources: list[Source]) -> No
         )
 
 
-def _values(environment: Mapping[str, str], *names: str) -> str:
-    return ", ".join(f"{name}={environment[name]}" for name in names)
-
-
-def _parse(launcher: str, rank: str, world_size: str, environment: Mapping[str, str]) -> Rank:
+def _source(
+    environment: Mapping[str, str], launcher: str, rank: str, world_size: str, level: int | None
+) -> Source:
     found = environment[rank], environment[world_size]
     are_short = all(text.isdecimal() and len(text.lstrip("0")) <= 10 for text in found)
     if not are_short or not int(found[0]) < int(found[1]) <= MAX_WORLD_SIZE:
@@ -209,7 +200,8 @@ def _parse(launcher: str, rank: str, world_size: str, environment: Mapping[str, 
             f" sets, are not a rank below a world size of at most {MAX_WORLD_SIZE}; give the"
             f" options {named('rank')} and {named('world_size')}"
         )
-    return Rank(int(found[0]), int(found[1]))
+    values = f"{rank}={found[0]}, {world_size}={found[1]}"
+    return Source(Rank(int(found[0]), int(found[1])), launcher, values, level)
 
 
 def _torch() -> list[Source]:

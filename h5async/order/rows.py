@@ -96,24 +96,17 @@ class SpanRows:
         """Return the number of rows of every run, or of some: int64 or uint32 (n,)."""
         return np.diff(self._starts[begin : None if end is None else end + 1])
 
-    def run_lengths(self, samples: Int64s) -> Int64s:
-        """Return the number of rows of each run in a batch of samples."""
-        return self.lengths(samples)
-
     def total(self, samples: Int64s) -> int:
         """Return the number of rows in a batch of samples."""
-        return int(self.run_lengths(samples).sum())
+        return int(self.offsets(samples)[-1])
 
     def offsets(self, samples: Int64s) -> Int64s:
         """Return where each run's rows begin in their concatenation, and the total number."""
-        return starts_of(self.run_lengths(samples))
+        return starts_of(self.lengths(samples))
 
     def rows(self, samples: Int64s) -> Int64s:
         """Return the rows in a batch of samples, concatenated."""
-        offsets = self.offsets(samples)
-        found = np.arange(int(offsets[-1]), dtype=np.int64)
-        found += np.repeat(self.starts[samples] - offsets[:-1], np.diff(offsets))
-        return found
+        return numbers_in(self.starts[samples], self.lengths(samples))
 
     def are_there(self, length: int, samples: Int64s) -> NDArray[np.bool_]:
         """Return which of `length` values each sample has: bool (samples, length)."""
@@ -215,9 +208,9 @@ class StepSpans(SpanRows):
         total: Int64s = found.reshape(samples.size, self.steps.size).sum(axis=1)
         return total
 
-    def run_lengths(self, samples: Int64s) -> Int64s:
-        """Return the number of rows of each run in a batch of samples."""
-        return self.spans.lengths(self.runs(samples))
+    def offsets(self, samples: Int64s) -> Int64s:
+        """Return where each run's rows begin in their concatenation, and the total number."""
+        return self.spans.offsets(self.runs(samples))
 
     def rows(self, samples: Int64s) -> Int64s:
         """Return the rows in a batch of samples."""
@@ -239,6 +232,14 @@ def starts_of(lengths: NDArray[Any]) -> Int64s:
     return found
 
 
+def numbers_in(begins: Int64s | int, sizes: Int64s) -> Int64s:
+    """Return the numbers in runs that begin at these numbers, concatenated, as a new array."""
+    offsets = starts_of(sizes)
+    found = np.arange(offsets[-1])
+    found += np.repeat(begins - offsets[:-1], sizes)
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceTable:
     """Sequences of rows in ascending order; some rows may be in none.
@@ -257,11 +258,6 @@ class SequenceTable:
         starts, ends = [one[:-1] for one in bounds], [one[1:] for one in bounds]
         return cls(np.concatenate(starts), np.concatenate(ends))
 
-    @property
-    def size(self) -> int:
-        """Number of sequences."""
-        return self.starts.size
-
     def numbers(self, samples: Int64s) -> Int64s:
         """Return the sequence number of each sample."""
         return np.searchsorted(self.starts, samples, side="right") - 1
@@ -272,23 +268,18 @@ class SequenceTable:
 
     def step_rows(
         self, steps: Mapping[str, tuple[tuple[int, ...], Pad] | None]
-    ) -> list[StepRows | None]:
+    ) -> dict[str, StepRows | None]:
         """Return the rows that samples consist of, per field; equal ones share an object.
 
         `steps` maps a field name to its offsets and padding.
         """
         made: dict[tuple[object, ...], StepRows] = {}
-        found: list[StepRows | None] = []
+        found: dict[str, StepRows | None] = dict.fromkeys(steps)
         for name, given in steps.items():
-            if given is None:
-                found.append(None)
-                continue
-            lengths = self.lengths.get(name)
-            key = *given, None if lengths is None else lengths.tobytes()
-            if key not in made:
-                ends = self.ends if lengths is None else self.starts + lengths
-                made[key] = StepRows(*given, self.starts, ends)
-            found.append(made[key])
+            if given is not None:
+                ends = self.starts + self.lengths[name] if name in self.lengths else self.ends
+                rows = StepRows(*given, self.starts, ends)
+                found[name] = made.setdefault((*given, ends.tobytes()), rows)
         return found
 
     def samples(self, rows: Sequence[StepRows], every: int = 1) -> Selection:
@@ -311,17 +302,11 @@ class SequenceTable:
             return Selection.of_range(range(0))
         # Adjacent runs with the same step are a single run.
         if (begin[1:] == begin[:-1] + every * count[:-1]).all():
-            total = int(count.sum())
-            return Selection(int(begin[0]), every, total)
-        found = np.arange(int(count.sum()), dtype=np.int64)
-        found -= np.repeat(np.cumsum(count) - count, count)
+            return Selection(int(begin[0]), every, int(count.sum()))
+        found = numbers_in(0, count)
         found *= every
         found += np.repeat(begin, count)
         return Selection.of_numbers(found)
-
-    def is_same(self, other: SequenceTable) -> bool:
-        """Tell whether two tables are equal."""
-        return self.digest() == other.digest()
 
     def digest(self) -> str:
         """Return a short text that only equal tables share."""

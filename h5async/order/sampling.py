@@ -3,21 +3,29 @@
 Nothing kept grows with the dataset: a keyed permutation of all sample numbers (`permutation.py`) is
 evaluated only at the positions of one batch.
 
+With weights, samples are drawn with replacement instead. A draw takes constant time with an alias
+table (A. J. Walker, "An Efficient Method for Generating Discrete Random Variables with General
+Distributions", ACM Trans. Math. Softw. 3, 1977), made in linear time (M. D. Vose, IEEE Trans.
+Softw. Eng. 17, 1991), here by whole arrays. Random numbers come from a counter, the position of the
+draw (Philox 4x64: J. K. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). So
+a draw depends on seed, epoch and position alone.
+
 Users rely on this order to repeat a run: changing it is a breaking change.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.order.permutation import SORTED_UP_TO, permutation, permute
+from h5async.core.binding import address, load_core
+from h5async.order.permutation import SORTED_UP_TO, parameters, permutation, permute
 from h5async.order.selection import Selection
-from h5async.order.weighted import WeightedOrder
 
 Shuffle = Literal[False, "full", "window"]
 
@@ -25,10 +33,10 @@ Shuffle = Literal[False, "full", "window"]
 # another batch or world size, with these sizes.
 OrderKey = tuple[int, ...]
 
-
 Int64s = NDArray[np.int64]
 
-_BLOCK = 1024
+_BLOCK = 4096  # draws that are computed at a time, without the core
+_BITS = np.uint64(11)  # dropped: a float64 has 53
 NO_SAMPLES = np.zeros(0, np.int64)
 
 
@@ -47,10 +55,6 @@ class FillRequest(NamedTuple):
     order: OrderKey = (0, 1)
     samples: Int64s | None = None
 
-    def is_same(self, other: FillRequest) -> bool:
-        """Tell whether this is a copy of the same request."""
-        return self[:-1] == other[:-1]  # the samples go with the serial number
-
     def __str__(self) -> str:
         if self.samples is not None:
             return "a batch of given samples"
@@ -62,6 +66,80 @@ class Order(Protocol):
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
+
+
+class WeightedOrder:
+    """Positions drawn with replacement. Thread-safe.
+
+    `weights` is (n,), finite, not negative, and not all 0: one per position. `digest` is a short
+    hash of them, and `table` their `alias_table`.
+    """
+
+    def __init__(self, weights: NDArray[np.float64], seed: int) -> None:
+        self._seed = seed
+        self.table = alias_table(weights)
+        self.digest = hashlib.blake2b(weights.astype("<f8").tobytes(), digest_size=16).hexdigest()
+
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
+        """Return the draws at positions `start` to `stop` of an epoch, as a new array."""
+        core, keys = load_core(), self.mapping(epoch)[3:]
+        if core is not None:
+            drawn = np.empty(stop - start, np.int64)
+            where = address(self.table), address(keys), address(drawn)
+            core.draw(*where, self.table.size, start, drawn.size)
+            return drawn
+        first, behind = start // _BLOCK, -(-stop // _BLOCK)
+        found = [NO_SAMPLES, *(self._drawn(keys, number) for number in range(first, behind))]
+        return np.concatenate(found)[start - first * _BLOCK : stop - first * _BLOCK]
+
+    def mapping(self, epoch: int) -> NDArray[np.uint64]:
+        """Return the parameters of an epoch's draws, beside the table, for the core.
+
+        uint64 (9,): the number of columns, two zeros, the keys. Shared: do not modify.
+        """
+        return parameters(self.table.size, 0, 0, self._seed, epoch, "weights")
+
+    def _drawn(self, keys: NDArray[np.uint64], number: int) -> Int64s:
+        """Draw a block without the core."""
+        # Each count gives four numbers. (Multiplying by powers of two does not round.)
+        random = np.random.Philox(counter=number * (_BLOCK // 2), key=keys[:2])
+        column, coin = np.split((random.random_raw(2 * _BLOCK) >> _BITS) * 2.0**-53, 2)
+        count = self.table.size
+        drawn = np.minimum((column * count).astype(np.int64), count - 1)
+        found = self.table[drawn]
+        chosen: Int64s = np.where(coin < found["share"], drawn, found["alias"])
+        return chosen
+
+
+def alias_table(weights: NDArray[np.float64]) -> NDArray[Any]:
+    """Return the alias table of some weights, with members ``share`` and ``alias``.
+
+    All columns are equally probable. Column i stands for i with probability ``share[i]``, and
+    otherwise for ``alias[i]``.
+    """
+    scaled = weights / weights.max()  # the sum must not overflow
+    # Sequentially: the order in which `sum` adds up depends on the processor.
+    scaled *= weights.size / np.add.accumulate(scaled)[-1]
+    is_small = scaled < 1
+    small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
+    table = np.empty(weights.size, [("share", np.float64), ("alias", np.int64)])
+    share, alias = table["share"], table["alias"]
+    share[:], alias[:] = 1, np.arange(weights.size)
+    if not small.size or not large.size:  # rounding may leave no large ones
+        return table
+    # The deficits of small columns are filled from the surpluses of large ones, in order. A large
+    # column that gave too much is filled from the next one.
+    lacking, surplus = np.cumsum(1 - scaled[small]), np.cumsum(scaled[large] - 1)
+    share[small] = scaled[small]
+    before = np.append(0.0, lacking[:-1])
+    giver = np.searchsorted(surplus, before, side="right")
+    alias[small] = large[np.minimum(giver, large.size - 1)]
+    taker = np.searchsorted(lacking, surplus[:-1], side="left")
+    too_much = lacking[np.minimum(taker, small.size - 1)] - surplus[:-1]
+    is_taken = (taker < small.size) & (surplus[:-1] > 0)
+    share[large[:-1]] = np.where(is_taken, np.clip(1 - too_much, 0, 1), 1)
+    alias[large[:-1]] = large[1:]
+    return table
 
 
 @dataclass(frozen=True)
@@ -121,12 +199,8 @@ class Sampling:
         start += passed * self.step_samples
         return start // self.step_samples, start
 
-    def batch(self, epoch: int, number: int) -> Int64s:
-        """Return the sample numbers of a batch, in order, as a new array."""
-        return self.batch_at(epoch, self.step_at(epoch, 0, number)[1])
-
     def batch_at(self, epoch: int, start: int) -> Int64s:
-        """Return the samples of this rank's batch in the step at `start`."""
+        """Return the samples of this rank's batch in the step at `start`, as a new array."""
         return self.samples(epoch, *self.dealt_at(epoch, start))
 
     def dealt_at(self, epoch: int, start: int) -> tuple[int, int]:
@@ -158,8 +232,10 @@ class Sampling:
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
-        found = self._positions(epoch, start, stop)
-        return found if self.selection is None else self.selection.samples(found)
+        return self._selected(self._positions(epoch, start, stop))
+
+    def _selected(self, positions: Int64s) -> Int64s:
+        return positions if self.selection is None else self.selection.samples(positions)
 
     def _positions(self, epoch: int, start: int, stop: int) -> Int64s:
         if self.draws is not None:
@@ -170,21 +246,7 @@ class Sampling:
             return self.order.samples(epoch, start, stop)
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        key = self.num_samples, self.seed, epoch
-        if stop - start >= _BLOCK:
-            return permute(np.arange(start, stop), *key)
-        # Small batches are slices of blocks: a block costs little more than a batch of 32.
-        first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
-        blocks = [_permuted_block(*key, number) for number in range(first, last + 1)]
-        found = blocks[0] if first == last else np.concatenate(blocks)
-        return found[start - first * _BLOCK : stop - first * _BLOCK].copy()
-
-
-@functools.lru_cache(maxsize=8)
-def _permuted_block(num_samples: int, seed: int, epoch: int, number: int) -> Int64s:
-    """Return the samples at `_BLOCK` positions. Shared: do not modify."""
-    positions = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, num_samples))
-    return permute(positions, num_samples, seed, epoch)
+        return permute(np.arange(start, stop), self.num_samples, self.seed, epoch)
 
 
 def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:

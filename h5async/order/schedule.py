@@ -105,8 +105,10 @@ class Schedule:
             return False
         passed = self._passed(serial) if self.others else serial - self.serial
         after = passed + 1 - self._first
-        if after <= 0 or self.sampling.is_uniform:
-            return after >= 0 and after % self.sampling.num_batches == 0
+        if after <= 0:
+            return after == 0
+        if self.sampling.is_uniform:
+            return after % self.sampling.num_batches == 0
         return self._epoch_of(passed)[2] == passed + 1
 
     def epoch_begin(self, serial: int) -> int:

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
-_LOOKED_AT = 1024  # the first numbers nearly always show if these are not a range
-
 
 @dataclass(frozen=True, eq=False)
 class Selection:
@@ -42,7 +40,9 @@ class Selection:
         if numbers.size < 2:
             return cls(int(numbers[0]) if numbers.size else 0, 1, numbers.size)
         step = int(numbers[1] - numbers[0])
-        if step and _are_equidistant(numbers, step):
+        # The last number nearly always shows if these are not equidistant.
+        is_end = numbers[-1] - numbers[0] == step * (numbers.size - 1)
+        if step and is_end and (np.diff(numbers) == step).all():
             return cls(int(numbers[0]), step, numbers.size)
         return cls(0, 1, numbers.size, np.ascontiguousarray(numbers))
 
@@ -85,10 +85,6 @@ class Selection:
             return np.searchsorted(self.numbers, samples)
         return samples if self.is_prefix else (samples - self.start) // self.step
 
-    def has(self, samples: Int64s) -> bool:
-        """Tell whether all these sample numbers are selected."""
-        return bool(self.are_in(samples).all())
-
     def within(self, possible: Selection, num_samples: int) -> Selection:
         """Return the samples that `possible` has, too, in this order.
 
@@ -129,13 +125,3 @@ class Selection:
         if self.numbers is None:
             return f"{self.start}:{self.step}:{self.size}"
         return hashlib.blake2b(self.numbers.astype("<i8").tobytes(), digest_size=16).hexdigest()
-
-
-def _are_equidistant(numbers: Int64s, step: int) -> bool:
-    """Tell whether all differences are `step`; look at the first numbers before the rest."""
-    size = min(numbers.size, _LOOKED_AT)
-    while (np.diff(numbers[:size]) == step).all():
-        if size == numbers.size:
-            return True
-        size = numbers.size
-    return False

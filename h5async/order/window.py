@@ -14,13 +14,12 @@ Users rely on this order to repeat a run: changing it is a breaking change.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.units import sample_bounds
 from h5async.index.units import unit_nbytes as unit_nbytes_of
 from h5async.order.permutation import keyed_hash, permute, permute_each, round_keys
-from h5async.order.rows import StepRows
+from h5async.order.rows import StepRows, numbers_in
 from h5async.order.sampling import Order, dealt
 from h5async.order.selection import Selection
 
@@ -76,27 +75,21 @@ class WindowOrder:
         self, bounds: Int64s, window: int, seed: int, piece: int = 0, pieces: int = 1
     ) -> None:
         self._bounds = np.ascontiguousarray(bounds, np.int64)
-        self._counts = np.diff(bounds)
-        self._size = size = int(self._counts.max(initial=1))
+        self._size = size = int(np.diff(bounds).max(initial=1))
         self.window = window
         self._seed = seed
+        self._piece, self._pieces = piece, pieces
         self._delay = np.arange(size) * window // size
         self._group_rounds = max(1, min(_GROUP_SAMPLES // size, window // 4))
         groups = -(-_BLOCK_SAMPLES // (size * self._group_rounds))
         self._block_rounds = groups * self._group_rounds
-        self._take_piece(piece, pieces)
-
-    def piece(self, piece: int, pieces: int) -> WindowOrder:
-        """Return the order of one piece; it shares all data that does not depend on the piece."""
-        other = copy.copy(self)
-        other._take_piece(piece, pieces)
-        return other
-
-    def _take_piece(self, piece: int, pieces: int) -> None:
-        self._piece, self._pieces = piece, pieces
         own = weakref.proxy(self)  # or tables would live until a garbage collection
         self._table = functools.lru_cache(maxsize=2)(functools.partial(WindowOrder._new_table, own))
         self._block = functools.lru_cache(maxsize=4)(functools.partial(WindowOrder._new_block, own))
+
+    def piece(self, piece: int, pieces: int) -> WindowOrder:
+        """Return the order of one piece."""
+        return WindowOrder(self._bounds, self.window, self._seed, piece, pieces)
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
@@ -135,16 +128,16 @@ class WindowOrder:
         for first, last in itertools.pairwise(edges):
             times = missing[first:last]
             position = np.repeat(shorter[first:last], times)
-            slot = np.arange(position.size) + np.repeat(self._size - np.cumsum(times), times)
+            slot = numbers_in(self._size - times, times)
             begin = position[0]
             less = np.bincount(position - begin + self._delay[slot])
             size[begin : begin + less.size] -= less
 
     def _units(self, epoch: int) -> tuple[Int64s, Int64s, Int64s]:
         """Return the units of this piece, in the order in which they start."""
-        count = self._counts.size
+        count = self._bounds.size - 1
         unit = permute(np.arange(count), count, self._seed, epoch)
-        counts = self._counts[unit]
+        counts = self._counts(unit)
         skip = np.zeros_like(counts)
         if self._pieces == 1:
             return unit, skip, counts
@@ -154,7 +147,11 @@ class WindowOrder:
         behind = int(np.searchsorted(ends, end, side="left")) + 1 if end > begin else first
         unit, ends = unit[first:behind], ends[first:behind]
         skip = np.maximum(begin - (ends - counts[first:behind]), 0)
-        return unit, skip, np.minimum(ends, end) - np.maximum(ends - self._counts[unit], begin)
+        return unit, skip, np.minimum(ends, end) - np.maximum(ends - self._counts(unit), begin)
+
+    def _counts(self, unit: Int64s) -> Int64s:
+        counts: Int64s = self._bounds[unit + 1] - self._bounds[unit]
+        return counts
 
     def _new_block(self, epoch: int, number: int) -> Int64s:
         """Return the samples of a block of rounds. Shared: do not modify."""
@@ -172,25 +169,18 @@ class WindowOrder:
         """Compute the same without the core."""
         table, size = self._table(epoch), self._size
         keys = round_keys(self._seed, epoch, "window")
-        rounds = np.arange(number * self._block_rounds, (number + 1) * self._block_rounds)
-        place = rounds[:, None] - self._delay
-        is_there = (place >= 0) & (place < table.unit.size)
-        place = np.where(is_there, place, 0)
+        serial = np.arange(self._block_rounds * size) + number * self._block_rounds * size
+        rounds, slot = np.divmod(serial, size)
+        place = rounds - self._delay[slot]
+        is_started = (place >= 0) & (place < table.unit.size)
+        is_there = is_started & (slot < table.counts[np.where(is_started, place, 0)])
+        serial, rounds, slot, place = (column[is_there] for column in (serial, rounds, slot, place))
+        mixed = keyed_hash(serial.astype(np.uint64), keys[0], keys[1]) >> np.uint64(1)
+        order = np.lexsort((mixed, rounds // self._group_rounds))  # within each group
+        place, slot = place[order], slot[order]
         unit = table.unit[place]
-        slot = np.broadcast_to(np.arange(size), unit.shape)
-        is_there &= slot < table.counts[place]
-        slot = slot + table.skip[place]
-        # Sorted by hash within each group; missing samples come last.
-        group = self._group_rounds * size
-        serial = np.arange(rounds[0] * size, rounds[0] * size + unit.size, dtype=np.uint64)
-        mixed = (keyed_hash(serial, keys[0], keys[1]) >> np.uint64(1)).astype(np.int64)
-        mixed[~is_there.ravel()] = np.iinfo(np.int64).max
-        order = np.argsort(mixed.reshape(-1, group), axis=1)
-        order += np.arange(0, unit.size, group)[:, None]
-        order = order[is_there.ravel()[order]]
-        unit, slot = unit.ravel()[order], slot.ravel()[order]
         first: Int64s = self._bounds[unit]
-        return first + permute_each(slot, self._counts[unit], unit, keys)
+        return first + permute_each(slot + table.skip[place], self._counts(unit), unit, keys)
 
 
 class DealtOrder:
@@ -202,16 +192,13 @@ class DealtOrder:
     """
 
     def __init__(self, whole: WindowOrder, ranks: int, num_samples: int, batch_size: int) -> None:
-        # Made when first needed: usually, a rank needs only its own piece.
-        self._piece = functools.lru_cache(maxsize=64)(lambda rank: whole.piece(rank, ranks))
+        # By rank. Made when first needed: usually, a rank needs only its own piece.
+        self.piece: Callable[[int], Order] = functools.lru_cache(maxsize=64)(
+            lambda rank: whole.piece(rank, ranks)
+        )
         self._ranks = ranks
         self._num_samples = num_samples
         self._batch_size = batch_size
-        self.window = whole.window
-
-    def piece(self, rank: int) -> Order:
-        """Return the order of a rank's piece."""
-        return self._piece(rank)
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
@@ -219,7 +206,7 @@ class DealtOrder:
         while start < stop:
             rank, begin, count = self._run(start)
             count = min(count, stop - start)
-            found.append(self._piece(rank).samples(epoch, begin, begin + count))
+            found.append(self.piece(rank).samples(epoch, begin, begin + count))
             start += count
         return np.concatenate(found)
 
@@ -313,8 +300,7 @@ def _merged_bounds(
     begin = bounds[:-1]
     number = np.maximum(0, np.searchsorted(starts, begin, side="right") - 1)
     part = (begin - starts[number]) // length
-    is_first = np.ones(begin.size, np.bool_)
-    is_first[1:] = (np.diff(number) != 0) | (np.diff(part) != 0)
+    is_first = (np.diff(number, prepend=-1) != 0) | (np.diff(part, prepend=-1) != 0)
     kept = np.flatnonzero(np.append(is_first, True))
     return bounds[kept], int(np.diff(kept).max(initial=1))
 

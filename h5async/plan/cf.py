@@ -8,8 +8,8 @@ xarray ignores, are masked as in netCDF4.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,24 +22,17 @@ from h5async.index.layoutfacts import CfAttribute
 _BLOCK_ELEMENTS = 1 << 15  # unpacked at a time: they stay in the second-level cache
 
 Values = Mapping[str, NDArray[Any]]  # of attributes, 1-dimensional, by name
+_NONE: NDArray[Any] = np.zeros(0)
 DType = np.dtype[Any]
 
 
 class Unpacking(NamedTuple):
     """How the values of one dataset are unpacked. Scalars are of the types of the attributes.
 
-    Attributes
-    ----------
-    stored
-        The dtype as which stored values are interpreted: `_Unsigned` may change the sign.
-    dtype
-        The dtype of the computation; native.
-    scale, offset
-        Factor, and the offset added then; None if there is none.
-    low, high
-        Limits of valid values, of dtype `stored`; None if there is none.
-    fills
-        Values after the cast to `dtype` that stand for missing ones.
+    Stored values are interpreted as `stored`, whose sign `_Unsigned` may change, and cast to
+    `dtype`, which is native. Those that equal one of `fills` then are missing, and those that were
+    below `low` or above `high`, of dtype `stored`. The others are multiplied by `scale`, and
+    `offset` is added. None: there is none.
     """
 
     stored: DType
@@ -79,8 +72,10 @@ def unpacking(attributes: Sequence[CfAttribute], raw: DType, where: str) -> Unpa
                 f"{where}: its attribute {one.name} must be one number, found {shown_value(one)};"
                 " leave out decode_cf, and scale the values yourself"
             )
-    sign = next((one.data for one in attributes if one.name == "_Unsigned"), b"")
-    stored = _with_sign(raw, sign.decode(errors="replace").strip("\0").lower())
+    given = next((one.data for one in attributes if one.name == "_Unsigned"), b"")
+    sign = given.decode(errors="replace").strip("\0").lower()
+    kind = {("i", "true"): "u", ("u", "false"): "i"}.get((raw.kind, sign))
+    stored = raw if kind is None else np.dtype(f"{raw.byteorder}{kind}{raw.itemsize}")
     scale, offset = (_scalar(values.get(name)) for name in ("scale_factor", "add_offset"))
     fills, has_fill = _fill_values(values, raw, stored)
     low, high = _limits(values, raw, stored)
@@ -89,7 +84,8 @@ def unpacking(attributes: Sequence[CfAttribute], raw: DType, where: str) -> Unpa
         # As in xarray, a fill value of NaN keeps floats in their own dtype.
         dtype = stored if has_fill and not fills else _packed_dtype(stored, scale, offset)
     elif fills or low is not None or high is not None:
-        dtype = _dtype_with_nan(stored)
+        if stored.kind != "f":  # one that has NaN beside all values, if there is one
+            dtype = np.dtype(np.float32 if stored.itemsize <= 2 else np.float64)
     dtype = dtype.newbyteorder("=")
     # In xarray, a value of the other sign is a weak Python number.
     fills = [dtype.type(fill) if isinstance(fill, int) else fill for fill in fills]
@@ -102,11 +98,6 @@ def shown_value(attribute: CfAttribute) -> str:
         return repr(attribute.data.decode(errors="replace"))
     numbers = [str(number) for number in np.frombuffer(attribute.data, attribute.dtype)]
     return numbers[0] if len(numbers) == 1 else f"[{', '.join(numbers)}]"
-
-
-def _with_sign(raw: DType, sign: str) -> DType:
-    kind = {("i", "true"): "u", ("u", "false"): "i"}.get((raw.kind, sign))
-    return raw if kind is None else np.dtype(f"{raw.byteorder}{kind}{raw.itemsize}")
 
 
 def _scalar(values: NDArray[Any] | None) -> Any:
@@ -125,25 +116,12 @@ def _packed_dtype(stored: DType, scale: Any, offset: Any) -> DType:
     return double if scale is None or is_wide or own != offset.dtype else own
 
 
-def _dtype_with_nan(stored: DType) -> DType:
-    """Return a dtype that has NaN beside all values, if there is one."""
-    is_small = stored.itemsize <= 2
-    return stored if stored.kind == "f" else np.dtype(np.float32 if is_small else np.float64)
-
-
 def _fill_values(values: Values, raw: DType, stored: DType) -> tuple[list[Any], bool]:
     """Return the values that stand for missing ones, and whether an attribute has any, or NaN."""
-    found: dict[Any, Any] = {}
-    has_fill = False
-    for name in ("missing_value", "_FillValue"):
-        if name not in values:
-            continue
-        several = [value for value in values[name] if not np.isnan(value)]
-        has_fill |= bool(several) or raw.kind == "f"
-        for value in several:
-            fill = _with_sign_of(value, raw, stored)
-            found.setdefault(fill, fill)
-    return list(found), has_fill
+    given = [values[name] for name in ("missing_value", "_FillValue") if name in values]
+    numbers = [number for several in given for number in several if not np.isnan(number)]
+    found = dict.fromkeys(_with_sign_of(number, raw, stored) for number in numbers)
+    return list(found), bool(numbers) or (raw.kind == "f" and bool(given))
 
 
 def _with_sign_of(value: np.generic, raw: DType, stored: DType) -> Any:
@@ -165,19 +143,18 @@ def _limits(values: Values, raw: DType, stored: DType) -> tuple[Any, Any]:
 
     They are compared with values as stored.
     """
-    several = values.get("valid_range")
-    if several is not None and several.size == 2 and _fits(several, raw):
-        pair: tuple[Any, Any] = several[:1], several[1:]
-    else:
-        pair = tuple(  # type: ignore[assignment]
-            found if found is not None and found.size == 1 and _fits(found, raw) else None
-            for found in (values.get("valid_min"), values.get("valid_max"))
-        )
-    native = raw.newbyteorder("="), stored.newbyteorder("=")
-    limits = [None if one is None else one.astype(native[0]).view(native[1])[0] for one in pair]
-    # NaN is no limit.
-    low, high = (None if limit is None or np.isnan(limit) else limit for limit in limits)
-    return low, high
+    pair = values.get("valid_range", _NONE)
+    if pair.size == 2 and _fits(pair, raw):
+        return _limit(pair[:1], raw, stored), _limit(pair[1:], raw, stored)
+    low, high = (values.get(name, _NONE) for name in ("valid_min", "valid_max"))
+    return _limit(low, raw, stored), _limit(high, raw, stored)
+
+
+def _limit(values: NDArray[Any], raw: DType, stored: DType) -> Any:
+    if values.size != 1 or not _fits(values, raw):
+        return None
+    limit = values.astype(raw.newbyteorder("=")).view(stored.newbyteorder("="))[0]
+    return None if np.isnan(limit) else limit  # NaN is no limit
 
 
 def _fits(values: NDArray[Any], raw: DType) -> bool:
@@ -187,78 +164,17 @@ def _fits(values: NDArray[Any], raw: DType) -> bool:
     return bool(((cast == values) | (np.isnan(values) & (raw.kind == "f"))).all())
 
 
-class CfForm:
-    """Unpacks values of datasets that differ only in their numbers, which each row has of its own.
-
-    Attributes are those of `Unpacking`, with one number per dataset.
-    """
-
-    def __init__(self, several: Sequence[Unpacking]) -> None:
-        first = several[0]
-        self.stored, self.dtype = first.stored, first.dtype
-        self._is_one = len(several) == 1
-        columns = [
-            None if first[at] is None else np.array([one[at] for one in several])
-            for at in range(2, 6)
-        ]
-        self.scale, self.offset, self.low, self.high = columns
-        self.fills = [
-            np.array([one.fills[at] for one in several]) for at in range(len(first.fills))
-        ]
-
-    def decode(self, raw: NDArray[Any], out: NDArray[Any], which: NDArray[np.int64] | None) -> None:
-        """Fill `out` with the values of `raw`, of the same shape.
-
-        `which` has the number of the dataset of each row; None if there is only one.
-        """
-        stored = raw.view(self.stored)
-        for block in _blocks(out.shape):
-            numbers = None if which is None or self._is_one else which[block[0]]
-            self._decode_block(stored[block], out[block], numbers)
-
-    def _decode_block(self, stored: NDArray[Any], out: NDArray[Any], numbers: Any) -> None:
-        def of_rows(column: NDArray[Any]) -> Any:
-            if numbers is None:
-                return column[0]
-            found = column[numbers]
-            return found.reshape(-1, *(1,) * (out.ndim - 1)) if np.ndim(found) else found
-
-        values = out if out.dtype == self.dtype else np.empty(out.shape, self.dtype)
-        np.copyto(values, stored, casting="unsafe")
-        missing = [values == of_rows(fill) for fill in self.fills]
-        if self.low is not None:
-            missing.append(stored < of_rows(self.low))
-        if self.high is not None:
-            missing.append(stored > of_rows(self.high))
-        for is_missing in missing:
-            np.copyto(values, np.nan, where=is_missing)
-        if self.scale is not None:
-            np.multiply(values, of_rows(self.scale), out=values)
-        if self.offset is not None:
-            np.add(values, of_rows(self.offset), out=values)
-        if values is not out:
-            np.copyto(out, values, casting="unsafe")
-
-
 class CfDecoder:
     """Unpacks rows, each by the attributes of its own dataset. Safe to use from many threads.
 
     `first` has the first sample of each range of samples, and `several` how it is unpacked. `dtype`
-    is the common dtype after unpacking; `forms` are the kinds of datasets among them.
+    is the common dtype after unpacking.
     """
 
     def __init__(self, first: Sequence[int], several: Sequence[Unpacking]) -> None:
         self.dtype = np.result_type(*(one.dtype for one in several))
+        self.several = several
         self._first = np.array(first, np.int64)
-        by_form: dict[object, list[Unpacking]] = {}
-        form, place = [], []
-        for one in several:
-            alike = by_form.setdefault(one.form, [])
-            form.append(list(by_form).index(one.form))
-            place.append(len(alike))
-            alike.append(one)
-        self._form, self._place = np.array(form, np.int64), np.array(place, np.int64)
-        self.forms = [CfForm(alike) for alike in by_form.values()]
 
     def decode(self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None) -> None:
         """Fill `out`, (n, *row) as delivered, with the values of `raw`, (n, *row) as stored.
@@ -266,25 +182,48 @@ class CfDecoder:
         Their dimensions have the same order. `index` are sample numbers; None if all are of one
         dataset.
         """
-        if len(self._first) == 1:
-            self.forms[0].decode(raw, out, None)
+        numbers = self.numbers(index)
+        if numbers is None:
+            _decode(self.several[0], raw, out)
             return
-        number = self._numbers(index)
-        form, place = self._form[number], self._place[number]
-        ends = [*(np.flatnonzero(np.diff(form)) + 1).tolist(), len(form)]
-        begin = 0
-        for end in ends if len(form) else ():
-            rows = slice(begin, end)
-            self.forms[form[begin]].decode(raw[rows], out[rows], place[rows])
-            begin = end
+        edges = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1)).tolist()
+        for begin, end in itertools.pairwise(edges):
+            _decode(self.several[numbers[begin]], raw[begin:end], out[begin:end])
 
-    def places(self, index: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-        """Return the positions of samples' numbers in the columns of their form; None means 0."""
-        return None if len(self._first) == 1 else self._place[self._numbers(index)]
-
-    def _numbers(self, index: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    def numbers(self, index: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+        """Return the number of the range that each sample is in; None if there is only one."""
+        if len(self.several) == 1:
+            return None
         assert index is not None, "rows of several datasets have numbers"
         return np.searchsorted(self._first, index, side="right") - 1
+
+
+def _decode(how: Unpacking, raw: NDArray[Any], out: NDArray[Any]) -> None:
+    """Unpack values of one dataset, in blocks that stay in the cache."""
+    if out.size > _BLOCK_ELEMENTS and len(out) == 1:
+        _decode(how, raw[0], out[0])
+        return
+    if out.size > _BLOCK_ELEMENTS:
+        half = len(out) // 2
+        _decode(how, raw[:half], out[:half])
+        _decode(how, raw[half:], out[half:])
+        return
+    stored = raw.view(how.stored)
+    values = out if out.dtype == how.dtype else np.empty(out.shape, how.dtype)
+    np.copyto(values, stored, casting="unsafe")
+    missing = [values == fill for fill in how.fills]
+    if how.low is not None:
+        missing.append(stored < how.low)
+    if how.high is not None:
+        missing.append(stored > how.high)
+    for is_missing in missing:
+        np.copyto(values, np.nan, where=is_missing)
+    if how.scale is not None:
+        np.multiply(values, how.scale, out=values)
+    if how.offset is not None:
+        np.add(values, how.offset, out=values)
+    if values is not out:
+        np.copyto(out, values, casting="unsafe")
 
 
 def cf_decoder(layout: DatasetLayout, where: str) -> CfDecoder | None:
@@ -303,16 +242,3 @@ def cf_decoder(layout: DatasetLayout, where: str) -> CfDecoder | None:
     if all(one.is_identity(layout.dtype) for one in several):
         return None
     return CfDecoder([first for first, _ in layout.cf], several)
-
-
-def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield indices of blocks of an array that are worth a call, and stay in the cache."""
-    row = math.prod(shape[1:])
-    if row <= _BLOCK_ELEMENTS or len(shape) == 1:
-        step = max(1, _BLOCK_ELEMENTS // max(1, row))
-        for begin in range(0, shape[0], step):
-            yield (slice(begin, begin + step),)
-        return
-    for number in range(shape[0]):
-        for block in _blocks(shape[1:]):
-            yield (number, *block)

@@ -69,14 +69,8 @@ class GatherPlan(NamedTuple):
 class Ranges(NamedTuple):
     """Byte ranges of sources, to be read as they are stored.
 
-    Attributes
-    ----------
-    source, offset, nbytes
-        int64 (n,): the source of each, its address there, and its length.
-    position
-        int64 (n,): where it goes in `memory`.
-    memory
-        uint8.
+    int64 (n,): the `source` of each, its address there, its length, and its `position` in `memory`,
+    uint8, to which it goes.
     """
 
     source: Int64s
@@ -118,13 +112,13 @@ def cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> Iterator
     cuts: list[list[PlanSlice]] = [[] for _ in range(parts)]
     begin = 0
     for field, (plan, cost) in enumerate(zip(plans, costs, strict=True)):
-        edges = [0]
-        for part in range(1, parts):
+        start = 0
+        for part, share in enumerate(cuts, 1):
             inside = total * part // parts - begin
-            edges.append(min(plan.num_items, max(0, round(inside / max(1, plan.item_nbytes)))))
-        edges.append(plan.num_items)
-        for part in range(parts):
-            if edges[part] < edges[part + 1]:
-                cuts[part].append(PlanSlice(field, edges[part], edges[part + 1]))
+            stop = min(plan.num_items, max(0, round(inside / max(1, plan.item_nbytes))))
+            stop = plan.num_items if part == parts else stop
+            if start < stop:
+                share.append(PlanSlice(field, start, stop))
+            start = stop
         begin += cost
     return (share for share in cuts if share)

@@ -1,13 +1,15 @@
-"""Permutes, casts and scales rows, on the host.
+"""Permutes, casts, scales and unpacks rows, on the host.
 
-Rows as stored enter; rows as delivered leave. `RowTransform` describes the transform;
-`RowTransform.apply` does it with NumPy, `read/nativetransform.py` in the core, and the device in
-one kernel on the GPU.
+Rows as stored enter; rows as delivered leave. `RowTransform` describes the transform, and
+`transformer` returns what does it: the compiled core without the GIL, or NumPy if the core cannot.
+A GPU does it in one kernel.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,41 +17,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field
+from h5async.core.binding import Core, address
+from h5async.core.structures import TransformStruct, UnpackStruct, transform_source
 from h5async.errors import ConfigError
 from h5async.index.attributes import DimensionNames, numbered_axis
 from h5async.index.layout import DatasetLayout
 from h5async.index.layoutfacts import Text
-from h5async.plan.cf import CfDecoder, cf_decoder
+from h5async.plan.cf import CfDecoder, Unpacking, cf_decoder
 
 _TEXT_BLOCK_NBYTES = 1 << 18  # converted at a time
+# Numbers of stored types; see src/unpack.c.
+_SOURCES = {"i1": 1, "u1": 2, "i2": 3, "u2": 4, "i4": 5, "u4": 6, "f4": 7, "f8": 8}
+_WITHOUT = {"scale": 1.0, "offset": 0.0, "low": -np.inf, "high": np.inf}  # if there is none
+_SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+
+# Fills the second array from the first one, for these samples, as `RowTransform.apply` does.
+Transformer = Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64] | None], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RowTransform:
     """How a batch of one field gets from its raw form to its delivered form.
 
-    Attributes
-    ----------
-    raw_row, raw_dtype
-        Shape and dtype of a row as read: the file's order without the sample dimension, in the
-        file's byte order (bools as uint8: any byte except 0 is True).
-    row, dtype
-        Shape and dtype of a row as delivered; the dtype is native.
-    permutation
-        The dimensions of a raw batch (sample first) in the order of delivery.
-    scale, offset
-        A number, an array that broadcasts over a delivered row, or None.
-    text
-        Strings in each element that are converted as by HDF5.
-    cf
-        Unpacks values by the attributes of their datasets.
-    steps
-        The number of rows of the dataset in one row here, as its first dimension; None: one,
-        without such a dimension.
-    capacity
-        For a ragged field: rows that fit into a slot; None: one per sample.
-    likely
-        For a ragged field: rows of most batches, at most.
+    A row as read has the shape `raw_row`, in the file's order without the sample dimension, and
+    the dtype `raw_dtype`, in the file's byte order (bools as uint8: any byte except 0 is True); as
+    delivered, `row` and `dtype`, which is native. `permutation` are the dimensions of a raw batch
+    (sample first) in the order of delivery. `scale` and `offset` broadcast over a delivered row;
+    `text` are strings in each element that are converted as by HDF5; `cf` unpacks values by the
+    attributes of their datasets.
+
+    `steps` is the number of rows of the dataset in one row here, as its first dimension; None: one,
+    without such a dimension. For a ragged field, `capacity` rows fit into a slot (None: one per
+    sample), and most batches have `likely` ones at most.
     """
 
     raw_row: tuple[int, ...]
@@ -69,18 +68,6 @@ class RowTransform:
         """Return the number of rows in a slot of `samples`."""
         return samples if self.capacity is None else self.capacity
 
-    def of_steps(self, steps: int | None) -> RowTransform:
-        """Return the transform of `steps` rows at a time, in a dimension of their own."""
-        if steps is None:
-            return self
-        return replace(
-            self,
-            raw_row=(steps, *self.raw_row),
-            row=(steps, *self.row),
-            permutation=(0, *(axis + 1 if axis else 1 for axis in self.permutation)),
-            steps=steps,
-        )
-
     @property
     def of_one_row(self) -> RowTransform:
         """The transform of a single row of the dataset."""
@@ -90,7 +77,7 @@ class RowTransform:
             self,
             raw_row=self.raw_row[1:],
             row=self.row[1:],
-            permutation=tuple(axis - 1 if axis > 1 else 0 for axis in self.permutation[1:]),
+            permutation=tuple(axis - 1 for axis in self.permutation[1:]),
             steps=None,
         )
 
@@ -106,12 +93,17 @@ class RowTransform:
         return batch.reshape(batch.shape[0] * self.steps, *batch.shape[2:])
 
     @property
+    def keeps_dimensions(self) -> bool:
+        """Whether no dimension moves."""
+        return self.permutation == tuple(range(len(self.permutation)))
+
+    @property
     def is_identity(self) -> bool:
         """Whether raw rows are delivered as they are."""
         return (
             self.raw_dtype == self.dtype
             and self.raw_row == self.row
-            and self.permutation == tuple(range(len(self.permutation)))
+            and self.keeps_dimensions
             and self.scale is None
             and self.offset is None
             and not self.text
@@ -138,9 +130,7 @@ class RowTransform:
         if rank > 1 and self.permutation == (0, rank - 1, *range(1, rank - 1)):
             return self.raw_row[-1]
         factors = [factor for factor in (self.scale, self.offset) if factor is not None]
-        if self.permutation != tuple(range(rank)) or any(f.size > 1 for f in factors):
-            return None
-        return 1
+        return 1 if self.keeps_dimensions and all(f.size <= 1 for f in factors) else None
 
     def apply(
         self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None
@@ -210,7 +200,15 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
         text=layout.text,
         cf=cf,
     )
-    return transform.of_steps(None if field.steps is None else len(field.steps))
+    if field.steps is None:
+        return transform
+    return replace(
+        transform,
+        raw_row=(len(field.steps), *transform.raw_row),
+        row=(len(field.steps), *row),
+        permutation=(0, *(axis + 1 for axis in transform.permutation)),
+        steps=len(field.steps),
+    )
 
 
 def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[int, ...]:
@@ -257,3 +255,115 @@ def factor_of(
             " give one number, or one for each index of the second delivered axis"
         )
     return np.asarray(value, dtype).reshape(-1, *(1,) * (len(row) - 1))
+
+
+# --- in the core ----------------------------------------------------------------------------------
+
+
+def transformer(core: Core | None, transform: RowTransform) -> Transformer:
+    """Return what transforms rows: the compiled core, or NumPy if the core cannot."""
+    if core is None:
+        return transform.apply
+    return native_transform(core, transform) or native_unpack(core, transform) or transform.apply
+
+
+@dataclass(frozen=True, eq=False)
+class NativeTransform:
+    """Does in the core what `RowTransform.apply` does. Safe to use from many threads.
+
+    `struct` is complete except the number of samples, and points to `factors`, scale and offset as
+    float32.
+    """
+
+    core: Core
+    struct: TransformStruct
+    factors: list[NDArray[np.float32] | None]
+
+    def __call__(self, raw: NDArray[Any], out: NDArray[Any], _: Any = None) -> None:
+        """Fill `out` from `raw`."""
+        call = TransformStruct.from_buffer_copy(self.struct)
+        call.samples = len(raw)
+        self.core.transform(ctypes.byref(call), address(raw), address(out))
+
+
+def native_transform(core: Core, transform: RowTransform) -> NativeTransform | None:
+    """Return what does a transform in the core, or None if it cannot.
+
+    It can if the last dimension of a sample becomes its first one, as channels of images do, or if
+    no dimension moves; to the same dtype, or to float32.
+    """
+    channels = transform.channels
+    is_scaled = transform.scale is not None or transform.offset is not None
+    source = transform_source(transform.raw_dtype, transform.dtype, is_scaled)
+    if transform.cf is not None or source is None or not channels or not transform.nbytes:
+        return None
+    factors = [
+        None if f is None else np.broadcast_to(f.reshape(-1), channels).astype(np.float32)
+        for f in (transform.scale, transform.offset)
+    ]
+    struct = TransformStruct(
+        points=math.prod(transform.row) // channels,
+        channels=channels,
+        source=source,
+        is_float=source > 8,
+    )
+    struct.scale, struct.offset = (None if f is None else address(f) for f in factors)
+    return NativeTransform(core, struct, factors)
+
+
+def native_unpack(core: Core, transform: RowTransform) -> Transformer | None:
+    """Return what does in the core what `RowTransform.apply` does, for packed values; else None.
+
+    The core can if no dimension moves, values have at most one fill value, and its floats hold all
+    numbers exactly, as NumPy computes with them.
+    """
+    decoder = transform.cf
+    if decoder is None or len({one.form for one in decoder.several}) > 1:
+        return None
+    several = decoder.several
+    form = several[0]
+    source = _SOURCES.get(f"{form.stored.kind}{form.stored.itemsize}")
+    numbers = [getattr(form, name) for name in _WITHOUT]
+    dtypes = [form.stored, *(number.dtype for number in numbers if number is not None)]
+    if (
+        source is None
+        or not form.stored.isnative
+        or not transform.keeps_dimensions
+        or transform.dtype not in (_SINGLE, form.dtype)
+        or form.dtype not in (_SINGLE, _DOUBLE)
+        or len(form.fills) > 1
+        or not all(np.can_cast(dtype, form.dtype) for dtype in dtypes)
+    ):
+        return None
+    columns = {"fill": _fills(several)}
+    for (name, default), number in zip(_WITHOUT.items(), numbers, strict=True):
+        given = [default if number is None else getattr(one, name) for one in several]
+        columns[name] = np.array(given, np.float64)
+
+    def unpack(
+        raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None
+    ) -> None:
+        numbers = decoder.numbers(index)
+        call = UnpackStruct(
+            rows=len(raw),
+            which=None if numbers is None else address(numbers),
+            count=math.prod(transform.row),
+            source=source,
+            is_double=form.dtype == _DOUBLE,
+            is_wide=transform.dtype == _DOUBLE,
+            has_scale=form.scale is not None,
+            has_offset=form.offset is not None,
+            **{name: address(column) for name, column in columns.items()},
+        )
+        core.unpack(ctypes.byref(call), address(raw), address(out))
+
+    return unpack
+
+
+def _fills(several: Sequence[Unpacking]) -> NDArray[np.float64]:
+    """Return fill values as doubles; NaN, which equals nothing, if no value can be one."""
+    dtype = several[0].dtype
+    given = np.array([one.fills[0] if one.fills else np.nan for one in several])
+    fills = given.astype(np.result_type(dtype, given)).astype(np.float64)
+    with np.errstate(all="ignore"):
+        return np.where(fills.astype(dtype) == fills, fills, np.nan)

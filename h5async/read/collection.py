@@ -30,15 +30,14 @@ from h5async.core.structures import (
 )
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.extents import SourceFile
-from h5async.index.layoutfacts import HeapFile
 from h5async.index.shapes import Kind
 from h5async.io.localfiles import FileEventError, LocalFile, LocalFiles
 from h5async.io.stamps import FileStamp
-from h5async.order.selection import Selection
+from h5async.order.rows import numbers_in
 from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
 from h5async.read.failures import Chunk, Extent, Reason, error_of, error_of_element, find_chunk
-from h5async.read.queue import BatchQueue, SlotBatch
+from h5async.read.queue import SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
@@ -48,12 +47,8 @@ _ITEM, _WANTED = map(np.dtype, (ItemStruct, WantedStruct))
 class Planned(NamedTuple):
     """The plan of a batch, as arrays of the core, valid until the slot is planned again.
 
-    Attributes
-    ----------
-    items
-        Of `ItemStruct`.
-    run_local, run_position, run_length
-        int64, by run: begin within a chunk's rows, begin within the batch, and length.
+    `items` are of `ItemStruct`. By run, int64: begin within a chunk's rows, begin within the batch,
+    and length.
     """
 
     items: NDArray[Any]
@@ -63,15 +58,7 @@ class Planned(NamedTuple):
 
 
 class Collection:
-    """Fields that the core reads. Safe to use from many threads.
-
-    Parameters
-    ----------
-    core
-        The compiled core.
-    tables
-        Of the fields; closed with this.
-    """
+    """Fields that the core reads; `tables` are closed with this. Safe to use from many threads."""
 
     def __init__(self, core: Core, tables: CoreTables) -> None:
         self._core = core
@@ -79,13 +66,9 @@ class Collection:
         self._batches: list[SlotBatch] = []
 
     def new_batch(
-        self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int | None = None
+        self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int
     ) -> SlotBatch:
-        """Return the memory for the plans of a slot with this memory.
-
-        `rows` are samples that fit into it; None means the rows of the first array.
-        """
-        rows = raw[0].shape[0] if rows is None else rows
+        """Return the memory for the plans of a slot with this memory, for `rows` samples."""
         targets = (TargetStruct * len(self.tables.fields))()
         for target, one, other in zip(targets, raw, out, strict=True):
             target.raw, target.out, target.capacity = address(one), address(other), len(one)
@@ -197,11 +180,8 @@ class Collection:
                     f" {ranges.offset[done]} cannot be read"
                 )
 
-    def has_refused(self, batch: SlotBatch) -> bool:
-        """Tell whether some items have to be read again."""
-        return bool(self._refused(batch).size)
-
-    def _refused(self, batch: SlotBatch) -> Int64s:
+    def refused(self, batch: SlotBatch) -> Int64s:
+        """Return the numbers of the items that have to be read again."""
         items = self._items(batch)
         return np.flatnonzero((items["status"] == REFUSED) & (items["kind"] != Kind.LEFT))
 
@@ -214,7 +194,7 @@ class Collection:
         raised if something cannot be read or decoded; it names file, dataset and chunk or sample.
         `ReaderClosedError` is raised if the items are no longer wanted.
         """
-        refused = self._refused(batch)
+        refused = self.refused(batch)
         sources = self._items(batch)["source"][refused]
         for number in np.unique(sources).tolist():
             source, numbers = self.tables.files[number], refused[sources == number].tolist()
@@ -229,22 +209,28 @@ class Collection:
         file: LocalFile,
         stamp: FileStamp,
     ) -> bool:
-        opened = file_struct(file, stamp)
+        mapped = file.map_address or None, file.map_nbytes
+        opened = FileStruct(file.descriptor, IO_MODES[file.io], *mapped, *stamp)
+        if file.has_swmr_writer:
+            opened.nbytes = -1  # it changes all the time
         for number in numbers:
             if self._reads_again(batch, number, scratch, opened):
                 continue
             failure = scratch.worker(self._core).struct.failure
             if failure.reason == Reason.ABOVE_LIMIT:
                 continue  # reported when they are delivered
-            if self._items(batch)[number]["kind"] == Kind.HEAP:
-                heap = self._heap_of(batch, number)
-                raise error_of_element(failure, file, opened, heap.elements.where)
-            field, extent = self._extent_of(batch, number, failure.extent)
-            found = find_chunk(self.tables.layouts[field], file.path, extent)
+            item = self._items(batch)[number]
+            layout = self.tables.layouts[item["field"]]
+            if item["kind"] == Kind.HEAP:
+                begin = self.tables.of_fields[item["field"]].layers[item["layer"]].begin
+                where = layout.heaps[begin[item["segment"]]].elements.where
+                raise error_of_element(failure, file, opened, where)
+            extent = self._extent_of(batch, item, failure.extent)
+            found = find_chunk(layout, file.path, extent)
             may_be_short = failure.reason in (Reason.WRONG_SIZE, Reason.DAMAGED)
             if may_be_short and isinstance(found, Chunk):
                 # Some writers leave out the part of a chunk beyond the dataset's edge.
-                needed = found.needed_nbytes
+                needed = found.layout.needed_nbytes(found.number)
                 if needed < found.layout.chunk_nbytes and self._reads_again(
                     batch, number, scratch, opened, needed
                 ):
@@ -273,64 +259,36 @@ class Collection:
             raise FileEventError(map_failed=opened.event == Event.FAULTED)
         return bool(done)
 
-    def _heap_of(self, batch: SlotBatch, number: int) -> HeapFile:
-        item = self._items(batch)[number]
+    def _extent_of(self, batch: SlotBatch, item: Any, extent: int) -> Extent:
+        """Return where an item lies: chunk `extent`, or rows (below 0)."""
         table = self.tables.of_fields[item["field"]]
-        assert table is not None
-        of_field = int(table.layers[item["layer"]].begin[item["segment"]])
-        return self.tables.layouts[int(item["field"])].heaps[of_field]
-
-    def _extent_of(self, batch: SlotBatch, number: int, extent: int) -> tuple[int, Extent]:
-        """Return the field of an item, and where it lies: chunk `extent`, or rows (below 0)."""
-        item = self._items(batch)[number]
-        field, table = int(item["field"]), self.tables.of_fields[item["field"]]
         chunks = table.chunks
         if extent >= 0:
-            return field, Extent(int(chunks.offset[extent]), int(chunks.nbytes[extent]), None)
+            return Extent(int(chunks.offset[extent]), int(chunks.nbytes[extent]), None)
         layer, segment = table.layers[item["layer"]], item["segment"]
         begin = int(layer.begin[segment])
-        samples = None
-        if item["kind"] == Kind.ROWS:
-            first, step = int(layer.first[segment]), int(layer.step[segment])
-            rows = int(layer.row[segment]) + (self._samples_of(batch, item) - first) * step
-            samples = int(rows.min()), int(rows.max())
-            if layer.count[segment]:
-                begin = int(chunks.offset[begin])
-        return field, Extent(begin, 0, samples)
-
-    def _samples_of(self, batch: SlotBatch, item: Any) -> Int64s:
-        """Return the samples of an item of rows."""
+        if item["kind"] != Kind.ROWS:
+            return Extent(begin, 0, None)
         wanted = _array(batch.plan.sorted, batch.plan.num_wanted + 1, _WANTED)
         ranks = np.arange(item["first_run"], item["first_run"] + item["num_runs"])
         run = np.searchsorted(wanted["rank"], ranks, side="right") - 1
-        samples: Int64s = wanted["sample"][run] + ranks - wanted["rank"][run]
-        return samples
+        samples = wanted["sample"][run] + ranks - wanted["rank"][run]
+        rows = int(layer.row[segment]) + (samples - layer.first[segment]) * int(layer.step[segment])
+        if layer.count[segment]:
+            begin = int(chunks.offset[begin])
+        return Extent(begin, 0, (int(rows.min()), int(rows.max())))
 
     def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
         """Yield each field of which h5py reads rows, once, with these rows of its memory."""
-        items = self._items(batch)
-        items = items[items["kind"] == Kind.LEFT]
-        if not items.size:
-            return  # for sparse rows, there may be a million numbers below
-        plan = batch.plan
-        run_position = _array(plan.run_position, plan.num_runs, np.int64)
-        run_length = _array(plan.run_length, plan.num_runs, np.int64)
-        for number in np.unique(items["field"]).tolist():
-            rows = []
-            for item in items[items["field"] == number]:
-                here = slice(item["first_run"], item["first_run"] + item["num_runs"])
-                for first, length in zip(run_position[here], run_length[here], strict=True):
-                    rows.append(np.arange(first, first + length))
-            yield number, np.unique(np.concatenate(rows))
+        plan = self.planned(batch)
+        left = plan.items[plan.items["kind"] == Kind.LEFT]
+        for field in np.unique(left["field"]).tolist():
+            items = left[left["field"] == field]
+            run = numbers_in(items["first_run"], items["num_runs"])
+            yield field, np.unique(numbers_in(plan.run_position[run], plan.run_length[run]))
 
     def _items(self, batch: SlotBatch) -> NDArray[Any]:
         return _array(batch.plan.items, batch.plan.num_items, _ITEM)
-
-    def open_queue(
-        self, batches: Sequence[SlotBatch], num_threads: int, selection: Selection
-    ) -> BatchQueue:
-        """Return a queue of the batches of these slots, for `num_threads` and a selection."""
-        return BatchQueue(self._core, self.tables, batches, num_threads, selection)
 
     def close(self) -> None:
         """Close the files and free all memory, which must not be in use. Idempotent."""
@@ -347,13 +305,3 @@ def _array(memory: int | None, count: int, dtype: Any) -> NDArray[Any]:
         return np.zeros(0, dtype)
     block = (ctypes.c_char * (count * dtype.itemsize)).from_address(memory)
     return np.frombuffer(block, dtype, count)
-
-
-def file_struct(file: LocalFile, stamp: FileStamp) -> FileStruct:
-    """Return an open file as the core takes it, to be compared with a stamp."""
-    opened = FileStruct(
-        file.descriptor, IO_MODES[file.io], file.map_address or None, file.map_nbytes, *stamp
-    )
-    if file.has_swmr_writer:
-        opened.nbytes = -1  # it changes all the time
-    return opened

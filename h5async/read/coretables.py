@@ -7,7 +7,6 @@ that the core opens, and the decoded chunks that it keeps.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
@@ -29,7 +28,7 @@ from h5async.core.structures import (
     SpanRowsStruct,
     StepRowsStruct,
 )
-from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
+from h5async.index.extents import Layer, SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Shape
@@ -37,7 +36,7 @@ from h5async.io.keptfiles import affordable_maps
 from h5async.io.localfiles import IoMode, may_map, owned
 from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows, StepSpans
-from h5async.read.nativetransform import NativeTransform
+from h5async.plan.transform import NativeTransform
 from h5async.system.interruptions import suppressing
 
 Int64s = NDArray[np.int64]
@@ -52,44 +51,16 @@ _TRUSTED_NS = 100_000_000
 class CoreTables:
     """Tables of fields, as the core takes them. Safe to use from many threads.
 
-    Parameters
-    ----------
-    core
-        The compiled core.
-    layouts
-        Of the fields.
-    io
-        How files are read.
-    most_files
-        The maximum number of open descriptors; of more files, maps are kept without them.
-    kept_nbytes
-        By field: for decoded chunks that later batches may need.
-    transforms
-        By field: the transform done while reading, if any.
-    steps
-        By field: the rows of each sample; None: its own. Empty: None for all.
-    samples
-        Of an epoch; None: all.
+    At most `most_files` descriptors are open at once; of more files, maps are kept without them.
+    The other parameters are by field: `layouts`; `kept_nbytes`, for decoded chunks that later
+    batches may need; `transforms`, done while reading, if any; `steps`, the rows of each sample
+    (None: its own; empty: None for all). `samples` are those of an epoch; None: all.
 
-    Attributes
-    ----------
-    of_fields
-        The table of each field.
-    fields, sources
-        The same for the core.
-    files
-        The files of `sources`.
-    num_samples
-        Of the dataset.
-    can_read
-        By field: whether the core reads it, at least in part.
-    shares
-        By field: whether the rows of a batch have to be given, because samples share runs of rows,
-        each read once.
-    reads
-        By field: whether the core reads it, and finds its rows.
-    transforms
-        By field: whether its rows are transformed as they are read.
+    `of_fields` has the table of each field; `fields` and `sources` are the same for the core, and
+    `files` those of `sources`. By field, `can_read` says whether the core reads it, at least in
+    part; `shares`, whether the rows of a batch have to be given, because samples share runs of
+    rows, each read once; `reads`, whether the core reads it and finds its rows; and `transforms`,
+    whether its rows are transformed as they are read.
     """
 
     def __init__(
@@ -104,18 +75,18 @@ class CoreTables:
         steps: Sequence[StepRows | SpanRows | None] = (),
         samples: int | None = None,
     ) -> None:
-        self._core = core
+        self._core, self._io, self._most_files = core, io, most_files
         self._keep: list[Any] = []  # what structures point to
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are shared
         builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
-        tables = self.of_fields = [
+        self.of_fields = [
             builder.build(layout, nbytes)
             for layout, nbytes in zip(layouts, kept_nbytes, strict=True)
         ]
+        several = steps or [None] * len(layouts)
         self.num_samples = layouts[0].sample_count
-        self._share = 1.0 if samples is None else samples / max(1, self.num_samples)
-        self.can_read = [table.can_read for table in tables]
-        self.shares = [isinstance(rows, StepSpans) for rows in steps] or [False] * len(tables)
+        self.can_read = [table.can_read for table in self.of_fields]
+        self.shares = [isinstance(rows, StepSpans) for rows in several]
         self.reads = [
             can and not is_shared for can, is_shared in zip(self.can_read, self.shares, strict=True)
         ]
@@ -123,77 +94,69 @@ class CoreTables:
         self.files = list(builder.sources)
         # By path, and whether variable-length elements are read from it.
         self._numbers: dict[tuple[str, bool], list[int]] = {}
-        for i, source in enumerate(builder.sources):
+        for number, source in enumerate(self.files):
             if source.values is None:
-                self._numbers.setdefault((source.path, source.is_heap), []).append(i)
-        self._io = io
-        self.sources = self._open(builder.sources, io, most_files)
-        self.fields = (FieldStruct * len(tables))()
-        described = zip(self.fields, tables, layouts, kept_nbytes, transforms, strict=True)
-        self._describe_rows(layouts, steps)
-        several = steps or [None] * len(layouts)
+                self._numbers.setdefault((source.path, source.is_heap), []).append(number)
+        self.sources = self._open_sources()
+        self.fields = (FieldStruct * len(layouts))()
+        share = 1.0 if samples is None else samples / max(1, self.num_samples)
+        made: dict[Any, Any] = {}  # structures of equal rows are shared
+        self._keep.append(made)
         try:
-            for (struct, table, layout, kept, transform), reads, rows in zip(
-                described, self.can_read, several, strict=True
-            ):
-                if reads:
-                    uses = self._share * layout.num_samples
+            for field, rows in enumerate(several):
+                layout = layouts[field]
+                if self.reads[field] and rows is not None and not layout.heaps:
+                    self._describe_rows(self.fields[field], rows, made)
+                if self.can_read[field]:
+                    uses = share * layout.num_samples
                     uses *= rows.size if isinstance(rows, StepRows) else 1
-                    keeps = what_to_keep(table, layout, kept, uses)
-                    self._describe_field(struct, table, layout, kept, keeps, transform)
+                    self._describe_field(field, kept_nbytes[field], uses, transforms[field])
         except BaseException:
             self.close()
             raise
         self._firsts.clear()
         self.transforms = [bool(struct.transform) for struct in self.fields]
 
-    def _open(self, sources: Sequence[SourceFile], io: IoMode, most_files: int) -> Any:
-        table = np.zeros(len(sources), _SOURCE)
+    def _open_sources(self) -> Any:
+        table = np.zeros(len(self.files), _SOURCE)
         mapped: dict[int, bool] = {}
-        for row, source in zip(table, sources, strict=True):
+        for row, source in zip(table, self.files, strict=True):
             if source.values is not None:
                 row["map"], row["map_nbytes"] = self._hold(source.values), source.values.nbytes
                 continue
             device = source.stamp.device
             if device not in mapped:
-                mapped[device] = may_map(source.path, io)
+                mapped[device] = may_map(source.path, self._io)
             path = ctypes.create_string_buffer(os.fsencode(source.path))
             self._keep.append(path)
             row["path"], row["fd"], row["may_map"] = ctypes.addressof(path), -1, mapped[device]
-        stamps = np.array([[n & _ALL_BITS for n in source.stamp] for source in sources], np.uint64)
+        stamps = np.array([[n & _ALL_BITS for n in one.stamp] for one in self.files], np.uint64)
         for name, column in zip(FileStamp._fields, stamps.reshape(-1, 5).T, strict=True):
             table[name] = column.view(np.int64)  # it wraps, as in C
         self._table = table  # the core writes to it from now on
-        gives_back = len(sources) > most_files
-        self._most_files = most_files
+        gives_back = len(table) > self._most_files
         memory = ctypes.create_string_buffer(self._core.nbytes["Sources"])
         self._core.open_sources(
             memory,
             address(table),
             len(table),
-            affordable_maps() if gives_back else most_files,
-            most_files,
-            IO_MODES[io],
+            affordable_maps() if gives_back else self._most_files,
+            self._most_files,
+            IO_MODES[self._io],
             gives_back,
             _TRUSTED_NS,
         )
         return memory
 
     def _describe_field(
-        self,
-        struct: FieldStruct,
-        table: FieldTable,
-        layout: DatasetLayout,
-        kept_nbytes: int,
-        keeps: Sequence[Keeps],
-        transform: NativeTransform | None,
+        self, field: int, kept_nbytes: int, uses: float, transform: NativeTransform | None
     ) -> None:
+        struct, table, layout = self.fields[field], self.of_fields[field], self.layouts[field]
+        keeps = what_to_keep(table, layout, kept_nbytes, uses)
+        shapes = zip(table.shapes, keeps, strict=True)
         struct.layers = (LayerStruct * len(table.layers))(*map(self._layer, table.layers))
         struct.shapes = (ShapeStruct * len(table.shapes))(
-            *(
-                self._shape(shape, layout.row_nbytes, what)
-                for shape, what in zip(table.shapes, keeps, strict=True)
-            )
+            *(self._shape(shape, layout.row_nbytes, what) for shape, what in shapes)
         )
         chunks = table.chunks
         struct.number = None if chunks.index is None else self._hold(chunks.index)
@@ -206,7 +169,11 @@ class CoreTables:
         struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
         struct.is_filled_first, struct.num_rows = table.is_filled_first, layout.num_samples
         if layout.heaps:
-            self._describe_heaps(struct, layout)
+            assert layout.lengths is not None
+            self._keep.append(layout.heaps)  # whose structures point to their arrays
+            heaps = [heap.elements.struct() for heap in layout.heaps]
+            struct.heaps = (HeapStruct * len(heaps))(*heaps)
+            struct.lengths, struct.num_rows = self._hold(layout.lengths), layout.lengths.size
         struct.limit = layout.limit or 0
         is_whole = len(table.layers) == 1 and not table.is_filled_first
         is_whole &= all(s.kind != Kind.CHUNKS or s.extents.shape[0] == 1 for s in table.shapes)
@@ -219,41 +186,17 @@ class CoreTables:
             if not struct.store:
                 raise MemoryError("no memory is left for decoded chunks")
 
-    def _describe_heaps(self, struct: FieldStruct, layout: DatasetLayout) -> None:
-        assert layout.lengths is not None
-        self._keep.append(layout.heaps)  # whose structures point to their arrays
-        structs = [heap.elements.struct() for heap in layout.heaps]
-        struct.heaps = (HeapStruct * len(structs))(*structs)
-        struct.lengths = self._hold(layout.lengths)
-        struct.num_rows = layout.lengths.size
-
     def _describe_rows(
-        self, layouts: Sequence[DatasetLayout], several: Sequence[StepRows | SpanRows | None]
+        self, struct: FieldStruct, rows: StepRows | SpanRows, made: dict[Any, Any]
     ) -> None:
-        """Describe the rows of samples, by field; fields with equal rows share a structure."""
-        made: dict[Any, Any] = {}
-        described = zip(self.fields, layouts, several, self.reads, strict=False)
-        for field, layout, rows, is_read in described:
-            if not is_read or layout.heaps:  # whose lengths are known to the core
-                continue
-            if isinstance(rows, StepRows):
-                field.steps = made.setdefault(rows, self._step_struct(rows))
-            elif rows is not None:
-                struct = SpanRowsStruct(self._hold(rows.starts), rows.starts.size - 1)
-                field.spans = made.setdefault(rows, ctypes.pointer(struct))
-        self._keep.append(made)
-
-    def _step_struct(self, steps: StepRows) -> Any:
-        return ctypes.pointer(
-            StepRowsStruct(
-                self._hold(np.array(steps.offsets, np.int64)),
-                self._hold(steps.starts),
-                self._hold(steps.ends),
-                steps.size,
-                steps.starts.size,
-                steps.pad == "zero",
-            )
-        )
+        if isinstance(rows, SpanRows):
+            spans = SpanRowsStruct(self._hold(rows.starts), rows.starts.size - 1)
+            struct.spans = made.setdefault(rows, ctypes.pointer(spans))
+            return
+        offsets = np.array(rows.offsets, np.int64)
+        arrays = map(self._hold, (offsets, rows.starts, rows.ends))
+        steps = StepRowsStruct(*arrays, rows.size, rows.starts.size, rows.pad == "zero")
+        struct.steps = made.setdefault(rows, ctypes.pointer(steps))
 
     def _layer(self, layer: Layer) -> LayerStruct:
         names = ("first", "row", "step", "shape", "source", "begin", "count", "is_sparse")
@@ -264,24 +207,17 @@ class CoreTables:
     def _shape(self, shape: Shape, row_nbytes: int, keeps: Keeps) -> ShapeStruct:
         filters = self._core.filters(shape.filters)
         self._keep.append(filters)
+        arrays = "chunk_strides row_strides extents row_begin piece_begin fill".split()
+        numbers = "chunk_nbytes chunk_samples sample_stride itemsize rows_are_whole".split()
         dataset = DatasetStruct(
             filters=filters,
             num_filters=len(shape.filters),
-            chunk_strides=self._hold(shape.chunk_strides),
-            row_strides=self._hold(shape.row_strides),
-            extents=self._hold(shape.extents),
-            row_begin=self._hold(shape.row_begin),
-            piece_begin=self._hold(shape.piece_begin),
-            fill=self._hold(shape.fill),
             num_cross=shape.extents.shape[0],
             rank=shape.extents.shape[1],
-            chunk_nbytes=shape.chunk_nbytes,
-            chunk_samples=shape.chunk_samples,
-            sample_stride=shape.sample_stride,
-            itemsize=shape.itemsize,
             row_nbytes=row_nbytes,
-            rows_are_whole=shape.rows_are_whole,
             begin=-1 if shape.has_chunks else 0,
+            **{name: self._hold(getattr(shape, name)) for name in arrays},
+            **{name: getattr(shape, name) for name in numbers},
         )
         return ShapeStruct(
             dataset,
@@ -308,18 +244,13 @@ class CoreTables:
         path = int(self._table["path"][number])
         return os.fsdecode(ctypes.string_at(path)) if path else number
 
-    def open_ahead(self, is_closed: Callable[[], bool]) -> bool:
-        """Open the first files, so that they are those that were indexed; False if one is not."""
-        count = min(len(self.files), self._most_files)
-        return all(
-            not is_closed() and self._core.open_ahead(self.sources, number)
-            for number in range(count)
-        )
-
-    def first_files(self) -> Iterator[SourceFile]:
-        """Yield the files of which `open_ahead` opens some."""
-        few = itertools.islice(self.files, self._most_files)
-        return (source for source in few if source.values is None)
+    def open_ahead(self, is_closed: Callable[[], bool]) -> Iterator[SourceFile]:
+        """Open the first files; yield those that are not as they were indexed."""
+        for number, source in enumerate(self.files[: self._most_files]):
+            if is_closed():
+                return
+            if not self._core.open_ahead(self.sources, number) and source.values is None:
+                yield source
 
     def open_again(self, path: str) -> FileIO | None:
         """Return a new file for one that is open, whatever lies at its path now."""
@@ -348,11 +279,6 @@ class CoreTables:
         for struct in self.fields:
             if struct.store:
                 self._core.clear_store(struct.store)
-
-    def most_kept_nbytes(self) -> list[int]:
-        """Return, by field, the maximum bytes of decoded chunks that were kept so far."""
-        stores = (struct.store for struct in self.fields)
-        return [int(self._core.most_kept(store)) if store else 0 for store in stores]
 
     def close(self) -> None:
         """Close the files and free kept memory, which must not be in use. Idempotent."""

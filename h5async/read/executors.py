@@ -22,11 +22,11 @@ from h5async.io.keptfiles import affordable_files
 from h5async.io.localfiles import IoMode, LocalFiles
 from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows
+from h5async.plan.transform import NativeTransform
 from h5async.read.collection import Collection
 from h5async.read.coretables import CoreTables
 from h5async.read.fallback import FallbackReader
 from h5async.read.h5pyrows import H5pyRows
-from h5async.read.nativetransform import NativeTransform
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import Scratch
 
@@ -43,36 +43,17 @@ def _method(core: Core | None, layout: DatasetLayout) -> Method:
         return "memory"
     if layout.fallback_reason is not None or core is None:
         return "h5py"
-    if layout.heaps:
-        return "core"
-    if len(layout.shape) > MAX_RANK or core.filters(layout.filters) is None:
-        return "h5py"
-    return "core"
+    can_decode = len(layout.shape) <= MAX_RANK and core.filters(layout.filters) is not None
+    return "core" if layout.heaps or can_decode else "h5py"
 
 
 class Executors:
     """Reads the fields of a dataset, and owns what they share.
 
-    Parameters
-    ----------
-    core
-        The compiled core, if there is one.
-    layouts
-        In field order.
-    io
-        How files are read.
-    kept_nbytes
-        By field: for decoded chunks that later batches may need.
-    on_change
-        Called if a file has changed but still holds what was indexed: rows read from it before are
-        invalid.
-    samples
-        Of an epoch; None: all.
-
-    Attributes
-    ----------
-    changes
-        What was noticed of changed files.
+    By field, `kept_nbytes` is memory for decoded chunks that later batches may need. `on_change` is
+    called if a file has changed but still holds what was indexed: rows read from it before are
+    invalid. `samples` are those of an epoch; None: all. `changes` has what was noticed of changed
+    files.
     """
 
     def __init__(
@@ -88,28 +69,30 @@ class Executors:
         self._samples = samples
         self.layouts = layouts
         self._kept_nbytes = kept_nbytes
-        # Not a method: that would hold this object, and all that it holds.
-        self._collections: list[Collection] = []  # one, or none
-        forget = partial(_forget, self._collections, on_change)
-        self.changes = FileChanges(layouts, forget)
-        self._kept_files = max(1, affordable_files() // (1 if core is None else 2))
         self._io = io
-        self._fallback = FallbackReader(self._kept_files, self.changes, core)
-        self._files = LocalFiles(
-            self._kept_files,
-            io,
-            look_anew=self.changes.look_anew,
-            on_new_stamp=partial(_restamp, self._collections),
-            open_elsewhere=partial(_open_in, self._collections),
-        )
+        self._kept_files = max(1, affordable_files() // (1 if core is None else 2))
+        # One, or none. The functions hold it, and not this object with all that it holds.
+        collections: list[Collection] = []
+        self._collections = collections
 
+        def forget() -> None:
+            for collection in collections:
+                collection.tables.forget_chunks()
+            on_change()
+
+        def restamp(path: str, stamp: FileStamp, *, is_heap: bool = False) -> None:
+            for collection in collections:
+                collection.tables.restamp(path, stamp, is_heap=is_heap)
+
+        def open_again(path: str) -> FileIO | None:
+            return collections[0].tables.open_again(path) if collections else None
+
+        self.changes = FileChanges(layouts, forget)
+        self._fallback = FallbackReader(self._kept_files, self.changes, core)
+        new_files = partial(LocalFiles, self._kept_files, io, open_elsewhere=open_again)
+        self._files = new_files(look_anew=self.changes.look_anew, on_new_stamp=restamp)
         # In a changed file, places of variable-length values are not looked up again.
-        self._heap_files = LocalFiles(
-            self._kept_files,
-            io,
-            on_new_stamp=partial(_restamp, self._collections, is_heap=True),
-            open_elsewhere=partial(_open_in, self._collections),
-        )
+        self._heap_files = new_files(on_new_stamp=partial(restamp, is_heap=True))
 
     @property
     def methods(self) -> list[str]:
@@ -121,7 +104,7 @@ class Executors:
 
     @property
     def fallback_reads(self) -> int:
-        """Reads that went through h5py."""
+        """Number of reads that went through h5py."""
         return self._fallback.reads
 
     def open_collection(
@@ -146,9 +129,8 @@ class Executors:
             steps=steps,
             samples=self._samples,
         )
-        collection = Collection(self.core, tables)
-        self._collections.append(collection)
-        return collection
+        self._collections.append(Collection(self.core, tables))
+        return self._collections[-1]
 
     def h5py_rows(self) -> list[H5pyRows]:
         """Return what reads each field through h5py."""
@@ -168,9 +150,8 @@ class Executors:
         `ReadError` is raised if a file cannot be opened, or is not the one that was indexed.
         """
         for collection in self._collections:
-            if not collection.tables.open_ahead(is_closed) and not is_closed():
-                for source in collection.tables.first_files():
-                    self._files_of(source).open(source.path, source.stamp)
+            for source in collection.tables.open_ahead(is_closed):
+                self._files_of(source).open(source.path, source.stamp)
         for layout in self.layouts:
             if all(_method(self.core, leaf) != "h5py" for leaf, _ in kinds_of(layout)):
                 continue
@@ -188,22 +169,3 @@ class Executors:
         for collection in self._collections:
             collection.close()
         self._collections.clear()
-
-
-def _restamp(
-    collections: Sequence[Collection], path: str, stamp: FileStamp, *, is_heap: bool = False
-) -> None:
-    for collection in collections:
-        collection.tables.restamp(path, stamp, is_heap=is_heap)
-
-
-def _open_in(collections: Sequence[Collection], path: str) -> FileIO | None:
-    found = (collection.tables.open_again(path) for collection in collections)
-    return next((number for number in found if number is not None), None)
-
-
-def _forget(collections: Sequence[Collection], on_change: Callable[[], None]) -> None:
-    """Forget what was read of a file that has changed since."""
-    for collection in collections:
-        collection.tables.forget_chunks()
-    on_change()

@@ -10,6 +10,8 @@ import os
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from h5async.codec.filters import Filter
 from h5async.core.structures import FailureStruct, FileStruct
 from h5async.errors import ReadError
@@ -22,50 +24,35 @@ DAMAGED = "; the file is damaged there: restore it, or leave these samples out"
 
 
 class Reason(IntEnum):
-    """Why an item cannot be read; src/common.h has the same numbers."""
+    """Why an item cannot be read; src/common.h has the same numbers, and others for heaps."""
 
-    UNREADABLE = 1
     WRONG_SIZE = 2
     DAMAGED = 3
     NO_ROOM = 4
     NOT_MAPPED = 5
     ABOVE_LIMIT = 6
-    HEAP_NOWHERE = 7
-    HEAP_BEHIND = 8
-    HEAP_SIGNATURE = 9
-    HEAP_VERSION = 10
-    HEAP_SIZE = 11
-    HEAP_FREE = 12
-    HEAP_ENDS = 13
-    HEAP_TWICE = 14
-    HEAP_MISSING = 15
-    HEAP_LENGTH = 16
     HEAP_NUL = 17
 
 
+# What is wrong with a collection of a heap, by reason.
 _HEAPS = {
-    Reason.HEAP_NOWHERE: "cannot be: its address or the index of the object is too large",
-    Reason.HEAP_BEHIND: "would end beyond the {expected} bytes of the file",
-    Reason.HEAP_SIGNATURE: "has no signature",
-    Reason.HEAP_VERSION: "is of version {found}, not {expected}",
-    Reason.HEAP_SIZE: "cannot have {found} bytes in a file of {expected} bytes",
-    Reason.HEAP_FREE: "has {found} free bytes, instead of {expected}",
-    Reason.HEAP_ENDS: "ends before object {found}",
-    Reason.HEAP_TWICE: "has two objects {found}",
-    Reason.HEAP_MISSING: "has no object {found}",
-    Reason.HEAP_LENGTH: "has {found} bytes in object {filter}, instead of {expected}",
+    7: "cannot be: its address or the index of the object is too large",
+    8: "would end beyond the {expected} bytes of the file",
+    9: "has no signature",
+    10: "is of version {found}, not {expected}",
+    11: "cannot have {found} bytes in a file of {expected} bytes",
+    12: "has {found} free bytes, instead of {expected}",
+    13: "ends before object {found}",
+    14: "has two objects {found}",
+    15: "has no object {found}",
+    16: "has {found} bytes in object {filter}, instead of {expected}",
 }
 
 
 class Extent(NamedTuple):
-    """Where an item's bytes lie in its file.
+    """Where an item's bytes lie in its file: a chunk; of contiguous rows, row 0 and 0 bytes.
 
-    Attributes
-    ----------
-    offset, nbytes
-        The chunk; of contiguous rows, row 0 of the dataset, and 0.
-    samples
-        The first and the last row of the dataset that are wanted; None if not known.
+    `samples` are the first and the last row of the dataset that are wanted; None if not known.
     """
 
     offset: int
@@ -78,11 +65,6 @@ class Chunk(NamedTuple):
 
     layout: DatasetLayout
     number: int
-
-    @property
-    def needed_nbytes(self) -> int:
-        """Bytes up to the last one within the dataset; writers may leave out the rest."""
-        return self.layout.needed_nbytes(self.number)
 
 
 def find_chunk(layout: DatasetLayout, path: str, extent: Extent) -> Chunk | DatasetLayout | None:
@@ -108,7 +90,7 @@ def error_of(
     found: Chunk | DatasetLayout | None,
 ) -> ReadError:
     """Return the error of an item in a chunk, or in contiguous rows."""
-    reason, what = Reason(failure.reason), _unreadable(file, opened, extent)
+    reason, what = failure.reason, _unreadable(file, opened, extent)
     filters = found.layout.filters if isinstance(found, Chunk) else ()
     if reason in (Reason.WRONG_SIZE, Reason.DAMAGED, Reason.NO_ROOM):
         what = decoding_error(failure, filters) + DAMAGED
@@ -120,13 +102,11 @@ def error_of(
             of_which += f", samples {extent.samples[0]} to {extent.samples[1]}"
         return ReadError(f"{what} ({of_which.removeprefix(', ')})" if of_which else what)
     layout, axis = found.layout, found.layout.sample_axis
-    corner, number = [0] * len(layout.grid), found.number
-    for a in range(len(layout.grid) - 1, -1, -1):
-        number, at = divmod(number, layout.grid[a])
-        corner[a] = at * layout.chunk_shape[a]
+    cell = np.unravel_index(found.number, layout.grid)
+    corner = tuple(int(at) * size for at, size in zip(cell, layout.chunk_shape, strict=True))
     last = min(corner[axis] + layout.chunk_shape[axis], layout.num_samples) - 1
     return ReadError(
-        f'{layout.file}: dataset "{layout.path}", chunk {tuple(corner)} (samples {corner[axis]} to'
+        f'{layout.file}: dataset "{layout.path}", chunk {corner} (samples {corner[axis]} to'
         f" {last}), {extent.nbytes} bytes at byte {extent.offset}: {what}"
     )
 
@@ -152,7 +132,7 @@ def error_of_element(
         return ReadError(
             f"{where}: the string has a NUL byte, where HDF5 would end it{DAMAGED_HEAP}"
         )
-    words = _HEAPS.get(Reason(failure.reason))
+    words = _HEAPS.get(failure.reason)
     if words is None:
         return ReadError(f"{where}: {_unreadable(file, opened, Extent(-1, 0, None))}")
     values = {name: getattr(failure, name) for name in ("expected", "found", "filter")}
@@ -164,9 +144,8 @@ def error_of_element(
 
 def _unreadable(file: LocalFile, opened: FileStruct, extent: Extent) -> str:
     if opened.error:
-        return (
-            f"{file.path}: reading at byte {opened.failed_at} failed: {os.strerror(opened.error)}"
-        )
+        why = os.strerror(opened.error)
+        return f"{file.path}: reading at byte {opened.failed_at} failed: {why}"
     at = opened.failed_at if opened.failed_at >= 0 else extent.offset + extent.nbytes
     size = FileStamp.of(file.descriptor).nbytes
     return (

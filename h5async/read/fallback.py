@@ -26,7 +26,7 @@ import numpy as np
 from h5async.codec.chunklengths import decoded_nbytes, unchecked
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import Core, address
-from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
+from h5async.errors import OutOfMemoryError, ReaderClosedError, ReadError, out_of_memory
 from h5async.index.changes import FileChanges
 from h5async.index.chunktable import needed_nbytes
 from h5async.index.filterpipeline import filters_of
@@ -50,21 +50,9 @@ _told: set[str] = set()  # filters whose chunks nothing checks, in this process
 class FallbackReader:
     """Reads rows of datasets through h5py. Safe to use from many threads.
 
-    Parameters
-    ----------
-    kept
-        Files that stay open while unused.
-    changes
-        Reads files again that were changed since they were indexed.
-    core
-        Checks chunks, if there is one.
-
-    Attributes
-    ----------
-    reads
-        The number of reads of one dataset for one batch.
-    changes_found
-        How often a file was found changed.
+    `kept` files stay open while unused. `changes` reads files again that were changed since they
+    were indexed. `core` checks chunks, if there is one. `reads` is the number of reads of one
+    dataset for one batch; `changes_found`, how often a file was found changed.
     """
 
     def __init__(self, kept: int, changes: FileChanges, core: Core | None) -> None:
@@ -96,61 +84,42 @@ class FallbackReader:
         sample: Int64s,
         work: Callable[[h5py.Dataset], None],
         checks: list[ChunkCheck],
-        require_open: Callable[[], None],
+        scratch: Scratch,
     ) -> None:
-        """Read some samples of a dataset.
+        """Read the samples with these numbers, int64 (n,), n > 0, of a dataset.
 
-        Parameters
-        ----------
-        sample
-            int64 (n,), n > 0: their numbers.
-        work
-            Reads them from the open dataset; called again if a file was changed meanwhile.
-        checks
-            Run before anything is read. Those of sources, which are checked whole, are removed.
-        require_open
-            Called between reads; raises if the rest is no longer wanted.
-
-        Raises
-        ------
-        ReadError
-            If h5py cannot read, a chunk is damaged, or a file has changed; it names file, dataset
-            and samples.
+        `work` reads them from the open dataset, and is called again if a file was changed
+        meanwhile. `checks` run before; those of sources, which are checked whole, are removed.
+        `ReadError` is raised if h5py cannot read, a chunk is damaged, or a file has changed; it
+        names file, dataset and samples.
         """
-        with self._lock:
-            require_open()  # it may have waited for others
+        with scratch.timed("read_ns"), self._lock:
+            scratch.require_open()  # it may have waited for others
             for _ in range(_TRIES):
                 try:
                     self._check_files(layout)
-                    self._check_chunks(layout, sample, checks, require_open)
+                    self._check_chunks(layout, sample, checks, scratch.require_open)
                     work(self._dataset(layout))
-                except ReaderClosedError:
+                except (ReaderClosedError, OutOfMemoryError):
                     raise
-                except MemoryError as error:
-                    if isinstance(error, H5AsyncError) or interruption(error) is not None:
-                        raise
-                    what = f'{layout.file}: dataset "{layout.path}", read through h5py'
-                    raise out_of_memory(what, error) from error
                 except Exception as error:
                     if interruption(error) is not None:
                         raise
+                    where = f'{layout.file}: dataset "{layout.path}"'
+                    if isinstance(error, MemoryError):
+                        raise out_of_memory(f"{where}, read through h5py", error) from error
                     if self._changed_paths(layout) and not isinstance(error, ReadError):
                         continue
+                    lacks = "is missing" if self._core is None else "cannot take its rows"
                     raise ReadError(
-                        f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
-                        f" {sample.max()}, read through h5py ({self._why(layout)}): {error}"
+                        f"{where}, samples {sample.min()} to {sample.max()}, read through h5py"
+                        f" ({layout.fallback_reason or f'the core {lacks}'}): {error}"
                     ) from error
                 if not self._changed_paths(layout):
-                    self.reads += 1
-                    return
-            self._check_files(layout)  # it is written to all the time, but holds what was indexed
+                    break
+            else:  # it is written to all the time, but may hold what was indexed
+                self._check_files(layout)
             self.reads += 1
-
-    def _why(self, layout: DatasetLayout) -> str:
-        core_lacks = (
-            "the core is missing" if self._core is None else "the core cannot take its rows"
-        )
-        return layout.fallback_reason or core_lacks
 
     def checks(self, layout: DatasetLayout) -> list[ChunkCheck]:
         """Return the checks of the chunks of a dataset, or of its sources."""
@@ -212,13 +181,11 @@ class FallbackReader:
 
     def _changed_paths(self, layout: DatasetLayout) -> list[tuple[str, FileStamp, FileStamp]]:
         """Return changed files: their paths, former and present stamps."""
-        others = layout.attached or [(y.file, y.stamp) for y in layout.origins()]
-        files: list[tuple[str, FileStamp, HDF5File | None]] = [
-            (*one, None) for one in others if one[0] != layout.file
-        ]
-        files.append((layout.file, layout.stamp, self._files.find(layout.file)))
+        files = dict(layout.attached or [(y.file, y.stamp) for y in layout.origins()])
+        files[layout.file] = layout.stamp
         found = []
-        for path, indexed, file in files:
+        for path, indexed in files.items():
+            file = self._files.find(path) if path == layout.file else None
             known = self._stamps.setdefault(path, indexed)
             if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
                 continue  # HDF5 knows what is written: to this file, by this process or by SWMR

@@ -67,11 +67,9 @@ class H5pyRows:
             values = np.moveaxis(layout.values, layout.sample_axis, 0).view(layout.raw_dtype)
             raw[rows] = values[sample]
             return
-        found = self._datasets.get(id(layout))
-        if found is None:  # if two threads make one at once, one is lost, no more
-            made = DatasetRows(layout, self._reader)
-            found = self._datasets.setdefault(id(layout), made)
-        found.read(sample, rows, raw, scratch)
+        if id(layout) not in self._datasets:  # if two threads make one at once, one is lost
+            self._datasets.setdefault(id(layout), DatasetRows(layout, self._reader))
+        self._datasets[id(layout)].read(sample, rows, raw, scratch)
 
     def _read_segments(
         self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch
@@ -83,14 +81,13 @@ class H5pyRows:
         for number, piece, chosen, row in segments.find(sample):
             scratch.require_open()
             source = datasets[number]
-            if piece.is_whole and source.raw_dtype == layout.raw_dtype:
-                target = raw.reshape(raw.shape[0], *source.row_shape)  # except extents of 1
+            is_as_whole = piece.is_whole and source.raw_dtype == layout.raw_dtype
+            if is_as_whole or piece.member is not None:
+                # The shapes may differ in extents of 1.
+                target = raw.reshape(len(raw), *source.row_shape) if is_as_whole else raw
                 self._read(source, row, rows[chosen], target, scratch)
                 continue
-            if piece.member is not None:
-                self._read(source, row, rows[chosen], raw, scratch)
-                continue
-            count = _scratch_rows(source)
+            count = scratch_rows(source)
             for begin in range(0, row.size, count):
                 block = row[begin : begin + count]
                 whole = np.empty((block.size, *source.row_shape), source.raw_dtype)
@@ -119,8 +116,7 @@ class H5pyRows:
                 some = here[begin : begin + _OBJECTS]
                 element = sample[some] - heap.first_sample
                 work = partial(_copy_elements, heap, element, places[some], raw)
-                with scratch.timed("read_ns"):
-                    self._reader.read(layout, sample[some], work, [], scratch.require_open)
+                self._reader.read(layout, sample[some], work, [], scratch)
 
 
 def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
@@ -129,12 +125,7 @@ def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
     return source.raw_dtype != layout.raw_dtype or not all(p.is_whole for p in segments.pieces)
 
 
-def scratch_nbytes(source: DatasetLayout) -> int:
-    """Return the size of the scratch buffer for rows of a dataset."""
-    return _scratch_rows(source) * source.row_nbytes
-
-
-def _scratch_rows(source: DatasetLayout) -> int:
+def scratch_rows(source: DatasetLayout) -> int:
     """Return the number of rows of a dataset that are read to a scratch buffer at once."""
     return max(1, _SCRATCH_NBYTES // max(1, source.row_nbytes))
 
@@ -195,8 +186,7 @@ class DatasetRows:
             self._changes_found = self._reader.changes_found
             self._checks = self._reader.checks(self._layout)
         work = partial(_copy, self._layout, sample, rows, raw, scratch.require_open)
-        with scratch.timed("read_ns"):
-            self._reader.read(self._layout, sample, work, self._checks, scratch.require_open)
+        self._reader.read(self._layout, sample, work, self._checks, scratch)
         scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(sample)
 
     def _decoded_nbytes(self, sample: Int64s) -> int:
@@ -220,9 +210,9 @@ class DatasetRows:
 def _as_stored(layout: DatasetLayout) -> DatasetLayout:
     """Return the stored layout of a dataset that is read as one sample (`with_one_sample`)."""
     known = layout.indexed
-    if known is None or len(known.shape) + layout.extra_dims + 1 != len(layout.shape):
+    if known is None or not known.shape:
         return layout
-    if not known.shape:
+    if len(known.shape) + layout.extra_dims + 1 != len(layout.shape):
         return layout
     return layout.changed(shape=layout.shape[1:], chunk_shape=layout.chunk_shape[1:])
 

@@ -29,18 +29,9 @@ END, TICKET, NOTHING, READY = -1, -2, -3, -4
 
 
 class SlotBatch(NamedTuple):
-    """The plan of a slot's batch, and where its rows go.
+    """The core's plan of a slot's batch, used again for each batch, and where its rows go.
 
-    Attributes
-    ----------
-    plan
-        The core's; used again for each batch.
-    targets
-        By field: the slot's memory.
-    rows
-        Rows of that memory.
-    arrays
-        The arrays that the targets point to.
+    By field, `targets` are the slot's memory: `rows` rows of the `arrays` that they point to.
     """
 
     plan: BatchPlanStruct
@@ -52,20 +43,9 @@ class SlotBatch(NamedTuple):
 class BatchQueue:
     """Batches to be read, at most one per slot. Safe to use from many threads.
 
-    Its memory lasts as long as this object, and so as long as any call.
-
-    Parameters
-    ----------
-    core
-        The compiled core.
-    tables
-        Closed by their owner after the last call of `next`.
-    batches
-        Per slot: its plan, and where its rows go.
-    num_threads
-        The number of threads that will call `next`.
-    selection
-        Maps positions to sample numbers.
+    Its memory lasts as long as this object, and so as long as any call. `tables` are closed by
+    their owner after the last call of `next`, which `num_threads` threads will call. `batches` are
+    by slot; `selection` maps positions to sample numbers.
     """
 
     def __init__(
@@ -77,7 +57,7 @@ class BatchQueue:
         selection: Selection,
     ) -> None:
         self._core = core
-        self._keep: tuple[Any, ...] = tables, batches
+        self._keep: tuple[Any, ...] = tables, batches, selection.numbers
         self._jobs = ctypes.create_string_buffer(core.nbytes["Job"] * len(batches))
         self._queue = ctypes.create_string_buffer(core.nbytes["Queue"])
         core.open_queue(
@@ -91,12 +71,11 @@ class BatchQueue:
             num_threads,
             usable_cores() > 1,
         )
-        self._keep += (selection.numbers,)
         numbers = None if selection.numbers is None else address(selection.numbers)
         core.select(self._queue, numbers, selection.start, selection.step)
         self._samples: list[Int64s] = []  # by slot
         self._mapping: Uint64s | None = None
-        self._mapping_at = 0  # its address, which is slow to get from NumPy
+        self._mapping_at: int | None = None  # its address, which is slow to get from NumPy
         for slot, batch in enumerate(batches):
             for target in batch.targets:
                 target.is_wanted = True
@@ -124,28 +103,18 @@ class BatchQueue:
     ) -> None:
         """Have a batch read. Never blocks; submitting it again has no effect.
 
-        Parameters
-        ----------
-        slot, serial
-            Where it goes, and its serial number. The slot's last batch is ready, or was dropped.
-        begin, count
-            Positions in the selection: `count` from `begin` on, at most the rows of the slot.
-        mapping
-            From `Sampling.mapping_of`: maps the positions first, if given.
-        samples
-            int64 (count,), C-contiguous: sample numbers in place of all this.
-        needs_python
-            Whether a thread is to return from `next` with it when its rows are read.
+        The slot's last batch is ready, or was dropped. The samples are those at `count` positions
+        of the selection from `begin` on, at most the rows of the slot; `mapping`, from
+        `Sampling.mapping_of`, maps the positions first, if given. Or they are `samples`, int64
+        (count,), C-contiguous. If it `needs_python`, a thread returns from `next` with it when its
+        rows are read.
         """
-        if mapping is None:
-            mapping_at = None
-        else:
-            if mapping is not self._mapping:
-                self._mapping_at, self._mapping = address(mapping), mapping
-            mapping_at = self._mapping_at
+        if mapping is not self._mapping:
+            self._mapping_at = None if mapping is None else address(mapping)
+            self._mapping = mapping
         given = None if samples is None else address(samples)
         taken = self._core.submit(
-            self._queue, given, mapping_at, begin, count, slot, serial, needs_python
+            self._queue, given, self._mapping_at, begin, count, slot, serial, needs_python
         )
         assert taken, f"slot {slot} is in use"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from ctypes import c_int32
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -51,22 +51,11 @@ def _scratch_size(layout: DatasetLayout) -> ScratchSize:
 class Scratch:
     """The working memory of one thread, allocated once.
 
-    Attributes
-    ----------
-    encoded
-        For an encoded chunk.
-    raw_chunk
-        For a decoded chunk, or its needed parts, that does not go to a batch as a whole.
-    between
-        Three buffers: two for results between the filters of a pipeline, one for a decoder.
-    stop
-        Not 0 once the reader is being closed; see `require_open`.
-    counts
-        What its thread has done in Python; see `total`.
-    trace
-        Where the compiled core notes what it does; set by `record`.
-    timeline
-        Where work in Python is noted.
+    `encoded` is for an encoded chunk; `raw_chunk` for a decoded one, or its needed parts, that does
+    not go to a batch as a whole; `between` are three buffers: two for results between the filters
+    of a pipeline, one for a decoder. `stop` is not 0 once the reader is being closed; `counts` is
+    what its thread has done in Python. The compiled core notes what it does in `trace`, and work in
+    Python is noted in `timeline`.
     """
 
     encoded: Bytes
@@ -84,25 +73,20 @@ class Scratch:
         if self._worker is not None:
             self._worker.record(trace)
 
-    def timed(self, counter: str) -> AbstractContextManager[None]:
-        """Return a context whose time is added to a counter of `counts`, and noted."""
-        timeline = self.timeline
-        return self.counts.timed(counter) if timeline is None else self._noted(timeline, counter)
-
     @contextmanager
-    def _noted(self, timeline: Timeline, counter: str) -> Iterator[None]:
+    def timed(self, counter: str) -> Iterator[None]:
+        """Add the time that a block takes to a counter of `counts`, and note it."""
         begin = time.perf_counter_ns()
         try:
             with self.counts.timed(counter):
                 yield
         finally:
-            timeline.add(counter.removesuffix("_ns"), begin)
+            if self.timeline is not None:
+                self.timeline.add(counter.removesuffix("_ns"), begin)
 
     def total(self) -> ThreadCounts:
         """Return what was done in Python and by the compiled core."""
-        if self._worker is None:
-            return self.counts
-        return self.counts.plus(self._worker.counts())
+        return self.counts if self._worker is None else self.counts.plus(self._worker.counts())
 
     def transform_ns(self) -> int:
         """Return the time that the compiled core transformed rows as it read them."""
@@ -130,10 +114,8 @@ class Scratch:
         stop: c_int32 | None = None,
     ) -> Scratch:
         """Reserve memory; pages that are never touched cost nothing."""
-        encoded, chunk, *between = (
-            np.empty(nbytes, np.uint8)
-            for nbytes in (encoded_nbytes, chunk_nbytes, *[between_nbytes] * 3)
-        )
+        sizes = encoded_nbytes, chunk_nbytes, *[between_nbytes] * 3
+        encoded, chunk, *between = (np.empty(nbytes, np.uint8) for nbytes in sizes)
         return cls(encoded, chunk, tuple(between), c_int32() if stop is None else stop)
 
 

@@ -31,7 +31,7 @@ def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
 
     It raises as `read_blocks`.
     """
-    blocks = read_blocks(layout, reach)
+    blocks = read_blocks(layout, reach)  # which asks for room first
     found = np.empty(layout.num_samples, layout.dtype.newbyteorder("="))
     for first, block in blocks:
         found[first : first + block.size] = block
@@ -71,8 +71,7 @@ def _blocks(
     size = layout.chunk_shape[layout.sample_axis] if layout.chunk_shape else 1
     size *= max(1, _BLOCK_SAMPLES // size)
     memory = np.empty(min(size, count), layout.raw_dtype)
-    core = load_core()
-    executors = Executors(core, [layout], io, [unit_nbytes(layout)], _do_nothing)
+    executors = Executors(load_core(), [layout], io, [unit_nbytes(layout)], lambda: None)
     try:
         collection, through_h5py = executors.open_collection([None]), executors.h5py_rows()[0]
         room = ScratchSize.of([layout])
@@ -101,7 +100,3 @@ def _blocks(
             yield first, block != 0 if layout.dtype.kind == "b" else block
     finally:
         executors.close()
-
-
-def _do_nothing() -> None:
-    pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -32,8 +32,7 @@ from h5async.io.shared import Growing, plain_memory
 from h5async.order.rows import StepSpans
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes
 from h5async.plan.records import Int64s
-from h5async.plan.transform import RowTransform, factor_of
-from h5async.read.nativetransform import native_transform
+from h5async.plan.transform import RowTransform, Transformer, factor_of, transformer
 from h5async.samples.fieldkind import (
     CanTransform,
     DecodingWork,
@@ -329,10 +328,9 @@ def _pixel_transform(field: ImageField, shape: tuple[int, int, int]) -> RowTrans
 
 def _transforms(
     field: ImageField, core: Core | None, shape: tuple[int, int, int]
-) -> tuple[RowTransform, Callable[..., None]]:
+) -> tuple[RowTransform, Transformer]:
     transform = _pixel_transform(field, shape)
-    in_core = None if core is None else native_transform(core, transform)
-    return transform, in_core or transform.apply
+    return transform, transformer(core, transform)
 
 
 def _image(memory: Growing, shape: tuple[int, int, int]) -> NDArray[np.uint8]:

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from orders import batch_of
 
 from h5async.core.binding import load_core
 from h5async.order import lengths as lengths_module
 from h5async.order.lengths import NO_LIMIT, Lengths, Limits, SamplingByLength, cut, cut_sorted
 from h5async.order.permutation import keyed_hash, round_keys
-from h5async.order.sampling import Sampling, dealt
+from h5async.order.sampling import Sampling, WeightedOrder, dealt
 from h5async.order.schedule import Schedule
 from h5async.order.selection import Selection
-from h5async.order.weighted import WeightedOrder
 from h5async.order.window import DealtOrder, WindowOrder
 
 SEED = 5
@@ -225,7 +225,7 @@ def test_batches_are_those_of_the_model(length, options, ranks, epochs, block, w
             assert {one.batches_in(epoch) for one in several} == {len(steps)}
             assert {one.batches_from(epoch, 0) for one in several} == {len(steps)}
             for number, step in enumerate(steps):
-                found = [one.batch(epoch, number).tolist() for one in several]
+                found = [batch_of(one, epoch, number).tolist() for one in several]
                 for batch in found:
                     check_batch(batch, length, options)
                 if step is not None:
@@ -312,7 +312,7 @@ def test_a_divided_step_never_exceeds_the_limit():
         "drop_last": False,
     }
     several, _ = samplings(options, length, 3)
-    found = [one.batch(0, 0).tolist() for one in several]
+    found = [batch_of(one, 0, 0).tolist() for one in several]
     assert [i for batch in found for i in batch] == list(range(12))
     assert all(sum(length[i] for i in batch) <= 105 for batch in found)
 
@@ -325,8 +325,8 @@ def test_ranks_without_a_batch_repeat_a_sample(ranks):
         dataclasses.replace(first[0], rank=rank, world_size=ranks) for rank in (0, 1, ranks - 1)
     ]
     assert [one.batches_in(0) for one in several] == [1, 1, 1]
-    assert all(len(one.batch(0, 0)) == 1 for one in several)
-    assert several[-1].batch(0, 0).tolist() == [2]
+    assert all(len(batch_of(one, 0, 0)) == 1 for one in several)
+    assert batch_of(several[-1], 0, 0).tolist() == [2]
 
 
 @given(
@@ -475,8 +475,8 @@ def test_an_epoch_is_computed_once():
     def work():
         start.wait(20)
         for number in range(sampling.batches_in(3)):
-            sampling.batch(3, number)
-            sampling.batch(4, 0)
+            batch_of(sampling, 3, number)
+            batch_of(sampling, 4, 0)
 
     with mock.patch.object(SamplingByLength, "_sequence", sequence_of):
         threads = [threading.Thread(target=work) for _ in range(4)]
@@ -485,7 +485,7 @@ def test_an_epoch_is_computed_once():
         for thread in threads:
             thread.join(20)
         assert sorted(made) == [3, 4]
-        sampling.batch(5, 0)
+        batch_of(sampling, 5, 0)
         assert sampling.batches_in(3)  # how many there were is known still
         assert sorted(made) == [3, 4, 5]
         assert len(sampling._epochs) == 2

@@ -17,6 +17,7 @@ from cases import each
 from conftest import require_extra
 from hypothesis import given
 from hypothesis import strategies as st
+from orders import batch_of
 
 from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.order.ranks import find_source
@@ -56,7 +57,7 @@ def test_batches_of_all_ranks(counts, batch_size, world_size, shuffle, drop_last
     assert num_batches == steps + (left > 0 and not drop_last)
     seen = []
     for number in range(num_batches):
-        batches = [rank.batch(epoch, number) for rank in ranks]
+        batches = [batch_of(rank, epoch, number) for rank in ranks]
         if number < steps:
             assert {batch.size for batch in batches} == {batch_size}
         else:
@@ -95,7 +96,9 @@ def test_what_all_ranks_had_is_a_beginning_of_the_order(
     ranks = ranks_of(num_samples, batch_size, world_size, shuffle, False, window)
     order = ranks[0].samples(1, 0, num_samples)
     assert np.array_equal(np.sort(order), np.arange(num_samples))
-    batches = [rank.batch(1, number) for number in range(ranks[0].num_batches) for rank in ranks]
+    batches = [
+        batch_of(rank, 1, number) for number in range(ranks[0].num_batches) for rank in ranks
+    ]
     steps = num_samples // (batch_size * world_size)
     whole = np.concatenate([np.zeros(0, np.int64), *batches[: steps * world_size]])
     assert np.array_equal(whole, order[: whole.size])
@@ -114,7 +117,7 @@ def test_a_unit_belongs_to_one_rank_but_for_those_at_the_edges(num_units, size, 
     num_samples = num_units * size
     order = window_of([size] * num_units, 4, 3, world_size)
     owners = [
-        set(np.unique(order._piece(rank).samples(epoch, 0, end - begin) // size))
+        set(np.unique(order.piece(rank).samples(epoch, 0, end - begin) // size))
         for rank in range(world_size)
         for begin, end in [dealt(num_samples, rank, world_size)]
     ]
@@ -145,8 +148,8 @@ def test_ranks_share_the_order_of_one(shuffle):
     one = Sampling(100, 20, shuffle, 5)
     two = ranks_of(100, 10, 2, shuffle, False)
     for number in range(5):
-        halves = [rank.batch(1, number) for rank in two]
-        assert np.array_equal(np.concatenate(halves), one.batch(1, number))
+        halves = [batch_of(rank, 1, number) for rank in two]
+        assert np.array_equal(np.concatenate(halves), batch_of(one, 1, number))
 
 
 # --- who this process is -------------------------------------------------------------------------

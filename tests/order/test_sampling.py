@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from orders import batch_of
 
 from h5async.order.permutation import permute
 from h5async.order.sampling import Sampling
@@ -306,7 +307,7 @@ def test_the_batches_of_an_epoch_hold_each_sample_once(
 ) -> None:
     batch_size = max(batch_size, num_samples // 50)
     sampling = Sampling(num_samples, batch_size, shuffle, 3, drop_last)
-    batches = [sampling.batch(epoch, number) for number in range(sampling.num_batches)]
+    batches = [batch_of(sampling, epoch, number) for number in range(sampling.num_batches)]
     sizes = [batch.size for batch in batches]
     assert sum(sizes) == sampling.samples_in(0)
     assert all(size == batch_size for size in sizes[:-1])
@@ -331,7 +332,9 @@ def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
     assert sampling.num_batches == 5
     sampling = Sampling(1031, 103, "full", 0, drop_last=True)
     left_out = {
-        (set(range(1031)) - set(np.concatenate([sampling.batch(e, i) for i in range(10)]))).pop()
+        (
+            set(range(1031)) - set(np.concatenate([batch_of(sampling, e, i) for i in range(10)]))
+        ).pop()
         for e in range(20)
     }
     assert len(left_out) > 15
@@ -341,7 +344,7 @@ def test_the_order_does_not_depend_on_the_batch_size() -> None:
     orders = []
     for batch_size in (1, 7, 100, 5000):
         sampling = Sampling(2000, batch_size, "full", 9)
-        batches = [sampling.batch(4, number) for number in range(sampling.num_batches)]
+        batches = [batch_of(sampling, 4, number) for number in range(sampling.num_batches)]
         orders.append(np.concatenate(batches).tolist())
     assert all(order == orders[0] for order in orders)
 
@@ -349,20 +352,20 @@ def test_the_order_does_not_depend_on_the_batch_size() -> None:
 def test_a_batch_is_a_new_array() -> None:
     for shuffle in (False, "full"):
         sampling = Sampling(100, 10, shuffle)
-        one = sampling.batch(0, 2)
+        one = batch_of(sampling, 0, 2)
         expected = one.copy()
         one[:] = -1
-        assert np.array_equal(sampling.batch(0, 2), expected)
+        assert np.array_equal(batch_of(sampling, 0, 2), expected)
 
 
 @pytest.mark.parametrize("shuffle", [False, "full"])
 def test_nothing_of_the_size_of_the_dataset_is_held(shuffle: str) -> None:
     sampling = Sampling(10**12, 256, shuffle, 1)
-    sampling.batch(0, 0)
+    batch_of(sampling, 0, 0)
     tracemalloc.start()
     try:
         for number in (0, 12345, sampling.num_batches - 1):
-            assert sampling.batch(1, number).size == 256
+            assert batch_of(sampling, 1, number).size == 256
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

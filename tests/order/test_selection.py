@@ -53,7 +53,8 @@ def test_positions_are_where_samples_stand(chosen):
 
 @given(selections, numbers)
 def test_has(chosen, asked):
-    assert selection_of(chosen).has(np.array(asked, np.int64)) == set(asked).issubset(chosen)
+    are_in = selection_of(chosen).are_in(np.array(asked, np.int64))
+    assert are_in.all() == set(asked).issubset(chosen)
 
 
 @given(selections, st.sets(st.integers(1, COUNT - 1)))

@@ -18,11 +18,13 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
+from collecting import most_kept_nbytes
 from conftest import assert_epoch_is, assert_same_bits, read_exactly_an_epoch, truth
 from hdf5files import type_for_h5py, write_compact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import DEFLATE, layout
+from orders import batch_of
 
 from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.core.binding import load_core
@@ -146,7 +148,7 @@ def test_the_batches_of_an_epoch_hold_each_sample_once(
     batch_size = max(batch_size, num_samples // 50)
     order = WindowOrder(bounds_of(counts), window, 4)
     sampling = Sampling(num_samples, batch_size, "window", 4, drop_last, order)
-    batches = [sampling.batch(2, number) for number in range(sampling.num_batches)]
+    batches = [batch_of(sampling, 2, number) for number in range(sampling.num_batches)]
     sizes = [batch.size for batch in batches]
     assert sum(sizes) == sampling.samples_in(0)
     assert all(size == batch_size for size in sizes[:-1])
@@ -699,7 +701,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Collected(Collection):
         def close(self) -> None:
-            most = self.tables.most_kept_nbytes()
+            most = most_kept_nbytes(self)
             if any(most):
                 made.extend(SimpleNamespace(most_nbytes=n) for n in most)
             super().close()

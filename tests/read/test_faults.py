@@ -74,7 +74,7 @@ def test_a_read_that_fails_is_named(path, core, name):
     with Collected(core, [layout], 4, io="pread") as collected:
         count = collected.plan([5, 4, 3, 2])
         collected.collection._items(collected.batch)["status"] = REFUSED
-        assert count == collected.collection._refused(collected.batch).size
+        assert count == collected.collection.refused(collected.batch).size
         with pytest.raises(ReadError, match=r"samples \d+ to \d+") as caught:
             collected.collection.read_again(
                 collected.batch, lambda _: Unreadable(1), collected.scratch

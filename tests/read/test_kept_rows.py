@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from collecting import Collected, layouts_of
+from collecting import Collected, layouts_of, most_kept_nbytes
 from conftest import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,7 +76,7 @@ def test_each_chunk_is_decoded_once(tmp_path, core, threads, dtype):
             assert read.raw[0].is_intact()
             assert_same_bits(read.arrays[0][: samples.size], values[samples])
         assert decoded(read, core) == 6 * 3 * 2 * 2
-        before = sum(read.collection.tables.most_kept_nbytes())
+        before = sum(most_kept_nbytes(read.collection))
         assert before == 6 * 4 * values[0].nbytes, "rows of all chunks, and none beside"
 
 
@@ -95,7 +95,7 @@ def test_any_budget(tmp_path, core, threads, kept_nbytes, monkeypatch):
             assert read.read(samples, threads=threads, cuts=cuts) == 0
             assert_same_bits(read.arrays[0][: samples.size], values[samples])
         least = 2 * (4 * 90 + 128 + 2)
-        assert sum(read.collection.tables.most_kept_nbytes()) <= max(kept_nbytes, least)
+        assert sum(most_kept_nbytes(read.collection)) <= max(kept_nbytes, least)
 
 
 @each("kept_nbytes", [0, 1500, ALL])

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from collecting import Collected, layouts_of
+from collecting import Collected, layouts_of, most_kept_nbytes
 from conftest import assert_same_bits
 
 from h5async import AsyncReader, Field
@@ -68,7 +68,7 @@ def test_rows_are_those_of_h5py(tmp_path, core, how, io, monkeypatch):
                 assert_same_bits(read.arrays[0], rows[samples])
             are_small = [how != "mixed" or n % 4 < 3 or n % 5 == 0 for n in range(COUNT)]
             sizes = [12 * (n % 5 + 1) for n in range(COUNT) if are_small[n]]
-            assert read.collection.tables.most_kept_nbytes() == [sum(sizes)]
+            assert most_kept_nbytes(read.collection) == [sum(sizes)]
 
 
 @pytest.mark.usefixtures("core")
