@@ -22,7 +22,7 @@ from h5async import AsyncReader, Field, ImageField, Images, MissingPackageError
 from h5async.codec import imageformats
 from h5async.codec.imageformats import decode_rgb, read_header
 from h5async.errors import BudgetError, ConfigError, DatasetError, ReadError
-from h5async.fill.batchdecoding import BatchDecoder, DecodedBatch
+from h5async.fill.finishing import BatchDecoder, DecodedBatch
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes, random_numbers
 from h5async.samples import imagekind
 

@@ -144,7 +144,7 @@ def test_without_the_core_one_warning_says_so(path, caplog, monkeypatch):
 def test_a_helper_that_restarts(path, caplog):
     with reader_of(path, workers="process") as reader:
         reader.get_next_batch()
-        pid = reader._engine.filler.processes[0]._popen.pid
+        pid = reader._engine.filler.supervisors[0].process._popen.pid
         assert not at(caplog, "WARNING")
         os.kill(pid, signal.SIGKILL)
         for _ in range(9):

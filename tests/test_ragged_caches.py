@@ -237,7 +237,7 @@ def test_runs_that_were_kept_come_back(has_core, data):
     with pytest.MonkeyPatch.context() as patched:
         if not has_core:
             patched.setattr(h5async.fill.resident, "load_core", lambda: None)
-        cache = open_host_cache(selection, [2 * width, 2], None, None, [spans, None])
+        cache = open_host_cache(selection, [2 * width, 2], [spans, None], None, 1 << 30)
         assert isinstance(cache, HostCache)
         every = selection.samples(np.arange(selection.size))
         for index in (every, data.draw(st.permutations(every.tolist()))):
@@ -261,7 +261,7 @@ def test_runs_that_were_kept_come_back(has_core, data):
 def test_the_budget_counts_the_values_of_the_samples():
     spans = SpanRows(np.array([5, 5, 1 << 50], np.int64))
     both = Selection(0, 1, 2)
-    found = open_host_cache(both, [8], None, None, [spans])
+    found = open_host_cache(both, [8], [spans], None, 1 << 30)
     assert isinstance(found, Budget)
     assert found.nbytes == 8 * ((1 << 50) - 5)
-    assert isinstance(open_host_cache(Selection(0, 1, 1), [8], 0, None, [spans]), HostCache)
+    assert isinstance(open_host_cache(Selection(0, 1, 1), [8], [spans], 0, 1 << 30), HostCache)

@@ -10,7 +10,6 @@ and reading of rows (`reading.py`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,20 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ReaderConfig
 from h5async.core.binding import load_core, mapping_mode
-from h5async.errors import ReaderClosedError
-from h5async.fill.batchdecoding import BatchDecoder
+from h5async.fill.finishing import BatchDecoder, Postprocess, load_function, masks_of
 from h5async.fill.outcomes import Calls, FillerStats, Recorded, Recording
-from h5async.fill.phases import Delivery, Phases
+from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
-from h5async.fill.postprocess import Postprocess, load_function, masks_of
 from h5async.fill.reading import BatchReader, OnDevice, Slots
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
 from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.opening.limits import MemoryPlan
-from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
@@ -43,7 +38,7 @@ class Filler:
     """Fills slots in a pool of threads or, without threads, in the caller of `run_next`.
 
     Requests refer to `samplings`; `transforms` are by column, in order; `memory_plan` is the memory
-    that is left; `recorder` records what is done, if given. The consumer may submit batches to
+    that is left; `recorder` records what is done. The consumer may submit batches to
     `submissions` itself; if that is None, threads ask for requests.
 
     Raises `ConfigError` if a ``"module:function"`` cannot be imported, and `OutOfMemoryError` if
@@ -58,27 +53,32 @@ class Filler:
         slots: Slots,
         memory_plan: MemoryPlan,
         calls: Calls,
-        device: OnDevice | None = None,
-        recorder: Recorder | None = None,
+        device: OnDevice,
+        recorder: Recorder,
     ) -> None:
         config, several = opened.config, list(transforms.values())
-        device = OnDevice() if device is None else device
-        recorder = self._recorder = Recorder() if recorder is None else recorder
-        self._columns, self._slots = list(opened.layouts), slots
+        self._columns, self._slots, self._recorder = list(opened.layouts), slots, recorder
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
         function, postprocess = load_function(config.postprocess), None
         if function is not None:
             masks = masks_of(opened.kinds, opened.layouts, samplings.rows)
             postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
-        self._cache = _open_cache(config, samplings, several, memory_plan)
+        self._cache: HostCache | Budget | None = None
+        if config.cache == "host":
+            self._cache = open_host_cache(
+                samplings.selection,
+                [transform.raw_nbytes for transform in several],
+                samplings.rows,
+                config.cache_bytes,
+                memory_plan.left_nbytes,
+            )
         cache = self._cache if isinstance(self._cache, HostCache) else None
         self._resident = device.cache if cache is None else cache
         # Invalid after a change of a file; emptied at the end.
         self._residencies = [] if self._resident is None else [self._resident]
-        self._core = load_core()
         self._executors = Executors(
-            self._core,
+            load_core(),
             list(opened.layouts.values()),
             mapping_mode(config.io),
             memory_plan.kept_nbytes,
@@ -90,7 +90,7 @@ class Filler:
             self._reader = BatchReader(
                 self._executors,
                 several,
-                samplings.rows,
+                samplings,
                 slots,
                 max(1, num_threads),
                 recorder,
@@ -99,32 +99,33 @@ class Filler:
             )
             decoding = max(1, num_threads) * max(1, config.num_helpers)
             limit_nbytes = memory_plan.limit_nbytes
-            decoder = BatchDecoder(
-                opened, samplings.rows, self._core, slots, decoding, limit_nbytes, device.left
-            )
+            decoder = BatchDecoder(opened, self._reader, decoding, limit_nbytes, device.left)
             self._decoder = decoder if decoder.fields else None
-            assembly = new_assembly(opened, samplings)
+            first = next(iter(opened.layouts.values()))
+            counts = [count for _, count in first.file_samples] or [first.sample_count]
+            first_samples = np.cumsum([0, *counts], dtype=np.int64)
+            assembly = Assembly(opened.kinds, samplings.rows, first_samples)
             self.submissions: Submissions | None = None
-            selection = samplings.selection
-            queue = self._reader.open_queue(selection) if slots.are_writable else None
+            queue = self._reader.open_queue() if slots.are_writable else None
             if queue is not None and self._resident is None:
                 needs_python = postprocess is not None or not self._reader.transforms_all
                 needs_python |= assembly.needs_work
-                if samplings.draws is not None:
-                    queue.draw_from(samplings.draws.table)
-                self.submissions = Submissions(
-                    queue, self._reader, samplings, slots, assembly, needs_python
-                )
-            self._pool = WorkPool(num_threads, self._find_work, calls.on_crash, self.submissions)
+                self.submissions = Submissions(queue, self._reader, assembly, needs_python)
+            pool = self._pool = WorkPool(
+                num_threads, self._find_work, calls.on_crash, self.submissions
+            )
+            # As of the pool.
+            self.kick, self.run_next, self.join = pool.kick, pool.run_next, pool.join
+            self.abandon = pool.forget_work
             self._phases = Phases(
-                self._pool,
+                pool,
                 self._reader,
-                samplings,
-                slots,
-                Delivery(assembly, device.left, self._decoder, postprocess),
+                assembly,
+                device.left,
+                self._decoder,
+                postprocess,
                 self._resident,
                 calls,
-                recorder,
             )
             if self.submissions is not None:
                 self.submissions.resume = self._phases.resume
@@ -148,17 +149,9 @@ class Filler:
         """How each field is read, in field order; see `ReaderStats.ways`."""
         return self._executors.methods
 
-    def kick(self) -> None:
-        """Have a worker ask for requests. Never blocks; extra calls are harmless."""
-        self._pool.kick()
-
     def fill(self, request: FillRequest) -> None:
         """Fill a slot. Never blocks. Safe to call from any thread."""
         self._pool.add(request.serial, [partial(self._phases.begin, request)])
-
-    def run_next(self) -> bool:
-        """Do the most urgent share of work in the calling thread; return False if there is none."""
-        return self._pool.run_next()
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> tuple[NDArray[Any], ...]:
         """Read samples in the calling thread, while other work is under way, to memory of n rows.
@@ -166,14 +159,7 @@ class Filler:
         Returns the rows of each field, or the result of `postprocess`. `H5AsyncError` is raised if
         they cannot be read, or the filler was stopped.
         """
-        found: list[tuple[NDArray[Any], ...]] = []
-        if not self._pool.run(lambda: found.append(self._phases.read(index, memory))):
-            raise ReaderClosedError("the reader is closed; make a new one")
-        return found[0]
-
-    def abandon(self) -> bool:
-        """Forget all work after an exception in `run_next`; return False if threads are at work."""
-        return self._pool.forget_work()
+        return self._pool.run(lambda: self._phases.read(index, memory))
 
     def stats(self) -> FillerStats:
         """Return what all threads have done so far."""
@@ -194,11 +180,10 @@ class Filler:
     def record(self, timeline: Timeline | None) -> None:
         """Record what all threads do from now on; None: stop recording."""
         if timeline is not None:
-            self._recording = Recording(
-                timeline, self._recorder, self._core, self._reader, self._columns
-            )
-        elif self._recording is not None:
-            self._recording.stop()
+            self._recording = Recording(timeline, self._reader, self._columns)
+        elif self._recording is not None:  # work under way may note a little more
+            self._recorder.timeline = None
+            self._reader.record(None)
 
     def recorded(self) -> list[Recorded]:
         """Return what was recorded since the last call; after the end of a recording, the rest."""
@@ -207,7 +192,7 @@ class Filler:
             return []
         if self._recorder.timeline is None:
             self._recording = None
-        return [recording.take(os.getpid())]
+        return [recording.take()]
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
         """Note that the device cache has the samples of the batch in a slot."""
@@ -222,10 +207,6 @@ class Filler:
         """
         self._reader.interrupt()
         self._pool.stop(partial(self._let_go, then))
-
-    def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until what `stop` requested is done; a worker does not wait for itself."""
-        self._pool.join(patience_seconds)
 
     def _find_work(self) -> list[tuple[int, Work]]:
         begin = self._phases.begin
@@ -244,29 +225,6 @@ class Filler:
         self._resident = self._cache = None
         then()
         self._next_requests = list  # whose owner holds this object
-
-
-def new_assembly(opened: OpenedDataset, samplings: Samplings) -> Assembly:
-    """Return the `Assembly` that makes arrays of fields from those of columns."""
-    first = next(iter(opened.layouts.values()))
-    counts = [count for _, count in first.file_samples] or [first.sample_count]
-    first_samples = np.cumsum([0, *counts], dtype=np.int64)
-    return Assembly(opened.kinds, samplings.rows, first_samples)
-
-
-def _open_cache(
-    config: ReaderConfig,
-    samplings: Samplings,
-    transforms: Sequence[RowTransform],
-    memory_plan: MemoryPlan,
-) -> HostCache | Budget | None:
-    """Return where rows are kept for later epochs, or why not; None if not requested."""
-    if config.cache != "host":
-        return None
-    row_nbytes = [transform.raw_nbytes for transform in transforms]
-    spans = [one if isinstance(one, SpanRows) else None for one in samplings.rows]
-    left_nbytes = memory_plan.left_nbytes
-    return open_host_cache(samplings.selection, row_nbytes, config.cache_bytes, left_nbytes, spans)
 
 
 def _forget(residencies: Sequence[Residency]) -> None:

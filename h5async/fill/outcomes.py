@@ -6,6 +6,7 @@ answer is picklable.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, CoreTrace
+from h5async.core.binding import CoreTrace
+from h5async.fill.pool import do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.order.sampling import FillRequest
 from h5async.samples.fieldkind import field_of
@@ -22,7 +24,6 @@ from h5async.system.timeline import (
     CORE_STAGES,
     STAGES,
     Event,
-    Recorder,
     ThreadCounts,
     ThreadName,
     Timeline,
@@ -43,37 +44,22 @@ class Calls(NamedTuple):
     on_crash: Callable[[BaseException], None]
 
 
-def _do_nothing(*_: object) -> None:
-    pass
-
-
-NO_CALLS = Calls(list, _do_nothing, _do_nothing, _do_nothing)  # after the end
+NO_CALLS = Calls(list, do_nothing, do_nothing, do_nothing)  # after the end
 
 
 class FillOutcome(NamedTuple):
-    """The result of a request.
+    """The result of a request: the sample numbers of a batch, int64 (n,), and its arrays.
 
-    Attributes
-    ----------
-    index
-        int64 (n,): sample numbers of the batch.
-    arrays
-        In field order: views of n rows of the slot's `out`, or the result of `postprocess`, or,
-        once uploaded, arrays on a device. Undefined after an `error`.
-    is_resident
-        Nothing was read, because the device has the rows.
-    busy_seconds
-        The time that threads spent on it, summed up.
-    warnings
-        For the consumer, each reported once.
+    These are, in field order, views of n rows of the slot's `out`, or the result of `postprocess`,
+    or, once uploaded, arrays on a device. They are undefined after an `error`.
     """
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a tuple's method of that name)
     arrays: tuple[Any, ...]
     error: BaseException | None = None
-    is_resident: bool = False
-    busy_seconds: float = 0.0
-    warnings: tuple[str, ...] = ()
+    is_resident: bool = False  # nothing was read, because the device has the rows
+    busy_seconds: float = 0.0  # that threads spent on it, summed up
+    warnings: tuple[str, ...] = ()  # for the consumer, each reported once
 
 
 class FillerStats(NamedTuple):
@@ -115,55 +101,41 @@ class Recorded(NamedTuple):
 
 
 class Recording:
-    """Events of the threads of a filler, from now on until `stop`.
+    """Events of the threads of a filler, from now on.
 
-    `timeline` records Python's events, and threads call `recorder`; `columns` are names.
+    `timeline` records Python's events; `columns` are names.
     """
 
     def __init__(
         self,
         timeline: Timeline,
-        recorder: Recorder,
-        core: Core | None,
         reader: BatchReader,
         columns: Sequence[str],
     ) -> None:
         self.timeline = timeline
-        self._recorder = recorder
         self._fields = list(map(field_of, columns))
-        self._reader: BatchReader | None = reader
         self._source_path = reader.source_path
         self._paths: dict[int, int | str] = {-1: -1}
         self._trace = None
-        if core is not None and timeline.max_events:
-            self._trace = CoreTrace(core, timeline.max_events)
+        if reader.core is not None and timeline.max_events:
+            self._trace = CoreTrace(reader.core, timeline.max_events)
         self._taken = self._dropped = 0  # events of the core
         self._lock = threading.RLock()
         timeline.note_threads()
         reader.record(self._trace)
-        recorder.timeline = timeline
+        reader.recorder.timeline = timeline
 
-    def stop(self) -> None:
-        """Stop recording; work under way may note a little more. Idempotent."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            self._recorder.timeline = None
-            reader.record(None)
-
-    def take(self, process: int) -> Recorded:
+    def take(self) -> Recorded:
         """Return what was recorded since the last call. Safe to call from many threads."""
-        with self._lock:
-            recorded = self._take(process)
-        return recorded
-
-    def _take(self, process: int) -> Recorded:
         timeline = self.timeline
-        events = [self._named(event) for event in timeline.take_events(time.perf_counter_ns())]
-        dropped, timeline.dropped = timeline.dropped, 0
-        if self._trace is not None:
-            events += self._core_events(self._trace)
-            dropped += self._newly_dropped(self._trace)
-        return Recorded(process, dict(timeline.threads), events, dropped)
+        with self._lock:
+            events = [self._named(event) for event in timeline.take_events(time.perf_counter_ns())]
+            dropped, timeline.dropped = timeline.dropped, 0
+            if self._trace is not None:
+                events += self._core_events(self._trace)
+                before, self._dropped = self._dropped, self._trace.count - timeline.max_events
+                dropped += max(0, self._dropped) - max(0, before)
+            return Recorded(os.getpid(), dict(timeline.threads), events, dropped)
 
     def _core_events(self, trace: CoreTrace) -> list[Event]:
         found = trace.events(self._taken)
@@ -171,15 +143,12 @@ class Recording:
         if unfinished.size:  # it, and those after it, are left for the next call
             found = found[: unfinished[0]]
         self._taken += found.size
-        columns = (found[name].tolist() for name in _COLUMNS)
+        names = ("begin_ns", "end_ns", "thread", "batch", "stage", "field", "source")
+        columns = (found[name].tolist() for name in names)
         return [
             self._named(Event(CORE_STAGES[stage], begin, end, thread, batch, field, source))
             for begin, end, thread, batch, stage, field, source in zip(*columns, strict=True)
         ]
-
-    def _newly_dropped(self, trace: CoreTrace) -> int:
-        before, self._dropped = self._dropped, max(0, trace.count - self.timeline.max_events)
-        return self._dropped - before
 
     def _named(self, event: Event) -> Event:
         field, source = event.field, event.source
@@ -190,6 +159,3 @@ class Recording:
                 self._paths[source] = self._source_path(source)
             source = self._paths[source]
         return event._replace(field=field, source=source)
-
-
-_COLUMNS = ("begin_ns", "end_ns", "thread", "batch", "stage", "field", "source")

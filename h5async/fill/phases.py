@@ -13,24 +13,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
-from h5async.fill.batchdecoding import BatchDecoder, DecodedBatch
+from h5async.errors import forget_frames
+from h5async.fill.finishing import BatchDecoder, DecodedBatch, Postprocess
 from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
-from h5async.fill.postprocess import Postprocess, postprocessed
-from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Refused, Slots
+from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.resident import HostCache, Residency
-from h5async.opening.dataset import Samplings
 from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.plan.records import GatherPlan, PlanSlice, cut
+from h5async.read.queue import SlotBatch
 from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
-from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder
+from h5async.system.timeline import NO_BATCH, NO_FIELD
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
@@ -50,46 +49,33 @@ class _Fill:
     error: BaseException | None = None
 
 
-class Delivery(NamedTuple):
-    """What makes the delivered arrays of a slot's memory.
-
-    `assembly` makes those of fields, except the ones `left` to a device.
-    """
-
-    assembly: Assembly
-    left: Collection[str]
-    images: BatchDecoder | None
-    postprocess: Postprocess | None
-
-
 class Phases:
     """The phases of a batch, from its request to its outcome. Safe to use from many threads.
 
-    The samples that are `resident` in memory need not be read.
+    `assembly` makes the delivered arrays of a slot's memory, except those of the fields `left` to a
+    device. The samples that are `resident` in memory need not be read.
     """
 
     def __init__(
         self,
         pool: WorkPool,
         reader: BatchReader,
-        samplings: Samplings,
-        slots: Slots,
-        delivery: Delivery,
+        assembly: Assembly,
+        left: Collection[str],
+        images: BatchDecoder | None,
+        postprocess: Postprocess | None,
         resident: Residency | None,
         calls: Calls,
-        recorder: Recorder,
     ) -> None:
         self._pool = pool
-        self._reader = reader
-        self._samplings = samplings
-        self._slots = slots
-        self._assembly, self._left, self._images, self._postprocess = delivery
+        self._reader, self._slots, self._recorder = reader, reader.slots, reader.recorder
+        self._assembly, self._left, self._images = assembly, left, images
+        self._postprocess = postprocess
         several = [] if self._images is None else list(self._images.fields)
         self._images_field = several[0] if len(several) == 1 else NO_FIELD
         self._resident = resident
         self._cache = resident if isinstance(resident, HostCache) else None
         self._calls = calls
-        self._recorder = recorder
         # For all batches, and made once: a lock takes memory.
         self._shares_lock = threading.Lock()
 
@@ -121,9 +107,9 @@ class Phases:
             arrays = images.arrays
         if self._postprocess is None:
             return arrays
+        given = FillRequest(-1, -1, -1, -1, 0, samples=index)
         where = f"{self._reader.file}: postprocess of given samples"
-        call = partial(self._postprocess, arrays, _given(index), index)
-        return postprocessed(call, arrays, where)
+        return self._postprocess(arrays, given, index, where)
 
     def close(self) -> None:
         """Release memory, and functions whose owners hold this object."""
@@ -140,7 +126,7 @@ class Phases:
         self._calls.before_fill(request.slot)
         begin = time.perf_counter_ns()
         with self._recorder.ranges("plan"):
-            batch.index = self._samplings.samples(request)
+            batch.index = self._reader.samplings.samples(request)
             batch.plans = self._plans(batch)
             # One per thread: waiting for the GIL costs more than additional shares gain.
             shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))
@@ -165,19 +151,18 @@ class Phases:
 
     def _begin_left(self, batch: _Fill) -> None:
         """Begin to read the rows that the core has left to Python."""
-        left = [] if batch.error is not None else self._reader.left(batch.plans)
-        self._begin(
-            batch, [partial(self._read_left, batch, some) for some in left], self._begin_keep
-        )
+        left = self._reader.left(batch.plans)
+        works = [partial(self._read_left, batch, some) for some in left]
+        self._begin(batch, works, self._begin_keep)
 
-    def _read_left(self, batch: _Fill, left: LeftRows | Refused) -> None:
+    def _read_left(self, batch: _Fill, left: LeftRows | SlotBatch) -> None:
         # An error keeps the callers of this alive, so they must not hold the memory.
         self._reader.read_left(left, batch.index, self._slots.memory[batch.request.slot])
 
     def _begin_keep(self, batch: _Fill) -> None:
         cache, index = self._cache, batch.index
         is_gathered = any(isinstance(p, GatherPlan) for p in batch.plans[:1])
-        if cache is None or batch.error is not None or is_gathered:
+        if cache is None or is_gathered:
             self._begin_transform(batch)
             return
         raws = self._slots.memory[batch.request.slot].raw
@@ -189,17 +174,14 @@ class Phases:
         self._begin(batch, works, self._note_kept)
 
     def _note_kept(self, batch: _Fill) -> None:
-        try:
-            if batch.error is None and self._cache is not None:
-                self._cache.add(batch.index, batch.generation)
-        except BaseException as error:
-            self._note_error(batch, error)
+        if self._cache is not None:
+            self._cache.add(batch.index, batch.generation)
         self._begin_transform(batch)
 
     # --- transform --------------------------------------------------------------------------------
 
     def _begin_transform(self, batch: _Fill) -> None:
-        if batch.error is not None or batch.is_resident:
+        if batch.is_resident:
             self._finish(batch)
             return
         memory, reader = self._slots.memory[batch.request.slot], self._reader
@@ -225,12 +207,11 @@ class Phases:
     # --- images -----------------------------------------------------------------------------------
 
     def _begin_images(self, batch: _Fill) -> None:
-        if self._images is None or batch.error is not None:
+        if self._images is None:
             self._finish(batch)
             return
-        request = batch.request
-        arrays = self._arrays(batch)
-        images = self._images.batch(arrays, batch.index, request.epoch, request.slot)
+        place = batch.request.epoch, batch.request.slot
+        images = self._images.batch(self._arrays(batch), batch.index, *place)
         batch.images = images
         parts = max(1, min(self._pool.num_threads, images.count))
         works = [partial(self._decode_images, batch, images, images.count)] * parts
@@ -253,28 +234,28 @@ class Phases:
 
     def _finish(self, batch: _Fill) -> None:
         arrays: tuple[Any, ...] = ()
-        if batch.error is None and batch.images is not None:
-            arrays = batch.images.arrays
-        elif batch.error is None:
-            try:
-                arrays = self._arrays(batch)
-            except BaseException as error:
-                self._note_error(batch, error)
-        if self._postprocess is not None and batch.error is None:
-            begin = time.perf_counter_ns()
-            try:
-                where = f"{self._reader.file}: postprocess of {batch.request}"
-                call = partial(self._postprocess, arrays, batch.request, batch.index)
-                with self._recorder.ranges("postprocess"):
-                    arrays = postprocessed(call, arrays, where)
-            except BaseException as error:
-                self._note_error(batch, error)
-            self._reader.times.add("postprocess", begin)
-            self._recorder.note("postprocess", begin, batch.request.serial)
+        try:
+            if batch.error is None:
+                arrays = self._arrays(batch) if batch.images is None else batch.images.arrays
+            if batch.error is None and self._postprocess is not None:
+                arrays = self._postprocessed(batch, arrays)
+        except BaseException as error:
+            self._note_error(batch, error)
         try:
             self._deliver(batch, arrays)
         finally:
             batch.error = None  # whose frames hold the batch
+
+    def _postprocessed(self, batch: _Fill, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        assert self._postprocess is not None
+        begin = time.perf_counter_ns()
+        try:
+            with self._recorder.ranges("postprocess"):
+                where = f"{self._reader.file}: postprocess of {batch.request}"
+                return self._postprocess(arrays, batch.request, batch.index, where)
+        finally:
+            self._reader.times.add("postprocess", begin)
+            self._recorder.note("postprocess", begin, batch.request.serial)
 
     def _deliver(self, batch: _Fill, arrays: tuple[NDArray[Any], ...]) -> None:
         if self._pool.is_stopped:
@@ -332,8 +313,9 @@ class Phases:
             self._pool.add(batch.request.serial, [*shares, *meanwhile, last])
 
     def _go_on(self, batch: _Fill, then: Callable[[_Fill], None]) -> None:
-        """Begin the next phase; if that fails, the batch fails. No share of it is under way."""
-        if then == self._finish or not self._attempt(batch, partial(then, batch)):
+        """Begin the next phase, or finish a batch that fails. No share of it is under way."""
+        is_last = batch.error is not None or then == self._finish
+        if is_last or not self._attempt(batch, partial(then, batch)):
             self._finish(batch)
 
     def _attempt(self, batch: _Fill, work: Work) -> bool:
@@ -354,13 +336,7 @@ class Phases:
     def _note_error(self, batch: _Fill, error: BaseException) -> None:
         if interruption(error) is not None:
             raise error  # in the caller's thread, where it belongs
-        if is_lack_of_memory(error):
-            error = out_of_memory(f"{self._reader.file}: {batch.request} cannot be filled", error)
-        batch.error = error
-
-
-def _given(index: NDArray[np.int64]) -> FillRequest:
-    return FillRequest(-1, -1, -1, -1, 0, samples=index)
+        batch.error = self._reader.failure(batch.request, error)
 
 
 def _raised_by(work: Work) -> BaseException | None:

@@ -11,13 +11,14 @@ import heapq
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
-from h5async.errors import ReadError
+from h5async.errors import ReaderClosedError, ReadError
 from h5async.spelling import named
 from h5async.system.waiting import Once, Patience, join_threads, start_threads
 
+T = TypeVar("T")
 Work = Callable[[], None]
 
 THREAD_NAME = "h5async"
@@ -39,7 +40,98 @@ class Tickets(Protocol):
         """Forget all work, after an exception in a pool without threads."""
 
 
-class WorkPool:
+def do_nothing(*_: object) -> None:
+    """Stand in for a function that is not set, or no longer."""
+
+
+class Workers:
+    """Threads, the last of which releases what all of them use, once they are stopped.
+
+    Safe to use from many threads. Once it `is_stopped`, no thread enters.
+    """
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        # Reentrant: a reader collected in here by the garbage collector is closed in here.
+        self._lock = threading.RLock()
+        # Threads that may use what `stop` releases: while there is one, nothing is freed.
+        self._workers: set[int] = set()
+        self._let_go: Callable[[], None] = do_nothing
+        self._ending = Once()
+        self._threads: list[threading.Thread] = []
+
+    def stop(self, let_go: Callable[[], None]) -> None:
+        """Drop pending work; after work under way has ended, call `let_go`.
+
+        Never waits: the garbage collector may call it in any thread, which may hold a lock that a
+        worker waits for. Extra calls are harmless, and complete what an exception interrupted.
+        """
+        with self._lock:
+            if self._ending.has_begun:
+                return
+            self.is_stopped, self._let_go = True, let_go
+            self._wake()
+            is_idle = not self._workers
+        if is_idle:
+            self._ending.do(self._end)
+
+    def join(self, patience_seconds: float | None = None) -> None:
+        """Wait until what `stop` requested is done; a worker does not wait for itself."""
+        if threading.get_ident() in self._workers:
+            return
+        patience = Patience(patience_seconds)
+        while not self._ending.is_set and not patience.is_over:
+            patience.wait(self._ending.wait_set)
+        join_threads(self._threads, patience)
+
+    def _wake(self) -> None:
+        """Have all threads end as soon as they can. Never blocks; called under the lock."""
+
+    def _start(self, targets: Mapping[str, Callable[[], None]], what: str) -> None:
+        """Start threads by name; `what` they are for is named in errors.
+
+        `ReadError` is raised if the system gives no more threads; `stop` ends those that were
+        started.
+        """
+        # Daemons: otherwise the interpreter would wait for them before the reader is closed.
+        new = [
+            threading.Thread(
+                target=self._run, args=(target,), name=f"{THREAD_NAME}-{name}", daemon=True
+            )
+            for name, target in targets.items()
+        ]
+        self._threads += new
+        start_all(new, what)
+
+    def _run(self, target: Callable[[], None]) -> None:
+        if not self._enter():
+            return
+        try:
+            target()
+        finally:
+            self._leave()
+
+    def _enter(self) -> bool:
+        """Count the calling thread as a worker; return False if this is stopped."""
+        with self._lock:
+            if not self.is_stopped:
+                self._workers.add(threading.get_ident())
+            return not self.is_stopped
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._workers.discard(threading.get_ident())
+            is_last = self.is_stopped and not self._workers
+        if is_last:
+            self._ending.do(self._end)
+
+    def _end(self) -> None:
+        """Release all that only workers use; called after the last of them."""
+        self._let_go()
+        self._let_go = do_nothing  # else its owner, which holds this object, is never collected
+
+
+class WorkPool(Workers):
     """Threads that do work, or, without threads, the caller of `run_next`.
 
     Once `is_stopped`, work that is added is dropped. A worker that finds no work calls `find_work`,
@@ -54,35 +146,20 @@ class WorkPool:
         on_crash: Callable[[BaseException], None],
         tickets: Tickets | None = None,
     ) -> None:
+        super().__init__()
         self.num_threads = num_threads
-        self.is_stopped = False
         self._find_work = find_work
         self._on_crash = on_crash
-        self._let_go: Callable[[], None] = _do_nothing
         self._heap: list[tuple[int, int, Work]] = []
         self._order = itertools.count()
-        # Reentrant: a reader collected in here by the garbage collector is closed in here.
-        self._lock = threading.RLock()
-        # Threads that may use what `stop` releases: while there is one, nothing is freed.
-        self._workers: set[int] = set()
-        self._ending = Once()
         # True stands for work on the heap, False for the end. A ThreadPoolExecutor would cost the
         # caller's thread 15 us more per batch.
         self._tickets = queue.SimpleQueue[bool]() if tickets is None else tickets
         self._own_tickets = tickets
-        self._threads: list[threading.Thread] = []
 
     def start(self, what: str) -> None:
-        """Start the threads; `what` they are for is named in errors.
-
-        `ReadError` is raised if the system gives no more threads; `stop` ends those that were
-        started.
-        """
-        # Daemons: otherwise the interpreter would wait for them before the reader is closed.
-        for number in range(self.num_threads):
-            name = f"{THREAD_NAME}-fill_{number}"
-            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-        start_all(self._threads, what)
+        """Start the threads; see `Workers`."""
+        self._start({f"fill_{number}": self._work for number in range(self.num_threads)}, what)
 
     def kick(self) -> None:
         """Have a thread look for work. Never blocks; extra calls are harmless."""
@@ -114,16 +191,14 @@ class WorkPool:
         if work is not None:
             work()
 
-    def run(self, work: Work) -> bool:
-        """Do a piece of work in the calling thread; return False if the pool is stopped."""
+    def run(self, work: Callable[[], T]) -> T:
+        """Do a piece of work in the calling thread; `ReaderClosedError` if the pool is stopped."""
         if threading.get_ident() in self._workers:  # work that calls the reader
-            work()
-            return True
+            return work()
         if not self._enter():
-            return False
+            raise ReaderClosedError("the reader is closed; make a new one")
         try:
-            work()
-            return True
+            return work()
         finally:
             self._leave()
 
@@ -137,47 +212,21 @@ class WorkPool:
             self._own_tickets.forget()
         return True
 
-    def stop(self, let_go: Callable[[], None]) -> None:
-        """Drop pending work; after work under way has ended, call `let_go`.
-
-        Never waits: the garbage collector may call it in any thread, which may hold a lock that a
-        worker waits for. Extra calls are harmless, and complete what an exception interrupted.
-        """
-        with self._lock:
-            if self._ending.has_begun:
-                return
-            self.is_stopped, self._let_go = True, let_go
-            self._heap.clear()
-            is_idle = not self._workers
+    def _wake(self) -> None:
+        self._heap.clear()
         for _ in self._threads:
             self._tickets.put(False)
-        if is_idle:
-            self._ending.do(self._end)
 
-    def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until what `stop` requested is done; a worker does not wait for itself."""
-        if threading.get_ident() in self._workers:
-            return
-        patience = Patience(patience_seconds)
-        while not self._ending.is_set and not patience.is_over:
-            patience.wait(self._ending.wait_set)
-        join_threads(self._threads, patience)
-
-    def _run(self) -> None:
+    def _work(self) -> None:
         """Do work until the end, as the target of each thread."""
-        if not self._enter():
-            return
-        try:
-            while (ticket := self._tickets.get()) is not False:
-                try:
-                    if ticket is True:
-                        self._run_next()
-                    else:
-                        ticket()
-                except BaseException as error:
-                    self._on_crash(error)
-        finally:
-            self._leave()
+        while (ticket := self._tickets.get()) is not False:
+            try:
+                if ticket is True:
+                    self._run_next()
+                else:
+                    ticket()
+            except BaseException as error:
+                self._on_crash(error)
 
     def _run_next(self) -> bool:
         work = self._pop()
@@ -199,29 +248,9 @@ class WorkPool:
         with self._lock:
             return heapq.heappop(self._heap)[2] if self._heap else None
 
-    def _enter(self) -> bool:
-        """Count the calling thread as a worker; return False if the pool is stopped."""
-        with self._lock:
-            if not self.is_stopped:
-                self._workers.add(threading.get_ident())
-            return not self.is_stopped
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._workers.discard(threading.get_ident())
-            is_last = self.is_stopped and not self._workers
-        if is_last:
-            self._ending.do(self._end)
-
     def _end(self) -> None:
-        """Release all that only workers use; called after the last of them."""
-        self._let_go()
-        # Else their owners, which hold this object, would never be collected.
-        self._find_work, self._on_crash, self._let_go = tuple, _do_nothing, _do_nothing
-
-
-def _do_nothing(*_: object) -> None:
-    pass
+        super()._end()
+        self._find_work, self._on_crash = tuple, do_nothing  # as above
 
 
 def start_all(threads: Sequence[threading.Thread], what: str) -> None:

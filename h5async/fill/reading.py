@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import CoreTrace
-from h5async.errors import taking_memory
+from h5async.errors import is_lack_of_memory, out_of_memory, taking_memory
 from h5async.fill.resident import HostCache, Residency
 from h5async.io.shared import plain_memory
+from h5async.opening.dataset import Samplings
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
 from h5async.order.sampling import FillRequest
-from h5async.order.selection import Selection
 from h5async.plan.records import (
     BatchItems,
     GatherPlan,
@@ -43,14 +43,12 @@ from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.samples.assembly import SlotMemory
-from h5async.samples.fieldkind import Rows
 from h5async.spelling import named
 from h5async.system.timeline import NO_FIELD, Recorder, StageTimes, ThreadCounts
 
 BatchPlan = Sequence[ReadPlan]  # of one batch, by field; at the end, of several
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
-
 
 # Plans ranges that a device reads of a batch instead of rows, by column. The collection and the
 # batch plan rows if necessary.
@@ -64,15 +62,10 @@ class LeftRows(NamedTuple):
     rows: Int64s
 
 
-class Refused(NamedTuple):
-    """Items of a plan that the core has refused: they are read again, or raise an error."""
-
-    batch: SlotBatch
-
-
 class _Batches(NamedTuple):
     """The core's plans of a slot: of all fields whose rows it finds; of each that it is told."""
 
+    collection: Collection
     batch: SlotBatch
     of_rows: dict[int, SlotBatch]
 
@@ -107,10 +100,9 @@ class OnDevice(NamedTuple):
 class BatchReader:
     """Reads batches, in many threads. To be closed after the last read.
 
-    `transforms` and `steps`, the rows that make up each sample, are in field order. Scratch memory
-    is for `num_threads`. For `plan_columns` see `OnDevice`; `cache` gathers rows that are in
-    memory. `executors` are closed by their owner. Callers add the times of stages to `times`;
-    `file`, the first one, is for messages.
+    `transforms` are in field order. Scratch memory is for `num_threads`. For `plan_columns` see
+    `OnDevice`; `cache` gathers rows that are in memory. `executors` are closed by their owner.
+    Callers add the times of stages to `times`; `file`, the first one, is for messages.
 
     `OutOfMemoryError` is raised if the system refuses memory for the threads.
     """
@@ -119,26 +111,26 @@ class BatchReader:
         self,
         executors: Executors,
         transforms: Sequence[RowTransform],
-        steps: Sequence[Rows],
+        samplings: Samplings,
         slots: Slots,
         num_threads: int,
         recorder: Recorder,
         plan_columns: PlanColumns | None,
         cache: HostCache | None,
     ) -> None:
-        self._core, self._layouts = executors.core, executors.layouts
+        self.core, self._layouts = executors.core, executors.layouts
         self.file = str(self._layouts[0].file)
         self.times = StageTimes()
         self.row_transforms = transforms
         self.take_warnings = executors.changes.take_warnings
-        self._recorder = recorder
+        self.recorder, self.samplings, self.slots = recorder, samplings, slots
         self._trace: CoreTrace | None = None
-        self._steps, self._slots = steps, slots
-        self._transforms = [transformer(self._core, one.of_one_row) for one in transforms]
+        self._steps = samplings.rows
+        self._transforms = [transformer(self.core, one.of_one_row) for one in transforms]
         self._cache, self._plan_columns = cache, plan_columns
         self._factory = executors
         self._num_threads = num_threads
-        self._collection = executors.open_collection(self._at_once(slots.memory[0]), steps)
+        self._collection = executors.open_collection(self._at_once(slots.memory[0]), self._steps)
         self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
         self._batches: list[_Batches] = []
         if self._collection is not None:
@@ -146,7 +138,7 @@ class BatchReader:
             pairs = enumerate(zip(tables.can_read, tables.shares, strict=True))
             self._told = [field for field, is_told in pairs if all(is_told)]
             new = self._collection.new_batch
-            self._batches = [self._new_batches(new, slot, slots.rows) for slot in slots.memory]
+            self._batches = [self._batches_of(new, slot, slots.rows) for slot in slots.memory]
         self._size = ScratchSize.of(self._layouts)
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
@@ -154,22 +146,24 @@ class BatchReader:
         with taking_memory(what, f"make {named('num_threads')} smaller, or store smaller chunks"):
             self._free = deque(self._new_scratch() for _ in range(num_threads))
 
-    def _new_batches(
-        self, new: Callable[..., SlotBatch], memory: SlotMemory, rows: int
-    ) -> _Batches:
+    def _batches_of(self, new: Callable[..., SlotBatch], memory: SlotMemory, rows: int) -> _Batches:
+        assert self._collection is not None
         raw, out, _ = memory
         told = {field: new(raw, out, len(raw[field])) for field in self._told}
-        return _Batches(new(raw, out, rows), told)
+        return _Batches(self._collection, new(raw, out, rows), told)
 
-    def open_queue(self, selection: Selection) -> BatchQueue | None:
-        """Return a queue of batches of `selection` that the core reads alone; None if it cannot."""
-        core, collection = self._core, self._collection
+    def open_queue(self) -> BatchQueue | None:
+        """Return a queue of batches that the core reads alone; None if it cannot."""
+        core, collection = self.core, self._collection
         if core is None or collection is None or self._plan_columns:
             return None
         if not all(collection.tables.reads):
             return None
-        batches = [batches.batch for batches in self._batches]
-        return BatchQueue(core, collection.tables, batches, self._num_threads, selection)
+        batches, selection = [one.batch for one in self._batches], self.samplings.selection
+        queue = BatchQueue(core, collection.tables, batches, self._num_threads, selection)
+        if self.samplings.draws is not None:
+            queue.draw_from(self.samplings.draws.table)
+        return queue
 
     @property
     def transforms_all(self) -> bool:
@@ -185,9 +179,7 @@ class BatchReader:
 
     def planned(self, slot: int) -> BatchPlan:
         """Return the plan that the core has made of a batch in a queue, all fields of it."""
-        assert self._collection is not None
-        batch, included = self._batches[slot].batch, [IncludedPlan()] * len(self._layouts)
-        return [*included, _batch_items(batch, batch.plan.num_items, batch.plan.nbytes)]
+        return [*[IncludedPlan()] * len(self._layouts), _batch_items(self._batches[slot].batch)]
 
     def plan(self, index: Int64s, request: FillRequest) -> BatchPlan:
         """Plan how the samples `index` of a batch are read, to the slot of the request.
@@ -196,9 +188,9 @@ class BatchReader:
         """
         batches = self._batches[request.slot] if self._batches else None
         others: Mapping[int, Ranges] = {}
-        if self._collection is not None and batches is not None and self._plan_columns is not None:
-            others = self._plan_columns(self._collection, batches.batch, request, index)
-        return self._plan(index, self._slots.memory[request.slot], batches, others)
+        if batches is not None and self._plan_columns is not None:
+            others = self._plan_columns(batches.collection, batches.batch, request, index)
+        return self._plan(index, self.slots.memory[request.slot], batches, others)
 
     def _plan(
         self,
@@ -209,37 +201,32 @@ class BatchReader:
     ) -> BatchPlan:
         """Plan each field for the core or for h5py, except those that `others` has planned."""
         plans: list[ReadPlan] = []
-        collection, wanted = self._collection, [False] * len(self._layouts)
         more: list[BatchItems] = []
+        wanted = [False] * len(self._layouts)
         for field in range(len(self._layouts)):
             if field in others:
                 plans.append(others[field])
-            elif collection is None or not collection.tables.can_read[field]:
+            elif batches is None or not batches.collection.tables.can_read[field]:
                 plans.append(self._plan_rows(field, index, memory.raw[field]))
             else:
                 plans.append(IncludedPlan())
-                wanted[field] = collection.tables.reads[field]
+                wanted[field] = batches.collection.tables.reads[field]
                 if not wanted[field]:
-                    assert batches is not None
-                    more.append(self._plan_told(field, index, batches.of_rows[field]))
-        if any(wanted):
-            assert collection is not None
-            assert batches is not None
-            batch = batches.batch
-            found = collection.plan(batch, index, wanted, self._num_threads)
-            more.append(_batch_items(batch, *found))
+                    more.append(self._plan_told(field, index, batches))
+        if batches is not None and any(wanted):
+            batches.collection.plan(batches.batch, index, wanted, self._num_threads)
+            more.append(_batch_items(batches.batch))
         return [*plans, *more]
 
-    def _plan_told(self, field: int, index: Int64s, batch: SlotBatch) -> BatchItems:
+    def _plan_told(self, field: int, index: Int64s, batches: _Batches) -> BatchItems:
         """Have the core plan a field whose rows, or elements, it is told."""
-        steps, layout, collection = self._steps[field], self._layouts[field], self._collection
-        assert collection is not None
+        steps, layout, batch = self._steps[field], self._layouts[field], batches.of_rows[field]
         assert isinstance(steps, SpanRows)
         wanted = [number == field for number in range(len(self._layouts))]
         rows = steps.runs(index) if layout.heaps else steps.rows(index)
         count = layout.sample_count if layout.heaps else layout.num_samples
-        found = collection.plan(batch, rows, wanted, self._num_threads, count)
-        return _batch_items(batch, *found)
+        batches.collection.plan(batch, rows, wanted, self._num_threads, count)
+        return _batch_items(batch)
 
     def _plan_rows(self, field: int, index: Int64s, raw: NDArray[Any]) -> SamplesPlan:
         """Plan a field for h5py; rows that do not exist are set to zeros here."""
@@ -260,26 +247,29 @@ class BatchReader:
         """Return an array of samples as one of rows of the dataset."""
         return self.row_transforms[field].rows(batch)
 
-    def left(self, plans: BatchPlan) -> list[LeftRows | Refused]:
-        """Return what the core has left of a batch after the last share, for several threads."""
-        found: list[LeftRows | Refused] = []
+    def left(self, plans: BatchPlan) -> list[LeftRows | SlotBatch]:
+        """Return what the core has left of a batch after the last share, for several threads.
+
+        A `SlotBatch` has items that the core has refused: they are read again, or raise an error.
+        """
+        found: list[LeftRows | SlotBatch] = []
         for plan in plans:
             if self._collection is None or not isinstance(plan, BatchItems):
                 continue
             if self._collection.refused(plan.batch).size:
-                found.append(Refused(plan.batch))
+                found.append(plan.batch)
             for field, rows in self._collection.left(plan.batch):
                 nbytes = rows.size * self._layouts[field].row_nbytes
                 parts = max(1, min(self._num_threads, rows.size, nbytes // _MIN_SHARE_NBYTES))
                 found += [LeftRows(field, some) for some in np.array_split(rows, parts)]
         return found
 
-    def read_left(self, left: LeftRows | Refused, index: Int64s, memory: SlotMemory) -> None:
+    def read_left(self, left: LeftRows | SlotBatch, index: Int64s, memory: SlotMemory) -> None:
         """Read what the core has left; `H5AsyncError` if bytes cannot be read or decoded."""
-        if isinstance(left, Refused):
+        if isinstance(left, SlotBatch):
             with self._scratch() as scratch:
                 self._work_on(NO_FIELD, scratch)
-                self._factory.read_again(left.batch, scratch)
+                self._factory.read_again(left, scratch)
             return
         field, rows = left
         steps, layout = self._steps[field], self._layouts[field]
@@ -299,7 +289,7 @@ class BatchReader:
             batches = None
             if self._collection is not None:
                 lend = self._collection.lent_batch
-                batches = self._new_batches(
+                batches = self._batches_of(
                     lambda *of: lent.enter_context(lend(*of)), memory, index.size
                 )
             plans = self._plan(index, memory, batches, {})
@@ -326,7 +316,7 @@ class BatchReader:
             scratch = self._free.pop()
         except IndexError:  # more callers of `run_next` than `num_threads`
             scratch = self._new_scratch()
-        scratch.timeline = self._recorder.timeline
+        scratch.timeline = self.recorder.timeline
         try:
             yield scratch
         finally:
@@ -368,8 +358,8 @@ class BatchReader:
             source = None if layout.datasets or layout.heaps else str(layout.file)
         batch = timeline.batch_here()
         timeline.work_on(batch, field, -1 if source is None else source)
-        if self._core is not None:
-            scratch.worker(self._core).struct.batch = batch
+        if self.core is not None:
+            scratch.worker(self.core).struct.batch = batch
 
     def transforms_at_once(self, field: int, plans: BatchPlan) -> bool:
         """Tell whether the core transformed the rows of a field as it read them."""
@@ -403,10 +393,10 @@ class BatchReader:
         self, field: int, raw: NDArray[Any], out: NDArray[Any], index: Int64s
     ) -> None:
         begin = time.perf_counter_ns()
-        with self._recorder.ranges("transform"):
+        with self.recorder.ranges("transform"):
             self._transforms[field](raw, out, index)
         self.times.add("transform", begin)
-        timeline = self._recorder.timeline
+        timeline = self.recorder.timeline
         if timeline is not None:
             timeline.put("transform", begin, timeline.batch_here(), field)
 
@@ -421,6 +411,12 @@ class BatchReader:
         """A function that returns the path of a source of the core, also after this is closed."""
         collection = self._collection
         return (lambda source: source) if collection is None else collection.tables.source_path
+
+    def failure(self, request: FillRequest, error: BaseException) -> BaseException:
+        """Return the error of a request that its consumer gets."""
+        if not is_lack_of_memory(error):
+            return error
+        return out_of_memory(f"{self.file}: {request} cannot be filled", error)
 
     def transform_seconds(self) -> float:
         """Return the time that the core transformed rows as it read them, in all threads."""
@@ -449,5 +445,6 @@ class BatchReader:
         return scratch
 
 
-def _batch_items(batch: SlotBatch, count: int, nbytes: int) -> BatchItems:
-    return BatchItems(batch, count, nbytes // max(1, count))
+def _batch_items(batch: SlotBatch) -> BatchItems:
+    count = batch.plan.num_items
+    return BatchItems(batch, count, batch.plan.nbytes // max(1, count))

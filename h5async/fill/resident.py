@@ -18,7 +18,7 @@ from h5async.core.binding import address, load_core
 from h5async.order.rows import SpanRows
 from h5async.order.selection import Selection
 from h5async.plan.records import GatherPlan, Int64s
-from h5async.system.resources import free_memory
+from h5async.samples.fieldkind import Rows
 
 _HOST_SHARE = 0.5  # of free memory, if no budget is given
 
@@ -79,12 +79,13 @@ class Budget(NamedTuple):
 class KeptColumn:
     """The concatenated rows of all samples of a column, in ascending order of samples.
 
-    `spans` are the rows of each sample in the dataset; None: each sample is one row. `nbytes` is
-    the memory that `allocate` takes.
+    `spans` are the rows of each sample in the dataset; unless they differ in number, it is one row
+    here. `nbytes` is the memory that `allocate` takes.
     """
 
-    def __init__(self, selection: Selection, row_nbytes: int, spans: SpanRows | None) -> None:
-        self._spans, self._row_nbytes = spans, row_nbytes
+    def __init__(self, selection: Selection, row_nbytes: int, spans: Rows) -> None:
+        spans = self._spans = spans if isinstance(spans, SpanRows) else None
+        self._row_nbytes = row_nbytes
         self._starts: Int64s | None = None  # of samples, counted from any number
         rows, ascending = selection.size, selection.ascending
         if spans is not None:
@@ -152,27 +153,24 @@ class HostCache(Residency):
 def open_host_cache(
     selection: Selection,
     row_nbytes: Sequence[int],
+    rows: Sequence[Rows],
     cache_bytes: int | None,
-    free_nbytes: int | None = None,
-    spans: Sequence[SpanRows | None] = (),
+    free_nbytes: int,
 ) -> HostCache | Budget:
     """Reserve memory for the rows of all samples, if there is enough; else return the budget.
 
     All of it counts, though pages that were never touched cost nothing yet: an epoch touches them.
 
-    `row_nbytes` and `spans` have, by column, the bytes of a row, as read, and the rows of each
-    sample if their number differs; `spans` is empty if it never does. `cache_bytes` is the limit,
-    by default half of free memory: `free_nbytes` beside all that the reader needs, by default what
-    is free now.
+    `row_nbytes` and `rows` have, by column, the bytes of a row, as read, and the rows of each
+    sample. `cache_bytes` is the limit, by default half of `free_nbytes`: what is free beside all
+    that the reader needs.
     """
-    if free_nbytes is None:
-        free_nbytes = free_memory()[0].nbytes
     if cache_bytes is None:
         cache_bytes = int(free_nbytes * _HOST_SHARE)
     nbytes = 0
     try:
-        several = zip(row_nbytes, spans or [None] * len(row_nbytes), strict=True)
-        columns = [KeptColumn(selection, size, one) for size, one in several]
+        pairs = zip(row_nbytes, rows, strict=True)
+        columns = [KeptColumn(selection, size, one) for size, one in pairs]
         nbytes = sum(column.nbytes for column in columns)
         budget = Budget("host", nbytes, cache_bytes)
         if not budget.suffices:

@@ -17,11 +17,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import DatasetError, H5AsyncError, is_lack_of_memory, out_of_memory
+from h5async.errors import DatasetError
 from h5async.fill.outcomes import FillOutcome
-from h5async.fill.pool import Work
-from h5async.fill.reading import BatchReader, Slots
-from h5async.opening.dataset import Samplings
+from h5async.fill.pool import Work, do_nothing
+from h5async.fill.reading import BatchReader
 from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue
 from h5async.samples.assembly import Assembly
@@ -55,20 +54,20 @@ class Submissions:
         self,
         queue: BatchQueue,
         reader: BatchReader,
-        samplings: Samplings,
-        slots: Slots,
         assembly: Assembly,
         needs_python: bool,
     ) -> None:
         self._queue = queue
+        # As of the queue: what the consumer calls on the way of each batch, and statistics.
+        self.drop, self.events, self.wait = queue.drop, queue.events, queue.wait
+        self.wake, self.plan_seconds = queue.wake, queue.plan_seconds
         self._reader = reader
-        self._samplings = samplings
-        self._slots = slots
+        self._slots = reader.slots
         self._assembly = assembly
         self._needs_python = needs_python
-        self._latest: list[_Submission | None] = [None] * len(slots.memory)
+        self._latest: list[_Submission | None] = [None] * len(self._slots.memory)
         self._lock = threading.RLock()
-        self.resume: Resume = _do_nothing  # continues a batch of which something is left
+        self.resume: Resume = do_nothing  # continues a batch of which something is left
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -91,17 +90,12 @@ class Submissions:
         except Exception as error:
             if interruption(error) is not None:
                 raise
-            if is_lack_of_memory(error):
-                return _Submission(request, _NO_NUMBERS, self._out_of_memory(request, error))
-            return _Submission(request, _NO_NUMBERS, error)
-
-    def _out_of_memory(self, request: FillRequest, error: BaseException) -> H5AsyncError:
-        return out_of_memory(f"{self._reader.file}: {request} cannot be filled", error)
+            return _Submission(request, _NO_NUMBERS, self._reader.failure(request, error))
 
     def _numbers(self, request: FillRequest) -> _Numbers:
         if request.samples is not None:
             return 0, request.samples.size, None, request.samples
-        sampling, epoch = self._samplings.at(request.order), request.epoch
+        sampling, epoch = self._reader.samplings.at(request.order), request.epoch
         begin, end = sampling.dealt_at(epoch, request.start)
         if sampling.is_computed:
             return begin, end - begin, sampling.mapping_of(epoch), None
@@ -123,32 +117,14 @@ class Submissions:
             if index is None or not slots:  # or the reader was closed meanwhile
                 return None
             return FillOutcome(index, self._assembly.arrays(slots[slot], index, are_checked=True))
-        except DatasetError as error:
-            return FillOutcome(NO_SAMPLES, (), error)
-        except MemoryError as error:
-            return FillOutcome(NO_SAMPLES, (), self._out_of_memory(latest.request, error))
-
-    def drop(self, slot: int, serial: int) -> bool:
-        """Say that a batch is no longer wanted; tell whether its slot may have another one."""
-        return self._queue.drop(slot, serial)
+        except (DatasetError, MemoryError) as error:
+            return FillOutcome(NO_SAMPLES, (), self._reader.failure(latest.request, error))
 
     def drop_error(self, serial: int) -> None:
         """Forget the error of a batch: it is raised, and so holds what holds this object."""
         for slot, latest in enumerate(self._latest):
             if latest is not None and latest.request.serial == serial and latest.error is not None:
                 self._latest[slot] = None
-
-    def events(self) -> int:
-        """Return a number that changes whenever a batch becomes ready, and by `wake`."""
-        return self._queue.events()
-
-    def wait(self, seen: int, seconds: float | None) -> bool:
-        """Wait until `events` returns another number than `seen`; return whether it does."""
-        return self._queue.wait(seen, seconds)
-
-    def wake(self) -> None:
-        """Wake the waiting thread. Never blocks."""
-        self._queue.wake()
 
     # --- the pool's calls -------------------------------------------------------------------------
 
@@ -168,7 +144,7 @@ class Submissions:
         """Fill the oldest batch in the calling thread; return what is left, None if none is."""
         found = self._reader.take(self._queue.do_oldest)
         if found == READY:
-            return _do_nothing
+            return do_nothing
         return None if found in (END, NOTHING) else self._rest_of(found)
 
     def _rest_of(self, found: int) -> Work:
@@ -177,10 +153,10 @@ class Submissions:
         try:
             samples = self._queue.samples(found, latest.numbers[1])
         except MemoryError as error:
-            failed = self._out_of_memory(latest.request, error)
+            failed = self._reader.failure(latest.request, error)
             self._latest[found] = latest._replace(error=failed)
             self._queue.wake()
-            return _do_nothing
+            return do_nothing
         planned = self._queue.is_planned(found)
         return partial(self.resume, latest.request, samples, planned)
 
@@ -189,16 +165,8 @@ class Submissions:
         self._queue.forget()
         self._latest = [None] * len(self._latest)
 
-    def plan_seconds(self) -> float:
-        """Return the time spent on plans, summed up over all threads."""
-        return self._queue.plan_seconds()
-
     def close(self) -> None:
         """Release memory and functions. No thread is at work. Idempotent."""
         self._queue.close()
-        self.resume = _do_nothing
+        self.resume = do_nothing
         self._latest = [None] * len(self._latest)
-
-
-def _do_nothing(*_: object) -> None:
-    pass

@@ -151,3 +151,12 @@ class Course(NamedTuple):
     order: OrderKey
     schedule: Schedule
     given: Mapping[int, NDArray[np.int64]] = MappingProxyType({})
+
+    def position(self, serial: int) -> Position:
+        """Return the place of a batch; -1, -1 and 0 for given samples."""
+        if serial in self.given:
+            return _OF_GIVEN
+        return self.schedule.position(max(serial, self.schedule.serial))
+
+
+_OF_GIVEN = Position(-1, -1, 0)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,40 +25,35 @@ from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
 from h5async.fill.outcomes import NO_CALLS, Calls, FillerStats, FillOutcome, Recorded
-from h5async.fill.pool import THREAD_NAME, start_all
+from h5async.fill.pool import Workers
 from h5async.fill.resident import Residency
 from h5async.io.shared import SharedMemory
 from h5async.opening.limits import MemoryPlan
-from h5async.order.sampling import FillRequest
-from h5async.process.child import HelperProcess, check_interpreter, refusal
+from h5async.order.sampling import NO_SAMPLES, FillRequest
+from h5async.process.child import check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opened, Starting
-from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots
 from h5async.process.supervisor import Supervisor
-from h5async.samples.assembly import SlotMemory, first_columns_of
+from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import Timeline
-from h5async.system.waiting import Once, Patience, join_threads
 
 _FOUND = "was changed while the reader was made, of which helper processes have found two versions"
 
 
-class HelperFiller:
+class HelperFiller(Workers):
     """Fills slots in the threads of helper processes. Thread-safe.
 
     Made in the thread that opens the reader. `open` starts the helpers, which open the dataset;
     `start` has them fill slots in `shared`, memory that the helpers map too. Each of `supervisors`
     keeps a helper alive.
 
-    Raises
-    ------
-    ConfigError
-        If `postprocess` cannot be sent, or there is no Python interpreter to start.
-    ReadError
-        If the system gives no shared memory.
+    `ConfigError` is raised if `postprocess` cannot be sent, or there is no Python interpreter to
+    start, and `ReadError` if the system gives no shared memory.
     """
 
     def __init__(self, config: ReaderConfig) -> None:
+        super().__init__()
         self._config = config
         self._what = paths_text(config.hdf5_path)
         check_interpreter()
@@ -78,22 +72,15 @@ class HelperFiller:
                 f"{self._what}: no memory could be shared with a helper process: {refusal(error)},"
                 f" or read with {named('workers', 'thread')}"
             ) from error
-        # A request, or True: fetch requests; False: send queued messages; None: the end.
-        self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()
-        # Reentrant: the garbage collector may close a reader anywhere, even while it is held.
-        self._lock = threading.RLock()
+        # True: fetch requests; False: send queued messages; None: the end.
+        self._tickets: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
         wake_sender = functools.partial(self._tickets.put, False)
         self.supervisors = [
             Supervisor(self._what, opening, self.shared, self._lock, wake_sender)
             for _ in range(config.num_helpers)
         ]
-        self._closed = False
-        self._then: Callable[[], None] = _nothing
-        self._working = 0  # threads
-        self._ending = Once()
         self._device_cache: Residency | None = None
         self._calls = NO_CALLS
-        self._threads: list[threading.Thread] = []
         self._timeline: Timeline | None = None
 
     @property
@@ -101,30 +88,20 @@ class HelperFiller:
         """How each field is read, in field order, after `start`."""
         return self.supervisors[0].methods
 
-    @property
-    def processes(self) -> list[HelperProcess | None]:
-        """The current helper processes; None for one that is not running."""
-        return [supervisor.process for supervisor in self.supervisors]
-
     def open(self) -> Opened:
         """Start the helpers, each of which opens the dataset; return what they found.
 
-        Raises
-        ------
-        H5AsyncError
-            As in `AsyncReader`; `ReadError` if opening the files kills a helper process, or they
-            found different files.
-        BatchTimeoutError
-            If that takes longer than both the option ``timeout`` and a minute.
+        Raises as `AsyncReader` does; `ReadError` if opening the files kills a helper process, or
+        they found different files; `BatchTimeoutError` if that takes longer than both the option
+        ``timeout`` and a minute.
         """
-        for number, supervisor in enumerate(self.supervisors):
-            self._start_thread(supervisor.run, f"helper_{number}")
+        several = enumerate(self.supervisors)
+        self._start({f"helper_{number}": one.run for number, one in several}, self._what)
         first = None
         for supervisor in self.supervisors:
-            supervisor.await_step(self._config.timeout)
-            assert supervisor.opened is not None
-            first = first or supervisor.opened
-            check_same(first, supervisor.opened, _FOUND)
+            opened = supervisor.await_opened(self._config.timeout)
+            first = first or opened
+            first.check_same(opened, _FOUND)
             supervisor.opened = first  # tables of chunks are kept once
         assert first is not None
         return first
@@ -144,34 +121,19 @@ class HelperFiller:
         `slots`, `rows` and `pixels_nbytes` are those of `ReaderSlots`. Functions are called in
         threads of this object.
         """
-        opened = self.supervisors[0].opened
-        assert opened is not None
-        first_columns = first_columns_of(opened.layouts)
-        own = ReaderSlots(self.shared, slots, rows, first_columns, pixels_nbytes)
+        own = ReaderSlots(self.shared, slots, rows, pixels_nbytes)
         self._calls = calls
         self._device_cache = device_cache
         starting = Starting(own.specs, rows, memory_plan, device_cache is not None)
         for supervisor in self.supervisors:
             supervisor.start_filling(own, starting, calls.on_done)
-        self._start_thread(self._send_all, "send")
+        self._start({"send": self._send_all}, self._what)
         for supervisor in self.supervisors:
-            supervisor.await_step(self._config.timeout)
+            supervisor.await_started(self._config.timeout)
 
     def kick(self) -> None:
         """Have new requests fetched. Never blocks; extra calls are harmless."""
         self._tickets.put(True)
-
-    def fill(self, request: FillRequest) -> None:
-        """Fill a slot. Never blocks."""
-        self._tickets.put(request)
-
-    def run_next(self) -> bool:
-        """Return False: there is never work for the calling thread."""
-        return False
-
-    def abandon(self) -> bool:
-        """Return False: an exception in the calling thread interrupts nothing in a helper."""
-        return False
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
         """Note that the device cache has the samples of a slot's batch."""
@@ -201,39 +163,16 @@ class HelperFiller:
             found += supervisor.take_recorded()
         return found
 
-    def stop(self, then: Callable[[], None]) -> None:
-        """Drop all requests, end the helpers, then call `then`, like `Filler.stop`."""
-        with self._lock:
-            if not self._ending.has_begun:
-                self._closed, self._then = True, then
-            for supervisor in self.supervisors:
-                supervisor.close()
-            is_idle = not self._working
-        self._tickets.put(None)
-        if is_idle:
-            self._ending.do(self._end)
-
-    def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until `stop` has finished; not in a thread of this object."""
-        patience = Patience(patience_seconds)
-        while not self._ending.is_set and not patience.is_over:
-            patience.wait(self._ending.wait_set)
-        join_threads(self._threads, patience)
-
     # --- threads ----------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
         """Send notes, and each request once its slot may be written to; runs in its own thread."""
         while (ticket := self._tickets.get()) is not None:
-            if isinstance(ticket, bool):
-                requests = self._calls.next_requests() if ticket else ()
-            else:
-                requests = (ticket,)
-            for request in requests:
+            for request in self._calls.next_requests() if ticket else ():
                 try:
                     self._calls.before_fill(request.slot)
                 except BaseException as error:
-                    self._calls.on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
+                    self._calls.on_done(request, FillOutcome(NO_SAMPLES, (), error))
                     continue
                 if not self._request(request):
                     return
@@ -251,38 +190,21 @@ class HelperFiller:
         for supervisor in self.supervisors:
             supervisor.flush()
 
-    def _start_thread(self, target: Callable[[], None], name: str) -> None:
-        name = f"{THREAD_NAME}-{name}"
-        self._threads.append(
-            threading.Thread(target=self._in_thread, args=(target,), name=name, daemon=True)
-        )
-        start_all(self._threads[-1:], self._what)
-
-    def _in_thread(self, target: Callable[[], None]) -> None:
-        with self._lock:
-            self._working += 1
+    def _run(self, target: Callable[[], None]) -> None:
         try:
-            if not self._closed:
-                target()
+            super()._run(target)
         except BaseException as error:
             self._calls.on_crash(error)
-        finally:
-            with self._lock:
-                self._working -= 1
-                is_last = self._closed and not self._working
-            if is_last:
-                self._ending.do(self._end)
+
+    def _wake(self) -> None:
+        for supervisor in self.supervisors:
+            supervisor.close()
+        self._tickets.put(None)
 
     def _end(self) -> None:
-        """Release all that the threads used; called after the last of them."""
         self.shared.close()
         # These functions are bound to the owner of this object.
         self._calls = NO_CALLS
         for supervisor in self.supervisors:
             supervisor.release()
-        self._then()
-        self._then = _nothing
-
-
-def _nothing(*_: object) -> None:
-    pass
+        super()._end()

@@ -7,7 +7,6 @@ reader's process, however that ends.
 from __future__ import annotations
 
 import _socket
-import contextlib
 import ctypes
 import faulthandler
 import os
@@ -16,14 +15,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import Calls, FillOutcome
+from h5async.fill.pool import do_nothing
 from h5async.fill.reading import OnDevice, Slots
 from h5async.fill.resident import Residency
 from h5async.io.shared import SharedMemory
@@ -46,10 +45,9 @@ from h5async.process.messages import (
     portable,
 )
 from h5async.process.sharedslots import HelperSlots
-from h5async.samples.assembly import first_columns_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
-from h5async.system.timeline import Timeline
+from h5async.system.timeline import Recorder, Timeline
 
 # In the environment of a new helper: the ID of the process that started it.
 MARK = "H5ASYNC_HELPER_OF"
@@ -93,26 +91,9 @@ def main(channel_fd: int, memory_fd: int, parent: int) -> None:
         if sys.stderr is not None:  # the reader's process may have closed it
             faulthandler.enable()  # prints where a C library crashed
         _Helper(end, SharedMemory(memory_fd)).serve()
-    except EOFError:  # the reader is closed, or gone
-        pass
     except BaseException as raised:
         error = raised
     _exit(error)
-
-
-class _StepFailed(Exception):
-    """A step of the start failed; the reader has been told why."""
-
-    def __init__(self, reason: BaseException) -> None:
-        self.reason = reason
-
-
-@contextlib.contextmanager
-def _step() -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        raise _StepFailed(error) from error
 
 
 class _Helper:
@@ -121,7 +102,12 @@ class _Helper:
         self._memory = memory
 
     def _receive(self) -> Any:
-        return pickle.loads(self._channel.receive())
+        """Return a message of the reader; end the process if it is closed, or gone."""
+        try:
+            data = self._channel.receive()
+        except EOFError:
+            _exit(None)
+        return pickle.loads(data)
 
     def _send(self, message: Any) -> None:
         """Send a message to the reader; in any thread."""
@@ -132,19 +118,17 @@ class _Helper:
             os._exit(0)
 
     def serve(self) -> None:
-        """Answer messages until EOFError: the reader has hung up."""
+        """Answer messages until the reader has hung up, or a step of the start has failed."""
         try:
             config = self._receive_config()
-            with _step():
-                opened = open_dataset(config)
-                chosen = choose(opened.config, opened.layouts)
-            self._send(_told(config, opened, chosen))
+            opened = open_dataset(config)
+            chosen = choose(opened.config, opened.layouts)
+            self._send(_told(opened, chosen))
             starting = self._receive()
             assert isinstance(starting, Starting)
-            with _step():
-                self._start(opened, chosen, starting)
-        except _StepFailed as failed:
-            self._send(Failed(portable(failed.reason)))
+            self._start(opened, chosen, starting)
+        except BaseException as error:
+            self._send(Failed(portable(error)))
             return
         self._send(Started(self._filler.methods, self._filler.stats().cache))
         while True:
@@ -153,15 +137,12 @@ class _Helper:
     def _receive_config(self) -> ReaderConfig:
         try:
             config = self._receive()
-        except EOFError:
-            raise
         except BaseException as error:  # a module of `postprocess` cannot be imported, say
-            with _step():
-                raise ConfigError(
-                    f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
-                    f" {error}); make its module one that a new interpreter can import, or read"
-                    f" with {named('workers', 'thread')}"
-                ) from error
+            raise ConfigError(
+                f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
+                f" {error}); make its module one that a new interpreter can import, or read"
+                f" with {named('workers', 'thread')}"
+            ) from error
         assert isinstance(config, ReaderConfig)
         # This thread only receives; otherwise the reader might wait for it.
         return config.model_copy(update={"num_threads": config.filler_threads})
@@ -172,7 +153,7 @@ class _Helper:
         transforms = slot_transforms(config, layouts, samplings, starting.rows)
         cache = Residency(samplings.selection, 0, "device") if starting.has_device_cache else None
         raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
-        self._slots = HelperSlots(self._memory, starting.slots, raws, first_columns_of(layouts))
+        self._slots = HelperSlots(self._memory, starting.slots, raws)
         self._filler = Filler(
             opened,
             samplings,
@@ -181,13 +162,14 @@ class _Helper:
             starting.memory_plan,
             Calls(list, lambda slot: None, self._answer, _give_up),
             OnDevice(cache=cache),
+            Recorder(),
         )
         self._filler.start()
 
     def _obey(self, message: Any) -> None:
         if type(message) is tuple:
             request, rooms = message
-            self._slots.begin(request[0], rooms)
+            self._slots.rooms[request[0]] = rooms
             self._filler.fill(FillRequest(*request))
         elif isinstance(message, NoteUploaded):
             self._filler.note_uploaded(message.slot, self._slots.index(message.slot))
@@ -203,14 +185,13 @@ class _Helper:
                 error = portable(outcome.error)
             except BaseException:
                 error = portable(H5AsyncError(f"{type(outcome.error).__name__} was raised"))
-        fields: tuple[SentField | None, ...] = ()
+        fields: tuple[SentField, ...] = ()
         rooms: Rooms = {}
         if not error:
             try:
                 fields, rooms = self._slots.put(request.slot, outcome)
             except OutOfMemoryError as raised:
-                batch = f"batch {request.number} of epoch {request.epoch}"
-                error = portable(OutOfMemoryError(f"{batch}: {raised.marked}"))
+                error = portable(OutOfMemoryError(f"{request}: {raised.marked}"))
             except BaseException as raised:
                 error = portable(raised)
         answer = Answer(
@@ -231,15 +212,13 @@ class _Helper:
             self._send(answer._replace(fields=(), error=portable(raised)))
 
 
-def _told(config: ReaderConfig, opened: OpenedDataset, chosen: Chosen) -> Opened:
+def _told(opened: OpenedDataset, chosen: Chosen) -> Opened:
     """Return what the reader needs to know of a dataset, without what only reading needs."""
     layouts = {
         name: layout.changed(heaps=tuple(one._replace(elements=None) for one in layout.heaps))
-        if layout.heaps
-        else layout
         for name, layout in opened.layouts.items()
     }
-    return Opened(layouts, chosen, opened.kinds, opened.config is not config)
+    return Opened(layouts, chosen, opened.kinds)
 
 
 def _give_up(error: BaseException) -> None:
@@ -267,12 +246,8 @@ def _ignore_signals() -> None:
     """
     for number in GROUP_SIGNALS:
         is_terminals = number in (signal.SIGTTIN, signal.SIGTTOU)
-        signal.signal(number, signal.SIG_IGN if is_terminals else _nothing)
+        signal.signal(number, signal.SIG_IGN if is_terminals else do_nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 def _leave_to_parent(channel: Channel) -> None:
@@ -282,7 +257,7 @@ def _leave_to_parent(channel: Channel) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _exit(error: BaseException | None) -> None:
+def _exit(error: BaseException | None) -> NoReturn:
     """Flush the standard streams and end the process at once.
 
     The interpreter is not finalized, because that would interrupt threads that still run.

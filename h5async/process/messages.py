@@ -1,4 +1,4 @@
-"""Defines the messages between a reader and its helper process, pickles them, and sends them.
+"""Defines the messages between a reader and its helper process, pickles and sends them.
 
 First the options (`ReaderConfig`) are answered by `Opened`, and `Starting` by `Started`. Then the
 reader sends requests to fill slots (`FillRequest` and `Rooms`, as plain tuples), each answered by
@@ -9,20 +9,22 @@ shared memory.
 from __future__ import annotations
 
 import _socket
-import itertools
 import pickle
 import struct
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
 
 from h5async import errors
-from h5async.errors import H5AsyncError
+from h5async.errors import H5AsyncError, ReadError
 from h5async.fill.outcomes import FillerStats, Recorded
-from h5async.index.layout import DatasetLayout
+from h5async.index.fingerprint import fingerprint
+from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.io.shared import ArraySpec
 from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
@@ -33,36 +35,72 @@ from h5async.system.interruptions import suppressing
 # Offset and size of the memory that helpers have added beside a slot, by its number. Immutable.
 Rooms: TypeAlias = Mapping[int, tuple[int, int]]
 
-# An array in shared memory; or, if it is the first rows of a column of the slot, the column's
-# number and the number of rows.
-Part: TypeAlias = ArraySpec | tuple[int, int]
-
 _SIZE = struct.Struct("!Q")  # the size of the message that follows
 _READ_NBYTES = 1 << 16  # one call receives the whole of most messages
 # Without it, sending to a closed end is fatal in a program that does not ignore SIGPIPE.
 _SEND_FLAGS = getattr(_socket, "MSG_NOSIGNAL", 0)
 
 _MAX_CAUSES = 8
+_FOUND = (
+    "has changed since the reader was made, which a new helper process found when it took the"
+    " place of one that died"
+)
 _KNOWN = {kind for kind in vars(errors).values() if isinstance(kind, type)}
 
 
 class Opened(NamedTuple):
     """The dataset is open, and the datasets that select its samples were read.
 
-    Attributes
-    ----------
-    layouts, chosen
-        Layouts of all columns by name; those of variable-length elements lack their positions.
-    kinds
-        Of the fields, by name.
-    are_found
-        Whether some kinds are not those of the options.
+    Layouts are of all columns, by name; those of variable-length elements lack their positions.
     """
 
     layouts: dict[str, DatasetLayout]
     chosen: Chosen
-    kinds: dict[str, FieldKind]
-    are_found: bool
+    kinds: dict[str, FieldKind]  # of the fields, by name
+
+    def check_same(self, now: Opened, found: str = _FOUND) -> None:
+        """Raise ReadError if a new helper found other files or samples than the first one.
+
+        `found` completes the message; its subject is what differs.
+        """
+        changed, what = _changed_layout(self.layouts, now.layouts), None
+        if changed is not None:
+            what = "this file"
+        elif not self.chosen.is_same(now.chosen):
+            what = "what indices or weights are read from"
+        elif not all(  # the meaning of codes, and which columns are delivered
+            type(one) is type(other) and one.is_same(other)
+            for one, other in zip(self.kinds.values(), now.kinds.values(), strict=True)
+        ):
+            what = "a table of categories or columns"
+        if what is not None:
+            file = (changed or next(iter(self.layouts.values()))).file
+            raise ReadError(f"{file}: {what} {found}; make a new reader")
+
+
+def _changed_layout(
+    before: Mapping[str, DatasetLayout], now: Mapping[str, DatasetLayout]
+) -> DatasetLayout | None:
+    if list(before) != list(now):  # a path leads to data of another kind
+        return next(iter(before.values()))
+    for name, layout in before.items():
+        if not _is_same(layout, now[name]):
+            pairs = zip(layout.leaves(), now[name].leaves(), strict=False)
+            return next((old for old, new in pairs if not _is_same(old, new)), layout)
+    return None
+
+
+def _is_same(one: DatasetLayout, other: DatasetLayout) -> bool:
+    return (
+        _files(one) == _files(other)
+        and fingerprint([one], has_places=True) == fingerprint([other], has_places=True)
+        and one.file_samples == other.file_samples
+    )
+
+
+def _files(layout: DatasetLayout) -> list[object]:
+    several: Iterator[DatasetLayout | HeapFile] = chain(layout.leaves(), layout.heaps)
+    return [(one.file, one.stamp.file_id) for one in several]
 
 
 class SlotSpecs(NamedTuple):
@@ -109,6 +147,18 @@ class Record(NamedTuple):
     max_events: int
 
 
+class Inside(NamedTuple):
+    """A C-contiguous array in a slot, `begin` bytes from the start of one of its blocks.
+
+    These are the arrays of `SlotMemory.out`, then those of `SlotSpecs.made`.
+    """
+
+    block: int
+    begin: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
 class SentField(NamedTuple):
     """The positions of the arrays of a field of a batch; other attributes as in `SampleArrays`.
 
@@ -116,41 +166,26 @@ class SentField(NamedTuple):
     """
 
     kind: type[SampleArrays] | None
-    parts: tuple[Part, ...]
-    sample_shape: tuple[int | None, ...] = ()
+    parts: tuple[Inside | ArraySpec, ...]
+    sample_shape: tuple[int | None, ...]
 
 
 class Answer(NamedTuple):
-    """The outcome of a request.
+    """The outcome of a request; with `stats` of the helper's filler so far.
 
-    Attributes
-    ----------
-    request
-        The `FillRequest`, as a plain tuple.
-    size
-        The number of samples in the batch.
-    fields
-        Per field: its arrays; None for the slot's own array.
-    rooms
-        Memory beside the slot that was added for them.
-    error
-        The error, if any, from `portable`.
-    is_resident, busy_seconds, warnings
-        As in `FillOutcome`.
-    stats, recorded
-        Of the helper's filler so far, and events of its threads since the last answer.
+    `is_resident`, `busy_seconds` and `warnings` are those of `FillOutcome`.
     """
 
-    request: tuple[Any, ...]
-    size: int
-    fields: tuple[SentField | None, ...]
-    rooms: Rooms
-    error: tuple[bytes, ...]
+    request: tuple[Any, ...]  # the `FillRequest`
+    size: int  # samples in the batch
+    fields: tuple[SentField, ...]
+    rooms: Rooms  # memory beside the slot that was added for them
+    error: tuple[bytes, ...]  # from `portable`, if any
     is_resident: bool
     busy_seconds: float
     warnings: tuple[str, ...]
     stats: FillerStats
-    recorded: Sequence[Recorded] = ()
+    recorded: Sequence[Recorded] = ()  # since the last answer
 
 
 class Failed(NamedTuple):
@@ -220,19 +255,15 @@ def dump(message: Any) -> bytes:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-class _Parts(NamedTuple):
-    kind: type[BaseException]
-    args: tuple[Any, ...]
-    attributes: dict[str, Any]
-
-
 def _load_error(data: bytes) -> BaseException:
-    found: BaseException | _Parts = pickle.loads(data)
+    found: BaseException | tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]
+    found = pickle.loads(data)
     if isinstance(found, BaseException):
         return found
-    error = found.kind.__new__(found.kind, *found.args)
-    error.args = found.args
-    error.__dict__.update(found.attributes)
+    kind, args, attributes = found
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
     return error
 
 
@@ -263,14 +294,14 @@ def received(sent: tuple[bytes, ...]) -> BaseException:
             links.append(
                 H5AsyncError(f"an error of the helper process cannot be unpickled here ({error})")
             )
-    for link, cause in itertools.pairwise(links):
+    for link, cause in pairwise(links):
         link.__cause__ = cause
     return links[0]
 
 
 def _dump_error(error: BaseException) -> bytes:
     # Pickle makes an exception from its `args`, which does not work with every exception.
-    for sent in (error, _Parts(type(error), error.args, error.__dict__)):
+    for sent in (error, (type(error), error.args, error.__dict__)):
         try:
             data = bytes(cloudpickle.dumps(sent))
             copy = _load_error(data)

@@ -21,7 +21,8 @@ MAX_DEATHS = 3  # of helpers that had, or were started for, the same request
 @dataclass(eq=False, slots=True)
 class _Entry:
     request: FillRequest
-    deaths: int = 0
+    is_sent: bool = False  # to the current helper
+    deaths: int = 0  # of helpers that had it: with any, it is a suspect
 
 
 class Outstanding:
@@ -31,9 +32,7 @@ class Outstanding:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}  # by slot, like the sets below
-        self._unsent: set[int] = set()  # not given to the current helper
-        self._suspects: set[int] = set()  # a helper died while it had them
+        self._entries: dict[int, _Entry] = {}  # by slot
         self._takes_requests = False
         self.has_started = False
 
@@ -43,36 +42,32 @@ class Outstanding:
 
     def add(self, request: FillRequest) -> None:
         """Add a request; it replaces an earlier one for the same slot."""
-        self._forget(request.slot)
         self._entries[request.slot] = _Entry(request)
-        self._unsent.add(request.slot)
 
     def remove(self, request: FillRequest) -> bool:
         """Remove a request that was answered or failed; return whether it was there."""
         entry = self._entries.get(request.slot)
         if entry is None or entry.request[:-1] != request[:-1]:  # samples go with the serial
             return False
-        self._forget(request.slot)
+        del self._entries[request.slot]
         return True
 
     def clear(self) -> None:
         """Remove all requests."""
         self._entries.clear()
-        self._unsent.clear()
-        self._suspects.clear()
 
     def next_to_send(self) -> list[FillRequest]:
         """Return the requests to send to the helper now, in order; they count as sent."""
-        if not self._unsent or not self._takes_requests:
+        if not self._takes_requests:
             return []
-        if not self._suspects:
-            slots = sorted(self._unsent, key=self._serial)
-        elif len(self._unsent) < len(self._entries):  # the helper has one that may kill it
-            return []
-        else:
-            slots = [min(self._suspects, key=self._serial)]
-        self._unsent.difference_update(slots)
-        return [self._entries[slot].request for slot in slots]
+        entries = self._in_order()
+        unsent = [entry for entry in entries if not entry.is_sent]
+        suspects = [entry for entry in entries if entry.deaths]
+        if suspects:  # one at a time: the helper may have one that may kill it
+            unsent = suspects[:1] if len(unsent) == len(entries) else []
+        for entry in unsent:
+            entry.is_sent = True
+        return [entry.request for entry in unsent]
 
     # --- what becomes of helpers ------------------------------------------------------------------
 
@@ -91,35 +86,20 @@ class Outstanding:
     def blame(self) -> list[tuple[FillRequest, int]]:
         """Count the helper's end against each request that it had.
 
-        If it had none yet, it was started for the oldest one, which is charged instead.
-
-        Returns
-        -------
-        list of (request, deaths)
-            Requests that ended `MAX_DEATHS` helpers, oldest first. They stay until `remove`.
+        If it had none yet, it was started for the oldest one, which is charged instead. Returns the
+        requests that ended `MAX_DEATHS` helpers, or more, oldest first. They stay until `remove`.
         """
         assert not self._takes_requests, "the helper has not ended"
-        had = self._entries.keys() - self._unsent
-        if not self.has_started:
-            oldest = self.oldest()
-            had = set() if oldest is None else {oldest.slot}
-        for slot in had:
-            self._entries[slot].deaths += 1
-        self._unsent |= had
-        self._suspects |= had
-        entries = [self._entries[slot] for slot in sorted(had, key=self._serial)]
-        return [(entry.request, entry.deaths) for entry in entries if entry.deaths >= MAX_DEATHS]
+        entries = self._in_order()
+        had = [entry for entry in entries if entry.is_sent] if self.has_started else entries[:1]
+        for entry in had:
+            entry.is_sent = False
+            entry.deaths += 1
+        return [(entry.request, entry.deaths) for entry in had if entry.deaths >= MAX_DEATHS]
 
     def oldest(self) -> FillRequest | None:
         """Return the most urgent request; None if there is none."""
-        if not self._entries:
-            return None
-        return self._entries[min(self._entries, key=self._serial)].request
+        return next((entry.request for entry in self._in_order()), None)
 
-    def _serial(self, slot: int) -> int:
-        return self._entries[slot].request.serial
-
-    def _forget(self, slot: int) -> None:
-        self._entries.pop(slot, None)
-        self._unsent.discard(slot)
-        self._suspects.discard(slot)
+    def _in_order(self) -> list[_Entry]:
+        return sorted(self._entries.values(), key=lambda entry: entry.request.serial)

@@ -11,7 +11,6 @@ is told its rooms, so their number does not depend on the number of helpers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from h5async.errors import OutOfMemoryError, PostprocessError
 from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import ArraySpec, SharedMemory
-from h5async.process.messages import Answer, Part, Rooms, SentField, SlotSpecs
+from h5async.process.messages import Answer, Inside, Rooms, SentField, SlotSpecs
 from h5async.samples.assembly import SlotMemory
 from h5async.samples.samplearrays import SampleArrays
 from h5async.spelling import named
@@ -31,9 +30,11 @@ _MOST_ARRAYS = 3  # of one field
 class ReaderSlots:
     """Slots in the memory of the process that made them; `specs` is what helpers receive.
 
+    `rooms` is the memory beside each slot, for the helper that fills it next.
+
     `slots` are arrays in `shared`; raw arrays lie in other memory if the filler transforms them. A
-    slot has room for `rows` samples. Per field, `first_columns` has the number of its first column,
-    and `pixels_nbytes` the maximum size of the pixels of a batch of images.
+    slot has room for `rows` samples. `pixels_nbytes` has, per field, the maximum size of the pixels
+    of a batch of images.
     """
 
     def __init__(
@@ -41,19 +42,30 @@ class ReaderSlots:
         shared: SharedMemory,
         slots: Sequence[SlotMemory],
         rows: int,
-        first_columns: Sequence[int],
         pixels_nbytes: Sequence[int],
     ) -> None:
         self._shared = shared
-        self._slots = slots
-        self._first_columns = first_columns
         numbers = shared.empty(len(slots) * rows * 8).view(np.int64).reshape(len(slots), rows)
         self._numbers = list(numbers)
-        self._pixels = [[self._new(nbytes) for nbytes in pixels_nbytes] for _ in slots]
-        self.specs = [
-            self._specs(*of_slot) for of_slot in zip(slots, self._pixels, numbers, strict=True)
-        ]
-        self._rooms: list[Rooms] = [{}] * len(slots)
+        self._blocks: list[list[NDArray[np.uint8] | None]] = []  # see `Inside`
+        self.rooms: list[Rooms] = [{}] * len(slots)
+        self.specs: list[SlotSpecs] = []
+        for slot, own in zip(slots, numbers, strict=True):
+            made = [
+                slot.made[field]
+                if slot.made and slot.made[field] is not None
+                else self._new(nbytes)
+                for field, nbytes in enumerate(pixels_nbytes)
+            ]
+            self._blocks.append([None if one is None else _flat(one) for one in (*slot.out, *made)])
+            self.specs.append(
+                SlotSpecs(
+                    tuple(map(shared.spec, slot.raw)),
+                    tuple(_own_spec(shared, out) for out in slot.out),
+                    tuple(None if one is None else _own_spec(shared, one) for one in made),
+                    _own_spec(shared, own),
+                )
+            )
 
     def index(self, slot: int, size: int) -> NDArray[np.int64]:
         """Return a copy of the sample numbers of the batch in a slot."""
@@ -64,28 +76,19 @@ class ReaderSlots:
 
         OutOfMemoryError if memory that the helper added cannot be mapped.
         """
-        slot, size = answer.request[0], answer.size
+        slot = answer.request[0]
         if answer.rooms:
-            self._rooms[slot] = {**self._rooms[slot], **answer.rooms}
-        out = self._slots[slot].out
-        return tuple(
-            out[column][:size] if sent is None else self._field(out, sent)
-            for column, sent in zip(self._first_columns, answer.fields, strict=True)
-        )
+            self.rooms[slot] = {**self.rooms[slot], **answer.rooms}
+        found = []
+        for kind, parts, sample_shape in answer.fields:
+            arrays = [self._array(slot, part) for part in parts]
+            found.append(kind.of_arrays(arrays, sample_shape) if kind else arrays[0])
+        return tuple(found)
 
-    def rooms(self, slot: int) -> Rooms:
-        """Return the memory beside a slot, for the helper that fills it next."""
-        return self._rooms[slot]
-
-    def _field(self, out: Sequence[NDArray[Any]], sent: SentField) -> Any:
-        arrays = [self._array(out, part) for part in sent.parts]
-        return sent.kind.of_arrays(arrays, sent.sample_shape) if sent.kind else arrays[0]
-
-    def _array(self, out: Sequence[NDArray[Any]], part: Part) -> NDArray[Any]:
+    def _array(self, slot: int, part: Inside | ArraySpec) -> NDArray[Any]:
         if isinstance(part, ArraySpec):
             return self._shared.array(part)
-        column, count = part
-        return out[column][:count]
+        return np.ndarray(part.shape, part.dtype, self._blocks[slot][part.block], part.begin)
 
     def _new(self, nbytes: int) -> NDArray[np.uint8] | None:
         """Return memory for pixels; None means that they are copied out of the helper's."""
@@ -94,30 +97,12 @@ class ReaderSlots:
         except OutOfMemoryError:
             return None
 
-    def _specs(
-        self,
-        slot: SlotMemory,
-        pixels: Sequence[NDArray[np.uint8] | None],
-        numbers: NDArray[np.int64],
-    ) -> SlotSpecs:
-        spec, own = self._shared.spec, partial(_own_spec, self._shared)
-        made = [
-            slot.made[number] if slot.made and slot.made[number] is not None else of_field
-            for number, of_field in enumerate(pixels)
-        ]
-        return SlotSpecs(
-            tuple(map(spec, slot.raw)),
-            tuple(map(own, slot.out)),
-            tuple(None if array is None else spec(array) for array in made),
-            own(numbers),
-        )
-
 
 class HelperSlots:
     """Slots in the memory of the process that fills them; `slots` is for the filler.
 
-    `raws` has the shape and dtype of a row as read, per column; `first_columns` the number of a
-    field's first column.
+    `raws` has the shape and dtype of a row as read, per column. `rooms` of a slot are set before it
+    is filled.
     """
 
     def __init__(
@@ -125,30 +110,28 @@ class HelperSlots:
         shared: SharedMemory,
         specs: Sequence[SlotSpecs],
         raws: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
-        first_columns: Sequence[int],
     ) -> None:
         self._shared = shared
-        self._specs = specs
-        self._first_columns = first_columns
         self._numbers: list[NDArray[np.int64]] = [shared.array(spec.numbers) for spec in specs]
         self._sizes = [0] * len(specs)  # samples in the batches
-        self._told: list[Rooms] = [{}] * len(specs)
-        # By slot and number: those that this process has mapped.
-        self._rooms: dict[tuple[int, int], NDArray[np.uint8]] = {}
+        self.rooms: list[Rooms] = [{}] * len(specs)
         self.slots = [self._slot(spec, raws) for spec in specs]
-        self._blocks = [_blocks(slot, spec) for slot, spec in zip(self.slots, specs, strict=True)]
+        # Where the blocks of a slot begin, and end; see `Inside`.
+        self._blocks = [
+            [
+                (0, 0) if one is None else (one.ctypes.data, one.ctypes.data + one.nbytes)
+                for one in (*slot.out, *slot.made)
+            ]
+            for slot in self.slots
+        ]
 
     def index(self, slot: int) -> NDArray[np.int64]:
         """Return a copy of the sample numbers of the batch in a slot."""
         return self._numbers[slot][: self._sizes[slot]].copy()
 
-    def begin(self, slot: int, rooms: Rooms) -> None:
-        """Store the rooms of a slot that is to be filled."""
-        self._told[slot] = rooms
-
     def put(
         self, slot: int, outcome: FillOutcome
-    ) -> tuple[tuple[SentField | None, ...], dict[int, tuple[int, int]]]:
+    ) -> tuple[tuple[SentField, ...], dict[int, tuple[int, int]]]:
         """Put the arrays outside a batch's slot into shared memory; different slots in any threads.
 
         Returns `Answer.fields` and `Answer.rooms`. `PostprocessError` is raised if an array cannot
@@ -157,11 +140,17 @@ class HelperSlots:
         size = self._sizes[slot] = outcome.index.size
         self._numbers[slot][:size] = outcome.index
         added: dict[int, tuple[int, int]] = {}
-        fields = tuple(
-            self._put_field(slot, field, value, size, added)
-            for field, value in enumerate(outcome.arrays)
-        )
-        return fields, added
+        fields = []
+        for field, value in enumerate(outcome.arrays):
+            is_one = not isinstance(value, SampleArrays)
+            parts = tuple(
+                self._inside(slot, array)
+                or self._copied(slot, _MOST_ARRAYS * field + number, array, added)
+                for number, array in enumerate((value,) if is_one else value.arrays)
+            )
+            more = (None, parts, ()) if is_one else (type(value), parts, value.sample_shape)
+            fields.append(SentField(*more))
+        return tuple(fields), added
 
     def _slot(
         self, specs: SlotSpecs, raws: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
@@ -176,44 +165,14 @@ class HelperSlots:
         made = tuple(None if spec is None else self._shared.array(spec) for spec in specs.made)
         return SlotMemory(raw, out, made)
 
-    def _put_field(
-        self, slot: int, field: int, value: Any, size: int, added: dict[int, tuple[int, int]]
-    ) -> SentField | None:
-        kind, arrays = None, (value,)
-        sample_shape: tuple[int | None, ...] = ()
-        if isinstance(value, SampleArrays):
-            kind, arrays, sample_shape = type(value), value.arrays, value.sample_shape
-        first = self._first_columns[field]
-        parts: list[Part] = []
-        for number, array in enumerate(arrays):
-            column = first + number
-            if column < len(self.slots[slot].out) and self._is_column(slot, column, array):
-                parts.append((column, len(array)))
-            else:
-                room = _MOST_ARRAYS * field + number
-                parts.append(self._inside(slot, array) or self._copied(slot, room, array, added))
-        is_own = not kind and parts[0] == (first, size)
-        return None if is_own else SentField(kind, tuple(parts), sample_shape)
-
-    def _is_column(self, slot: int, column: int, array: NDArray[Any]) -> bool:
-        """Tell whether an array is the first rows of a column of a slot."""
-        own = self.slots[slot].out[column]
-        return (
-            array.ctypes.data == own.ctypes.data
-            and array.dtype == own.dtype
-            and array.ndim > 0
-            and array.shape[1:] == own.shape[1:]
-            and array.flags.c_contiguous
-        )
-
-    def _inside(self, slot: int, array: NDArray[Any]) -> ArraySpec | None:
+    def _inside(self, slot: int, array: NDArray[Any]) -> Inside | None:
         """Describe an array that lies in a slot; None if it does not."""
         if not array.flags.c_contiguous or array.dtype.hasobject:
             return None
         address = array.ctypes.data
-        for begin, nbytes, offset in self._blocks[slot]:
-            if begin <= address and address + array.nbytes <= begin + nbytes:
-                return ArraySpec(offset + address - begin, array.shape, array.dtype)
+        for number, (begin, end) in enumerate(self._blocks[slot]):
+            if begin <= address and address + array.nbytes <= end:
+                return Inside(number, address - begin, array.shape, array.dtype)
         return None
 
     def _copied(
@@ -226,28 +185,16 @@ class HelperSlots:
                 " that processes share; return numbers or fixed-size strings, or read with"
                 f" {named('workers', 'thread')}"
             )
-        room = self._room(slot, number)
-        if room is None or room.nbytes < array.nbytes:
-            twice = 0 if room is None else 2 * room.nbytes
-            new = self._shared.empty(max(array.nbytes, twice))
-            if room is not None:  # the batch that was there is no longer in use
-                self._shared.discard(_own_spec(self._shared, room))
-            room = self._rooms[slot, number] = new
-            added[number] = (_own_spec(self._shared, new).offset, new.nbytes)
-        target: NDArray[Any] = np.ndarray(array.shape, array.dtype, room)
-        np.copyto(target, array)
-        return _own_spec(self._shared, target)
-
-    def _room(self, slot: int, number: int) -> NDArray[np.uint8] | None:
-        told = self._told[slot].get(number)
-        if told is None:
-            return None
-        known = self._rooms.get((slot, number))
-        if known is None or _own_spec(self._shared, known).offset != told[0]:
-            # Another helper has added it.
-            room = ArraySpec(told[0], (told[1],), np.dtype(np.uint8))
-            known = self._rooms[slot, number] = self._shared.array(room)
-        return known
+        offset, nbytes = self.rooms[slot].get(number, (0, 0))
+        if nbytes < array.nbytes:
+            room = self._shared.empty(max(array.nbytes, 2 * nbytes))
+            if nbytes:  # the batch that was there is no longer in use
+                self._shared.discard(ArraySpec(offset, (nbytes,), room.dtype))
+            offset = _own_spec(self._shared, room).offset
+            added[number] = offset, room.nbytes
+        spec = ArraySpec(offset, array.shape, array.dtype)
+        np.copyto(self._shared.array(spec), array)
+        return spec
 
 
 def _own_spec(shared: SharedMemory, array: NDArray[Any]) -> ArraySpec:
@@ -257,11 +204,5 @@ def _own_spec(shared: SharedMemory, array: NDArray[Any]) -> ArraySpec:
     return spec
 
 
-def _blocks(slot: SlotMemory, specs: SlotSpecs) -> list[tuple[int, int, int]]:
-    """Return where blocks of a slot begin here, their sizes, and their shared memory offsets."""
-    pairs = zip((*slot.out, *slot.made), (*specs.out, *specs.made), strict=True)
-    return [
-        (array.ctypes.data, array.nbytes, spec.offset)
-        for array, spec in pairs
-        if array is not None and spec is not None
-    ]
+def _flat(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8)

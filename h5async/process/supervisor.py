@@ -18,34 +18,23 @@ They are passed on to the thread that waits for them.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import BatchTimeoutError
 from h5async.fill.outcomes import FillerStats, FillOutcome, Recorded
+from h5async.fill.pool import do_nothing
 from h5async.io.shared import SharedMemory
-from h5async.order.sampling import FillRequest
+from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.process.child import HelperDied, HelperProcess
-from h5async.process.messages import (
-    Answer,
-    Failed,
-    Opened,
-    Record,
-    Started,
-    Starting,
-    received,
-)
+from h5async.process.messages import Answer, Failed, Opened, Record, Started, Starting, received
 from h5async.process.outstanding import Outstanding
-from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots
 from h5async.system.interruptions import suppressing
 from h5async.system.timeline import STAGES, ThreadCounts
@@ -63,16 +52,9 @@ class Supervisor:
 
     `what` is what helpers read, for messages; `opening` is the first message to a helper, pickled;
     `shared` is memory that helpers map too; `lock` is reentrant; `wake_sender` makes the other
-    thread call `flush`.
-
-    Attributes
-    ----------
-    opened
-        What the first helper found, once it has opened the dataset.
-    methods
-        How each field is read, in field order, once a helper has started to fill slots.
-    process
-        The current helper process.
+    thread call `flush`. `opened` is what the first helper found, once it has opened the dataset;
+    `methods` says how each field is read, in field order, once it has started to fill slots;
+    `process` is the current one.
     """
 
     def __init__(
@@ -100,13 +82,12 @@ class Supervisor:
         self._takes_notes = False  # it was sent `Starting`, so messages may be posted after it
         self._starting: Starting | None = None
         self._slots: ReaderSlots | None = None
-        self._on_done: Callable[[FillRequest, FillOutcome], None] = _nothing
+        self._on_done: Callable[[FillRequest, FillOutcome], None] = do_nothing
         self._outstanding = Outstanding()
         self._stats = self._former_stats = _NOTHING_DONE
         self._max_events = 0  # the limit of recorded events
         self._recorded: dict[int, Recorded] = {}  # by process
-        # Steps of the start that are done, or the error that ended them.
-        self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._start_error: BaseException | None = None
         self._opener_id = threading.get_native_id()  # of the system's thread
         self._is_alone = False  # there is no other thread of the system
 
@@ -180,43 +161,41 @@ class Supervisor:
 
     def release(self) -> None:
         """Release slots and functions, after `run` has ended."""
-        self._slots, self._on_done = None, _nothing
+        self._slots, self._on_done = None, do_nothing
 
-    def await_step(self, timeout_seconds: float | None) -> None:
-        """Wait until the first helper has opened the files or, on the second call, has started.
+    def await_opened(self, timeout_seconds: float | None) -> Opened:
+        """Wait until the first helper has opened the files; return what it found.
 
-        Raises
-        ------
-        H5AsyncError
-            The helper's error; `ReadError` if it died.
-        BatchTimeoutError
-            If it takes longer than both the timeout and a minute.
+        The helper's error is raised, here and below; `ReadError` if it died, `BatchTimeoutError` if
+        it takes longer than both the timeout and a minute.
         """
-        step = "start its threads" if self.opened else "open the files"
+        self._await("open the files", lambda: self.opened, timeout_seconds)
+        assert self.opened is not None
+        return self.opened
+
+    def await_started(self, timeout_seconds: float | None) -> None:
+        """Wait until the first helper has started its threads."""
+        self._await("start its threads", lambda: self.methods, timeout_seconds)
+
+    def _await(
+        self, step: str, is_done: Callable[[], object], timeout_seconds: float | None
+    ) -> None:
         if timeout_seconds is not None:
             timeout_seconds = min(max(timeout_seconds, _STEP_SECONDS), threading.TIMEOUT_MAX)
-        found: list[BaseException | None] = []
         patience = Patience(timeout_seconds)
-        while not patience.wait(partial(self._has_step, found)):
+        wait = partial(self._changed.wait, lambda: self._start_error is not None or bool(is_done()))
+        while not patience.wait(wait):
             if patience.is_over:
                 raise BatchTimeoutError(
                     f"{self._what}: the helper process did not {step} within {timeout_seconds} s;"
                     " set timeout to more than that (or HDF5 hangs, as it may on a damaged file)"
                 )
-        error = found.pop()
+        error, self._start_error = self._start_error, None
         if error is not None:
             try:
                 raise error
             finally:
                 del error  # its traceback has this frame
-
-    def _has_step(self, found: list[BaseException | None], seconds: float | None) -> bool:
-        """Wait `seconds` for a step and append it to `found`; return whether one came."""
-        try:
-            found.append(self._steps.get(timeout=seconds))
-        except queue.Empty:
-            return False
-        return True
 
     # --- posting ----------------------------------------------------------------------------------
 
@@ -231,7 +210,7 @@ class Supervisor:
         for request in requests:
             assert self._slots is not None
             # Plain tuples are pickled ten times as fast.
-            self._post((tuple(request), self._slots.rooms(request.slot)))
+            self._post((tuple(request), self._slots.rooms[request.slot]))
         return bool(requests)
 
     # --- the thread -------------------------------------------------------------------------------
@@ -258,21 +237,15 @@ class Supervisor:
         """Start a helper and take its answers until this is closed, which raises HelperDied too."""
         self._outstanding.helper_starts()
         with HelperProcess(self._shared.fd, self._what, self._folder) as process:
-            with self._registered(process):
+            with self._lock:
+                self.process = process
+            try:
                 if not self._closed and self._start(process):
                     self._take_answers(process)
-
-    @contextlib.contextmanager
-    def _registered(self, process: HelperProcess) -> Iterator[None]:
-        """Ensure that nothing is posted to a process once it is being closed."""
-        with self._lock:
-            self.process = process
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.process, self._takes_notes = None, False
-                self._outstanding.helper_ends()
+            finally:
+                with self._lock:  # nothing is posted to it once it is being closed
+                    self.process, self._takes_notes = None, False
+                    self._outstanding.helper_ends()
 
     def _start(self, process: HelperProcess) -> bool:
         """Have a helper open the dataset and start its threads; return False if closed."""
@@ -280,10 +253,10 @@ class Supervisor:
         opened = _step(process)
         assert isinstance(opened, Opened)
         if self.opened is not None:
-            check_same(self.opened, opened)
+            self.opened.check_same(opened)
         else:
             self.opened = opened
-            self._steps.put(None)
+            self._changed.notify()
         self._changed.wait(lambda: self._closed or self._starting is not None)
         with self._lock:
             if self._starting is None or self._slots is None:
@@ -305,7 +278,7 @@ class Supervisor:
                 self._wake_sender()
         if not self.methods:
             self.methods = started.methods
-            self._steps.put(None)
+            self._changed.notify()
         return True
 
     def _take_answers(self, process: HelperProcess) -> None:
@@ -340,17 +313,8 @@ class Supervisor:
                 arrays = slots.arrays(answer)
         except BaseException as raised:
             error = raised
-        self._on_done(
-            request,
-            FillOutcome(
-                index,
-                arrays,
-                error,
-                answer.is_resident,
-                answer.busy_seconds,
-                answer.warnings,
-            ),
-        )
+        done = answer.is_resident, answer.busy_seconds, answer.warnings
+        self._on_done(request, FillOutcome(index, arrays, error, *done))
         del error  # its traceback may have this frame
 
     def _keep(self, several: Sequence[Recorded]) -> None:
@@ -359,13 +323,12 @@ class Supervisor:
             return
         for recorded in several:
             room = self._max_events - sum(len(one.events) for one in self._recorded.values())
-            nothing = recorded._replace(events=[], dropped=0)
-            former = self._recorded.get(recorded.process, nothing)
-            former.events.extend(recorded.events[:room])
-            dropped = former.dropped + recorded.dropped + max(0, len(recorded.events) - room)
-            self._recorded[recorded.process] = recorded._replace(
-                events=former.events, dropped=dropped
-            )
+            former = self._recorded.get(recorded.process)
+            events = [] if former is None else former.events
+            dropped = recorded.dropped + max(0, len(recorded.events) - room)
+            dropped += 0 if former is None else former.dropped
+            events += recorded.events[:room]
+            self._recorded[recorded.process] = recorded._replace(events=events, dropped=dropped)
 
     # --- the end of a helper ----------------------------------------------------------------------
 
@@ -380,7 +343,8 @@ class Supervisor:
             if isinstance(error, HelperDied):
                 step = "started its threads" if self.opened else "opened the files"
                 error = HelperDied(f"{error} before it had {step}; standard error may say why")
-            self._steps.put(error)
+            self._start_error = error
+            self._changed.notify()
             return False
         if isinstance(error, HelperDied):  # (as text: handlers may keep what they are given)
             _log.warning(
@@ -403,7 +367,7 @@ class Supervisor:
         with self._lock:
             is_there = self._outstanding.remove(request)
         if is_there:
-            self._on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
+            self._on_done(request, FillOutcome(NO_SAMPLES, (), error))
 
 
 def _step(process: HelperProcess) -> Any:
@@ -417,11 +381,6 @@ def _step(process: HelperProcess) -> Any:
 def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bool) -> HelperDied:
     when = "was being filled" if has_started else "was to be filled"
     return HelperDied(
-        f"{error} while batch {request.number} of epoch {request.epoch} {when}; {deaths} helpers"
-        " ended on this batch (standard error may say why), and the next call goes on with a new"
-        " helper"
+        f"{error} while {request} {when}; {deaths} helpers ended on this batch (standard error may"
+        " say why), and the next call goes on with a new helper"
     )
-
-
-def _nothing(*_: object) -> None:
-    pass

@@ -18,6 +18,7 @@ from h5async.observe.stats import ReaderStats
 from h5async.observe.tracing import Trace
 from h5async.reader import lifetime  # noqa: F401  # registers exit and fork handlers
 from h5async.reader.batch import Batch
+from h5async.system.interruptions import passing
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
@@ -130,7 +131,7 @@ class AsyncReader:
     @property
     def fallback_reads(self) -> int:
         """Reads through h5py so far: one per batch and field that needs it."""
-        return self._engine.fallback_reads
+        return self.stats().fallback_reads
 
     def stats(self, since: ReaderStats | None = None, *, epoch: int | None = None) -> ReaderStats:
         """Return what was done so far and how long it took; ``str()`` says what to change.
@@ -276,7 +277,7 @@ class AsyncReader:
         try:
             batch = delivery.take(serial, filled)
         except BaseException:  # Ctrl-C: the next call returns this batch
-            delivery.put_back(serial, filled)
+            self._engine.ring.put_back(serial, filled)
             raise
         if batch is None:
             try:
@@ -340,6 +341,7 @@ class AsyncReader:
         """Go back to the first batch of epoch 0."""
         self.set_epoch(0)
 
+    @passing()
     def state_dict(self) -> dict[str, Any]:
         """Return the reader's position, for `load_state_dict` to continue from later.
 
@@ -347,7 +349,7 @@ class AsyncReader:
         be written as JSON, and is the same in all ranks.
         """
         self._engine.check_not_empty()
-        return self._engine.state()
+        return self._engine.position.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where a state was saved; requested batches are dropped.
@@ -409,7 +411,9 @@ class AsyncReader:
                 "a reader that has begun cannot be pickled; pickle it before the first batch is"
                 " asked for, or send its config and its state_dict()"
             )
-        return _reopen, (self._config, self.state_dict())
+        return AsyncReader, (self._config,), self.state_dict()
+
+    __setstate__ = load_state_dict  # of a reader that `__reduce__` made
 
     def __repr__(self) -> str:
         state = ", closed" if self._engine.ring.is_closed else ""
@@ -425,9 +429,3 @@ class AsyncReader:
 
     def _repr_html_(self) -> str:
         return self._engine.html()
-
-
-def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:
-    reader = AsyncReader(config)
-    reader.load_state_dict(state)
-    return reader

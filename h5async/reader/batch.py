@@ -181,10 +181,7 @@ def _shown(array: Any) -> str:
 class Life:
     """The life of a batch in the memory of a slot: `over` when the next batch is requested."""
 
-    __slots__ = ("over",)
-
-    def __init__(self) -> None:
-        self.over = False
+    over = False
 
 
 class _ExpiredArrays(dict[str, Any]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,7 @@ class Delivery:
             if error is None:
                 arrays, error = self._uploaded(request, outcome)
             if policy.leaves_to_host(request, error):
+                assert isinstance(self._filler, Filler)
                 self._filler.fill(request)
                 return
             policy.end(request)
@@ -157,9 +159,8 @@ class Delivery:
                 raise  # raise it in the caller's own thread
             error = raised
         if is_lack_of_memory(error):  # in a helper process, or on the device
-            batch = f"batch {request.number} of epoch {request.epoch}"
             where = paths_text(self._setup.config.hdf5_path)
-            error = out_of_memory(f"{where}: {batch}", error)
+            error = out_of_memory(f"{where}: {request}", error)
         self._ring.filled(request.serial, outcome._replace(arrays=arrays, error=error))
         del error  # its traceback may hold this frame
         if self._submissions is None or not self._setup.has_threads:
@@ -175,13 +176,9 @@ class Delivery:
     ) -> tuple[tuple[Any, ...], BaseException | None]:
         setup, begin = self._setup, time.perf_counter_ns()
         try:
-            slot = setup.slots[request.slot]
             masks = [are_there(outcome.index) for are_there in self._masks_to_upload]
-            if setup.is_on_gpu:
-                with self._recorder.ranges("upload"):
-                    arrays = slot.upload(outcome, masks)
-            else:
-                arrays = slot.upload(outcome, masks)
+            with self._recorder.ranges("upload") if setup.is_on_gpu else nullcontext():
+                arrays = setup.slots[request.slot].upload(outcome, masks)
             # A thread that uploads chunks for the GPU to decode waits, and fills nothing meanwhile.
             seconds = outcome.busy_seconds + (time.perf_counter_ns() - begin) / 1e9
             if setup.device_cache is not None:
@@ -202,29 +199,6 @@ class Delivery:
     def wait(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
         """End the life of the batch in use, and wait for the next one; `take` puts it in use."""
         self._end_life()
-        return self._wait(timeout_seconds)
-
-    def take(self, serial: int, filled: FillOutcome) -> Batch | None:
-        """Return the batch that was waited for, and put it in use; None if it has an error.
-
-        The caller calls `put_back` after an exception, also one that comes as this returns.
-        """
-        for message in self._counts.new_warnings(filled.warnings) if filled.warnings else ():
-            warnings.warn(message, FileChangedWarning, stacklevel=3)
-        batch = self._handed_over(serial, filled) if filled.error is None else None
-        # The error's traceback will hold the reader, so nothing may hold the error.
-        self._ring.take(serial, forget=batch is None)
-        if batch is not None:
-            self._note(batch)
-        elif self._submissions is not None:
-            self._submissions.drop_error(serial)
-        return batch
-
-    def put_back(self, serial: int, filled: FillOutcome) -> None:
-        """Undo `take`, whether or not it was done: the next call returns this batch."""
-        self._ring.put_back(serial, filled)
-
-    def _wait(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
         begin, end, is_there = time.perf_counter(), 0.0, False
         ring, slots, timeline = self._ring, self._setup.slots, self._recorder.timeline
         if timeline is not None and timeline.open_ranges:
@@ -236,8 +210,8 @@ class Delivery:
                 slots[ring.in_use].release()
             ring.hand_back()
             self.begin()
-            if not self._setup.has_threads:
-                self._fill_here()
+            if not self._setup.has_threads and isinstance(self._filler, Filler):
+                self._fill_here(self._filler)
             begin_more = None if self._submissions is None else self.begin
             serial, slot, filled = ring.wait(timeout_seconds, begin_more)
             is_there = filled.error is None
@@ -255,14 +229,30 @@ class Delivery:
                 timeline.waited(begin, end, ring.consumer.next, is_there)
 
     @passing()
-    def _fill_here(self) -> None:
+    def _fill_here(self, filler: Filler) -> None:
         try:
-            while not self._ring.is_ready() and self._filler.run_next():
+            while not self._ring.is_ready() and filler.run_next():
                 pass
         except BaseException:  # Ctrl-C: the next call begins the batch again
-            if self._filler.abandon():
+            if filler.abandon():
                 self._ring.unassign()
             raise
+
+    def take(self, serial: int, filled: FillOutcome) -> Batch | None:
+        """Return the batch that was waited for, and put it in use; None if it has an error.
+
+        The caller undoes it after an exception, also one that comes as this returns.
+        """
+        for message in self._counts.new_warnings(filled.warnings) if filled.warnings else ():
+            warnings.warn(message, FileChangedWarning, stacklevel=3)
+        batch = self._handed_over(serial, filled) if filled.error is None else None
+        # The error's traceback will hold the reader, so nothing may hold the error.
+        self._ring.take(serial, forget=batch is None)
+        if batch is not None:
+            self._note(batch)
+        elif self._submissions is not None:
+            self._submissions.drop_error(serial)
+        return batch
 
     def _note(self, batch: Batch) -> None:
         counts = self._counts
@@ -285,10 +275,9 @@ class Delivery:
     def _handed_over(self, serial: int, filled: FillOutcome) -> Batch:
         """Return a batch of a slot: views of its memory, or copies if requested."""
         course, config = self._position.course, self._setup.config
-        epoch, number, is_last = -1, -1, False
-        if serial not in course.given:
-            epoch, number, _ = course.schedule.position(serial)
-            is_last = course.schedule.is_last(serial)
+        epoch, number, _ = course.position(serial)
+        is_last = course.schedule.is_last(serial)
+        if epoch >= 0:
             self._position.looped_epoch = epoch
         self._life = Life()
         batch = self._batch(filled.arrays, filled.index, epoch, number, is_last, self._life)
@@ -407,14 +396,12 @@ class Epoch(Iterator[Batch]):
         self._position = position
         self._ring = ring
         self._place = position.course.place
-        self._epoch = position.schedule.position(first).epoch
+        self._epochs = position.schedule.position(first).epoch, -1
         self._get_next_batch = get_next_batch
 
     def __next__(self) -> Batch:
         course, serial = self._position.course, self._ring.consumer.next
-        if course.place is not self._place or (
-            serial not in course.given and course.schedule.position(serial).epoch != self._epoch
-        ):
+        if course.place is not self._place or course.position(serial).epoch not in self._epochs:
             self._position.looped_epoch = None
             raise StopIteration
         return self._get_next_batch()

@@ -94,14 +94,18 @@ class Engine:
         self.counts = ReaderCounts(
             config, setup.layouts, samplings.rows, samplings.selection, kept_nbytes
         )
-        self.delivery = Delivery(setup, self.ring, self.position, self.counts, self._recorder)
+        delivery = Delivery(setup, self.ring, self.position, self.counts, self._recorder)
+        self.delivery = delivery
+        calls = Calls(
+            delivery.next_requests, delivery.wait_writable, delivery.on_done, self.ring.fail
+        )
         if helper is None:
-            self._start_threads()
+            self._start_threads(calls)
         else:
-            self._start_helper(helper)
+            self._start_helper(helper, calls)
 
-    def _start_threads(self) -> None:
-        setup, delivery = self.setup, self.delivery
+    def _start_threads(self, calls: Calls) -> None:
+        setup = self.setup
         device, memory = setup.device, [slot.memory for slot in setup.slots]
         left = frozenset(outline.name for outline in setup.outlines if outline.is_left)
         filler = self.filler = Filler(
@@ -110,32 +114,24 @@ class Engine:
             setup.transforms,
             Slots(memory, setup.rows, device.host_memory, device.is_writable_at_once),
             setup.memory_plan,
-            self._calls,
+            calls,
             OnDevice(left, setup.device_policy.plan_columns, setup.device_cache),
             self._recorder,
         )
-        delivery.fill_by(filler)
+        self.delivery.fill_by(filler)
         filler.start()
 
-    def _start_helper(self, helper: HelperFiller) -> None:
-        setup, delivery = self.setup, self.delivery
-        config, plan = setup.config, setup.memory_plan
-        most_pixels = min(plan.limit_nbytes, free_memory_nbytes()) // config.prefetch
-        delivery.fill_by(helper)
+    def _start_helper(self, helper: HelperFiller, calls: Calls) -> None:
+        setup, plan = self.setup, self.setup.memory_plan
+        most_pixels = min(plan.limit_nbytes, free_memory_nbytes()) // setup.config.prefetch
+        self.delivery.fill_by(helper)
         helper.start(
             [slot.memory for slot in setup.slots],
             rows=setup.rows,
             pixels_nbytes=shared_nbytes(setup.kinds, setup.rows, most_pixels),
             memory_plan=plan,
             device_cache=setup.device_cache,
-            calls=self._calls,
-        )
-
-    @property
-    def _calls(self) -> Calls:
-        delivery = self.delivery
-        return Calls(
-            delivery.next_requests, delivery.wait_writable, delivery.on_done, self.ring.fail
+            calls=calls,
         )
 
     def _log(self, seconds: float) -> None:
@@ -200,11 +196,6 @@ class Engine:
             self._has_settled = True
 
     @passing()
-    def state(self) -> dict[str, Any]:
-        """Return the state after the caller's last batch."""
-        return self.position.state()
-
-    @passing()
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was saved."""
         self.position.restore(state)
@@ -217,11 +208,6 @@ class Engine:
             self.counts.end_epoch(self.delivery.work())
 
     # --- what it does -----------------------------------------------------------------------------
-
-    @property
-    def fallback_reads(self) -> int:
-        """As of `AsyncReader`."""
-        return self._filler.stats().fallback_reads
 
     @property
     def epoch_nbytes(self) -> int:
@@ -246,11 +232,11 @@ class Engine:
     def trace(self, path: str | os.PathLike[str] | None, **options: Any) -> Trace:
         """Begin a trace of all work from now on."""
         self.check_open()
-        place_of = self.position.place_of
+        position = self.position
         return self._tracing.begin(
             path,
             self._filler,
-            lambda: {serial: place_of(serial) for serial in self.ring.serials},
+            lambda: {one: position.course.position(one)[:2] for one in self.ring.serials},
             self.ring.consumer.held,
             **options,
         )

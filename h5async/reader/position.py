@@ -6,7 +6,6 @@ on.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
@@ -135,46 +134,28 @@ class ReaderPosition:
         if self.has_settled:
             return self.schedule.sampling
         rank = self._find_source().rank
-        if rank == self.course.rank:
-            return self.schedule.sampling
-        if self.schedule.sampling.is_uniform:
-            return dataclasses.replace(
-                self.schedule.sampling, rank=rank.rank, world_size=rank.world_size
-            )
-        return self._samplings.at((*rank,))
+        return self.schedule.sampling if rank == self.course.rank else self._samplings.at((*rank,))
 
     def give(self, samples: NDArray[np.int64]) -> int:
         """Request a batch of these samples, after all assigned ones; return its serial number."""
 
         def course_from(serial: int, following: int) -> Course:
-            rank, place, origin, order, schedule, known = self.course
-            given = {other: of for other, of in known.items() if other >= following}
+            course = self.course
+            given = {other: of for other, of in course.given.items() if other >= following}
             given[serial] = samples
-            schedule = schedule.with_other(serial, following)
-            return Course(rank, place, origin, order, schedule, given)
+            schedule = course.schedule.with_other(serial, following)
+            return course._replace(schedule=schedule, given=given)
 
         return self._ring.ask_for(course_from)
 
-    def place_of(self, serial: int) -> tuple[int, int]:
-        """Return epoch and number of a batch; -1 and -1 for given samples."""
-        course = self.course
-        if serial in course.given:
-            return -1, -1
-        return course.schedule.position(max(serial, course.schedule.serial))[:2]
-
     def requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
         """Return the requests for slots and the serial numbers assigned to them."""
-        found = []
         course = self.course  # or a later one: then earlier assignments are dropped
-        schedule = course.schedule
-        for slot, serial in assignments:
-            given = course.given.get(serial)
-            if given is not None:
-                found.append(FillRequest(slot, serial, -1, -1, 0, course.order, samples=given))
-                continue
-            position = schedule.position(max(serial, schedule.serial))
-            found.append(FillRequest(slot, serial, *position, course.order))
-        return found
+        position, order, given = course.position, course.order, course.given
+        return [
+            FillRequest(slot, serial, *position(serial), order, given.get(serial))
+            for slot, serial in assignments
+        ]
 
     def jump(self, epoch: int) -> None:
         """Continue at the beginning of an epoch; requested batches are dropped."""

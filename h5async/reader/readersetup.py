@@ -10,8 +10,8 @@ from h5async.deliver.device import Device, DeviceSlot, SlotContents
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.finddevice import find_device
 from h5async.errors import taking_memory
+from h5async.fill.finishing import masks_of
 from h5async.fill.outcomes import FillerStats
-from h5async.fill.postprocess import masks_of
 from h5async.fill.resident import Budget, Residency
 from h5async.index.layout import DatasetLayout
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
@@ -53,10 +53,9 @@ class ReaderSetup:
         if self.helper is None:
             self.opened = open_dataset(self.config)
         else:
-            found, config = self.helper.open(), self.config
-            if found.are_found:
-                fields = {name: kind.field for name, kind in found.kinds.items()}
-                config = config.model_copy(update={"fields": fields})
+            found = self.helper.open()
+            fields = {name: kind.field for name, kind in found.kinds.items()}
+            config = self.config.model_copy(update={"fields": fields})
             self.opened, chosen = OpenedDataset(config, found.layouts, found.kinds), found.chosen
         self.config, self.layouts, self.kinds = self.opened
         self.samplings = Samplings(self.config, self.layouts, chosen)

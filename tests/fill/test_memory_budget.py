@@ -410,10 +410,10 @@ def test_a_host_cache_of_a_huge_dataset(tmp_path: Path, cache_bytes: int | None)
 
 def test_a_host_cache_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(
-        open_host_cache(Selection(0, 1, 1 << 46), [1 << 14], 1 << 62, 1 << 62), Budget
+        open_host_cache(Selection(0, 1, 1 << 46), [1 << 14], [None], 1 << 62, 1 << 62), Budget
     )
-    assert isinstance(open_host_cache(Selection(0, 1, 10), [4], 40, 50), HostCache)
-    assert isinstance(open_host_cache(Selection(0, 1, 10), [4], 40, 49), Budget)
+    assert isinstance(open_host_cache(Selection(0, 1, 10), [4], [None], 40, 50), HostCache)
+    assert isinstance(open_host_cache(Selection(0, 1, 10), [4], [None], 40, 49), Budget)
 
 
 # --- chunks that are kept -------------------------------------------------------------------------

@@ -180,13 +180,17 @@ def h5async_host():
 
 
 def test_the_default_budget_is_a_share_of_the_memory():
-    assert isinstance(open_host_cache(Selection(0, 1, 10), [4, 8], None), HostCache)
-    assert isinstance(open_host_cache(Selection(0, 1, 1 << 50), [4], None), Budget)
-    assert "1.13e+03 TB" in str(open_host_cache(Selection(0, 1, 1 << 50), [1], None))
+    assert isinstance(
+        open_host_cache(Selection(0, 1, 10), [4, 8], [None, None], None, 1 << 30), HostCache
+    )
+    assert isinstance(open_host_cache(Selection(0, 1, 1 << 50), [4], [None], None, 1 << 30), Budget)
+    assert "1.13e+03 TB" in str(
+        open_host_cache(Selection(0, 1, 1 << 50), [1], [None], None, 1 << 30)
+    )
 
 
 def test_rows_of_no_bytes():
-    cache = open_host_cache(Selection(0, 1, 3), [0], 0)
+    cache = open_host_cache(Selection(0, 1, 3), [0], [None], 0, 1 << 30)
     index = np.arange(2)
     cache.columns[0].keep(cache.plans(index)[0], 0, 2, np.empty((2, 0), "f4"))
     cache.add(index)

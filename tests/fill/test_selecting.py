@@ -539,17 +539,16 @@ def test_numbers_take_eight_bytes_a_sample(files):
 def test_a_new_helper_that_chooses_other_samples_is_told(files):
     from h5async.opening.selecting import choose
     from h5async.process.messages import Opened
-    from h5async.process.samefiles import check_same
 
     with reader_of(files) as reader:
         layouts = reader.layouts
 
     def opened(**options):
         config = ReaderConfig(hdf5_path=[str(path) for path in files], **options)
-        return Opened(layouts, choose(config, layouts), {}, False)
+        return Opened(layouts, choose(config, layouts), {})
 
     kept = opened(indices="keep", weights="weight")
-    check_same(kept, opened(indices="keep", weights="weight"))
+    kept.check_same(opened(indices="keep", weights="weight"))
     for other in (opened(indices="keep"), opened(indices="some", weights="weight"), opened()):
         with pytest.raises(H5AsyncError, match="what indices or weights are read from has changed"):
-            check_same(kept, other)
+            kept.check_same(other)

@@ -63,7 +63,7 @@ def test_members_out_of_order_are_pickled(compounds):
 def test_members_out_of_order_outlive_a_helper(compounds):
     with reader_of(compounds, workers="process", batch_size=10) as reader:
         found = [reader.get_next_batch().copy()]
-        os.kill(reader._engine.filler.processes[0]._popen.pid, signal.SIGKILL)
+        os.kill(reader._engine.filler.supervisors[0].process._popen.pid, signal.SIGKILL)
         while len(found) < 3:
             with contextlib.suppress(HelperDied):  # may cost a batch
                 found.append(reader.get_next_batch().copy())

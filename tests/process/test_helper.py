@@ -132,7 +132,7 @@ def make(path, **options):
 
 
 def pid_of(reader):
-    return reader._engine.filler.processes[0]._popen.pid
+    return reader._engine.filler.supervisors[0].process._popen.pid
 
 
 def epochs(path, workers, count=2, **options):
@@ -706,7 +706,7 @@ def test_standard_streams_that_are_closed(path, tmp_path, closed):
         "with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8, prefetch=1,\n"
         "                 device='cpu', timeout=120) as reader:\n"
         "    print(reader.get_next_batch().labels.tolist(), file=found)\n"
-        "    os.kill(reader._engine.filler.processes[0]._popen.pid, signal.SIGKILL)\n"
+        "    os.kill(reader._engine.filler.supervisors[0].process._popen.pid, signal.SIGKILL)\n"
         "    try: reader.get_next_batch()\n"
         "    except ReadError: pass\n"
         "    print(reader.get_next_batch().number, file=found, flush=True)\n"
@@ -930,7 +930,9 @@ def test_the_helper_dies_with_its_parent(path, tmp_path, how):
         "                     batch_size=8, device='cpu')\n"
         "reader.get_next_batch()\n"
         "reader.fetch_data()\n"
-        "print(reader._engine.filler.processes[0]._popen.pid, flush=True)\n" + ends[how] + "\n"
+        "print(reader._engine.filler.supervisors[0].process._popen.pid, flush=True)\n"
+        + ends[how]
+        + "\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(

@@ -224,13 +224,13 @@ def test_signals_of_the_group_are_the_readers(path, tmp_path, target):
         "import os, signal, sys\n"
         "from h5async import AsyncReader\n"
         "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8)\n"
-        "pid, got = reader._engine.filler.processes[0]._popen.pid, []\n"
+        "pid, got = reader._engine.filler.supervisors[0].process._popen.pid, []\n"
         "for number in map(int, sys.argv[3:]):\n"
         "    signal.signal(number, lambda n, f: got.append(n))\n"
         "    if sys.argv[2] == 'group': os.killpg(0, number)\n"
         "    else: os.kill(pid, number)\n"
         "    reader.get_next_batch(); reader.get_next_batch()\n"
-        "assert reader._engine.filler.processes[0]._popen.pid == pid\n"
+        "assert reader._engine.filler.supervisors[0].process._popen.pid == pid\n"
         "print(len(got))\n"
     )
     numbers = sorted(GROUP_SIGNALS)
@@ -253,7 +253,7 @@ def test_a_program_that_was_stopped_goes_on(path, tmp_path):
         "import os, signal, sys\n"
         "from h5async import AsyncReader\n"
         "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8)\n"
-        "print(reader._engine.filler.processes[0]._popen.pid, flush=True)\n"
+        "print(reader._engine.filler.supervisors[0].process._popen.pid, flush=True)\n"
         "for _ in range(100): reader.get_next_batch()\n"
         "sys.stdin.readline()\n"
         "for _ in range(100): reader.get_next_batch()\n"
@@ -287,7 +287,7 @@ def test_a_reader_that_lets_sigpipe_have_its_way(path, tmp_path):
         "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
         "with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8) as reader:\n"
         "    for turn in range(3):\n"
-        "        process = reader._engine.filler.processes[0]\n"
+        "        process = reader._engine.filler.supervisors[0].process\n"
         "        assert reader.get_next_batch().number == 2 * turn\n"
         "        reader._engine.filler._lock.acquire()\n"  # the end is not noticed yet
         "        os.kill(process._popen.pid, signal.SIGKILL)\n"
@@ -359,7 +359,7 @@ def test_what_others_have_patched(path, tmp_path, patch, when):
         "    for _ in range(2):\n"
         "        for batch in reader:\n"
         "            assert batch.labels.tolist() == batch.index.tolist()\n"
-        "    os.kill(reader._engine.filler.processes[0]._popen.pid, signal.SIGKILL)\n"
+        "    os.kill(reader._engine.filler.supervisors[0].process._popen.pid, signal.SIGKILL)\n"
         "    for batch in reader:\n"
         "        assert batch.labels.tolist() == batch.index.tolist()\n"
         "    for _ in range(6): reader.fetch_data()\n"
@@ -696,11 +696,13 @@ ENDS = {
         0,
     ),
     "helper is dead": (
-        "for batch in reader: break\nos.kill(reader._engine.filler.processes[0]._popen.pid, 9)",
+        "for batch in reader: break\n"
+        "os.kill(reader._engine.filler.supervisors[0].process._popen.pid, 9)",
         0,
     ),
     "helper is stopped": (
-        "for batch in reader: break\nos.kill(reader._engine.filler.processes[0]._popen.pid, 19)",
+        "for batch in reader: break\n"
+        "os.kill(reader._engine.filler.supervisors[0].process._popen.pid, 19)",
         0,
     ),
     "forked": (
@@ -721,7 +723,7 @@ def check_end(path, folder, how, workers, num_helpers):
         "def printing(data, labels): print('a line that is not flushed')\n"
         f"reader = AsyncReader(hdf5_path=sys.argv[1], workers={workers!r}, batch_size=2,\n"
         "                     prefetch=4, postprocess=printing, device='cpu')\n"
-        "pids = [process._popen.pid for process in reader._engine.filler.processes]\n"
+        "pids = [one.process._popen.pid for one in reader._engine.filler.supervisors]\n"
         "print(*pids, file=open(sys.argv[2], 'w'))\n"
         f"{code}\n"
     )
@@ -758,7 +760,7 @@ def test_standard_output_that_nobody_reads(path, tmp_path):
         "sys.stdout.reconfigure(line_buffering=False)\n"
         "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=2,\n"
         "                     prefetch=4, postprocess=much, device='cpu')\n"
-        "print(reader._engine.filler.processes[0]._popen.pid, file=sys.stderr)\n"
+        "print(reader._engine.filler.supervisors[0].process._popen.pid, file=sys.stderr)\n"
         "for _ in range(6): reader.fetch_data()\n"
         "reader.close()\n"
     )
@@ -794,7 +796,7 @@ def test_standard_output_that_is_closed_does_not_end_in_the_interpreters_end(pat
         "    with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=2,\n"
         "                     postprocess=prints, device='cpu') as reader:\n"
         "        reader.get_next_batch()\n"
-        "        popen = reader._engine.filler.processes[0]._popen\n"
+        "        popen = reader._engine.filler.supervisors[0].process._popen\n"
         "    statuses.append(popen.returncode)\n"
         "print(statuses, file=sys.stderr)\n"
         "os._exit(0)\n"

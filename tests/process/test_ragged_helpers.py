@@ -94,7 +94,7 @@ def assert_same(found, wanted):
 
 
 def pids_of(reader):
-    return [process._popen.pid for process in reader._engine.filler.processes]
+    return [one.process._popen.pid for one in reader._engine.filler.supervisors]
 
 
 # --- what comes ----------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ def test_killed_helpers_lose_nothing_and_leave_nothing(mixed, pictures):
             sizes.append(os.fstat(reader._engine.filler.shared.fd).st_size)
             if turn < 2:
                 # (One that was killed is replaced when it is needed, as it was for these batches.)
-                wait_until(lambda: all(reader._engine.filler.processes))
+                wait_until(lambda: all(s.process for s in reader._engine.filler.supervisors))
                 pid = pids_of(reader)[turn]
                 os.kill(pid, signal.SIGKILL)
                 wait_until(lambda pid=pid: not is_alive(pid))
@@ -454,7 +454,7 @@ def test_readers_that_nobody_closes(mixed, tmp_path):
         "reader = AsyncReader(hdf5_path=sys.argv[1], fields={'csr': 'csr', 'vlen': 'vlen'},\n"
         "                     workers=2, batch_size=8, device='cpu')\n"
         "batch = reader.get_next_batch()\n"
-        "print(batch.csr, *[p._popen.pid for p in reader._engine.filler.processes])\n"
+        "print(batch.csr, *[s.process._popen.pid for s in reader._engine.filler.supervisors])\n"
     )
     found = subprocess.run(
         [sys.executable, script, mixed[0][0]], capture_output=True, text=True, timeout=200

@@ -75,7 +75,8 @@ def make(path, workers, **options):
 
 
 def pids_of(reader):
-    return [process and process._popen.pid for process in reader._engine.filler.processes]
+    processes = [one.process for one in reader._engine.filler.supervisors]
+    return [process and process._popen.pid for process in processes]
 
 
 @functools.cache
@@ -586,7 +587,7 @@ def test_ctrl_c_is_the_readers(path, tmp_path):
         "import os, signal, sys, time\n"
         "from h5async import AsyncReader\n"
         "reader = AsyncReader(hdf5_path=sys.argv[1], workers=2, batch_size=8, device='cpu')\n"
-        "pids = lambda: [process._popen.pid for process in reader._engine.filler.processes]\n"
+        "pids = lambda: [one.process._popen.pid for one in reader._engine.filler.supervisors]\n"
         "before = pids()\n"
         "for turn in range(3):\n"
         "    try:\n"
@@ -621,7 +622,8 @@ def test_what_others_have_patched(path, tmp_path, patch, when):
         "    for turn in range(3):\n"
         "        for batch in reader:\n"
         "            assert batch.labels.tolist() == batch.index.tolist()\n"
-        "        os.kill(reader._engine.filler.processes[turn % 2]._popen.pid, signal.SIGKILL)\n"
+        "        helper = reader._engine.filler.supervisors[turn % 2].process\n"
+        "        os.kill(helper._popen.pid, signal.SIGKILL)\n"
         "    for _ in range(6): reader.fetch_data()\n"
         "reader = AsyncReader(options)\n"
         "reader.get_next_batch()\n"

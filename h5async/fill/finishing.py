@@ -1,0 +1,289 @@
+"""Finishes batches whose rows are read: decodes samples, and calls the user's function.
+
+Encoded samples, such as images, enter as `Ragged` bytes; what their kinds deliver leaves. All
+threads decode those of a batch in parallel, to memory of the slot, which is allocated once if its
+size is known, and else grows with the largest batch. The user's function then gets the arrays of
+all fields, and its result is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import itertools
+import pkgutil
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.errors import ConfigError, PostprocessError, postprocess_error
+from h5async.fill.reading import BatchReader
+from h5async.io.shared import Growing, plain_memory
+from h5async.opening.dataset import OpenedDataset
+from h5async.order.sampling import FillRequest
+from h5async.plan.crops import random_numbers
+from h5async.plan.records import Int64s
+from h5async.samples.fieldkind import (
+    DecodingWork,
+    EncodedBatch,
+    FieldDecoder,
+    FieldKind,
+    Mask,
+    Rows,
+)
+from h5async.samples.samplearrays import SampleArrays
+from h5async.spelling import named
+from h5async.system.interruptions import suppressing
+
+_FURTHER = ("rng", "index", "epoch", "number")
+
+
+class BatchDecoder:
+    """Decodes the encoded fields of batches. Safe to use from many threads.
+
+    `threads`, in all processes, decode at the same time. `limit_nbytes` limits what is decoded in
+    all slots, and the memory that decoding takes beside that. A device transforms the fields
+    `left`: batches have them as decoded.
+
+    Raises as `FieldKind.decoder`.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedDataset,
+        reader: BatchReader,
+        threads: int,
+        limit_nbytes: int,
+        left: Collection[str],
+    ) -> None:
+        self._seed, slots = opened.config.seed, reader.slots
+        self._of_batch = limit_nbytes // max(1, len(slots.memory))
+        spans = dict(zip(opened.layouts, reader.samplings.rows, strict=True))
+        of_slots = {
+            name: kind.as_decoded if name in left else kind for name, kind in opened.kinds.items()
+        }
+
+        def decoders(kinds: Mapping[str, FieldKind]) -> dict[int, FieldDecoder]:
+            of_sample = limit_nbytes // max(1, threads)
+            found = {
+                number: kind.decoder(opened.layouts[name], spans[name], reader.core, of_sample)
+                for number, (name, kind) in enumerate(kinds.items())
+            }
+            return {number: one for number, one in found.items() if one is not None}
+
+        self.fields = decoders(opened.kinds)
+        self._of_slots = decoders(of_slots) if left else self.fields
+        sizes = [kind.decoded_nbytes(slots.rows) for kind in of_slots.values()]
+        self._memory = [
+            {
+                number: Growing(
+                    slots.new_memory, sizes[number], slot.made[number] if slot.made else None
+                )
+                for number in self._of_slots
+            }
+            for slot in slots.memory
+        ]
+        self._lock = threading.Lock()
+        self.broken_images = 0  # those that were replaced so far
+
+    def note_broken(self) -> None:
+        """Count a sample that was replaced."""
+        with self._lock:
+            self.broken_images += 1
+
+    def batch(
+        self, arrays: tuple[Any, ...], index: Int64s, epoch: int, slot: int | None
+    ) -> DecodedBatch:
+        """Begin to decode a batch; `DecodedBatch.work` does it.
+
+        `arrays` are those of all fields; random numbers depend on `epoch` and `index`. Without a
+        `slot`, memory is new, and the device transforms nothing. `ReadError` is raised if a header
+        must be read, and is broken, or samples take too much memory.
+        """
+        found, most = list(arrays), self._of_batch
+        todo: list[DecodingWork] = []
+        numbers = None
+        if any(field.is_random for field in self.fields.values()):
+            numbers = random_numbers(self._seed, epoch, index)
+        for number, field in (self.fields if slot is None else self._of_slots).items():
+            memory = Growing(plain_memory) if slot is None else self._memory[slot][number]
+            encoded = EncodedBatch(arrays[number], index, numbers, memory.of, most)
+            found[number], works = field.begin(encoded)
+            todo += works
+        return DecodedBatch(tuple(found), todo, self.note_broken)
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._memory = []
+
+
+class DecodedBatch:
+    """The encoded samples of one batch while `work` decodes them to the delivered `arrays`.
+
+    There is one of `works` per sample, made before any is decoded, as a loop over all is fastest.
+    """
+
+    def __init__(
+        self, arrays: tuple[Any, ...], works: list[DecodingWork], note_broken: Callable[[], None]
+    ) -> None:
+        self.arrays = arrays
+        self.count = len(works)
+        self._works = works
+        self._note_broken = note_broken
+        # Threads take samples one by one, because decoding times differ much.
+        self._todo = itertools.count()
+
+    def work(self, must_end: Callable[[], bool], end: int) -> None:
+        """Decode samples until `end` were begun, or `must_end` is true; any number of threads may.
+
+        `ReadError` is raised if one is broken.
+        """
+        while not must_end():
+            number = next(self._todo)
+            if number >= self.count:
+                return
+            if not self._works[number]():
+                self._note_broken()
+            if number + 1 >= end:
+                return
+
+
+def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
+    """Import a ``"module:function"``; return anything else as it is.
+
+    `ConfigError` is raised if there is no such module or function.
+    """
+    if not isinstance(function, str):
+        return function
+    try:
+        found: Callable[..., Any] = pkgutil.resolve_name(function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{named('postprocess')}: cannot import {function!r}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{named('postprocess')}: {function!r} is not callable")
+    return found
+
+
+def masks_of(
+    kinds: Mapping[str, FieldKind], columns: Iterable[str], several: Sequence[Rows]
+) -> dict[str, Mask]:
+    """Return, by the mask's name, a function from sample numbers to each mask of a batch."""
+    rows = dict(zip(columns, several, strict=True))
+    found: dict[str, Mask] = {}
+    for name, kind in kinds.items():
+        found |= kind.masks(rows[name])
+    return found
+
+
+class Postprocess:
+    """A user's function to call for batches. As thread-safe as the function.
+
+    It gets the arrays in field order or, if its parameters have the `names` of all fields, by name.
+    Of ``rng``, ``index``, ``epoch``, ``number`` and `masks`, it also gets those that are among its
+    further parameters, by name. `masks` are made of sample numbers.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        seed: int,
+        masks: Mapping[str, Mask],
+    ) -> None:
+        self._function = function
+        self._masks = masks
+        self._names = names
+        self._seed = seed
+        parameters: list[inspect.Parameter] = []
+        with suppressing(ValueError, TypeError):  # a function in C may have no signature
+            parameters = list(inspect.signature(function).parameters.values())
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._by_name = bool(names) and set(names) <= set(named)
+        further = [
+            p.name
+            for at, p in enumerate(parameters)
+            if p.kind is p.KEYWORD_ONLY
+            or (p.kind is p.POSITIONAL_OR_KEYWORD and (self._by_name or at >= len(names)))
+        ]
+        bound = function.keywords if isinstance(function, functools.partial) else ()
+        taken = {*bound, *(names if self._by_name else ())}
+        known = *_FURTHER, *masks
+        self._wanted = [name for name in known if name in further and name not in taken]
+
+    def __call__(
+        self,
+        arrays: tuple[NDArray[Any], ...],
+        request: FillRequest,
+        index: NDArray[np.int64],
+        where: str,
+    ) -> tuple[Any, ...]:
+        """Return the result of the function for a batch; `where` begins messages.
+
+        `PostprocessError` is raised if the function raises, or returns another number of arrays.
+        """
+        try:
+            further = {name: self._value(name, request, index) for name in self._wanted}
+            if self._by_name:
+                result = self._function(**dict(zip(self._names, arrays, strict=True)), **further)
+            else:
+                result = self._function(*arrays, **further)
+        except Exception as error:
+            message = f"{where} raised {type(error).__name__}: {error}"
+            raise postprocess_error(message, error) from error
+        found = arrays if result is None else _arrays_of(result, len(arrays), where)
+        for array in found:  # libraries rely on this
+            misfit = array.misfit() if isinstance(array, SampleArrays) else None
+            if misfit is not None:
+                raise PostprocessError(f"{where} made {misfit}")
+        return found
+
+    def _value(self, name: str, request: FillRequest, index: NDArray[np.int64]) -> Any:
+        if name in self._masks:
+            return self._masks[name](index)
+        if name == "index":
+            return index.copy()  # the function may change it
+        return self._rng(request, index) if name == "rng" else getattr(request, name)
+
+    def _rng(self, request: FillRequest, index: NDArray[np.int64]) -> np.random.Generator:
+        """Return random numbers that depend only on the seed, the epoch, the batch and the rank.
+
+        For a batch of no epoch, they depend on its samples instead.
+        """
+        which = [self._seed, request.epoch, request.number, *request.order[:1]]
+        digest = hashlib.blake2b(f"h5async postprocess {which}".encode(), digest_size=32)
+        if request.number < 0:
+            digest.update(index.astype("<i8").tobytes())
+        return np.random.default_rng(np.frombuffer(digest.digest(), "<u4"))
+
+
+def _arrays_of(result: Any, count: int, where: str) -> tuple[Any, ...]:
+    """Return what a function has returned as so many arrays; `PostprocessError` otherwise."""
+    if count == 1 and not isinstance(result, tuple | list):
+        result = (result,)
+    if not isinstance(result, tuple | list) or len(result) != count:
+        found = len(result) if isinstance(result, tuple | list) else type(result).__name__
+        raise PostprocessError(
+            f"{where} returned {found}; it must return {count} arrays, or None when it"
+            " worked in place"
+        )
+    try:
+        made = tuple(a if isinstance(a, SampleArrays) else np.asarray(a) for a in result)
+    except Exception as error:  # rows of unequal lengths, say
+        raise postprocess_error(f"{where} returned no arrays: {error}", error) from error
+    for given, array in zip(result, made, strict=True):
+        if isinstance(array, np.ndarray) and array.dtype == object and not array.ndim:
+            raise PostprocessError(
+                f"{where} returned {type(given).__name__}, which is no array; return NumPy arrays,"
+                " Ragged, or Csr(m.data, m.indices, m.indptr, m.shape) of a SciPy matrix m"
+            )
+    if len({len(array) for array in made if getattr(array, "ndim", 1)}) > 1:
+        shapes = ", ".join(str(getattr(array, "shape", (len(array),))) for array in made)
+        raise PostprocessError(
+            f"{where} returned arrays of unequal numbers of rows, of shapes {shapes}; each row is"
+            " a sample, so all arrays must have the same number of rows"
+        )
+    return made
