@@ -17,6 +17,7 @@ from h5async.errors import (
     BatchExpiredError,
     BatchTimeoutError,
     ConfigError,
+    DamagedError,
     DatasetError,
     DeviceError,
     FileChangedWarning,
@@ -26,6 +27,7 @@ from h5async.errors import (
     PostprocessError,
     ReaderClosedError,
     ReadError,
+    Skipped,
     UnsafeFileError,
 )
 from h5async.observe.stats import ReaderStats
@@ -78,6 +80,7 @@ __all__ = [
     "BatchTimeoutError",
     "ConfigError",
     "Csr",
+    "DamagedError",
     "DatasetError",
     "DeviceError",
     "Field",
@@ -96,6 +99,7 @@ __all__ = [
     "ReaderOptions",
     "ReaderStats",
     "Sequences",
+    "Skipped",
     "SparseField",
     "Split",
     "Trace",

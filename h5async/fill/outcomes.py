@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import CoreTrace
+from h5async.errors import Skipped
 from h5async.fill.pool import do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.order.sampling import FillRequest
@@ -60,6 +61,7 @@ class FillOutcome(NamedTuple):
     is_resident: bool = False  # nothing was read, because the device has the rows
     busy_seconds: float = 0.0  # that threads spent on it, summed up
     warnings: tuple[str, ...] = ()  # for the consumer, each reported once
+    skipped: tuple[Skipped, ...] = ()  # samples of the batch that were left out
 
 
 class FillerStats(NamedTuple):

@@ -159,11 +159,12 @@ class IndexCache:
     def save(self) -> None:
         """Store the layouts, after all files were requested, if that is worth it.
 
-        ReadError if a given file cannot be written.
+        They are not stored if any file was left out. ReadError if a given file cannot be written.
         """
+        if len(self._new.keys() | self._found.keys()) < len(self._files):
+            return
         if self._is_entry:
-            is_complete = len(self._new.keys() | self._found.keys()) == len(self._files)
-            if self._seconds >= LEAST_SECONDS and is_complete:
+            if self._seconds >= LEAST_SECONDS:
                 with suppressing(OSError, NotPortableError, UnicodeError):
                     folder = self._path.parent
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -284,7 +285,7 @@ def known_of_files(
     wanted
         By name.
     read
-        Reads facts that no index has: some names, of one file.
+        Reads facts that no index has: some names, of one file; none if it is left out.
     reach
         Which other files may be read, and how.
     cache
@@ -311,7 +312,7 @@ def known_of_files(
         else:
             recording = reach if kept is None else replace(reach, consulted=Consulted())
             found = dict(read(path, list(wanted), recording))
-            if kept is not None:
+            if kept is not None and found:
                 of_wanted = {one: found[name] for name, one in wanted.items()}
                 kept.note(number, of_wanted, recording.consulted)
         number += 1

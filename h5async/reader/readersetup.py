@@ -56,8 +56,9 @@ class ReaderSetup:
             found = self.helper.open()
             fields = {name: kind.field for name, kind in found.kinds.items()}
             config = self.config.model_copy(update={"fields": fields})
-            self.opened, chosen = OpenedDataset(config, found.layouts, found.kinds), found.chosen
-        self.config, self.layouts, self.kinds = self.opened
+            self.opened = OpenedDataset(config, found.layouts, found.kinds, found.skipped)
+            chosen = found.chosen
+        self.config, self.layouts, self.kinds, _ = self.opened
         self.samplings = Samplings(self.config, self.layouts, chosen)
         self.num_samples = self.samplings.selection.size
         self.names = tuple(self.kinds)
