@@ -45,7 +45,7 @@ class _Fill:
     request: FillRequest
     samples: NDArray[np.int64] | None = None
     damage: list[DamagedError] = field(default_factory=list)
-    skipped: dict[int, Skipped] = field(default_factory=dict)
+    skipped: list[Skipped] = field(default_factory=list)
     plans: BatchPlan = ()
     busy_ns: int = 0
     is_resident: bool = False
@@ -126,7 +126,7 @@ class Phases:
             where = f"{self._reader.file}: postprocess of given samples"
             given = batch.request._replace(samples=batch.index)
             arrays = self._postprocess(arrays, given, batch.index, where)
-        return FillOutcome(batch.index, arrays, skipped=tuple(batch.skipped.values()))
+        return FillOutcome(batch.index, arrays, skipped=tuple(batch.skipped))
 
     def _read_here(self, batch: _Fill, memory: SlotMemory) -> tuple[Any, ...]:
         """Read a batch in the calling thread; the arrays are not to be used if it has damage."""
@@ -304,7 +304,7 @@ class Phases:
             batch.is_resident,
             batch.busy_ns / 1e9,
             self._reader.take_warnings(),
-            tuple(batch.skipped.values()),
+            tuple(batch.skipped),
         )
         self._calls.on_done(batch.request, outcome)
 
@@ -326,16 +326,18 @@ class Phases:
 
     def _leave_out(self, batch: _Fill, memory: SlotMemory) -> None:
         """Leave the damaged samples out of a batch; `memory` is overwritten."""
-        index = batch.index
+        index, found = batch.index, dict[int, Skipped]()
         for error in batch.damage:
             self._reader.locate(error, index)
             for one in [error] if error.samples else self._damaged_alone(index, memory):
                 where = one.filename or self._reader.file, one.dataset
                 for sample in one.samples:
-                    batch.skipped.setdefault(sample, Skipped(*where, sample, str(one)))
-        batch.samples = index[~np.isin(index, list(batch.skipped))]
-        if batch.samples.size == index.size:  # read one by one, all are well
+                    found.setdefault(sample, Skipped(*where, sample, str(one)))
+        is_damaged = np.isin(index, list(found))
+        if not is_damaged.any():  # read one by one, all are well
             batch.error = batch.damage[0]
+        batch.samples = index[~is_damaged]
+        batch.skipped += map(found.__getitem__, index[is_damaged].tolist())
         batch.damage.clear()
 
     def _damaged_alone(
