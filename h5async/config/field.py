@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from h5async.config import values
+from h5async.config import rowparts, values
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
@@ -42,6 +42,15 @@ class StepsOptions(TypedDict, total=False):
     """
 
 
+class PartOptions(StepsOptions, total=False):
+    """The keyword-only parameters of `Field`, which other kinds of fields have not all."""
+
+    region: rowparts.RegionLike | None
+    """The part of each row to read: a slice for each dimension, by number or by name if the file
+    names its dimensions. Other dimensions are read whole.
+    """
+
+
 class FieldOptions(StepsOptions, total=False):
     """The parameters of `Field` except its path."""
 
@@ -67,7 +76,7 @@ class FieldOptions(StepsOptions, total=False):
     """
 
 
-@documented(FieldOptions, StepsOptions)
+@documented(FieldOptions, PartOptions)
 class Field(Frozen):
     """A dataset, and how its samples are delivered.
 
@@ -95,6 +104,7 @@ class Field(Frozen):
     steps: values.Steps = None
     pad: Literal["drop", "edge", "zero"] = "drop"
     pad_mask: values.Name | None = None
+    region: rowparts.Region = None
 
     def __init__(
         self,
@@ -105,7 +115,7 @@ class Field(Frozen):
         scale: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         decode_cf: bool = False,
-        **others: Unpack[StepsOptions],
+        **others: Unpack[PartOptions],
     ) -> None:
         if num_dim is None:
             first: object = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
@@ -174,8 +184,9 @@ class Field(Frozen):
 
     @property
     def names_axes(self) -> bool:
-        """Whether `axes` has names."""
-        return any(isinstance(axis, str) for axis in self.axes or ())
+        """Whether dimensions are given by name, except that of the samples."""
+        region = [one.dimension for one in self.region or ()]
+        return any(isinstance(axis, str) for axis in (*(self.axes or ()), *region))
 
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:

@@ -29,6 +29,7 @@ from h5async.index.savedindex import Wanted
 from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
+from h5async.samples.parts import parts_of_rows
 from h5async.samples.ragged import Ragged, put_padded
 
 Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
@@ -212,7 +213,7 @@ class FieldKind:
 
         H5AsyncError if the files do not fit together.
         """
-        layout = join_layouts(known[self.name])
+        layout = parts_of_rows(self.field, join_layouts(known[self.name]))
         return {self.name: layout if self.field.steps is None else shared(layout)}
 
     def is_same(self, other: FieldKind) -> bool:
