@@ -22,7 +22,7 @@ _NOT_GIVEN: Any = object()
 # By name, in the order in which messages suggest them; `kinds.py` defines them.
 KINDS: dict[str, type[Field]] = {}
 _RESERVED_NAMES = frozenset(
-    {"copy", "count", "epoch", "index", "keys", "last", "number", "sequence", "size", "static", "step"}
+    "copy count epoch index keys last number sequence size static step".split()
 )
 
 
@@ -42,7 +42,7 @@ class StepsOptions(TypedDict, total=False):
     steps).
     """
     per: Per | None
-    """What has one value: each `sequence`, each `file`, or the whole `dataset`. Each sample is given
+    """What has one value: each `sequence`, each `file`, or the whole `dataset`. Each sample gets
     the value of its sequence or file; that of the dataset is in ``reader.static`` and
     ``batch.static``. The path may name an attribute: ``group@attribute``.
     """

@@ -35,10 +35,11 @@ from h5async.io.stamps import settled
 from h5async.io.stores import absolute_name
 from h5async.opening.filevalues import FileValues
 from h5async.opening.selecting import sequences_of
+from h5async.order.rows import starts_of
 from h5async.plan.transform import row_transform
 from h5async.read.whole import read_rows
 from h5async.samples.fieldkind import join_values, layout_of_values
-from h5async.spelling import name_bytes
+from h5async.spelling import name_bytes, name_text
 
 ONE, EACH = "one", "each"
 _MOST_VALUES = 1 << 20  # of an attribute, or strings of a dataset
@@ -218,8 +219,8 @@ def with_rows_of_samples(
     values, found = FileValues(config, first), dict(joined)
     for name, field in once.items():
         files = values.files()
-        ends = np.cumsum([count for _, count in files], dtype=np.int64)
-        starts, counts = ends - [count for _, count in files], [1] * len(files)
+        bounds = starts_of(np.array([count for _, count in files], np.int64))
+        starts, ends, counts = bounds[:-1], bounds[1:], [1] * len(files)
         if field.per == "sequence":
             table, counts = sequences_of(config, plain, values)
             starts, ends = table.starts, table.ends
@@ -246,10 +247,10 @@ def static_values(
     found: dict[str, Any] = {}
     for name, field in fields.items():
         first = _value(field, facts[name][0], reach)
+        known = first.dtype, first.shape, first.tobytes()
         for fact in facts[name][1:]:
-            other = _value(field, fact, reach)
-            alike = (one.dtype, one.shape, one.tobytes()) if (one := other) is not None else None
-            if alike != (first.dtype, first.shape, first.tobytes()):
+            value = _value(field, fact, reach)
+            if (value.dtype, value.shape, value.tobytes()) != known:
                 raise DatasetError(
                     f'{fact.file}: "{field.path}" ({name}) has another value than in'
                     f' {facts[name][0].file}; set per="file", which gives each sample that of its'
@@ -257,7 +258,7 @@ def static_values(
                 )
         first.setflags(write=False)
         is_text = first.dtype.kind == "S" and not first.ndim
-        found[name] = first[()].decode("utf-8", "surrogateescape") if is_text else first
+        found[name] = str(name_text(first.item())) if is_text else first
     return found
 
 

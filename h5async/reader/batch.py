@@ -167,8 +167,8 @@ class Batch(Sequence[Any]):
             with taking_memory(what, f"keep fewer batches, or make {named('batch_size')} smaller"):
                 arrays = {name: array.copy() for name, array in self._arrays.items()}
         place = self.epoch, self.number, self.last
-        more = self._device, self._sequences, None, self.static
-        return Batch(arrays, self.index, *place, *more)
+        more = self._device, self._sequences
+        return Batch(arrays, self.index, *place, *more, static=self.static)
 
 
 def _cells(array: Any) -> tuple[str, str, str]:

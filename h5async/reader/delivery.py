@@ -304,8 +304,9 @@ class Delivery:
             if not made:
                 made = self._device.owned(tuple([are_there(index) for are_there in masks.values()]))
             arrays |= zip(masks, made, strict=True)
-        further = self._device, self._setup.samplings.sequences, life, self._setup.static
-        return Batch(arrays, index, epoch, number, last, *further)
+        device, static = self._device, self._setup.static
+        sequences = self._setup.samplings.sequences
+        return Batch(arrays, index, epoch, number, last, device, sequences, life, static)
 
     def _end_life(self) -> None:
         """With `debug_lifetimes`, also make fields raise and arrays poison."""
