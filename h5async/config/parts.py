@@ -234,8 +234,8 @@ class SequencesOptions(TypedDict, total=False):
     last of its sequence. Rows after the last such row are a sequence, too.
     """
     across: Literal["files"] | None
-    """`files`: consecutive files, in the order of `hdf5_path`, are one sequence, and steps reach
-    from one into the next: years of weather, shards of a recording.
+    """With `files`, consecutive files, in the order of `hdf5_path`, are one sequence: years of
+    weather, shards of a recording. Steps reach from one file into the next.
     """
     every: Integer
     """Use only every n-th row of a sequence as a sample, from its first one on."""
