@@ -30,6 +30,8 @@ from h5async.system.timeline import ThreadCounts
 
 _COST = "everything is read through h5py, by one thread at a time; values are the same"
 _SAME_CLOCK_NS = 10_000_000  # two readings of one clock are closer together
+# Counters of the core's workers.
+_COUNTED = "read_ns", "decode_ns", "place_ns", "read_nbytes", "decoded_chunks", "decoded_nbytes"
 
 # The core's functions by the types of their parameters; comments in `src/` explain them.
 _TYPES = {"p": c_void_p, "i": c_int32, "q": c_int64, "Q": c_uint64}
@@ -68,14 +70,8 @@ class Core:
     """The compiled core, loaded. `OSError` is raised if it cannot be, or is of another version.
 
     Its functions and structures are attributes. Most functions release the GIL, and may be called
-    from many threads, each with its own worker.
-
-    Attributes
-    ----------
-    path
-        The shared library.
-    missing
-        Codec libraries that were not found; data that need them are read through h5py.
+    from many threads, each with its own worker. `missing` are the codec libraries that were not
+    found; data that need them are read through h5py.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,16 +153,8 @@ class CoreWorker:
 
     def counts(self) -> ThreadCounts:
         """Return what was done so far."""
-        struct = self.struct
-        return ThreadCounts(
-            struct.read_ns,
-            struct.decode_ns,
-            struct.place_ns,
-            self.gil_wait_ns,
-            struct.read_nbytes,
-            struct.decoded_chunks,
-            struct.decoded_nbytes,
-        )
+        counted = {name: getattr(self.struct, name) for name in _COUNTED}
+        return ThreadCounts(gil_wait_ns=self.gil_wait_ns, **counted)
 
     def record(self, trace: CoreTrace | None) -> None:
         """Have calls note what they do from now on; None: stop. Allowed during a call, too."""

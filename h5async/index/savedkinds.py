@@ -280,12 +280,7 @@ class SavedHeader(_Saved):
 def require_sound(columns: Columns, kinds: Sequence[DatasetLayout]) -> None:
     """Check a table of datasets of some kinds.
 
-    Raises
-    ------
-    ValueError
-        If it makes no sense.
-    SavedIndexError
-        If chunks cannot lie at their positions.
+    ValueError if it makes no sense; SavedIndexError if chunks cannot lie at their positions.
     """
     _require_below(columns.kind, len(kinds), "kind")
     _require_below(columns.file, len(columns.files), "file")
