@@ -115,15 +115,11 @@ class LayoutWriter:
         kinds = dict[str, int]()
         texts = (json.dumps(_shared_facts(kind), default=to_json) for kind in table.kinds)
         of_kinds = np.array([kinds.setdefault(text, len(kinds)) for text in texts], np.int32)
-        found: dict[str, Any] = {
+        found = columns._asdict() | {
             "kind": of_kinds[columns.kind],
             "file": files[columns.file],
             "path": [paths.setdefault(path, len(paths)) for path in columns.paths],
-            "rows": columns.rows,
             "address": columns.offset,
-            "stored_nbytes": columns.stored_nbytes,
-            "begin": columns.begin,
-            "is_sparse": columns.is_sparse,
             "number": () if columns.chunks.index is None else columns.chunks.index,
             "offset": columns.chunks.offset,
             "nbytes": _one_if_equal(columns.chunks.nbytes),
@@ -265,21 +261,17 @@ class LayoutReader:
         if is_sparse.any() and arrays["number"].size != count:
             raise ValueError("chunks have no numbers")
         self._columns = Columns(
-            arrays["kind"],
-            arrays["file"],
-            [header.paths[at] for at in path.tolist()],
-            arrays["rows"],
-            arrays["address"],
-            arrays["stored_nbytes"],
-            arrays["begin"],
-            is_sparse,
-            ChunkTable(
+            **{name: arrays[name] for name in ("kind", "file", "rows", "stored_nbytes", "begin")},
+            paths=[header.paths[at] for at in path.tolist()],
+            offset=arrays["address"],
+            is_sparse=is_sparse,
+            chunks=ChunkTable(
                 arrays["number"] if is_sparse.any() else None,
                 arrays["offset"],
                 _repeated(arrays["nbytes"], count),
                 _repeated(arrays["mask"], count),
             ),
-            tuple(files),
+            files=tuple(files),
         )
         require_sound(self._columns, self._kinds)
         self._own, self._is_own = header.own, np.zeros(path.size, np.bool_)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -234,24 +234,9 @@ def _sums(columns: Sequence[Int64s], factors: Sequence[int]) -> Int64s:
 
 def shape_of_small(layout: DatasetLayout, samples: int, whole: DatasetLayout) -> Shape:
     """Return how rows lie in a small dataset, taken as one chunk of at most `samples` rows."""
-    itemsize, row_nbytes = layout.dtype.itemsize, layout.row_nbytes
-    stride = np.array([itemsize], np.int64)
-    return Shape(
-        kind=Kind.CHUNKS,
-        chunk_nbytes=samples * row_nbytes,
-        chunk_samples=samples,
-        sample_stride=row_nbytes,
-        itemsize=itemsize,
-        chunk_strides=stride,
-        row_strides=stride,
-        extents=np.array([[row_nbytes // itemsize]], np.int64),
-        rows_are_whole=True,
-        source_row_nbytes=row_nbytes,
-        keeps=True,
-        has_chunks=True,
-        fill=_fill_of(layout, WHOLE),
-        swaps=swaps(layout, whole) or 0,
-    )
+    shape = (samples, *layout.row_shape)
+    chunk = layout.changed(shape=shape, chunk_shape=shape)
+    return replace(shape_of(chunk, WHOLE, Kind.CHUNKS, whole), keeps=True)
 
 
 def _fill_of(layout: DatasetLayout, piece: Piece) -> NDArray[np.uint8]:
