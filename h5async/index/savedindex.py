@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from h5async.config import Field
 from h5async.errors import ConfigError, ReadError
-from h5async.index.contents import Grouping
 from h5async.index.datasettable import Datasets, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach, require_local
@@ -51,11 +50,10 @@ class Wanted(NamedTuple):
     kind: str = ""  # if it is not the layout of a dataset alone; see `opening/filefacts.py`
 
     @classmethod
-    def of(cls, field: Field, grouping: Grouping | None = None) -> Wanted:
+    def of(cls, field: Field) -> Wanted:
         """Return the dataset of a field; a path may be written in several ways."""
-        groups = "" if grouping is None else str(grouping)
         found = cls.at(field.path, field.num_dim)
-        return found._replace(has_names=field.names_axes, has_cf=field.decode_cf, groups=groups)
+        return found._replace(has_names=field.names_axes, has_cf=field.decode_cf)
 
     @classmethod
     def at(
