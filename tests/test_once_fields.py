@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import spoil_chunk
 from hdf5files import TEXT, write_compact
 
 from h5async import (
     AsyncReader,
-    ConfigError,
-    DatasetError,
     Field,
-    ReadError,
     Sequences,
-    Split,
-    UnsafeFileError,
 )
 
 COUNTS = (23, 0, 1, 46)  # rows of each file
@@ -61,7 +54,8 @@ def write(path, number: int, rng: np.random.Generator) -> None:
         rows = rng.random((len(ends), 2, 3)).astype("f4")
         file["of/rows"], file["of/last"] = rows, np.moveaxis(rows, 0, 2)
         if len(ends):
-            file.create_dataset("of/zipped", data=rows, chunks=(min(2, len(ends)), 1, 3), compression="gzip")
+            chunks = (min(2, len(ends)), 1, 3)
+            file.create_dataset("of/zipped", data=rows, chunks=chunks, compression="gzip")
         else:
             file["of/zipped"] = rows
         file["of/task"] = np.arange(len(ends)) + 10 * number
