@@ -39,24 +39,15 @@ _METADATA_NBYTES = 256 * 1024  # cached by HDF5 while a file is indexed
 class Consulted:
     """The dependencies of layouts. Used by one thread.
 
-    Attributes
-    ----------
-    files, absent
-        Paths as used, with the stamps of the files there; paths at which nothing was found.
-    variables
-        Environment variables that were read, with their values.
-    folder
-        The current directory, if a name was relative to it; else None.
-    is_stable
-        Whether later changes can be detected: facts from HDF5 about a file that this process has
-        open for writing may not be in the file yet.
+    If it `is_stable`, later changes can be detected: facts from HDF5 about a file that this process
+    has open for writing may not be in the file yet.
     """
 
     def __init__(self) -> None:
-        self.files: dict[str, FileStamp] = {}
-        self.absent: set[str] = set()
-        self.variables: dict[str, str] = {}
-        self.folder: str | None = None
+        self.files: dict[str, FileStamp] = {}  # at paths as used
+        self.absent: set[str] = set()  # paths at which nothing was found
+        self.variables: dict[str, str] = {}  # of the environment that were read
+        self.folder: str | None = None  # the current directory, if a name was relative to it
         self.is_stable = True
 
     def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
@@ -94,18 +85,9 @@ class _NotRecorded(Consulted):
 class Reach:
     """Which other files a file may refer to, and how files are read.
 
-    Attributes
-    ----------
-    roots
-        Directories (or files) that may be read, wherever the file lies.
-    missing_is_fill
-        Whether missing sources of a virtual dataset are read as its fill value, or an error.
-    io
-        Whether files may be mapped into memory.
-    room
-        Limits the memory for declared sizes.
-    consulted
-        Records which files were used.
+    `roots` are directories (or files) that may be read, wherever the file lies. Missing sources of
+    a virtual dataset are an error, unless `missing_is_fill`. `room` limits the memory for declared
+    sizes; `consulted` records which files were used.
     """
 
     roots: tuple[Path, ...] = ()
