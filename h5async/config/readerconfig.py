@@ -216,8 +216,6 @@ class ReaderConfig(Frozen):
                 f"samples are drawn in random order by {named('weights')}; leave out"
                 f" {named('shuffle', 'window')}"
             )
-        if self.epoch_samples is not None and self.weights is None and self.sampler is None:
-            raise ValueError(f"{named('epoch_samples')} needs {named('weights')}, or a sampler")
 
     def _check_rank(self) -> None:
         if (self.rank is None) != (self.world_size is None):

@@ -154,9 +154,10 @@ class Samplings:
 
     `chosen` are the samples of an epoch, if already known; `selection` and `sequences` are of it.
     `rows` says, per column, which rows each sample consists of; None means its own. An epoch's
-    order has `epoch_samples` positions: samples selected, or drawn. `draws` and `sampler` are the
-    orders of the options `weights` and `sampler`, if given; `lengths` are the numbers of values
-    that samples count, if batches depend on them.
+    order has `epoch_samples` positions: samples selected, or drawn; if these are more or fewer than
+    the selected samples, epochs continue in passes of all of these (`has_passes`). `draws` and
+    `sampler` are the orders of the options `weights` and `sampler`, if given; `lengths` are the
+    numbers of values that samples count, if batches depend on them.
 
     H5AsyncError if the datasets that select samples do not fit the dataset, or cannot be read.
     """
@@ -180,14 +181,13 @@ class Samplings:
         self.lengths = _lengths_of(config, layouts)
         self.draws = None if weights is None else WeightedOrder(weights, config.seed)
         self.sampler: SamplerOrder | None = None
-        self.epoch_samples = self.selection.size
-        if self.draws is not None:
-            self.epoch_samples = config.epoch_samples or self.selection.size
+        self.epoch_samples = self.selection.size and (config.epoch_samples or self.selection.size)
+        self.has_passes = self.epoch_samples != self.selection.size and self.draws is None
         if config.sampler is not None:
             check = partial(self.check, where=f"{self._layouts[0].file}: sampler")
             sizes = count, config.batch_size, config.epoch_samples
             self.sampler = SamplerOrder(config.sampler, *sizes, check)
-            self.epoch_samples = self.sampler.size
+            self.epoch_samples, self.has_passes = self.sampler.size, False
 
     def weights_digest(self) -> str | None:
         """Return a short digest of all weights; None if there are none."""
@@ -232,29 +232,32 @@ class Samplings:
         return found
 
     @property
-    def _may_repeat(self) -> bool:
-        """Whether a sample may occur several times in a batch."""
+    def _times(self) -> int:
+        """How often a sample may occur in a batch, at most."""
         is_drawn = self.draws is not None or self.sampler is not None
-        return is_drawn or self.selection.has_repeats
+        if is_drawn or self.selection.has_repeats:
+            return NO_LIMIT
+        # A batch may begin in one pass and end in another one.
+        return 2 + self._config.batch_size // self.selection.size if self.has_passes else 1
 
     def most_samples(self) -> int:
         """Return the maximum number of samples in a batch of an epoch."""
         most = min(self._config.batch_size, max(1, self.epoch_samples))
         if self.lengths is None:
             return most
-        return self.lengths.most_samples(self.selection, most, may_repeat=self._may_repeat)
+        return self.lengths.most_samples(self.selection, most, times=self._times)
 
     def most_rows(self, rows: SpanRows, samples: int) -> int:
         """Return the maximum number of rows of a column in a batch of `samples`."""
-        may_repeat = self._may_repeat
+        times = self._times
         if isinstance(rows, StepSpans):
-            return rows.most(samples, may_repeat=may_repeat)
+            return rows.most(samples)
         selected = self.selection
         if not selected.is_prefix or selected.size < rows.size:
             numbers = selected.samples(np.arange(selected.size, dtype=np.int64))
-            most = LengthRows(rows.lengths(numbers)).most(samples, may_repeat=may_repeat)
+            most = LengthRows(rows.lengths(numbers)).most(samples, times=times)
         else:
-            most = rows.most(samples, may_repeat=may_repeat)
+            most = rows.most(samples, times=times)
         if self.lengths is None or self.lengths.values is None or samples < 2:
             return most
         own = rows.all_lengths()
@@ -290,6 +293,7 @@ class Samplings:
             "drop_last": self._config.drop_last,
             "order": self._window(batch_size, world_size) if is_window else self.sampler,
             "draws": self.draws,
+            "pass_samples": self.selection.size if self.has_passes else None,
             "selection": None if self.sampler or self.selection.is_prefix else self.selection,
             "rank": rank,
             "world_size": world_size,
@@ -306,6 +310,7 @@ class Samplings:
             self.selection,
             list(filter(None, map(steps_of, self.rows))),
             0 if self.lengths is None else self.lengths.moved_samples(batch_size),
+            self.epoch_samples,
         )
 
 
