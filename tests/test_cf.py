@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
 from gpus import use_gpu
 from hypothesis import HealthCheck, given, settings
@@ -418,10 +419,22 @@ def test_what_holds_no_numbers_is_refused(tmp_path, values):
             read(path, Field("v/a", decode_cf=True))
 
 
-@pytest.mark.parametrize("other", [{"scale": 2.0}, {"offset": 1.0}, {"dtype": "i4"}])
-def test_options_that_exclude_each_other_are_refused(other):
+def test_a_dtype_without_nan_is_refused():
     with pytest.raises(ConfigError, match="decode_cf"):
-        Field("v", decode_cf=True, **other)
+        Field("v", decode_cf=True, dtype="i4")
+
+
+@each("dtype, num_threads", [(None, 2), ("f4", 0), ("f8", 2)])
+@each("several", [ONES, OTHERS, OTHERS[-1:]])
+def test_scale_and_offset_are_applied_to_unpacked_values(tmp_path, several, dtype, num_threads):
+    paths, unpacked = collection(tmp_path, several)
+    factors = {"scale": [0.5, 2.0, 7.0], "offset": -3.25}
+    field = Field("v", decode_cf=True, dtype=dtype, **factors)
+    expected = np.concatenate(unpacked)
+    expected = expected.astype(dtype or (expected.dtype if expected.dtype.kind == "f" else "f4"))
+    expected *= np.array(factors["scale"], expected.dtype)[:, None]
+    expected += expected.dtype.type(factors["offset"])
+    assert_same_bits(read(paths, field, num_threads=num_threads), expected)
 
 
 def test_the_name_that_xarray_has_for_it_leads_to_it():

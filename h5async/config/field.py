@@ -69,7 +69,8 @@ class FieldOptions(StepsOptions, total=False):
     decode_cf: bool
     """Unpack the values by the dataset's own attributes (CF conventions): apply `scale_factor` and
     `add_offset`; replace `_FillValue`, `missing_value` and values outside `valid_range` by NaN.
-    Without a `dtype`: float32 or float64, as xarray chooses.
+    Without a `dtype`: float32 or float64, as xarray chooses. `scale` and `offset` are applied
+    after that.
     """
 
 
@@ -141,17 +142,12 @@ class Field(Frozen):
             what = "a field of steps" if self.steps is not None else type(self).__name__
             raise ValueError(f"per is for plain fields, and this is {what}; leave it out")
         self._check_axes()
-        if self._is_scaled and self.decode_cf:
-            raise ValueError(
-                "decode_cf takes scale and offset from the dataset's attributes; leave out scale"
-                " and offset, or compute in postprocess"
-            )
         if self.decode_cf and self.dtype is not None and self.dtype.kind != "f":
             raise ValueError(
                 f"decode_cf delivers NaN for what is missing and needs a float dtype, found"
                 f" dtype={self.dtype}"
             )
-        if self._is_scaled and self.dtype is not None and self.dtype.kind != "f":
+        if self.is_scaled and self.dtype is not None and self.dtype.kind != "f":
             raise ValueError(
                 f"scale and offset need a float dtype, found dtype={self.dtype}; choose a float"
                 " dtype, or scale in postprocess"
@@ -193,10 +189,12 @@ class Field(Frozen):
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:
         """The requested dtype, float32 if scaling implies it, or None for the file's own."""
-        return np.dtype(np.float32) if self.dtype is None and self._is_scaled else self.dtype
+        is_implied = self.dtype is None and self.is_scaled and not self.decode_cf
+        return np.dtype(np.float32) if is_implied else self.dtype
 
     @property
-    def _is_scaled(self) -> bool:
+    def is_scaled(self) -> bool:
+        """Whether there is a `scale` or an `offset`."""
         return self.scale is not None or self.offset is not None
 
 

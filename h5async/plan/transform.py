@@ -142,14 +142,18 @@ class RowTransform:
         with np.errstate(all="ignore"):  # the caller may cast NaN to an integer
             if self.cf is not None:
                 self.cf.decode(raw.transpose(self.permutation), out, index)
-                return
-            np.copyto(out, raw.transpose(self.permutation), casting="unsafe")
-            if self.scale is not None:
-                np.multiply(out, self.scale, out=out)
-            if self.offset is not None:
-                np.add(out, self.offset, out=out)
+            else:
+                np.copyto(out, raw.transpose(self.permutation), casting="unsafe")
+            self.rescale(out)
         for text in self.text:
             _convert(text, out)
+
+    def rescale(self, out: NDArray[Any]) -> None:
+        """Apply `scale` and `offset` to delivered rows, in place."""
+        if self.scale is not None:
+            np.multiply(out, self.scale, out=out)
+        if self.offset is not None:
+            np.add(out, self.offset, out=out)
 
 
 def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
@@ -180,11 +184,14 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     raw_axes = [layout.sample_axis, *rest]
     dtype = field.delivered_dtype
     cf = cf_decoder(layout, where) if field.decode_cf else None
-    if cf is not None:
-        dtype = cf.dtype if dtype is None else dtype
-    elif dtype is None:
-        dtype = layout.dtype.newbyteorder("=")
-    elif layout.dtype.kind not in "biufc" or (layout.dtype.kind == "c" and dtype.kind != "c"):
+    if dtype is None:
+        dtype = layout.dtype.newbyteorder("=") if cf is None else cf.dtype
+        dtype = _SINGLE if field.is_scaled and dtype.kind != "f" else dtype
+    elif not (
+        cf is not None
+        or layout.dtype.kind in "biuf"
+        or (layout.dtype.kind == "c" and dtype.kind == "c")
+    ):
         option = "scale and offset" if field.dtype is None else "dtype"
         raise ConfigError(f"{where}: {layout.dtype} cannot be cast to {dtype}; leave {option} out")
     row = tuple(layout.shape[axis] for axis in axes[1:])
@@ -353,6 +360,7 @@ def native_unpack(core: Core, transform: RowTransform) -> Transformer | None:
             **{name: address(column) for name, column in columns.items()},
         )
         core.unpack(ctypes.byref(call), address(raw), address(out))
+        transform.rescale(out)
 
     return unpack
 
