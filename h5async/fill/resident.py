@@ -170,9 +170,9 @@ def open_host_cache(
 
     All of it counts, though pages that were never touched cost nothing yet: an epoch touches them.
 
-    `row_nbytes` and `rows` have, by column, the bytes of a row, as read, and what `KeptColumn` takes.
-    `cache_bytes` is the limit, by default half of `free_nbytes`: what is free beside all
-    that the reader needs.
+    `row_nbytes` has, by column, the bytes of a row, as read, and `rows` what `KeptColumn` takes.
+    `cache_bytes` is the limit, by default half of `free_nbytes`: what is free beside all that the
+    reader needs.
     """
     if cache_bytes is None:
         cache_bytes = int(free_nbytes * _HOST_SHARE)
