@@ -313,13 +313,20 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
                 f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
                 " another name"
             )
-    taken = _RESERVED_NAMES.intersection([*fields, *masks])
-    if taken:
-        raise ValueError(
-            f"a field cannot be named {sorted(taken)[0]!r}, because a batch has an attribute of"
-            " that name; choose another name"
-        )
+    check_names([*fields, *masks])
     return fields
+
+
+def check_names(names: Sequence[object]) -> None:
+    """Check names of arrays of a batch; ValueError if one is reserved, or is no string."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"names of arrays must be strings, found {name!r}")
+        if name in _RESERVED_NAMES:
+            raise ValueError(
+                f"a field cannot be named {name!r}, because a batch has an attribute of that name;"
+                " choose another name"
+            )
 
 
 Fields = Annotated[

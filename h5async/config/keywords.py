@@ -129,8 +129,10 @@ class ReaderOptions(TypedDict, total=False):
     postprocess: Callable[..., Any] | str | None
     """A function, or `module:function`, that workers call as `f(*arrays)` with the host arrays of a
     batch. It returns the same number of arrays, each with the same number of rows, or None if it
-    changed the arrays in place.
+    changed the arrays in place; or a mapping of names to arrays, which the batch then has.
     """
+    postprocess_fields: Sequence[str] | None
+    """Names of the arrays that `postprocess` returns, in order, if these are not the fields."""
     timeout: float | None
     """Maximum seconds that `get_next_batch()` waits, up to 1,000,000,000."""
     max_batch_bytes: SizeLike | None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from h5async.config import values
-from h5async.config.field import Field, Fields, kind_of
+from h5async.config.field import Field, Fields, check_names, kind_of
 from h5async.config.files import (
     FileName,
     Files,
@@ -115,9 +115,10 @@ class ReaderConfig(Frozen):
         None,
         values="MODULE:FUNCTION",
         shell="A function that workers call as `f(*arrays)` with the host arrays of a batch. It"
-        " returns the same number of arrays, each with the same number of rows, or nothing if it"
-        " changed the arrays in place.",
+        " returns the same number of arrays, each with the same number of rows, or a mapping of"
+        " names to arrays, or nothing if it changed the arrays in place.",
     )
+    postprocess_fields: values.Names | None = option(None, default_text="the fields")
     timeout: values.Seconds = option(None, default_text="no limit")
     max_batch_bytes: values.Size | None = option(
         None, default_text="half of the free memory", values="SIZE"
@@ -152,6 +153,7 @@ class ReaderConfig(Frozen):
             self.__dict__["prefetch"] = 2 * self.num_helpers + 1
         if "batch_size" not in self.model_fields_set and self.batch_values is not None:
             self.__dict__["batch_size"] = self.batch_values  # only values are limited
+        self._check_returned()
         self._check_cache()
         self._check_order()
         self._check_rank()
@@ -159,6 +161,19 @@ class ReaderConfig(Frozen):
         self._check_fields()
         self._check_sequences()
         return self
+
+    def _check_returned(self) -> None:
+        names = self.postprocess_fields
+        if names is None:
+            return
+        if self.postprocess is None:
+            raise ValueError(
+                f"{named('postprocess_fields')} needs {named('postprocess')}, whose results it"
+                " names"
+            )
+        if not names or len(set(names)) < len(names):
+            raise ValueError("postprocess_fields: give at least one name, and each name once")
+        check_names(names)
 
     def _check_cache(self) -> None:
         if self.cache == "device" and self.postprocess is not None:

@@ -203,6 +203,7 @@ class _Helper:
             outcome.is_resident,
             outcome.busy_seconds,
             outcome.warnings,
+            outcome.names,
             self._filler.stats(),
             self._filler.recorded(),
         )

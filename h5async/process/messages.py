@@ -173,7 +173,7 @@ class SentField(NamedTuple):
 class Answer(NamedTuple):
     """The outcome of a request; with `stats` of the helper's filler so far.
 
-    `is_resident`, `busy_seconds` and `warnings` are those of `FillOutcome`.
+    `is_resident`, `busy_seconds`, `warnings` and `names` are those of `FillOutcome`.
     """
 
     request: tuple[Any, ...]  # the `FillRequest`
@@ -184,6 +184,7 @@ class Answer(NamedTuple):
     is_resident: bool
     busy_seconds: float
     warnings: tuple[str, ...]
+    names: tuple[str, ...]
     stats: FillerStats
     recorded: Sequence[Recorded] = ()  # since the last answer
 
