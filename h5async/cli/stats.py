@@ -70,7 +70,9 @@ def stats(
     if output is not None:
         found.save(home_path(with_variables(output)))
     if as_json:
-        print_json("stats", {"output": output, **found.as_dict()})
+        content = found.as_dict()
+        del content["schema"]
+        print_json("stats", {"output": output, **content})
         return
     for name, one in found.items():
         typer.echo(f"{safe(name)}: {safe(one.path)}, {one.dtype}, {_amount(one)}")

@@ -29,10 +29,10 @@ _NOT_GIVEN: Any = object()
 
 
 def _normalize(value: object) -> object:
-    if isinstance(value, Mapping):
-        return Statistics.of_dict(value)
     if value is None or isinstance(value, Statistics):
         return value
+    if isinstance(value, Mapping):
+        return Statistics.of_dict(value)
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ValueError("must be the path of a file of statistics, or Statistics")
     return os.path.expanduser(os.fsdecode(value))

@@ -25,7 +25,7 @@ _SCHEMA = "h5async statistics 1"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FieldStatistics:
-    """Numbers about the values of one field.
+    """Numbers about the values of one field, as `Statistics` holds them.
 
     Arrays have the shape () if `per` is None, (channels,) if it is ``"channel"``, and that of a row
     if it is ``"feature"``. Where there are no values, `mean` and the like are NaN.
@@ -51,6 +51,13 @@ class FieldStatistics:
         text. None for other fields, or with more than 65,536 different ones.
     lengths
         Of ragged fields: the count, mean, std, min and max of their lengths.
+
+    Examples
+    --------
+    >>> found = h5async.statistics({"hdf5_path": "sample_data/digits.h5"}, per=None)
+    >>> labels = found["labels"]
+    >>> labels.count, labels.max, labels.frequencies["0"]
+    (array(1797), array(9.), 178)
     """
 
     path: str

@@ -30,7 +30,10 @@ _ONCE: Mapping[str, Any] = {
     "device": "cpu",
     "workers": "thread",
     **dict.fromkeys(
-        ("weights", "sampler", "epoch_samples", "batch_values", "bucket", "cache", "cache_bytes")
+        (
+            *("weights", "sampler", "epoch_samples", "batch_values", "bucket"),
+            *("cache", "cache_bytes", "postprocess_fields"),
+        )
     ),
 }
 

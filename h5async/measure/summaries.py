@@ -36,7 +36,7 @@ _DECODED_PER_BYTE = 10  # values, of an encoded image or recording, about
 class Part:
     """What the values of one batch say: their moments, some values, their classes and lengths.
 
-    `row` is the shape of the rows, if they are numbers.
+    `row` is the shape of a row, if rows are numbers.
     """
 
     dtype: str = ""
@@ -73,7 +73,7 @@ class FieldSummary:
         field = kind.field
         is_as_stored = field.delivered_dtype is None and not (kind.is_encoded or field.decode_cf)
         self._fill = layout.fill if is_as_stored and layout.dtype.kind in "iuf" else None
-        self._is_text = any(heap.elements.is_text for heap in layout.heaps)
+        self._is_text = any(heap.elements.form.is_text for heap in layout.heaps)
         share = samples / max(1, layout.sample_count)
         self._values = math.prod(layout.shape) * share
         if field.steps is not None and not kind.is_ragged:
@@ -101,6 +101,7 @@ class FieldSummary:
     def _measure(self, values: Any, part: Part, rng: np.random.Generator) -> None:
         array = values.values if isinstance(values, Ragged) else values
         if isinstance(values, Images):
+            part.row = tuple(values.shapes[0].tolist())
             several = [self._grouped(image[np.newaxis]) for image in values]
         else:
             part.row = array.shape[1 if self._kind.field.steps is None else 2 :]

@@ -1,4 +1,4 @@
-"""Statistics of a dataset, and fields that are normalized by them, against NumPy on h5py's arrays."""
+"""Statistics of a dataset, and fields that are normalized by them, against NumPy."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_a_field_takes_the_file(tmp_path, per, name):
     over = {None: (0, 1, 2), "channel": (0, 2), "feature": (0,)}[per]
     mean, std = (f(values.astype("f8"), axis=over, keepdims=True) for f in (np.mean, np.std))
     expected = (values - mean) / np.where(std == 0, 1, std)
-    for workers in ("thread", "process"):
+    for workers in ("thread", "process") if per == "feature" and name == "s.toml" else ("thread",):
         with AsyncReader(tmp_path / "reader.json", workers=workers) as reader:
             delivered = reader.get_next_batch().x
             assert delivered.dtype == np.float32
