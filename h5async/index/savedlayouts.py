@@ -150,7 +150,8 @@ class LayoutWriter:
         if layout.indexed is not None and has_own_extent(layout):
             facts["indexed_shape"] = layout.indexed.shape
         if layout.values is not None:
-            facts["values"] = self._add("values", layout.values.reshape(-1).view(np.uint8))
+            values = np.ascontiguousarray(layout.values).reshape(-1).view(np.uint8)
+            facts["values"] = self._add("values", values)
         if layout.attached:
             facts["attached"] = [self.file(path, stamp) for path, stamp in layout.attached]
         if layout.sequences is not None:

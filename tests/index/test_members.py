@@ -153,6 +153,12 @@ def test_member_of_chunks_that_are_not_mapped_reads_like_h5py(tmp_path, member):
     assert_member_reads_like_h5py(path, "table", member, io="pread")
 
 
+@each("storage", STORAGES)
+def test_nested_member_reads_like_h5py_by_a_saved_index(tmp_path, storage):
+    path = write_table(tmp_path / "f.h5", storage)
+    assert_member_reads_like_h5py(path, "table", "pos/x", index_cache=tmp_path / "t.h5idx")
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 @each("member", ["pos", "track"])
 def test_member_that_is_a_compound_is_a_structured_array(tmp_path, member, storage):
