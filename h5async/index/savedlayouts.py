@@ -314,6 +314,9 @@ class LayoutReader:
             found = self._columns.layout(number, self._kinds[kind])
             if number in self._own:
                 self._add_own_facts(found, OwnFacts.model_validate(self._own[number]), number, io)
+            has_own_chunks = found.chunk_shape and found.segments is None
+            if has_own_chunks and found.chunks is None and found.fallback_reason is None:
+                raise ValueError("chunks have no table")
             self._made[number] = found
         return found
 
