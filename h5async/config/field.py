@@ -17,11 +17,12 @@ from h5async.spelling import Spell, as_keyword, in_file
 if TYPE_CHECKING:
     from h5async.config.hints import Where
 
+Per = Literal["sequence", "file", "dataset"]
 _NOT_GIVEN: Any = object()
 # By name, in the order in which messages suggest them; `kinds.py` defines them.
 KINDS: dict[str, type[Field]] = {}
 _RESERVED_NAMES = frozenset(
-    {"copy", "count", "epoch", "index", "keys", "last", "number", "sequence", "size", "step"}
+    "copy count epoch index keys last number sequence size static step".split()
 )
 
 
@@ -39,6 +40,11 @@ class StepsOptions(TypedDict, total=False):
     pad_mask: values.DatasetPath | None
     """Name of another field of the batch, which tells the steps inside the sequence: bool (samples,
     steps).
+    """
+    per: Per | None
+    """What has one value: each `sequence`, each `file`, or the whole `dataset`. Each sample gets
+    the value of its sequence or file; that of the dataset is in ``reader.static`` and
+    ``batch.static``. The path may name an attribute: ``group@attribute``.
     """
 
 
@@ -85,7 +91,10 @@ class Field(Frozen):
     <Batch 0 of epoch 0: image=(32, 8, 8) float32, digit=(32,) int64>
     """
 
-    path: values.Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")
+    path: values.Name = option(
+        REQUIRED,
+        "Path of the dataset in the HDF5 file; ``masks.h5::mask``: in another file, beside it.",
+    )
     num_dim: values.SampleDimension = option(0, default_text="0, or the first of `axes`")
     axes: values.Dimensions | None = None
     dtype: values.DType = None
@@ -95,6 +104,7 @@ class Field(Frozen):
     steps: values.Steps = None
     pad: Literal["drop", "edge", "zero"] = "drop"
     pad_mask: values.Name | None = None
+    per: Per | None = None
 
     def __init__(
         self,
@@ -127,6 +137,9 @@ class Field(Frozen):
         if self.steps is None and (self.pad != "drop" or self.pad_mask is not None):
             name = "pad" if self.pad != "drop" else "pad_mask"
             raise ValueError(f"{name} needs steps, which say what rows each sample consists of")
+        if self.per is not None and (self.steps is not None or type(self) is not Field):
+            what = "a field of steps" if self.steps is not None else type(self).__name__
+            raise ValueError(f"per is for plain fields, and this is {what}; leave it out")
         self._check_axes()
         if self._is_scaled and self.decode_cf:
             raise ValueError(
@@ -243,8 +256,9 @@ def _fields(value: object) -> dict[Any, Field]:
 
 
 def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
-    if not fields:
-        raise ValueError("give at least one field")
+    if all(field.per is not None for field in fields.values()):
+        which = "whose rows are samples: one without per" if fields else ""
+        raise ValueError(f"give at least one field {which}".rstrip())
     masks = [field.pad_mask for field in fields.values() if field.pad_mask is not None]
     for name in masks:
         if name in fields or masks.count(name) > 1:
@@ -256,13 +270,20 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
                 f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
                 " another name"
             )
-    taken = _RESERVED_NAMES.intersection([*fields, *masks])
-    if taken:
-        raise ValueError(
-            f"a field cannot be named {sorted(taken)[0]!r}, because a batch has an attribute of"
-            " that name; choose another name"
-        )
+    check_names([*fields, *masks])
     return fields
+
+
+def check_names(names: Sequence[object]) -> None:
+    """Check names of arrays of a batch; ValueError if one is reserved, or is no string."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"names of arrays must be strings, found {name!r}")
+        if name in _RESERVED_NAMES:
+            raise ValueError(
+                f"a field cannot be named {name!r}, because a batch has an attribute of that name;"
+                " choose another name"
+            )
 
 
 Fields = Annotated[
