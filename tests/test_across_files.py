@@ -44,7 +44,7 @@ def truth(files):
             packed = file["packed"][()]
             values = packed * np.float64(scale)
             values[packed == 7] = np.nan
-            found["packed"].append(values * 10 + 1)
+            found["packed"].append(values.astype("f4") * np.float32(10) + np.float32(1))
             found["plain"].append(file["plain"][()])
             found["virtual"].append(file["virtual"][()])
     return {name: np.concatenate(several) for name, several in found.items()}

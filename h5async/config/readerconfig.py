@@ -323,6 +323,12 @@ class ReaderConfig(Frozen):
             )
         return cls(**{**base, **options})
 
+    def with_fields(self, fields: Mapping[str, Field], **changed: Any) -> ReaderConfig:
+        """Return the options with other fields, and with other changes."""
+        names = self.model_fields_set.difference(_REPLACED_BY_FIELDS)
+        kept = {name: getattr(self, name) for name in names}
+        return ReaderConfig(**{**kept, "fields": fields, **changed})
+
     @model_serializer(mode="wrap")
     def _without_what_fields_replace(self, handler: SerializerFunctionWrapHandler) -> Any:
         """Leave out options that conflict with `fields`, so that `load` accepts what was dumped.

@@ -230,6 +230,10 @@ class FieldKind:
         is_varying = transforms[0].capacity is not None
         return Outline(self.name, is_varying=is_varying, is_encoded=self.is_encoded)
 
+    def channel_axis(self, transform: RowTransform) -> int:
+        """Return which dimension of a delivered row counts channels; `transform` is of a row."""
+        return transform.channel
+
     def decoded_nbytes(self, rows: int) -> int:
         """Return the bytes of `rows` decoded samples; 0 if they are not decoded, or of any size."""
         return 0
