@@ -60,6 +60,10 @@ class FieldOptions(StepsOptions, total=False):
     """A factor, or one per channel (index along the second delivered axis)."""
     offset: ArrayLike | None
     """A number to add after scaling, or one per channel."""
+    categories: bool | Sequence[str | int] | str | None
+    """Deliver strings, or numbers, as int64 codes, whose names `reader.categories` has. True: of
+    all values, in order. A list: of these names. A path: of the names in that dataset of each file.
+    """
     decode_cf: bool
     """Unpack the values by the dataset's own attributes (CF conventions): apply `scale_factor` and
     `add_offset`; replace `_FillValue`, `missing_value` and values outside `valid_range` by NaN.
@@ -91,6 +95,7 @@ class Field(Frozen):
     dtype: values.DType = None
     scale: values.Number | None = None
     offset: values.Number | None = None
+    categories: values.CategoryNames = None
     decode_cf: values.Bool = False
     steps: values.Steps = None
     pad: Literal["drop", "edge", "zero"] = "drop"
@@ -128,6 +133,8 @@ class Field(Frozen):
             name = "pad" if self.pad != "drop" else "pad_mask"
             raise ValueError(f"{name} needs steps, which say what rows each sample consists of")
         self._check_axes()
+        if self.categories is not None:
+            self._check_categories()
         if self._is_scaled and self.decode_cf:
             raise ValueError(
                 "decode_cf takes scale and offset from the dataset's attributes; leave out scale"
@@ -144,6 +151,16 @@ class Field(Frozen):
                 " dtype, or scale in postprocess"
             )
         return self
+
+    def _check_categories(self) -> None:
+        if type(self) is not Field:
+            raise ValueError("categories are of a plain Field, with a value for each sample")
+        if self._is_scaled or self.decode_cf or self.axes is not None:
+            raise ValueError("codes of categories take no scale, offset, decode_cf or axes")
+        if self.dtype is None:
+            self.__dict__["dtype"] = np.dtype(np.int64)
+        elif self.dtype.kind != "i":
+            raise ValueError(f"codes of categories are signed integers, found dtype={self.dtype}")
 
     def _check_axes(self) -> None:
         of_samples = self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
