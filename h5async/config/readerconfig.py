@@ -265,10 +265,26 @@ class ReaderConfig(Frozen):
             raise ValueError(
                 "num_dim must be a pair, of sequences and of steps, for all fields, or for none"
             )
+        if self.sequences is not None and self.sequences.is_drawn:
+            self._check_drawn_offset()
         kind = None if self.sequences is None else self.sequences.kind
         if any(pairs) and kind is not None:
             raise ValueError(
                 f"a pair as num_dim says what a sequence is; leave out {kind} of sequences"
+            )
+
+    def _check_drawn_offset(self) -> None:
+        for name in ("cache", "batch_values", "bucket", "sampler"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    'sequences: offset="random" makes other samples each epoch, for which'
+                    f" {named(name)} is not supported; leave out one of them"
+                )
+        if self.indices is not None and getattr(self.indices, "by", None) != "sequence":
+            raise ValueError(
+                'sequences: offset="random" moves samples within a sequence, out of what'
+                f' {named("indices")} selects; give Split(..., by="sequence"), or an offset that is'
+                " a number"
             )
 
     @classmethod
