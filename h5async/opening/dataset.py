@@ -28,6 +28,7 @@ from h5async.io.localfiles import read_ahead
 from h5async.opening.fieldkinds import unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
+from h5async.opening.oncefields import static_values, with_rows_of_samples
 from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.drawn import SamplerOrder
 from h5async.order.lengths import NO_LIMIT, Lengths, SamplingByLength
@@ -46,12 +47,13 @@ class OpenedDataset(NamedTuple):
     """An open dataset.
 
     `config` is the options with the kinds of all fields; `layouts` are by column name, in order;
-    `kinds` are by field name.
+    `kinds` are by field name; so are the `static` values of the whole dataset.
     """
 
     config: ReaderConfig
     layouts: dict[str, DatasetLayout]
     kinds: dict[str, FieldKind]
+    static: dict[str, Any]
 
 
 def open_dataset(config: ReaderConfig) -> OpenedDataset:
@@ -59,6 +61,9 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
     Raises as in `AsyncReader`.
     """
+    fields = {name: field.normalized(name) for name, field in config.batch_fields.items()}
+    if any(one is not config.batch_fields[name] for name, one in fields.items()):
+        config = config.model_copy(update={"fields": fields})
     reach = reach_of(config)
     grouping = grouping_of(config, reach)
     indices: dict[FileName, NamedIndex] = {
@@ -92,7 +97,7 @@ def _open_kinds(
 ) -> OpenedDataset:
     """Open a dataset whose fields are of these kinds; `OtherKindError` if one is not."""
     _check_ragged(config, kinds)
-    needs = needs_of(kinds, grouping)
+    needs = needs_of(kinds, grouping, config)
 
     def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
         return read_known(path, {name: needs[name] for name in names}, reach, grouping)
@@ -100,10 +105,11 @@ def _open_kinds(
     wanted = {name: need.wanted for name, need in needs.items()}
     several = known_of_files(config.files, wanted, read, reach, config.index_cache, indices)
     columns = columns_of(kinds)
+    once = {name: field for name, field in columns.items() if field.per is not None}
     facts: dict[str, list[DatasetLayout]] = {name: [] for name in needs}
     tell = on_indexed.get()
     for number, known in enumerate(several, 1):
-        layouts = aligned({name: known[name] for name in columns})
+        layouts = aligned({name: known[name] for name in columns if name not in once})
         _check_lengths(layouts)
         for name, layout in (known | layouts).items():
             facts[name].append(layout)
@@ -116,7 +122,9 @@ def _open_kinds(
     joined: dict[str, DatasetLayout] = {}
     for kind in kinds.values():
         joined |= kind.join(facts, config, reach)
-    return OpenedDataset(config, joined, kinds)
+    layouts = with_rows_of_samples(config, joined, once, facts)
+    static = static_values(config.static_fields, facts, reach)
+    return OpenedDataset(config, layouts, kinds, static)
 
 
 def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:

@@ -44,6 +44,7 @@ _TIMES_REACH = 16  # length of a merged unit by the reach of steps: few samples 
 _LEAST_UNITS = 8  # minimum number of merged units in a window
 # Chunks of ragged rows in a unit: its last row reaches into another one, which is decoded, too.
 _RAGGED_CHUNKS = 8
+_REPEATED_SHARE = 4  # of the memory for the window, beside it, for rows that samples share
 _IN_FLIGHT_SHARE = 1 / 4  # of the memory, for batches in preparation
 
 
@@ -292,6 +293,7 @@ def window_order(
     With several ranks, the order depends on `batch_size` and `epoch_samples`. Positions of
     `selection`, ascending, are ordered; afterwards, samples may be moved by `moved_samples`.
     """
+    layouts = [layout for layout in layouts if not layout.is_repeated]
     leader = max(layouts, key=lambda layout: (unit_nbytes_of(layout), layout.row_nbytes))
     bounds = sample_bounds(leader)
     unit_nbytes = sum(map(unit_nbytes_of, layouts))
@@ -358,5 +360,7 @@ def _merged_bounds(
 
 def kept_nbytes(layout: DatasetLayout, layouts: Sequence[DatasetLayout], window_nbytes: int) -> int:
     """Return a field's share of the memory for the window."""
-    total = sum(map(unit_nbytes_of, layouts))
+    if layout.is_repeated:  # samples of a window are of few sequences or files
+        return window_nbytes // _REPEATED_SHARE
+    total = sum(unit_nbytes_of(one) for one in layouts if not one.is_repeated)
     return window_nbytes * unit_nbytes_of(layout) // max(1, total)
