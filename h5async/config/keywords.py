@@ -93,8 +93,9 @@ class ReaderOptions(TypedDict, total=False):
     mapping of files to numbers.
     """
     epoch_samples: Integer | None
-    """With `weights`: the number of samples drawn in an epoch. With a `sampler`: the maximum number
-    of samples taken from it.
+    """The number of samples in an epoch. Epochs go on where the one before has ended, in one order
+    after another of all samples, so that they cover the dataset one by one. With `weights`, they
+    are drawn; with a `sampler`, it is the maximum number of samples taken from it.
     """
     sequences: Sequences | Mapping[str, Any] | None
     """The sequences that steps never leave: `Sequences`, or a mapping of its parameters."""

@@ -7,7 +7,7 @@ import operator
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,6 +233,10 @@ class SequencesOptions(TypedDict, total=False):
     """Path of a dataset with a bool per row, or several: a row for which one of them is true is the
     last of its sequence. Rows after the last such row are a sequence, too.
     """
+    across: Literal["files"] | None
+    """With `files`, consecutive files, in the order of `hdf5_path`, are one sequence: years of
+    weather, shards of a recording. Steps reach from one file into the next.
+    """
     every: Integer
     """Use only every n-th row of a sequence as a sample, from its first one on."""
 
@@ -241,8 +245,8 @@ class SequencesOptions(TypedDict, total=False):
 class Sequences(Frozen):
     """The sequences of a dataset: episodes, trajectories, recordings. Steps never leave them.
 
-    One of `groups`, `ends`, `starts`, `lengths`, `ids` and `last` defines the sequences; without
-    any, each file is one. The paths are of datasets that each file has.
+    One of `groups`, `ends`, `starts`, `lengths`, `ids`, `last` and `across` defines the sequences;
+    without any, each file is one. The paths are of datasets that each file has.
 
     Examples
     --------
@@ -269,11 +273,13 @@ class Sequences(Frozen):
     lengths: Name | None = None
     ids: Name | None = None
     last: _Names | None = None
+    across: Literal["files"] | None = None
     every: Positive = 1
 
     @model_validator(mode="after")
     def _check(self) -> Sequences:
-        given = [name for name in _KINDS_OF_SEQUENCES if getattr(self, name) is not None]
+        kinds = *_KINDS_OF_SEQUENCES, "across"
+        given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give {given[0]} or {given[1]}, not both")
         if self.last == ():

@@ -216,8 +216,6 @@ class ReaderConfig(Frozen):
                 f"samples are drawn in random order by {named('weights')}; leave out"
                 f" {named('shuffle', 'window')}"
             )
-        if self.epoch_samples is not None and self.weights is None and self.sampler is None:
-            raise ValueError(f"{named('epoch_samples')} needs {named('weights')}, or a sampler")
 
     def _check_rank(self) -> None:
         if (self.rank is None) != (self.world_size is None):
@@ -262,12 +260,14 @@ class ReaderConfig(Frozen):
             )
 
     def _check_sequences(self) -> None:
-        pairs = [isinstance(field.num_dim, tuple) for field in self.batch_fields.values()]
+        several = [field for field in self.batch_fields.values() if field.per is None]
+        pairs = [isinstance(field.num_dim, tuple) for field in several]
         if any(pairs) and not all(pairs):
             raise ValueError(
                 "num_dim must be a pair, of sequences and of steps, for all fields, or for none"
             )
-        kind = None if self.sequences is None else self.sequences.kind
+        given = self.sequences
+        kind = None if given is None else given.kind or (given.across and "across")
         if any(pairs) and kind is not None:
             raise ValueError(
                 f"a pair as num_dim says what a sequence is; leave out {kind} of sequences"
@@ -323,6 +323,12 @@ class ReaderConfig(Frozen):
             )
         return cls(**{**base, **options})
 
+    def with_fields(self, fields: Mapping[str, Field], **changed: Any) -> ReaderConfig:
+        """Return the options with other fields, and with other changes."""
+        names = self.model_fields_set.difference(_REPLACED_BY_FIELDS)
+        kept = {name: getattr(self, name) for name in names}
+        return ReaderConfig(**{**kept, "fields": fields, **changed})
+
     @model_serializer(mode="wrap")
     def _without_what_fields_replace(self, handler: SerializerFunctionWrapHandler) -> Any:
         """Leave out options that conflict with `fields`, so that `load` accepts what was dumped.
@@ -359,7 +365,7 @@ class ReaderConfig(Frozen):
     def batch_fields(self) -> dict[str, Field]:
         """The fields of a batch, by name, in order, with `data_field` and the like resolved."""
         if self.fields is not None:
-            return dict(self.fields)
+            return {name: one for name, one in self.fields.items() if one.per != "dataset"}
         axes: tuple[int | str, ...] | None = None
         if self.h_dim is not None and self.w_dim is not None:
             channels = () if self.cha_dim is None else (self.cha_dim,)
@@ -370,6 +376,11 @@ class ReaderConfig(Frozen):
             pair = self.num_dim if isinstance(self.num_dim, tuple) else 0
             fields["labels"] = Field(self.labels_field, pair)
         return fields
+
+    @property
+    def static_fields(self) -> dict[str, Field]:
+        """The fields that the whole dataset has once, by name."""
+        return {n: one for n, one in (self.fields or {}).items() if one.per == "dataset"}
 
     @property
     def files(self) -> list[FileName]:

@@ -231,7 +231,7 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         text=first.text,
         sequences=_joined_sequences(layouts),
         dim_names=common_names([layout.dim_names for layout in layouts]),
-        cf=_joined_cf(layouts),
+        cf=joined_cf(layouts),
         spans=None if first.spans is None else _joined_spans(layouts),
         unused_rows=unused,
     )
@@ -250,7 +250,7 @@ def _described(layout: DatasetLayout, other: DatasetLayout) -> str:
     return f"{layout.row_shape} {layout.dtype}{where if is_moved else ''}"
 
 
-def _joined_cf(
+def joined_cf(
     layouts: Sequence[DatasetLayout],
 ) -> tuple[tuple[int, tuple[CfAttribute, ...]], ...]:
     """Return how the samples of all layouts are packed; equal neighbours are merged."""

@@ -101,7 +101,9 @@ def _used_before(runs: Segments, row: NDArray[np.int64]) -> NDArray[np.float64]:
         edges = np.sort(edge[is_single]).astype(np.float64)
         count = np.searchsorted(edges, row)
         used += sign * (count * row - np.concatenate(([0.0], np.cumsum(edges)))[count])
-    strided = zip(runs.row[~is_single], runs.length[~is_single], runs.step[~is_single], strict=True)
+    # A row that samples have in common is read once.
+    length, step = np.where(runs.step == 0, 1, runs.length), np.maximum(runs.step, 1)
+    strided = zip(runs.row[~is_single], length[~is_single], step[~is_single], strict=True)
     for first, length, step in strided:
         used += (-((first - row) // step)).clip(0, length)
     return used

@@ -172,7 +172,7 @@ class _FieldBuilder:
         kind, rows = columns.kind[segments.dataset], columns.rows[segments.dataset]
         is_small = self._is_small
         last = segments.row + (segments.length - 1) * segments.step
-        is_inside = (segments.row >= 0) & (last < rows) & (segments.step >= 1)
+        is_inside = (segments.row >= 0) & (last < rows) & (segments.step >= 0)
         # Shapes depend on the number of rows where these are not the first dimension, and where the
         # dataset is its own chunk; a small one has one of a few shapes.
         datasets, is_whole = self._datasets, np.array([p.is_whole for p in segments.pieces])

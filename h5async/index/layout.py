@@ -296,6 +296,11 @@ class DatasetLayout:
             pieces[longest] = max(1, -(-self.shape[longest] // _SLICES))
         return tuple(pieces)
 
+    @cached_property
+    def is_repeated(self) -> bool:
+        """Whether neighbouring samples have the same row; see `index/repeating.py`."""
+        return self.segments is not None and not self.segments.step.all()
+
     @property
     def is_columns(self) -> bool:
         """Whether a sample is spread over a whole contiguous dataset."""

@@ -194,12 +194,17 @@ def locate(
     """Follow a path through groups and links, from an open file.
 
     `reach` says which files external links may lead to. `files` closes the files opened on the way
-    later. `last` keeps the group for the next path of the same file.
+    later. `last` keeps the group for the next path of the same file. A path ``other.h5::path``
+    leads to another file, unless there is an object of that name.
 
     KeyError if there is nothing of that name; UnsafeFileError if an external link leads to a file
     that is not permitted; MissingError if it does not exist; DatasetError for too many links;
     ReadError if a linked file cannot be opened.
     """
+    other, mark, rest = path.rpartition("::")
+    if mark and not file.id.links.exists(name_bytes(components(path)[0])):
+        file, path = _other_file(file, path, other, reach, files), rest
+        last = None
     todo, done = components(path), list[str]()
     group: h5py.h5g.GroupID = file.id
     if last and tuple(todo[:-1]) in last:
@@ -243,6 +248,23 @@ def locate(
         last.clear()
         last[tuple(done[:-1])] = group
     return Located(file, "/".join(done) or "/", (), group, at)
+
+
+def _other_file(
+    file: HDF5File, path: str, name: str, reach: Reach, files: contextlib.ExitStack
+) -> HDF5File:
+    """Open the file at the beginning of a path, as HDF5 would for an external link."""
+    where = f'{file.filename}: path "{path}"'
+    target = reach.find(name, file.filename, "HDF5_EXT_PREFIX", where)
+    if target is None:
+        raise MissingError(f"{where} leads to {name}, which does not exist")
+    return files.enter_context(open_permitted(target, where))
+
+
+def below(parent: str, path: str) -> str:
+    """Return the path of what lies at `path` below a group, maybe in another file."""
+    file, mark, rest = path.rpartition("::")
+    return f"{file}{mark}{parent}/{rest}" if parent else path
 
 
 def _link_type(group: h5py.h5g.GroupID, name: bytes) -> int | None:

@@ -60,8 +60,9 @@ class Wanted(NamedTuple):
         cls, path: str, num_dim: int | str | tuple[int | str, ...] = 0, *, kind: str = ""
     ) -> Wanted:
         """Return the dataset at a path, or a fact of it."""
-        names = (name for name in path.split("/") if name not in ("", "."))
-        return cls("/".join(names), num_dim, kind=kind)
+        file, mark, rest = path.rpartition("::")
+        names = (name for name in rest.split("/") if name not in ("", "."))
+        return cls(f"{file}{mark}{'/'.join(names)}", num_dim, kind=kind)
 
 
 class IndexedFile(NamedTuple):

@@ -203,8 +203,6 @@ class SavedKind(_Saved):
             raise ValueError("chunks have another rank than their dataset")
         if self.has_chunks and not self.chunk_shape:
             raise ValueError("chunks have no shape")
-        if self.chunk_shape and not self.has_chunks and self.fallback_reason is None:
-            raise ValueError("chunks have no table")
         if len(self.fill) != dtype.itemsize:
             raise ValueError("a fill value has another size than its dtype")
         if any(one.offset + one.nbytes > dtype.itemsize for one in self.text):

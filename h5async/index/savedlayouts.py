@@ -146,7 +146,8 @@ class LayoutWriter:
         if layout.indexed is not None and has_own_extent(layout):
             facts["indexed_shape"] = layout.indexed.shape
         if layout.values is not None:
-            facts["values"] = self._add("values", layout.values.reshape(-1).view(np.uint8))
+            values = np.ascontiguousarray(layout.values).reshape(-1).view(np.uint8)
+            facts["values"] = self._add("values", values)
         if layout.attached:
             facts["attached"] = [self.file(path, stamp) for path, stamp in layout.attached]
         if layout.sequences is not None:
@@ -294,6 +295,9 @@ class LayoutReader:
             found = self._columns.layout(number, self._kinds[kind])
             if number in self._own:
                 self._add_own_facts(found, OwnFacts.model_validate(self._own[number]), number, io)
+            has_own_chunks = found.chunk_shape and found.segments is None
+            if has_own_chunks and found.chunks is None and found.fallback_reason is None:
+                raise ValueError("chunks have no table")
             self._made[number] = found
         return found
 

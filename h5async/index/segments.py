@@ -250,7 +250,8 @@ class Segments:
     first, length
         int64 (n,): the first sample of each segment, and the number of samples, above 0.
     row, step
-        int64 (n,): the row of the first sample in its dataset, and the distance to the next row.
+        int64 (n,): the row of the first sample in its dataset, and the distance to the next row: 0
+        if all samples of the segment have the same row.
     dataset
         int32 (n,): the number of the dataset.
     piece

@@ -60,7 +60,7 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
     """
     first = next(iter(layouts.values()))
     values = FileValues(config, first)
-    sequences = _sequences_of(config, layouts, values)
+    sequences, _ = sequences_of(config, layouts, values)
     has_steps = any(field.steps is not None for field in config.batch_fields.values())
     is_cut = sequences.starts.size > 1 and (has_steps or config.sequences is not None)
     if is_cut or config.weights is not None or isinstance(config.indices, Split):
@@ -87,22 +87,27 @@ def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str
     )
 
 
-def _sequences_of(
+def sequences_of(
     config: ReaderConfig, layouts: Mapping[str, DatasetLayout], values: FileValues
-) -> SequenceTable:
-    """Return the sequences of a dataset: each file is one unless the options say otherwise."""
+) -> tuple[SequenceTable, list[int]]:
+    """Return the sequences of a dataset, and their number in each file, unless layouts have them.
+
+    Each file is one unless the options say otherwise.
+    """
     if values.first.sequences is not None:
-        return _of_layouts(layouts)
+        return _of_layouts(layouts), []
     sequences = config.sequences
     kind = None if sequences is None else sequences.kind
+    counts = [count for _, count in values.files()]
     if sequences is None or kind is None:
-        counts = [count for _, count in values.files()]
-        return SequenceTable.joined([np.cumsum([0, *counts], dtype=np.int64)])
-    bounds, begin = [], 0
+        ends = [sum(counts)] if sequences is not None and sequences.across else np.cumsum(counts)
+        bounds = np.array([0, *ends], np.int64)
+        return SequenceTable.joined([bounds]), [1] * len(counts)
+    found, begin = [], 0
     for file, count in values.files():
-        bounds.append(_bounds(sequences, kind, values, file, count) + begin)
+        found.append(_bounds(sequences, kind, values, file, count) + begin)
         begin += count
-    return SequenceTable.joined(bounds)
+    return SequenceTable.joined(found), [max(0, bounds.size - 1) for bounds in found]
 
 
 def _of_layouts(layouts: Mapping[str, DatasetLayout]) -> SequenceTable:

@@ -113,12 +113,14 @@ class SpanRows:
         found: NDArray[np.bool_] = np.arange(length) < self.lengths(samples)[:, np.newaxis]
         return found
 
-    def most(self, count: int, *, may_repeat: bool) -> int:
-        """Return the maximum number of rows of `count` samples."""
+    def most(self, count: int, *, times: int = 1) -> int:
+        """Return a maximum for the rows of `count` samples, each at most so many times."""
         if not self.size or not count:
             return 0
-        if may_repeat or count == 1:
+        if times >= count:
             return max(int(lengths.max()) for lengths in self._blocks()) * count
+        if times > 1:
+            return self.most(-(-count // times)) * times
         longest: NDArray[Any] = np.zeros(0, np.int64)
         for lengths in self._blocks():
             if longest.size == count:  # few are longer
@@ -216,9 +218,9 @@ class StepSpans(SpanRows):
         """Return the rows in a batch of samples."""
         return self.spans.rows(self.runs(samples))
 
-    def most(self, count: int, *, may_repeat: bool) -> int:
+    def most(self, count: int, *, times: int = 1) -> int:
         """Return the maximum number of rows in a batch of `count` samples; runs do not repeat."""
-        return self.spans.most(min(count * self.steps.size, self.size), may_repeat=False)
+        return self.spans.most(min(count * self.steps.size, self.size))
 
     def likely(self, count: int) -> int:
         """Return a likely upper bound of the rows in a batch of `count` samples."""

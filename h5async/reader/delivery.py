@@ -304,8 +304,9 @@ class Delivery:
                 made = self._device.owned(tuple([are_there(index) for are_there in masks.values()]))
             for name, mask in zip(masks, made, strict=True):
                 arrays.setdefault(name, mask)  # `postprocess` may have replaced it
+        device, static = self._device, self._setup.static
         sequences = self._setup.samplings.sequences
-        return Batch(arrays, index, epoch, number, last, self._device, sequences, life)
+        return Batch(arrays, index, epoch, number, last, device, sequences, life, static)
 
     def _end_life(self) -> None:
         """With `debug_lifetimes`, also make fields raise and arrays poison."""
