@@ -50,7 +50,7 @@ from h5async.codec.filters import (
 )
 from h5async.core import binding as core_module
 from h5async.core import libraries, structures
-from h5async.core.binding import Core, address, load_core
+from h5async.core.binding import Core, address
 from h5async.core.structures import transform_source
 from h5async.errors import ReaderClosedError
 from h5async.fill.reading import BatchReader
