@@ -22,7 +22,7 @@ from h5async.index.room import files_of
 from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.permutation import part_of
-from h5async.order.rows import SequenceTable, StepRows
+from h5async.order.rows import DrawnOffsets, SequenceTable, StepRows
 from h5async.order.selection import Selection
 from h5async.read.whole import read_whole
 from h5async.samples.fieldkind import are_same
@@ -37,13 +37,15 @@ class Chosen(NamedTuple):
     """The samples of an epoch.
 
     `weights` say how often each sample of `selection` is drawn, float64 (size,), if there are any.
-    Steps never leave `sequences` of rows. `possible` are all rows that can be samples.
+    Steps never leave `sequences` of rows. `possible` are all rows that can be samples. `offsets`
+    move the selected ones in each epoch, unless None.
     """
 
     selection: Selection
     weights: NDArray[np.float64] | None
     sequences: SequenceTable
     possible: Selection
+    offsets: DrawnOffsets | None
 
     def is_same(self, other: Chosen) -> bool:
         """Compare all samples and weights."""
@@ -68,14 +70,30 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
         what = f"{first.file}: the lists of its {first.sample_count:,} samples"
         nbytes = _LISTED_NBYTES * first.sample_count
         values.reach.room.take(nbytes, what, files_of(*layouts.values()))
-    steps = step_rows(config.batch_fields, sequences).values()
-    every = 1 if config.sequences is None else config.sequences.every
-    possible = sequences.samples([rows for rows in steps if rows is not None], every)
-    selecting = _Selecting(config, layouts, values, sequences, possible)
+    steps = [
+        rows for rows in step_rows(config.batch_fields, sequences).values() if rows is not None
+    ]
+    chosen, offsets = _chosen(config, sequences, steps)
+    possible = chosen if offsets is None else sequences.samples(steps)
+    selecting = _Selecting(config, layouts, values, sequences, chosen)
     selection = selecting.selection()
     if config.shuffle == "window":
         selection = selection.ascending
-    return Chosen(selection, selecting.weights(selection), sequences, possible)
+    return Chosen(selection, selecting.weights(selection), sequences, possible, offsets)
+
+
+def _chosen(
+    config: ReaderConfig, sequences: SequenceTable, steps: list[StepRows]
+) -> tuple[Selection, DrawnOffsets | None]:
+    """Return the samples of all sequences, and how each epoch moves them, if it does."""
+    options = config.sequences
+    if options is None:
+        return sequences.samples(steps), None
+    if options.offset != "random":
+        return sequences.samples(steps, options.every, options.offset), None
+    first, behind = sequences.possible(steps)
+    offsets = DrawnOffsets(sequences.starts, first, behind - first, options.every, config.seed)
+    return sequences.samples(steps, options.every, first % options.every), offsets
 
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
