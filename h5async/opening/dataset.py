@@ -175,7 +175,7 @@ class Samplings:
         self._layouts = list(layouts.values())
         self._made: dict[OrderKey, Sampling] = {}
         found = choose(config, layouts) if chosen is None else chosen
-        self.selection, weights, self.sequences, self._possible = found
+        self.selection, weights, self.sequences, self._possible, self.offsets = found
         count = self._layouts[0].sample_count
         self._all_are_possible = self._possible.is_prefix and self._possible.size == count
         steps = step_rows(config.batch_fields, self.sequences)
@@ -296,6 +296,7 @@ class Samplings:
             "drop_last": self._config.drop_last,
             "order": self._window(batch_size, world_size) if is_window else self.sampler,
             "draws": self.draws,
+            "offsets": self.offsets,
             "pass_samples": self.selection.size if self.has_passes else None,
             "selection": None if self.sampler or self.selection.is_prefix else self.selection,
             "rank": rank,
