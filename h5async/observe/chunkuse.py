@@ -114,7 +114,9 @@ class ChunkFacts:
             remedies.append(Remedy(named("shuffle", "window"), self._left_by_window(culprit)))
         if config.cache is None and config.num_helpers <= 1 and config.decode != "device":
             if self._fits():
-                remedies.append(Remedy(f"{named('cache', 'host')} from the second epoch on", 0.0))
+                repeats = config.weights is not None
+                when = ", as draws repeat" if repeats else " from the second epoch on"
+                remedies.append(Remedy(f"{named('cache', 'host')}{when}", 0.0))
         rows = _rows_of_chunk(culprit)
         if rows:
             of = f' "{name}"' if name else ""
