@@ -19,7 +19,7 @@ from h5async.deliver.decodeplan import EncodedPlan, NotDecoded
 from h5async.deliver.device import DeviceSlot, LaidOut, PinnedPart, SlotContents, host_slot
 from h5async.deliver.devicedecode import DeviceDecoder, Staging
 from h5async.deliver.gpu import Gpu
-from h5async.deliver.kernels import Kernels, RowChange, needs_host
+from h5async.deliver.kernels import Kernels, RowChange, can_transform
 from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import page_memory, plain_memory
 from h5async.order.selection import Selection
@@ -73,8 +73,8 @@ class CudaSlot(DeviceSlot):
         # be sent at once. Of other columns only the batch's values are sent.
         self.num_rows = rows
         on_host = [
-            needs_host(transform) or (contents.has_postprocess and not transform.is_identity)
-            for transform in transforms
+            not can_transform(one) or (contents.has_postprocess and not one.is_identity)
+            for one in transforms
         ]
         shared = contents.shared  # else fields that vary get pages, of which parts are pinned
         laid_out = host_slot(

@@ -36,7 +36,6 @@ from h5async.process.messages import (
     Failed,
     NoteUploaded,
     Opened,
-    Record,
     Rooms,
     SentField,
     Started,
@@ -124,9 +123,7 @@ class _Helper:
             opened = open_dataset(config)
             chosen = choose(opened.config, opened.layouts)
             self._send(_told(opened, chosen))
-            starting = self._receive()
-            assert isinstance(starting, Starting)
-            self._start(opened, chosen, starting)
+            self._start(opened, chosen, self._receive())
         except BaseException as error:
             self._send(Failed(portable(error)))
             return
@@ -136,14 +133,13 @@ class _Helper:
 
     def _receive_config(self) -> ReaderConfig:
         try:
-            config = self._receive()
+            config: ReaderConfig = self._receive()
         except BaseException as error:  # a module of `postprocess` cannot be imported, say
             raise ConfigError(
                 f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
                 f" {error}); make its module one that a new interpreter can import, or read"
                 f" with {named('workers', 'thread')}"
             ) from error
-        assert isinstance(config, ReaderConfig)
         # This thread only receives; otherwise the reader might wait for it.
         return config.model_copy(update={"num_threads": config.filler_threads})
 
@@ -173,8 +169,7 @@ class _Helper:
             self._filler.fill(FillRequest(*request))
         elif isinstance(message, NoteUploaded):
             self._filler.note_uploaded(message.slot, self._slots.index(message.slot))
-        else:
-            assert isinstance(message, Record)
+        else:  # `Record`
             self._filler.record(Timeline(message.max_events) if message.max_events else None)
 
     def _answer(self, request: FillRequest, outcome: FillOutcome) -> None:

@@ -250,8 +250,7 @@ class Supervisor:
     def _start(self, process: HelperProcess) -> bool:
         """Have a helper open the dataset and start its threads; return False if closed."""
         process.send_bytes(self._opening)
-        opened = _step(process)
-        assert isinstance(opened, Opened)
+        opened: Opened = _step(process)
         if self.opened is not None:
             self.opened.check_same(opened)
         else:
@@ -269,8 +268,7 @@ class Supervisor:
             process.flush()
         else:
             self._wake_sender()  # this thread must receive, and does not send
-        started = _step(process)
-        assert isinstance(started, Started)
+        started: Started = _step(process)
         with self._lock:
             self._stats = _NOTHING_DONE._replace(cache=started.cache)
             self._outstanding.helper_started()
@@ -285,9 +283,7 @@ class Supervisor:
         while not self._is_alone or self._await_request():
             if self._is_alone:
                 process.flush()
-            answer = process.receive()
-            assert isinstance(answer, Answer)
-            self._take(answer)
+            self._take(process.receive())
 
     def _await_request(self) -> bool:
         """Wait until there is a request; return False when closed."""
@@ -323,11 +319,9 @@ class Supervisor:
             return
         for recorded in several:
             room = self._max_events - sum(len(one.events) for one in self._recorded.values())
-            former = self._recorded.get(recorded.process)
-            events = [] if former is None else former.events
-            dropped = recorded.dropped + max(0, len(recorded.events) - room)
-            dropped += 0 if former is None else former.dropped
-            events += recorded.events[:room]
+            former = self._recorded.get(recorded.process, recorded._replace(events=[], dropped=0))
+            events = former.events + recorded.events[:room]
+            dropped = former.dropped + recorded.dropped + max(0, len(recorded.events) - room)
             self._recorded[recorded.process] = recorded._replace(events=events, dropped=dropped)
 
     # --- the end of a helper ----------------------------------------------------------------------

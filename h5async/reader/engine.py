@@ -209,11 +209,6 @@ class Engine:
 
     # --- what it does -----------------------------------------------------------------------------
 
-    @property
-    def epoch_nbytes(self) -> int:
-        """Decoded bytes of an epoch."""
-        return self.counts.epoch_nbytes(self.position.epoch_samples)
-
     def stats(self, since: ReaderStats | None = None, epoch: int | None = None) -> ReaderStats:
         """Return statistics, as `AsyncReader.stats`."""
         setup, done = self.setup, self._filler.stats()
@@ -251,7 +246,8 @@ class Engine:
             ["device", f"{setup.device.name}, {threads} thread{'s' * (threads != 1)}"],
         ]
         try:
-            facts.append(["decoded", f"{size_text(self.epoch_nbytes)} an epoch"])
+            nbytes = self.counts.epoch_nbytes(self.position.epoch_samples)
+            facts.append(["decoded", f"{size_text(nbytes)} an epoch"])
             facts.append(["progress", self._progress()])
         except ConfigError:  # launchers contradict each other, and no batch was requested yet
             facts.append(["progress", "rank not known"])
