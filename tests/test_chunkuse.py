@@ -302,9 +302,7 @@ def test_facts_are_made_of_empty_datasets(tmp_path: Path) -> None:
         file.create_dataset("data", (0, 4), "f4", chunks=(16, 4), maxshape=(None, 4), **GZIP)
     with AsyncReader(hdf5_path=tmp_path / "f.h5", labels_field=None) as reader:
         assert reader.stats().decoded_per_used == 0.0
-        setup = reader._engine.setup
-        rows, selection = setup.samplings.rows, setup.samplings.selection
-        facts = ChunkFacts(setup.config, setup.layouts, rows, selection)
+        facts = ChunkFacts(reader._engine.setup.samplings)
         assert facts.advice.decoded.unit == "sample"
 
 

@@ -88,12 +88,9 @@ class Engine:
 
             helper = self.filler = HelperFiller(setup.config)
         setup.open(helper)
-        config, samplings = setup.config, setup.samplings
-        self.position = ReaderPosition(config, setup.layouts, samplings, self.ring)
-        kept_nbytes = max(1, config.num_helpers) * sum(setup.memory_plan.kept_nbytes)
-        self.counts = ReaderCounts(
-            config, setup.layouts, samplings.rows, samplings.selection, kept_nbytes
-        )
+        self.position = ReaderPosition(setup.samplings, self.ring)
+        kept_nbytes = max(1, setup.config.num_helpers) * sum(setup.memory_plan.kept_nbytes)
+        self.counts = ReaderCounts(setup.samplings, kept_nbytes)
         delivery = Delivery(setup, self.ring, self.position, self.counts, self._recorder)
         self.delivery = delivery
         calls = Calls(

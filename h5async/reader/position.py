@@ -14,12 +14,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import ConfigError, ReadError
 from h5async.index.fingerprint import fingerprint
-from h5async.index.layout import DatasetLayout
 from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings, digest
 from h5async.order.ranks import Rank, Source, find_source, may_change
@@ -51,15 +49,8 @@ class ReaderPosition:
     `looped_epoch` is the epoch of the caller's last batch, until the epoch ends for it.
     """
 
-    def __init__(
-        self,
-        config: ReaderConfig,
-        layouts: Mapping[str, DatasetLayout],
-        samplings: Samplings,
-        ring: SlotRing[Any],
-    ) -> None:
-        self._config = config
-        self._layouts = list(layouts.values())
+    def __init__(self, samplings: Samplings, ring: SlotRing[Any]) -> None:
+        self._config = samplings.config
         self._samplings = samplings
         self._ring = ring
         self.has_settled = False
@@ -262,7 +253,8 @@ class ReaderPosition:
 
     @functools.cached_property
     def _order_depends_on(self) -> dict[str, Any]:
-        config, samplings, layouts = self._config, self._samplings, self._layouts
+        config, samplings = self._config, self._samplings
+        layouts = list(samplings.layouts.values())
         structure = [samplings.sequences.starts, samplings.sequences.ends]
         if config.shuffle == "window":
             structure.append(np.array([*map(unit_nbytes, layouts)]))
