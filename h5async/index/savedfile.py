@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.index.savedkinds import SavedIndexError, to_json
-from h5async.io.localfiles import open_regular
+from h5async.io.localfiles import open_regular, owned
 from h5async.io.shared import forget_pages, map_file
 from h5async.system.interruptions import suppressing
 
@@ -121,7 +121,8 @@ def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> 
     remove_unfinished(path.parent, re.escape(path.name))
     beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
-        with open(beside, "xb", 0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with owned(os.open, str(beside), flags, mode) as file:
             for block in blocks:
                 data = memoryview(block).cast("B")
                 while len(data):
