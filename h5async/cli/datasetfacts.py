@@ -206,7 +206,6 @@ def _group_dataset(
 def _sparse_dataset(
     path: str, file: FileName, parts: Sequence[DatasetLayout], shape: tuple[int, int]
 ) -> Dataset:
-    """Return the facts of a sparse matrix."""
     mean = parts[0].num_samples / shape[0] if shape[0] else None
     costs = [(cost.in_order * (mean or 0.0), cost.shuffled) for cost in map(read_cost, parts)]
     return _group_dataset(
@@ -343,8 +342,7 @@ def _known(
         elif kind == NULLABLE:
             yield _group_dataset(path, file, parts, "nullable")
         else:
-            count = layout.sample_count
-            yield _group_dataset(path, file, parts, "categorical", categories=count)
+            yield _group_dataset(path, file, parts, "categorical", categories=layout.sample_count)
     elif kind not in (ROWS, TEXTS):
         of_path = _ragged_in_index if layout.is_ragged else _dataset_of
         yield of_path(path, file, layout)

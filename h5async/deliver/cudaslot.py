@@ -106,8 +106,7 @@ class CudaSlot(DeviceSlot):
         ]
         for outline in contents.outlines:
             is_done = on_host[outline.columns[0]]
-            field = self._new_field(outline, contents, laid_out, made, is_done=is_done)
-            self._fields.append(field)
+            self._fields.append(self._new_field(outline, contents, laid_out, made, is_done=is_done))
         self._columns = [outline.columns[0] for outline in contents.outlines]
         # Sample numbers, for the cache.
         self._index = gpu.pinned_memory(8 * rows).view(np.int64)
@@ -130,8 +129,7 @@ class CudaSlot(DeviceSlot):
         if done or transform.is_identity:
             return _Rows(raw, raw, None)
         delivered = self._gpu.cupy.empty((len(own), *transform.row), transform.dtype)
-        change = self._device.kernels.row_change(transform)
-        return _Rows(raw, delivered, change)
+        return _Rows(raw, delivered, self._device.kernels.row_change(transform))
 
     def _new_field(
         self,
@@ -258,7 +256,6 @@ class CudaSlot(DeviceSlot):
         return found
 
     def _uploaded_other(self, i: int, array: Any, stream: Any) -> CudaField:
-        """Upload an array that is not the slot's rows."""
         field = self._fields[i] if i < len(self._fields) else None
         if field is None:
             field = self._others.get(i)

@@ -307,6 +307,5 @@ def in_own_thread(work: Callable[[], _Result]) -> _Result:
 
 
 def _primary_context(cupy: Any, number: int) -> int:
-    """Return the context of CUDA's runtime for a GPU."""
     cupy.cuda.runtime.setDevice(number)
     return int(cupy.cuda.driver.ctxGetCurrent())

@@ -159,11 +159,9 @@ class BatchReader:
             return None
         if not all(collection.tables.reads):
             return None
-        batches, selection = [one.batch for one in self._batches], self.samplings.selection
-        queue = BatchQueue(core, collection.tables, batches, self._num_threads, selection)
-        if self.samplings.draws is not None:
-            queue.draw_from(self.samplings.draws.table)
-        return queue
+        batches, draws = [one.batch for one in self._batches], self.samplings.draws
+        orders = self.samplings.selection, None if draws is None else draws.table
+        return BatchQueue(core, collection.tables, batches, self._num_threads, *orders)
 
     @property
     def transforms_all(self) -> bool:
@@ -244,7 +242,6 @@ class BatchReader:
         return SamplesPlan(rows, places, rows.size * layout.row_nbytes)
 
     def _rows(self, field: int, batch: NDArray[Any]) -> NDArray[Any]:
-        """Return an array of samples as one of rows of the dataset."""
         return self.row_transforms[field].rows(batch)
 
     def left(self, plans: BatchPlan) -> list[LeftRows | SlotBatch]:

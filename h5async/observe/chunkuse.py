@@ -191,6 +191,5 @@ def needs_of(layout: DatasetLayout) -> Used:
 
 
 def _largest_chunks(layout: DatasetLayout, kind: _Kind) -> DatasetLayout:
-    """Return the dataset with the largest chunks among the parts of a layout."""
     found = [leaf for leaf, _ in kinds_of(layout) if getattr(needs_of(leaf), kind)]
     return max(found or [layout], key=lambda leaf: leaf.chunk_nbytes)

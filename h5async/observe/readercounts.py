@@ -93,8 +93,7 @@ class Work(NamedTuple):
             for stage, seconds in self.stage_seconds.items()
         }
         counts = (max(0, new - old) for new, old in zip(self[2:], earlier[2:], strict=True))
-        waited = max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds)
-        return Work(stages, waited, *counts)
+        return Work(stages, max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds), *counts)
 
 
 class _Moment(NamedTuple):

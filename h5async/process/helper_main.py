@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -95,15 +96,15 @@ def main(channel_fd: int, memory_fd: int, parent: int) -> None:
     _exit(error)
 
 
+@dataclass(eq=False)
 class _Helper:
-    def __init__(self, channel: Channel, memory: SharedMemory) -> None:
-        self._channel = channel
-        self._memory = memory
+    channel: Channel
+    memory: SharedMemory
 
     def _receive(self) -> Any:
         """Return a message of the reader; end the process if it is closed, or gone."""
         try:
-            data = self._channel.receive()
+            data = self.channel.receive()
         except EOFError:
             _exit(None)
         return pickle.loads(data)
@@ -112,15 +113,14 @@ class _Helper:
         """Send a message to the reader; in any thread."""
         data = dump(message)
         try:
-            self._channel.send(data)
+            self.channel.send(data)
         except OSError:  # the reader is gone
             os._exit(0)
 
     def serve(self) -> None:
         """Answer messages until the reader has hung up, or a step of the start has failed."""
         try:
-            config = self._receive_config()
-            opened = open_dataset(config)
+            opened = open_dataset(self._receive_config())
             chosen = choose(opened.config, opened.layouts)
             self._send(_told(opened, chosen))
             self._start(opened, chosen, self._receive())
@@ -149,7 +149,7 @@ class _Helper:
         transforms = slot_transforms(config, layouts, samplings, starting.rows)
         cache = Residency(samplings.selection, 0, "device") if starting.has_device_cache else None
         raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
-        self._slots = HelperSlots(self._memory, starting.slots, raws)
+        self._slots = HelperSlots(self.memory, starting.slots, raws)
         self._filler = Filler(
             opened,
             samplings,

@@ -147,8 +147,7 @@ class Supervisor:
     def stats(self) -> FillerStats:
         """Return the statistics of this helper and those before it."""
         with self._lock:
-            stats = self._stats.plus(self._former_stats)
-        return stats
+            return self._stats.plus(self._former_stats)
 
     def close(self) -> None:
         """Drop all requests, and end the helper and `run`. Never waits. Idempotent."""
@@ -352,7 +351,12 @@ class Supervisor:
             has_started = self._outstanding.has_started
         if isinstance(error, HelperDied):
             for request, deaths in blamed:
-                self._fail(request, _death(error, request, deaths, has_started))
+                when = "was being filled" if has_started else "was to be filled"
+                death = HelperDied(
+                    f"{error} while {request} {when}; {deaths} helpers ended on this batch"
+                    " (standard error may say why), and the next call goes on with a new helper"
+                )
+                self._fail(request, death)
         elif oldest is not None:
             self._fail(oldest, error)
         return True
@@ -370,11 +374,3 @@ def _step(process: HelperProcess) -> Any:
     if isinstance(message, Failed):
         raise received(message.error)
     return message
-
-
-def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bool) -> HelperDied:
-    when = "was being filled" if has_started else "was to be filled"
-    return HelperDied(
-        f"{error} while {request} {when}; {deaths} helpers ended on this batch (standard error may"
-        " say why), and the next call goes on with a new helper"
-    )

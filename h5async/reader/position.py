@@ -55,7 +55,13 @@ class ReaderPosition:
         self._ring = ring
         self.has_settled = False
         self.looped_epoch: int | None = None
-        self._go_to(self._expected_rank(), 0, 0, None)
+        try:
+            rank = self._find_source().rank
+        except ConfigError:
+            if not may_change():
+                raise
+            rank = Rank(0, 1)  # a process group that is yet to be made will tell
+        self._go_to(rank, 0, 0, None)
 
     def settle(self) -> None:
         """Settle rank and world size of this process.
@@ -77,14 +83,6 @@ class ReaderPosition:
         if rank is None or world_size is None:
             return find_source()
         return Source(Rank(rank, world_size), "the options rank and world_size", "", None)
-
-    def _expected_rank(self) -> Rank:
-        try:
-            return self._find_source().rank
-        except ConfigError:
-            if may_change():
-                return Rank(0, 1)  # a process group that is yet to be made will tell
-            raise
 
     @property
     def course(self) -> Course:
