@@ -384,6 +384,7 @@ def test_the_reader_is_blamed_where_the_loop_does_nothing() -> None:
         "fallback_reads": 0,
         "direct_share": 1.0,
         "ways": {},
+        "_waits": 10,
     }
     busy = ReaderStats(**common, num_threads=1)
     assert busy.bottleneck == "the limit is decoding, 1 GB/s on 1 thread"
@@ -392,4 +393,4 @@ def test_the_reader_is_blamed_where_the_loop_does_nothing() -> None:
         "the threads worked 25 % of the time: batches are too small to keep them busy; make"
         " batch_size or prefetch larger"
     )
-    assert ReaderStats(**{**common, "batches": 1}, num_threads=4).bottleneck.startswith("nothing")
+    assert ReaderStats(**{**common, "_waits": 0}, num_threads=4).bottleneck.startswith("nothing")
