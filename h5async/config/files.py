@@ -130,6 +130,10 @@ def map_paths(options: Mapping[str, Any], change: Callable[[str], str]) -> dict[
     indices = changed.get("indices")
     if isinstance(indices, str) and indices.endswith(".npy"):
         changed["indices"] = change(indices)
+    fields = changed.get("fields")
+    for field in fields.values() if isinstance(fields, dict) else ():
+        if isinstance(field, dict) and isinstance(field.get("normalize"), str):
+            field["normalize"] = new(field["normalize"])
     weights = changed.get("weights")
     if isinstance(weights, dict):
         changed["weights"] = {new(str(file)): of for file, of in weights.items()}

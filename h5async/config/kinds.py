@@ -231,7 +231,7 @@ class AudioField(RaggedField):
 
     @model_validator(mode="after")
     def _check_audio(self) -> AudioField:
-        for name in ("axes", "scale", "offset", "decode_cf"):
+        for name in ("axes", "scale", "offset", "decode_cf", "channel_dim", "normalize"):
             if getattr(self, name) not in (None, False):
                 raise ValueError(f"{name} cannot be used with audio; compute in postprocess")
         if self.pad_to is not None:

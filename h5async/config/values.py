@@ -300,6 +300,9 @@ DType = Annotated[
 ]
 # pydantic's own strings and paths must be UTF-8.
 Name = Annotated[str, PlainValidator(_dataset_path)]
+Names = Annotated[
+    tuple[Name, ...], BeforeValidator(lambda it: (it,) if isinstance(it, str) else it)
+]
 # TOML has no null: "" means none.
 NameOrEmpty = Annotated[Name | None, BeforeValidator(lambda it: None if it in ("", b"") else it)]
 Cache = Annotated[Literal["host", "device"] | None, BeforeValidator(lambda it: it or None)]

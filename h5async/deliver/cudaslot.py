@@ -91,10 +91,13 @@ class CudaSlot(DeviceSlot):
         super().__init__(laid_out.memory)
         self._host_block = laid_out.block
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
-        # By column, and by field; None for those that are not in the block, and that are. (Not made
-        # by comprehensions: where one fails, its closure would keep this object.)
+        # By column; None for those that are not in the block. (Not made by a comprehension: if it
+        # fails, its closure would keep this object.)
         self._rows: list[_Rows | None] = []
-        self._fields: list[CudaField | None] = []
+        # By the name of a field or of a result of `postprocess`, or the number of a mask: what is
+        # not in the block. The memory of results and masks is allocated when they come.
+        self._others: dict[int | str, CudaField] = {}
+        self._columns: dict[str, int] = {}
         several = zip(laid_out.begins, self.memory.out, transforms, on_host, strict=True)
         for begin, own, todo, done in several:
             is_in = todo.capacity is None
@@ -105,15 +108,17 @@ class CudaSlot(DeviceSlot):
             if array is not None
         ]
         for outline in contents.outlines:
-            is_done = on_host[outline.columns[0]]
-            self._fields.append(self._new_field(outline, contents, laid_out, made, is_done=is_done))
-        self._columns = [outline.columns[0] for outline in contents.outlines]
+            column = outline.columns[0]
+            name = list(contents.transforms)[column]
+            self._columns[name] = column
+            if outline.is_varying:
+                self._others[name] = self._new_field(
+                    outline, contents, laid_out, made, is_done=on_host[column]
+                )
         # Sample numbers, for the cache.
         self._index = gpu.pinned_memory(8 * rows).view(np.int64)
         self._index_on_device = cupy.empty(rows, np.int64)
         self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
-        # Results of `postprocess` may have any shape; their memory is allocated when they come.
-        self._others: dict[int, CudaField] = {}
         self._uploaded = gpu.event(blocks=True)
         self._ready = gpu.event()
         self._decoded = gpu.event(blocks=True)
@@ -139,10 +144,8 @@ class CudaSlot(DeviceSlot):
         made: Sequence[PinnedPart],
         *,
         is_done: bool,
-    ) -> CudaField | None:
-        """Return a field that is not in the block; None if it is."""
-        if not outline.is_varying:
-            return None
+    ) -> CudaField:
+        """Return a field that is not in the block."""
         gpu, kernels = self._gpu, self._device.kernels
         if outline.is_encoded:  # decoded images have pinned memory of their own
             is_pinned = contents.shared is None and not contents.has_postprocess
@@ -173,9 +176,8 @@ class CudaSlot(DeviceSlot):
                 change.change(raw[:rows], index, out)
                 if cache and change.gathers:
                     change.change(cache[i].view(raw.dtype), index, out)
-        for field in self._fields:
-            if field is not None:
-                field.warm_up()
+        for field in self._others.values():
+            field.warm_up()
         self._gpu.cupy.cuda.get_current_stream().synchronize()
 
     def wait_writable(self) -> None:
@@ -207,10 +209,10 @@ class CudaSlot(DeviceSlot):
                 try:
                     self._decode(staged, stream)
                     delivered = tuple(
-                        self._transformed(self._columns[i], outcome)
-                        if field is None
+                        self._transformed(field, outcome)
+                        if isinstance(field, int)
                         else field.deliver()
-                        for i, field in enumerate(fields)
+                        for field in fields
                     )
                 finally:  # the next upload waits for all that was put on the stream
                     self._ready.record(stream.ptr)
@@ -230,37 +232,39 @@ class CudaSlot(DeviceSlot):
         masks: Sequence[NDArray[np.bool_]],
         staged: Mapping[int, EncodedPlan],
         stream: Any,
-    ) -> list[CudaField | None]:
-        """Upload rows; return, by field and mask, a `CudaField` for those that are not rows."""
+    ) -> list[CudaField | int]:
+        """Upload rows; return, per array and mask, its `CudaField`, or the column of its rows."""
         size, out = outcome.index.size, self.memory.out
         if self._device.cache:
             self._index[:size] = self._device.cached.positions(outcome.index)
             self._gpu.upload(self._index_on_device[:size], self._index[:size], stream)
-        found: list[CudaField | None] = [None] * len(self._fields)
+        found: list[CudaField | int] = []
         mine: list[tuple[Any, NDArray[Any]]] = []
-        for i, array in enumerate(outcome.arrays if not outcome.is_resident else ()):
-            column = self._columns[i]
-            if column in staged:
-                continue
-            rows = self._rows[column]
-            if rows is not None and _is_same(array, out[column][:size]):
+        if outcome.is_resident:
+            found += self._columns.values()
+        for name, array in zip(outcome.names or self._columns, outcome.arrays, strict=False):
+            column = self._columns.get(name)
+            rows = None if column is None else self._rows[column]
+            if column is not None and column in staged:
+                found.append(column)
+            elif column is not None and rows and _is_same(array, out[column][:size]):
                 mine.append((rows.raw[:size], array))
+                found.append(column)
             else:
-                found[i] = self._uploaded_other(i, array, stream)
-        for i, mask in enumerate(masks, len(found)):
-            found.append(self._uploaded_other(i, mask, stream))
+                found.append(self._uploaded_other(name, array, stream))
+        for number, mask in enumerate(masks):
+            found.append(self._uploaded_other(number, mask, stream))
         if size == self.num_rows and len(mine) == len(self._rows) - self._rows.count(None):
             mine = [(self._device_block, self._host_block)] if self._host_block.nbytes else []
         for target, source in mine:
             self._gpu.upload(target, source, stream)
         return found
 
-    def _uploaded_other(self, i: int, array: Any, stream: Any) -> CudaField:
-        field = self._fields[i] if i < len(self._fields) else None
+    def _uploaded_other(self, key: int | str, array: Any, stream: Any) -> CudaField:
+        """Upload an array that is not the slot's rows: that of a name, or a mask by its number."""
+        field = self._others.get(key)
         if field is None:
-            field = self._others.get(i)
-        if field is None:
-            field = self._others[i] = CudaField(self._gpu, self._device.kernels, self.num_rows)
+            field = self._others[key] = CudaField(self._gpu, self._device.kernels, self.num_rows)
         field.upload(array, stream)
         return field
 

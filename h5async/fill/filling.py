@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import load_core, mapping_mode
-from h5async.fill.finishing import BatchDecoder, Postprocess, load_function, masks_of
-from h5async.fill.outcomes import Calls, FillerStats, Recorded, Recording
+from h5async.fill.finishing import BatchDecoder, Postprocess
+from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, Recorded, Recording
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.reading import BatchReader, OnDevice, Slots
@@ -60,10 +59,7 @@ class Filler:
         self._columns, self._slots, self._recorder = list(opened.layouts), slots, recorder
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
-        function, postprocess = load_function(config.postprocess), None
-        if function is not None:
-            masks = masks_of(opened.kinds, opened.layouts, samplings.rows)
-            postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
+        postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
         self._cache: HostCache | Budget | None = None
         if config.cache == "host":
             self._cache = open_host_cache(
@@ -153,11 +149,10 @@ class Filler:
         """Fill a slot. Never blocks. Safe to call from any thread."""
         self._pool.add(request.serial, [partial(self._phases.begin, request)])
 
-    def read(self, index: NDArray[np.int64], memory: SlotMemory) -> tuple[NDArray[Any], ...]:
+    def read(self, index: NDArray[np.int64], memory: SlotMemory) -> FillOutcome:
         """Read samples in the calling thread, while other work is under way, to memory of n rows.
 
-        Returns the rows of each field, or the result of `postprocess`. `H5AsyncError` is raised if
-        they cannot be read, or the filler was stopped.
+        `H5AsyncError` is raised if they cannot be read, or the filler was stopped.
         """
         return self._pool.run(lambda: self._phases.read(index, memory))
 

@@ -96,8 +96,8 @@ class Phases:
         batch.index, batch.plans = index, self._reader.planned(request.slot)
         self._go_on(batch, self._begin_left)
 
-    def read(self, index: NDArray[np.int64], memory: SlotMemory) -> tuple[NDArray[Any], ...]:
-        """Read samples in the calling thread, and return their arrays, in field order."""
+    def read(self, index: NDArray[np.int64], memory: SlotMemory) -> FillOutcome:
+        """Read samples in the calling thread."""
         self._recorder.work_on(NO_BATCH)
         self._reader.read_rows(index, memory)
         arrays = self._assembly.arrays(memory, index)
@@ -106,10 +106,11 @@ class Phases:
             images.work(lambda: self._pool.is_stopped, len(images.works))
             arrays = images.arrays
         if self._postprocess is None:
-            return arrays
+            return FillOutcome(index, arrays)
         given = FillRequest(-1, -1, -1, -1, 0, samples=index)
         where = f"{self._reader.file}: postprocess of given samples"
-        return self._postprocess(arrays, given, index, where)
+        made = self._postprocess(arrays, given, index, where)
+        return FillOutcome(index, tuple(made.values()), names=tuple(made))
 
     def close(self) -> None:
         """Release memory, and functions whose owners hold this object."""
@@ -234,19 +235,21 @@ class Phases:
 
     def _finish(self, batch: _Fill) -> None:
         arrays: tuple[Any, ...] = ()
+        names: tuple[str, ...] = ()
         try:
             if batch.error is None:
                 arrays = self._arrays(batch) if batch.images is None else batch.images.arrays
             if batch.error is None and self._postprocess is not None:
-                arrays = self._postprocessed(batch, arrays)
+                made = self._postprocessed(batch, arrays)
+                names, arrays = tuple(made), tuple(made.values())
         except BaseException as error:
             self._note_error(batch, error)
         try:
-            self._deliver(batch, arrays)
+            self._deliver(batch, arrays, names)
         finally:
             batch.error = None  # whose frames hold the batch
 
-    def _postprocessed(self, batch: _Fill, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _postprocessed(self, batch: _Fill, arrays: tuple[Any, ...]) -> dict[str, Any]:
         assert self._postprocess is not None
         begin = time.perf_counter_ns()
         try:
@@ -257,7 +260,7 @@ class Phases:
             self._reader.times.add("postprocess", begin)
             self._recorder.note("postprocess", begin, batch.request.serial)
 
-    def _deliver(self, batch: _Fill, arrays: tuple[NDArray[Any], ...]) -> None:
+    def _deliver(self, batch: _Fill, arrays: tuple[Any, ...], names: tuple[str, ...]) -> None:
         if self._pool.is_stopped:
             return
         outcome = FillOutcome(
@@ -267,6 +270,7 @@ class Phases:
             batch.is_resident,
             batch.busy_ns / 1e9,
             self._reader.take_warnings(),
+            names,
         )
         self._calls.on_done(batch.request, outcome)
 

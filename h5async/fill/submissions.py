@@ -97,8 +97,9 @@ class Submissions:
             return 0, request.samples.size, None, request.samples
         sampling, epoch = self._reader.samplings.at(request.order), request.epoch
         begin, end = sampling.dealt_at(epoch, request.start)
-        if sampling.is_computed:
-            return begin, end - begin, sampling.mapping_of(epoch), None
+        run = sampling.run_at(epoch, begin, end)
+        if run is not None:
+            return run.begin, end - begin, run.mapping, None
         samples = sampling.samples(epoch, begin, end)
         return begin, samples.size, None, samples
 

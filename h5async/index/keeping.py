@@ -25,18 +25,10 @@ MANY = 16  # datasets
 
 
 class KeptNbytes(NamedTuple):
-    """The memory to keep everything of a field that can be kept.
+    """The memory to keep everything of a field that can be kept."""
 
-    Attributes
-    ----------
-    encoded
-        Its chunks that must be decoded.
-    small
-        Its small datasets without filters; 0 if they are few, and not kept.
-    """
-
-    encoded: int
-    small: int
+    encoded: int  # its chunks that must be decoded
+    small: int  # its small datasets without filters; 0 if they are few, and not kept
 
 
 def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
@@ -103,20 +95,12 @@ class Keeps(IntEnum):
 def what_to_keep(
     table: FieldTable, layout: DatasetLayout, kept_nbytes: int, uses: float
 ) -> list[Keeps]:
-    """Return what is kept of chunks, by shape.
+    """Return what is kept of a field's chunks in memory of `kept_nbytes`, by shape.
 
     Assembling all rows of some chunks pays if an epoch uses most of them, and they stay until
     needed: in a window, or if everything can be kept. Otherwise, or if a chunk has pieces of rows
-    that are assembled differently, a batch takes its pieces out of chunks.
-
-    Parameters
-    ----------
-    table, layout
-        Of the field.
-    kept_nbytes
-        Memory for everything kept of it.
-    uses
-        The number of rows that an epoch delivers, with repetitions.
+    that are assembled differently, a batch takes its pieces out of chunks. `uses` is the number of
+    rows that an epoch delivers, with repetitions.
     """
     keeps = [Keeps.CHUNKS if shape.keeps else Keeps.NONE for shape in table.shapes]
     groups = [group_nbytes(shape, layout.row_nbytes) for shape in table.shapes]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -95,47 +95,28 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layer:
-    """Segments of samples: parallel arrays, sorted by `first`, that cover all samples.
+    """Segments of samples: parallel arrays (n,), sorted by `first`, that cover all samples.
 
-    Attributes
-    ----------
-    first
-        int64 (n + 1,): first sample of each, followed by the number of samples.
-    row, step
-        int64 (n,): row of the first sample in the source, and the distance to the next.
-    shape
-        int32 (n,): index of the `Shape`; -1 if nothing holds these samples.
-    source
-        int32 (n,): index of the source.
-    begin, count
-        int64 (n,): the first extent of the dataset, and the number of extents; without chunks, the
-        address of row 0 (-1: never allocated). For variable length: index of the layout's heap.
-    is_sparse
-        bool (n,): extents are looked up by chunk number, because not all are allocated.
+    Without chunks, `begin` is the address of row 0 (-1: never allocated); for variable length, the
+    index of the layout's heap.
     """
 
-    first: Int64s
-    row: Int64s
-    step: Int64s
-    shape: NDArray[np.int32]
-    source: NDArray[np.int32]
-    begin: Int64s
-    count: Int64s
-    is_sparse: NDArray[np.bool_]
+    first: Int64s  # (n + 1,): first sample of each, followed by the number of samples
+    row: Int64s  # of the first sample in the source,
+    step: Int64s  # and the distance to the next
+    shape: NDArray[np.int32]  # index of the `Shape`; -1 if nothing holds these samples
+    source: NDArray[np.int32]  # index of the source
+    begin: Int64s  # the first extent of the dataset,
+    count: Int64s  # and the number of extents
+    is_sparse: NDArray[np.bool_]  # they are looked up by chunk number: not all are allocated
 
 
 @dataclass(frozen=True)
 class FieldTable:
-    """Where the rows of a field lie.
+    """Where the rows of a field lie; `chunks` are the extents.
 
-    Attributes
-    ----------
-    layers, shapes
-        See `Layer` and `Shape`.
-    chunks
-        The extents.
-    is_filled_first
-        Whether a sample, or a piece of one, may have no source: rows get the fill value first.
+    If it `is_filled_first`, a sample, or a piece of one, may have no source: rows get the fill
+    value first.
     """
 
     layers: tuple[Layer, ...]
@@ -150,50 +131,35 @@ class FieldTable:
 
 
 class Cells(NamedTuple):
-    """The wanted elements of one dimension of a source's rows, cut at the borders of its cells.
+    """The wanted elements of one dimension of a source's rows, cut at the borders of its cells."""
 
-    Attributes
-    ----------
-    cell, begin, extent, done
-        (cells,): number of the grid cell; first wanted element, counted from the dataset's edge;
-        the number of elements; and the number of elements in earlier cells.
-    step
-        Between wanted elements.
-    total
-        The number of wanted elements of the whole dimension.
-    """
-
-    cell: Int64s
-    begin: Int64s
-    extent: Int64s
-    done: Int64s
-    step: int
-    total: int
+    cell: Int64s  # (cells,): number of the grid cell
+    begin: Int64s  # its first wanted element, counted from the dataset's edge,
+    extent: Int64s  # the number of elements,
+    done: Int64s  # and the number of elements in earlier cells
+    step: int  # between wanted elements
+    total: int  # wanted elements of the whole dimension
 
 
 def cells_of(size: int, cell_size: int, wanted: slice | None) -> Cells:
     """Cut the wanted elements of a dimension (None: all) at the borders of its cells."""
-    start, _, step = (wanted or slice(None)).indices(size)
+    elements = range(size)[wanted or slice(None)]
     cells = np.arange(-(-size // max(1, cell_size)), dtype=np.int64)
     low, extent = wanted_of_cells(cells, size, cell_size, wanted)
     keep = extent > 0
     cells, low, extent = cells[keep], low[keep], extent[keep]
-    return Cells(cells, start + low * step, extent, low, step, num_wanted(size, wanted))
-
-
-def num_wanted(size: int, wanted: slice | None) -> int:
-    """Return the number of wanted elements of a dimension."""
-    return len(range(*(wanted or slice(None)).indices(size)))
+    begin = elements.start + low * elements.step
+    return Cells(cells, begin, extent, low, elements.step, len(elements))
 
 
 def wanted_of_cells(
     cells: Int64s, size: int, cell_size: int, wanted: slice | None
 ) -> tuple[Int64s, Int64s]:
     """Return the number of wanted elements before each of some cells, and in it."""
-    start, _, step = (wanted or slice(None)).indices(size)
-    count = num_wanted(size, wanted)
-    low = np.clip(-(-(cells * cell_size - start) // step), 0, count)
-    return low, np.clip(-(-((cells + 1) * cell_size - start) // step), 0, count) - low
+    elements = range(size)[wanted or slice(None)]
+    first = np.stack((cells, cells + 1)) * cell_size  # of each cell, and of the next
+    low, high = np.clip(-(-(first - elements.start) // elements.step), 0, len(elements))
+    return low, high - low
 
 
 def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayout) -> Shape:
@@ -268,24 +234,9 @@ def _sums(columns: Sequence[Int64s], factors: Sequence[int]) -> Int64s:
 
 def shape_of_small(layout: DatasetLayout, samples: int, whole: DatasetLayout) -> Shape:
     """Return how rows lie in a small dataset, taken as one chunk of at most `samples` rows."""
-    itemsize, row_nbytes = layout.dtype.itemsize, layout.row_nbytes
-    stride = np.array([itemsize], np.int64)
-    return Shape(
-        kind=Kind.CHUNKS,
-        chunk_nbytes=samples * row_nbytes,
-        chunk_samples=samples,
-        sample_stride=row_nbytes,
-        itemsize=itemsize,
-        chunk_strides=stride,
-        row_strides=stride,
-        extents=np.array([[row_nbytes // itemsize]], np.int64),
-        rows_are_whole=True,
-        source_row_nbytes=row_nbytes,
-        keeps=True,
-        has_chunks=True,
-        fill=_fill_of(layout, WHOLE),
-        swaps=swaps(layout, whole) or 0,
-    )
+    shape = (samples, *layout.row_shape)
+    chunk = layout.changed(shape=shape, chunk_shape=shape)
+    return replace(shape_of(chunk, WHOLE, Kind.CHUNKS, whole), keeps=True)
 
 
 def _fill_of(layout: DatasetLayout, piece: Piece) -> NDArray[np.uint8]:

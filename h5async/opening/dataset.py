@@ -28,6 +28,7 @@ from h5async.io.localfiles import read_ahead
 from h5async.opening.fieldkinds import unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
+from h5async.opening.oncefields import static_values, with_rows_of_samples
 from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.drawn import SamplerOrder
 from h5async.order.lengths import NO_LIMIT, Lengths, SamplingByLength
@@ -46,12 +47,13 @@ class OpenedDataset(NamedTuple):
     """An open dataset.
 
     `config` is the options with the kinds of all fields; `layouts` are by column name, in order;
-    `kinds` are by field name.
+    `kinds` are by field name; so are the `static` values of the whole dataset.
     """
 
     config: ReaderConfig
     layouts: dict[str, DatasetLayout]
     kinds: dict[str, FieldKind]
+    static: dict[str, Any]
 
 
 def open_dataset(config: ReaderConfig) -> OpenedDataset:
@@ -59,6 +61,9 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
     Raises as in `AsyncReader`.
     """
+    fields = {name: field.normalized(name) for name, field in config.batch_fields.items()}
+    if any(one is not config.batch_fields[name] for name, one in fields.items()):
+        config = config.model_copy(update={"fields": fields})
     reach = reach_of(config)
     grouping = grouping_of(config, reach)
     indices: dict[FileName, NamedIndex] = {
@@ -92,7 +97,7 @@ def _open_kinds(
 ) -> OpenedDataset:
     """Open a dataset whose fields are of these kinds; `OtherKindError` if one is not."""
     _check_ragged(config, kinds)
-    needs = needs_of(kinds, grouping)
+    needs = needs_of(kinds, grouping, config)
 
     def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
         return read_known(path, {name: needs[name] for name in names}, reach, grouping)
@@ -100,10 +105,11 @@ def _open_kinds(
     wanted = {name: need.wanted for name, need in needs.items()}
     several = known_of_files(config.files, wanted, read, reach, config.index_cache, indices)
     columns = columns_of(kinds)
+    once = {name: field for name, field in columns.items() if field.per is not None}
     facts: dict[str, list[DatasetLayout]] = {name: [] for name in needs}
     tell = on_indexed.get()
     for number, known in enumerate(several, 1):
-        layouts = aligned({name: known[name] for name in columns})
+        layouts = aligned({name: known[name] for name in columns if name not in once})
         _check_lengths(layouts)
         for name, layout in (known | layouts).items():
             facts[name].append(layout)
@@ -116,7 +122,9 @@ def _open_kinds(
     joined: dict[str, DatasetLayout] = {}
     for kind in kinds.values():
         joined |= kind.join(facts, config, reach)
-    return OpenedDataset(config, joined, kinds)
+    layouts = with_rows_of_samples(config, joined, once, facts)
+    static = static_values(config.static_fields, facts, reach)
+    return OpenedDataset(config, layouts, kinds, static)
 
 
 def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:
@@ -149,9 +157,10 @@ class Samplings:
 
     `chosen` are the samples of an epoch, if already known; `selection` and `sequences` are of it.
     `rows` says, per column, which rows each sample consists of; None means its own. An epoch's
-    order has `epoch_samples` positions: samples selected, or drawn. `draws` and `sampler` are the
-    orders of the options `weights` and `sampler`, if given; `lengths` are the numbers of values
-    that samples count, if batches depend on them.
+    order has `epoch_samples` positions: samples selected, or drawn; if these are more or fewer than
+    the selected samples, epochs continue in passes of all of these (`has_passes`). `draws` and
+    `sampler` are the orders of the options `weights` and `sampler`, if given; `lengths` are the
+    numbers of values that samples count, if batches depend on them.
 
     H5AsyncError if the datasets that select samples do not fit the dataset, or cannot be read.
     """
@@ -166,7 +175,7 @@ class Samplings:
         self._first = next(iter(layouts.values()))
         self._made: dict[OrderKey, Sampling] = {}
         found = choose(config, layouts) if chosen is None else chosen
-        self.selection, weights, self.sequences, self._possible = found
+        self.selection, weights, self.sequences, self._possible, self.offsets = found
         count = self._first.sample_count
         self._all_are_possible = self._possible.is_prefix and self._possible.size == count
         steps = step_rows(config.batch_fields, self.sequences)
@@ -175,14 +184,13 @@ class Samplings:
         self.lengths = _lengths_of(config, layouts)
         self.draws = None if weights is None else WeightedOrder(weights, config.seed)
         self.sampler: SamplerOrder | None = None
-        self.epoch_samples = self.selection.size
-        if self.draws is not None:
-            self.epoch_samples = config.epoch_samples or self.selection.size
+        self.epoch_samples = self.selection.size and (config.epoch_samples or self.selection.size)
+        self.has_passes = self.epoch_samples != self.selection.size and self.draws is None
         if config.sampler is not None:
             check = partial(self.check, where=f"{self._first.file}: sampler")
             sizes = count, config.batch_size, config.epoch_samples
             self.sampler = SamplerOrder(config.sampler, *sizes, check)
-            self.epoch_samples = self.sampler.size
+            self.epoch_samples, self.has_passes = self.sampler.size, False
 
     def weights_digest(self) -> str | None:
         """Return a short digest of all weights; None if there are none."""
@@ -227,29 +235,32 @@ class Samplings:
         return found
 
     @property
-    def _may_repeat(self) -> bool:
-        """Whether a sample may occur several times in a batch."""
+    def _times(self) -> int:
+        """How often a sample may occur in a batch, at most."""
         is_drawn = self.draws is not None or self.sampler is not None
-        return is_drawn or self.selection.has_repeats
+        if is_drawn or self.selection.has_repeats:
+            return NO_LIMIT
+        # A batch may begin in one pass and end in another one.
+        return 2 + self.config.batch_size // self.selection.size if self.has_passes else 1
 
     def most_samples(self) -> int:
         """Return the maximum number of samples in a batch of an epoch."""
         most = min(self.config.batch_size, max(1, self.epoch_samples))
         if self.lengths is None:
             return most
-        return self.lengths.most_samples(self.selection, most, may_repeat=self._may_repeat)
+        return self.lengths.most_samples(self.selection, most, times=self._times)
 
     def most_rows(self, rows: SpanRows, samples: int) -> int:
         """Return the maximum number of rows of a column in a batch of `samples`."""
-        may_repeat = self._may_repeat
+        times = self._times
         if isinstance(rows, StepSpans):
-            return rows.most(samples, may_repeat=may_repeat)
+            return rows.most(samples)
         selected = self.selection
         if not selected.is_prefix or selected.size < rows.size:
             numbers = selected.samples(np.arange(selected.size, dtype=np.int64))
-            most = LengthRows(rows.lengths(numbers)).most(samples, may_repeat=may_repeat)
+            most = LengthRows(rows.lengths(numbers)).most(samples, times=times)
         else:
-            most = rows.most(samples, may_repeat=may_repeat)
+            most = rows.most(samples, times=times)
         if self.lengths is None or self.lengths.values is None or samples < 2:
             return most
         own = rows.all_lengths()
@@ -285,6 +296,8 @@ class Samplings:
             "drop_last": self.config.drop_last,
             "order": self._window(batch_size, world_size) if is_window else self.sampler,
             "draws": self.draws,
+            "offsets": self.offsets,
+            "pass_samples": self.selection.size if self.has_passes else None,
             "selection": None if self.sampler or self.selection.is_prefix else self.selection,
             "rank": rank,
             "world_size": world_size,
@@ -301,6 +314,7 @@ class Samplings:
             self.selection,
             list(filter(None, map(steps_of, self.rows))),
             0 if self.lengths is None else self.lengths.moved_samples(batch_size),
+            self.epoch_samples,
         )
 
 

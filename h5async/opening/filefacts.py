@@ -5,6 +5,7 @@ a layout: also names and shapes, whose values lie in memory. What a `Wanted` of 
 
 ========================  ======================================================================
 ``""``                    the dataset at its path
+`ONE`, `EACH`             what sequences or files have once: see `oncefields.py`
 `HEAP`                    elements of variable length
 ``"ends PATH"``           flat values, of which the dataset at PATH says where samples end; also
                           ``offsets`` and ``lengths``
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field
+from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.composition import join_groups
@@ -36,7 +37,9 @@ from h5async.index.metadata import list_layouts, may_be_variable_length, read_la
 from h5async.index.savedindex import Wanted
 from h5async.io.stores import absolute_name, settled_stamp
 from h5async.opening.filevalues import categories_of, column_at, small_values
+from h5async.opening.oncefields import read_once, wanted_once
 from h5async.opening.raggedcolumns import heap_layout, sparse_rows, with_spans
+from h5async.samples.assembly import field_kinds
 from h5async.samples.fieldkind import (
     CATEGORIES,
     HEAP,
@@ -65,11 +68,19 @@ class Need(NamedTuple):
     wanted: Wanted
 
 
-def needs_of(kinds: Mapping[str, FieldKind], grouping: Grouping | None) -> dict[str, Need]:
-    """Return the facts to read of each file: all columns by their names, and more."""
+def needs_of(
+    kinds: Mapping[str, FieldKind], grouping: Grouping | None, config: ReaderConfig
+) -> dict[str, Need]:
+    """Return the facts to read of each file: all columns by their names, and more.
+
+    ConfigError if options of a field do not fit what has one value.
+    """
     found: dict[str, Need] = {}
     groups = "" if grouping is None else str(grouping)
-    for name, kind in kinds.items():
+    for name, kind in (*kinds.items(), *field_kinds(config.static_fields).items()):
+        if kind.field.per is not None:
+            found[name] = Need(kind, wanted_once(kind.field, config, groups))
+            continue
         several = {name: Wanted.of(kind.field)} | kind.facts()
         for at, wanted in several.items():
             found[at] = Need(kind, wanted._replace(groups=groups))
@@ -98,7 +109,10 @@ def read_known(
     if plain:
         has_codes = any(need.kind.table_column for need in needs.values())
         found |= read_layouts(path, plain, reach, grouping, may_be_codes=has_codes)
-    rest = {name: need for name, need in needs.items() if need.wanted.kind}
+    once = {name: need.wanted for name, need in needs.items() if need.kind.field.per is not None}
+    if once:
+        found |= read_once(path, once, reach, grouping)
+    rest = {n: need for n, need in needs.items() if need.wanted.kind and n not in once}
     if not rest:
         return found
     if grouping is None:

@@ -21,7 +21,7 @@ from h5async.index.room import files_of
 from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.permutation import part_of
-from h5async.order.rows import SequenceTable, StepRows
+from h5async.order.rows import DrawnOffsets, SequenceTable, StepRows
 from h5async.order.selection import Selection
 from h5async.read.whole import read_whole
 from h5async.samples.fieldkind import are_same
@@ -36,13 +36,15 @@ class Chosen(NamedTuple):
     """The samples of an epoch.
 
     `weights` say how often each sample of `selection` is drawn, float64 (size,), if there are any.
-    Steps never leave `sequences` of rows. `possible` are all rows that can be samples.
+    Steps never leave `sequences` of rows. `possible` are all rows that can be samples. `offsets`
+    move the selected ones in each epoch, unless None.
     """
 
     selection: Selection
     weights: NDArray[np.float64] | None
     sequences: SequenceTable
     possible: Selection
+    offsets: DrawnOffsets | None
 
     def is_same(self, other: Chosen) -> bool:
         """Compare all samples and weights."""
@@ -60,21 +62,37 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
     """
     first = next(iter(layouts.values()))
     values = FileValues(config, first)
-    sequences = _sequences_of(config, layouts, values)
+    sequences, _ = sequences_of(config, layouts, values)
     has_steps = any(field.steps is not None for field in config.batch_fields.values())
     is_cut = sequences.starts.size > 1 and (has_steps or config.sequences is not None)
     if is_cut or config.weights is not None or isinstance(config.indices, Split):
         what = f"{first.file}: the lists of its {first.sample_count:,} samples"
         nbytes = _LISTED_NBYTES * first.sample_count
         values.reach.room.take(nbytes, what, files_of(*layouts.values()))
-    steps = step_rows(config.batch_fields, sequences).values()
-    every = 1 if config.sequences is None else config.sequences.every
-    possible = sequences.samples([rows for rows in steps if rows is not None], every)
-    selecting = _Selecting(config, layouts, values, sequences, possible)
+    steps = [
+        rows for rows in step_rows(config.batch_fields, sequences).values() if rows is not None
+    ]
+    chosen, offsets = _chosen(config, sequences, steps)
+    possible = chosen if offsets is None else sequences.samples(steps)
+    selecting = _Selecting(config, layouts, values, sequences, chosen)
     selection = selecting.selection()
     if config.shuffle == "window":
         selection = selection.ascending
-    return Chosen(selection, selecting.weights(selection), sequences, possible)
+    return Chosen(selection, selecting.weights(selection), sequences, possible, offsets)
+
+
+def _chosen(
+    config: ReaderConfig, sequences: SequenceTable, steps: list[StepRows]
+) -> tuple[Selection, DrawnOffsets | None]:
+    """Return the samples of all sequences, and how each epoch moves them, if it does."""
+    options = config.sequences
+    if options is None:
+        return sequences.samples(steps), None
+    if options.offset != "random":
+        return sequences.samples(steps, options.every, options.offset), None
+    first, behind = sequences.possible(steps)
+    offsets = DrawnOffsets(sequences.starts, first, behind - first, options.every, config.seed)
+    return sequences.samples(steps, options.every, first % options.every), offsets
 
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
@@ -87,22 +105,27 @@ def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str
     )
 
 
-def _sequences_of(
+def sequences_of(
     config: ReaderConfig, layouts: Mapping[str, DatasetLayout], values: FileValues
-) -> SequenceTable:
-    """Return the sequences of a dataset: each file is one unless the options say otherwise."""
+) -> tuple[SequenceTable, list[int]]:
+    """Return the sequences of a dataset, and their number in each file, unless layouts have them.
+
+    Each file is one unless the options say otherwise.
+    """
     if values.first.sequences is not None:
-        return _of_layouts(layouts)
+        return _of_layouts(layouts), []
     sequences = config.sequences
     kind = None if sequences is None else sequences.kind
+    counts = [count for _, count in values.files()]
     if sequences is None or kind is None:
-        counts = [count for _, count in values.files()]
-        return SequenceTable.joined([np.cumsum([0, *counts], dtype=np.int64)])
-    bounds, begin = [], 0
+        ends = [sum(counts)] if sequences is not None and sequences.across else np.cumsum(counts)
+        bounds = np.array([0, *ends], np.int64)
+        return SequenceTable.joined([bounds]), [1] * len(counts)
+    found, begin = [], 0
     for file, count in values.files():
-        bounds.append(_bounds(sequences, kind, values, file, count) + begin)
+        found.append(_bounds(sequences, kind, values, file, count) + begin)
         begin += count
-    return SequenceTable.joined(bounds)
+    return SequenceTable.joined(found), [max(0, bounds.size - 1) for bounds in found]
 
 
 def _of_layouts(layouts: Mapping[str, DatasetLayout]) -> SequenceTable:

@@ -198,6 +198,7 @@ class _Helper:
             outcome.is_resident,
             outcome.busy_seconds,
             outcome.warnings,
+            outcome.names,
             self._filler.stats(),
             self._filler.recorded(),
         )
@@ -213,7 +214,7 @@ def _told(opened: OpenedDataset, chosen: Chosen) -> Opened:
         name: layout.changed(heaps=tuple(one._replace(elements=None) for one in layout.heaps))
         for name, layout in opened.layouts.items()
     }
-    return Opened(layouts, chosen, opened.kinds)
+    return Opened(layouts, chosen, opened.kinds, opened.static)
 
 
 def _give_up(error: BaseException) -> None:

@@ -27,7 +27,7 @@ from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.io.shared import ArraySpec
 from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
-from h5async.samples.fieldkind import FieldKind
+from h5async.samples.fieldkind import FieldKind, are_same
 from h5async.samples.samplearrays import SampleArrays
 from h5async.system.interruptions import suppressing
 
@@ -56,6 +56,7 @@ class Opened(NamedTuple):
     layouts: dict[str, DatasetLayout]
     chosen: Chosen
     kinds: dict[str, FieldKind]  # of the fields, by name
+    static: dict[str, Any]  # of the whole dataset, by field
 
     def check_same(self, now: Opened, found: str = _FOUND) -> None:
         """Raise ReadError if a new helper found other files or samples than the first one.
@@ -65,6 +66,8 @@ class Opened(NamedTuple):
         changed, what = _changed_layout(self.layouts, now.layouts), None
         if changed is not None:
             what = "this file"
+        elif not are_same(tuple(self.static.values()), tuple(now.static.values())):
+            what = "a value of the whole dataset"
         elif not self.chosen.is_same(now.chosen):
             what = "what indices or weights are read from"
         elif not all(  # the meaning of codes, and which columns are delivered
@@ -160,7 +163,7 @@ class SentField(NamedTuple):
 class Answer(NamedTuple):
     """The outcome of a request; with `stats` of the helper's filler so far.
 
-    `is_resident`, `busy_seconds` and `warnings` are those of `FillOutcome`.
+    `is_resident`, `busy_seconds`, `warnings` and `names` are those of `FillOutcome`.
     """
 
     request: tuple[Any, ...]  # the `FillRequest`
@@ -171,6 +174,7 @@ class Answer(NamedTuple):
     is_resident: bool
     busy_seconds: float
     warnings: tuple[str, ...]
+    names: tuple[str, ...]
     stats: FillerStats
     recorded: Sequence[Recorded] = ()  # since the last answer
 

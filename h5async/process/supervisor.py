@@ -308,7 +308,7 @@ class Supervisor:
                 arrays = slots.arrays(answer)
         except BaseException as raised:
             error = raised
-        done = answer.is_resident, answer.busy_seconds, answer.warnings
+        done = answer.is_resident, answer.busy_seconds, answer.warnings, answer.names
         self._on_done(request, FillOutcome(index, arrays, error, *done))
         del error  # its traceback may have this frame
 

@@ -176,7 +176,10 @@ class CoreTables:
             spans = self._core.SpanRows(self._hold(rows.starts), rows.starts.size - 1)
             struct.spans = made.setdefault(rows, ctypes.pointer(spans))
             return
-        arrays = map(self._hold, (np.array(rows.offsets, np.int64), rows.starts, rows.ends))
+        offsets = np.array(rows.offsets, np.int64)
+        run_ends = np.append(np.flatnonzero(np.diff(offsets) != 1) + 1, offsets.size)
+        run_end = np.repeat(run_ends, np.diff(run_ends, prepend=0))
+        arrays = map(self._hold, (offsets, rows.starts, rows.ends, run_end))
         steps = self._core.StepRows(*arrays, rows.size, rows.starts.size, rows.pad == "zero")
         struct.steps = made.setdefault(rows, ctypes.pointer(steps))
 

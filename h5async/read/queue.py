@@ -104,7 +104,7 @@ class BatchQueue:
 
         The slot's last batch is ready, or was dropped. The samples are those at `count` positions
         of the selection from `begin` on, at most the rows of the slot; `mapping`, from
-        `Sampling.mapping_of`, maps the positions first, if given. Or they are `samples`, int64
+        `Sampling.run_at`, maps the positions first, if given. Or they are `samples`, int64
         (count,), C-contiguous. If it `needs_python`, a thread returns from `next` with it when its
         rows are read.
         """

@@ -35,16 +35,22 @@ class ScratchSize(NamedTuple):
     @classmethod
     def of(cls, layouts: Iterable[DatasetLayout]) -> ScratchSize:
         """Return the maximum over all fields."""
-        leaves = (y for layout in layouts for y, _ in kinds_of(layout) if y.chunks is not None)
-        return cls(*map(max, *map(_scratch_size, leaves), (0, 0, 0), (0, 0, 0)))
+        sizes = (
+            _scratch_size(layout, leaf)
+            for layout in layouts
+            for leaf, _ in kinds_of(layout)
+            if leaf.chunks is not None
+        )
+        return cls(*map(max, *sizes, (0, 0, 0), (0, 0, 0)))
 
 
-def _scratch_size(layout: DatasetLayout) -> ScratchSize:
-    if not layout.filters:
-        return ScratchSize(0, 0 if layout.rows_are_whole else layout.chunk_nbytes, 0)
-    assert layout.chunks is not None
-    encoded = int(layout.chunks.nbytes.max(initial=0))
-    return ScratchSize(encoded, layout.chunk_nbytes, encoded_room(layout.chunk_nbytes))
+def _scratch_size(layout: DatasetLayout, leaf: DatasetLayout) -> ScratchSize:
+    if not leaf.filters:
+        is_whole = layout.segments is None or all(p.is_whole for p in layout.segments.pieces)
+        return ScratchSize(0, 0 if is_whole and leaf.rows_are_whole else leaf.chunk_nbytes, 0)
+    assert leaf.chunks is not None
+    encoded = int(leaf.chunks.nbytes.max(initial=0))
+    return ScratchSize(encoded, leaf.chunk_nbytes, encoded_room(leaf.chunk_nbytes))
 
 
 @dataclass

@@ -116,6 +116,14 @@ class AsyncReader:
         return {n: kind.categories.names for n, kind in kinds if kind.categories is not None}
 
     @property
+    def static(self) -> Mapping[str, Any]:
+        """The values that the whole dataset has once, by field (``per="dataset"``).
+
+        Arrays in host memory, read-only; a single string is a `str`.
+        """
+        return self._engine.setup.static
+
+    @property
     def num_samples(self) -> int:
         """Number of selected samples: all of the dataset, or those of the option `indices`."""
         return self._engine.setup.num_samples

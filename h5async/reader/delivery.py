@@ -279,7 +279,7 @@ class Delivery:
         if epoch >= 0:
             self._position.looped_epoch = epoch
         self._life = Life()
-        batch = self._batch(filled.arrays, filled.index, epoch, number, is_last, self._life)
+        batch = self._batch(filled, epoch, number, is_last, self._life)
         if config.copy:
             return batch.copy()
         if config.debug_lifetimes:
@@ -289,22 +289,23 @@ class Delivery:
 
     def _batch(
         self,
-        several: tuple[Any, ...],
-        index: NDArray[np.int64],
+        filled: FillOutcome,
         epoch: int,
         number: int,
         last: bool,
         life: Life | None = None,
     ) -> Batch:
-        names, masks = self._setup.names, self._setup.masks
-        several, made = several[: len(names)], several[len(names) :]
-        arrays = dict(zip(names, several, strict=True))
+        names, masks, index = filled.names or self._setup.names, self._setup.masks, filled.index
+        made = filled.arrays[len(names) :]
+        arrays = dict(zip(names, filled.arrays, strict=not made))
         if masks:
             if not made:
                 made = self._device.owned(tuple([are_there(index) for are_there in masks.values()]))
-            arrays |= zip(masks, made, strict=True)
+            for name, mask in zip(masks, made, strict=True):
+                arrays.setdefault(name, mask)  # `postprocess` may have replaced it
+        device, static = self._device, self._setup.static
         sequences = self._setup.samplings.sequences
-        return Batch(arrays, index, epoch, number, last, self._device, sequences, life)
+        return Batch(arrays, index, epoch, number, last, device, sequences, life, static)
 
     def _end_life(self) -> None:
         """With `debug_lifetimes`, also make fields raise and arrays poison."""
@@ -334,8 +335,8 @@ class Delivery:
             ]
             on_host = [not transform.is_identity for transform in transforms]
             laid_out = host_slot(samples.size, transforms, on_host)
-        arrays = self._device.owned(filler.read(samples, laid_out.memory))
-        return self._batch(arrays, samples, -1, -1, False)
+        found = filler.read(samples, laid_out.memory)
+        return self._batch(found._replace(arrays=self._device.owned(found.arrays)), -1, -1, False)
 
     def _samples(self, index: ArrayLike) -> NDArray[np.int64]:
         """Return sample numbers as a new, non-empty array, or raise `ConfigError`."""

@@ -32,7 +32,7 @@ _VERSION = 1
 _POSITION = ("epoch", "position", "batch_size", "world_size")
 # Optional parts of a state; those in the first line are digests.
 _DIGESTS = ("indices", "weights", "sampler")
-_OPTIONAL = (*_DIGESTS, "batch_values", "bucket")
+_OPTIONAL = (*_DIGESTS, "epoch_samples", "offset", "batch_values", "bucket")
 _OF_FILES = {
     "fingerprint": "a file has changed since the state was saved: its size, shapes, dtypes, chunks,"
     " sequences or the lengths of its samples differ",
@@ -269,7 +269,10 @@ class ReaderPosition:
             found["indices"] = selection.digest()
         if config.weights is not None:
             found["weights"] = samplings.weights_digest()
+        if config.weights is not None or samplings.has_passes:
             found["epoch_samples"] = samplings.epoch_samples
+        if samplings.offsets is not None:
+            found["offset"] = "random"
         lengths = samplings.lengths
         if lengths is not None:
             given = {"batch_values": lengths.values, "bucket": lengths.bucket}

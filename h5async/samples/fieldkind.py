@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from h5async.config import Field, RaggedField, ReaderConfig
 from h5async.core.binding import Core
 from h5async.errors import DatasetError
-from h5async.index.composition import join_layouts
+from h5async.index.composition import join_layouts, joined_cf
 from h5async.index.datasettable import shared
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
@@ -212,7 +212,8 @@ class FieldKind:
 
         H5AsyncError if the files do not fit together.
         """
-        layout = join_layouts(known[self.name])
+        join = join_layouts if self.field.per is None else join_values
+        layout = join(known[self.name])
         return {self.name: layout if self.field.steps is None else shared(layout)}
 
     def is_same(self, other: FieldKind) -> bool:
@@ -228,6 +229,10 @@ class FieldKind:
         """
         is_varying = transforms[0].capacity is not None
         return Outline(self.name, is_varying=is_varying, is_encoded=self.is_encoded)
+
+    def channel_axis(self, transform: RowTransform) -> int:
+        """Return which dimension of a delivered row counts channels; `transform` is of a row."""
+        return transform.channel
 
     def decoded_nbytes(self, rows: int) -> int:
         """Return the bytes of `rows` decoded samples; 0 if they are not decoded, or of any size."""
@@ -384,6 +389,20 @@ def layout_of_values(file: str, stamp: FileStamp, path: str, values: NDArray[Any
         fill=np.zeros((), values.dtype),
         values=np.ascontiguousarray(values).view(np.uint8) if values.dtype.kind == "b" else values,
     )
+
+
+def join_values(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
+    """Return one layout for datasets, concatenated; values in memory stay one array.
+
+    Strings are as long as the longest. DatasetError names two files whose rows differ otherwise.
+    """
+    arrays = [y.values.view(y.dtype) for y in layouts if y.values is not None]
+    kinds = {(y.row_shape, y.dtype.kind == "S" or y.dtype, y.sample_axis) for y in layouts}
+    if len(layouts) == 1 or len(arrays) < len(layouts) or len(kinds) > 1:
+        return join_layouts(layouts)
+    first = layouts[0]
+    found = layout_of_values(first.file, first.stamp, first.path, np.concatenate(arrays))
+    return found.changed(cf=joined_cf(layouts))
 
 
 def widest_dtype(layouts: Sequence[DatasetLayout]) -> np.dtype[Any] | None:
