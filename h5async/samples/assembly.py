@@ -28,6 +28,7 @@ from h5async.samples.fieldkind import (
     field_of,
 )
 from h5async.samples.imagekind import ImageKind
+from h5async.samples.labelskind import LabelsKind
 from h5async.samples.sparsekind import SparseKind
 
 T = TypeVar("T")
@@ -40,7 +41,11 @@ FOUND_AS = {kind.found_as: kind.of for kind in KINDS if kind.found_as}
 
 def field_kinds(fields: Mapping[str, Field]) -> dict[str, FieldKind]:
     """Return the kinds of fields, by name."""
-    return {name: _BY_OPTIONS[type(field)](name, field) for name, field in fields.items()}
+    found: dict[str, FieldKind] = {}
+    for name, field in fields.items():
+        is_labels = field.categories is not None
+        found[name] = (LabelsKind if is_labels else _BY_OPTIONS[type(field)])(name, field)
+    return found
 
 
 class SlotMemory(NamedTuple):
