@@ -6,7 +6,8 @@ columns enter as they lie in a slot; arrays of fields leave: `Ragged`, `Csr`, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -66,11 +67,6 @@ def columns_of(kinds: Mapping[str, FieldKind]) -> dict[str, Field]:
     return {name: one for kind in kinds.values() for name, one in kind.columns.items()}
 
 
-def first_columns_of(columns: Iterable[str]) -> list[int]:
-    """Return, per field, the number of its first column."""
-    return [number for number, name in enumerate(columns) if name == field_of(name)]
-
-
 def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T]:
     """Group a mapping by column into one by field; `join` combines two columns of a field."""
     found: dict[str, T] = {}
@@ -111,8 +107,7 @@ def outlines_of(
     found = []
     for kind in kinds.values():
         outline = kind.outline([transforms[name] for name in kind.columns], can_transform)
-        columns = tuple(numbers[name] for name in kind.columns)
-        found.append(outline._replace(columns=columns))
+        found.append(outline._replace(columns=tuple(numbers[name] for name in kind.columns)))
     return tuple(found)
 
 
@@ -131,8 +126,8 @@ class Assembly:
         first_samples: NDArray[np.int64],
     ) -> None:
         self._kinds = list(kinds.values())
-        firsts = [*first_columns_of(columns_of(kinds)), len(rows)]
-        self._columns = list(map(slice, firsts, firsts[1:]))
+        ends = list(itertools.accumulate((len(kind.columns) for kind in self._kinds), initial=0))
+        self._columns = list(map(slice, ends, ends[1:]))
         self._rows = rows
         self._first_samples = first_samples
         self.is_plain = all(kind.is_plain for kind in self._kinds)
