@@ -100,6 +100,10 @@ class FieldOptions(StepsOptions, total=False):
     """A factor, or one per channel (see `channel_dim`), or one per element of a row."""
     offset: ArrayLike | None
     """A number to add after scaling, or several, like `scale`."""
+    categories: bool | Sequence[str | int] | str | None
+    """Deliver strings, or numbers, as int64 codes, whose names `reader.categories` has. True: of
+    all values, in order. A list: of these names. A path: of the names in that dataset of each file.
+    """
     decode_cf: bool
     """Unpack the values by the dataset's own attributes (CF conventions): apply `scale_factor` and
     `add_offset`; replace `_FillValue`, `missing_value` and values outside `valid_range` by NaN.
@@ -134,6 +138,7 @@ class Field(Frozen):
     dtype: values.DType = None
     scale: values.Number | None = None
     offset: values.Number | None = None
+    categories: values.CategoryNames = None
     decode_cf: values.Bool = False
     channel_dim: values.Dimension | None = None
     normalize: Normalize = None
@@ -177,6 +182,8 @@ class Field(Frozen):
             what = "a field of steps" if self.steps is not None else type(self).__name__
             raise ValueError(f"per is for plain fields, and this is {what}; leave it out")
         self._check_axes()
+        if self.categories is not None:
+            self._check_categories()
         if self.normalize is not None and (self.scale is not None or self.offset is not None):
             raise ValueError(
                 "normalize sets scale and offset; leave these out, or compute in postprocess"
@@ -193,6 +200,16 @@ class Field(Frozen):
                 " postprocess"
             )
         return self
+
+    def _check_categories(self) -> None:
+        if type(self) is not Field or self.per is not None:
+            raise ValueError("categories are of a plain Field, with a value for each sample")
+        if self._is_scaled or self.decode_cf or self.axes is not None:
+            raise ValueError("codes of categories take no scale, offset, decode_cf or axes")
+        if self.dtype is None:
+            self.__dict__["dtype"] = np.dtype(np.int64)
+        elif self.dtype.kind != "i":
+            raise ValueError(f"codes of categories are signed integers, found dtype={self.dtype}")
 
     def _check_axes(self) -> None:
         of_samples = self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)

@@ -11,7 +11,7 @@ import numbers
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal, SupportsIndex, TypeAlias
 
@@ -155,6 +155,19 @@ def _dataset_path(value: object) -> str:
     return str(name)
 
 
+def _category_names(value: object) -> object:
+    if value is None or value is False:
+        return None
+    if value is True or isinstance(value, str):
+        return value if value is True else _dataset_path(value)
+    names = tuple(value) if isinstance(value, Iterable) else ()
+    if not names or not all(isinstance(name, str | int) for name in names):
+        raise ValueError("must be True, a list of names, or the path of a dataset of names")
+    if len(set(names)) < len(names):
+        raise ValueError("must name each category once")
+    return names
+
+
 def _steps(value: object) -> object:
     """Take a range, a list, or a slice as text."""
     words = 'must be a range or a list of integers, or a slice as text, such as "-3:1"'
@@ -282,6 +295,9 @@ Dimensions = Annotated[
 ]
 SampleDimension = Annotated[int | str | Any, PlainValidator(_sample_dimension)]
 Steps = Annotated[Any, PlainValidator(_steps)]
+CategoryNames = Annotated[
+    bool | str | tuple[str | int, ...] | None, BeforeValidator(_category_names)
+]
 Number = Annotated[
     float | tuple[float, ...],
     BeforeValidator(_numbers),

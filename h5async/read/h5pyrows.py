@@ -274,8 +274,7 @@ def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, In
     apart = np.diff(ordered) > 1
     if layout.chunk_shape:
         chunk, inside = np.divmod(ordered, layout.chunk_shape[layout.sample_axis])
-        nbytes = span_nbytes(layout, sample.size)
-        block = inside // max(1, nbytes // max(1, layout.row_nbytes))
+        block = inside // max(1, span_nbytes(layout, sample.size) // max(1, layout.row_nbytes))
         apart &= (np.diff(chunk) != 0) | (np.diff(block) != 0)
     for part in np.split(order, np.flatnonzero(apart) + 1):
         yield int(sample[part[0]]), int(sample[part[-1]]) + 1, part

@@ -43,9 +43,10 @@ DecodingWork = Callable[[], bool]  # decodes a sample; returns False if it was b
 INDICES = "\0indices"  # suffix of a field's name: its column of indices
 
 # Kinds of facts, as in `Wanted`: elements of variable length, the rows, the shape and the names of
-# a sparse matrix, what codes of a column stand for, and that a column has a mask.
+# a sparse matrix, what codes of a column stand for, that a column has a mask, values as codes, and
+# what these stand for.
 HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
-CATEGORIES, NULLABLE = "categories", "nullable"
+CATEGORIES, NULLABLE, LABELS, LABEL_NAMES = "categories", "nullable", "labels", "label-names"
 
 
 class Categories(NamedTuple):
