@@ -358,6 +358,13 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
                 f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
                 " another name"
             )
+        if getattr(field, "pack", None) is not None:
+            several = {f"{name}_documents", f"{name}_positions"} & {*fields, *masks}
+            if several:
+                raise ValueError(
+                    f"{name}: pack delivers {several.pop()!r}, which there is already; choose"
+                    " another name"
+                )
     check_names([*fields, *masks])
     return fields
 
