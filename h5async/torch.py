@@ -57,6 +57,9 @@ class H5Dataset(IterableDataset):
         As for `AsyncReader`; or an `AsyncReader`, which its maker closes.
     as_tuple
         Give tuples in field order instead of dicts. (A DataLoader makes lists of them.)
+    with_index
+        Also give what a `Batch` tells of its samples, by the same names and after the fields:
+        ``index``, and with `sequences` ``sequence`` and ``step``, int64 tensors (size,) that last.
     **options
         Single options, which win over `config`: those below.
 
@@ -90,10 +93,12 @@ class H5Dataset(IterableDataset):
         /,
         *,
         as_tuple: bool = False,
+        with_index: bool = False,
         **options: Unpack[ReaderOptions],
     ) -> None:
         super().__init__()
         self._as_tuple = as_tuple
+        self._with_index = with_index
         self._reader: AsyncReader | None = None
         self._state: Mapping[str, Any] | None = None  # to continue from, once opened
         self._is_closed = False
@@ -181,6 +186,10 @@ class H5Dataset(IterableDataset):
 
     def _tensors(self, batch: Batch) -> dict[str, Any] | tuple[Any, ...]:
         tensors = {name: _tensor(batch[name], name) for name in batch.keys()}
+        if self._with_index:
+            has_sequences = self._config.sequences is not None
+            names = ("index", "sequence", "step") if has_sequences else ("index",)
+            tensors |= {name: torch.from_numpy(getattr(batch, name).copy()) for name in names}
         return tuple(tensors.values()) if self._as_tuple else tensors
 
 

@@ -38,7 +38,6 @@ from h5async.codec.filters import (
     SZIP,
     ZSTD,
     Filter,
-    _power_of_ten,
 )
 from h5async.codec.plugins import find_plugin
 from h5async.read.scratch import Bytes, Scratch, encoded_room
@@ -488,6 +487,21 @@ def decode_nbit(parameters: tuple[int, ...], encoded: Bytes, out: Bytes) -> Byte
 
 
 @lru_cache(maxsize=256)
+def _power_of_ten(exponent: int, nbytes: int) -> np.floating[Any]:
+    """Return what the C library's `pow`, or `powf` for 4 bytes, returns to HDF5 too.
+
+    NumPy calls it for scalars; for arrays it has a vectorized one that may round differently.
+    """
+    if nbytes == 4:
+        with np.errstate(all="ignore"):
+            power: np.floating[Any] = np.float32(10) ** np.float32(exponent)
+        return power
+    try:
+        return np.float64(math.pow(10, exponent))
+    except OverflowError:
+        return np.float64(np.inf)
+
+
 def _parse_scaleoffset(parameters: tuple[int, ...]) -> _ScaleOffset | None:
     if len(parameters) != _SCALEOFFSET_PARAMETERS or not _IS_LITTLE_ENDIAN_HOST:
         return None

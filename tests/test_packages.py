@@ -33,7 +33,8 @@ def yaml_of(path):
 def forget(monkeypatch):
     """Let this test find the core anew."""
     monkeypatch.delenv("H5ASYNC_CORE", raising=False)
-    monkeypatch.setattr(binding, "load_core", functools.cache(binding.load_core.__wrapped__))
+    anew = functools.cache(binding._core_or_reason.__wrapped__)
+    monkeypatch.setattr(binding, "_core_or_reason", anew)
 
 
 def test_with_the_core_nothing_is_said(core, forget):

@@ -174,11 +174,11 @@ def poison(reader):
     for slot in reader._engine.setup.slots:
         for array in (*slot.memory.raw, *slot.memory.out):
             array.reshape(-1).view(np.uint8)[...] = POISON
-        for field in slot._fields:
-            for room in () if field is None else (*field._on_device.values(), field._changed):
+        for field in slot._others.values():
+            for room in (*field._on_device.values(), field._changed):
                 if room._block is not None:
                     room._block[...] = POISON
-            if field is not None and field._made is not None:
+            if field._made is not None:
                 field._made.reshape(-1).view(np.uint8)[...] = POISON
     reader._engine.setup.device.gpu.cupy.cuda.runtime.deviceSynchronize()
 
@@ -269,7 +269,7 @@ def test_these_tests_see_a_missing_guard(cupy, spin, path, guard, monkeypatch):
 
 
 def of_slot(reader, field, slot=0):
-    return reader._engine.setup.slots[slot]._fields[list(reader._engine.setup.names).index(field)]
+    return reader._engine.setup.slots[slot]._others[field]
 
 
 def test_memory_begins_at_the_mean_and_grows_with_the_batches(cupy, path):

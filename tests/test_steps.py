@@ -152,6 +152,7 @@ def expected_samples(fields: dict[str, Field], bounds, every: int) -> list[int]:
 
 steps = st.one_of(
     st.builds(range, st.integers(-4, 0), st.integers(1, 5)),
+    st.builds(range, st.integers(-30, 0), st.integers(1, 50)),
     st.lists(st.integers(-5, 5), min_size=1, max_size=4),
     st.none(),
 )

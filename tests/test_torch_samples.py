@@ -26,6 +26,7 @@ def numbered(tmp_path):
     found = tmp_path / "numbered.h5"
     with h5py.File(found, "w") as file:
         file["data"] = np.arange(N)
+        file["lengths"] = [40, N - 40]
     return found
 
 
@@ -174,3 +175,24 @@ def test_steps_around_samples_and_their_masks(tmp_path, cache):
             expected.append((tuple(mask.tolist()), *map(tuple, padded[step : step + 5].tolist())))
     assert found == sorted(expected)
     assert torch.equal(batch["image"][:, 1, 0], batch["actions"][:, 0].float() * (1 / 255))
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_the_samples_of_a_batch_come_along_on_request(numbered, as_tuple):
+    fields = {"data": Field("data", steps=range(2), pad="edge", pad_mask="is_there")}
+    options = {"fields": fields, "sequences": Sequences(lengths="lengths"), "shuffle": "full"}
+    names = ["data", "is_there", "index", "sequence", "step"]
+    with H5Dataset(
+        hdf5_path=numbered, device="cpu", with_index=True, as_tuple=as_tuple, **options
+    ) as dataset:
+        kept = []
+        for given in dataset:
+            batch = dict(zip(names, given, strict=True)) if as_tuple else given
+            assert list(batch) == names
+            assert batch["index"].dtype == torch.int64
+            kept.append((batch["index"], batch["sequence"], batch["step"]))
+            assert torch.equal(batch["data"][:, 0], batch["index"])
+    index, sequence, step = map(torch.cat, zip(*kept, strict=True))  # which lasted
+    assert sorted(index.tolist()) == list(range(N))
+    assert torch.equal(sequence, (index >= 40).long())
+    assert torch.equal(step, index - 40 * sequence)

@@ -106,7 +106,7 @@ def _indexed(config: ReaderConfig, reach: Reach, left_out: list[str]) -> Iterato
     grouping = grouping_of(config, reach)
     needs: dict[str, Need] = {}
     if config.fields is not None:
-        needs = needs_of(with_kinds(config, reach, grouping, {})[1], grouping)
+        needs = needs_of(with_kinds(config, reach, grouping, {})[1], grouping, config)
     for number, path in enumerate(config.files, 1):
         consulted = Consulted()
         recorded = replace(reach, consulted=consulted)

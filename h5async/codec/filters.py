@@ -5,13 +5,10 @@ docs/architecture.md explains how to add one.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from h5async.codec.corefilters import (
     CONVERSION,
@@ -30,6 +27,7 @@ _LARGEST = 1 << 31  # element sizes of the core are 32-bit numbers
 _NBYTES_DECODED = (1, 2, 4, 8)
 _SCALEOFFSET_PARAMETERS, _NBIT_PARAMETERS = 20, 8
 _FLOAT_D_SCALING, _INTEGER = 0, 2
+_POWERS_OF_TEN = {4: range(-45, 39), 8: range(-323, 309)}  # that floats of so many bytes hold
 _INTEGER_CLASS, _FLOAT_CLASS = 0, 1
 _NBIT_ATOMIC = 1
 
@@ -90,24 +88,9 @@ def _scaleoffset(parameters: Parameters) -> CoreFilter | None:
             return NOTHING
     elif class_ != _FLOAT_CLASS or scale_type != _FLOAT_D_SCALING or nbytes < 4:
         return None
-    elif not 0 < _power_of_ten(factor, nbytes) < np.inf:
+    elif factor not in _POWERS_OF_TEN[nbytes]:
         return None
     return CoreFilter(CoreKind.SCALEOFFSET, values=parameters)
-
-
-def _power_of_ten(exponent: int, nbytes: int) -> np.floating[Any]:
-    """Return what the C library's `pow`, or `powf` for 4 bytes, returns to HDF5 too.
-
-    NumPy calls it for scalars; for arrays it has a vectorized one that may round differently.
-    """
-    if nbytes == 4:
-        with np.errstate(all="ignore"):
-            power: np.floating[Any] = np.float32(10) ** np.float32(exponent)
-        return power
-    try:
-        return np.float64(math.pow(10, exponent))
-    except OverflowError:
-        return np.float64(np.inf)
 
 
 def _nbit(parameters: Parameters) -> CoreFilter | None:

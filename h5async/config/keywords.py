@@ -89,12 +89,13 @@ class ReaderOptions(TypedDict, total=False):
     """
     weights: WeightsLike | None
     """Draw samples with replacement, in proportion to these weights: an array, or the path of a
-    dataset in the file, with a number per sample; `balanced`: all labels are equally frequent; or a
-    mapping of files to numbers.
+    dataset in the file, with a number per sample; `balanced`: all labels are equally frequent, or
+    `balanced:NAME`, all values of that field or dataset; or a mapping of files to numbers.
     """
     epoch_samples: Integer | None
-    """With `weights`: the number of samples drawn in an epoch. With a `sampler`: the maximum number
-    of samples taken from it.
+    """The number of samples in an epoch. Epochs go on where the one before has ended, in one order
+    after another of all samples, so that they cover the dataset one by one. With `weights`, they
+    are drawn; with a `sampler`, it is the maximum number of samples taken from it.
     """
     sequences: Sequences | Mapping[str, Any] | None
     """The sequences that steps never leave: `Sequences`, or a mapping of its parameters."""
@@ -129,8 +130,10 @@ class ReaderOptions(TypedDict, total=False):
     postprocess: Callable[..., Any] | str | None
     """A function, or `module:function`, that workers call as `f(*arrays)` with the host arrays of a
     batch. It returns the same number of arrays, each with the same number of rows, or None if it
-    changed the arrays in place.
+    changed the arrays in place; or a mapping of names to arrays, which the batch then has.
     """
+    postprocess_fields: Sequence[str] | None
+    """Names of the arrays that `postprocess` returns, in order, if these are not the fields."""
     on_error: Literal["raise", "skip"]
     """What becomes of samples and files that are damaged, and of files that are missing. `raise`:
     the reader raises an error. `skip`: such samples are left out of their batches, and such files

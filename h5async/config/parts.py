@@ -7,14 +7,14 @@ import operator
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
 
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
-from h5async.config.values import DatasetPath, Int, Integer, Name, Positive, shown
+from h5async.config.values import DatasetPath, Int, Integer, Name, Natural, Positive, shown
 from h5async.errors import ConfigError
 
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
@@ -55,9 +55,9 @@ class SplitOptions(TypedDict, total=False):
     seed: Integer
     """Another seed makes other parts."""
     by: DatasetPath | None
-    """Path of a dataset: samples with the same value there stay together."""
+    """Name of a field, or path of a dataset: samples with the same value stay together."""
     stratify: DatasetPath | None
-    """Path of a dataset: each part has its share of the samples of each value."""
+    """Name of a field, or path of a dataset: each part has its share of each value's samples."""
 
 
 @documented(SplitOptions)
@@ -233,16 +233,25 @@ class SequencesOptions(TypedDict, total=False):
     """Path of a dataset with a bool per row, or several: a row for which one of them is true is the
     last of its sequence. Rows after the last such row are a sequence, too.
     """
+    across: Literal["files"] | None
+    """With `files`, consecutive files, in the order of `hdf5_path`, are one sequence: years of
+    weather, shards of a recording. Steps reach from one file into the next.
+    """
     every: Integer
     """Use only every n-th row of a sequence as a sample, from its first one on."""
+    offset: Integer | Literal["random"]
+    """With `every`: the first row of a sequence that is a sample. `random`: each epoch, all samples
+    of a sequence move by a number of rows below `every`, which is drawn from seed and epoch; those
+    that would leave it begin anew at its start.
+    """
 
 
 @documented(SequencesOptions)
 class Sequences(Frozen):
     """The sequences of a dataset: episodes, trajectories, recordings. Steps never leave them.
 
-    One of `groups`, `ends`, `starts`, `lengths`, `ids` and `last` defines the sequences; without
-    any, each file is one. The paths are of datasets that each file has.
+    One of `groups`, `ends`, `starts`, `lengths`, `ids`, `last` and `across` defines the sequences;
+    without any, each file is one. The paths are of datasets that each file has.
 
     Examples
     --------
@@ -269,18 +278,32 @@ class Sequences(Frozen):
     lengths: Name | None = None
     ids: Name | None = None
     last: _Names | None = None
+    across: Literal["files"] | None = None
     every: Positive = 1
+    offset: Natural | Literal["random"] = 0
 
     @model_validator(mode="after")
     def _check(self) -> Sequences:
-        given = [name for name in _KINDS_OF_SEQUENCES if getattr(self, name) is not None]
+        kinds = *_KINDS_OF_SEQUENCES, "across"
+        given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give {given[0]} or {given[1]}, not both")
         if self.last == ():
             raise ValueError("last needs the path of a dataset, or several")
         if self.only is not None and self.groups is None:
             raise ValueError("only needs groups, and names some of them")
+        if self.offset == "random" and self.every == 1:
+            raise ValueError(
+                'offset="random" needs every: it moves samples by fewer rows than that'
+            )
+        if self.offset != "random" and self.offset >= self.every:
+            raise ValueError(f"offset must be below every={self.every}, found {self.offset}")
         return self
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether each epoch has other samples."""
+        return self.offset == "random"
 
     @property
     def kind(self) -> str | None:

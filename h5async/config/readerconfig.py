@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from h5async.config import values
-from h5async.config.field import Field, Fields, kind_of
+from h5async.config.field import Field, Fields, check_names, kind_of
 from h5async.config.files import (
     FileName,
     Files,
@@ -115,9 +115,10 @@ class ReaderConfig(Frozen):
         None,
         values="MODULE:FUNCTION",
         shell="A function that workers call as `f(*arrays)` with the host arrays of a batch. It"
-        " returns the same number of arrays, each with the same number of rows, or nothing if it"
-        " changed the arrays in place.",
+        " returns the same number of arrays, each with the same number of rows, or a mapping of"
+        " names to arrays, or nothing if it changed the arrays in place.",
     )
+    postprocess_fields: values.Names | None = option(None, default_text="the fields")
     on_error: Literal["raise", "skip"] = "raise"
     max_skipped: values.Share | None = option(None, default_text="no limit", values="N|SHARE")
     timeout: values.Seconds = option(None, default_text="no limit")
@@ -156,6 +157,7 @@ class ReaderConfig(Frozen):
             self.__dict__["batch_size"] = self.batch_values  # only values are limited
         if self.max_skipped is not None and self.on_error == "raise":
             raise ValueError(f"{named('max_skipped')} needs {named('on_error', 'skip')}")
+        self._check_returned()
         self._check_cache()
         self._check_order()
         self._check_rank()
@@ -163,6 +165,19 @@ class ReaderConfig(Frozen):
         self._check_fields()
         self._check_sequences()
         return self
+
+    def _check_returned(self) -> None:
+        names = self.postprocess_fields
+        if names is None:
+            return
+        if self.postprocess is None:
+            raise ValueError(
+                f"{named('postprocess_fields')} needs {named('postprocess')}, whose results it"
+                " names"
+            )
+        if not names or len(set(names)) < len(names):
+            raise ValueError("postprocess_fields: give at least one name, and each name once")
+        check_names(names)
 
     def _check_cache(self) -> None:
         if self.cache == "device" and self.postprocess is not None:
@@ -205,8 +220,6 @@ class ReaderConfig(Frozen):
                 f"samples are drawn in random order by {named('weights')}; leave out"
                 f" {named('shuffle', 'window')}"
             )
-        if self.epoch_samples is not None and self.weights is None and self.sampler is None:
-            raise ValueError(f"{named('epoch_samples')} needs {named('weights')}, or a sampler")
 
     def _check_rank(self) -> None:
         if (self.rank is None) != (self.world_size is None):
@@ -251,15 +264,33 @@ class ReaderConfig(Frozen):
             )
 
     def _check_sequences(self) -> None:
-        pairs = [isinstance(field.num_dim, tuple) for field in self.batch_fields.values()]
+        several = [field for field in self.batch_fields.values() if field.per is None]
+        pairs = [isinstance(field.num_dim, tuple) for field in several]
         if any(pairs) and not all(pairs):
             raise ValueError(
                 "num_dim must be a pair, of sequences and of steps, for all fields, or for none"
             )
-        kind = None if self.sequences is None else self.sequences.kind
+        given = self.sequences
+        if given is not None and given.is_drawn:
+            self._check_drawn_offset()
+        kind = None if given is None else given.kind or (given.across and "across")
         if any(pairs) and kind is not None:
             raise ValueError(
                 f"a pair as num_dim says what a sequence is; leave out {kind} of sequences"
+            )
+
+    def _check_drawn_offset(self) -> None:
+        for name in ("cache", "batch_values", "bucket", "sampler"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    'sequences: offset="random" makes other samples each epoch, for which'
+                    f" {named(name)} is not supported; leave out one of them"
+                )
+        if self.indices is not None and getattr(self.indices, "by", None) != "sequence":
+            raise ValueError(
+                'sequences: offset="random" moves samples within a sequence, out of what'
+                f' {named("indices")} selects; give Split(..., by="sequence"), or an offset that is'
+                " a number"
             )
 
     @classmethod
@@ -312,6 +343,12 @@ class ReaderConfig(Frozen):
             )
         return cls(**{**base, **options})
 
+    def with_fields(self, fields: Mapping[str, Field], **changed: Any) -> ReaderConfig:
+        """Return the options with other fields, and with other changes."""
+        names = self.model_fields_set.difference(_REPLACED_BY_FIELDS)
+        kept = {name: getattr(self, name) for name in names}
+        return ReaderConfig(**{**kept, "fields": fields, **changed})
+
     @model_serializer(mode="wrap")
     def _without_what_fields_replace(self, handler: SerializerFunctionWrapHandler) -> Any:
         """Leave out options that conflict with `fields`, so that `load` accepts what was dumped.
@@ -348,7 +385,7 @@ class ReaderConfig(Frozen):
     def batch_fields(self) -> dict[str, Field]:
         """The fields of a batch, by name, in order, with `data_field` and the like resolved."""
         if self.fields is not None:
-            return dict(self.fields)
+            return {name: one for name, one in self.fields.items() if one.per != "dataset"}
         axes: tuple[int | str, ...] | None = None
         if self.h_dim is not None and self.w_dim is not None:
             channels = () if self.cha_dim is None else (self.cha_dim,)
@@ -359,6 +396,11 @@ class ReaderConfig(Frozen):
             pair = self.num_dim if isinstance(self.num_dim, tuple) else 0
             fields["labels"] = Field(self.labels_field, pair)
         return fields
+
+    @property
+    def static_fields(self) -> dict[str, Field]:
+        """The fields that the whole dataset has once, by name."""
+        return {n: one for n, one in (self.fields or {}).items() if one.per == "dataset"}
 
     @property
     def files(self) -> list[FileName]:

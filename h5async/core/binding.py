@@ -25,11 +25,13 @@ from h5async.core.libraries import find_functions
 from h5async.core.structures import MAX_FILTERS, structures_of
 from h5async.errors import ConfigError
 from h5async.io.localfiles import IoMode
-from h5async.system.interruptions import call_when_gone, suppressing
+from h5async.system.interruptions import call_when_gone, interruption
 from h5async.system.timeline import ThreadCounts
 
 _COST = "everything is read through h5py, by one thread at a time; values are the same"
 _SAME_CLOCK_NS = 10_000_000  # two readings of one clock are closer together
+# Counters of the core's workers.
+_COUNTED = "read_ns", "decode_ns", "place_ns", "read_nbytes", "decoded_chunks", "decoded_nbytes"
 
 # The core's functions by the types of their parameters; comments in `src/` explain them.
 _TYPES = {"p": c_void_p, "i": c_int32, "q": c_int64, "Q": c_uint64}
@@ -68,14 +70,8 @@ class Core:
     """The compiled core, loaded. `OSError` is raised if it cannot be, or is of another version.
 
     Its functions and structures are attributes. Most functions release the GIL, and may be called
-    from many threads, each with its own worker.
-
-    Attributes
-    ----------
-    path
-        The shared library.
-    missing
-        Codec libraries that were not found; data that need them are read through h5py.
+    from many threads, each with its own worker. `missing` are the codec libraries that were not
+    found; data that need them are read through h5py.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,16 +153,8 @@ class CoreWorker:
 
     def counts(self) -> ThreadCounts:
         """Return what was done so far."""
-        struct = self.struct
-        return ThreadCounts(
-            struct.read_ns,
-            struct.decode_ns,
-            struct.place_ns,
-            self.gil_wait_ns,
-            struct.read_nbytes,
-            struct.decoded_chunks,
-            struct.decoded_nbytes,
-        )
+        counted = {name: getattr(self.struct, name) for name in _COUNTED}
+        return ThreadCounts(gil_wait_ns=self.gil_wait_ns, **counted)
 
     def record(self, trace: CoreTrace | None) -> None:
         """Have calls note what they do from now on; None: stop. Allowed during a call, too."""
@@ -224,15 +212,26 @@ def mapping_mode(io: IoMode) -> IoMode:
     return "pread" if io == "auto" and load_core() is None else io
 
 
-@functools.cache
 def load_core() -> Core | None:
     """Return the compiled core, or None if it is switched off or was not built.
 
     `ConfigError` is raised if the environment variable names a file that is no core.
     """
+    found = _core_or_reason()
+    return found if isinstance(found, Core) else None
+
+
+def why_no_core() -> str | None:
+    """Say why there is no core, what that costs, and what to do; None if there is one."""
+    found = _core_or_reason()
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _core_or_reason() -> Core | str:
     chosen = os.environ.get("H5ASYNC_CORE", "")
     if chosen == "0":
-        return None
+        return f"the compiled core is switched off by H5ASYNC_CORE=0: {_COST}"
     if chosen:
         try:
             return Core(Path(chosen))
@@ -242,31 +241,22 @@ def load_core() -> Core | None:
                 f" ({error}); unset it to use the core that was installed, or set it to 0 to use"
                 " none"
             ) from error
+    why = "is missing"
     for path in _installed():
-        with suppressing(OSError):
+        try:
             return Core(path)
-    return None
+        except OSError as error:
+            if interruption(error) is not None:
+                raise
+            why = f"cannot be loaded ({error})"
+    install = "install h5async where a C compiler is, or from a wheel for this platform"
+    return f"the compiled core {why}: {_COST}; {install}"
 
 
 def can_decode(entry: Filter) -> bool:
     """Tell whether a filter is decoded by the core; all others are by HDF5."""
     core = load_core()
     return core is not None and core.filters((entry,)) is not None
-
-
-def why_no_core() -> str | None:
-    """Say why there is no core, what that costs, and what to do; None if there is one."""
-    if load_core() is not None:
-        return None
-    if os.environ.get("H5ASYNC_CORE") == "0":
-        return f"the compiled core is switched off by H5ASYNC_CORE=0: {_COST}"
-    install = "install h5async where a C compiler is, or from a wheel for this platform"
-    for path in _installed():
-        try:
-            Core(path)
-        except OSError as error:
-            return f"the compiled core cannot be loaded ({error}): {_COST}; {install}"
-    return f"the compiled core is missing: {_COST}; {install}"
 
 
 def _installed() -> list[Path]:

@@ -19,7 +19,7 @@ from h5async.deliver.decodeplan import EncodedPlan, NotDecoded
 from h5async.deliver.device import DeviceSlot, LaidOut, PinnedPart, SlotContents, host_slot
 from h5async.deliver.devicedecode import DeviceDecoder, Staging
 from h5async.deliver.gpu import Gpu
-from h5async.deliver.kernels import Kernels, RowChange, needs_host
+from h5async.deliver.kernels import Kernels, RowChange, can_transform
 from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import page_memory, plain_memory
 from h5async.order.selection import Selection
@@ -73,8 +73,8 @@ class CudaSlot(DeviceSlot):
         # be sent at once. Of other columns only the batch's values are sent.
         self.num_rows = rows
         on_host = [
-            needs_host(transform) or (contents.has_postprocess and not transform.is_identity)
-            for transform in transforms
+            not can_transform(one) or (contents.has_postprocess and not one.is_identity)
+            for one in transforms
         ]
         shared = contents.shared  # else fields that vary get pages, of which parts are pinned
         laid_out = host_slot(
@@ -91,10 +91,13 @@ class CudaSlot(DeviceSlot):
         super().__init__(laid_out.memory)
         self._host_block = laid_out.block
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
-        # By column, and by field; None for those that are not in the block, and that are. (Not made
-        # by comprehensions: where one fails, its closure would keep this object.)
+        # By column; None for those that are not in the block. (Not made by a comprehension: if it
+        # fails, its closure would keep this object.)
         self._rows: list[_Rows | None] = []
-        self._fields: list[CudaField | None] = []
+        # By the name of a field or of a result of `postprocess`, or the number of a mask: what is
+        # not in the block. The memory of results and masks is allocated when they come.
+        self._others: dict[int | str, CudaField] = {}
+        self._columns: dict[str, int] = {}
         several = zip(laid_out.begins, self.memory.out, transforms, on_host, strict=True)
         for begin, own, todo, done in several:
             is_in = todo.capacity is None
@@ -105,16 +108,17 @@ class CudaSlot(DeviceSlot):
             if array is not None
         ]
         for outline in contents.outlines:
-            is_done = on_host[outline.columns[0]]
-            field = self._new_field(outline, contents, laid_out, made, is_done=is_done)
-            self._fields.append(field)
-        self._columns = [outline.columns[0] for outline in contents.outlines]
+            column = outline.columns[0]
+            name = list(contents.transforms)[column]
+            self._columns[name] = column
+            if outline.is_varying:
+                self._others[name] = self._new_field(
+                    outline, contents, laid_out, made, is_done=on_host[column]
+                )
         # Sample numbers, for the cache.
         self._index = gpu.pinned_memory(8 * rows).view(np.int64)
         self._index_on_device = cupy.empty(rows, np.int64)
         self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
-        # Results of `postprocess` may have any shape; their memory is allocated when they come.
-        self._others: dict[int, CudaField] = {}
         self._uploaded = gpu.event(blocks=True)
         self._ready = gpu.event()
         self._decoded = gpu.event(blocks=True)
@@ -130,8 +134,7 @@ class CudaSlot(DeviceSlot):
         if done or transform.is_identity:
             return _Rows(raw, raw, None)
         delivered = self._gpu.cupy.empty((len(own), *transform.row), transform.dtype)
-        change = self._device.kernels.row_change(transform)
-        return _Rows(raw, delivered, change)
+        return _Rows(raw, delivered, self._device.kernels.row_change(transform))
 
     def _new_field(
         self,
@@ -141,10 +144,8 @@ class CudaSlot(DeviceSlot):
         made: Sequence[PinnedPart],
         *,
         is_done: bool,
-    ) -> CudaField | None:
-        """Return a field that is not in the block; None if it is."""
-        if not outline.is_varying:
-            return None
+    ) -> CudaField:
+        """Return a field that is not in the block."""
         gpu, kernels = self._gpu, self._device.kernels
         if outline.is_encoded:  # decoded images have pinned memory of their own
             is_pinned = contents.shared is None and not contents.has_postprocess
@@ -175,9 +176,8 @@ class CudaSlot(DeviceSlot):
                 change.change(raw[:rows], index, out)
                 if cache and change.gathers:
                     change.change(cache[i].view(raw.dtype), index, out)
-        for field in self._fields:
-            if field is not None:
-                field.warm_up()
+        for field in self._others.values():
+            field.warm_up()
         self._gpu.cupy.cuda.get_current_stream().synchronize()
 
     def wait_writable(self) -> None:
@@ -185,9 +185,7 @@ class CudaSlot(DeviceSlot):
         with self._gpu.working("an upload failed"):
             self._uploaded.synchronize()
 
-    def upload(
-        self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
-    ) -> tuple[Any, ...]:
+    def upload(self, outcome: FillOutcome, masks: Sequence[NDArray[Any]] = ()) -> tuple[Any, ...]:
         """Upload on the copy stream; permute, cast and scale in one kernel on the work stream."""
         device = self._device
         staged = {} if outcome.is_resident else self.staged
@@ -209,10 +207,10 @@ class CudaSlot(DeviceSlot):
                 try:
                     self._decode(staged, stream)
                     delivered = tuple(
-                        self._transformed(self._columns[i], outcome)
-                        if field is None
+                        self._transformed(field, outcome)
+                        if isinstance(field, int)
                         else field.deliver()
-                        for i, field in enumerate(fields)
+                        for field in fields
                     )
                 finally:  # the next upload waits for all that was put on the stream
                     self._ready.record(stream.ptr)
@@ -229,41 +227,42 @@ class CudaSlot(DeviceSlot):
     def _upload_fields(
         self,
         outcome: FillOutcome,
-        masks: Sequence[NDArray[np.bool_]],
+        masks: Sequence[NDArray[Any]],
         staged: Mapping[int, EncodedPlan],
         stream: Any,
-    ) -> list[CudaField | None]:
-        """Upload rows; return, by field and mask, a `CudaField` for those that are not rows."""
+    ) -> list[CudaField | int]:
+        """Upload rows; return, per array and mask, its `CudaField`, or the column of its rows."""
         size, out = outcome.index.size, self.memory.out
         if self._device.cache:
             self._index[:size] = self._device.cached.positions(outcome.index)
             self._gpu.upload(self._index_on_device[:size], self._index[:size], stream)
-        found: list[CudaField | None] = [None] * len(self._fields)
+        found: list[CudaField | int] = []
         mine: list[tuple[Any, NDArray[Any]]] = []
-        for i, array in enumerate(outcome.arrays if not outcome.is_resident else ()):
-            column = self._columns[i]
-            if column in staged:
-                continue
-            rows = self._rows[column]
-            if rows is not None and _is_same(array, out[column][:size]):
+        if outcome.is_resident:
+            found += self._columns.values()
+        for name, array in zip(outcome.names or self._columns, outcome.arrays, strict=False):
+            column = self._columns.get(name)
+            rows = None if column is None else self._rows[column]
+            if column is not None and column in staged:
+                found.append(column)
+            elif column is not None and rows and _is_same(array, out[column][:size]):
                 mine.append((rows.raw[:size], array))
+                found.append(column)
             else:
-                found[i] = self._uploaded_other(i, array, stream)
-        for i, mask in enumerate(masks, len(found)):
-            found.append(self._uploaded_other(i, mask, stream))
+                found.append(self._uploaded_other(name, array, stream))
+        for number, mask in enumerate(masks):
+            found.append(self._uploaded_other(number, mask, stream))
         if size == self.num_rows and len(mine) == len(self._rows) - self._rows.count(None):
             mine = [(self._device_block, self._host_block)] if self._host_block.nbytes else []
         for target, source in mine:
             self._gpu.upload(target, source, stream)
         return found
 
-    def _uploaded_other(self, i: int, array: Any, stream: Any) -> CudaField:
-        """Upload an array that is not the slot's rows."""
-        field = self._fields[i] if i < len(self._fields) else None
+    def _uploaded_other(self, key: int | str, array: Any, stream: Any) -> CudaField:
+        """Upload an array that is not the slot's rows: that of a name, or a mask by its number."""
+        field = self._others.get(key)
         if field is None:
-            field = self._others.get(i)
-        if field is None:
-            field = self._others[i] = CudaField(self._gpu, self._device.kernels, self.num_rows)
+            field = self._others[key] = CudaField(self._gpu, self._device.kernels, self.num_rows)
         field.upload(array, stream)
         return field
 

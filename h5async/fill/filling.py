@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import load_core, mapping_mode
-from h5async.fill.finishing import BatchDecoder, Postprocess, load_function, masks_of
+from h5async.fill.finishing import BatchDecoder, Postprocess
 from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, Recorded, Recording
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
@@ -59,16 +59,16 @@ class Filler:
         self._columns, self._slots, self._recorder = list(opened.layouts), slots, recorder
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
-        function, postprocess = load_function(config.postprocess), None
-        if function is not None:
-            masks = masks_of(opened.kinds, opened.layouts, samplings.rows)
-            postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
+        postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
         self._cache: HostCache | Budget | None = None
         if config.cache == "host":
             self._cache = open_host_cache(
                 samplings.selection,
                 [transform.raw_nbytes for transform in several],
-                samplings.rows,
+                [
+                    layout.segments if layout.is_repeated else rows
+                    for layout, rows in zip(opened.layouts.values(), samplings.rows, strict=True)
+                ],
                 config.cache_bytes,
                 memory_plan.left_nbytes,
             )

@@ -14,16 +14,18 @@ import inspect
 import itertools
 import pkgutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.config.field import check_names
 from h5async.errors import ConfigError, DamagedError, PostprocessError, postprocess_error
 from h5async.fill.reading import BatchReader
 from h5async.io.shared import Growing, plain_memory
-from h5async.opening.dataset import OpenedDataset
+from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.order.sampling import FillRequest
 from h5async.plan.crops import random_numbers
 from h5async.plan.records import Int64s
@@ -38,8 +40,6 @@ from h5async.samples.fieldkind import (
 from h5async.samples.samplearrays import SampleArrays
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
-
-_FURTHER = ("rng", "index", "epoch", "number")
 
 Refuse = Callable[[DamagedError], None]  # `EncodedBatch.refuse`
 
@@ -114,13 +114,13 @@ class BatchDecoder:
         found, most = list(arrays), self._of_batch
         todo: list[tuple[DecodingWork, Refuse]] = []
         numbers = None
-        if any(field.is_random for field in self.fields.values()):
+        if any(one.is_random for one in self.fields.values()):
             numbers = random_numbers(self._seed, epoch, index)
-        for number, field in (self.fields if slot is None else self._of_slots).items():
+        for number, decoder in (self.fields if slot is None else self._of_slots).items():
             memory = Growing(plain_memory) if slot is None else self._memory[slot][number]
-            refuse = functools.partial(self._refuse, field, index, damage)
+            refuse = functools.partial(self._refuse, decoder, index, damage)
             encoded = EncodedBatch(arrays[number], index, numbers, memory.of, most, refuse)
-            found[number], works = field.begin(encoded)
+            found[number], works = decoder.begin(encoded)
             todo += [(work, refuse) for work in works]
         return DecodedBatch(tuple(found), todo, self.note_broken)
 
@@ -142,6 +142,7 @@ class BatchDecoder:
         self._memory = []
 
 
+@dataclass(eq=False)
 class DecodedBatch:
     """The encoded samples of one batch while `work` decodes them to the delivered `arrays`.
 
@@ -149,18 +150,11 @@ class DecodedBatch:
     and what its error goes to.
     """
 
-    def __init__(
-        self,
-        arrays: tuple[Any, ...],
-        works: list[tuple[DecodingWork, Refuse]],
-        note_broken: Callable[[], None],
-    ) -> None:
-        self.arrays = arrays
-        self.count = len(works)
-        self._works = works
-        self._note_broken = note_broken
-        # Threads take samples one by one, because decoding times differ much.
-        self._todo = itertools.count()
+    arrays: tuple[Any, ...]
+    works: list[tuple[DecodingWork, Refuse]]
+    note_broken: Callable[[], None]
+    # Threads take samples one by one, because decoding times differ much.
+    todo: Iterator[int] = field(default_factory=itertools.count)
 
     def work(self, must_end: Callable[[], bool], end: int) -> None:
         """Decode samples until `end` were begun, or `must_end` is true; any number of threads may.
@@ -168,13 +162,13 @@ class DecodedBatch:
         `ReadError` is raised if one is broken, and not refused otherwise.
         """
         while not must_end():
-            number = next(self._todo)
-            if number >= self.count:
+            number = next(self.todo)
+            if number >= len(self.works):
                 return
-            work, refuse = self._works[number]
+            work, refuse = self.works[number]
             try:
                 if not work():
-                    self._note_broken()
+                    self.note_broken()
             except DamagedError as error:
                 refuse(error)
             if number + 1 >= end:
@@ -211,48 +205,49 @@ def masks_of(
 class Postprocess:
     """A user's function to call for batches. As thread-safe as the function.
 
-    It gets the arrays in field order or, if its parameters have the `names` of all fields, by name.
-    Of ``rng``, ``index``, ``epoch``, ``number`` and `masks`, it also gets those that are among its
-    further parameters, by name. `masks` are made of sample numbers.
+    It gets the arrays in field order or, if its parameters have the names of all fields, by name.
+    Of ``rng``, ``index``, ``epoch``, ``number``, ``sequence``, ``step`` and the masks, it also gets
+    those that are among its further parameters, by name.
+
+    Raises `ConfigError` if there is no such function.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        names: Sequence[str],
-        seed: int,
-        masks: Mapping[str, Mask],
-    ) -> None:
+    def __init__(self, opened: OpenedDataset, samplings: Samplings) -> None:
+        config = opened.config
+        function = load_function(config.postprocess)
+        assert function is not None
         self._function = function
-        self._masks = masks
-        self._names = names
-        self._seed = seed
+        self._names = tuple(config.batch_fields)
+        self._returned, self._seed = config.postprocess_fields, config.seed
+        sequences = samplings.sequences
+        of_index: dict[str, Callable[[Int64s], NDArray[Any]]] = {
+            "index": np.copy,  # the function may change it
+            "sequence": np.zeros_like if sequences is None else sequences.numbers,
+            "step": np.copy if sequences is None else sequences.steps,
+        }
+        self._of_index = of_index | masks_of(opened.kinds, opened.layouts, samplings.rows)
         parameters: list[inspect.Parameter] = []
         with suppressing(ValueError, TypeError):  # a function in C may have no signature
             parameters = list(inspect.signature(function).parameters.values())
         named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._by_name = bool(names) and set(names) <= set(named)
+        self._by_name = set(self._names) <= set(named)
         further = [
             p.name
             for at, p in enumerate(parameters)
             if p.kind is p.KEYWORD_ONLY
-            or (p.kind is p.POSITIONAL_OR_KEYWORD and (self._by_name or at >= len(names)))
+            or (p.kind is p.POSITIONAL_OR_KEYWORD and (self._by_name or at >= len(self._names)))
         ]
         bound = function.keywords if isinstance(function, functools.partial) else ()
-        taken = {*bound, *(names if self._by_name else ())}
-        known = *_FURTHER, *masks
+        taken = {*bound, *(self._names if self._by_name else ())}
+        known = "rng", "epoch", "number", *self._of_index
         self._wanted = [name for name in known if name in further and name not in taken]
 
     def __call__(
-        self,
-        arrays: tuple[NDArray[Any], ...],
-        request: FillRequest,
-        index: NDArray[np.int64],
-        where: str,
-    ) -> tuple[Any, ...]:
-        """Return the result of the function for a batch; `where` begins messages.
+        self, arrays: tuple[Any, ...], request: FillRequest, index: Int64s, where: str
+    ) -> dict[str, Any]:
+        """Return the result of the function for a batch, by name; `where` begins messages.
 
-        `PostprocessError` is raised if the function raises, or returns another number of arrays.
+        `PostprocessError` is raised if the function raises, or returns other arrays than it may.
         """
         try:
             further = {name: self._value(name, request, index) for name in self._wanted}
@@ -263,21 +258,21 @@ class Postprocess:
         except Exception as error:
             message = f"{where} raised {type(error).__name__}: {error}"
             raise postprocess_error(message, error) from error
-        found = arrays if result is None else _arrays_of(result, len(arrays), where)
-        for array in found:  # libraries rely on this
+        if result is None and self._returned is None:
+            return dict(zip(self._names, arrays, strict=True))
+        found = _by_name(result, self._names, self._returned, where)
+        for array in found.values():  # libraries rely on this
             misfit = array.misfit() if isinstance(array, SampleArrays) else None
             if misfit is not None:
                 raise PostprocessError(f"{where} made {misfit}")
         return found
 
-    def _value(self, name: str, request: FillRequest, index: NDArray[np.int64]) -> Any:
-        if name in self._masks:
-            return self._masks[name](index)
-        if name == "index":
-            return index.copy()  # the function may change it
+    def _value(self, name: str, request: FillRequest, index: Int64s) -> Any:
+        if name in self._of_index:
+            return self._of_index[name](index)
         return self._rng(request, index) if name == "rng" else getattr(request, name)
 
-    def _rng(self, request: FillRequest, index: NDArray[np.int64]) -> np.random.Generator:
+    def _rng(self, request: FillRequest, index: Int64s) -> np.random.Generator:
         """Return random numbers that depend only on the seed, the epoch, the batch and the rank.
 
         For a batch of no epoch, they depend on its samples instead.
@@ -289,18 +284,39 @@ class Postprocess:
         return np.random.default_rng(np.frombuffer(digest.digest(), "<u4"))
 
 
-def _arrays_of(result: Any, count: int, where: str) -> tuple[Any, ...]:
-    """Return what a function has returned as so many arrays; `PostprocessError` otherwise."""
-    if count == 1 and not isinstance(result, tuple | list):
+def _by_name(
+    result: Any, names: Sequence[str], returned: Sequence[str] | None, where: str
+) -> dict[str, Any]:
+    """Return the arrays that a function has returned, by name; `PostprocessError` otherwise."""
+    if isinstance(result, Mapping):
+        if returned is not None and set(result) != set(returned):
+            raise PostprocessError(
+                f"{where} returned a mapping of {', '.join(map(str, result)) or 'nothing'}; it must"
+                f" return {', '.join(returned)}, as {named('postprocess_fields')} says"
+            )
+        names = tuple(result if returned is None else returned)
+        try:
+            check_names(names)
+        except (TypeError, ValueError) as error:
+            raise PostprocessError(f"{where} returned a mapping: {error}") from error
+        return dict(zip(names, _arrays_of([result[name] for name in names], where), strict=True))
+    names = names if returned is None else returned
+    if len(names) == 1 and not isinstance(result, tuple | list):
         result = (result,)
-    if not isinstance(result, tuple | list) or len(result) != count:
+    if not isinstance(result, tuple | list) or len(result) != len(names):
         found = len(result) if isinstance(result, tuple | list) else type(result).__name__
+        in_place = ", or None when it worked in place" if returned is None else ""
         raise PostprocessError(
-            f"{where} returned {found}; it must return {count} arrays, or None when it"
-            " worked in place"
+            f"{where} returned {found}; it must return {len(names)} arrays{in_place}, or a mapping"
+            " of names to arrays"
         )
+    return dict(zip(names, _arrays_of(result, where), strict=True))
+
+
+def _arrays_of(result: Sequence[Any], where: str) -> list[Any]:
+    """Return values as arrays of the same number of rows; `PostprocessError` otherwise."""
     try:
-        made = tuple(a if isinstance(a, SampleArrays) else np.asarray(a) for a in result)
+        made = [a if isinstance(a, SampleArrays) else np.asarray(a) for a in result]
     except Exception as error:  # rows of unequal lengths, say
         raise postprocess_error(f"{where} returned no arrays: {error}", error) from error
     for given, array in zip(result, made, strict=True):

@@ -61,6 +61,7 @@ class FillOutcome(NamedTuple):
     is_resident: bool = False  # nothing was read, because the device has the rows
     busy_seconds: float = 0.0  # that threads spent on it, summed up
     warnings: tuple[str, ...] = ()  # for the consumer, each reported once
+    names: tuple[str, ...] = ()  # of the arrays, after a `postprocess`; otherwise the fields
     skipped: tuple[Skipped, ...] = ()  # samples of the batch that were left out
 
 

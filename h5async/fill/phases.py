@@ -122,21 +122,23 @@ class Phases:
             if batch.error is not None:
                 raise batch.error
             arrays = self._read_here(batch, memory)
+        names: tuple[str, ...] = ()
         if self._postprocess is not None:
             where = f"{self._reader.file}: postprocess of given samples"
             given = batch.request._replace(samples=batch.index)
-            arrays = self._postprocess(arrays, given, batch.index, where)
-        return FillOutcome(batch.index, arrays, skipped=tuple(batch.skipped))
+            made = self._postprocess(arrays, given, batch.index, where)
+            arrays, names = tuple(made.values()), tuple(made)
+        return FillOutcome(batch.index, arrays, names=names, skipped=tuple(batch.skipped))
 
     def _read_here(self, batch: _Fill, memory: SlotMemory) -> tuple[Any, ...]:
         """Read a batch in the calling thread; the arrays are not to be used if it has damage."""
-        index, damage = batch.index, batch.damage if self._skips else None
+        index, damage = batch.index, self._damage_of(batch)
         try:
             self._reader.read_rows(index, memory, damage)
             arrays = () if batch.damage else self._assembly.arrays(memory, index)
             if self._images is not None and not batch.damage:
                 images = self._images.batch(arrays, index, -1, None, damage)
-                images.work(lambda: self._pool.is_stopped, images.count)
+                images.work(lambda: self._pool.is_stopped, len(images.works))
                 arrays = images.arrays
             return arrays
         except DamagedError as error:
@@ -187,8 +189,7 @@ class Phases:
 
     def _begin_left(self, batch: _Fill) -> None:
         """Begin to read the rows that the core has left to Python."""
-        left = self._reader.left(batch.plans)
-        works = [partial(self._read_left, batch, some) for some in left]
+        works = [partial(self._read_left, batch, some) for some in self._reader.left(batch.plans)]
         self._begin(batch, works, self._begin_keep)
 
     def _read_left(self, batch: _Fill, left: LeftRows | SlotBatch) -> None:
@@ -250,13 +251,14 @@ class Phases:
         place = batch.request.epoch, batch.request.slot, self._damage_of(batch)
         images = self._images.batch(self._arrays(batch), batch.index, *place)
         batch.images = images
-        parts = max(1, min(self._pool.num_threads, images.count))
-        works = [partial(self._decode_images, batch, images, images.count)] * parts
+        count = len(images.works)
+        parts = max(1, min(self._pool.num_threads, count))
+        works = [partial(self._decode_images, batch, images, count)] * parts
         meanwhile = []
         if parts > 1:
             # The thread that sees the first half done has the next batch read first, so that no
             # thread runs out of images between two batches.
-            works.insert(0, partial(self._decode_images, batch, images, images.count // 2))
+            works.insert(0, partial(self._decode_images, batch, images, count // 2))
             meanwhile = [self._pool.begin_next]
         self._begin(batch, works, self._finish, meanwhile)
 
@@ -271,19 +273,21 @@ class Phases:
 
     def _finish(self, batch: _Fill) -> None:
         arrays: tuple[Any, ...] = ()
+        names: tuple[str, ...] = ()
         try:
             if batch.error is None:
                 arrays = self._arrays(batch) if batch.images is None else batch.images.arrays
             if batch.error is None and self._postprocess is not None:
-                arrays = self._postprocessed(batch, arrays)
+                made = self._postprocessed(batch, arrays)
+                names, arrays = tuple(made), tuple(made.values())
         except BaseException as error:
             self._note_error(batch, error)
         try:
-            self._deliver(batch, arrays)
+            self._deliver(batch, arrays, names)
         finally:
             batch.error = None  # whose frames hold the batch
 
-    def _postprocessed(self, batch: _Fill, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _postprocessed(self, batch: _Fill, arrays: tuple[Any, ...]) -> dict[str, Any]:
         assert self._postprocess is not None
         begin = time.perf_counter_ns()
         try:
@@ -294,7 +298,7 @@ class Phases:
             self._reader.times.add("postprocess", begin)
             self._recorder.note("postprocess", begin, batch.request.serial)
 
-    def _deliver(self, batch: _Fill, arrays: tuple[NDArray[Any], ...]) -> None:
+    def _deliver(self, batch: _Fill, arrays: tuple[Any, ...], names: tuple[str, ...]) -> None:
         if self._pool.is_stopped:
             return
         outcome = FillOutcome(
@@ -304,6 +308,7 @@ class Phases:
             batch.is_resident,
             batch.busy_ns / 1e9,
             self._reader.take_warnings(),
+            names,
             tuple(batch.skipped),
         )
         self._calls.on_done(batch.request, outcome)

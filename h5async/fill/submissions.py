@@ -97,8 +97,9 @@ class Submissions:
             return 0, request.samples.size, None, request.samples
         sampling, epoch = self._reader.samplings.at(request.order), request.epoch
         begin, end = sampling.dealt_at(epoch, request.start)
-        if sampling.is_computed:
-            return begin, end - begin, sampling.mapping_of(epoch), None
+        run = sampling.run_at(epoch, begin, end)
+        if run is not None:
+            return run.begin, end - begin, run.mapping, None
         samples = sampling.samples(epoch, begin, end)
         return begin, samples.size, None, samples
 
@@ -157,8 +158,7 @@ class Submissions:
             self._latest[found] = latest._replace(error=failed)
             self._queue.wake()
             return do_nothing
-        planned = self._queue.is_planned(found)
-        return partial(self.resume, latest.request, samples, planned)
+        return partial(self.resume, latest.request, samples, self._queue.is_planned(found))
 
     def forget(self) -> None:
         """Forget all batches; no thread is at work on any."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import h5py
 import numpy as np
@@ -36,7 +37,7 @@ class FileChanges:
         self._layouts = layouts
         self._forget = forget
         self._lock = threading.Lock()
-        self._in_file: dict[str, list[DatasetLayout]] = {}
+
         self._warned: set[str] = set()
         self._warnings: list[str] = []
 
@@ -81,7 +82,7 @@ class FileChanges:
                 )
 
     def _require_same(self, path: str, nbytes: int, open_name: str, may_grow: bool) -> None:
-        layouts = self._of(path)
+        layouts = self._in_file.get(path, [])
         for layout in layouts:
             end = layout.offset + layout.nbytes
             if layout.indexed is None and nbytes < end:  # of an external file, without an index
@@ -114,12 +115,12 @@ class FileChanges:
             warnings, self._warnings = tuple(self._warnings), []
         return warnings
 
-    def _of(self, path: str) -> list[DatasetLayout]:
-        with self._lock:
-            if not self._in_file:
-                for layout in _all_of(self._layouts):
-                    self._in_file.setdefault(layout.file, []).append(layout)
-        return self._in_file.get(path, [])
+    @cached_property
+    def _in_file(self) -> dict[str, list[DatasetLayout]]:
+        found: dict[str, list[DatasetLayout]] = {}
+        for layout in _all_of(self._layouts):
+            found.setdefault(layout.file, []).append(layout)
+        return found
 
 
 def _cause(error: BaseException) -> BaseException:

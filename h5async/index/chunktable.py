@@ -18,23 +18,15 @@ from numpy.typing import NDArray
 class ChunkTable:
     """Where the allocated chunks of a dataset lie: parallel arrays, sorted by `index`.
 
-    Attributes
-    ----------
-    index
-        int64: the chunk's number in the C-ordered grid; None if all are allocated, so that the
-        number is the index into the arrays.
-    offset, nbytes
-        int64: address in the file, and stored size.
-    filter_mask
-        uint32: bit i is set if filter i of the pipeline was not applied.
-
-    `nbytes` and `filter_mask` may each be one number in memory (a stride of 0) if all are equal.
+    `index` is the chunk's number in the C-ordered grid; None if all are allocated, so that the
+    number is the index into the arrays. `nbytes` and `filter_mask` may each be one number in memory
+    (a stride of 0) if all are equal.
     """
 
     index: NDArray[np.int64] | None
-    offset: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    filter_mask: NDArray[np.uint32]
+    offset: NDArray[np.int64]  # address in the file
+    nbytes: NDArray[np.int64]  # stored size
+    filter_mask: NDArray[np.uint32]  # bit i is set if filter i of the pipeline was not applied
 
     def shortened(self) -> ChunkTable:
         """Return the same table; each column of equal numbers takes the memory of one."""

@@ -44,16 +44,9 @@ _MOST_APART = 1  # the maximum difference of rows between fields, per sequence
 
 
 class Part(NamedTuple):
-    """Some samples of a dataset, or pieces of them, that another dataset holds.
+    """Some samples of a dataset, or pieces of them, that another dataset holds, the source.
 
-    Attributes
-    ----------
-    source
-        Layout of the dataset that holds them.
-    samples, source_samples
-        Sample numbers in the whole dataset, ascending, and in the source; equally many.
-    piece
-        The piece of a row.
+    `samples`, ascending, and `source_samples` are their numbers in the two; equally many.
     """
 
     source: DatasetLayout
@@ -63,29 +56,18 @@ class Part(NamedTuple):
 
 
 def with_parts(layout: DatasetLayout, parts: Sequence[Part]) -> DatasetLayout:
-    """Return a layout whose samples the sources of some parts hold.
+    """Return a layout like another one, whose samples the sources of some parts hold.
 
-    Parameters
-    ----------
-    layout
-        All other attributes.
-    parts
-        Those of one region have no common samples. Without any, nothing holds the samples.
+    Parts of one region have no common samples. Without any, nothing holds the samples.
 
-    Raises
-    ------
-    TooManyRunsError
-        If there would be too many segments.
-    DatasetError
-        If HDF5 has to read a source, and does not have its filters.
+    TooManyRunsError if there would be too many segments; DatasetError if HDF5 has to read a source,
+    and does not have its filters.
     """
     if not parts:
         return layout.changed(segments=None, datasets=())
-    combined: dict[tuple[int, bool], DatasetLayout] = {}
     keys = [(id(part.source), part.piece.is_whole) for part in parts]
-    for key, part in zip(keys, parts, strict=True):
-        if key not in combined:
-            combined[key] = _combined(part, layout)
+    examples = dict(zip(keys, parts, strict=True))
+    combined = {key: _combined(part, layout) for key, part in examples.items()}
     first, datasets = _datasets(list(combined.values()))
     begin = dict(zip(combined, first, strict=True))
     pieces: dict[Any, tuple[int, Piece]] = {}
@@ -249,7 +231,7 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         text=first.text,
         sequences=_joined_sequences(layouts),
         dim_names=common_names([layout.dim_names for layout in layouts]),
-        cf=_joined_cf(layouts),
+        cf=joined_cf(layouts),
         spans=None if first.spans is None else _joined_spans(layouts),
         unused_rows=unused,
     )
@@ -268,7 +250,7 @@ def _described(layout: DatasetLayout, other: DatasetLayout) -> str:
     return f"{layout.row_shape} {layout.dtype}{where if is_moved else ''}"
 
 
-def _joined_cf(
+def joined_cf(
     layouts: Sequence[DatasetLayout],
 ) -> tuple[tuple[int, tuple[CfAttribute, ...]], ...]:
     """Return how the samples of all layouts are packed; equal neighbours are merged."""
@@ -307,16 +289,9 @@ def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
 def with_lengths(
     layout: DatasetLayout, lengths: NDArray[np.uint32], heaps: Sequence[HeapFile]
 ) -> DatasetLayout:
-    """Return a layout whose samples are variable-length elements of some files.
+    """Return a layout like another one, whose samples are variable-length elements of some files.
 
-    Parameters
-    ----------
-    layout
-        All other attributes.
-    lengths
-        uint32 (samples,): the number of values per sample. The elements of the files will share it.
-    heaps
-        The elements.
+    `lengths`, uint32 (samples,), has the number of values per sample; the elements will share it.
     """
     shared = []
     for heap in heaps:
@@ -374,15 +349,7 @@ def merged_dimensions(layout: DatasetLayout) -> DatasetLayout:
 
 
 def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
-    """Return the layout of all sequences, concatenated.
-
-    Parameters
-    ----------
-    layout
-        Its sample dimension counts steps.
-    axis
-        The dimension that counts sequences.
-    """
+    """Return the layout of all sequences, which `axis` counts, concatenated; samples are steps."""
     rest = [a for a in range(len(layout.shape)) if a != layout.sample_axis]
     count, length = layout.shape[axis], layout.num_samples
     row = [slice(0, layout.shape[a]) for a in rest]

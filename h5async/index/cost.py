@@ -10,23 +10,15 @@ from numpy.typing import NDArray
 
 from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Piece, Segments
-from h5async.index.shapes import num_wanted, swaps, wanted_of_cells
+from h5async.index.segments import Piece, Segments, extents_of
+from h5async.index.shapes import swaps, wanted_of_cells
 
 
 class ReadCost(NamedTuple):
-    """Average stored bytes read per sample used.
+    """Average stored bytes read per sample used."""
 
-    Attributes
-    ----------
-    in_order
-        If samples are read in order: each chunk once.
-    shuffled
-        If the samples of a chunk are in different batches: each chunk once per sample.
-    """
-
-    in_order: float
-    shuffled: float
+    in_order: float  # if samples are read in order: each chunk once
+    shuffled: float  # if those of a chunk are in different batches: each chunk once per sample
 
 
 def read_cost(layout: DatasetLayout) -> ReadCost:
@@ -77,31 +69,22 @@ def _cost_of_dataset(
     if layout.values is not None:  # they were read with the metadata
         return ReadCost(0.0, 0.0)
     rest = [axis for axis in range(len(layout.shape)) if axis != layout.sample_axis]
-    wanted = piece.source_region or (slice(None),) * len(rest)
+    wanted = (piece.source_region or (slice(None),) * len(rest))[: len(rest)]
     size = layout.chunk_shape or layout.shape
     if layout.chunks is None:
-        wanted_elements = (
-            0
-            if layout.offset < 0
-            else math.prod(
-                num_wanted(layout.shape[a], w) for a, w in zip(rest, wanted, strict=True)
-            )
-        )
-        nbytes = float(samples * wanted_elements * layout.dtype.itemsize)
+        elements = math.prod(extents_of(piece.source_region, layout.row_shape))
+        nbytes = float(samples * elements * layout.dtype.itemsize * (layout.offset >= 0))
         return ReadCost(nbytes, nbytes)
-    number = layout.chunks.index
-    if number is None:
-        number = np.arange(layout.chunks.offset.size)
-    index = np.unravel_index(number, layout.grid)
-    elements = np.ones(number.size)  # wanted of a sample, per chunk
+    index = np.unravel_index(layout.chunks.numbers, layout.grid)
+    of_chunk = np.ones(layout.chunks.offset.size)  # wanted elements of a sample
     for a, w in zip(rest, wanted, strict=True):
-        elements *= wanted_of_cells(index[a], layout.shape[a], size[a], w)[1]
+        of_chunk *= wanted_of_cells(index[a], layout.shape[a], size[a], w)[1]
     begin = index[layout.sample_axis] * layout.chunk_shape[layout.sample_axis]
     used = _used_before(segments, begin + layout.chunk_shape[layout.sample_axis])
     used -= _used_before(segments, begin)
-    used *= elements > 0
+    used *= of_chunk > 0
     if not layout.filters and layout.sample_axis == 0:  # samples are read alone
-        nbytes = float(np.dot(used, elements)) * layout.dtype.itemsize
+        nbytes = float(np.dot(used, of_chunk)) * layout.dtype.itemsize
         return ReadCost(nbytes, nbytes)
     stored = layout.chunks.nbytes.astype(np.float64)
     is_seen = seen.setdefault(id(layout), np.zeros(used.size, np.bool_))
@@ -118,7 +101,9 @@ def _used_before(runs: Segments, row: NDArray[np.int64]) -> NDArray[np.float64]:
         edges = np.sort(edge[is_single]).astype(np.float64)
         count = np.searchsorted(edges, row)
         used += sign * (count * row - np.concatenate(([0.0], np.cumsum(edges)))[count])
-    strided = zip(runs.row[~is_single], runs.length[~is_single], runs.step[~is_single], strict=True)
+    # A row that samples have in common is read once.
+    length, step = np.where(runs.step == 0, 1, runs.length), np.maximum(runs.step, 1)
+    strided = zip(runs.row[~is_single], length[~is_single], step[~is_single], strict=True)
     for first, length, step in strided:
         used += (-((first - row) // step)).clip(0, length)
     return used

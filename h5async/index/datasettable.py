@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout, Indexed
-from h5async.index.segments import WHOLE, Segments
+from h5async.index.segments import WHOLE, Piece, Segments
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
@@ -65,38 +65,18 @@ class _Kinds:
 
 
 class Columns(NamedTuple):
-    """The facts in which datasets of a kind differ: an item for each dataset.
+    """The facts in which datasets of a kind differ: an item for each dataset, (n,)."""
 
-    Attributes
-    ----------
-    kind, file
-        int32 (n,): the number of its kind, and of its file in `files`.
-    paths
-        In their files.
-    rows
-        int64 (n,): extents of their sample dimension.
-    offset, stored_nbytes
-        int64 (n,): as in `DatasetLayout`.
-    begin
-        int64 (n + 1,): where the chunks of each begin in `chunks`.
-    is_sparse
-        bool (n,): whether chunks are looked up by number, because not all are allocated.
-    chunks
-        The chunk tables, concatenated; `index` is None if no dataset is sparse.
-    files
-        Their files, and stamps of these.
-    """
-
-    kind: NDArray[np.int32]
-    file: NDArray[np.int32]
-    paths: Sequence[str]
-    rows: Int64s
-    offset: Int64s
+    kind: NDArray[np.int32]  # the number of its kind,
+    file: NDArray[np.int32]  # and of its file in `files`
+    paths: Sequence[str]  # in their files
+    rows: Int64s  # extents of their sample dimension
+    offset: Int64s  # as in `DatasetLayout`
     stored_nbytes: Int64s
-    begin: Int64s
-    is_sparse: NDArray[np.bool_]
-    chunks: ChunkTable
-    files: tuple[tuple[str, FileStamp], ...]
+    begin: Int64s  # (n + 1,): where the chunks of each begin in `chunks`
+    is_sparse: NDArray[np.bool_]  # chunks are looked up by number: not all are allocated
+    chunks: ChunkTable  # concatenated; `index` is None if no dataset is sparse
+    files: tuple[tuple[str, FileStamp], ...]  # and stamps of these
 
     def layout(self, number: int, like: DatasetLayout) -> DatasetLayout:
         """Return the layout of a dataset that is like another one."""
@@ -138,13 +118,6 @@ class Datasets(Sequence[DatasetLayout]):
 
     Facts that many have in common are stored once, in `kinds`; the differences are arrays. So
     another dataset costs a few numbers. A dataset becomes an object on request.
-
-    Parameters
-    ----------
-    kinds
-        Layouts, one of each kind.
-    columns
-        The differences.
     """
 
     def __init__(self, kinds: Sequence[DatasetLayout], columns: Columns) -> None:
@@ -269,6 +242,29 @@ def kinds_of(layout: DatasetLayout) -> list[tuple[DatasetLayout, int]]:
     if layout.segments is None:
         return [(layout, 1)]
     return table_of(layout)[1].largest
+
+
+def pieces_read(layout: DatasetLayout) -> list[tuple[DatasetLayout, int]]:
+    """Return a dataset of each kind, and the number of pieces that are read of each of its rows."""
+    if layout.segments is None:
+        return [(layout, layout.num_pieces)]
+    segments, datasets = table_of(layout)
+    kinds, count = datasets.kinds, [0] * len(datasets.kinds)
+    of_kind = datasets.columns.kind[segments.dataset].astype(np.int64)
+    for number in np.unique(of_kind * len(segments.pieces) + segments.piece).tolist():
+        kind, piece = divmod(number, len(segments.pieces))
+        count[kind] += _pieces_within(kinds[kind], segments.pieces[piece])
+    return [(one, min(one.num_pieces, n)) for one, n in zip(kinds, count, strict=True)]
+
+
+def _pieces_within(layout: DatasetLayout, piece: Piece) -> int:
+    if piece.source_region is None:
+        return layout.num_pieces
+    rest, found = [a for a in range(len(layout.shape)) if a != layout.sample_axis], 1
+    for a, part in zip(rest, piece.source_region, strict=False):  # behind them, those of a member
+        wanted, size = range(layout.shape[a])[part], layout.piece_shape[a]
+        found *= min(len(wanted), wanted[-1] // size - wanted[0] // size + 1) if wanted else 0
+    return found
 
 
 def shared(layout: DatasetLayout) -> DatasetLayout:

@@ -36,17 +36,10 @@ SEGMENT_NBYTES, EXTENT_NBYTES = 53, 28  # of a row in the tables
 
 
 class SourceFile(NamedTuple):
-    """A file that holds rows, or memory with a compact dataset's values.
+    """A file that holds rows, as it was indexed, or memory with a compact dataset's values.
 
-    Attributes
-    ----------
-    path, stamp
-        The file, as it was indexed.
-    values
-        (rows, *row), C-contiguous; None for a file.
-    is_heap
-        Whether variable-length elements are read from it: their positions are not read again after
-        a change.
+    `values` are (rows, *row), C-contiguous; None for a file. If it `is_heap`, variable-length
+    elements are read from it, whose positions are not read again after a change.
     """
 
     path: str
@@ -67,12 +60,7 @@ def table_nbytes(layout: DatasetLayout) -> int:
 class TableBuilder:
     """Builds the tables of fields, which share their sources.
 
-    Parameters
-    ----------
-    can_decode
-        Whether the core can decode a pipeline.
-    max_rank
-        The maximum number of dimensions that it supports.
+    `can_decode` says whether the core can decode a pipeline; it supports `max_rank` dimensions.
     """
 
     def __init__(self, can_decode: Any, max_rank: int) -> None:
@@ -184,7 +172,7 @@ class _FieldBuilder:
         kind, rows = columns.kind[segments.dataset], columns.rows[segments.dataset]
         is_small = self._is_small
         last = segments.row + (segments.length - 1) * segments.step
-        is_inside = (segments.row >= 0) & (last < rows) & (segments.step >= 1)
+        is_inside = (segments.row >= 0) & (last < rows) & (segments.step >= 0)
         # Shapes depend on the number of rows where these are not the first dimension, and where the
         # dataset is its own chunk; a small one has one of a few shapes.
         datasets, is_whole = self._datasets, np.array([p.is_whole for p in segments.pieces])
@@ -262,18 +250,9 @@ class _FieldBuilder:
                 how = (1 << (layout.num_samples - 1).bit_length(),)
             elif layout.sample_axis or (kind == Kind.CHUNKS and not layout.chunk_shape):
                 own = layout.shape
-            key = (
-                kind,
-                own,
-                layout.sample_axis,
-                is_small,
-                how,
-                layout.dtype,  # a compound's members, too, may lie elsewhere
-                layout.filters,
-                piece.key,
-                layout.values is not None,
-                layout.fill.tobytes(),
-            )
+            # (Members of compounds of other dtypes may lie elsewhere.)
+            stored = layout.dtype, layout.filters, layout.values is not None, layout.fill.tobytes()
+            key = kind, own, layout.sample_axis, is_small, how, piece.key, stored
         found = self._shape_numbers.setdefault(key, len(self._shapes))
         if found == len(self._shapes):
             if kind == Kind.LEFT:

@@ -22,27 +22,18 @@ Int64s = NDArray[np.int64]
 
 
 def fingerprint(layouts: Iterable[DatasetLayout], *also: Int64s, has_places: bool = False) -> str:
-    """Hash layouts to 32 hexadecimal digits.
+    """Hash layouts of all fields, and other arrays that the order depends on, to 32 hex digits.
 
     File names are left out, so that files may be moved. Sizes are those at the time of indexing.
-
-    Parameters
-    ----------
-    layouts
-        Of all fields.
-    also
-        Other arrays that the order of samples depends on.
-    has_places
-        Whether to include addresses and filters. These depend on how a dataset is read: they are
-        unknown for h5py.
+    If it `has_places`, addresses and filters count, too, which are unknown for what h5py reads.
     """
     digest = hashlib.blake2b(digest_size=16)
-    seen: dict[int, int] = {}
+    seen: set[int] = set()
     for layout in layouts:
         _add_dataset(digest, layout, has_places)
         for array in (layout.spans, layout.lengths):
             if array is not None and id(array) not in seen:
-                seen[id(array)] = len(seen)
+                seen.add(id(array))
                 _add_array(digest, array)
     for array in also:
         _add_array(digest, array)
@@ -58,8 +49,7 @@ def _add_dataset(digest: Any, layout: DatasetLayout, has_places: bool) -> None:
     # (Others have segments only if they are read directly.)
     if layout.segments is not None and (has_places or layout.storage in ("virtual", "files")):
         segments, datasets = table_of(layout)
-        arrays = segments.first, segments.length, segments.row, segments.step
-        for array in (*arrays, segments.dataset, segments.piece):
+        for array in segments.columns:
             _add_array(digest, array)
         _add(digest, segments.pieces)
         _add_datasets(digest, datasets, has_places)

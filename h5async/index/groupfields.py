@@ -33,21 +33,12 @@ _NULLABLE = ("nullable-integer", "nullable-boolean")
 
 
 class SparseGroup(NamedTuple):
-    """A sparse matrix in a file, each row of which is a sample.
+    """A sparse matrix in a file: flat datasets, whose content is not checked: see `row_offsets`."""
 
-    Attributes
-    ----------
-    shape
-        Samples, and columns.
-    data, indices, indptr
-        Flat datasets: the values of all samples, their columns, and the (samples + 1,) bounds of
-        samples. Their content is not checked yet: see `row_offsets`.
-    """
-
-    shape: tuple[int, int]
-    data: DatasetLayout
-    indices: DatasetLayout
-    indptr: DatasetLayout
+    shape: tuple[int, int]  # samples, and columns
+    data: DatasetLayout  # the values of all samples,
+    indices: DatasetLayout  # their columns,
+    indptr: DatasetLayout  # and the (samples + 1,) bounds of samples
 
 
 def sparse_group(file: HDF5File, path: str, reach: Reach = BESIDE) -> SparseGroup | None:
@@ -220,25 +211,15 @@ def _conversion(located: Located) -> str:
 
 
 class Column(NamedTuple):
-    """A column of a table.
+    """A column of a table: flat datasets, or variable-length strings as (n,) bytes objects.
 
-    Attributes
-    ----------
-    where
-        Its name in messages: ``'a.h5ad: column "obs/cell_type"'``.
-    values
-        A flat dataset: for a categorical its codes, with -1 for no value; otherwise the values.
-    categories
-        For a categorical: their dataset; variable-length strings as (n,) bytes objects. See
-        `category_names`.
-    mask
-        For a nullable column: a flat dataset, True if there is no value.
+    `where` is its name in messages: ``'a.h5ad: column "obs/cell_type"'``.
     """
 
     where: str
-    values: DatasetLayout
-    categories: DatasetLayout | NDArray[Any] | None = None
-    mask: DatasetLayout | None = None
+    values: DatasetLayout  # for a categorical its codes, with -1 for no value
+    categories: DatasetLayout | NDArray[Any] | None = None  # see `category_names`
+    mask: DatasetLayout | None = None  # of a nullable column: True if there is no value
 
 
 def column(file: HDF5File, path: str, reach: Reach = BESIDE) -> Column | None:

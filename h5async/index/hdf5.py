@@ -140,14 +140,8 @@ def _ask_hdf5(
 class Opened:
     """An open dataset of the file `source`. Each question reaches HDF5 once, if at all.
 
-    Attributes
-    ----------
-    plist, layout_class
-        Its creation properties, and HDF5's layout class.
-    type, encoded_type
-        Its type as stored, and as encoded by HDF5.
-    chunks
-        Dimensions of a chunk; empty if it has none.
+    `plist` are its creation properties; `type` and `encoded_type` are its type as stored, and as
+    encoded by HDF5; `chunks` are the dimensions of a chunk, empty if it has none.
     """
 
     def __init__(self, identifier: h5py.h5d.DatasetID, source: Source) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from types import MappingProxyType
 
 import h5py
 
@@ -43,19 +42,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def open_cache(
     place: bool | Path, paths: Sequence[FileName], wanted: Sequence[Wanted], reach: Reach
 ) -> IndexCache | None:
-    """Return the cache for a reader, or None.
+    """Return the cache for what a reader reads, or None.
 
-    Parameters
-    ----------
-    place
-        True: the user's cache folder. False: none. A path: a folder, or the file itself.
-    paths, wanted, reach
-        What the reader reads.
-
-    Raises
-    ------
-    ReadError
-        If a given file is not a saved index of this user, or is damaged.
+    `place` is True for the user's cache folder, False for none, or a folder, or the file itself.
+    ReadError if a given file is not a saved index of this user, or is damaged.
     """
     folder = cache_folder() if place is True else place
     key = ""
@@ -100,19 +90,9 @@ def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
 class IndexCache:
     """The layouts of the files of one reader, and where they are stored. Used by one thread.
 
-    Parameters
-    ----------
-    path
-        The stored file.
-    key
-        Identifies the content.
-    files
-        Absolute paths of the files.
-    reach
-        With which they are indexed.
-    is_entry
-        Whether it is an entry of a folder, whose defects are not reported. Those of a file that the
-        user has named are errors.
+    `path` is that of the stored file, whose content `key` identifies; those of `files`, which are
+    indexed with `reach`, are absolute. The defects of an entry of a folder are not reported; those
+    of a file that the user has named are errors.
     """
 
     def __init__(
@@ -198,8 +178,7 @@ class IndexCache:
             if not _is_ours(self._path.parent):
                 return None
             # (Files are replaced there, and never written to: so they can be mapped.)
-            may_map = self._reach.io != "pread"
-            index = SavedIndex(self._path, owners=(os.geteuid(),), may_map=may_map)
+            index = SavedIndex(self._path, self._reach, (os.geteuid(),))
             if index.key != self._key or index.paths != self._files:
                 return None
             if time.time() - os.stat(self._path).st_mtime > _TOUCHED_SECONDS:
@@ -211,8 +190,7 @@ class IndexCache:
         if not os.path.lexists(self._path):
             return None
         try:
-            may_map = self._reach.io != "pread"
-            index = SavedIndex(self._path, owners=(os.geteuid(), 0), may_map=may_map)
+            index = SavedIndex(self._path, self._reach, (os.geteuid(), 0))
         except SavedIndexError as error:
             raise self._not_usable(error) from error
         except OSError as error:
@@ -274,37 +252,22 @@ def known_of_files(
     read: _Read,
     reach: Reach,
     cache: bool | Path,
-    indices: Mapping[FileName, NamedIndex] = MappingProxyType({}),
+    indices: Mapping[FileName, NamedIndex],
 ) -> Iterator[dict[str, DatasetLayout]]:
-    """Yield the facts wanted of each file, in the order of the files.
+    """Yield the facts wanted of each file, by name, in the order of the files.
 
-    Parameters
-    ----------
-    paths
-        HDF5 files, and saved indices (``.h5idx``), each of which represents its files.
-    wanted
-        By name.
-    read
-        Reads facts that no index has: some names, of one file; none if it is left out.
-    reach
-        Which other files may be read, and how.
-    cache
-        Where to store layouts; see `open_cache`.
-    indices
-        Saved indices that are already open.
+    `paths` are HDF5 files, and saved indices (``.h5idx``), open as `indices`, each of which
+    represents its files. `read` reads facts that no index has: some names, of one file; none if it
+    is left out. `cache` is where to store layouts; see `open_cache`.
 
-    Raises
-    ------
-    H5AsyncError
-        As `read`; `ReadError` if a saved index cannot be used.
+    H5AsyncError as `read`; `ReadError` if a saved index cannot be used.
     """
     plain = [path for path in paths if not is_index(path)]
     kept = open_cache(cache, plain, list(wanted.values()), reach) if plain else None
     number = 0
     for path in paths:
         if is_index(path):
-            index = indices.get(path) or NamedIndex(path, reach)
-            yield from _known_of_index(index, wanted, read, reach)
+            yield from _known_of_index(indices[path], wanted, read, reach)
             continue
         known = {} if kept is None else kept.find(number)
         if known:

@@ -8,7 +8,6 @@ file: then it is cheaper to keep these small datasets whole, like decoded chunks
 from __future__ import annotations
 
 import itertools
-import math
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.structures import KEPT_OVERHEAD_NBYTES
-from h5async.index.datasettable import Datasets, table_of
+from h5async.index.datasettable import Datasets, pieces_read, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import FieldTable, Shape
 
@@ -25,18 +24,10 @@ MANY = 16  # datasets
 
 
 class KeptNbytes(NamedTuple):
-    """The memory to keep everything of a field that can be kept.
+    """The memory to keep everything of a field that can be kept."""
 
-    Attributes
-    ----------
-    encoded
-        Its chunks that must be decoded.
-    small
-        Its small datasets without filters; 0 if they are few, and not kept.
-    """
-
-    encoded: int
-    small: int
+    encoded: int  # its chunks that must be decoded
+    small: int  # its small datasets without filters; 0 if they are few, and not kept
 
 
 def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
@@ -48,11 +39,9 @@ def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
     )
     along = -(-rows // rows_of_chunk)
     chunks = np.bincount(datasets.columns.kind, along, len(kinds))
-    for kind, count in zip(kinds, chunks.tolist(), strict=True):
+    for (kind, pieces), count in zip(pieces_read(layout), chunks.tolist(), strict=True):
         if kind.filters and kind.chunk_shape:
-            axis = kind.sample_axis
-            others = math.prod(n for at, n in enumerate(kind.grid) if at != axis)
-            encoded += int(count) * others * (kind.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
+            encoded += int(count) * pieces * (kind.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
     is_small = addresses_of_small(datasets) >= 0
     number = int(np.count_nonzero(is_small))
     if number < MANY:
@@ -103,30 +92,24 @@ class Keeps(IntEnum):
 def what_to_keep(
     table: FieldTable, layout: DatasetLayout, kept_nbytes: int, uses: float
 ) -> list[Keeps]:
-    """Return what is kept of chunks, by shape.
+    """Return what is kept of a field's chunks in memory of `kept_nbytes`, by shape.
 
     Assembling all rows of some chunks pays if an epoch uses most of them, and they stay until
     needed: in a window, or if everything can be kept. Otherwise, or if a chunk has pieces of rows
-    that are assembled differently, a batch takes its pieces out of chunks.
-
-    Parameters
-    ----------
-    table, layout
-        Of the field.
-    kept_nbytes
-        Memory for everything kept of it.
-    uses
-        The number of rows that an epoch delivers, with repetitions.
+    that are assembled differently, a batch takes its pieces out of chunks. `uses` is the number of
+    rows that an epoch delivers, with repetitions.
     """
     keeps = [Keeps.CHUNKS if shape.keeps else Keeps.NONE for shape in table.shapes]
     groups = [group_nbytes(shape, layout.row_nbytes) for shape in table.shapes]
     if not any(groups) or _share_chunks(table):
         return keeps
     whole_nbytes = kept_whole_nbytes(layout).encoded
+    read = max(pieces / max(1, kind.num_pieces) for kind, pieces in pieces_read(layout))
+    chunks = table.chunks.offset.size * read
     for number, (shape, nbytes) in enumerate(zip(table.shapes, groups, strict=True)):
         if not nbytes or kept_nbytes < min(_LEAST_GROUPS * nbytes, whole_nbytes):
             continue
-        rows = table.chunks.offset.size / len(shape.extents) * shape.chunk_samples
+        rows = chunks / len(shape.extents) * shape.chunk_samples
         if uses >= _LEAST_USES * rows:
             keeps[number] = Keeps.ROWS
     return keeps

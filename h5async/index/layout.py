@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.errors import ConfigError
 from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
-from h5async.index.segments import Segments
+from h5async.index.segments import Segments, extents_of
 from h5async.io.stamps import FileStamp
 from h5async.spelling import printable
 
@@ -42,35 +42,19 @@ class Indexed(NamedTuple):
 
 
 class SequenceLengths(NamedTuple):
-    """The lengths of the sequences of a dataset.
+    """The lengths of the sequences of a dataset: int64 (n,)."""
 
-    Attributes
-    ----------
-    room, held
-        int64 (n,): the samples reserved per sequence for all fields, and those of this field.
-    """
-
-    room: NDArray[np.int64]
-    held: NDArray[np.int64]
+    room: NDArray[np.int64]  # the samples reserved per sequence for all fields,
+    held: NDArray[np.int64]  # and those of this field
 
 
 class HeapFile(NamedTuple):
-    """Variable-length elements of one file.
-
-    Attributes
-    ----------
-    file, stamp
-        The file, as it was indexed.
-    first_sample
-        The sample number of its first element.
-    elements
-        Where their values lie: `variablelength.Sequences`.
-    """
+    """Variable-length elements of one file, as it was indexed."""
 
     file: str
     stamp: FileStamp
-    first_sample: int
-    elements: Any
+    first_sample: int  # the sample number of its first element
+    elements: Any  # where their values lie: `variablelength.Sequences`
 
     @property
     def path(self) -> str:
@@ -82,13 +66,8 @@ class HeapFile(NamedTuple):
 class Text(NamedTuple):
     """Bytes of an element that are a string that HDF5 converts while reading.
 
-    Attributes
-    ----------
-    offset, nbytes
-        Where they lie in the element.
-    is_padded
-        True if spaces pad it, which HDF5 replaces by NULs. Otherwise a NUL ends it, and HDF5
-        replaces everything after that by NULs.
+    If it `is_padded` by spaces, HDF5 replaces these by NULs. Otherwise a NUL ends it, and HDF5
+    replaces everything after that by NULs.
     """
 
     offset: int
@@ -305,17 +284,23 @@ class DatasetLayout:
     def piece_shape(self) -> tuple[int, ...]:
         """Dimensions of a unit of reading: a chunk.
 
-        For a contiguous dataset: all samples, and a slice of the rows' longest dimension. The bytes
-        of one sample are spread over that whole slice, so it is best read once for all.
+        For a contiguous dataset: all samples, and a slice of the rows' longest dimension, or of
+        their first one if the bytes of a row lie together. Else the bytes of one sample are spread
+        over that whole slice, so it is best read once for all.
         """
         if self.chunk_shape:
             return self.chunk_shape
-        rest = [a for a in range(len(self.shape)) if a != self.sample_axis]
-        longest = max(rest, key=lambda a: self.shape[a], default=None)
         pieces = [max(1, n) for n in self.shape]
-        if longest is not None:
-            pieces[longest] = max(1, -(-self.shape[longest] // _SLICES))
+        rest = [a for a, size in enumerate(self.shape) if a != self.sample_axis and size > 1]
+        if rest:
+            cut = max(rest, key=lambda a: self.shape[a]) if self.sample_axis else rest[0]
+            pieces[cut] = max(1, -(-self.shape[cut] // _SLICES))
         return tuple(pieces)
+
+    @cached_property
+    def is_repeated(self) -> bool:
+        """Whether neighbouring samples have the same row; see `index/repeating.py`."""
+        return self.segments is not None and not self.segments.step.all()
 
     @property
     def is_columns(self) -> bool:
@@ -335,15 +320,7 @@ class DatasetLayout:
         """Whether some samples, or pieces of them, lie in no dataset: those have the fill value."""
         if self.segments is None:
             return False
-        sizes = [
-            math.prod(
-                len(range(*piece.indices(extent)))
-                for piece, extent in zip(region or (), self.row_shape, strict=region is not None)
-            )
-            if region is not None
-            else math.prod(self.row_shape)
-            for region, *_ in self.segments.pieces
-        ]
+        sizes = [math.prod(extents_of(one.region, self.row_shape)) for one in self.segments.pieces]
         held = np.bincount(self.segments.piece, self.segments.length, len(sizes))
         elements = sum(int(n) * size for n, size in zip(held, sizes, strict=True))
         return elements < math.prod(self.shape)

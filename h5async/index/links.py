@@ -39,24 +39,15 @@ _METADATA_NBYTES = 256 * 1024  # cached by HDF5 while a file is indexed
 class Consulted:
     """The dependencies of layouts. Used by one thread.
 
-    Attributes
-    ----------
-    files, absent
-        Paths as used, with the stamps of the files there; paths at which nothing was found.
-    variables
-        Environment variables that were read, with their values.
-    folder
-        The current directory, if a name was relative to it; else None.
-    is_stable
-        Whether later changes can be detected: facts from HDF5 about a file that this process has
-        open for writing may not be in the file yet.
+    If it `is_stable`, later changes can be detected: facts from HDF5 about a file that this process
+    has open for writing may not be in the file yet.
     """
 
     def __init__(self) -> None:
-        self.files: dict[str, FileStamp] = {}
-        self.absent: set[str] = set()
-        self.variables: dict[str, str] = {}
-        self.folder: str | None = None
+        self.files: dict[str, FileStamp] = {}  # at paths as used
+        self.absent: set[str] = set()  # paths at which nothing was found
+        self.variables: dict[str, str] = {}  # of the environment that were read
+        self.folder: str | None = None  # the current directory, if a name was relative to it
         self.is_stable = True
 
     def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
@@ -94,18 +85,9 @@ class _NotRecorded(Consulted):
 class Reach:
     """Which other files a file may refer to, and how files are read.
 
-    Attributes
-    ----------
-    roots
-        Directories (or files) that may be read, wherever the file lies.
-    missing_is_fill
-        Whether missing sources of a virtual dataset are read as its fill value, or an error.
-    io
-        Whether files may be mapped into memory.
-    room
-        Limits the memory for declared sizes.
-    consulted
-        Records which files were used.
+    `roots` are directories (or files) that may be read, wherever the file lies. Missing sources of
+    a virtual dataset are an error, unless `missing_is_fill`. `room` limits the memory for declared
+    sizes; `consulted` records which files were used.
     """
 
     roots: tuple[Path, ...] = ()
@@ -212,12 +194,17 @@ def locate(
     """Follow a path through groups and links, from an open file.
 
     `reach` says which files external links may lead to. `files` closes the files opened on the way
-    later. `last` keeps the group for the next path of the same file.
+    later. `last` keeps the group for the next path of the same file. A path ``other.h5::path``
+    leads to another file, unless there is an object of that name.
 
     KeyError if there is nothing of that name; UnsafeFileError if an external link leads to a file
     that is not permitted; MissingError if it does not exist; DatasetError for too many links;
     ReadError if a linked file cannot be opened.
     """
+    other, mark, rest = path.rpartition("::")
+    if mark and not file.id.links.exists(name_bytes(components(path)[0])):
+        file, path = _other_file(file, path, other, reach, files), rest
+        last = None
     todo, done = components(path), list[str]()
     group: h5py.h5g.GroupID = file.id
     if last and tuple(todo[:-1]) in last:
@@ -261,6 +248,23 @@ def locate(
         last.clear()
         last[tuple(done[:-1])] = group
     return Located(file, "/".join(done) or "/", (), group, at)
+
+
+def _other_file(
+    file: HDF5File, path: str, name: str, reach: Reach, files: contextlib.ExitStack
+) -> HDF5File:
+    """Open the file at the beginning of a path, as HDF5 would for an external link."""
+    where = f'{file.filename}: path "{path}"'
+    target = reach.find(name, file.filename, "HDF5_EXT_PREFIX", where)
+    if target is None:
+        raise MissingError(f"{where} leads to {name}, which does not exist")
+    return files.enter_context(open_permitted(target, where))
+
+
+def below(parent: str, path: str) -> str:
+    """Return the path of what lies at `path` below a group, maybe in another file."""
+    file, mark, rest = path.rpartition("::")
+    return f"{file}{mark}{parent}/{rest}" if parent else path
 
 
 def _link_type(group: h5py.h5g.GroupID, name: bytes) -> int | None:

@@ -44,6 +44,7 @@ from h5async.index.links import (
     LastGroup,
     Located,
     Reach,
+    below,
     locate,
     metadata_cache,
     open_index,
@@ -93,7 +94,7 @@ def read_layouts(
         found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
         for group in grouping.find(path, file, reach):
             for name, field in fields.items():
-                at = f"{group}/{field.path}"
+                at = below(group, field.path)
                 found[name].append(layout_at(indexer, at, field.num_dim, wanted[name]))
         return {name: join_groups(several) for name, several in found.items()}
 

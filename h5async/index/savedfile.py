@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.index.savedkinds import SavedIndexError, to_json
-from h5async.io.localfiles import open_regular
+from h5async.io.localfiles import open_regular, owned
 from h5async.io.shared import forget_pages, map_file
 from h5async.system.interruptions import suppressing
 
@@ -40,16 +40,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class SavedFile(NamedTuple):
-    """The content of a saved index.
+    """The content of a saved index: its JSON header, and read-only arrays, mapped if permitted.
 
-    Attributes
-    ----------
-    header
-        The value of the JSON header.
-    arrays
-        By name; read-only, and mapped if permitted.
-    forget
-        Called with an array, or a part of one, that will hardly be used again.
+    `forget` is called with an array, or a part of one, that will hardly be used again.
     """
 
     header: dict[str, Any]
@@ -67,25 +60,12 @@ def write_saved(
 ) -> None:
     """Write a saved index atomically: a file at the path is replaced at once, or stays.
 
-    Parameters
-    ----------
-    path
-        The destination.
-    header
-        A JSON value, or what `to_json` makes one of.
-    arrays
-        By name: arrays of one dtype, which are concatenated.
-    mode
-        Permissions of the file, before the umask of the process.
-    is_lasting
-        Whether to wait until the disk has it; otherwise a power failure may damage it.
+    Arrays of one name have one dtype, and are concatenated. `mode` are the permissions of the file,
+    before the umask of the process. If it `is_lasting`, this waits until the disk has it; otherwise
+    a power failure may damage it.
 
-    Raises
-    ------
-    OSError
-        If it cannot be written; no partial file remains.
-    NotPortableError
-        If there is no JSON value for something.
+    OSError if it cannot be written: no partial file remains. NotPortableError if `to_json` makes no
+    JSON value of something.
     """
     blocks, places, begin = [], {}, 0
     for name, several in arrays.items():
@@ -121,7 +101,8 @@ def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> 
     remove_unfinished(path.parent, re.escape(path.name))
     beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
-        with open(beside, "xb", 0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with owned(os.open, str(beside), flags, mode) as file:
             for block in blocks:
                 data = memoryview(block).cast("B")
                 while len(data):
@@ -156,29 +137,17 @@ def is_saved_index(path: Path) -> bool:
     return False
 
 
-def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile:
+def read_saved(path: Path, *, owners: Sequence[int], may_map: bool) -> SavedFile:
     """Read a saved index, and check that it is unchanged since it was written.
 
-    Parameters
-    ----------
-    path
-        The file.
-    owners
-        Users whose files are trusted.
-    may_map
-        Whether arrays may be mapped; otherwise they are read into memory.
+    Files of `owners` are trusted. Arrays are read into memory, unless they may be mapped.
 
-    Raises
-    ------
-    SavedIndexError
-        If it is damaged, of another format, or may have been written by others.
-    OSError
-        If it cannot be opened or read.
+    SavedIndexError if it is damaged, of another format, or may have been written by others; OSError
+    if it cannot be opened or read.
     """
-    believed = frozenset(owners)
     with open_regular(path) as file:
         status = os.fstat(file.fileno())
-        _require_ours(status, believed)
+        _require_ours(status, owners)
         if status.st_size < _HEAD.size:
             raise SavedIndexError(f"it has {status.st_size} bytes, which is no saved index")
         if not may_map:
@@ -192,7 +161,7 @@ def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile
     return SavedFile(*content, forget_pages)
 
 
-def _require_ours(status: os.stat_result, owners: frozenset[int]) -> None:
+def _require_ours(status: os.stat_result, owners: Sequence[int]) -> None:
     if status.st_uid not in owners:
         raise SavedIndexError(
             f"it belongs to another user ({status.st_uid}), who could let it name any file; make"

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from h5async.config import Field
 from h5async.errors import ConfigError, ReadError
-from h5async.index.contents import Grouping
 from h5async.index.datasettable import Datasets, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach, require_local
@@ -41,61 +40,37 @@ _MALFORMED = (
 
 
 class Wanted(NamedTuple):
-    """A dataset of a file, or a member, and which facts of it are needed.
+    """A dataset of a file, or a member, and which facts of it are needed."""
 
-    Attributes
-    ----------
-    path
-        Where it lies, in the file or in each group.
-    num_dim
-        The dimension that counts its samples, by its number or its name, or the two that do.
-    has_names, has_cf
-        Whether its layout has the names of dimensions, and how values are packed.
-    groups
-        The groups whose datasets are joined, as text; empty for none.
-    kind
-        The kind of fact, if it is not the layout of a dataset alone; see `opening/filefacts.py`.
-    """
-
-    path: str
-    num_dim: int | str | tuple[int | str, ...]
-    has_names: bool = False
-    has_cf: bool = False
-    groups: str = ""
-    kind: str = ""
+    path: str  # where it lies, in the file or in each group
+    num_dim: int | str | tuple[int | str, ...]  # the dimensions that count its samples
+    has_names: bool = False  # whether its layout has the names of dimensions,
+    has_cf: bool = False  # and how values are packed
+    groups: str = ""  # whose datasets are joined
+    kind: str = ""  # if it is not the layout of a dataset alone; see `opening/filefacts.py`
 
     @classmethod
-    def of(cls, field: Field, grouping: Grouping | None = None) -> Wanted:
+    def of(cls, field: Field) -> Wanted:
         """Return the dataset of a field; a path may be written in several ways."""
-        groups = "" if grouping is None else str(grouping)
         found = cls.at(field.path, field.num_dim)
-        return found._replace(has_names=field.names_axes, has_cf=field.decode_cf, groups=groups)
+        return found._replace(has_names=field.names_axes, has_cf=field.decode_cf)
 
     @classmethod
     def at(
         cls, path: str, num_dim: int | str | tuple[int | str, ...] = 0, *, kind: str = ""
     ) -> Wanted:
         """Return the dataset at a path, or a fact of it."""
-        names = (name for name in path.split("/") if name not in ("", "."))
-        return cls("/".join(names), num_dim, kind=kind)
+        file, mark, rest = path.rpartition("::")
+        names = (name for name in rest.split("/") if name not in ("", "."))
+        return cls(f"{file}{mark}{'/'.join(names)}", num_dim, kind=kind)
 
 
 class IndexedFile(NamedTuple):
-    """The layouts of one file, and all files that were consulted.
+    """The layouts of one file, and all files that were consulted."""
 
-    Attributes
-    ----------
-    path
-        Absolute path of the file.
-    layouts
-        By dataset.
-    consulted
-        The dependencies, including the file itself.
-    """
-
-    path: str
+    path: str  # absolute
     layouts: Mapping[Wanted, DatasetLayout]
-    consulted: Consulted
+    consulted: Consulted  # the dependencies, including the file itself
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -104,27 +79,13 @@ class IndexedFile(NamedTuple):
 def write_index(
     path: Path, files: Sequence[IndexedFile], reach: Reach, *, key: str = "", is_entry: bool = False
 ) -> None:
-    """Save the layouts of some files.
+    """Save the layouts of some files, in order, which were indexed with `reach`.
 
-    Parameters
-    ----------
-    path
-        The destination. Names of files below its folder are relative to it.
-    files
-        In order.
-    reach
-        With which they were indexed.
-    key
-        Identifies the content, for a cache.
-    is_entry
-        Whether it is an entry of a cache: unreadable for others, and may get lost.
+    Names of files below the folder of `path` are relative to it. `key` identifies the content, for
+    a cache; `is_entry` of a cache means that it is unreadable for others, and may get lost.
 
-    Raises
-    ------
-    OSError
-        If it cannot be written.
-    NotPortableError
-        If a layout has no form in which it can be saved.
+    OSError if it cannot be written; NotPortableError if a layout has no form in which it can be
+    saved.
     """
     writer, entries, numbers = LayoutWriter(), [], []
     wanted: dict[Wanted, int] = {}
@@ -204,32 +165,15 @@ def _are_read(datasets: Datasets) -> NDArray[np.bool_]:
 class SavedIndex:
     """The saved layouts of some files. Used by one thread.
 
-    Parameters
-    ----------
-    path
-        Of the saved index.
-    owners
-        Users whose files are trusted.
-    may_map
-        Whether it may be mapped into memory.
+    Files of `owners` are trusted. `key` identifies the content, for a cache; `paths` are those of
+    the files, absolute, in order.
 
-    Attributes
-    ----------
-    key
-        Identifies the content, for a cache.
-    paths
-        Of the files, absolute, in order.
-
-    Raises
-    ------
-    SavedIndexError
-        If it cannot be used; the message says why.
-    OSError
-        If it cannot be opened or read.
+    SavedIndexError if it cannot be used; the message says why. OSError if it cannot be opened or
+    read.
     """
 
-    def __init__(self, path: Path, *, owners: Sequence[int], may_map: bool) -> None:
-        header, arrays, forget = read_saved(path, owners=owners, may_map=may_map)
+    def __init__(self, path: Path, reach: Reach, owners: Sequence[int]) -> None:
+        header, arrays, forget = read_saved(path, owners=owners, may_map=reach.io != "pread")
         try:
             saved = self._saved = SavedHeader.model_validate(header)
             folder = os.path.dirname(os.path.realpath(path))
@@ -292,8 +236,7 @@ class SavedIndex:
     def consulted(self, number: int) -> Consulted:
         """Return the dependencies of a file's layouts."""
         saved, found = self._saved, Consulted()
-        numbers = saved.primary[number], *saved.needs.get(number, ())
-        found.files.update(self._files[at] for at in numbers)
+        found.files.update(self._files[at] for at in self._needed(number))
         found.absent = set(saved.absent.get(number, ()))
         found.variables = saved.variables
         found.folder = saved.folder
@@ -307,10 +250,13 @@ class SavedIndex:
             return [False] * len(self.paths)
         same = [is_at(*file) for file in self._files]
         return [
-            all(same[other] for other in (at, *saved.needs.get(number, ())))
+            all(same[at] for at in self._needed(number))
             and not any(map(os.path.lexists, saved.absent.get(number, ())))
-            for number, at in enumerate(saved.primary)
+            for number in range(len(self.paths))
         ]
+
+    def _needed(self, number: int) -> tuple[int, ...]:
+        return self._saved.primary[number], *self._saved.needs.get(number, ())
 
 
 class NamedIndex(SavedIndex):
@@ -319,28 +265,15 @@ class NamedIndex(SavedIndex):
     Only changes that nobody would notice later are looked for now: all other files are checked when
     they are opened.
 
-    Parameters
-    ----------
-    path
-        Of the saved index.
-    reach
-        Which other files may be read, and how.
-
-    Raises
-    ------
-    ReadError
-        If it cannot be used, or a file has changed.
-    UnsafeFileError
-        If its files refer to others that `reach` does not permit.
-    ConfigError
-        If it was made with other settings.
+    ReadError if it cannot be used, or a file has changed; UnsafeFileError if its files refer to
+    others that `reach` does not permit; ConfigError if it was made with other settings.
     """
 
     def __init__(self, path: Path, reach: Reach) -> None:
         self._path = path
         with passing():
             try:
-                super().__init__(path, owners=(os.geteuid(), 0), may_map=reach.io != "pread")
+                super().__init__(path, reach, (os.geteuid(), 0))
             except SavedIndexError as error:
                 raise self._refusal(error) from error
             except OSError as error:
@@ -399,7 +332,7 @@ class NamedIndex(SavedIndex):
         for name, stamp in map(self._files.__getitem__, self._saved.at_opening):
             if not is_at(name, stamp):
                 raise self.changed(name)
-        for name in (name for names in self._saved.absent.values() for name in names):
+        for name in itertools.chain(*self._saved.absent.values()):
             if os.path.lexists(name):
                 raise ReadError(
                     f"{name} is there, which was missing when {self._path} was made; {self._remedy}"

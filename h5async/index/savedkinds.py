@@ -9,7 +9,7 @@ those without filters have the length of a chunk. Segments must lie in their dat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -18,13 +18,12 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
-    GetCoreSchemaHandler,
+    GetPydanticSchema,
     PlainValidator,
     StrictBool,
     StrictInt,
 )
 from pydantic import Field as Bound
-from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from h5async.codec.filters import Filter
@@ -97,17 +96,13 @@ def _dtype(found: Any, *, depth: int = 0) -> np.dtype[Any]:
     return dtype
 
 
-class _Of:
-    """Says of what types the arguments of a class are, which are a list in JSON."""
-
-    def __init__(self, arguments: object) -> None:
-        self._arguments = arguments
-
-    def __get_pydantic_core_schema__(
-        self, source: Callable[..., object], handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        arguments = handler.generate_schema(self._arguments)
-        return no_info_after_validator_function(lambda found: source(*found), arguments)
+def _of(arguments: object) -> GetPydanticSchema:
+    """Say of what types the arguments of a class are, which are a list in JSON."""
+    return GetPydanticSchema(
+        lambda source, handler: no_info_after_validator_function(
+            lambda found: source(*found), handler.generate_schema(arguments)
+        )
+    )
 
 
 def _require_whole(found: CfAttribute) -> CfAttribute:
@@ -124,11 +119,11 @@ Place = tuple[Natural, Natural]  # among the arrays of its name: where it begins
 DType = Annotated[np.dtype[Any], PlainValidator(_dtype)]
 Bytes = Annotated[bytes, PlainValidator(bytes.fromhex)]
 # (-1 is `corefilters.CONVERSION`.)
-SavedFilter = Annotated[Filter, _Of(tuple[Literal[-1] | Natural, Naturals, str])]
-SavedText = Annotated[Text, _Of(tuple[Natural, Natural, StrictBool])]
-SavedAttribute = Annotated[CfAttribute, _Of(tuple[str, str, Bytes]), AfterValidator(_require_whole)]
-SavedRegion = tuple[Annotated[slice, _Of(tuple[Natural, Natural, Positive | None])], ...] | None
-SavedPiece = Annotated[Piece, _Of(tuple[SavedRegion, SavedRegion, str | None])]
+SavedFilter = Annotated[Filter, _of(tuple[Literal[-1] | Natural, Naturals, str])]
+SavedText = Annotated[Text, _of(tuple[Natural, Natural, StrictBool])]
+SavedAttribute = Annotated[CfAttribute, _of(tuple[str, str, Bytes]), AfterValidator(_require_whole)]
+SavedRegion = tuple[Annotated[slice, _of(tuple[Natural, Natural, Positive | None])], ...] | None
+SavedPiece = Annotated[Piece, _of(tuple[SavedRegion, SavedRegion, str | None])]
 
 
 class _Saved(BaseModel):
@@ -208,8 +203,6 @@ class SavedKind(_Saved):
             raise ValueError("chunks have another rank than their dataset")
         if self.has_chunks and not self.chunk_shape:
             raise ValueError("chunks have no shape")
-        if self.chunk_shape and not self.has_chunks and self.fallback_reason is None:
-            raise ValueError("chunks have no table")
         if len(self.fill) != dtype.itemsize:
             raise ValueError("a fill value has another size than its dtype")
         if any(one.offset + one.nbytes > dtype.itemsize for one in self.text):
@@ -280,12 +273,7 @@ class SavedHeader(_Saved):
 def require_sound(columns: Columns, kinds: Sequence[DatasetLayout]) -> None:
     """Check a table of datasets of some kinds.
 
-    Raises
-    ------
-    ValueError
-        If it makes no sense.
-    SavedIndexError
-        If chunks cannot lie at their positions.
+    ValueError if it makes no sense; SavedIndexError if chunks cannot lie at their positions.
     """
     _require_below(columns.kind, len(kinds), "kind")
     _require_below(columns.file, len(columns.files), "file")

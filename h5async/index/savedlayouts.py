@@ -35,7 +35,7 @@ from h5async.index.savedkinds import (
     require_sound_segments,
     to_json,
 )
-from h5async.index.segments import Piece, Segments
+from h5async.index.segments import Piece, Segments, extents_of
 from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.localfiles import IoMode, may_map
 from h5async.io.stamps import FileStamp
@@ -76,8 +76,8 @@ class LayoutWriter:
         self._number_of: dict[int, int] = {}
         self._own: dict[int, dict[str, Any]] = {}  # facts, by the number of the layout
         self._arrays = {name: [np.zeros(0, dtype)] for name, dtype in _FACTS.items()}
-        self._sizes = dict.fromkeys(_FACTS, 0)
         self._places: dict[int, list[int]] = {}  # by the array's id
+        self._sizes = dict.fromkeys(_FACTS, 0)
         self._held: list[Any] = []
 
     def file(self, path: str, stamp: FileStamp) -> int:
@@ -115,15 +115,11 @@ class LayoutWriter:
         kinds = dict[str, int]()
         texts = (json.dumps(_shared_facts(kind), default=to_json) for kind in table.kinds)
         of_kinds = np.array([kinds.setdefault(text, len(kinds)) for text in texts], np.int32)
-        found: dict[str, Any] = {
+        found = columns._asdict() | {
             "kind": of_kinds[columns.kind],
             "file": files[columns.file],
             "path": [paths.setdefault(path, len(paths)) for path in columns.paths],
-            "rows": columns.rows,
             "address": columns.offset,
-            "stored_nbytes": columns.stored_nbytes,
-            "begin": columns.begin,
-            "is_sparse": columns.is_sparse,
             "number": () if columns.chunks.index is None else columns.chunks.index,
             "offset": columns.chunks.offset,
             "nbytes": _one_if_equal(columns.chunks.nbytes),
@@ -150,7 +146,8 @@ class LayoutWriter:
         if layout.indexed is not None and has_own_extent(layout):
             facts["indexed_shape"] = layout.indexed.shape
         if layout.values is not None:
-            facts["values"] = self._add("values", layout.values.reshape(-1).view(np.uint8))
+            values = np.ascontiguousarray(layout.values).reshape(-1).view(np.uint8)
+            facts["values"] = self._add("values", values)
         if layout.attached:
             facts["attached"] = [self.file(path, stamp) for path, stamp in layout.attached]
         if layout.sequences is not None:
@@ -237,19 +234,8 @@ def _shared_facts(layout: DatasetLayout) -> dict[str, Any]:
 class LayoutReader:
     """Makes the layouts of a saved index, each on its first request. Used by one thread.
 
-    Parameters
-    ----------
-    header, arrays, forget
-        Of the saved index.
-    files
-        Its files, with the paths to open.
-
-    Raises
-    ------
-    SavedIndexError
-        If chunks cannot lie at their positions.
-    ValueError
-        If it makes no sense.
+    `files` are those of the index, with the paths to open. SavedIndexError if chunks cannot lie at
+    their positions; ValueError if it makes no sense.
     """
 
     def __init__(
@@ -276,21 +262,17 @@ class LayoutReader:
         if is_sparse.any() and arrays["number"].size != count:
             raise ValueError("chunks have no numbers")
         self._columns = Columns(
-            arrays["kind"],
-            arrays["file"],
-            [header.paths[at] for at in path.tolist()],
-            arrays["rows"],
-            arrays["address"],
-            arrays["stored_nbytes"],
-            arrays["begin"],
-            is_sparse,
-            ChunkTable(
+            **{name: arrays[name] for name in ("kind", "file", "rows", "stored_nbytes", "begin")},
+            paths=[header.paths[at] for at in path.tolist()],
+            offset=arrays["address"],
+            is_sparse=is_sparse,
+            chunks=ChunkTable(
                 arrays["number"] if is_sparse.any() else None,
                 arrays["offset"],
                 _repeated(arrays["nbytes"], count),
                 _repeated(arrays["mask"], count),
             ),
-            tuple(files),
+            files=tuple(files),
         )
         require_sound(self._columns, self._kinds)
         self._own, self._is_own = header.own, np.zeros(path.size, np.bool_)
@@ -313,6 +295,9 @@ class LayoutReader:
             found = self._columns.layout(number, self._kinds[kind])
             if number in self._own:
                 self._add_own_facts(found, OwnFacts.model_validate(self._own[number]), number, io)
+            has_own_chunks = found.chunk_shape and found.segments is None
+            if has_own_chunks and found.chunks is None and found.fallback_reason is None:
+                raise ValueError("chunks have no table")
             self._made[number] = found
         return found
 
@@ -461,12 +446,10 @@ def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) 
 
 def _extents(region: tuple[slice, ...] | None, shape: tuple[int, ...]) -> list[int]:
     """Return the extents of a region; ValueError unless it lies in a row."""
-    if region is None:
-        return list(shape)
-    for piece, extent in zip(region, shape, strict=True):
+    for piece, extent in zip(region or (), shape, strict=region is not None):
         if not piece.start < piece.stop <= extent:
             raise ValueError("a region lies outside its rows")
-    return [len(range(*piece.indices(piece.stop))) for piece in region]
+    return extents_of(region, shape)
 
 
 def _is_usable(kind: DatasetLayout) -> bool:

@@ -139,35 +139,17 @@ Selection = Slab | Blocks
 
 
 class PairedRuns(NamedTuple):
-    """Runs of indices, each paired with indices of another selection.
+    """Runs of indices, each paired with indices of another selection: int64 (n,)."""
 
-    Attributes
-    ----------
-    first, length
-        int64 (n,): of each run.
-    row, step
-        int64 (n,): the partner of the first index, and the distance between partners.
-    """
-
-    first: Int64s
+    first: Int64s  # index of each run
     length: Int64s
-    row: Int64s
-    step: Int64s
+    row: Int64s  # the partner of the first index,
+    step: Int64s  # and the distance between partners
 
     @property
     def size(self) -> int:
         """The number of runs."""
         return self.first.size
-
-    @classmethod
-    def one(cls, first: int, length: int, row: int, step: int = 1) -> PairedRuns:
-        """Return one run."""
-        return cls(*np.array([[first], [length], [row], [step]], np.int64))
-
-    @classmethod
-    def none(cls) -> PairedRuns:
-        """Return no runs."""
-        return cls(*(np.zeros(0, np.int64) for _ in range(4)))
 
     def single_steps(self) -> PairedRuns:
         """Return the same pairs; runs whose rows are not adjacent become runs of one index.
@@ -179,14 +161,19 @@ class PairedRuns(NamedTuple):
         times = np.where(self.step == 1, 1, self.length)
         if (times > MOST_RUNS).any() or times.sum() > MOST_RUNS:
             raise TooManyRunsError
-        which = np.repeat(np.arange(times.size), times)
-        inside = np.arange(which.size) - np.repeat(np.cumsum(times) - times, times)
+        which, inside = repetitions(times)
         return PairedRuns(
             self.first[which] + inside,
             np.where(self.step[which] == 1, self.length[which], 1),
             self.row[which] + inside * self.step[which],
             np.ones(which.size, np.int64),
         )
+
+
+def repetitions(count: Int64s) -> tuple[Int64s, Int64s]:
+    """Repeat item i `count[i]` times; return the item of each repetition, and its ordinal in it."""
+    which = np.repeat(np.arange(count.size), count)
+    return which, np.arange(which.size) - (np.cumsum(count) - count)[which]
 
 
 def most_runs(ours: Selection, theirs: Selection) -> int:
@@ -205,11 +192,10 @@ def runs_between(ours: Selection, theirs: Selection) -> PairedRuns:
         raise TooManyRunsError
     size = min(ours.size, theirs.size)
     if not size:
-        return PairedRuns.none()
-    if ours.is_run and theirs.is_run:
-        return PairedRuns.one(ours.start, size, theirs.start)
-    if ours.is_run and isinstance(theirs, Slab) and theirs.block == 1:
-        return PairedRuns.one(ours.start, size, theirs.start, theirs.stride)
+        return PairedRuns(*np.zeros((4, 0), np.int64))
+    if most_runs(ours, theirs) == 1 or (ours.is_run and theirs.is_run):
+        step = theirs.stride if isinstance(theirs, Slab) and not theirs.is_run else 1
+        return PairedRuns(*np.array([[ours.start], [size], [theirs.start], [step]], np.int64))
     begins = (np.cumsum(length) - length for _, length in (ours.blocks(), theirs.blocks()))
     edges = np.unique(np.concatenate([*begins, [size]]))
     edges = edges[edges <= size]
@@ -224,21 +210,22 @@ def region_key(region: Region) -> Any:
     return None if region is None else tuple((s.start, s.stop, s.step) for s in region)
 
 
+def extents_of(region: Region, shape: tuple[int, ...]) -> list[int]:
+    """Return the extents of a region of rows of a shape."""
+    pieces = region or (slice(None),) * len(shape)
+    return [len(range(n)[one]) for n, one in zip(shape, pieces, strict=True)]
+
+
 class Piece(NamedTuple):
     """A piece of a row of the whole dataset, and of a row of the dataset that holds it.
 
-    Attributes
-    ----------
-    region, source_region
-        A slice per dimension except that of the samples. The extents of both are equal, except
-        for those of 1. None means the whole row.
-    member
-        The delivered member of the source's compound type.
+    Both regions are a slice per dimension except that of the samples; None means the whole row. The
+    extents of both are equal, except for those of 1.
     """
 
     region: Region = None
     source_region: Region = None
-    member: str | None = None
+    member: str | None = None  # the delivered member of the source's compound type
 
     @property
     def is_whole(self) -> bool:
@@ -263,7 +250,8 @@ class Segments:
     first, length
         int64 (n,): the first sample of each segment, and the number of samples, above 0.
     row, step
-        int64 (n,): the row of the first sample in its dataset, and the distance to the next row.
+        int64 (n,): the row of the first sample in its dataset, and the distance to the next row: 0
+        if all samples of the segment have the same row.
     dataset
         int32 (n,): the number of the dataset.
     piece
@@ -334,8 +322,7 @@ class Segments:
         count = np.searchsorted(at, self.end, side="left") - low
         if not count.any():
             return self
-        which = np.repeat(np.arange(self.size), count + 1)
-        inside = np.arange(which.size) - np.repeat(np.cumsum(count + 1) - count - 1, count + 1)
+        which, inside = repetitions(count + 1)
         edges = np.append(at, 0)  # the last one is not used
         begin = np.where(inside == 0, self.first[which], edges[low[which] + inside - 1])
         next_edge = edges[np.minimum(low[which] + inside, at.size)]
@@ -392,8 +379,8 @@ class Segments:
             count = np.maximum(high - low, 0)
             if count.sum() > MOST_RUNS:
                 raise TooManyRunsError
-            which = np.repeat(np.arange(outer.size), count)
-            inside = np.arange(which.size) - np.repeat(np.cumsum(count) - count, count) + low[which]
+            which, inside = repetitions(count)
+            inside += low[which]
             begin = np.maximum(outer.row[which], layer.first[inside])
             end = np.minimum(outer.row[which] + outer.length[which], layer.end[inside])
             row = layer.row[inside] + (begin - layer.first[inside]) * layer.step[inside]

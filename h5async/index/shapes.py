@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout
+from h5async.index.regions import part_shape
 from h5async.index.segments import WHOLE, Piece, Region
 
 Int64s = NDArray[np.int64]
@@ -95,47 +96,28 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layer:
-    """Segments of samples: parallel arrays, sorted by `first`, that cover all samples.
+    """Segments of samples: parallel arrays (n,), sorted by `first`, that cover all samples.
 
-    Attributes
-    ----------
-    first
-        int64 (n + 1,): first sample of each, followed by the number of samples.
-    row, step
-        int64 (n,): row of the first sample in the source, and the distance to the next.
-    shape
-        int32 (n,): index of the `Shape`; -1 if nothing holds these samples.
-    source
-        int32 (n,): index of the source.
-    begin, count
-        int64 (n,): the first extent of the dataset, and the number of extents; without chunks, the
-        address of row 0 (-1: never allocated). For variable length: index of the layout's heap.
-    is_sparse
-        bool (n,): extents are looked up by chunk number, because not all are allocated.
+    Without chunks, `begin` is the address of row 0 (-1: never allocated); for variable length, the
+    index of the layout's heap.
     """
 
-    first: Int64s
-    row: Int64s
-    step: Int64s
-    shape: NDArray[np.int32]
-    source: NDArray[np.int32]
-    begin: Int64s
-    count: Int64s
-    is_sparse: NDArray[np.bool_]
+    first: Int64s  # (n + 1,): first sample of each, followed by the number of samples
+    row: Int64s  # of the first sample in the source,
+    step: Int64s  # and the distance to the next
+    shape: NDArray[np.int32]  # index of the `Shape`; -1 if nothing holds these samples
+    source: NDArray[np.int32]  # index of the source
+    begin: Int64s  # the first extent of the dataset,
+    count: Int64s  # and the number of extents
+    is_sparse: NDArray[np.bool_]  # they are looked up by chunk number: not all are allocated
 
 
 @dataclass(frozen=True)
 class FieldTable:
-    """Where the rows of a field lie.
+    """Where the rows of a field lie; `chunks` are the extents.
 
-    Attributes
-    ----------
-    layers, shapes
-        See `Layer` and `Shape`.
-    chunks
-        The extents.
-    is_filled_first
-        Whether a sample, or a piece of one, may have no source: rows get the fill value first.
+    If it `is_filled_first`, a sample, or a piece of one, may have no source: rows get the fill
+    value first.
     """
 
     layers: tuple[Layer, ...]
@@ -150,50 +132,35 @@ class FieldTable:
 
 
 class Cells(NamedTuple):
-    """The wanted elements of one dimension of a source's rows, cut at the borders of its cells.
+    """The wanted elements of one dimension of a source's rows, cut at the borders of its cells."""
 
-    Attributes
-    ----------
-    cell, begin, extent, done
-        (cells,): number of the grid cell; first wanted element, counted from the dataset's edge;
-        the number of elements; and the number of elements in earlier cells.
-    step
-        Between wanted elements.
-    total
-        The number of wanted elements of the whole dimension.
-    """
-
-    cell: Int64s
-    begin: Int64s
-    extent: Int64s
-    done: Int64s
-    step: int
-    total: int
+    cell: Int64s  # (cells,): number of the grid cell
+    begin: Int64s  # its first wanted element, counted from the dataset's edge,
+    extent: Int64s  # the number of elements,
+    done: Int64s  # and the number of elements in earlier cells
+    step: int  # between wanted elements
+    total: int  # wanted elements of the whole dimension
 
 
 def cells_of(size: int, cell_size: int, wanted: slice | None) -> Cells:
     """Cut the wanted elements of a dimension (None: all) at the borders of its cells."""
-    start, _, step = (wanted or slice(None)).indices(size)
+    elements = range(size)[wanted or slice(None)]
     cells = np.arange(-(-size // max(1, cell_size)), dtype=np.int64)
     low, extent = wanted_of_cells(cells, size, cell_size, wanted)
     keep = extent > 0
     cells, low, extent = cells[keep], low[keep], extent[keep]
-    return Cells(cells, start + low * step, extent, low, step, num_wanted(size, wanted))
-
-
-def num_wanted(size: int, wanted: slice | None) -> int:
-    """Return the number of wanted elements of a dimension."""
-    return len(range(*(wanted or slice(None)).indices(size)))
+    begin = elements.start + low * elements.step
+    return Cells(cells, begin, extent, low, elements.step, len(elements))
 
 
 def wanted_of_cells(
     cells: Int64s, size: int, cell_size: int, wanted: slice | None
 ) -> tuple[Int64s, Int64s]:
     """Return the number of wanted elements before each of some cells, and in it."""
-    start, _, step = (wanted or slice(None)).indices(size)
-    count = num_wanted(size, wanted)
-    low = np.clip(-(-(cells * cell_size - start) // step), 0, count)
-    return low, np.clip(-(-((cells + 1) * cell_size - start) // step), 0, count) - low
+    elements = range(size)[wanted or slice(None)]
+    first = np.stack((cells, cells + 1)) * cell_size  # of each cell, and of the next
+    low, high = np.clip(-(-(first - elements.start) // elements.step), 0, len(elements))
+    return low, high - low
 
 
 def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayout) -> Shape:
@@ -211,16 +178,20 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
         assert fields is not None
         member, offset = fields[piece.member][:2]
         itemsize, extra = member.base.itemsize, member.shape
+    # Dimensions of a row in its dataset, and then those of the member: sizes, cells, strides.
+    sizes = [*(shape[a] for a in rest), *extra]
+    cell_sizes = [*(cell_shape[a] for a in rest), *extra]
     strides = _strides(chunk_shape, source_itemsize)
-    wanted = piece.source_region or (None,) * len(rest)
-    axes = [cells_of(shape[a], cell_shape[a], part) for a, part in zip(rest, wanted, strict=True)]
-    row_strides, row_begin = _row_strides(whole, piece.region, [a.total for a in axes], extra)
-    inside, number_strides = [one.begin for one in axes], [0] * len(shape)
+    own_strides = [*(strides[a] for a in rest), *_strides(extra, itemsize)]
+    number_strides = _strides(layout.grid, 1) if layout.chunk_shape else [0] * len(shape)
+    wanted = piece.source_region or (None,) * len(sizes)
+    axes = list(map(cells_of, sizes, cell_sizes, wanted))
+    row_strides, row_begin = _row_strides(whole, piece.region, [a.total for a in axes])
+    inside = [one.begin for one in axes]
     if layout.chunk_shape:
-        inside = [one.begin - one.cell * cell_shape[a] for a, one in zip(rest, axes, strict=True)]
-        number_strides = _strides(layout.grid, 1)
-    extents = [*(one.extent for one in axes), *(np.array([count], np.int64) for count in extra)]
-    chunk_strides = [strides[a] * one.step for a, one in zip(rest, axes, strict=True)]
+        inside = [one.begin - one.cell * n for one, n in zip(axes, cell_sizes, strict=True)]
+    chunk_strides = [n * one.step for n, one in zip(own_strides, axes, strict=True)]
+    numbers = [*(number_strides[a] for a in rest), *(0 for _ in extra)]
     is_whole, samples = piece.is_whole, chunk_shape[axis]
     return Shape(
         kind=kind,
@@ -229,12 +200,12 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
         chunk_samples=samples,
         sample_stride=strides[axis],
         itemsize=itemsize,
-        chunk_strides=np.array([*chunk_strides, *_strides(extra, itemsize)], np.int64),
+        chunk_strides=np.array(chunk_strides, np.int64),
         row_strides=np.array(row_strides, np.int64),
-        extents=_combinations(extents),
+        extents=_combinations([one.extent for one in axes]),
         row_begin=row_begin + _sums([one.done for one in axes], row_strides),
-        piece_begin=offset + _sums(inside, [strides[a] for a in rest]),
-        cross_number=_sums([one.cell for one in axes], [number_strides[a] for a in rest]),
+        piece_begin=offset + _sums(inside, own_strides),
+        cross_number=_sums([one.cell for one in axes], numbers),
         number_stride=number_strides[axis] if layout.chunk_shape else 1,
         rows_are_whole=is_whole and bool(layout.chunk_shape) and layout.rows_are_whole,
         source_row_nbytes=source_itemsize * math.prod(shape[a] for a in rest),
@@ -268,24 +239,9 @@ def _sums(columns: Sequence[Int64s], factors: Sequence[int]) -> Int64s:
 
 def shape_of_small(layout: DatasetLayout, samples: int, whole: DatasetLayout) -> Shape:
     """Return how rows lie in a small dataset, taken as one chunk of at most `samples` rows."""
-    itemsize, row_nbytes = layout.dtype.itemsize, layout.row_nbytes
-    stride = np.array([itemsize], np.int64)
-    return Shape(
-        kind=Kind.CHUNKS,
-        chunk_nbytes=samples * row_nbytes,
-        chunk_samples=samples,
-        sample_stride=row_nbytes,
-        itemsize=itemsize,
-        chunk_strides=stride,
-        row_strides=stride,
-        extents=np.array([[row_nbytes // itemsize]], np.int64),
-        rows_are_whole=True,
-        source_row_nbytes=row_nbytes,
-        keeps=True,
-        has_chunks=True,
-        fill=_fill_of(layout, WHOLE),
-        swaps=swaps(layout, whole) or 0,
-    )
+    shape = (samples, *layout.row_shape)
+    chunk = layout.changed(shape=shape, chunk_shape=shape)
+    return replace(shape_of(chunk, WHOLE, Kind.CHUNKS, whole), keeps=True)
 
 
 def _fill_of(layout: DatasetLayout, piece: Piece) -> NDArray[np.uint8]:
@@ -313,7 +269,7 @@ def can_take_member(
 ) -> bool:
     """Return whether the core can take a member of a dataset's compound type."""
     fields = layout.dtype.fields
-    if piece.region is not None or piece.source_region is not None:
+    if piece.region is not None:
         return False
     if fields is None or piece.member is None or piece.member not in fields:
         return False
@@ -321,7 +277,7 @@ def can_take_member(
     return (
         len({element.tobytes() for element in _member_fill(layout, piece.member)}) == 1
         and member.base == whole.raw_dtype
-        and (*layout.row_shape, *member.shape) == whole.row_shape
+        and part_shape(layout, piece) == whole.row_shape
         and len(layout.shape) + len(member.shape) <= max_rank
     )
 
@@ -332,7 +288,7 @@ def _member_fill(layout: DatasetLayout, member: str) -> NDArray[Any]:
 
 
 def _row_strides(
-    whole: DatasetLayout, region: Region, counts: Sequence[int], extra: Sequence[int]
+    whole: DatasetLayout, region: Region, counts: Sequence[int]
 ) -> tuple[list[int], int]:
     """Return the strides in a row of the batch per dimension of the source's rows, and the offset.
 
@@ -344,6 +300,6 @@ def _row_strides(
     strides = _strides(whole.row_shape, whole.dtype.itemsize)
     begin = sum(piece.start * stride for piece, stride in zip(pieces, strides, strict=True))
     ours = [(len(p), n * p.step) for p, n in zip(pieces, strides, strict=True) if len(p) != 1]
-    assert [count for count, _ in ours] == [count for count in (*counts, *extra) if count != 1]
+    assert [count for count, _ in ours] == [count for count in counts if count != 1]
     own = iter(ours)
-    return [0 if count == 1 else next(own)[1] for count in (*counts, *extra)], begin
+    return [0 if count == 1 else next(own)[1] for count in counts], begin

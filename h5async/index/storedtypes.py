@@ -31,26 +31,15 @@ _MOST_TEXTS = 64  # strings in an element
 class StoredType(NamedTuple):
     """The NumPy equivalent of the type of a dataset's elements, or of a member of them.
 
-    Attributes
-    ----------
-    dtype
-        As in h5py.
-    is_numpys
-        Whether the stored bytes are NumPy's, once strings are converted.
-    text
-        The strings to convert in each element, or in each element of an array type.
-    conversion
-        Parameters of the filter that converts stored elements, including strings
-        (`codec/corefilters.py`); empty if there is none.
-    offset
-        Of a member: its first byte within an element.
+    `conversion` are the parameters of the filter that converts stored elements, including strings
+    (`codec/corefilters.py`); empty if there is none.
     """
 
-    dtype: np.dtype[Any]
-    is_numpys: bool
-    text: tuple[Text, ...]
+    dtype: np.dtype[Any]  # as in h5py
+    is_numpys: bool  # whether the stored bytes are NumPy's, once strings are converted
+    text: tuple[Text, ...]  # to convert in each element, or in each element of an array type
     conversion: tuple[int, ...]
-    offset: int = 0
+    offset: int = 0  # of a member: its first byte within an element
 
     @property
     def unpacked(self) -> tuple[np.dtype[Any], tuple[int, ...]]:

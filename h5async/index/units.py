@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.datasettable import kinds_of, table_of
+from h5async.index.datasettable import pieces_read, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import PairedRuns
+from h5async.index.segments import PairedRuns, repetitions
 
 Int64s = NDArray[np.int64]
 
@@ -20,7 +20,10 @@ _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of this size costs little more per by
 def unit_nbytes(layout: DatasetLayout) -> int:
     """Return the decoded bytes kept of a unit for several batches."""
     if layout.segments is not None:
-        several = (unit_nbytes(leaf) for leaf, _ in kinds_of(layout))
+        several = (
+            unit_nbytes(kind) // max(1, kind.num_pieces) * pieces
+            for kind, pieces in pieces_read(layout)
+        )
         return max(layout.segments.kept_nbytes, *several)
     if not layout.filters or layout.is_row_a_chunk:
         return 0
@@ -32,19 +35,9 @@ def unit_nbytes(layout: DatasetLayout) -> int:
 
 
 def unit_bounds(layout: DatasetLayout, row_nbytes: int = 0) -> Int64s:
-    """Return the bounds of units.
+    """Return the bounds of units: int64 (n + 1,), strictly ascending from 0 to `num_samples`.
 
-    Parameters
-    ----------
-    layout
-        Of the samples.
-    row_nbytes
-        Delivered bytes of a sample; 0 for those of a row here.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64 (n + 1,), strictly ascending from 0 to `num_samples`.
+    `row_nbytes` are the delivered bytes of a sample; 0 for those of a row here.
     """
     size, count = _unit_rows(layout, row_nbytes), layout.num_samples
     bounds = [np.array([0, count], np.int64)]
@@ -66,13 +59,13 @@ def sample_bounds(layout: DatasetLayout) -> Int64s:
     return np.unique(np.append(np.searchsorted(starts[:-1], bounds), [0, starts.size - 1]))
 
 
-def most_units(layout: DatasetLayout, row_nbytes: int = 0) -> int:
+def most_units(layout: DatasetLayout) -> int:
     """Return the maximum number of units that `unit_bounds` finds, without listing them."""
-    size, count = _unit_rows(layout, row_nbytes), layout.num_samples
+    size, count = _unit_rows(layout, 0), layout.num_samples
     if layout.segments is None or layout.chunk_shape:
         return 1 + count // size
     of_even = sum(1 + (end - begin) // (own or size) for begin, end, own in layout.segments.even)
-    return 1 + of_even + _cuts_of(layout, row_nbytes)[0].most
+    return 1 + of_even + _cuts_of(layout, 0)[0].most
 
 
 def even_bounds(even: Sequence[tuple[int, int, int]], size: int) -> Int64s:
@@ -146,9 +139,8 @@ class _Cuts:
         `edge` returns the first rows of units, from the numbers of their runs and their own.
         """
         first, length, row, step = self._runs
-        which = np.repeat(np.arange(first.size), self._count)
-        before = (np.cumsum(self._count) - self._count - self._unit - 1)[which]
-        begin = edge(which, np.arange(which.size) - before)
+        which, ordinal = repetitions(self._count)
+        begin = edge(which, self._unit[which] + 1 + ordinal)
         inside = first[which] - (row[which] - begin) // step[which]
         ends = (first + length)[self._is_new[1:]]
         return np.concatenate([first[self._is_new[:-1]], ends, inside]).astype(np.int64)

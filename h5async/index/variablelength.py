@@ -40,25 +40,16 @@ _UNKNOWN = "an object header of an unknown form"
 class VariableLength:
     """How the elements of a variable-length dataset are stored.
 
-    Attributes
-    ----------
-    dtype
-        Of one value of a sequence, in the byte order of the file (h5py gives the native one); uint8
-        for strings. It may have dimensions (`dtype.subdtype`).
-    is_text, is_ascii
-        Whether the elements are strings, and declared as ASCII, not UTF-8.
-    base
-        The origin of addresses in the file: the size of its userblock.
-    address_nbytes, size_nbytes
-        Bytes of an address and of a size in the file.
+    `dtype` is that of one value of a sequence, in the byte order of the file (h5py gives the native
+    one); uint8 for strings. It may have dimensions (`dtype.subdtype`).
     """
 
     dtype: np.dtype[Any]
-    is_text: bool
-    is_ascii: bool
-    base: int
-    address_nbytes: int
-    size_nbytes: int
+    is_text: bool  # whether the elements are strings,
+    is_ascii: bool  # and declared as ASCII, not UTF-8
+    base: int  # the origin of addresses in the file: the size of its userblock
+    address_nbytes: int  # of an address in the file
+    size_nbytes: int  # of a size
 
     @property
     def reference_nbytes(self) -> int:
@@ -119,28 +110,15 @@ class Sequences:
     """Elements of a dataset, or of a part of it: their lengths and positions.
 
     12 bytes each. Many threads may read them at once: positions are refined when they are found,
-    and all threads write the same number.
-
-    Attributes
-    ----------
-    form
-        How they are stored.
-    where
-        The name of the dataset in messages: ``'a.h5: dataset "tokens"'``.
-    length
-        uint32 (n,): the number of values of each; 0 if there is no address.
-    place
-        int64 (n,): the first byte of its values in the file; negative: ``-1 - (address << 16 |
-        index)``, if its collection was not walked yet.
-    total
-        The number of all values.
+    and all threads write the same number. `place` is int64 (n,): the first byte of its values in
+    the file; negative: ``-1 - (address << 16 | index)``, if its collection was not walked yet.
     """
 
-    form: VariableLength
-    where: str
-    length: NDArray[np.uint32]
+    form: VariableLength  # how they are stored
+    where: str  # the name of the dataset in messages: 'a.h5: dataset "tokens"'
+    length: NDArray[np.uint32]  # (n,): the number of values of each; 0 if there is no address
     place: NDArray[np.int64]
-    total: int
+    total: int  # of all values
 
     @classmethod
     def decoded(

@@ -38,7 +38,11 @@ from h5async.system.interruptions import suppressing
 
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
 _LEAST_VERSION = (1, 14)  # of HDF5, with a known way of calling a visitor
-_SIGNALS = "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals"
+_PYTHON_FUNCTIONS = {
+    "save_thread": "PyEval_SaveThread",
+    "restore_thread": "PyEval_RestoreThread",
+    "check_signals": "PyErr_CheckSignals",
+}
 MISREPORTED = "only dimension {} is unlimited: HDF5 misreports chunks"
 _MOST_POSITIONS = 1 << 40  # an array has at most 2 ** 32 (H5D_EARRAY_MAX_NELMTS_BITS)
 
@@ -46,35 +50,18 @@ Int64s = NDArray[np.int64]
 
 
 class Visited(NamedTuple):
-    """The chunks of a dataset, in the order in which HDF5 reports them.
+    """The chunks of a dataset, in the order in which HDF5 reports them."""
 
-    Attributes
-    ----------
-    number
-        int64: the chunk's number in the C-ordered grid; one near it if `is_outside`.
-    offset, nbytes, mask
-        int64: address in the file, and stored size; uint32: the filter mask.
-    is_outside
-        Whether a chunk does not lie in the grid.
-    is_ascending
-        Whether each number is higher than the previous one.
-    is_apart
-        Whether each chunk is known to begin at or after the end of the previous one.
-    end, least, most
-        One past the last byte of all chunks, and bytes of the smallest and the largest; the
-        defaults mean that they are not known.
-    """
-
-    number: Int64s
-    offset: Int64s
-    nbytes: Int64s
-    mask: NDArray[np.uint32]
-    is_outside: bool = False
-    is_ascending: bool = True
-    is_apart: bool = False
-    end: int = np.iinfo(np.int64).max
-    least: int = 0
-    most: int = -1
+    number: Int64s  # the chunk's number in the C-ordered grid; one near it if `is_outside`
+    offset: Int64s  # address in the file
+    nbytes: Int64s  # stored size
+    mask: NDArray[np.uint32]  # of filters
+    is_outside: bool = False  # a chunk does not lie in the grid
+    is_ascending: bool = True  # each number is higher than the previous one
+    is_apart: bool = False  # each chunk is known to begin at or after the end of the previous one
+    end: int = np.iinfo(np.int64).max  # one past the last byte of all chunks; by default unknown
+    least: int = 0  # bytes of the smallest,
+    most: int = -1  # and the largest; by default unknown
 
 
 def visit_chunks(
@@ -140,7 +127,9 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
         return None
     struct, _extents = _visit_struct(core, dataset, grid)
     struct.iterate = iterate
-    struct.save_thread, struct.restore_thread, struct.check_signals = _python_functions()
+    for member, name in _PYTHON_FUNCTIONS.items():
+        function = getattr(ctypes.pythonapi, name)
+        setattr(struct, member, ctypes.cast(function, ctypes.c_void_p).value)
     capacity = _FIRST_CAPACITY
     while True:
         # One more than the maximum, to detect more.
@@ -172,14 +161,6 @@ def _visit_struct(core: Core, dataset: Opened, grid: Sequence[int]) -> tuple[Any
         dataset=dataset.id.id, rank=len(grid), chunk=at, grid=at + extents.nbytes // 2
     )
     return struct, extents
-
-
-@functools.cache
-def _python_functions() -> tuple[int | None, int | None, int | None]:
-    save, restore, check = (
-        ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in _SIGNALS
-    )
-    return save, restore, check
 
 
 def _columns(count: int) -> tuple[Int64s, Int64s, Int64s, NDArray[np.uint32]]:

@@ -61,7 +61,7 @@ class KeptFiles(Generic[F]):
         """Note that a file that was taken is no longer used."""
         with self._lock:
             self._users[path] -= 1
-            unused = self._unused() if len(self._files) > self._kept else ()
+            unused = self._unused()
         for other in unused:
             other.close()
 
@@ -105,12 +105,9 @@ class KeptFiles(Generic[F]):
 
     def _unused(self) -> list[F]:
         """Remove and return the least recently used of the surplus files."""
-        surplus = len(self._files) - self._kept
-        if surplus <= 0:
-            return []
-        paths = list(
-            itertools.islice((path for path in self._files if not self._users[path]), surplus)
-        )
+        surplus = max(0, len(self._files) - self._kept)
+        unused = (path for path in self._files if not self._users[path])
+        paths = list(itertools.islice(unused, surplus))
         for path in paths:
             del self._users[path]
         return [self._files.pop(path) for path in paths]

@@ -15,6 +15,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -79,11 +80,8 @@ class Store(ABC):
 
     def stamp(self, name: str) -> FileStamp:
         """Return the state of a source; raises as `open`."""
-        source = self.open(name)
-        try:
+        with closing(self.open(name)) as source:
             return source.stamp()
-        finally:
-            source.close()
 
     def open_hdf5(
         self, name: str, metadata_nbytes: int | None = None, *, in_use: bool = False

@@ -35,6 +35,7 @@ from h5async.io.localfiles import read_ahead
 from h5async.opening.fieldkinds import unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
+from h5async.opening.oncefields import static_values, with_rows_of_samples
 from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.drawn import SamplerOrder
 from h5async.order.lengths import NO_LIMIT, Lengths, SamplingByLength
@@ -53,12 +54,14 @@ class OpenedDataset(NamedTuple):
     """An open dataset.
 
     `config` is the options with the kinds of all fields; `layouts` are by column name, in order;
-    `kinds` are by field name. The files `skipped` were left out.
+    `kinds` are by field name; so are the `static` values of the whole dataset. The files `skipped`
+    were left out.
     """
 
     config: ReaderConfig
     layouts: dict[str, DatasetLayout]
     kinds: dict[str, FieldKind]
+    static: dict[str, Any]
     skipped: tuple[Skipped, ...] = ()
 
 
@@ -67,6 +70,9 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
     Raises as in `AsyncReader`.
     """
+    fields = {name: field.normalized(name) for name, field in config.batch_fields.items()}
+    if any(one is not config.batch_fields[name] for name, one in fields.items()):
+        config = config.model_copy(update={"fields": fields})
     if config.on_error == "raise" or config.names_index:
         return _open(config, None)
     files, failed = config.files, dict[FileName, Exception]()
@@ -118,7 +124,7 @@ def _open_kinds(
 ) -> OpenedDataset:
     """Open a dataset whose fields are of these kinds; `OtherKindError` if one is not."""
     _check_ragged(config, kinds)
-    needs = needs_of(kinds, grouping)
+    needs = needs_of(kinds, grouping, config)
 
     def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
         try:
@@ -134,12 +140,13 @@ def _open_kinds(
     wanted = {name: need.wanted for name, need in needs.items()}
     several = known_of_files(config.files, wanted, read, reach, config.index_cache, indices)
     columns = columns_of(kinds)
+    once = {name: field for name, field in columns.items() if field.per is not None}
     facts: dict[str, list[DatasetLayout]] = {name: [] for name in needs}
     tell = on_indexed.get()
     for number, known in enumerate(several, 1):
         if not known:  # it was left out
             continue
-        layouts = aligned({name: known[name] for name in columns})
+        layouts = aligned({name: known[name] for name in columns if name not in once})
         try:
             _check_lengths(layouts)
         except DatasetError as error:
@@ -158,12 +165,14 @@ def _open_kinds(
     joined: dict[str, DatasetLayout] = {}
     for kind in kinds.values():
         joined |= kind.join(facts, config, reach)
-    if not failed:
-        return OpenedDataset(config, joined, kinds)
-    files = tuple(file for file in config.files if file not in failed)
-    skipped = (Skipped(str(file), None, None, str(error)) for file, error in failed.items())
-    config = config.model_copy(update={"hdf5_path": files})
-    return OpenedDataset(config, joined, kinds, tuple(skipped))
+    _check_lengths({name: joined[name] for name in columns if name not in once})
+    if failed:
+        files = tuple(file for file in config.files if file not in failed)
+        config = config.model_copy(update={"hdf5_path": files})
+    layouts = with_rows_of_samples(config, joined, once, facts)
+    static = static_values(config.static_fields, facts, reach)
+    skipped = (Skipped(str(file), None, None, str(one)) for file, one in (failed or {}).items())
+    return OpenedDataset(config, layouts, kinds, static, tuple(skipped))
 
 
 def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:
@@ -196,9 +205,10 @@ class Samplings:
 
     `chosen` are the samples of an epoch, if already known; `selection` and `sequences` are of it.
     `rows` says, per column, which rows each sample consists of; None means its own. An epoch's
-    order has `epoch_samples` positions: samples selected, or drawn. `draws` and `sampler` are the
-    orders of the options `weights` and `sampler`, if given; `lengths` are the numbers of values
-    that samples count, if batches depend on them.
+    order has `epoch_samples` positions: samples selected, or drawn; if these are more or fewer than
+    the selected samples, epochs continue in passes of all of these (`has_passes`). `draws` and
+    `sampler` are the orders of the options `weights` and `sampler`, if given; `lengths` are the
+    numbers of values that samples count, if batches depend on them.
 
     H5AsyncError if the datasets that select samples do not fit the dataset, or cannot be read.
     """
@@ -209,12 +219,12 @@ class Samplings:
         layouts: Mapping[str, DatasetLayout],
         chosen: Chosen | None = None,
     ) -> None:
-        self._config = config
-        self._layouts = list(layouts.values())
+        self.config, self.layouts = config, layouts
+        self._first = next(iter(layouts.values()))
         self._made: dict[OrderKey, Sampling] = {}
         found = choose(config, layouts) if chosen is None else chosen
-        self.selection, weights, self.sequences, self._possible = found
-        count = self._layouts[0].sample_count
+        self.selection, weights, self.sequences, self._possible, self.offsets = found
+        count = self._first.sample_count
         self._all_are_possible = self._possible.is_prefix and self._possible.size == count
         steps = step_rows(config.batch_fields, self.sequences)
         spans = spans_of(layouts, steps)
@@ -222,14 +232,13 @@ class Samplings:
         self.lengths = _lengths_of(config, layouts)
         self.draws = None if weights is None else WeightedOrder(weights, config.seed)
         self.sampler: SamplerOrder | None = None
-        self.epoch_samples = self.selection.size
-        if self.draws is not None:
-            self.epoch_samples = config.epoch_samples or self.selection.size
+        self.epoch_samples = self.selection.size and (config.epoch_samples or self.selection.size)
+        self.has_passes = self.epoch_samples != self.selection.size and self.draws is None
         if config.sampler is not None:
-            check = partial(self.check, where=f"{self._layouts[0].file}: sampler")
+            check = partial(self.check, where=f"{self._first.file}: sampler")
             sizes = count, config.batch_size, config.epoch_samples
             self.sampler = SamplerOrder(config.sampler, *sizes, check)
-            self.epoch_samples = self.sampler.size
+            self.epoch_samples, self.has_passes = self.sampler.size, False
 
     def weights_digest(self) -> str | None:
         """Return a short digest of all weights; None if there are none."""
@@ -266,7 +275,7 @@ class Samplings:
         """Return the order of samples, and its distribution over ranks and batches."""
         found = self._made.get(order)
         if found is None:
-            what = f"{self._layouts[0].file}: the order of samples"
+            what = f"{self._first.file}: the order of samples"
             with taking_memory(what, f"use {named('shuffle', 'full')}"):
                 found = self._new(*order)
             # The others nearly always belong to past epochs.
@@ -274,29 +283,32 @@ class Samplings:
         return found
 
     @property
-    def _may_repeat(self) -> bool:
-        """Whether a sample may occur several times in a batch."""
+    def _times(self) -> int:
+        """How often a sample may occur in a batch, at most."""
         is_drawn = self.draws is not None or self.sampler is not None
-        return is_drawn or self.selection.has_repeats
+        if is_drawn or self.selection.has_repeats:
+            return NO_LIMIT
+        # A batch may begin in one pass and end in another one.
+        return 2 + self.config.batch_size // self.selection.size if self.has_passes else 1
 
     def most_samples(self) -> int:
         """Return the maximum number of samples in a batch of an epoch."""
-        most = min(self._config.batch_size, max(1, self.epoch_samples))
+        most = min(self.config.batch_size, max(1, self.epoch_samples))
         if self.lengths is None:
             return most
-        return self.lengths.most_samples(self.selection, most, may_repeat=self._may_repeat)
+        return self.lengths.most_samples(self.selection, most, times=self._times)
 
     def most_rows(self, rows: SpanRows, samples: int) -> int:
         """Return the maximum number of rows of a column in a batch of `samples`."""
-        may_repeat = self._may_repeat
+        times = self._times
         if isinstance(rows, StepSpans):
-            return rows.most(samples, may_repeat=may_repeat)
+            return rows.most(samples)
         selected = self.selection
         if not selected.is_prefix or selected.size < rows.size:
             numbers = selected.samples(np.arange(selected.size, dtype=np.int64))
-            most = LengthRows(rows.lengths(numbers)).most(samples, may_repeat=may_repeat)
+            most = LengthRows(rows.lengths(numbers)).most(samples, times=times)
         else:
-            most = rows.most(samples, may_repeat=may_repeat)
+            most = rows.most(samples, times=times)
         if self.lengths is None or self.lengths.values is None or samples < 2:
             return most
         own = rows.all_lengths()
@@ -306,11 +318,11 @@ class Samplings:
         return min(most, max(self.lengths.values, int(own.max(initial=0))))
 
     def _new(self, rank: int, world_size: int, *resumed: int) -> Sampling:
-        size, lengths = self._config.batch_size, self.lengths
+        size, lengths = self.config.batch_size, self.lengths
         dealing = self._dealing(rank, world_size, size)
         if lengths is None:
             begun_by_window = None
-            if resumed and self._config.shuffle == "window":
+            if resumed and self.config.shuffle == "window":
                 begun_by_window = resumed[0], self._window(*resumed[1:3])
             return Sampling(**dealing, resumed=begun_by_window)
         begun = None
@@ -323,24 +335,26 @@ class Samplings:
         return SamplingByLength(**dealing, lengths=lengths, begun=begun)
 
     def _dealing(self, rank: int, world_size: int, batch_size: int) -> dict[str, Any]:
-        is_window = self._config.shuffle == "window"
+        is_window = self.config.shuffle == "window"
         return {
             "num_samples": self.epoch_samples,
             "batch_size": batch_size,
-            "shuffle": self._config.shuffle,
-            "seed": self._config.seed,
-            "drop_last": self._config.drop_last,
+            "shuffle": self.config.shuffle,
+            "seed": self.config.seed,
+            "drop_last": self.config.drop_last,
             "order": self._window(batch_size, world_size) if is_window else self.sampler,
             "draws": self.draws,
+            "offsets": self.offsets,
+            "pass_samples": self.selection.size if self.has_passes else None,
             "selection": None if self.sampler or self.selection.is_prefix else self.selection,
             "rank": rank,
             "world_size": world_size,
         }
 
     def _window(self, batch_size: int, world_size: int) -> Order:
-        config = self._config
+        config = self.config
         return window_order(
-            self._layouts,
+            list(self.layouts.values()),
             config.window_bytes,
             config.seed,
             batch_size,
@@ -348,6 +362,7 @@ class Samplings:
             self.selection,
             list(filter(None, map(steps_of, self.rows))),
             0 if self.lengths is None else self.lengths.moved_samples(batch_size),
+            self.epoch_samples,
         )
 
 

@@ -13,7 +13,7 @@ from h5async.config.files import FileName, is_index
 from h5async.errors import ConfigError, DatasetError, H5AsyncError
 from h5async.index.contents import Grouping
 from h5async.index.groupfields import column, sparse_group
-from h5async.index.links import Reach, open_index
+from h5async.index.links import Reach, below, open_index
 from h5async.index.metadata import may_be_variable_length
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.samples.assembly import FOUND_AS, field_kinds
@@ -54,7 +54,11 @@ def with_kinds(
     ConfigError if the name of a mask is taken, or a kind does not go together with other options;
     H5AsyncError if a field is of a kind that cannot be read.
     """
-    fields = {name: field for name, field in config.batch_fields.items() if type(field) is Field}
+    fields = {
+        name: field
+        for name, field in config.batch_fields.items()
+        if type(field) is Field and field.per is None and field.categories in (None, True)
+    }
     index = indices.get(config.files[0])
     paths = {name: field.path for name, field in fields.items()}
     known = {} if index is None else _in_index(index, paths, grouping)
@@ -67,6 +71,8 @@ def with_kinds(
     for name, field in fields.items():
         kind, values = known[name]
         options = {key: getattr(field, key) for key in field.model_fields_set}
+        if field.categories is not None and kind in (HEAP, NULLABLE):
+            continue
         if kind in FOUND_AS:
             found[name] = FOUND_AS[kind](**options)
         elif kind in (CATEGORIES, NULLABLE):
@@ -74,7 +80,8 @@ def with_kinds(
             if kind == CATEGORIES:
                 columns[name] = field.path
     if found:
-        config = config.model_copy(update={"fields": dict(config.batch_fields) | found})
+        fields = dict(config.batch_fields) | found | config.static_fields
+        config = config.model_copy(update={"fields": fields})
     kinds = field_kinds(config.batch_fields)
     codes = {name: CodesKind(name, kinds[name].field, path) for name, path in columns.items()}
     return config, kinds | codes
@@ -83,7 +90,8 @@ def with_kinds(
 def unlike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> DatasetError | None:
     """Return an error that says where paths lead to other kinds than in the first file, or None."""
     files = [path for path in config.files if not is_index(path)]
-    paths = {name: field.path for name, field in config.batch_fields.items()}
+    several = config.batch_fields.items()
+    paths = {name: field.path for name, field in several if field.per is None}
     with suppressing(H5AsyncError):  # of files that cannot be looked into
         first = _in_file(files[0], paths, reach, grouping) if len(files) > 1 else {}
         for path in files[1:]:
@@ -123,9 +131,10 @@ def _in_file(
     """Return the objects at paths of a file."""
     found = {}
     with open_index(path) as file:
-        prefix = "" if grouping is None else f"{grouping.find(path, file, reach)[0]}/"
+        group = "" if grouping is None else grouping.find(path, file, reach)[0]
+        prefix = f"{group}/" if group else ""
         for name, typed in paths.items():
-            at = prefix + typed
+            at = below(group, typed)
             found[name] = _Found("")
             if sparse_group(file, at, reach) is not None:
                 found[name] = _Found(SHAPE)

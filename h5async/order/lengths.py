@@ -10,7 +10,6 @@ Users rely on these batches to repeat a run: changing them is a breaking change.
 
 from __future__ import annotations
 
-import functools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from h5async.core.binding import address, load_core
 from h5async.order.permutation import keyed_hash, round_keys
 from h5async.order.rows import numbers_in, starts_of
-from h5async.order.sampling import Sampling, dealt, dealt_or_repeated
+from h5async.order.sampling import Run, Sampling, dealt, dealt_or_repeated
 from h5async.order.selection import Selection
 from h5async.order.window import DealtOrder
 
@@ -73,22 +72,26 @@ class Lengths:
             samples = min(samples, int(self.values / max(1.0, mean)))
         return 2 * self.bucket * samples
 
-    def most_samples(self, selection: Selection, most: int, *, may_repeat: bool) -> int:
-        """Return the maximum number of samples that fit in a batch, at most `most`."""
+    def most_samples(self, selection: Selection, most: int, *, times: int = 1) -> int:
+        """Return the maximum number of samples that fit in a batch, at most `most`.
+
+        Each may be in it so many times.
+        """
         if self.values is None or not selection.size:
             return most
         if selection.is_prefix:
             lengths = self.of_sample[: selection.size]
         else:
             lengths = self.of_sample[selection.samples(np.arange(selection.size, dtype=np.int64))]
-        if may_repeat:
+        if times >= most:
             shortest = int(lengths.min())
             return min(most, max(1, self.values // shortest)) if shortest else most
-        most = min(most, lengths.size)
-        if most < lengths.size:
-            lengths = np.partition(lengths, most)[:most]
-        total = np.cumsum(np.sort(lengths), dtype=np.int64)
-        return max(1, int(np.searchsorted(total, self.values, side="right")))
+        most = min(most, lengths.size * times)
+        distinct = -(-most // times)
+        if distinct < lengths.size:
+            lengths = np.partition(lengths, distinct)[:distinct]
+        total = np.cumsum(np.repeat(np.sort(lengths), times), dtype=np.int64)
+        return min(most, max(1, int(np.searchsorted(total, self.values, side="right"))))
 
 
 class _Epoch(NamedTuple):
@@ -170,10 +173,9 @@ class SamplingByLength(Sampling):
         a, b = dealt_or_repeated(end - begin, self.rank - of_batch, behind - of_batch)
         return begin + a, begin + b
 
-    @functools.cached_property
-    def is_computed(self) -> bool:
-        """Whether the core computes them."""
-        return self.lengths.bucket is None and super().is_computed
+    def run_at(self, epoch: int, start: int, stop: int) -> Run | None:
+        """Return some positions of an epoch as a run that the core maps; None if they are none."""
+        return super().run_at(epoch, start, stop) if self.lengths.bucket is None else None
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
@@ -212,7 +214,9 @@ class SamplingByLength(Sampling):
         lanes = self._lanes(epoch)
         bucket, order = self.lengths.bucket, None
         if len(lanes) > 1 or bucket is not None:
-            order = np.empty(self.num_samples, np.uint32 if self.num_samples >> 32 == 0 else "i8")
+            order = np.empty(
+                self.num_samples, np.int64 if self.lengths.of_sample.size >> 32 else np.uint32
+            )
         bounds, first = [], 0
         for positions, size in lanes:
             own = None if order is None else order[first : first + size]
@@ -234,12 +238,7 @@ class SamplingByLength(Sampling):
         """
         if not isinstance(self.order, DealtOrder):
             return [(partial(self._positions, epoch), self.num_samples)]
-        pieces = [self.order.piece(rank) for rank in range(self.world_size)]
-        shares = [dealt(self.num_samples, rank, len(pieces)) for rank in range(len(pieces))]
-        return [
-            (partial(piece.samples, epoch), end - begin)
-            for piece, (begin, end) in zip(pieces, shares, strict=True)
-        ]
+        return [self.order.lane(rank, epoch) for rank in range(self.world_size)]
 
     def _cut(
         self, positions: Callable[[int, int], Int64s], size: int, order: NDArray[Any] | None

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.order.permutation import round_keys
 from h5async.order.selection import Selection
 
 Int64s = NDArray[np.int64]
@@ -117,12 +118,14 @@ class SpanRows:
         found: NDArray[np.bool_] = np.arange(length) < self.lengths(samples)[:, np.newaxis]
         return found
 
-    def most(self, count: int, *, may_repeat: bool) -> int:
-        """Return the maximum number of rows of `count` samples."""
+    def most(self, count: int, *, times: int = 1) -> int:
+        """Return a maximum for the rows of `count` samples, each at most so many times."""
         if not self.size or not count:
             return 0
-        if may_repeat or count == 1:
+        if times >= count:
             return max(int(lengths.max()) for lengths in self._blocks()) * count
+        if times > 1:
+            return self.most(-(-count // times)) * times
         longest: NDArray[Any] = np.zeros(0, np.int64)
         for lengths in self._blocks():
             if longest.size == count:  # few are longer
@@ -224,9 +227,9 @@ class StepSpans(SpanRows):
         """Return the rows in a batch of samples."""
         return self.spans.rows(self.runs(samples))
 
-    def most(self, count: int, *, may_repeat: bool) -> int:
+    def most(self, count: int, *, times: int = 1) -> int:
         """Return the maximum number of rows in a batch of `count` samples; runs do not repeat."""
-        return self.spans.most(min(count * self.steps.size, self.size), may_repeat=False)
+        return self.spans.most(min(count * self.steps.size, self.size))
 
     def likely(self, count: int) -> int:
         """Return a likely upper bound of the rows in a batch of `count` samples."""
@@ -290,11 +293,11 @@ class SequenceTable:
                 found[name] = made.setdefault((*given, ends.tobytes()), rows)
         return found
 
-    def samples(self, rows: Sequence[StepRows], every: int = 1) -> Selection:
-        """Return the samples: rows that all fields have, and whose steps stay in the sequence.
+    def possible(self, rows: Sequence[StepRows]) -> tuple[int, Int64s]:
+        """Return the first row of a sequence that may be a sample, and one past the last, per one.
 
-        Of `rows`, only those with ``pad="drop"`` count. Takes every `every`-th row of a sequence,
-        from its first one on.
+        These are rows that all fields have, and whose steps stay in the sequence. Of `rows`, only
+        those with ``pad="drop"`` count.
         """
         first = 0
         behind = functools.reduce(np.minimum, [self.ends - self.starts, *self.lengths.values()])
@@ -302,7 +305,12 @@ class SequenceTable:
             if one.pad == "drop":
                 first = max(first, -min(one.offsets))
                 behind = np.minimum(behind, one.ends - self.starts - max(one.offsets))
-        first = -(-first // every) * every
+        return first, behind
+
+    def samples(self, rows: Sequence[StepRows], every: int = 1, offset: int = 0) -> Selection:
+        """Return the samples: every `every`-th possible row of a sequence, from `offset` on."""
+        first, behind = self.possible(rows)
+        first += (offset - first) % every
         count = np.maximum(0, -(-(behind - first) // every))
         begin = (self.starts + first)[count > 0]
         count = count[count > 0]
@@ -324,3 +332,27 @@ class SequenceTable:
             found.update(name.encode(errors="surrogateescape") + b"\0")
             found.update(lengths.astype("<i8").tobytes())
         return found.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnOffsets:
+    """Moves the samples of each epoch within their sequences, by fewer rows than `every`.
+
+    `starts` are those of the sequences, int64 (n,). In sequence i, ``counts[i]`` rows may be
+    samples, from ``starts[i] + first`` on.
+    """
+
+    starts: Int64s
+    first: int
+    counts: Int64s
+    every: int
+    seed: int
+
+    def moved(self, samples: Int64s, epoch: int) -> Int64s:
+        """Return what samples are in an epoch."""
+        number = np.searchsorted(self.starts, samples, side="right") - 1
+        begin, count = self.starts[number] + self.first, self.counts[number]
+        drawn = int(round_keys(self.seed, epoch, "offset")[0] >> np.uint64(1))
+        shift = drawn % np.minimum(count, self.every)
+        moved: Int64s = begin + (samples - begin + shift) % count
+        return moved

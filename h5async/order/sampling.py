@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.order.permutation import SORTED_UP_TO, parameters, permutation, permute
+from h5async.order.rows import DrawnOffsets
 from h5async.order.selection import Selection
 
 Shuffle = Literal[False, "full", "window"]
@@ -61,8 +63,18 @@ class FillRequest(NamedTuple):
         return f"batch {self.number} of epoch {self.epoch}"
 
 
+class Run(NamedTuple):
+    """Positions from `begin` on, which `mapping` maps to those of the selection, if given.
+
+    See `permutation` and `WeightedOrder.mapping`.
+    """
+
+    begin: int
+    mapping: NDArray[np.uint64] | None
+
+
 class Order(Protocol):
-    """An order of all samples."""
+    """An order of all samples, different in each epoch, or pass of the data."""
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
@@ -151,10 +163,12 @@ class Sampling:
     would get nothing repeats a sample. So all ranks have the same number of batches, and after each
     step, all ranks together have had the first samples of the order.
 
-    An epoch has `num_samples` positions, which `selection` maps to samples, unless None. Without
-    `shuffle`, they are those of the selection; ``"full"`` is a uniform permutation of it, keyed by
-    `seed` and epoch; otherwise `order` applies. `draws` draws positions with replacement instead.
-    `resumed` is an epoch that was begun with another `batch_size` or `world_size`, and its order.
+    An epoch has `num_samples` positions, which `selection` maps to samples, unless None. They
+    continue in a sequence of passes, each of which has all `pass_samples` positions once; None: an
+    epoch is one pass. Without `shuffle`, a pass is the selection; ``"full"`` is a uniform
+    permutation of it, keyed by `seed` and the pass; otherwise `order` applies. `draws` draws
+    positions with replacement instead. `resumed` is an epoch that was begun with another
+    `batch_size` or `world_size`, and its order. `offsets` move the samples of a pass, unless None.
     """
 
     num_samples: int
@@ -168,6 +182,8 @@ class Sampling:
     resumed: tuple[int, Order] | None = None
     selection: Selection | None = None
     draws: WeightedOrder | None = None
+    pass_samples: int | None = None
+    offsets: DrawnOffsets | None = None
 
     is_uniform: ClassVar[bool] = True  # whether all epochs have equally many batches
 
@@ -213,26 +229,37 @@ class Sampling:
         return start + begin, start + end
 
     @functools.cached_property
-    def is_computed(self) -> bool:
-        """Whether positions equal those of the selection, or `mapping_of` maps them."""
-        if self.draws is not None:
-            return True
-        if self.order is not None:
+    def _is_computed(self) -> bool:
+        if self.offsets is not None:
             return False
-        return not self.shuffle or self.num_samples > SORTED_UP_TO
+        if self.draws is not None or self.order is not None:
+            return self.draws is not None
+        return not self.shuffle or (self.pass_samples or self.num_samples) > SORTED_UP_TO
 
-    def mapping_of(self, epoch: int) -> NDArray[np.uint64] | None:
-        """Return the parameters that map an epoch's positions to those of the selection, if any.
-
-        Valid only if `is_computed`. See `permutation` and `WeightedOrder.mapping`.
-        """
+    def run_at(self, epoch: int, start: int, stop: int) -> Run | None:
+        """Return some positions of an epoch as a run that the core maps; None if they are none."""
+        if not self._is_computed:
+            return None
         if self.draws is not None:
-            return self.draws.mapping(epoch)
-        return permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
+            return Run(start, self.draws.mapping(epoch))
+        number, count = epoch, self.num_samples
+        if self.pass_samples is not None:
+            first, *others = self._in_passes(epoch, start, stop)
+            if others:
+                return None
+            (number, start, _), count = first, self.pass_samples
+        return Run(start, permutation(count, self.seed, number) if self.shuffle else None)
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
-        return self._selected(self._positions(epoch, start, stop))
+        found = self._selected(self._positions(epoch, start, stop))
+        if self.offsets is not None:
+            at = 0
+            for number, begin, end in self._in_passes(epoch, start, stop):
+                behind = at + end - begin
+                found[at:behind] = self.offsets.moved(found[at:behind], number)
+                at = behind
+        return found
 
     def _selected(self, positions: Int64s) -> Int64s:
         return positions if self.selection is None else self.selection.samples(positions)
@@ -240,13 +267,31 @@ class Sampling:
     def _positions(self, epoch: int, start: int, stop: int) -> Int64s:
         if self.draws is not None:
             return self.draws.samples(epoch, start, stop)
-        if self.order is not None:
-            if self.resumed is not None and self.resumed[0] == epoch:
-                return self.resumed[1].samples(epoch, start, stop)
-            return self.order.samples(epoch, start, stop)
+        order = self.order
+        if self.resumed is not None and self.resumed[0] == epoch:
+            order = self.resumed[1]
+        if self.pass_samples is None:
+            return self._of_pass(order, epoch, start, stop)
+        found = [self._of_pass(order, *run) for run in self._in_passes(epoch, start, stop)]
+        return np.concatenate((NO_SAMPLES, *found))
+
+    def _in_passes(self, epoch: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the passes that some positions of an epoch lie in, and where in these."""
+        size = self.pass_samples or self.num_samples
+        at, end = (epoch * self.num_samples + position for position in (start, stop))
+        while at < end:
+            number, begin = divmod(at, size)
+            count = min(end - at, size - begin)
+            yield number, begin, begin + count
+            at += count
+
+    def _of_pass(self, order: Order | None, number: int, start: int, stop: int) -> Int64s:
+        if order is not None:
+            return order.samples(number, start, stop)
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        return permute(np.arange(start, stop), self.num_samples, self.seed, epoch)
+        size = self.pass_samples or self.num_samples
+        return permute(np.arange(start, stop), size, self.seed, number)
 
 
 def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:

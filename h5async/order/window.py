@@ -44,6 +44,7 @@ _TIMES_REACH = 16  # length of a merged unit by the reach of steps: few samples 
 _LEAST_UNITS = 8  # minimum number of merged units in a window
 # Chunks of ragged rows in a unit: its last row reaches into another one, which is decoded, too.
 _RAGGED_CHUNKS = 8
+_REPEATED_SHARE = 4  # of the memory for the window, beside it, for rows that samples share
 _IN_FLIGHT_SHARE = 1 / 4  # of the memory, for batches in preparation
 
 
@@ -66,18 +67,18 @@ class WindowOrder:
     """The order of ``shuffle="window"``, in which `window` units are mixed. Thread-safe.
 
     Unit i is samples ``bounds[i]`` to ``bounds[i + 1]``: int64 (n + 1,), ascending from 0. The
-    units, in the order in which they start, are cut into `pieces` with equal numbers of samples;
-    this is the order of one. Only a unit at a cut belongs to two pieces.
+    units, in the order in which they start, may be cut into pieces; this is the order of one:
+    of samples ``piece[0]`` to ``piece[1]``. Only a unit at a cut belongs to two pieces.
     """
 
     def __init__(
-        self, bounds: Int64s, window: int, seed: int, piece: int = 0, pieces: int = 1
+        self, bounds: Int64s, window: int, seed: int, piece: tuple[int, int] | None = None
     ) -> None:
         self._bounds = np.ascontiguousarray(bounds, np.int64)
         self._size = size = int(np.diff(bounds).max(initial=1))
         self.window = window
         self._seed = seed
-        self._piece, self._pieces = piece, pieces
+        self._piece = piece
         self._delay = np.arange(size) * window // size
         self._group_rounds = max(1, min(_GROUP_SAMPLES // size, window // 4))
         groups = -(-_BLOCK_SAMPLES // (size * self._group_rounds))
@@ -86,9 +87,9 @@ class WindowOrder:
         self._table = functools.lru_cache(maxsize=2)(functools.partial(WindowOrder._new_table, own))
         self._block = functools.lru_cache(maxsize=4)(functools.partial(WindowOrder._new_block, own))
 
-    def piece(self, piece: int, pieces: int) -> WindowOrder:
+    def piece(self, begin: int, end: int) -> WindowOrder:
         """Return the order of one piece."""
-        return WindowOrder(self._bounds, self.window, self._seed, piece, pieces)
+        return WindowOrder(self._bounds, self.window, self._seed, (begin, end))
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
@@ -138,10 +139,10 @@ class WindowOrder:
         unit = permute(np.arange(count), count, self._seed, epoch)
         counts = self._counts(unit)
         skip = np.zeros_like(counts)
-        if self._pieces == 1:
+        if self._piece is None:
             return unit, skip, counts
         ends = np.cumsum(counts)
-        begin, end = dealt(int(self._bounds[-1]), self._piece, self._pieces)
+        begin, end = self._piece
         first = int(np.searchsorted(ends, begin, side="right"))
         behind = int(np.searchsorted(ends, end, side="left")) + 1 if end > begin else first
         unit, ends = unit[first:behind], ends[first:behind]
@@ -185,41 +186,92 @@ class WindowOrder:
 class DealtOrder:
     """The order of ``shuffle="window"`` for several ranks. Thread-safe.
 
-    Each rank has a piece of the units, in an order of its own. At each step, every rank gets the
-    next `batch_size` samples of its piece. This order is the runs of all ranks, step by step, then
-    the rest of each piece, by rank.
+    In each pass of the data, each rank has a piece of the units, in an order of its own. At each
+    step of an epoch of `epoch_samples`, every rank gets the next `batch_size` samples of its piece,
+    and at the end, an equal share of the rest. This order is the runs of all ranks, step by step.
+    Epochs continue in a sequence of passes, each of which has all `num_samples` once; so a piece
+    has as many samples as its rank gets in that pass.
     """
 
-    def __init__(self, whole: WindowOrder, ranks: int, num_samples: int, batch_size: int) -> None:
-        # By rank. Made when first needed: usually, a rank needs only its own piece.
-        self.piece: Callable[[int], Order] = functools.lru_cache(maxsize=64)(
-            lambda rank: whole.piece(rank, ranks)
-        )
+    def __init__(
+        self,
+        whole: WindowOrder,
+        ranks: int,
+        num_samples: int,
+        batch_size: int,
+        epoch_samples: int | None = None,
+    ) -> None:
+        # Made when first needed: usually, a rank needs only its own.
+        self._piece: Callable[[int, int], Order] = functools.lru_cache(maxsize=64)(whole.piece)
         self._ranks = ranks
         self._num_samples = num_samples
         self._batch_size = batch_size
+        self._epoch_samples = num_samples if epoch_samples is None else epoch_samples
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
-        """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
-        found = [np.zeros(0, np.int64)]
+        """Return the samples at positions `start` to `stop` of a pass, as a new array."""
+        found, at = [np.zeros(0, np.int64)], epoch * self._num_samples
         while start < stop:
-            rank, begin, count = self._run(start)
-            count = min(count, stop - start)
-            found.append(self.piece(rank).samples(epoch, begin, begin + count))
+            rank, count = self._run(at + start)
+            count, begin = min(count, stop - start), self._before(rank, at + start)
+            found.append(self._of_rank(rank, epoch, begin, begin + count))
             start += count
         return np.concatenate(found)
 
-    def _run(self, position: int) -> tuple[int, int, int]:
-        """Return the rank whose run holds a position, the place in its piece, and samples left."""
+    def lane(self, rank: int, epoch: int) -> tuple[Callable[[int, int], Int64s], int]:
+        """Return what a rank gets in an epoch, by its places there, and how many these are."""
+        begin, end = (self._before(rank, at * self._epoch_samples) for at in (epoch, epoch + 1))
+
+        def samples(start: int, stop: int) -> Int64s:
+            found, number = (
+                [np.zeros(0, np.int64)],
+                epoch * self._epoch_samples // self._num_samples,
+            )
+            start, stop = begin + start, begin + stop
+            while start < stop:
+                number += 1
+                behind = min(stop, self._before(rank, number * self._num_samples))
+                if start < behind:
+                    found.append(self._of_rank(rank, number - 1, start, behind))
+                    start = behind
+            return np.concatenate(found)
+
+        return samples, end - begin
+
+    def _of_rank(self, rank: int, number: int, start: int, stop: int) -> Int64s:
+        """Return what a rank gets in a pass, by how many samples it has had since the first."""
+        first, behind = (at * self._num_samples for at in (number, number + 1))
+        edges = [self._below(r, behind) - self._below(r, first) for r in (rank, rank + 1)]
+        had = self._before(rank, first)
+        return self._piece(*edges).samples(number, start - had, stop - had)
+
+    def _run(self, position: int) -> tuple[int, int]:
+        """Return the rank whose run holds a position since the first epoch, and what is left."""
         size, ranks = self._batch_size, self._ranks
-        steps, left = divmod(self._num_samples, size * ranks)
-        step, inside = divmod(position, size * ranks)
+        steps, left = divmod(self._epoch_samples, size * ranks)
+        step, inside = divmod(position % self._epoch_samples, size * ranks)
         if step < steps:
             rank, inside = divmod(inside, size)
-            return rank, step * size + inside, size - inside
+            return rank, size - inside
         rank = ((inside + 1) * ranks - 1) // left  # the last one that begins there or before
-        begin, end = dealt(left, rank, ranks)
-        return rank, steps * size + inside - begin, end - inside
+        return rank, dealt(left, rank, ranks)[1] - inside
+
+    def _before(self, rank: int, position: int) -> int:
+        """Return how many positions before one, since the first epoch, are a rank's."""
+        return self._below(rank + 1, position) - self._below(rank, position)
+
+    def _below(self, rank: int, position: int) -> int:
+        """Return the same of all ranks below one."""
+        if not position:  # an epoch may have no samples
+            return 0
+        size, ranks = self._batch_size, self._ranks
+        epoch, position = divmod(position, self._epoch_samples)
+        steps, left = divmod(self._epoch_samples, size * ranks)
+        step, inside = divmod(position, size * ranks)
+        edge = rank * size if step < steps else left * rank // ranks
+        return (
+            epoch * (self._epoch_samples * rank // ranks) + step * rank * size + min(inside, edge)
+        )
 
 
 def window_order(
@@ -231,15 +283,17 @@ def window_order(
     selection: Selection | None = None,
     steps: Sequence[StepRows | None] = (),
     moved_samples: int = 0,
+    epoch_samples: int | None = None,
 ) -> WindowOrder | DealtOrder:
     """Return the order of ``shuffle="window"`` for the fields of a reader.
 
     The field with the largest units decides what a unit is; neighbouring units are merged if rows
     are ragged, or if samples have `steps` within a sequence. The window holds as many decoded units
     as fit into `window_nbytes`, with room for others, and at most half of all units (of a rank).
-    With several ranks, the order depends on `batch_size`. Positions of `selection`, ascending, are
-    ordered; afterwards, samples may be moved by `moved_samples`.
+    With several ranks, the order depends on `batch_size` and `epoch_samples`. Positions of
+    `selection`, ascending, are ordered; afterwards, samples may be moved by `moved_samples`.
     """
+    layouts = [layout for layout in layouts if not layout.is_repeated]
     leader = max(layouts, key=lambda layout: (unit_nbytes_of(layout), layout.row_nbytes))
     bounds = sample_bounds(leader)
     unit_nbytes = sum(map(unit_nbytes_of, layouts))
@@ -266,7 +320,7 @@ def window_order(
     whole = WindowOrder(bounds, window, seed)
     if world_size == 1:
         return whole
-    return DealtOrder(whole, world_size, int(bounds[-1]), batch_size)
+    return DealtOrder(whole, world_size, int(bounds[-1]), batch_size, epoch_samples)
 
 
 def _ragged_times(bounds: Int64s, layouts: Sequence[DatasetLayout]) -> int:
@@ -306,5 +360,7 @@ def _merged_bounds(
 
 def kept_nbytes(layout: DatasetLayout, layouts: Sequence[DatasetLayout], window_nbytes: int) -> int:
     """Return a field's share of the memory for the window."""
-    total = sum(map(unit_nbytes_of, layouts))
+    if layout.is_repeated:  # samples of a window are of few sequences or files
+        return window_nbytes // _REPEATED_SHARE
+    total = sum(unit_nbytes_of(one) for one in layouts if not one.is_repeated)
     return window_nbytes * unit_nbytes_of(layout) // max(1, total)

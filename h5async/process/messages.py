@@ -18,7 +18,6 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
-import numpy as np
 
 from h5async import errors
 from h5async.errors import H5AsyncError, ReadError, Skipped
@@ -28,7 +27,7 @@ from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.io.shared import ArraySpec
 from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
-from h5async.samples.fieldkind import FieldKind
+from h5async.samples.fieldkind import FieldKind, are_same
 from h5async.samples.samplearrays import SampleArrays
 from h5async.system.interruptions import suppressing
 
@@ -57,6 +56,7 @@ class Opened(NamedTuple):
     layouts: dict[str, DatasetLayout]
     chosen: Chosen
     kinds: dict[str, FieldKind]  # of the fields, by name
+    static: dict[str, Any]  # of the whole dataset, by field
     skipped: tuple[Skipped, ...] = ()  # files
 
     def check_same(self, now: Opened, found: str = _FOUND) -> None:
@@ -67,6 +67,8 @@ class Opened(NamedTuple):
         changed, what = _changed_layout(self.layouts, now.layouts), None
         if changed is not None:
             what = "this file"
+        elif not are_same(tuple(self.static.values()), tuple(now.static.values())):
+            what = "a value of the whole dataset"
         elif not self.chosen.is_same(now.chosen):
             what = "what indices or weights are read from"
         elif not all(  # the meaning of codes, and which columns are delivered
@@ -148,33 +150,21 @@ class Record(NamedTuple):
     max_events: int
 
 
-class Inside(NamedTuple):
-    """A C-contiguous array in a slot, `begin` bytes from the start of one of its blocks.
-
-    These are the arrays of `SlotMemory.out`, then those of `SlotSpecs.made`.
-    """
-
-    block: int
-    begin: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
 class SentField(NamedTuple):
-    """The positions of the arrays of a field of a batch; other attributes as in `SampleArrays`.
+    """The places of the arrays of a field of a batch; other attributes as in `SampleArrays`.
 
     `kind` is their class; None for a single array.
     """
 
     kind: type[SampleArrays] | None
-    parts: tuple[Inside | ArraySpec, ...]
+    parts: tuple[ArraySpec, ...]
     sample_shape: tuple[int | None, ...]
 
 
 class Answer(NamedTuple):
     """The outcome of a request; with `stats` of the helper's filler so far.
 
-    `is_resident`, `busy_seconds`, `warnings` and `skipped` are those of `FillOutcome`.
+    `is_resident`, `busy_seconds`, `warnings`, `names` and `skipped` are those of `FillOutcome`.
     """
 
     request: tuple[Any, ...]  # the `FillRequest`
@@ -185,6 +175,7 @@ class Answer(NamedTuple):
     is_resident: bool
     busy_seconds: float
     warnings: tuple[str, ...]
+    names: tuple[str, ...]
     skipped: tuple[Skipped, ...]
     stats: FillerStats
     recorded: Sequence[Recorded] = ()  # since the last answer

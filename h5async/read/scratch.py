@@ -35,16 +35,22 @@ class ScratchSize(NamedTuple):
     @classmethod
     def of(cls, layouts: Iterable[DatasetLayout]) -> ScratchSize:
         """Return the maximum over all fields."""
-        leaves = (y for layout in layouts for y, _ in kinds_of(layout) if y.chunks is not None)
-        return cls(*map(max, *map(_scratch_size, leaves), (0, 0, 0), (0, 0, 0)))
+        sizes = (
+            _scratch_size(layout, leaf)
+            for layout in layouts
+            for leaf, _ in kinds_of(layout)
+            if leaf.chunks is not None
+        )
+        return cls(*map(max, *sizes, (0, 0, 0), (0, 0, 0)))
 
 
-def _scratch_size(layout: DatasetLayout) -> ScratchSize:
-    if not layout.filters:
-        return ScratchSize(0, 0 if layout.rows_are_whole else layout.chunk_nbytes, 0)
-    assert layout.chunks is not None
-    encoded = int(layout.chunks.nbytes.max(initial=0))
-    return ScratchSize(encoded, layout.chunk_nbytes, encoded_room(layout.chunk_nbytes))
+def _scratch_size(layout: DatasetLayout, leaf: DatasetLayout) -> ScratchSize:
+    if not leaf.filters:
+        is_whole = layout.segments is None or all(p.is_whole for p in layout.segments.pieces)
+        return ScratchSize(0, 0 if is_whole and leaf.rows_are_whole else leaf.chunk_nbytes, 0)
+    assert leaf.chunks is not None
+    encoded = int(leaf.chunks.nbytes.max(initial=0))
+    return ScratchSize(encoded, leaf.chunk_nbytes, encoded_room(leaf.chunk_nbytes))
 
 
 @dataclass
@@ -106,17 +112,11 @@ class Scratch:
         return self._worker
 
     @classmethod
-    def allocate(
-        cls,
-        encoded_nbytes: int,
-        chunk_nbytes: int,
-        between_nbytes: int,
-        stop: c_int32 | None = None,
-    ) -> Scratch:
-        """Reserve memory; pages that are never touched cost nothing."""
-        sizes = encoded_nbytes, chunk_nbytes, *[between_nbytes] * 3
-        encoded, chunk, *between = (np.empty(nbytes, np.uint8) for nbytes in sizes)
-        return cls(encoded, chunk, tuple(between), c_int32() if stop is None else stop)
+    def allocate(cls, encoded: int, raw_chunk: int, between: int) -> Scratch:
+        """Reserve memory for a `ScratchSize`; pages that are never touched cost nothing."""
+        sizes = encoded, raw_chunk, *[between] * 3
+        first, second, *others = (np.empty(nbytes, np.uint8) for nbytes in sizes)
+        return cls(first, second, tuple(others))
 
 
 def encoded_room(chunk_nbytes: int) -> int:

@@ -1,6 +1,6 @@
 """Reads a small dataset whole, in the calling thread: a mask, say, or a number per sample.
 
-A layout enters; its values leave, one per sample: all of them, or block by block.
+A layout enters; its values leave, one per sample: all of them, or block by block. Or its rows do.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
     return found
 
 
+def read_rows(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
+    """Return all rows of a dataset, as `RowTransform` takes them; raises as `read_blocks`."""
+    what = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}: its values'
+    reach.room.take(max(layout.nbytes, layout.chunk_nbytes), what, files_of(layout))
+    return np.concatenate([rows.copy() for _, rows in _blocks(layout, reach.io, True)])
+
+
 def read_blocks(
     layout: DatasetLayout, reach: Reach, kept_itemsize: int = 0, *, may_use_h5py: bool = True
 ) -> Iterator[tuple[int, NDArray[Any]]]:
@@ -59,18 +66,18 @@ def read_blocks(
     nbytes = max(count * max(layout.dtype.itemsize, kept_itemsize), layout.chunk_nbytes)
     what = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}: its values'
     reach.room.take(nbytes if count else 0, what, files_of(layout))
-    return _blocks(layout, reach.io, may_use_h5py)
+    blocks = _blocks(layout, reach.io, may_use_h5py)
+    return ((first, rows.reshape(-1)) for first, rows in blocks)
 
 
 def _blocks(
     layout: DatasetLayout, io: IoMode, may_use_h5py: bool
 ) -> Iterator[tuple[int, NDArray[Any]]]:
     count = layout.num_samples
-    shape = [1] * (len(layout.shape) - 1)
     # Whole chunks: one that is split between two blocks would be decoded twice.
     size = layout.chunk_shape[layout.sample_axis] if layout.chunk_shape else 1
     size *= max(1, _BLOCK_SAMPLES // size)
-    memory = np.empty(min(size, count), layout.raw_dtype)
+    memory = np.empty((min(size, count), *layout.row_shape), layout.raw_dtype)
     executors = Executors(load_core(), [layout], io, [unit_nbytes(layout)], lambda: None)
     try:
         collection, through_h5py = executors.open_collection([None]), executors.h5py_rows()[0]
@@ -80,8 +87,7 @@ def _blocks(
         scratch = Scratch.allocate(*room)
         for first in range(0, count, size):
             samples = np.arange(first, min(first + size, count))
-            block = memory[: samples.size]
-            rows, left = block.reshape(-1, *shape), [np.arange(samples.size)]
+            rows, left = memory[: samples.size], [np.arange(samples.size)]
             if collection is not None and collection.tables.reads[0]:
                 with collection.lent_batch([rows], [rows], samples.size) as batch:
                     items, _ = collection.plan(batch, samples, [True], 1)
@@ -97,6 +103,6 @@ def _blocks(
                 plan = SamplesPlan(samples[some], some, some.size * layout.row_nbytes)
                 through_h5py.execute(plan, rows, scratch)
             # Any byte but 0 is True to HDF5.
-            yield first, block != 0 if layout.dtype.kind == "b" else block
+            yield first, rows != 0 if layout.dtype.kind == "b" else rows
     finally:
         executors.close()

@@ -116,6 +116,14 @@ class AsyncReader:
         return {n: kind.categories.names for n, kind in kinds if kind.categories is not None}
 
     @property
+    def static(self) -> Mapping[str, Any]:
+        """The values that the whole dataset has once, by field (``per="dataset"``).
+
+        Arrays in host memory, read-only; a single string is a `str`.
+        """
+        return self._engine.setup.static
+
+    @property
     def skipped(self) -> tuple[Skipped, ...]:
         """What ``on_error="skip"`` has left out so far: files, and samples of delivered batches.
 
@@ -135,7 +143,8 @@ class AsyncReader:
 
         If samples vary in length, and some are left out or drawn, their mean length counts.
         """
-        return self._engine.epoch_nbytes
+        engine = self._engine
+        return engine.counts.epoch_nbytes(engine.position.epoch_samples)
 
     @property
     def fallback_reads(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,6 +44,8 @@ class Batch(Sequence[Any]):
         Whether it is the last batch of its epoch.
     size
         Samples in the batch; the last one of an epoch may be short.
+    static
+        The values of fields with ``per="dataset"``, by name.
 
     Examples
     --------
@@ -59,7 +61,7 @@ class Batch(Sequence[Any]):
 
     __slots__ = (
         *("_arrays", "_device", "_life", "_sequences"),
-        *("epoch", "index", "last", "number", "size"),
+        *("epoch", "index", "last", "number", "size", "static"),
     )
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a sequence's method of that name)
@@ -74,7 +76,9 @@ class Batch(Sequence[Any]):
         device: Device | None = None,
         sequences: SequenceTable | None = None,
         life: Life | None = None,
+        static: Mapping[str, Any] | None = None,
     ) -> None:
+        self.static = static or {}
         self._device = device
         self._life = life
         self._sequences = sequences
@@ -163,7 +167,8 @@ class Batch(Sequence[Any]):
             with taking_memory(what, f"keep fewer batches, or make {named('batch_size')} smaller"):
                 arrays = {name: array.copy() for name, array in self._arrays.items()}
         place = self.epoch, self.number, self.last
-        return Batch(arrays, self.index, *place, self._device, self._sequences)
+        more = self._device, self._sequences
+        return Batch(arrays, self.index, *place, *more, static=self.static)
 
 
 def _cells(array: Any) -> tuple[str, str, str]:

@@ -66,8 +66,7 @@ class Delivery:
         self._counts = counts
         self._recorder = recorder
         self._device = setup.device
-        rows = setup.samplings.rows
-        self._transforms = list(zip(setup.transforms.values(), rows, strict=True))
+        self._transforms = list(zip(setup.transforms.values(), setup.samplings.rows, strict=True))
         # On the host, masks are made when a batch is handed over.
         self._masks_to_upload = list(setup.masks.values()) if setup.is_on_gpu else []
         self._filler: Filler | HelperFiller
@@ -293,7 +292,7 @@ class Delivery:
         if epoch >= 0:
             self._position.looped_epoch = epoch
         self._life = Life()
-        batch = self._batch(filled.arrays, filled.index, epoch, number, is_last, self._life)
+        batch = self._batch(filled, epoch, number, is_last, self._life)
         if config.copy:
             return batch.copy()
         if config.debug_lifetimes:
@@ -303,22 +302,23 @@ class Delivery:
 
     def _batch(
         self,
-        several: tuple[Any, ...],
-        index: NDArray[np.int64],
+        filled: FillOutcome,
         epoch: int,
         number: int,
         last: bool,
         life: Life | None = None,
     ) -> Batch:
-        names, masks = self._setup.names, self._setup.masks
-        several, made = several[: len(names)], several[len(names) :]
-        arrays = dict(zip(names, several, strict=True))
+        names, masks, index = filled.names or self._setup.names, self._setup.masks, filled.index
+        made = filled.arrays[len(names) :]
+        arrays = dict(zip(names, filled.arrays, strict=not made))
         if masks:
             if not made:
                 made = self._device.owned(tuple([are_there(index) for are_there in masks.values()]))
-            arrays |= zip(masks, made, strict=True)
+            for name, mask in zip(masks, made, strict=True):
+                arrays.setdefault(name, mask)  # `postprocess` may have replaced it
+        device, static = self._device, self._setup.static
         sequences = self._setup.samplings.sequences
-        return Batch(arrays, index, epoch, number, last, self._device, sequences, life)
+        return Batch(arrays, index, epoch, number, last, device, sequences, life, static)
 
     def _end_life(self) -> None:
         """With `debug_lifetimes`, also make fields raise and arrays poison."""
@@ -352,14 +352,13 @@ class Delivery:
         if found.skipped:
             self.skipped.note(found.skipped, -1, -1, 0)
             self._counts.note_skipped(len(found.skipped))
-        return self._batch(self._device.owned(found.arrays), found.index, -1, -1, False)
+        return self._batch(found._replace(arrays=self._device.owned(found.arrays)), -1, -1, False)
 
     def _samples(self, index: ArrayLike) -> NDArray[np.int64]:
         """Return sample numbers as a new, non-empty array, or raise `ConfigError`."""
         setup = self._setup
         where = f"index: {paths_text(setup.config.hdf5_path)}"
-        count = next(iter(setup.layouts.values())).sample_count
-        found = sample_numbers(index, count, where)
+        found = sample_numbers(index, next(iter(setup.layouts.values())).sample_count, where)
         if not found.size:
             raise ConfigError("index: give at least one sample number, found none")
         setup.samplings.check(found, where)

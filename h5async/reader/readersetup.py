@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from h5async.config import ReaderConfig
 from h5async.deliver.device import Device, DeviceSlot, SlotContents
@@ -37,6 +37,7 @@ class ReaderSetup:
         self.config = config.model_copy(update={"num_threads": config.thread_count})
         self._fewer_threads_do = config.num_threads is None
         self.kinds: Mapping[str, FieldKind] = {}
+        self.static: Mapping[str, Any] = {}
         self.device: Device = Device()
         self.slots: list[DeviceSlot] = []
         self.cache: Residency | Budget | None = None
@@ -56,9 +57,9 @@ class ReaderSetup:
             found = self.helper.open()
             fields = {name: kind.field for name, kind in found.kinds.items()}
             config = self.config.model_copy(update={"fields": fields})
-            self.opened = OpenedDataset(config, found.layouts, found.kinds, found.skipped)
-            chosen = found.chosen
-        self.config, self.layouts, self.kinds, _ = self.opened
+            sent = found.layouts, found.kinds, found.static, found.skipped
+            self.opened, chosen = OpenedDataset(config, *sent), found.chosen
+        self.config, self.layouts, self.kinds, self.static, _ = self.opened
         self.samplings = Samplings(self.config, self.layouts, chosen)
         self.num_samples = self.samplings.selection.size
         self.names = tuple(self.kinds)

@@ -12,7 +12,7 @@ import pytest
 from h5async import (
     ConfigError,
 )
-from h5async.core.binding import load_core
+from h5async.core.binding import _core_or_reason, load_core
 
 SECONDS = 60  # for a subprocess
 
@@ -54,11 +54,11 @@ def test_a_core_that_is_none(plain, chosen, workers):
 
 def test_a_core_that_is_none_is_told_again(monkeypatch):
     monkeypatch.setenv("H5ASYNC_CORE", "1")
-    load_core.cache_clear()
+    _core_or_reason.cache_clear()
     try:
         for _ in range(2):
             with pytest.raises(ConfigError, match="H5ASYNC_CORE=1"):
                 load_core()
     finally:
         monkeypatch.undo()
-        load_core.cache_clear()
+        _core_or_reason.cache_clear()

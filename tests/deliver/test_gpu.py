@@ -274,6 +274,25 @@ def test_postprocess_in_place_or_not_and_of_changing_shape(cupy, images):
                 assert np.array_equal(batch.labels.get(), labels + 1000)
 
 
+def test_postprocess_adds_drops_and_renames_arrays(cupy, images):
+    def change(data, labels, *, index):
+        width = 4 + int(index[0]) % 5
+        return {"labels": labels, "crop": data[:, :, :width], "data": data, "index_too": index}
+
+    options = {"hdf5_path": images, "batch_size": 11, "postprocess": change, "shuffle": "full"}
+    with AsyncReader(device="cuda", **options) as reader:
+        poison(reader)
+        for batch in (batch for _ in range(2) for batch in reader):
+            data, labels = expected(images, batch.index)
+            width = 4 + int(batch.index[0]) % 5
+            assert batch.keys() == ["labels", "crop", "data", "index_too"]
+            assert np.array_equal(batch.labels.get(), labels)
+            assert np.array_equal(batch.crop.get(), data[:, :, :width])
+            assert np.array_equal(batch.data.get(), data)
+            assert np.array_equal(batch["index_too"].get(), batch.index)
+        assert np.array_equal(reader.read([3]).crop.get(), expected(images, [3])[0][:, :, :7])
+
+
 def test_postprocess_gets_what_a_cpu_batch_would_hold(cupy, images):
     seen = []
 

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async import AsyncReader
+from h5async import AsyncReader, ConfigError, Field, PostprocessError, Sequences
 
 COUNT = 100
 
@@ -19,6 +19,7 @@ def path(tmp_path_factory):
     with h5py.File(found, "w") as file:
         file["data"] = np.arange(COUNT * 3.0).reshape(COUNT, 3)
         file["labels"] = np.arange(COUNT)
+        file["lengths"] = [30, 70]
     return found
 
 
@@ -166,3 +167,118 @@ def test_random_numbers_are_the_same_for_ever(path):
     with reader_of(path, f, seed=3) as reader:
         found = [int(batch.labels[0]) for batch in reader]
     assert found == [960, 465, 290, 322, 115, 675, 370]
+
+
+# --- arrays that it adds and drops ---------------------------------------------------------------
+
+
+def spectra(data, labels, *, index, epoch):
+    """Return arrays of another number, names, dtypes, and of a width that differs by batch."""
+    width = 1 + len(index) % 3
+    mel = np.repeat(data[:, :1], width, axis=1).astype(np.float32)
+    return {"mel": mel, "lengths": np.full(len(data), width), "labels": labels}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_threads": 2},
+        pytest.param({"workers": "process"}, marks=pytest.mark.slow),
+        {"cache": "host"},
+        {"copy": True},
+        {"debug_lifetimes": True},
+    ],
+    ids=str,
+)
+def test_a_mapping_names_the_arrays_of_the_batch(path, options):
+    with reader_of(path, spectra, shuffle="full", **options) as reader:
+        for batch in (batch for _ in range(2) for batch in reader):
+            assert batch.keys() == ["mel", "lengths", "labels"]
+            width = 1 + batch.size % 3
+            assert (batch.mel == batch.index[:, None] * np.float32(3)).all()
+            assert batch["mel"].shape == (batch.size, width)
+            assert batch.mel.dtype == np.float32
+            assert (batch.lengths == width).all()
+            assert (batch.labels == batch.index).all()
+            assert not hasattr(batch, "data")
+            kept = batch.copy()
+            assert kept.keys() == batch.keys()
+    if "workers" not in options:
+        with reader_of(path, spectra, **options) as reader:
+            assert (reader.read([3, 1]).mel[:, 0] == [9, 3]).all()
+
+
+def test_names_of_what_it_returns_may_be_given(path):
+    def f(data, labels):
+        return labels + 1, data.sum(1), labels
+
+    options = {"postprocess_fields": ("next", "sum", "labels")}
+    with reader_of(path, f, **options) as reader:
+        batch = reader.get_next_batch()
+        following, total, labels = batch
+        assert batch.keys() == ["next", "sum", "labels"]
+        assert (following == batch.index + 1).all()
+        assert (total == (batch.index * 9 + 3)).all()
+        assert (labels == batch.index).all()
+    with reader_of(path, lambda data, labels: labels * 2, postprocess_fields="twice") as reader:
+        assert (reader.get_next_batch().twice == np.arange(16) * 2).all()
+
+
+@pytest.mark.parametrize(
+    ("result", "names", "message"),
+    [
+        ({"a": [1, 2], "b": [1]}, None, "unequal numbers of rows"),
+        ({"index": [1]}, None, "has an attribute of that name"),
+        ({3: [1]}, None, "must be strings, found 3"),
+        ({"a": [1]}, ("a", "b"), "a mapping of a; it must return a, b"),
+        (([1], [2]), ("a", "b", "c"), "returned 2; it must return 3 arrays"),
+        (None, ("a",), "returned NoneType"),
+        ([1, 2, 3], None, "it must return 2 arrays, or None when it worked in place, or a mapping"),
+    ],
+    ids=str,
+)
+def test_what_it_must_not_return(path, result, names, message):
+    with (
+        reader_of(path, lambda *_: result, postprocess_fields=names) as reader,
+        pytest.raises(PostprocessError, match=message),
+    ):
+        reader.get_next_batch()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"postprocess_fields": ("a",)}, "needs postprocess"),
+        ({"postprocess": noisy, "postprocess_fields": ()}, "at least one name"),
+        ({"postprocess": noisy, "postprocess_fields": ("a", "a")}, "each name once"),
+        ({"postprocess": noisy, "postprocess_fields": ("size",)}, "attribute of that name"),
+    ],
+)
+def test_names_that_do_not_fit(path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        AsyncReader(hdf5_path=path, **options)
+
+
+def test_it_is_told_sequences_steps_and_masks(path):
+    seen = []
+
+    def f(data, labels, *, index, sequence, step, is_there):
+        seen.append((index.tolist(), sequence.tolist(), step.tolist(), is_there.tolist()))
+        return {"data": data, "is_there": is_there[:, ::-1]}
+
+    fields = {
+        "data": Field("data", steps=range(-1, 1), pad="edge", pad_mask="is_there"),
+        "labels": "labels",
+    }
+    sequences = Sequences(lengths="lengths")
+    with reader_of(path, f, fields=fields, sequences=sequences, shuffle="full") as reader:
+        for batch, given in zip(reader, seen, strict=False):
+            begin = np.where(batch.index < 30, 0, 30)
+            there = np.stack([batch.index > begin, batch.index >= begin], axis=1)
+            assert given[0] == batch.index.tolist()
+            assert given[1] == batch.sequence.tolist() == (batch.index >= 30).tolist()
+            assert given[2] == batch.step.tolist() == (batch.index - begin).tolist()
+            assert given[3] == there.tolist()
+            assert batch.keys() == ["data", "is_there"]
+            assert (batch.is_there == there[:, ::-1]).all()  # what it returns wins

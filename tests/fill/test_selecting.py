@@ -545,7 +545,7 @@ def test_a_new_helper_that_chooses_other_samples_is_told(files):
 
     def opened(**options):
         config = ReaderConfig(hdf5_path=[str(path) for path in files], **options)
-        return Opened(layouts, choose(config, layouts), {})
+        return Opened(layouts, choose(config, layouts), {}, {})
 
     kept = opened(indices="keep", weights="weight")
     kept.check_same(opened(indices="keep", weights="weight"))

@@ -114,6 +114,7 @@ def assert_member_reads_like_h5py(
     num_dim: int = 0,
     fallback: str | None = None,
     is_left: bool = False,
+    **options: Any,
 ) -> None:
     """Compare with h5py; `is_left`: h5py reads the member, although its table is read directly."""
     expected = member_truth(path, name, member.split("/"), num_dim)
@@ -126,6 +127,7 @@ def assert_member_reads_like_h5py(
             shuffle=shuffle,
             num_threads=num_threads,
             device="cpu",
+            **options,
         ) as reader:
             poison(reader)
             assert_epoch_is(reader, expected, in_order=not shuffle)
@@ -143,6 +145,18 @@ def assert_member_reads_like_h5py(
 def test_member_reads_like_h5py(tmp_path, member, storage):
     path = write_table(tmp_path / "f.h5", storage)
     assert_member_reads_like_h5py(path, "table", member)
+
+
+@each("member", ["energy", "vector", "flag"])
+def test_member_of_chunks_that_are_not_mapped_reads_like_h5py(tmp_path, member):
+    path = write_table(tmp_path / "f.h5", "chunked")
+    assert_member_reads_like_h5py(path, "table", member, io="pread")
+
+
+@each("storage", STORAGES)
+def test_nested_member_reads_like_h5py_by_a_saved_index(tmp_path, storage):
+    path = write_table(tmp_path / "f.h5", storage)
+    assert_member_reads_like_h5py(path, "table", "pos/x", index_cache=tmp_path / "t.h5idx")
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -624,7 +624,7 @@ def test_a_folder_may_be_moved_with_its_index(tmp_path, monkeypatch):
 def test_files_on_a_device_with_another_number_are_the_same(tmp_path, monkeypatch):
     paths = [make(tmp_path / f"{i}.h5", 100 * i) for i in range(2)]
     index = save(tmp_path, *paths, fields=FIELDS)
-    known = SavedIndex(index, owners=(os.geteuid(),), may_map=False)
+    known = SavedIndex(index, Reach(io="pread"), (os.geteuid(),))
     text = index.read_bytes()
     device = str(known.stamp(0).device)
     header, arrays = saved_content(index)

@@ -183,7 +183,9 @@ def test_layouts_come_back_as_they_were(several, data, tmp_path_factory):
         known = {Wanted(f"d{k}", k): layout for k in range(data.draw(st.integers(1, 2)))}
         files.append(IndexedFile("/nowhere/0.h5", known, consulted))
     write_index(path, files, Reach())
-    index = SavedIndex(path, owners=(os.geteuid(),), may_map=data.draw(st.booleans()))
+    index = SavedIndex(
+        path, Reach(io=data.draw(st.sampled_from(("auto", "pread")))), (os.geteuid(),)
+    )
     for number, layout in enumerate(several):
         found = index.find(number, index.datasets(number), Reach())
         assert found.keys() == files[number].layouts.keys()

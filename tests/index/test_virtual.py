@@ -896,6 +896,17 @@ def test_rows_whose_columns_are_cut_elsewhere_read_like_h5py(tmp_path, num_dim):
     assert np.isin(values[7], found).all()
 
 
+@each("io", ["auto", "pread"])
+def test_columns_of_a_source_in_chunks_read_like_h5py(tmp_path, io):
+    with h5py.File(tmp_path / "source.h5", "w") as file:
+        file.create_dataset("data", data=np.arange(60).reshape(10, 6), chunks=(3, 6))
+    layout = h5py.VirtualLayout((10, 4), "<i8")
+    layout[...] = h5py.VirtualSource("source.h5", "data", (10, 6))[:, 1:5]
+    with h5py.File(tmp_path / "outer.h5", "w") as file:
+        file.create_virtual_dataset("data", layout)
+    assert_reads_like_h5py(tmp_path / "outer.h5", io=io)
+
+
 def test_virtual_source_that_is_one_sample_reads_like_h5py(tmp_path):
     write_two_sources(tmp_path)
     layout = h5py.VirtualLayout((3, 10, 6), "<i4")

@@ -131,10 +131,9 @@ def orders(shuffle, count, ranks, batch_size, drawn):
         whole = WindowOrder(bounds, 2, SEED)
         if ranks == 1:
             return whole, lambda epoch: [whole.samples(epoch, 0, count).tolist()]
-        sizes = [np.subtract(*dealt(count, rank, ranks)[::-1]) for rank in range(ranks)]
+        pieces = [dealt(count, rank, ranks) for rank in range(ranks)]
         return DealtOrder(whole, ranks, count, batch_size), lambda epoch: [
-            whole.piece(rank, ranks).samples(epoch, 0, int(size)).tolist()
-            for rank, size in enumerate(sizes)
+            whole.piece(begin, end).samples(epoch, 0, end - begin).tolist() for begin, end in pieces
         ]
     plain = Sampling(count, 1, shuffle, SEED)
     return None, lambda epoch: [plain.samples(epoch, 0, count).tolist()]
@@ -390,9 +389,9 @@ def test_most_samples(length, values, most, selected):
         selection = Selection.of_numbers(numbers)
         some = sorted(np.array(length)[numbers].tolist())
         fitting = sum(1 for total in itertools.accumulate(some) if total <= values)
-        found = lengths.most_samples(selection, most, may_repeat=False)
+        found = lengths.most_samples(selection, most)
         assert found == min(most, max(1, fitting))
-        found = lengths.most_samples(selection, most, may_repeat=True)
+        found = lengths.most_samples(selection, most, times=most)
         assert found == (min(most, max(1, values // some[0])) if some[0] else most)
 
 

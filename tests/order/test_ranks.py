@@ -114,12 +114,10 @@ def test_what_all_ranks_had_is_a_beginning_of_the_order(
     epoch=st.integers(0, 2),
 )
 def test_a_unit_belongs_to_one_rank_but_for_those_at_the_edges(num_units, size, world_size, epoch):
-    num_samples = num_units * size
     order = window_of([size] * num_units, 4, 3, world_size)
     owners = [
-        set(np.unique(order.piece(rank).samples(epoch, 0, end - begin) // size))
-        for rank in range(world_size)
-        for begin, end in [dealt(num_samples, rank, world_size)]
+        set(np.unique(samples(0, count) // size))
+        for samples, count in (order.lane(rank, epoch) for rank in range(world_size))
     ]
     shared = [a & b for a, b in itertools.combinations(owners, 2)]
     assert set().union(*owners) == set(range(num_units))
@@ -136,9 +134,9 @@ def test_one_rank_has_the_order_that_it_always_had():
 def test_pieces_of_one_order_are_those_that_are_made_alone():
     bounds = np.append(0, np.cumsum([5, 5, 3, 5, 1, 4, 4]))
     whole = WindowOrder(bounds, 3, 7)
-    for rank, (begin, end) in enumerate(dealt(27, r, 3) for r in range(3)):
-        alone = WindowOrder(bounds, 3, 7, rank, 3).samples(2, 0, end - begin)
-        assert np.array_equal(whole.piece(rank, 3).samples(2, 0, end - begin), alone)
+    for begin, end in (dealt(27, r, 3) for r in range(3)):
+        alone = WindowOrder(bounds, 3, 7, (begin, end)).samples(2, 0, end - begin)
+        assert np.array_equal(whole.piece(begin, end).samples(2, 0, end - begin), alone)
     assert np.array_equal(whole.samples(2, 0, 27), WindowOrder(bounds, 3, 7).samples(2, 0, 27))
 
 
@@ -679,7 +677,8 @@ def test_what_is_left_at_the_end_goes_to_the_rank_that_it_is_dealt_to(count, ran
     order = window_of([1] * count, 2, 1, ranks)
     steps, left = divmod(count, ranks)
     for inside in range(left):
-        rank, begin, run = order._run(steps * ranks + inside)
+        position = steps * ranks + inside
+        rank, run = order._run(position)
         low, high = dealt(left, rank, ranks)
         assert low <= inside < high
-        assert (begin, run) == (steps + inside - low, high - inside)
+        assert (order._before(rank, position), run) == (steps + inside - low, high - inside)

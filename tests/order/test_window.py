@@ -30,7 +30,7 @@ from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.core.binding import load_core
 from h5async.index.units import unit_bounds
 from h5async.index.units import unit_nbytes as unit_nbytes_of
-from h5async.order.sampling import Sampling
+from h5async.order.sampling import Sampling, dealt
 from h5async.order.window import _GROUP_SAMPLES, WindowOrder, kept_nbytes, window_order
 from h5async.read.collection import Collection
 
@@ -202,7 +202,8 @@ def test_the_core_and_its_twin_agree_on_pieces_of_unequal_units(counts: list[int
     found = []
     for way in (mock.MagicMock(), twin()):
         with way:
-            pieces = [WindowOrder(bounds_of(counts), 40, 1, piece, 3) for piece in range(3)]
+            cuts = [dealt(sum(counts), piece, 3) for piece in range(3)]
+            pieces = [WindowOrder(bounds_of(counts), 40, 1, cut) for cut in cuts]
             sizes = [int(piece._table(2).begin[-1]) for piece in pieces]
             found.append([whole(*each, 2) for each in zip(pieces, sizes, strict=True)])
     for ours, theirs in zip(*found, strict=True):

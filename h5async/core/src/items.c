@@ -1,8 +1,9 @@
 /* Cuts the samples of one segment into items, and items into more of them. */
 
-/* Some of the sorted samples, by rank, all in one segment; `run` is the run of the first. */
+/* Some of the sorted samples, by rank, all in one segment; `run` is the run of the first, and `last`
+   that of the last one. */
 typedef struct {
-    int64_t run, rank, end;
+    int64_t run, rank, end, last;
 } Ranks;
 
 static int64_t cost_of(int64_t nbytes, int64_t times)
@@ -55,7 +56,8 @@ static int add_run(BatchPlan *plan, Item *item, int64_t local, int64_t position,
 static int plan_rows(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t segment,
                      Ranks ranks)
 {
-    int64_t per_item = ITEM_NBYTES / (f->row_nbytes + RUN_NBYTES) + 1;
+    int64_t rows = ranks.end - ranks.rank, runs = ranks.last + 1 - ranks.run;
+    int64_t per_item = ITEM_NBYTES * rows / (cost_of(f->row_nbytes, rows) + RUN_NBYTES * runs) + 1;
     while (ranks.rank < ranks.end) {
         int64_t left = ranks.end - ranks.rank, here = left < per_item ? left : per_item;
         Item *item = new_item(plan, f, field, layer, segment);

@@ -67,7 +67,7 @@ static const Structure ALL_STRUCTURES[] = {
             fd)
     MEMBERS(Shape, dataset, cross_number, number_stride, kind, source_row_nbytes, keeps, swaps)
     MEMBERS(Layer, first, row, step, shape, source, begin, count, is_sparse, num_segments)
-    MEMBERS(StepRows, offsets, starts, ends, num_offsets, num_sequences, pad)
+    MEMBERS(StepRows, offsets, starts, ends, run_end, num_offsets, num_sequences, pad)
     MEMBERS(SpanRows, starts, num_samples)
     MEMBERS(Field, layers, shapes, number, offset, nbytes, mask, fill, transform, store, nbytes_step,
             mask_step, num_layers, num_extents, row_nbytes, itemsize, is_filled_first, steps, spans,

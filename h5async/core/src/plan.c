@@ -38,7 +38,7 @@ static int plan_alike(BatchPlan *plan, const Alike *alike)
         segment = find_segment(l, run->sample + ranks.rank - run->rank, segment);
         int64_t behind = l->first[segment + 1];
         int64_t last = run_before_sample(plan, ranks.run, behind);
-        run = &plan->sorted[last];
+        run = &plan->sorted[ranks.last = last];
         ranks.end = behind - run->sample < run[1].rank - run->rank ? run->rank + behind - run->sample
                                                                    : run[1].rank;
         for (int32_t field = alike->begin; field < alike->end; field++)
@@ -145,24 +145,27 @@ static int plan_zeros(BatchPlan *plan, const Field *f, int32_t field, const int6
                       int64_t count)
 {
     const StepRows *steps = f->steps;
-    int64_t position = 0, sequence = 0, per_item = ITEM_NBYTES / (f->row_nbytes + 1) + 1;
+    int64_t position = 0;
     Item *item = NULL;
-    for (int64_t i = 0; i < count; i++) {
-        sequence = last_at(steps->starts, steps->num_sequences, samples[i]);
-        for (int64_t k = 0; k < steps->num_offsets; k++, position++) {
-            int64_t row = samples[i] + steps->offsets[k];
-            if (row >= steps->starts[sequence] && row < steps->ends[sequence])
+    for (int64_t i = 0; i < count; i++, position += steps->num_offsets) {
+        int64_t sequence = last_at(steps->starts, steps->num_sequences, samples[i]);
+        StepRun run = {0};
+        for (; run.end < steps->num_offsets;) {
+            run = run_of_steps(steps, sequence, samples[i], run.end, 1);
+            int64_t at = position + run.step, behind = at + run.before + run.inside;
+            if (!run.before && !run.behind)
                 continue;
-            if (item == NULL || item->num_runs >= per_item) {
+            if (item == NULL || item->nbytes >= ITEM_NBYTES) {
                 if (!grow_items(plan, plan->num_items + 1))
                     return 0;
                 item = &plan->items[plan->num_items++];
                 *item = (Item){.field = field, .kind = ZEROS, .source = -1,
                                .first_run = plan->num_runs};
             }
-            if (!add_run(plan, item, 0, position, 1))
+            if ((run.before && !add_run(plan, item, 0, at, run.before)) ||
+                (run.behind && !add_run(plan, item, 0, behind, run.behind)))
                 return 0;
-            item->nbytes = cost_of(f->row_nbytes, item->num_runs);
+            item->nbytes += cost_of(f->row_nbytes, run.before + run.behind);
         }
     }
     return 1;

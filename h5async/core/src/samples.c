@@ -134,22 +134,28 @@ static NOINLINE Listed list_each(Wanted *wanted, const int64_t *samples, int64_t
 
 /* List the rows of all samples of a batch, but those in whose place there are zeros. */
 static NOINLINE Listed list_steps(Wanted *wanted, const int64_t *samples, int64_t count,
-                                  const StepRows *steps)
+                                  const StepRows *steps, int is_joined)
 {
     Listed listed = NONE_LISTED;
     int64_t sequence = 0, position = 0;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count; i++, position += steps->num_offsets) {
         int64_t sample = samples[i];
         if (sample < steps->starts[sequence] || (sequence + 1 < steps->num_sequences &&
                                                  sample >= steps->starts[sequence + 1]))
             sequence = last_at(steps->starts, steps->num_sequences, sample);
         int64_t first = steps->starts[sequence], last = steps->ends[sequence] - 1;
-        for (int64_t k = 0; k < steps->num_offsets; k++, position++) {
-            int64_t row = sample + steps->offsets[k];
-            if (steps->pad == PAD_ZERO && (row < first || row > last))
-                continue;
-            row = row < first ? first : row > last ? last : row;
-            list_run(&listed, wanted, row, position, 1);
+        StepRun run = {0};
+        for (; run.end < steps->num_offsets;) {
+            run = run_of_steps(steps, sequence, sample, run.end, is_joined);
+            int64_t at = position + run.step, behind = at + run.before + run.inside;
+            if (steps->pad != PAD_ZERO)
+                for (int64_t k = 0; k < run.before; k++)
+                    list_run(&listed, wanted, first, at + k, 1);
+            if (run.inside)
+                list_run(&listed, wanted, run.row, at + run.before, run.inside);
+            if (steps->pad != PAD_ZERO)
+                for (int64_t k = 0; k < run.behind; k++)
+                    list_run(&listed, wanted, last, behind + k, 1);
         }
     }
     return listed;
@@ -227,10 +233,14 @@ static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, 
     if (most_rows >= INT32_MAX || !grow_wanted(plan, most_rows + 1))
         return 0;
     Listed listed = steps == NULL ? list_each(plan->wanted, samples, count)
-                                  : list_steps(plan->wanted, samples, count, steps);
+                                  : list_steps(plan->wanted, samples, count, steps, 1);
     if (listed.least < 0 || listed.most >= num_samples)
         return -1;
-    return put_runs(plan, &listed, listed.count, is_sorted);
+    int is_put = put_runs(plan, &listed, most_rows, is_sorted);
+    if (is_put >= 0 || steps == NULL)
+        return is_put;
+    listed = list_steps(plan->wanted, samples, count, steps, 0); /* samples share rows */
+    return put_runs(plan, &listed, most_rows, is_sorted);
 }
 
 /* List where the values of each sample go, of a field of elements of variable length, after the samples

@@ -42,8 +42,15 @@ typedef struct {
     const int64_t *offsets; /* [num_offsets] */
     const int64_t *starts;  /* [num_sequences], not descending: the first row of each sequence */
     const int64_t *ends;    /* [num_sequences]: the row behind the last one */
+    const int64_t *run_end; /* [num_offsets]: behind the offsets from here on that follow each other */
     int64_t num_offsets, num_sequences, pad;
 } StepRows;
+
+/* The steps of a sample that follow each other, from its step `step` to `end`: so many are before its
+   sequence, in it from `row` on, and behind it. */
+typedef struct {
+    int64_t step, end, before, row, inside, behind;
+} StepRun;
 
 /* The same where their number differs: sample i is rows starts[i] to starts[i + 1]. */
 typedef struct {
@@ -145,4 +152,21 @@ static int64_t find_segment(const Layer *layer, int64_t sample, int64_t from)
     int64_t high = layer->num_segments;
     FIND_LAST_NEAR(from, high, at, layer->first[at] <= sample)
     return from;
+}
+
+ALWAYS_INLINE int64_t clamped(int64_t number, int64_t most)
+{
+    return number < 0 ? 0 : number < most ? number : most;
+}
+
+/* The steps from `step` on of a sample in a sequence; or that step alone, if they are not joined. */
+ALWAYS_INLINE StepRun run_of_steps(const StepRows *steps, int64_t sequence, int64_t sample,
+                                   int64_t step, int is_joined)
+{
+    StepRun run = {.step = step, .end = is_joined ? steps->run_end[step] : step + 1};
+    int64_t row = sample + steps->offsets[step], length = run.end - step;
+    run.before = clamped(steps->starts[sequence] - row, length);
+    run.behind = clamped(row + length - steps->ends[sequence], length - run.before);
+    run.row = row + run.before, run.inside = length - run.before - run.behind;
+    return run;
 }
