@@ -89,6 +89,9 @@ class ReaderStats:
         Where rows are kept for later epochs, and how many; or why they are not.
     decode
         Where chunks are decoded, ``"host"`` or ``"device"``, and why.
+    open_seconds
+        Time that making the reader took: opening the files, taking memory, starting threads; with
+        helper processes, also their start, in which each imports NumPy and h5py.
     num_threads, workers
         Threads of the pool (0: the consumer does the work), and the option `workers`.
     filters
@@ -134,6 +137,7 @@ class ReaderStats:
     cache: str = "none"
     decode: str = "host"
     broken_images: int = 0
+    open_seconds: float = 0.0
     decoded_nbytes: int = 0
     decoded_per_used: float = 0.0
     read_per_used: float = 0.0

@@ -123,6 +123,7 @@ def _open_kinds(
     joined: dict[str, DatasetLayout] = {}
     for kind in kinds.values():
         joined |= kind.join(facts, config, reach)
+    _check_lengths({name: joined[name] for name in columns if name not in once})
     layouts = with_rows_of_samples(config, joined, once, facts)
     static = static_values(config.static_fields, facts, reach)
     return OpenedDataset(config, layouts, kinds, static)

@@ -45,6 +45,9 @@ class ReaderSetup:
     def open(self, helper: HelperFiller | None) -> None:
         """Open everything, by helper processes if there are any."""
         self.helper = helper
+        if helper is not None:
+            helper.begin()  # meanwhile CuPy is imported here, if there is a GPU
+        self.device = find_device(self.config.device, self.config.pin_memory)
         self._open_dataset()
         self._plan_memory()
         self._open_slots()
@@ -67,7 +70,6 @@ class ReaderSetup:
 
     def _plan_memory(self) -> None:
         config, layouts, samplings = self.config, self.layouts, self.samplings
-        self.device = find_device(config.device, config.pin_memory)
         self.rows = samplings.most_samples()
         self.transforms = slot_transforms(config, layouts, samplings, self.rows)
         leaves = self.is_on_gpu and self.helper is None and config.postprocess is None
