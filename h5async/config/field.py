@@ -215,7 +215,7 @@ class Field(Frozen):
         return self
 
     def _check_categories(self) -> None:
-        if type(self) is not Field or self.per is not None:
+        if type(self) is not Field or self.per == "dataset":
             raise ValueError("categories are of a plain Field, with a value for each sample")
         if self._is_scaled or self.decode_cf or self.axes is not None:
             raise ValueError("codes of categories take no scale, offset, decode_cf or axes")

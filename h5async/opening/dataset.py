@@ -70,8 +70,9 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
     Raises as in `AsyncReader`.
     """
-    fields = {name: field.normalized(name) for name, field in config.batch_fields.items()}
-    if any(one is not config.batch_fields[name] for name, one in fields.items()):
+    given = config.batch_fields | config.static_fields
+    fields = {name: field.normalized(name) for name, field in given.items()}
+    if any(one is not given[name] for name, one in fields.items()):
         config = config.model_copy(update={"fields": fields})
     if config.on_error == "raise" or config.names_index:
         return _open(config, None)
