@@ -1,8 +1,8 @@
 """Forecast the next step of a simulation from the two steps before it.
 
-The files are as The Well has them: (trajectory, time, x, y). ``num_dim=(0, 1)`` says so, one field
-delivers the input steps and another one the target, and no window reaches over the end of a
-trajectory. The speed of the waves is a scalar of each trajectory, and ``per="sequence"`` delivers it
+The files are as The Well has them: (trajectory, time, x, y). ``num_dim=(0, 1)`` says so, one
+field delivers the input steps and another one the target, and no window reaches over the end of a
+trajectory. The speed of waves is a scalar of each trajectory, which ``per="sequence"`` delivers
 with each window. Whole trajectories are held out: a split of single windows would test on steps
 that were trained on. What is learnt is how waves spread: a stencil of 3 x 3 points for each input
 step, and one that is multiplied by the speed.
