@@ -185,9 +185,7 @@ class CudaSlot(DeviceSlot):
         with self._gpu.working("an upload failed"):
             self._uploaded.synchronize()
 
-    def upload(
-        self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
-    ) -> tuple[Any, ...]:
+    def upload(self, outcome: FillOutcome, masks: Sequence[NDArray[Any]] = ()) -> tuple[Any, ...]:
         """Upload on the copy stream; permute, cast and scale in one kernel on the work stream."""
         device = self._device
         staged = {} if outcome.is_resident else self.staged
@@ -229,7 +227,7 @@ class CudaSlot(DeviceSlot):
     def _upload_fields(
         self,
         outcome: FillOutcome,
-        masks: Sequence[NDArray[np.bool_]],
+        masks: Sequence[NDArray[Any]],
         staged: Mapping[int, EncodedPlan],
         stream: Any,
     ) -> list[CudaField | int]:
