@@ -18,6 +18,7 @@ from pydantic import (
 
 from h5async.config import rowparts, values
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
+from h5async.config.hints import hint_for
 from h5async.config.statistics import Statistics
 from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
@@ -243,12 +244,13 @@ class Field(Frozen):
     @classmethod
     def instead_of(cls, name: str, where: Where) -> str:
         """Return what to write for an unknown name: another kind of field may have it."""
-        other = _kind_with(name, cls)
+        other, hint = _kind_with(name, cls), hint_for(name, list(cls.model_fields), where)
         if other is None:
             return super().instead_of(name, where)
-        if where == "keyword" or where == "shell":
-            return f"{other.capitalize()}Field has it"
-        return _instead_of_kind(other, in_file(where))
+        text = f"{other.capitalize()}Field has it"
+        if where in ("toml", "json", "yaml"):
+            text = _instead_of_kind(other, in_file(where))
+        return text if hint is None else f"{text}; {hint}"
 
     @property
     def names_axes(self) -> bool:

@@ -137,6 +137,7 @@ class Engine:
         config, layouts, lengths = setup.config, setup.layouts, setup.samplings.lengths
         readerlog.log_ways(layouts, self._filler.methods)
         readerlog.log_unused_values(layouts)
+        readerlog.log_skipped(config, setup.opened.skipped)
         readerlog.log_memory(
             config,
             setup.cache_text(self._filler.stats()),

@@ -60,9 +60,9 @@ class ReaderSetup:
             found = self.helper.open()
             fields = {name: kind.field for name, kind in found.kinds.items()}
             config = self.config.model_copy(update={"fields": fields})
-            self.opened = OpenedDataset(config, found.layouts, found.kinds, found.static)
-            chosen = found.chosen
-        self.config, self.layouts, self.kinds, self.static = self.opened
+            sent = found.layouts, found.kinds, found.static, found.skipped
+            self.opened, chosen = OpenedDataset(config, *sent), found.chosen
+        self.config, self.layouts, self.kinds, self.static, _ = self.opened
         self.samplings = Samplings(self.config, self.layouts, chosen)
         self.num_samples = self.samplings.selection.size
         self.names = tuple(self.kinds)
