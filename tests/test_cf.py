@@ -365,6 +365,13 @@ def test_each_file_is_unpacked_by_its_own_attributes(tmp_path, several, num_thre
             assert_same_bits(batch.v.copy(), expected[batch.index])
 
 
+def test_scale_and_offset_come_after_the_packing_of_each_file(tmp_path):
+    paths, unpacked = collection(tmp_path, OTHERS)
+    expected = np.concatenate(unpacked).astype("f8") * np.array([0.5, 2.0, 7.0])[:, None] - 3.25
+    field = Field("v", decode_cf=True, dtype="f8", scale=[0.5, 2.0, 7.0], offset=-3.25)
+    assert_same_bits(read(paths, field), expected)
+
+
 @pytest.mark.parametrize("num_threads", [0, 3])
 def test_rows_of_several_files_that_are_cached_keep_their_attributes(tmp_path, num_threads):
     paths, expected = collection(tmp_path, ONES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ def told(**given: Any) -> str:
         "ways": {"data": "core"},
         "num_threads": 2,
         "filters": ("shuffle", "deflate"),
+        "_waits": 10,
     }
     return str(ReaderStats(stage_seconds=stages, **{**values, **given}))
 
@@ -145,7 +147,7 @@ def told(**given: Any) -> str:
     "given",
     [
         {"batches": 0, "elapsed_seconds": 0.0, "wait_seconds": 0.0},
-        {"batches": 1, "elapsed_seconds": 0.0, "wait_seconds": 0.0},
+        {"batches": 1, "_waits": 0, "elapsed_seconds": 0.0, "wait_seconds": 0.0},
         {"stages": {}},
     ],
 )
@@ -448,3 +450,11 @@ def test_of_no_samples_at_all(tmp_path: Path) -> None:
         assert list(reader) == []
         assert reader.stats().batches == 0
         assert "nothing to tell yet" in str(reader.stats())
+
+
+def test_opening_is_timed(path):
+    begin = time.perf_counter()
+    with AsyncReader(hdf5_path=path, device="cpu") as reader:
+        took = time.perf_counter() - begin
+        assert 0 < reader.stats().open_seconds <= took
+        assert reader.stats().as_dict()["open_seconds"] == reader.stats().open_seconds

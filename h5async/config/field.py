@@ -16,8 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from h5async.config import values
+from h5async.config import rowparts, values
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
+from h5async.config.hints import hint_for
 from h5async.config.statistics import Statistics
 from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
@@ -82,6 +83,15 @@ class StepsOptions(TypedDict, total=False):
     """
 
 
+class PartOptions(StepsOptions, total=False):
+    """The keyword-only parameters of `Field`, which other kinds of fields have not all."""
+
+    region: rowparts.RegionLike | None
+    """The part of each row to read: a slice for each dimension, by number or by name if the file
+    names its dimensions. Other dimensions are read whole.
+    """
+
+
 class FieldOptions(StepsOptions, total=False):
     """The parameters of `Field` except its path."""
 
@@ -100,6 +110,10 @@ class FieldOptions(StepsOptions, total=False):
     """A factor, or one per channel (see `channel_dim`), or one per element of a row."""
     offset: ArrayLike | None
     """A number to add after scaling, or several, like `scale`."""
+    categories: bool | Sequence[str | int] | str | None
+    """Deliver strings, or numbers, as int64 codes, whose names `reader.categories` has. True: of
+    all values, in order. A list: of these names. A path: of the names in that dataset of each file.
+    """
     decode_cf: bool
     """Unpack the values by the dataset's own attributes (CF conventions): apply `scale_factor` and
     `add_offset`; replace `_FillValue`, `missing_value` and values outside `valid_range` by NaN.
@@ -107,7 +121,7 @@ class FieldOptions(StepsOptions, total=False):
     """
 
 
-@documented(FieldOptions, StepsOptions)
+@documented(FieldOptions, PartOptions, StepsOptions)
 class Field(Frozen):
     """A dataset, and how its samples are delivered.
 
@@ -134,6 +148,7 @@ class Field(Frozen):
     dtype: values.DType = None
     scale: values.Number | None = None
     offset: values.Number | None = None
+    categories: values.CategoryNames = None
     decode_cf: values.Bool = False
     channel_dim: values.Dimension | None = None
     normalize: Normalize = None
@@ -141,6 +156,7 @@ class Field(Frozen):
     pad: Literal["drop", "edge", "zero"] = "drop"
     pad_mask: values.Name | None = None
     per: Per | None = None
+    region: rowparts.Region = None
 
     def __init__(
         self,
@@ -151,7 +167,7 @@ class Field(Frozen):
         scale: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         decode_cf: bool = False,
-        **others: Unpack[StepsOptions],
+        **others: Unpack[PartOptions],
     ) -> None:
         if num_dim is None:
             first: object = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
@@ -176,7 +192,11 @@ class Field(Frozen):
         if self.per is not None and (self.steps is not None or type(self) is not Field):
             what = "a field of steps" if self.steps is not None else type(self).__name__
             raise ValueError(f"per is for plain fields, and this is {what}; leave it out")
+        if self.per is not None and self.region is not None:
+            raise ValueError("region is for rows of samples, and per says that there are none")
         self._check_axes()
+        if self.categories is not None:
+            self._check_categories()
         if self.normalize is not None and (self.scale is not None or self.offset is not None):
             raise ValueError(
                 "normalize sets scale and offset; leave these out, or compute in postprocess"
@@ -193,6 +213,16 @@ class Field(Frozen):
                 " postprocess"
             )
         return self
+
+    def _check_categories(self) -> None:
+        if type(self) is not Field or self.per == "dataset":
+            raise ValueError("categories are of a plain Field, with a value for each sample")
+        if self._is_scaled or self.decode_cf or self.axes is not None:
+            raise ValueError("codes of categories take no scale, offset, decode_cf or axes")
+        if self.dtype is None:
+            self.__dict__["dtype"] = np.dtype(np.int64)
+        elif self.dtype.kind != "i":
+            raise ValueError(f"codes of categories are signed integers, found dtype={self.dtype}")
 
     def _check_axes(self) -> None:
         of_samples = self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
@@ -214,17 +244,20 @@ class Field(Frozen):
     @classmethod
     def instead_of(cls, name: str, where: Where) -> str:
         """Return what to write for an unknown name: another kind of field may have it."""
-        other = _kind_with(name, cls)
+        other, hint = _kind_with(name, cls), hint_for(name, list(cls.model_fields), where)
         if other is None:
             return super().instead_of(name, where)
-        if where == "keyword" or where == "shell":
-            return f"{other.capitalize()}Field has it"
-        return _instead_of_kind(other, in_file(where))
+        text = f"{other.capitalize()}Field has it"
+        if where in ("toml", "json", "yaml"):
+            text = _instead_of_kind(other, in_file(where))
+        return text if hint is None else f"{text}; {hint}"
 
     @property
     def names_axes(self) -> bool:
-        """Whether `axes` has names, or `channel_dim` is one."""
-        return any(isinstance(axis, str) for axis in (*(self.axes or ()), self.channel_dim))
+        """Whether dimensions are given by name, except that of the samples."""
+        region = [one.dimension for one in self.region or ()]
+        named = *(self.axes or ()), self.channel_dim, *region
+        return any(isinstance(axis, str) for axis in named)
 
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:
@@ -327,6 +360,13 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
                 f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
                 " another name"
             )
+        if getattr(field, "pack", None) is not None:
+            several = {f"{name}_documents", f"{name}_positions"} & {*fields, *masks}
+            if several:
+                raise ValueError(
+                    f"{name}: pack delivers {several.pop()!r}, which there is already; choose"
+                    " another name"
+                )
     check_names([*fields, *masks])
     return fields
 

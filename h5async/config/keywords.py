@@ -89,8 +89,8 @@ class ReaderOptions(TypedDict, total=False):
     """
     weights: WeightsLike | None
     """Draw samples with replacement, in proportion to these weights: an array, or the path of a
-    dataset in the file, with a number per sample; `balanced`: all labels are equally frequent; or a
-    mapping of files to numbers.
+    dataset in the file, with a number per sample; `balanced`: all labels are equally frequent, or
+    `balanced:NAME`, all values of that field or dataset; or a mapping of files to numbers.
     """
     epoch_samples: Integer | None
     """The number of samples in an epoch. Epochs go on where the one before has ended, in one order
@@ -134,6 +134,16 @@ class ReaderOptions(TypedDict, total=False):
     """
     postprocess_fields: Sequence[str] | None
     """Names of the arrays that `postprocess` returns, in order, if these are not the fields."""
+    on_error: Literal["raise", "skip"]
+    """What becomes of samples and files that are damaged, and of files that are missing. `raise`:
+    the reader raises an error. `skip`: such samples are left out of their batches, and such files
+    out of the dataset; `reader.skipped` lists them.
+    """
+    max_skipped: Integer | float | None
+    """With `on_error=skip`: the maximum number of samples of an epoch that are left out, or their
+    maximum share, a float up to 1.0; of each rank's part. Beyond it, the reader raises an error.
+    Files do not count.
+    """
     timeout: float | None
     """Maximum seconds that `get_next_batch()` waits, up to 1,000,000,000."""
     max_batch_bytes: SizeLike | None

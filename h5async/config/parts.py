@@ -55,9 +55,9 @@ class SplitOptions(TypedDict, total=False):
     seed: Integer
     """Another seed makes other parts."""
     by: DatasetPath | None
-    """Path of a dataset: samples with the same value there stay together."""
+    """Name of a field, or path of a dataset: samples with the same value stay together."""
     stratify: DatasetPath | None
-    """Path of a dataset: each part has its share of the samples of each value."""
+    """Name of a field, or path of a dataset: each part has its share of each value's samples."""
 
 
 @documented(SplitOptions)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from h5async.deliver.gpu import Gpu
 from h5async.plan.transform import RowTransform
-from h5async.samples.samplearrays import EXACT, OPTIONS
+from h5async.samples.samplearrays import exact_kernel
 
 # Per sample; with more, neighbouring threads read too far apart.
 _MAX_PLANES = 16
@@ -60,35 +60,31 @@ class Kernels:
         source = Path(__file__).with_name("kernels.cu").read_text()
         module = cupy.RawModule(code=source, options=("-std=c++17",))
         self._function = functools.cache(module.get_function)
-        kernel = partial(cupy.ElementwiseKernel, options=OPTIONS, preamble=EXACT)
-        self._move = kernel(
-            _PLANES_PARAMETERS,
-            "raw T delivered",
-            _PLANES.format(value=_STORED),
-            "h5async_planes",
-        )
+        kernel = partial(exact_kernel, cupy)
+        parameters = f"{_PLANES_PARAMETERS}, raw T scale, raw T offset"
+        scaled = _scaled(_STORED, "scale[c]", "offset[c]")
+        delivered = "raw T delivered"
+        self._move = kernel(_PLANES_PARAMETERS, delivered, _PLANES.format(value=_STORED), "planes")
         self._move_scaled = kernel(
-            f"{_PLANES_PARAMETERS}, raw T scale, raw T offset",
-            "raw T delivered",
-            _PLANES.format(value=_scaled(_STORED, "scale[c]", "offset[c]")),
-            "h5async_planes_scaled",
+            parameters, delivered, _PLANES.format(value=scaled), "planes_scaled"
         )
-        self._scale = kernel(
-            "S stored, T scale, T offset",
-            "T delivered",
-            f"delivered = {_scaled('h5async_to<T>(stored)', 'scale', 'offset')}",
-            "h5async_scale",
-        )
-        self._cast = kernel(
-            "S stored", "T delivered", "delivered = h5async_to<T>(stored)", "h5async_cast"
-        )
+        scaled = _scaled("h5async_to<T>(stored)", "scale", "offset")
+        parameters = "S stored, T scale, T offset"
+        self._scale = kernel(parameters, "T delivered", f"delivered = {scaled}", "scale")
+        cast = "delivered = h5async_to<T>(stored)"
+        self._cast = kernel("S stored", "T delivered", cast, "cast")
 
     def row_change(self, transform: RowTransform) -> RowChange:
         """Return what does a transform of rows on the device, in one kernel."""
         channels = transform.channels
         is_scaled = transform.scale is not None or transform.offset is not None
         factors = _factors(transform) if is_scaled else ()
-        if not channels or channels > _MAX_PLANES or not _is_plain(transform):
+        # C casts these stored types to the delivered ones as CuPy and NumPy do.
+        is_plain = all(
+            dtype.kind in "iuf" and dtype != np.float16
+            for dtype in (transform.raw_dtype, transform.dtype)
+        )
+        if not channels or channels > _MAX_PLANES or not is_plain:
             # At least 1-dimensional: CuPy turns a 0-dimensional -0.0 into 0.0.
             whole = tuple(self._on_device(np.atleast_1d(factor)) for factor in factors)
             return RowChange(partial(self._change, transform.permutation, whole), False)
@@ -134,7 +130,7 @@ class Kernels:
     def _change_planes(
         self, channels: int, factors: tuple[Any, ...], raw: Any, index: Any, out: Any
     ) -> None:
-        points = out.size // (channels * len(out))
+        points = out.size // max(1, channels * len(out))
         if points:
             kernel = self._move_scaled if factors else self._move
             arguments = raw.reshape(-1), index, points, channels, *factors, out.reshape(-1)
@@ -152,26 +148,16 @@ def _factors(transform: RowTransform) -> tuple[NDArray[Any], NDArray[Any]]:
     return scale, offset
 
 
-def _is_plain(transform: RowTransform) -> bool:
-    """Tell whether C casts the stored type to the delivered one as CuPy and NumPy do."""
-    return all(
-        dtype.kind in "iuf" and dtype != np.float16
-        for dtype in (transform.raw_dtype, transform.dtype)
-    )
+def can_transform(transform: RowTransform) -> bool:
+    """Tell whether a GPU transforms rows with exactly the host's result.
 
-
-def needs_host(transform: RowTransform) -> bool:
-    """Tell whether rows have to be transformed on the host, to be delivered on a GPU.
-
-    That is so if the GPU would not give exactly the host's result. It has no foreign byte order,
-    casts values out of an integer's range to other integers, and rounds twice on the way to float16
-    values that float32 does not hold exactly. Complex numbers were not examined.
+    It has no foreign byte order, casts values out of an integer's range to other integers, and
+    rounds twice on the way to float16 values that float32 does not hold exactly. Complex numbers
+    were not examined.
     """
-    return not (transform.is_identity or _gpu_can(transform))
-
-
-def _gpu_can(transform: RowTransform) -> bool:
     raw, dtype = transform.raw_dtype, transform.dtype
+    if transform.is_identity:
+        return True
     if transform.text or transform.cf is not None:
         return False
     if raw == dtype or (raw == np.uint8 and dtype == np.bool_):

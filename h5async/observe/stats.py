@@ -89,12 +89,17 @@ class ReaderStats:
         Where rows are kept for later epochs, and how many; or why they are not.
     decode
         Where chunks are decoded, ``"host"`` or ``"device"``, and why.
+    open_seconds
+        Time that making the reader took: opening the files, taking memory, starting threads; with
+        helper processes, also their start, in which each imports NumPy and h5py.
     num_threads, workers
         Threads of the pool (0: the consumer does the work), and the option `workers`.
     filters
         Names of the filters of all fields.
     broken_images
         Images that were replaced because they cannot be decoded; see `ImageField`.
+    skipped
+        Damaged samples that were left out of batches, with ``on_error="skip"``.
     epoch
         The requested epoch; None means all.
     first_batch
@@ -134,6 +139,8 @@ class ReaderStats:
     cache: str = "none"
     decode: str = "host"
     broken_images: int = 0
+    skipped: int = 0
+    open_seconds: float = 0.0
     decoded_nbytes: int = 0
     decoded_per_used: float = 0.0
     read_per_used: float = 0.0
@@ -144,7 +151,7 @@ class ReaderStats:
     _least_read: float = 0.0
     _h5py_per_used: float = 0.0
     _encoded_share: float = 0.0  # of the bytes read: those of decoded chunks
-    _waits: int | None = None  # None: one fewer than batches
+    _waits: int = 0  # for batches whose time is known
     _advice: ChunkAdvice = field(default=ChunkAdvice(), compare=False)
     _moment: object = field(default=None, compare=False)  # where statistics since these begin
 
@@ -161,9 +168,9 @@ class ReaderStats:
     @property
     def headroom(self) -> float:
         """How many times faster the reader could deliver than the consumer takes batches."""
-        if self._intervals < 1 or not self.busy_seconds:
+        if not self._waits or not self.busy_seconds:
             return 1.0
-        interval = self.elapsed_seconds / self._intervals
+        interval = self.elapsed_seconds / self._waits
         return interval * max(1, self.num_threads) / (self.busy_seconds / self.batches)
 
     @property
@@ -177,13 +184,8 @@ class ReaderStats:
         return spelled(reader_sentence(self), as_keyword)
 
     @property
-    def _intervals(self) -> int:
-        """Number of batches whose time is known."""
-        return max(0, self.batches - 1) if self._waits is None else self._waits
-
-    @property
     def _says_something(self) -> bool:
-        return self._intervals > 0 and self.batches > 0 and self.busy_seconds > 0
+        return self._waits > 0 and self.batches > 0 and self.busy_seconds > 0
 
     @property
     def _span(self) -> str:
@@ -194,7 +196,12 @@ class ReaderStats:
 
     @property
     def _amount(self) -> str:
-        return f"{counted(self.batches, 'batch', 'batches')}, {counted(self.samples, 'sample')}"
+        left_out = f" ({self.skipped:,} more skipped)" if self.skipped else ""
+        batches, samples = (
+            counted(self.batches, "batch", "batches"),
+            counted(self.samples, "sample"),
+        )
+        return f"{batches}, {samples}{left_out}"
 
     def __str__(self) -> str:
         return spelled(loop_sentence(self), as_keyword)

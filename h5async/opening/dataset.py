@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.config.files import FileName, is_index
-from h5async.errors import ConfigError, DatasetError, taking_memory
+from h5async.errors import (
+    ConfigError,
+    DamagedError,
+    DatasetError,
+    ReadError,
+    Skipped,
+    taking_memory,
+)
 from h5async.index.composition import aligned
 from h5async.index.contents import Grouping
 from h5async.index.hdf5 import OtherKindError
@@ -47,13 +54,15 @@ class OpenedDataset(NamedTuple):
     """An open dataset.
 
     `config` is the options with the kinds of all fields; `layouts` are by column name, in order;
-    `kinds` are by field name; so are the `static` values of the whole dataset.
+    `kinds` are by field name; so are the `static` values of the whole dataset. The files `skipped`
+    were left out.
     """
 
     config: ReaderConfig
     layouts: dict[str, DatasetLayout]
     kinds: dict[str, FieldKind]
     static: dict[str, Any]
+    skipped: tuple[Skipped, ...] = ()
 
 
 def open_dataset(config: ReaderConfig) -> OpenedDataset:
@@ -61,9 +70,27 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
     Raises as in `AsyncReader`.
     """
-    fields = {name: field.normalized(name) for name, field in config.batch_fields.items()}
-    if any(one is not config.batch_fields[name] for name, one in fields.items()):
+    given = config.batch_fields | config.static_fields
+    fields = {name: field.normalized(name) for name, field in given.items()}
+    if any(one is not given[name] for name, one in fields.items()):
         config = config.model_copy(update={"fields": fields})
+    if config.on_error == "raise" or config.names_index:
+        return _open(config, None)
+    files, failed = config.files, dict[FileName, Exception]()
+    for file in files:  # the first good one says what the fields are
+        try:
+            _open(config.model_copy(update={"hdf5_path": file, "index_cache": False}), None)
+            break
+        except (DamagedError, DatasetError) as error:
+            failed[file] = error
+            if len(failed) == len(files):
+                raise failed[files[0]] from None
+    left = tuple(file for file in files if file not in failed)
+    return _open(config.model_copy(update={"hdf5_path": left}), failed)
+
+
+def _open(config: ReaderConfig, failed: dict[FileName, Exception] | None) -> OpenedDataset:
+    """Open a dataset; files that cannot be read are added to `failed`, if given, and left out."""
     reach = reach_of(config)
     grouping = grouping_of(config, reach)
     indices: dict[FileName, NamedIndex] = {
@@ -73,14 +100,14 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
     try:
         if not indices and not any(kind.is_ragged for kind in kinds.values()):
             try:
-                return _open_kinds(config, kinds, reach, grouping, indices)
+                return _open_kinds(config, kinds, reach, grouping, indices, failed)
             except OtherKindError:  # the kinds were not given
                 found, kinds = with_kinds(config, reach, grouping, indices)
                 if found is config:
                     raise
         else:
             found, kinds = with_kinds(config, reach, grouping, indices)
-        return _open_kinds(found, kinds, reach, grouping, indices)
+        return _open_kinds(found, kinds, reach, grouping, indices, failed)
     except DatasetError as error:
         other = unlike(config, reach, grouping)
         if other is None:
@@ -94,13 +121,22 @@ def _open_kinds(
     reach: Reach,
     grouping: Grouping | None,
     indices: Mapping[FileName, NamedIndex],
+    failed: dict[FileName, Exception] | None,
 ) -> OpenedDataset:
     """Open a dataset whose fields are of these kinds; `OtherKindError` if one is not."""
     _check_ragged(config, kinds)
     needs = needs_of(kinds, grouping, config)
 
     def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
-        return read_known(path, {name: needs[name] for name in names}, reach, grouping)
+        try:
+            return read_known(path, {name: needs[name] for name in names}, reach, grouping)
+        except (DamagedError, DatasetError) as error:
+            if isinstance(error, ReadError):
+                error.filename = error.filename or str(path)
+            if failed is None or isinstance(error, OtherKindError):
+                raise
+            failed[path] = error
+            return {}
 
     wanted = {name: need.wanted for name, need in needs.items()}
     several = known_of_files(config.files, wanted, read, reach, config.index_cache, indices)
@@ -109,8 +145,16 @@ def _open_kinds(
     facts: dict[str, list[DatasetLayout]] = {name: [] for name in needs}
     tell = on_indexed.get()
     for number, known in enumerate(several, 1):
+        if not known:  # it was left out
+            continue
         layouts = aligned({name: known[name] for name in columns if name not in once})
-        _check_lengths(layouts)
+        try:
+            _check_lengths(layouts)
+        except DatasetError as error:
+            if failed is None:
+                raise
+            failed[config.files[number - 1]] = error
+            continue
         for name, layout in (known | layouts).items():
             facts[name].append(layout)
         if number == 1 < len(config.files) and not indices:
@@ -122,9 +166,14 @@ def _open_kinds(
     joined: dict[str, DatasetLayout] = {}
     for kind in kinds.values():
         joined |= kind.join(facts, config, reach)
+    _check_lengths({name: joined[name] for name in columns if name not in once})
+    if failed:
+        files = tuple(file for file in config.files if file not in failed)
+        config = config.model_copy(update={"hdf5_path": files})
     layouts = with_rows_of_samples(config, joined, once, facts)
     static = static_values(config.static_fields, facts, reach)
-    return OpenedDataset(config, layouts, kinds, static)
+    skipped = (Skipped(str(file), None, None, str(one)) for file, one in (failed or {}).items())
+    return OpenedDataset(config, layouts, kinds, static, tuple(skipped))
 
 
 def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:
@@ -171,12 +220,12 @@ class Samplings:
         layouts: Mapping[str, DatasetLayout],
         chosen: Chosen | None = None,
     ) -> None:
-        self._config = config
-        self._layouts = list(layouts.values())
+        self.config, self.layouts = config, layouts
+        self._first = next(iter(layouts.values()))
         self._made: dict[OrderKey, Sampling] = {}
         found = choose(config, layouts) if chosen is None else chosen
         self.selection, weights, self.sequences, self._possible, self.offsets = found
-        count = self._layouts[0].sample_count
+        count = self._first.sample_count
         self._all_are_possible = self._possible.is_prefix and self._possible.size == count
         steps = step_rows(config.batch_fields, self.sequences)
         spans = spans_of(layouts, steps)
@@ -187,7 +236,7 @@ class Samplings:
         self.epoch_samples = self.selection.size and (config.epoch_samples or self.selection.size)
         self.has_passes = self.epoch_samples != self.selection.size and self.draws is None
         if config.sampler is not None:
-            check = partial(self.check, where=f"{self._layouts[0].file}: sampler")
+            check = partial(self.check, where=f"{self._first.file}: sampler")
             sizes = count, config.batch_size, config.epoch_samples
             self.sampler = SamplerOrder(config.sampler, *sizes, check)
             self.epoch_samples, self.has_passes = self.sampler.size, False
@@ -227,7 +276,7 @@ class Samplings:
         """Return the order of samples, and its distribution over ranks and batches."""
         found = self._made.get(order)
         if found is None:
-            what = f"{self._layouts[0].file}: the order of samples"
+            what = f"{self._first.file}: the order of samples"
             with taking_memory(what, f"use {named('shuffle', 'full')}"):
                 found = self._new(*order)
             # The others nearly always belong to past epochs.
@@ -241,11 +290,11 @@ class Samplings:
         if is_drawn or self.selection.has_repeats:
             return NO_LIMIT
         # A batch may begin in one pass and end in another one.
-        return 2 + self._config.batch_size // self.selection.size if self.has_passes else 1
+        return 2 + self.config.batch_size // self.selection.size if self.has_passes else 1
 
     def most_samples(self) -> int:
         """Return the maximum number of samples in a batch of an epoch."""
-        most = min(self._config.batch_size, max(1, self.epoch_samples))
+        most = min(self.config.batch_size, max(1, self.epoch_samples))
         if self.lengths is None:
             return most
         return self.lengths.most_samples(self.selection, most, times=self._times)
@@ -270,11 +319,11 @@ class Samplings:
         return min(most, max(self.lengths.values, int(own.max(initial=0))))
 
     def _new(self, rank: int, world_size: int, *resumed: int) -> Sampling:
-        size, lengths = self._config.batch_size, self.lengths
+        size, lengths = self.config.batch_size, self.lengths
         dealing = self._dealing(rank, world_size, size)
         if lengths is None:
             begun_by_window = None
-            if resumed and self._config.shuffle == "window":
+            if resumed and self.config.shuffle == "window":
                 begun_by_window = resumed[0], self._window(*resumed[1:3])
             return Sampling(**dealing, resumed=begun_by_window)
         begun = None
@@ -287,13 +336,13 @@ class Samplings:
         return SamplingByLength(**dealing, lengths=lengths, begun=begun)
 
     def _dealing(self, rank: int, world_size: int, batch_size: int) -> dict[str, Any]:
-        is_window = self._config.shuffle == "window"
+        is_window = self.config.shuffle == "window"
         return {
             "num_samples": self.epoch_samples,
             "batch_size": batch_size,
-            "shuffle": self._config.shuffle,
-            "seed": self._config.seed,
-            "drop_last": self._config.drop_last,
+            "shuffle": self.config.shuffle,
+            "seed": self.config.seed,
+            "drop_last": self.config.drop_last,
             "order": self._window(batch_size, world_size) if is_window else self.sampler,
             "draws": self.draws,
             "offsets": self.offsets,
@@ -304,9 +353,9 @@ class Samplings:
         }
 
     def _window(self, batch_size: int, world_size: int) -> Order:
-        config = self._config
+        config = self.config
         return window_order(
-            self._layouts,
+            list(self.layouts.values()),
             config.window_bytes,
             config.seed,
             batch_size,

@@ -13,6 +13,8 @@ a layout: also names and shapes, whose values lie in memory. What a `Wanted` of 
 `SHAPE`                   the shape of the sparse matrix at its path
 `TEXTS`                   the names of the columns of the sparse matrix at its path
 `CATEGORIES`, `NULLABLE`  what the codes of a column stand for; that a column has a mask
+`LABELS`, `LABEL_NAMES`   the values as codes; what these stand for. Both may be followed by the
+                          path of the names
 ========================  ======================================================================
 """
 
@@ -31,7 +33,7 @@ from h5async.index.composition import join_groups
 from h5async.index.contents import Grouping
 from h5async.index.groupfields import Column, category_names, index_of_table, names_beside
 from h5async.index.hdf5 import OtherKindError
-from h5async.index.layout import DatasetLayout
+from h5async.index.layout import DatasetLayout, SequenceLengths
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts
 from h5async.index.savedindex import Wanted
@@ -39,10 +41,13 @@ from h5async.io.stores import absolute_name, settled_stamp
 from h5async.opening.filevalues import categories_of, column_at, small_values
 from h5async.opening.oncefields import read_once, wanted_once
 from h5async.opening.raggedcolumns import heap_layout, sparse_rows, with_spans
+from h5async.read.whole import read_whole
 from h5async.samples.assembly import field_kinds
 from h5async.samples.fieldkind import (
     CATEGORIES,
     HEAP,
+    LABEL_NAMES,
+    LABELS,
     NULLABLE,
     ROWS,
     SHAPE,
@@ -56,6 +61,7 @@ from h5async.spelling import name_text, named
 from h5async.system.interruptions import suppressing
 
 _MOST_NAMES = 1 << 24
+LABEL_KINDS = (LABELS, LABEL_NAMES)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,12 +84,13 @@ def needs_of(
     found: dict[str, Need] = {}
     groups = "" if grouping is None else str(grouping)
     for name, kind in (*kinds.items(), *field_kinds(config.static_fields).items()):
-        if kind.field.per is not None:
-            found[name] = Need(kind, wanted_once(kind.field, config, groups))
-            continue
         several = {name: Wanted.of(kind.field)} | kind.facts()
+        once = None if kind.field.per is None else wanted_once(kind.field, config, groups)
         for at, wanted in several.items():
-            found[at] = Need(kind, wanted._replace(groups=groups))
+            own = wanted._replace(groups=groups)
+            if once is not None:  # its values, or codes that are made of them
+                own = once._replace(kind=f"{once.kind} {wanted.kind}".rstrip())
+            found[at] = Need(kind, own)
     return found
 
 
@@ -111,15 +118,20 @@ def read_known(
         found |= read_layouts(path, plain, reach, grouping, may_be_codes=has_codes)
     once = {name: need.wanted for name, need in needs.items() if need.kind.field.per is not None}
     if once:
-        found |= read_once(path, once, reach, grouping)
+        found |= _read_once(path, once, reach, grouping)
     rest = {n: need for n, need in needs.items() if need.wanted.kind and n not in once}
     if not rest:
         return found
+    prefixes = [""]
+    if grouping is not None:
+        with open_index(path) as file:
+            prefixes = [f"{group}/" for group in grouping.find(path, file, reach)]
+    labels = {n: need for n, need in rest.items() if need.wanted.kind.startswith(LABEL_KINDS)}
+    found |= _read_labels(path, prefixes, labels, reach)
+    rest = {name: need for name, need in rest.items() if name not in labels}
+    several = [_read_below(path, prefix, rest, reach) for prefix in prefixes]
     if grouping is None:
-        return found | _read_below(path, "", rest, reach)
-    with open_index(path) as file:
-        groups = grouping.find(path, file, reach)
-    several = [_read_below(path, f"{group}/", rest, reach) for group in groups]
+        return found | several[0]
     for name, need in rest.items():
         parts = [one[name] for one in several]
         if need.wanted.kind in (SHAPE, TEXTS):
@@ -165,6 +177,84 @@ def _read_below(
             flat = _flat_layout(name, at, path, reach)
             found[name] = with_spans(flat, kind, prefix + offsets, path, reach)
     return found
+
+
+def _read_labels(
+    path: FileName, prefixes: Sequence[str], needs: Mapping[str, Need], reach: Reach
+) -> dict[str, DatasetLayout]:
+    """Read values as codes, and what these stand for, of all groups of a file together."""
+    found: dict[str, DatasetLayout] = {}
+    made: dict[tuple[str, str], dict[str, DatasetLayout]] = {}
+    for name, need in needs.items():
+        kind, _, names_at = need.wanted.kind.partition(" ")
+        key = need.wanted.path, names_at
+        if key not in made:
+            made[key] = _labels(path, prefixes, *key, reach)
+        found[name] = made[key][kind]
+    return found
+
+
+def _read_once(
+    path: FileName, needs: Mapping[str, Wanted], reach: Reach, grouping: Grouping | None
+) -> dict[str, DatasetLayout]:
+    """Read what sequences or files have once: values, or codes of values."""
+    plain = {
+        name: wanted._replace(kind=wanted.kind.partition(" ")[0]) for name, wanted in needs.items()
+    }
+    found = read_once(path, plain, reach, grouping)
+    for name, wanted in needs.items():
+        _, mark, labels = wanted.kind.partition(" ")
+        if mark:
+            kind, _, names_at = labels.partition(" ")
+            values = read_whole(found[name], reach)
+            found[name] = _codes(path, wanted.path, values, names_at, reach)[kind]
+    return found
+
+
+def _labels(
+    path: FileName, prefixes: Sequence[str], at: str, names_at: str, reach: Reach
+) -> dict[str, DatasetLayout]:
+    several = [small_values(path, prefix + at, _MOST_NAMES, reach) for prefix in prefixes]
+    found = _codes(path, at, np.concatenate(several), names_at, reach)
+    if prefixes != [""]:
+        held = np.array([one.size for one in several], np.int64)
+        found[LABELS] = found[LABELS].changed(sequences=SequenceLengths(held, held))
+    return found
+
+
+def _codes(
+    path: FileName, at: str, values: NDArray[Any], names_at: str, reach: Reach
+) -> dict[str, DatasetLayout]:
+    """Return values as codes, and what these stand for."""
+    where = f'{path}: dataset "{at}"'
+    if values.dtype.kind not in "biuSUO":
+        raise DatasetError(
+            f"{where} holds {values.dtype}; categories are made of strings, integers or bools"
+        )
+    own, codes = np.unique(values, return_inverse=True)
+    codes = codes.reshape(-1)
+    names = category_names(own)
+    if names_at:
+        given = category_names(small_values(path, names_at, _MOST_NAMES, reach))
+        of_codes = values.dtype.kind in "iu" and not any(isinstance(n, int) for n in given)
+        position = {name: number for number, name in enumerate(given)}
+        if of_codes:
+            position = {number: number for number in range(-1, len(given))}
+        missing = [name for name in names if name not in position]
+        if missing:
+            raise DatasetError(
+                f'{where} holds {missing[0]!r}, and dataset "{names_at}" has'
+                f" {f'{len(given):,} names' if of_codes else 'no such name'}"
+            )
+        codes = np.array([position[name] for name in names], np.int64)[codes]
+        names = given
+    narrow = codes.astype(np.min_scalar_type(-max(1, len(names))))
+    of_names = (
+        _texts_layout(path, at, names, reach)
+        if any(isinstance(name, str) for name in names)
+        else _in_memory(path, at, np.array(names), reach)
+    )
+    return {LABELS: _in_memory(path, at, narrow, reach), LABEL_NAMES: of_names}
 
 
 def _flat_layout(name: str, at: str, path: FileName, reach: Reach) -> DatasetLayout:

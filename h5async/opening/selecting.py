@@ -5,6 +5,7 @@ Options and layouts enter; `Chosen` leaves: a table of sequences, a selection, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -313,7 +314,7 @@ class _Selecting:
             return None
         if path == "sequence":
             return self._sequences.numbers(samples)
-        return self._in_files.classes(named("indices"), path)[samples]
+        return self._classes(named("indices"), path)[samples]
 
     def weights(self, selection: Selection) -> NDArray[np.float64] | None:
         """Return the weight of each position of a selection; None if there are no weights."""
@@ -324,8 +325,8 @@ class _Selecting:
             samples = selection.samples(np.arange(selection.size))
             if isinstance(weights, Mapping):
                 found = self._of_files(weights, samples)
-            elif weights == "balanced":
-                labels = self._labels()[samples]
+            elif isinstance(weights, str) and weights.partition(":")[0] == "balanced":
+                labels = self._classes(named("weights"), weights.partition(":")[2])[samples]
                 _, numbers, counts = np.unique(labels, return_inverse=True, return_counts=True)
                 found = 1 / counts[numbers.reshape(-1)]
             else:
@@ -370,25 +371,34 @@ class _Selecting:
         each = np.array(list(given.values()), np.float64) / np.maximum(counts, 1)
         return np.asarray(each[chosen])
 
-    def _labels(self) -> NDArray[Any]:
-        if "labels" not in self._layouts:
+    def _classes(self, option: str, name: str) -> NDArray[Any]:
+        """Return a value per sample of the dataset, equal for samples of one class.
+
+        `name` is that of a field, or the path of a dataset; by default, of the field of labels.
+        """
+        found = name or "labels"
+        if found not in self._layouts:
+            if name:
+                return self._in_files.classes(option, name)
             raise ConfigError(
                 f'{named("weights", "balanced")} needs labels: name one of the fields "labels", or'
-                " give weights as an array"
+                f" write {named('weights', 'balanced:NAME')} with the name of another one, or the"
+                " path of a dataset; or give weights as an array"
             )
-        values = self._in_files
-        column = self._config.batch_fields["labels"].path.removesuffix("/codes")
-        if len(values.files()) > 1 and values.is_categorical(column):
-            return values.classes(named("weights"), column)  # codes differ from file to file
-        layout = self._layouts["labels"]
+        values, field = self._in_files, self._config.batch_fields[found]
+        column = field.path.removesuffix("/codes")
+        if field.categories is None and len(values.files()) > 1 and values.is_categorical(column):
+            return values.classes(option, column)  # codes differ from file to file
+        layout = self._layouts[found]
         if layout.heaps and any(heap.elements.form.is_text for heap in layout.heaps):
-            return values.of_samples(named("weights"), column)
-        if layout.is_ragged:
+            return values.of_samples(option, column)
+        if layout.is_ragged or math.prod(layout.row_shape) != 1:
+            of_one = "differing numbers" if layout.is_ragged else f"{math.prod(layout.row_shape):,}"
             raise ConfigError(
-                f"{named('weights', 'balanced')} needs labels with one value for each sample, and"
-                f' those of "{column}" have differing numbers of them; give weights as an array'
+                f"{option} needs one value for each sample, and {found!r} has {of_one} of them;"
+                " name another field or dataset, or give an array"
             )
-        return read_whole(layout, values.reach)
+        return read_whole(layout, values.reach).reshape(-1)
 
 
 def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:

@@ -18,10 +18,9 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
-import numpy as np
 
 from h5async import errors
-from h5async.errors import H5AsyncError, ReadError
+from h5async.errors import H5AsyncError, ReadError, Skipped
 from h5async.fill.outcomes import FillerStats, Recorded
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout, HeapFile
@@ -58,6 +57,7 @@ class Opened(NamedTuple):
     chosen: Chosen
     kinds: dict[str, FieldKind]  # of the fields, by name
     static: dict[str, Any]  # of the whole dataset, by field
+    skipped: tuple[Skipped, ...] = ()  # files
 
     def check_same(self, now: Opened, found: str = _FOUND) -> None:
         """Raise ReadError if a new helper found other files or samples than the first one.
@@ -150,33 +150,21 @@ class Record(NamedTuple):
     max_events: int
 
 
-class Inside(NamedTuple):
-    """A C-contiguous array in a slot, `begin` bytes from the start of one of its blocks.
-
-    These are the arrays of `SlotMemory.out`, then those of `SlotSpecs.made`.
-    """
-
-    block: int
-    begin: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
 class SentField(NamedTuple):
-    """The positions of the arrays of a field of a batch; other attributes as in `SampleArrays`.
+    """The places of the arrays of a field of a batch; other attributes as in `SampleArrays`.
 
     `kind` is their class; None for a single array.
     """
 
     kind: type[SampleArrays] | None
-    parts: tuple[Inside | ArraySpec, ...]
+    parts: tuple[ArraySpec, ...]
     sample_shape: tuple[int | None, ...]
 
 
 class Answer(NamedTuple):
     """The outcome of a request; with `stats` of the helper's filler so far.
 
-    `is_resident`, `busy_seconds`, `warnings` and `names` are those of `FillOutcome`.
+    `is_resident`, `busy_seconds`, `warnings`, `names` and `skipped` are those of `FillOutcome`.
     """
 
     request: tuple[Any, ...]  # the `FillRequest`
@@ -188,6 +176,7 @@ class Answer(NamedTuple):
     busy_seconds: float
     warnings: tuple[str, ...]
     names: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
     stats: FillerStats
     recorded: Sequence[Recorded] = ()  # since the last answer
 

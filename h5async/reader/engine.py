@@ -76,7 +76,8 @@ class Engine:
             what = f"{paths_text(self.setup.config.hdf5_path)} cannot be opened"
             with taking_memory(what, _REMEDY):
                 self._open()
-            self._log(time.perf_counter() - begin)
+            self._open_seconds = time.perf_counter() - begin
+            self._log(self._open_seconds)
             self.ring.check_open()  # exit handlers may have closed it meanwhile
         finally:
             self.has_opened.set()
@@ -88,12 +89,9 @@ class Engine:
 
             helper = self.filler = HelperFiller(setup.config)
         setup.open(helper)
-        config, samplings = setup.config, setup.samplings
-        self.position = ReaderPosition(config, setup.layouts, samplings, self.ring)
-        kept_nbytes = max(1, config.num_helpers) * sum(setup.memory_plan.kept_nbytes)
-        self.counts = ReaderCounts(
-            config, setup.layouts, samplings.rows, samplings.selection, kept_nbytes
-        )
+        self.position = ReaderPosition(setup.samplings, self.ring)
+        kept_nbytes = max(1, setup.config.num_helpers) * sum(setup.memory_plan.kept_nbytes)
+        self.counts = ReaderCounts(setup.samplings, kept_nbytes)
         delivery = Delivery(setup, self.ring, self.position, self.counts, self._recorder)
         self.delivery = delivery
         calls = Calls(
@@ -139,6 +137,7 @@ class Engine:
         config, layouts, lengths = setup.config, setup.layouts, setup.samplings.lengths
         readerlog.log_ways(layouts, self._filler.methods)
         readerlog.log_unused_values(layouts)
+        readerlog.log_skipped(config, setup.opened.skipped)
         readerlog.log_memory(
             config,
             setup.cache_text(self._filler.stats()),
@@ -209,11 +208,6 @@ class Engine:
 
     # --- what it does -----------------------------------------------------------------------------
 
-    @property
-    def epoch_nbytes(self) -> int:
-        """Decoded bytes of an epoch."""
-        return self.counts.epoch_nbytes(self.position.epoch_samples)
-
     def stats(self, since: ReaderStats | None = None, epoch: int | None = None) -> ReaderStats:
         """Return statistics, as `AsyncReader.stats`."""
         setup, done = self.setup, self._filler.stats()
@@ -226,6 +220,7 @@ class Engine:
             workers=setup.config.workers,
             cache=setup.cache_text(done),
             decode=setup.device_policy.sentence,
+            open_seconds=self._open_seconds,
         )
 
     @passing()
@@ -251,7 +246,8 @@ class Engine:
             ["device", f"{setup.device.name}, {threads} thread{'s' * (threads != 1)}"],
         ]
         try:
-            facts.append(["decoded", f"{size_text(self.epoch_nbytes)} an epoch"])
+            nbytes = self.counts.epoch_nbytes(self.position.epoch_samples)
+            facts.append(["decoded", f"{size_text(nbytes)} an epoch"])
             facts.append(["progress", self._progress()])
         except ConfigError:  # launchers contradict each other, and no batch was requested yet
             facts.append(["progress", "rank not known"])

@@ -20,19 +20,22 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField, ReaderConfig
 from h5async.core.binding import Core
-from h5async.errors import DatasetError
+from h5async.errors import DamagedError, DatasetError
 from h5async.index.composition import join_layouts, joined_cf
 from h5async.index.datasettable import shared
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
+from h5async.index.room import files_of
 from h5async.index.savedindex import Wanted
 from h5async.io.stamps import FileStamp
+from h5async.order.packing import Packing
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
+from h5async.samples.parts import parts_of_rows
 from h5async.samples.ragged import Ragged, put_padded
 
 Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
-Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # of sample numbers
+Mask = Callable[[NDArray[np.int64]], NDArray[Any]]  # of sample numbers
 Transforms = Sequence[RowTransform]  # of the columns of a field
 CanTransform = Callable[[RowTransform], bool] | None  # of a device; None: the host does everything
 Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
@@ -41,9 +44,10 @@ DecodingWork = Callable[[], bool]  # decodes a sample; returns False if it was b
 INDICES = "\0indices"  # suffix of a field's name: its column of indices
 
 # Kinds of facts, as in `Wanted`: elements of variable length, the rows, the shape and the names of
-# a sparse matrix, what codes of a column stand for, and that a column has a mask.
+# a sparse matrix, what codes of a column stand for, that a column has a mask, values as codes, and
+# what these stand for.
 HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
-CATEGORIES, NULLABLE = "categories", "nullable"
+CATEGORIES, NULLABLE, LABELS, LABEL_NAMES = "categories", "nullable", "labels", "label-names"
 
 
 class Categories(NamedTuple):
@@ -126,7 +130,8 @@ class EncodedBatch(NamedTuple):
 
     `encoded` are their bytes; if they consist of steps, those of the batch's runs. `numbers` are
     the random numbers of `samples` (`plan/crops.py`), if needed. `empty` returns memory for what is
-    decoded: at most `most_nbytes`.
+    decoded: at most `most_nbytes`. `refuse` raises the error of a broken sample; or notes it, and
+    nothing of the batch is delivered.
     """
 
     encoded: Ragged
@@ -134,6 +139,7 @@ class EncodedBatch(NamedTuple):
     numbers: NDArray[np.float64] | None
     empty: Callable[[int], NDArray[np.uint8]]
     most_nbytes: int
+    refuse: Callable[[DamagedError], None]
 
 
 class FieldDecoder(ABC):
@@ -154,6 +160,21 @@ class FieldDecoder(ABC):
                 f" {what}s"
             )
         self._what, self._layout, self._spans = what, layout, rows
+
+    def having(self, error: DamagedError, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples of a batch that have what an error of `broken` is about."""
+        if not isinstance(self._spans, StepSpans):
+            return np.array([error.place], np.int64)
+        runs = np.searchsorted(self._spans.runs(samples), error.place)
+        return samples[self._spans.having(runs, samples)]
+
+    def broken(self, sample: int, what: str) -> DamagedError:
+        """Return the error for one of the dataset's encoded samples."""
+        text = f"{self._where(sample)} {what}"
+        file = file_and_row(self._layout, sample)[0]
+        error = DamagedError(text, filename=file, dataset=self._layout.path)
+        error.place = sample
+        return error
 
     @abstractmethod
     def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
@@ -213,7 +234,7 @@ class FieldKind:
         H5AsyncError if the files do not fit together.
         """
         join = join_layouts if self.field.per is None else join_values
-        layout = join(known[self.name])
+        layout = parts_of_rows(self.field, join(known[self.name]))
         return {self.name: layout if self.field.steps is None else shared(layout)}
 
     def is_same(self, other: FieldKind) -> bool:
@@ -288,6 +309,12 @@ class RaggedKind(FieldKind):
     def __init__(self, name: str, field: Field) -> None:
         super().__init__(name, field)
         self.needs_work = self.is_encoded or self.field.pad_to is not None
+        self._packing: Packing | None = None
+
+    @property
+    def _length(self) -> int | None:
+        """The values of each sample that is delivered, if all have as many."""
+        return self.field.pad_to if self.field.pack is None else self.field.pack
 
     def facts(self) -> dict[str, Wanted]:
         """Return the elements of variable length, or the values and their offsets."""
@@ -296,12 +323,34 @@ class RaggedKind(FieldKind):
             kind = f"{self.field.offsets_kind} {Wanted.at(offsets).path}"
         return {self.name: Wanted.at(self.field.path, kind=kind)}
 
+    def join(self, known: Known, config: ReaderConfig, reach: Reach) -> dict[str, DatasetLayout]:
+        """Return the layout across all files; DatasetError if groups are to be packed."""
+        found = super().join(known, config, reach)
+        if self.field.pack is None:
+            return found
+        layout = found[self.name]
+        if layout.sequences is not None:
+            raise DatasetError(
+                f'{layout.file}: dataset "{layout.path}" ({self.name}): pack joins the samples of'
+                " files, not of groups; leave out groups"
+            )
+        files = layout.file_samples or ((layout.file, layout.sample_count),)
+        reach.room.take(
+            layout.starts().nbytes, f"{layout.file}: where its documents begin", files_of(layout)
+        )
+        counts = [count for _, count in files]
+        packing = self._packing = Packing(layout.starts(), self.field.pack, counts)
+        of_files = zip((file for file, _ in files), packing.counts.tolist(), strict=True)
+        several = tuple(of_files) if layout.file_samples else ()
+        return {self.name: layout.changed(spans=packing.windows, file_samples=several)}
+
     def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
         """Return how the field is assembled."""
         outline = super().outline(transforms, can_transform)
-        if self.field.pad_to is None:
+        # (Packed windows lie in the slot as they are delivered, but for the last one of a file.)
+        if self._length is None or (self._packing is not None and can_transform is None):
             return outline
-        made = (self.field.pad_to, *transforms[0].row), transforms[0].dtype
+        made = (self._length, *transforms[0].row), transforms[0].dtype
         return outline._replace(made=made, is_left=can_transform is not None)
 
     def deliver(self, filled: Filled) -> Any:
@@ -309,17 +358,22 @@ class RaggedKind(FieldKind):
         assert isinstance(filled.rows, SpanRows)
         offsets = filled.rows.offsets(filled.samples)
         values = filled.columns[0][: offsets[-1]]
-        if self.field.pad_to is None or filled.is_left:
+        if self._length is None or filled.is_left:
             return Ragged(values, offsets)
         size = filled.samples.size
-        shape = size, self.field.pad_to, *values.shape[1:]
+        shape = size, self._length, *values.shape[1:]
+        if self._packing is not None and len(values) == size * self._length:
+            return values.reshape(shape)
         found = np.empty(shape, values.dtype) if filled.made is None else filled.made[:size]
         found[...] = np.zeros((), values.dtype)
         put_padded(values, offsets, found)
         return found
 
     def masks(self, rows: Rows) -> dict[str, Mask]:
-        """Return what makes the mask of padded samples."""
+        """Return what makes the mask of padded samples, or tells the documents of packed ones."""
+        if self._packing is not None:
+            name, packing = self.name, self._packing
+            return {f"{name}_documents": packing.documents, f"{name}_positions": packing.positions}
         if self.field.pad_to is None or not isinstance(rows, SpanRows):
             return super().masks(rows)
         return {f"{self.name}_mask": partial(rows.are_there, self.field.pad_to)}
@@ -328,7 +382,7 @@ class RaggedKind(FieldKind):
         """Return the lengths of samples, or their padded length; None if they are decoded."""
         if self.is_encoded:  # the number of bytes says little of what is delivered
             return None
-        return rows.all_lengths() if self.field.pad_to is None else self.field.pad_to
+        return rows.all_lengths() if self._length is None else self._length
 
 
 class EncodedKind(RaggedKind):
