@@ -7,7 +7,7 @@ batch is one array, or `SampleArrays`. Further classes of samples derive from it
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -108,6 +108,15 @@ def with_memory(field: Any, arrays: Sequence[Any]) -> Any:
     if isinstance(field, SampleArrays):
         return field.of_arrays((*arrays, *field.arrays[field.num_on_device :]), field.sample_shape)
     return arrays[0]
+
+
+def tensor_of(array: Any, make: Callable[[Any], Any]) -> Any:
+    """Return a PyTorch tensor over an array by `make`, which takes NumPy's own dtypes."""
+    if array.dtype.name != "bfloat16":
+        return make(array)
+    import torch
+
+    return make(array.view(np.int16)).view(torch.bfloat16)
 
 
 def native(array: Any) -> Any:
