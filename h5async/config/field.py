@@ -16,8 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from h5async.config import values
+from h5async.config import rowparts, values
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
+from h5async.config.hints import hint_for
 from h5async.config.statistics import Statistics
 from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
@@ -82,6 +83,15 @@ class StepsOptions(TypedDict, total=False):
     """
 
 
+class PartOptions(StepsOptions, total=False):
+    """The keyword-only parameters of `Field`, which other kinds of fields have not all."""
+
+    region: rowparts.RegionLike | None
+    """The part of each row to read: a slice for each dimension, by number or by name if the file
+    names its dimensions. Other dimensions are read whole.
+    """
+
+
 class FieldOptions(StepsOptions, total=False):
     """The parameters of `Field` except its path."""
 
@@ -111,7 +121,7 @@ class FieldOptions(StepsOptions, total=False):
     """
 
 
-@documented(FieldOptions, StepsOptions)
+@documented(FieldOptions, PartOptions, StepsOptions)
 class Field(Frozen):
     """A dataset, and how its samples are delivered.
 
@@ -146,6 +156,7 @@ class Field(Frozen):
     pad: Literal["drop", "edge", "zero"] = "drop"
     pad_mask: values.Name | None = None
     per: Per | None = None
+    region: rowparts.Region = None
 
     def __init__(
         self,
@@ -156,7 +167,7 @@ class Field(Frozen):
         scale: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         decode_cf: bool = False,
-        **others: Unpack[StepsOptions],
+        **others: Unpack[PartOptions],
     ) -> None:
         if num_dim is None:
             first: object = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
@@ -181,6 +192,8 @@ class Field(Frozen):
         if self.per is not None and (self.steps is not None or type(self) is not Field):
             what = "a field of steps" if self.steps is not None else type(self).__name__
             raise ValueError(f"per is for plain fields, and this is {what}; leave it out")
+        if self.per is not None and self.region is not None:
+            raise ValueError("region is for rows of samples, and per says that there are none")
         self._check_axes()
         if self.categories is not None:
             self._check_categories()
@@ -202,7 +215,7 @@ class Field(Frozen):
         return self
 
     def _check_categories(self) -> None:
-        if type(self) is not Field or self.per is not None:
+        if type(self) is not Field or self.per == "dataset":
             raise ValueError("categories are of a plain Field, with a value for each sample")
         if self._is_scaled or self.decode_cf or self.axes is not None:
             raise ValueError("codes of categories take no scale, offset, decode_cf or axes")
@@ -231,17 +244,20 @@ class Field(Frozen):
     @classmethod
     def instead_of(cls, name: str, where: Where) -> str:
         """Return what to write for an unknown name: another kind of field may have it."""
-        other = _kind_with(name, cls)
+        other, hint = _kind_with(name, cls), hint_for(name, list(cls.model_fields), where)
         if other is None:
             return super().instead_of(name, where)
-        if where == "keyword" or where == "shell":
-            return f"{other.capitalize()}Field has it"
-        return _instead_of_kind(other, in_file(where))
+        text = f"{other.capitalize()}Field has it"
+        if where in ("toml", "json", "yaml"):
+            text = _instead_of_kind(other, in_file(where))
+        return text if hint is None else f"{text}; {hint}"
 
     @property
     def names_axes(self) -> bool:
-        """Whether `axes` has names, or `channel_dim` is one."""
-        return any(isinstance(axis, str) for axis in (*(self.axes or ()), self.channel_dim))
+        """Whether dimensions are given by name, except that of the samples."""
+        region = [one.dimension for one in self.region or ()]
+        named = *(self.axes or ()), self.channel_dim, *region
+        return any(isinstance(axis, str) for axis in named)
 
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:

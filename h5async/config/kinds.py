@@ -376,6 +376,8 @@ def _require_no_steps(field: Field) -> None:
 
 
 def _require_first_dimension(field: Field) -> None:
+    if field.region is not None:
+        raise ValueError("region is for fields whose samples have one shape; leave it out")
     if field.axes and field.num_dim == field.axes[0] != 0:
         raise ValueError(
             f"axes must begin with the dimension of the samples, 0, found {field.axes}"

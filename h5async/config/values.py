@@ -66,19 +66,20 @@ def _worded(message: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _integer(value: object) -> object:
+def integer(value: object) -> object:
     """Convert NumPy integers; leave bools, so that they are rejected."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return value
     return operator.index(value)
 
 
-def _dimension(value: object) -> object:
+def dimension(value: object) -> object:
+    """Convert NumPy integers; take names that are not empty."""
     if isinstance(value, str):
         if not value:
             raise ValueError("the name of a dimension is empty")
         return value
-    return _integer(value)
+    return integer(value)
 
 
 def _sample_dimension(value: object) -> object:
@@ -87,7 +88,7 @@ def _sample_dimension(value: object) -> object:
         value = tuple(map(int, value.split(","))) if "," in value else int(value)
     several = _several(value)
     is_pair = isinstance(several, list | tuple)
-    found = tuple(map(_dimension, several if isinstance(several, list | tuple) else (several,)))
+    found = tuple(map(dimension, several if isinstance(several, list | tuple) else (several,)))
     if len(found) != 1 + is_pair or not all(type(one) in (int, str) for one in found):
         raise ValueError(
             "must be the number of a dimension, or its name; or a pair of them: of sequences, and"
@@ -100,7 +101,7 @@ def _workers(value: object) -> object:
     """Convert a number typed on the command line."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
         return int(value)
-    return _integer(value)
+    return integer(value)
 
 
 def _shuffle(value: object) -> object:
@@ -120,13 +121,26 @@ def _device(value: str) -> str:
 def _nbytes(value: object) -> object:
     """Convert text such as "512MiB" and "1.5 GB" to a number of bytes."""
     if not isinstance(value, str):
-        return _integer(value)
+        return integer(value)
     found = _SIZE.fullmatch(value.strip())
     if found is None:
         raise ValueError(f"must be {_SIZE_WORDS}")
     number, prefix, binary = found.groups()
     factor = (1024 if binary else 1000) ** " kmgtpe".index((prefix or " ").lower())
     return int(Fraction(number.replace("_", "")) * factor)
+
+
+def _share(value: object) -> object:
+    """Take a number of samples, or a share of them, also as typed."""
+    words = "must be a number of samples, such as 100, or a share of them, such as 0.01"
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?|\.\d+", value):
+        value = float(value) if "." in value else int(value)
+    value = integer(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(words)
+    if value < 0 or (not isinstance(value, int) and not value <= 1):
+        raise ValueError(words)
+    return value if isinstance(value, int) else float(value)
 
 
 def _dtype(value: object) -> np.dtype[Any] | None:
@@ -186,7 +200,7 @@ def _steps(value: object) -> object:
     several = _several(value)
     if not isinstance(several, list | tuple):
         raise ValueError(words)
-    steps = tuple(map(_integer, several))
+    steps = tuple(map(integer, several))
     if not steps or not all(type(step) is int and abs(step) < _MOST_STEP for step in steps):
         raise ValueError(words)
     return steps
@@ -264,7 +278,7 @@ DimensionLike: TypeAlias = Integer | str
 SampleDimensionLike: TypeAlias = DimensionLike | Sequence[DimensionLike]
 
 # Bounds come before the check: pydantic makes no JSON schema of bounds around it.
-_AsInteger = BeforeValidator(_integer)
+_AsInteger = BeforeValidator(integer)
 Int = Annotated[int, Bound(strict=True), _AsInteger]
 Natural = Annotated[int, Bound(strict=True, ge=0), _AsInteger]
 Positive = Annotated[int, Bound(strict=True, ge=1), _AsInteger]
@@ -285,7 +299,7 @@ Shuffle = Annotated[Literal[False, "full", "window"], BeforeValidator(_shuffle)]
 Device = Annotated[str, AfterValidator(_device)]
 Dimension = Annotated[
     Annotated[int, Bound(strict=True)] | str,
-    BeforeValidator(_dimension),
+    BeforeValidator(dimension),
     _worded("must be the number of a dimension, or its name"),
 ]
 Dimensions = Annotated[
@@ -309,6 +323,7 @@ Function = Annotated[
     _worded(_FUNCTION_WORDS),
     PlainSerializer(function_path, when_used="json"),
 ]
+Share = Annotated[int | float, PlainValidator(_share)]
 Seconds = Annotated[float | None, PlainValidator(_seconds)]
 # (str() of a dtype is its name, which NumPy converts back.)
 DType = Annotated[

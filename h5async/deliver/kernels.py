@@ -139,7 +139,7 @@ class Kernels:
     def _change_planes(
         self, channels: int, factors: tuple[Any, ...], raw: Any, index: Any, out: Any
     ) -> None:
-        points = out.size // (channels * len(out))
+        points = out.size // max(1, channels * len(out))
         if points:
             kernel = self._move_scaled if factors else self._move
             arguments = raw.reshape(-1), index, points, channels, *factors, out.reshape(-1)

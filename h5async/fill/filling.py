@@ -125,6 +125,7 @@ class Filler:
                 postprocess,
                 self._resident,
                 calls,
+                skips=config.on_error == "skip",
             )
             if self.submissions is not None:
                 self.submissions.resume = self._phases.resume

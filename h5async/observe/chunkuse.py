@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from h5async.index.datasettable import kinds_of, table_of
+from h5async.index.datasettable import kinds_of, pieces_read, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.observe.stats import Advice, ChunkAdvice, Remedy
 from h5async.opening.dataset import Samplings
@@ -176,9 +176,10 @@ def needs_of(layout: DatasetLayout) -> Used:
         of_kind = datasets.columns.kind[segments.dataset]
         held = np.bincount(of_kind, segments.length, len(datasets.kinds))
         found, nbytes = Used(), max(1, layout.num_samples * layout.row_nbytes)
-        for kind, samples in zip(datasets.kinds, held.tolist(), strict=True):
+        for (kind, pieces), samples in zip(pieces_read(layout), held.tolist(), strict=True):
             # (A member's dataset has whole records.)
-            found = found.plus(needs_of(kind), samples * kind.row_nbytes / nbytes)
+            share = pieces / max(1, kind.num_pieces)
+            found = found.plus(needs_of(kind), samples * share * kind.row_nbytes / nbytes)
         return found
     encoded = 0.0
     if layout.filters and layout.chunk_shape:

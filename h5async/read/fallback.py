@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import h5py
@@ -26,12 +26,21 @@ import numpy as np
 from h5async.codec.chunklengths import decoded_nbytes, unchecked
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import Core, address
-from h5async.errors import OutOfMemoryError, ReaderClosedError, ReadError, out_of_memory
+from h5async.errors import (
+    DamagedError,
+    OutOfMemoryError,
+    ReaderClosedError,
+    ReadError,
+    failed_read,
+    out_of_memory,
+)
 from h5async.index.changes import FileChanges
 from h5async.index.chunks import filters_of
 from h5async.index.chunktable import needed_nbytes
 from h5async.index.hdf5 import stored_nbytes
 from h5async.index.layout import DatasetLayout
+from h5async.index.segments import Region
+from h5async.index.shapes import cells_of
 from h5async.io.keptfiles import KeptFiles
 from h5async.io.stamps import FileStamp, changed, lies_at, replaced
 from h5async.io.stores import HDF5File, open_hdf5, store_of
@@ -91,7 +100,8 @@ class FallbackReader:
         `work` reads them from the open dataset, and is called again if a file was changed
         meanwhile. `checks` run before; those of sources, which are checked whole, are removed.
         `ReadError` is raised if h5py cannot read, a chunk is damaged, or a file has changed; it
-        names file, dataset and samples.
+        names file, dataset and samples. If it is known which of the samples are damaged, its
+        `place` says it: int64, counted among them.
         """
         with scratch.timed("read_ns"), self._lock:
             scratch.require_open()  # it may have waited for others
@@ -110,20 +120,40 @@ class FallbackReader:
                         raise out_of_memory(f"{where}, read through h5py", error) from error
                     if self._changed_paths(layout) and not isinstance(error, ReadError):
                         continue
-                    lacks = "is missing" if self._core is None else "cannot take its rows"
-                    raise ReadError(
-                        f"{where}, samples {sample.min()} to {sample.max()}, read through h5py"
-                        f" ({layout.fallback_reason or f'the core {lacks}'}): {error}"
-                    ) from error
+                    raise self._error_of(layout, sample, where, error) from error
                 if not self._changed_paths(layout):
                     break
             else:  # it is written to all the time, but may hold what was indexed
                 self._check_files(layout)
             self.reads += 1
 
-    def checks(self, layout: DatasetLayout) -> list[ChunkCheck]:
-        """Return the checks of the chunks of a dataset, or of its sources."""
-        found = (ChunkCheck.of(origin, self._core) for origin in layout.origins())
+    def _error_of(
+        self, layout: DatasetLayout, sample: Int64s, where: str, error: Exception
+    ) -> ReadError:
+        lacks = "is missing" if self._core is None else "cannot take its rows"
+        text = (
+            f"{where}, samples {sample.min()} to {sample.max()}, read through h5py"
+            f" ({layout.fallback_reason or f'the core {lacks}'}): {error}"
+        )
+        about = layout.file, layout.path
+        if isinstance(error, OSError) and not isinstance(error, ReadError):
+            return failed_read(text, error, *about)
+        kind = DamagedError if isinstance(error, _DamagedChunks | DamagedError) else ReadError
+        found = kind(text, filename=layout.file, dataset=layout.path)
+        if isinstance(error, _DamagedChunks) and isinstance(found, DamagedError):
+            length = layout.chunk_shape[layout.sample_axis]
+            found.place = np.flatnonzero(np.isin(sample // length, error.numbers))
+        return found
+
+    def checks(self, layout: DatasetLayout, region: Region = None) -> list[ChunkCheck]:
+        """Return the checks of the chunks of a dataset, or of its sources.
+
+        Of the dataset's own chunks, only those that hold a `region` of its rows are checked.
+        """
+        found = [ChunkCheck.of(origin, self._core) for origin in layout.origins()]
+        for check in found:
+            if check is not None and check.layout is layout and region is not None:
+                check.leave_out(region)
         return [check for check in found if check is not None]
 
     def close(self) -> None:
@@ -140,10 +170,15 @@ class FallbackReader:
     ) -> None:
         for check in list(checks):
             source = check.layout
-            needed = sample if source is layout else _written(source)
-            check.run(self._file(source)[name_bytes(source.path)], needed, require_open)
-            if source is not layout:
-                checks.remove(check)
+            dataset = self._file(source)[name_bytes(source.path)]
+            if source is layout:
+                check.run(dataset, sample, require_open)
+                continue
+            try:
+                check.run(dataset, _written(source), require_open)
+            except _DamagedChunks as error:  # which samples consist of them is not known
+                raise ValueError(str(error)) from error
+            checks.remove(check)
 
     def _dataset(self, layout: DatasetLayout) -> h5py.Dataset:
         """Open a dataset so that HDF5 finds the other files that were permitted, and no others."""
@@ -232,6 +267,12 @@ def _written(layout: DatasetLayout) -> Int64s:
     return number * layout.chunk_shape[axis]
 
 
+class _DamagedChunks(ValueError):
+    """The message is about the first; `numbers`, along the samples' dimension, are all of them."""
+
+    numbers: list[int]
+
+
 class ChunkCheck:
     """Finds chunks that do not decode to their full length; checks each once.
 
@@ -242,7 +283,7 @@ class ChunkCheck:
         self.layout = layout
         rank = len(layout.chunk_shape) - layout.extra_dims
         self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
-        self._grid = layout.grid[:rank]
+        self._cells: list[Sequence[int]] = [range(n) for n in layout.grid[:rank]]
         self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
         self._filters = layout.hdf5_filters
         self._core = core
@@ -262,11 +303,19 @@ class ChunkCheck:
             _log.info(text, layout.file, left.label)
         return None if left == check._filters[-1] else check
 
+    def leave_out(self, region: Sequence[slice]) -> None:
+        """Leave out the chunks that do not hold a part of the rows."""
+        rest = [a for a in range(len(self.layout.shape)) if a != self.layout.sample_axis]
+        for a, part in zip(rest, region, strict=True):
+            if a < len(self._cells):
+                cells = cells_of(self.layout.shape[a], self.layout.chunk_shape[a], part)
+                self._cells[a] = cells.cell.tolist()
+
     def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
         """Check the chunks that hold some samples, through the open dataset.
 
         `require_open` is called before each chunk, and raises if the rest is no longer wanted.
-        `ValueError` is raised if a chunk is damaged; the message names it.
+        `_DamagedChunks` is raised if any is damaged.
         """
         axis = self.layout.sample_axis
         numbers = set(np.unique(sample // self._chunk[axis]).tolist()) - self._checked
@@ -277,17 +326,26 @@ class ChunkCheck:
         # Filters that are not available, and that no chunk needed, were left out of the layout.
         stored = filters_of(dataset.id.get_create_plist())
         bits = [bit for bit, entry in enumerate(stored) if entry in self._filters]
+        damage: dict[int, _DamagedChunks] = {}
         for number in sorted(numbers):
-            cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
+            cells = [[number] if a == axis else some for a, some in enumerate(self._cells)]
             for cell in itertools.product(*cells):
                 require_open()
                 corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
                 try:
                     self._check(dataset, corner, bits, scratch)
                 except (ValueError, OSError) as error:
+                    if isinstance(error, OSError) and error.errno is not None:
+                        raise  # the system could not read
                     at = f'{self.layout.file}: dataset "{self.layout.path}", chunk {corner}'
-                    raise ValueError(f"{at}: {error}{DAMAGED}") from error
-            self._checked.add(number)
+                    damage[number] = _DamagedChunks(f"{at}: {error}{DAMAGED}")
+                    damage[number].__cause__ = error
+                    break
+            else:
+                self._checked.add(number)
+        for first in damage.values():
+            first.numbers = list(damage)
+            raise first
 
     def _check(
         self, dataset: h5py.Dataset, corner: tuple[int, ...], bits: list[int], scratch: Scratch
