@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import assert_same_bits, h5py_way  # noqa: F401
+from conftest import assert_same_bits, example, h5py_way  # noqa: F401
 from gpus import use_gpu
 from hdf5files import type_for_h5py
 from hypothesis import given, settings
@@ -394,6 +394,11 @@ def test_with_pytorch(files):
         sizes = [len(batch["data"]) for batch in torch.utils.data.DataLoader(dataset, None)]
         assert sizes == [0 if number in BAD else CHUNK for number in range(N // CHUNK)]
         assert dataset.reader.stats().skipped == len(DAMAGED)
+
+
+def test_the_example_trains_on_what_is_left(capsys):
+    assert example("damaged_files").main() > 0.9
+    assert "2 files were left out, and 128 samples of others" in capsys.readouterr().out
 
 
 # --- what is told --------------------------------------------------------------------------------

@@ -103,19 +103,29 @@ class Phases:
         works = [partial(self._read, batch, share) for share in shares]
         self._begin(batch, works, self._begin_left)
 
-    def resume(self, request: FillRequest, index: NDArray[np.int64], is_planned: bool) -> None:
-        """Continue a fill that the core has begun; what it has read is not read again."""
+    def resume(
+        self,
+        request: FillRequest,
+        index: NDArray[np.int64],
+        skipped: Sequence[Skipped],
+        is_planned: bool,
+    ) -> None:
+        """Continue a fill that the core has begun; what it has read is not read again.
+
+        `skipped` samples were left out of `index` before.
+        """
         if not is_planned:
             self.begin(request)
             return
-        batch = _Fill(request)
+        batch = _Fill(request, skipped=[*skipped])
         batch.samples, batch.plans = index, self._reader.planned(request.slot)
         self._go_on(batch, self._begin_left)
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> FillOutcome:
         """Read samples in the calling thread."""
         self._recorder.work_on(NO_BATCH)
-        batch = _Fill(FillRequest(-1, -1, -1, -1, 0, samples=index), index)
+        batch = _Fill(FillRequest(-1, -1, -1, -1, 0, samples=index))
+        batch.samples, batch.skipped = self._reader.damage.left_out(index)
         arrays = self._read_here(batch, memory)
         while batch.damage:
             self._leave_out(batch, memory)
@@ -164,7 +174,8 @@ class Phases:
         begin = time.perf_counter_ns()
         with self._recorder.ranges("plan"):
             if batch.samples is None:
-                batch.samples = self._reader.samplings.samples(request)
+                samples = self._reader.samplings.samples(request)
+                batch.samples, batch.skipped = self._reader.damage.left_out(samples)
             batch.plans = self._plans(batch)
             # One per thread: waiting for the GIL costs more than additional shares gain.
             shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))
@@ -341,6 +352,7 @@ class Phases:
         is_damaged = np.isin(index, list(found))
         if not is_damaged.any():  # read one by one, all are well
             batch.error = batch.damage[0]
+        self._reader.damage.add(found)
         batch.samples = index[~is_damaged]
         batch.skipped += map(found.__getitem__, index[is_damaged].tolist())
         batch.damage.clear()

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import CoreTrace
 from h5async.errors import DamagedError, is_lack_of_memory, out_of_memory, taking_memory
+from h5async.fill.damage import KnownDamage
 from h5async.fill.resident import HostCache, Residency
 from h5async.io.shared import plain_memory
 from h5async.opening.dataset import Samplings
@@ -103,7 +104,8 @@ class BatchReader:
 
     `transforms` are in field order. Scratch memory is for `num_threads`. For `plan_columns` see
     `OnDevice`; `cache` gathers rows that are in memory. `executors` are closed by their owner.
-    Callers add the times of stages to `times`; `file`, the first one, is for messages.
+    Callers add the times of stages to `times`; `file`, the first one, is for messages. `damage` is
+    theirs, too: what they skip.
 
     `OutOfMemoryError` is raised if the system refuses memory for the threads.
     """
@@ -129,7 +131,7 @@ class BatchReader:
         self._steps = samplings.rows
         self._transforms = [transformer(self.core, one.of_one_row) for one in transforms]
         self._cache, self._plan_columns = cache, plan_columns
-        self._factory = executors
+        self._factory, self.damage = executors, KnownDamage()
         counts = [count for _, count in self._layouts[0].file_samples]
         self._first_samples = np.cumsum([0, *counts[:-1]], dtype=np.int64)  # of each file
         self._num_threads = num_threads

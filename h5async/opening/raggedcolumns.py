@@ -90,19 +90,11 @@ def _with_heaps(layout: DatasetLayout, heaps: Sequence[HeapFile]) -> DatasetLayo
     """Return the layout of the values of elements, by that of their references."""
     dtype = heaps[0].elements.form.dtype
     base, inner = dtype.subdtype or (dtype, ())
-    found = layout.changed(
+    found = layout.without_place(
+        "heap",
         shape=(sum(heap.elements.total for heap in heaps), *inner),
         dtype=base,
-        storage="heap",
         fill=np.zeros((), base),
-        offset=-1,
-        chunk_shape=(),
-        filters=(),
-        chunks=None,
-        values=None,
-        segments=None,
-        datasets=(),
-        sources=(),
         indexed=None,
     )
     return with_lengths(found, np.concatenate([heap.elements.length for heap in heaps]), heaps)
