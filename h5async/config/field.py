@@ -104,7 +104,8 @@ class FieldOptions(StepsOptions, total=False):
     first. None: the sample dimension, then the others in the file's order.
     """
     dtype: DTypeLike | None
-    """Delivered dtype. None: the file's, in native byte order; float32 with a `scale` or `offset`.
+    """Delivered dtype, also one of PyTorch's, or `"bfloat16"` (of the package ml_dtypes; not on a
+    GPU). None: the file's, in native byte order; float32 with a `scale` or `offset`.
     """
     scale: ArrayLike | None
     """A factor, or one per channel (see `channel_dim`), or one per element of a row."""
@@ -201,12 +202,12 @@ class Field(Frozen):
             raise ValueError(
                 "normalize sets scale and offset; leave these out, or compute in postprocess"
             )
-        if self.decode_cf and self.dtype is not None and self.dtype.kind != "f":
+        if self.decode_cf and self.dtype is not None and not values.is_float(self.dtype):
             raise ValueError(
                 f"decode_cf delivers NaN for what is missing and needs a float dtype, found"
                 f" dtype={self.dtype}"
             )
-        if self._is_scaled and self.dtype is not None and self.dtype.kind != "f":
+        if self._is_scaled and self.dtype is not None and not values.is_float(self.dtype):
             raise ValueError(
                 f"{'normalize needs' if self.normalize is not None else 'scale and offset need'} a"
                 f" float dtype, found dtype={self.dtype}; choose a float dtype, or scale in"
