@@ -13,6 +13,7 @@ from h5async.config import (
     SparseField,
     Split,
 )
+from h5async.config.statistics import FieldStatistics, Statistics
 from h5async.errors import (
     BatchExpiredError,
     BatchTimeoutError,
@@ -37,6 +38,7 @@ from h5async.samples.sparse import Csr
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
+    from h5async.measure.statistics import statistics
 
 # If the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -52,6 +54,10 @@ def __getattr__(name: str) -> Any:
         from h5async.config.keywords import ReaderOptions
 
         return ReaderOptions
+    if name == "statistics":
+        from h5async.measure.statistics import statistics
+
+        return statistics
     import importlib.util
 
     path = f"{__name__}.{name}"
@@ -81,6 +87,7 @@ __all__ = [
     "DatasetError",
     "DeviceError",
     "Field",
+    "FieldStatistics",
     "FileChangedWarning",
     "H5AsyncError",
     "ImageField",
@@ -98,7 +105,9 @@ __all__ = [
     "Sequences",
     "SparseField",
     "Split",
+    "Statistics",
     "Trace",
     "UnsafeFileError",
     "__version__",
+    "statistics",
 ]

@@ -365,6 +365,13 @@ def test_each_file_is_unpacked_by_its_own_attributes(tmp_path, several, num_thre
             assert_same_bits(batch.v.copy(), expected[batch.index])
 
 
+def test_scale_and_offset_come_after_the_packing_of_each_file(tmp_path):
+    paths, unpacked = collection(tmp_path, OTHERS)
+    expected = np.concatenate(unpacked).astype("f8") * np.array([0.5, 2.0, 7.0])[:, None] - 3.25
+    field = Field("v", decode_cf=True, dtype="f8", scale=[0.5, 2.0, 7.0], offset=-3.25)
+    assert_same_bits(read(paths, field), expected)
+
+
 @pytest.mark.parametrize("num_threads", [0, 3])
 def test_rows_of_several_files_that_are_cached_keep_their_attributes(tmp_path, num_threads):
     paths, expected = collection(tmp_path, ONES)
@@ -418,10 +425,20 @@ def test_what_holds_no_numbers_is_refused(tmp_path, values):
             read(path, Field("v/a", decode_cf=True))
 
 
-@pytest.mark.parametrize("other", [{"scale": 2.0}, {"offset": 1.0}, {"dtype": "i4"}])
-def test_options_that_exclude_each_other_are_refused(other):
-    with pytest.raises(ConfigError, match="decode_cf"):
-        Field("v", decode_cf=True, **other)
+def test_integers_cannot_be_nan():
+    with pytest.raises(ConfigError, match="decode_cf delivers NaN"):
+        Field("v", decode_cf=True, dtype="i4")
+
+
+@pytest.mark.parametrize("stored", ["i2", "f8"])  # unpacked by the core, and by NumPy
+def test_scale_and_offset_come_after_unpacking(tmp_path, stored):
+    values = np.arange(-3, 9).reshape(4, 3).astype(stored)
+    attributes = {"scale_factor": 0.5, "add_offset": 8.0, "_FillValue": np.dtype(stored).type(2)}
+    path = write(tmp_path / "a.h5", values, attributes)
+    field = Field("v", decode_cf=True, scale=[1, 2, 4], offset=-1)
+    unpacked = np.where(values == 2, np.nan, values * 0.5 + 8).astype("f4")
+    expected = unpacked * np.array([1, 2, 4], "f4") - np.float32(1)
+    assert_same_bits(read(path, field), expected)
 
 
 def test_the_name_that_xarray_has_for_it_leads_to_it():

@@ -227,7 +227,7 @@ def test_what_is_proposed_is_not_set_or_refused(path: Path) -> None:
     assert remedies(path, shuffle="full") == [window, cache, repack]
     assert remedies(path) == [cache, repack]
     assert remedies(path, shuffle="window") == [cache, repack]
-    assert remedies(path, weights=np.ones(400)) == [cache, repack]
+    assert remedies(path, weights=np.ones(400)) == ['cache="host", as draws repeat', repack]
     assert remedies(path, sampler=[[0, 8], [16]]) == [cache, repack]
     assert remedies(path, shuffle="full", cache="host") == [window, repack]
     assert remedies(path, shuffle="full", workers=2, num_threads=1) == [window, repack]
@@ -302,9 +302,7 @@ def test_facts_are_made_of_empty_datasets(tmp_path: Path) -> None:
         file.create_dataset("data", (0, 4), "f4", chunks=(16, 4), maxshape=(None, 4), **GZIP)
     with AsyncReader(hdf5_path=tmp_path / "f.h5", labels_field=None) as reader:
         assert reader.stats().decoded_per_used == 0.0
-        setup = reader._engine.setup
-        rows, selection = setup.samplings.rows, setup.samplings.selection
-        facts = ChunkFacts(setup.config, setup.layouts, rows, selection)
+        facts = ChunkFacts(reader._engine.setup.samplings)
         assert facts.advice.decoded.unit == "sample"
 
 
@@ -386,6 +384,7 @@ def test_the_reader_is_blamed_where_the_loop_does_nothing() -> None:
         "fallback_reads": 0,
         "direct_share": 1.0,
         "ways": {},
+        "_waits": 10,
     }
     busy = ReaderStats(**common, num_threads=1)
     assert busy.bottleneck == "the limit is decoding, 1 GB/s on 1 thread"
@@ -394,4 +393,4 @@ def test_the_reader_is_blamed_where_the_loop_does_nothing() -> None:
         "the threads worked 25 % of the time: batches are too small to keep them busy; make"
         " batch_size or prefetch larger"
     )
-    assert ReaderStats(**{**common, "batches": 1}, num_threads=4).bottleneck.startswith("nothing")
+    assert ReaderStats(**{**common, "_waits": 0}, num_threads=4).bottleneck.startswith("nothing")

@@ -596,7 +596,7 @@ def test_the_next_batch_is_read_before_all_images_of_one_are_decoded(equal, monk
     work, batch, decode = DecodedBatch.work, BatchDecoder.batch, imagekind.decode_rgb
 
     def noted_work(self, must_end, end):
-        parts.is_half = end < self.count
+        parts.is_half = end < len(self.works)
         work(self, must_end, end)
 
     def noted_batch(self, arrays, index, *others):

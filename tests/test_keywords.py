@@ -32,6 +32,7 @@ from h5async import (
     Split,
 )
 from h5async.cli.options import options_of
+from h5async.config.field import PartOptions
 
 ROOT = Path(__file__).parents[1]
 MODELS = (ReaderConfig, Field, RaggedField, AudioField, ImageField, SparseField, Sequences, Split)
@@ -70,10 +71,12 @@ def test_keywords_are_the_options_with_their_choices_and_none(keywords):
     name = keywords.__name__
     described = {option.name: option for option in options_of(DESCRIBED[keywords])}
     hints = get_type_hints(keywords)
-    if name == "StepsOptions":  # a part of FieldOptions
+    parts = set(get_type_hints(PartOptions))
+    if name in ("PartOptions", "StepsOptions"):
         assert set(hints) < set(described)
-    else:
-        assert set(hints) == set(described) - set(POSITIONAL.get(name, ()))
+    else:  # other kinds of fields do not take parts of rows
+        positional = set(POSITIONAL.get(name, ()))
+        assert set(hints) | parts >= set(described) - positional >= set(hints)
     for key, hint in hints.items():
         option = described[key]
         named = {one for one in option.choices if isinstance(one, str)}

@@ -137,6 +137,7 @@ def told(**given: Any) -> str:
         "ways": {"data": "core"},
         "num_threads": 2,
         "filters": ("shuffle", "deflate"),
+        "_waits": 10,
     }
     return str(ReaderStats(stage_seconds=stages, **{**values, **given}))
 
@@ -145,7 +146,7 @@ def told(**given: Any) -> str:
     "given",
     [
         {"batches": 0, "elapsed_seconds": 0.0, "wait_seconds": 0.0},
-        {"batches": 1, "elapsed_seconds": 0.0, "wait_seconds": 0.0},
+        {"batches": 1, "_waits": 0, "elapsed_seconds": 0.0, "wait_seconds": 0.0},
         {"stages": {}},
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -75,11 +76,7 @@ def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
     changes = alternatives(config)
     with progress_bar("measured") as progress:
         task = progress.add_task("", total=rounds * (1 + len(changes)))
-
-        def tell() -> None:
-            progress.advance(task)
-            progress.refresh()
-
+        tell = partial(progress.update, task, advance=1, refresh=True)
         return compare(config, changes, seconds, rounds, tell)
 
 

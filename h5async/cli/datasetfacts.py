@@ -138,8 +138,11 @@ def _dataset_of(path: str, file: FileName, found: DatasetLayout | H5AsyncError) 
         where = printable(f'{file}: dataset "{path}"')
         reason = found.spelled(spell_in_shell).removeprefix(where).lstrip(":, ")
         return Dataset(path, str(file), "refused", reason=reason)
-    facts = _facts(path, file, [found])
-    return replace(facts, dimensions=_dimensions_of(found), packing=_packing_text(found) or None)
+    dimensions = None
+    if any(found.dim_names):
+        names = [*found.dim_names, *((),) * (len(found.shape) - len(found.dim_names))]
+        dimensions = tuple(map("/".join, names))
+    return _facts(path, file, [found], dimensions=dimensions, packing=_packing_text(found) or None)
 
 
 def _facts(path: str, file: FileName, parts: Sequence[DatasetLayout], **others: Any) -> Dataset:
@@ -203,7 +206,6 @@ def _group_dataset(
 def _sparse_dataset(
     path: str, file: FileName, parts: Sequence[DatasetLayout], shape: tuple[int, int]
 ) -> Dataset:
-    """Return the facts of a sparse matrix."""
     mean = parts[0].num_samples / shape[0] if shape[0] else None
     costs = [(cost.in_order * (mean or 0.0), cost.shuffled) for cost in map(read_cost, parts)]
     return _group_dataset(
@@ -217,14 +219,6 @@ def _sparse_dataset(
         in_order_nbytes=sum(in_order for in_order, _ in costs),
         shuffled_nbytes=sum(map(max, costs)),  # shuffled rows read whole chunks
     )
-
-
-def _dimensions_of(layout: DatasetLayout) -> tuple[str, ...] | None:
-    """Return the names of dimensions, empty for unnamed ones; None if all are unnamed."""
-    if not any(layout.dim_names):
-        return None
-    names = [*layout.dim_names, *((),) * (len(layout.shape) - len(layout.dim_names))]
-    return tuple(map("/".join, names))
 
 
 def _packing_text(layout: DatasetLayout) -> str:
@@ -348,8 +342,7 @@ def _known(
         elif kind == NULLABLE:
             yield _group_dataset(path, file, parts, "nullable")
         else:
-            count = layout.sample_count
-            yield _group_dataset(path, file, parts, "categorical", categories=count)
+            yield _group_dataset(path, file, parts, "categorical", categories=layout.sample_count)
     elif kind not in (ROWS, TEXTS):
         of_path = _ragged_in_index if layout.is_ragged else _dataset_of
         yield of_path(path, file, layout)

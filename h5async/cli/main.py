@@ -20,6 +20,7 @@ from h5async.cli.inspect import inspect
 from h5async.cli.options import spell_in_shell
 from h5async.cli.output import safe
 from h5async.cli.read import read
+from h5async.cli.stats import stats
 from h5async.config.hints import hint_for
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or the copy in typer
@@ -110,3 +111,4 @@ app.command()(inspect)
 app.command()(read)
 app.command()(bench)
 app.command()(index)
+app.command()(stats)

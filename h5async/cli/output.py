@@ -102,8 +102,7 @@ def opening(console: Console | None = None) -> Iterator[None]:
             return
         shown = now
         progress.start()  # extra calls are harmless
-        progress.update(task, completed=done, total=count)
-        progress.refresh()
+        progress.update(task, completed=done, total=count, refresh=True)
 
     token = on_indexed.set(show)
     try:

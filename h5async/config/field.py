@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    PlainSerializer,
+    PlainValidator,
+    model_validator,
+)
 
-from h5async.config import values
+from h5async.config import rowparts, values
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
+from h5async.config.statistics import Statistics
 from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
 
@@ -19,6 +27,23 @@ if TYPE_CHECKING:
 
 Per = Literal["sequence", "file", "dataset"]
 _NOT_GIVEN: Any = object()
+
+
+def _normalize(value: object) -> object:
+    if value is None or isinstance(value, Statistics):
+        return value
+    if isinstance(value, Mapping):
+        return Statistics.of_dict(value)
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ValueError("must be the path of a file of statistics, or Statistics")
+    return os.path.expanduser(os.fsdecode(value))
+
+
+Normalize = Annotated[
+    Any,
+    PlainValidator(_normalize),
+    PlainSerializer(lambda one: one.as_dict() if isinstance(one, Statistics) else one),
+]
 # By name, in the order in which messages suggest them; `kinds.py` defines them.
 KINDS: dict[str, type[Field]] = {}
 _RESERVED_NAMES = frozenset(
@@ -29,6 +54,15 @@ _RESERVED_NAMES = frozenset(
 class StepsOptions(TypedDict, total=False):
     """The keyword-only parameters of `Field`."""
 
+    channel_dim: values.DimensionLike | None
+    """The dataset's dimension that counts channels, by number or name, for a `scale`, `offset` or
+    `normalize` per channel. None: the second delivered one; of images, their colors.
+    """
+    normalize: str | os.PathLike[str] | Statistics | Mapping[str, Any] | None
+    """Deliver ``(x - mean) / std``: the path of a file that `h5async.statistics` or `h5async stats`
+    has made, or the `Statistics`. They become `scale` and `offset`, for each channel or feature; a
+    `std` of 0 counts as 1.
+    """
     steps: str | ArrayLike | range | None
     """Rows to deliver for each sample, counted from its own: `range(-3, 1)`, or a list; in a TOML
     file also `"-3:1"`. A batch is then (samples, steps, ...).
@@ -48,6 +82,15 @@ class StepsOptions(TypedDict, total=False):
     """
 
 
+class PartOptions(StepsOptions, total=False):
+    """The keyword-only parameters of `Field`, which other kinds of fields have not all."""
+
+    region: rowparts.RegionLike | None
+    """The part of each row to read: a slice for each dimension, by number or by name if the file
+    names its dimensions. Other dimensions are read whole.
+    """
+
+
 class FieldOptions(StepsOptions, total=False):
     """The parameters of `Field` except its path."""
 
@@ -63,17 +106,21 @@ class FieldOptions(StepsOptions, total=False):
     """Delivered dtype. None: the file's, in native byte order; float32 with a `scale` or `offset`.
     """
     scale: ArrayLike | None
-    """A factor, or one per channel (index along the second delivered axis)."""
+    """A factor, or one per channel (see `channel_dim`), or one per element of a row."""
     offset: ArrayLike | None
-    """A number to add after scaling, or one per channel."""
+    """A number to add after scaling, or several, like `scale`."""
+    categories: bool | Sequence[str | int] | str | None
+    """Deliver strings, or numbers, as int64 codes, whose names `reader.categories` has. True: of
+    all values, in order. A list: of these names. A path: of the names in that dataset of each file.
+    """
     decode_cf: bool
     """Unpack the values by the dataset's own attributes (CF conventions): apply `scale_factor` and
     `add_offset`; replace `_FillValue`, `missing_value` and values outside `valid_range` by NaN.
-    Without a `dtype`: float32 or float64, as xarray chooses.
+    Without a `dtype`: float32 or float64, as xarray chooses. `scale` and `offset` come after that.
     """
 
 
-@documented(FieldOptions, StepsOptions)
+@documented(FieldOptions, PartOptions, StepsOptions)
 class Field(Frozen):
     """A dataset, and how its samples are delivered.
 
@@ -100,11 +147,15 @@ class Field(Frozen):
     dtype: values.DType = None
     scale: values.Number | None = None
     offset: values.Number | None = None
+    categories: values.CategoryNames = None
     decode_cf: values.Bool = False
+    channel_dim: values.Dimension | None = None
+    normalize: Normalize = None
     steps: values.Steps = None
     pad: Literal["drop", "edge", "zero"] = "drop"
     pad_mask: values.Name | None = None
     per: Per | None = None
+    region: rowparts.Region = None
 
     def __init__(
         self,
@@ -115,7 +166,7 @@ class Field(Frozen):
         scale: ArrayLike | None = None,
         offset: ArrayLike | None = None,
         decode_cf: bool = False,
-        **others: Unpack[StepsOptions],
+        **others: Unpack[PartOptions],
     ) -> None:
         if num_dim is None:
             first: object = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
@@ -140,11 +191,14 @@ class Field(Frozen):
         if self.per is not None and (self.steps is not None or type(self) is not Field):
             what = "a field of steps" if self.steps is not None else type(self).__name__
             raise ValueError(f"per is for plain fields, and this is {what}; leave it out")
+        if self.per is not None and self.region is not None:
+            raise ValueError("region is for rows of samples, and per says that there are none")
         self._check_axes()
-        if self._is_scaled and self.decode_cf:
+        if self.categories is not None:
+            self._check_categories()
+        if self.normalize is not None and (self.scale is not None or self.offset is not None):
             raise ValueError(
-                "decode_cf takes scale and offset from the dataset's attributes; leave out scale"
-                " and offset, or compute in postprocess"
+                "normalize sets scale and offset; leave these out, or compute in postprocess"
             )
         if self.decode_cf and self.dtype is not None and self.dtype.kind != "f":
             raise ValueError(
@@ -153,10 +207,21 @@ class Field(Frozen):
             )
         if self._is_scaled and self.dtype is not None and self.dtype.kind != "f":
             raise ValueError(
-                f"scale and offset need a float dtype, found dtype={self.dtype}; choose a float"
-                " dtype, or scale in postprocess"
+                f"{'normalize needs' if self.normalize is not None else 'scale and offset need'} a"
+                f" float dtype, found dtype={self.dtype}; choose a float dtype, or scale in"
+                " postprocess"
             )
         return self
+
+    def _check_categories(self) -> None:
+        if type(self) is not Field or self.per is not None:
+            raise ValueError("categories are of a plain Field, with a value for each sample")
+        if self._is_scaled or self.decode_cf or self.axes is not None:
+            raise ValueError("codes of categories take no scale, offset, decode_cf or axes")
+        if self.dtype is None:
+            self.__dict__["dtype"] = np.dtype(np.int64)
+        elif self.dtype.kind != "i":
+            raise ValueError(f"codes of categories are signed integers, found dtype={self.dtype}")
 
     def _check_axes(self) -> None:
         of_samples = self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
@@ -187,17 +252,40 @@ class Field(Frozen):
 
     @property
     def names_axes(self) -> bool:
-        """Whether `axes` has names."""
-        return any(isinstance(axis, str) for axis in self.axes or ())
+        """Whether dimensions are given by name, except that of the samples."""
+        region = [one.dimension for one in self.region or ()]
+        named = *(self.axes or ()), self.channel_dim, *region
+        return any(isinstance(axis, str) for axis in named)
 
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:
         """The requested dtype, float32 if scaling implies it, or None for the file's own."""
         return np.dtype(np.float32) if self.dtype is None and self._is_scaled else self.dtype
 
+    def normalized(self, name: str) -> Field:
+        """Return the field with the scale and offset that `normalize` says, if it does.
+
+        `name` is its name. ConfigError if there are no such statistics.
+        """
+        if self.normalize is None:
+            return self
+        several, where = self.normalize, "normalize"
+        if not isinstance(several, Statistics):
+            several, where = Statistics.load(several), f"normalize={str(several)!r}"
+        try:
+            found = several.of_field(name, self.path)
+            scale, offset = found.factors()
+            options = {key: getattr(self, key) for key in self.model_fields_set}
+            options |= {"normalize": None, "scale": scale, "offset": offset}
+            if self.channel_dim is None:
+                options["channel_dim"] = found.channel_dim
+            return type(self)(**options)
+        except ConfigError as error:
+            raise ConfigError(f'"{self.path}" ({name}): {where}: {error.marked}') from error
+
     @property
     def _is_scaled(self) -> bool:
-        return self.scale is not None or self.offset is not None
+        return any(one is not None for one in (self.scale, self.offset, self.normalize))
 
 
 def _field(value: object) -> Field:
@@ -270,6 +358,13 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
                 f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
                 " another name"
             )
+        if getattr(field, "pack", None) is not None:
+            several = {f"{name}_documents", f"{name}_positions"} & {*fields, *masks}
+            if several:
+                raise ValueError(
+                    f"{name}: pack delivers {several.pop()!r}, which there is already; choose"
+                    " another name"
+                )
     check_names([*fields, *masks])
     return fields
 

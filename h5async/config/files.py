@@ -20,14 +20,14 @@ FileName: TypeAlias = Path | str  # str: ``scheme://...``, which no path of a lo
 _HDF5_SUFFIXES = frozenset({".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat"})
 _PATHS = ("hdf5_path", "allow_external", "index_cache")
 INDEX_SUFFIX = ".h5idx"
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 def scheme_of(name: FileName) -> str:
     """Return the scheme of a name, as of ``scheme://name``; "" for the path of a local file."""
     found = _SCHEME.match(name) if isinstance(name, str) else None
-    return "" if found is None else found[1]
+    return "" if found is None else found[1].lower()
 
 
 def is_index(name: FileName) -> TypeGuard[Path]:
@@ -130,6 +130,10 @@ def map_paths(options: Mapping[str, Any], change: Callable[[str], str]) -> dict[
     indices = changed.get("indices")
     if isinstance(indices, str) and indices.endswith(".npy"):
         changed["indices"] = change(indices)
+    fields = changed.get("fields")
+    for field in fields.values() if isinstance(fields, dict) else ():
+        if isinstance(field, dict) and isinstance(field.get("normalize"), str):
+            field["normalize"] = new(field["normalize"])
     weights = changed.get("weights")
     if isinstance(weights, dict):
         changed["weights"] = {new(str(file)): of for file, of in weights.items()}

@@ -108,6 +108,14 @@ _HINTS = {
     "group_by_length bucket_by_length bucket_size num_buckets buckets": _Hint(
         "{} groups samples of similar length", "bucket", 8
     ),
+    "persistent_workers prefetch_factor multiprocessing_context": _Hint(
+        "there are no worker processes to keep; {} is the number of batches in memory",
+        "prefetch",
+        4,
+    ),
+    "class_to_idx classes class_names label_encoder": _of_field(
+        'Field("labels", categories=True)', 'path = "labels", categories = true', "labels"
+    ),
     "offsets offsets_kind pad_to": _of_field(
         'RaggedField("x", offsets="ends", offsets_kind="ends")',
         'path = "x", kind = "ragged", offsets = "ends", offsets_kind = "ends"',

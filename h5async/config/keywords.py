@@ -89,8 +89,8 @@ class ReaderOptions(TypedDict, total=False):
     """
     weights: WeightsLike | None
     """Draw samples with replacement, in proportion to these weights: an array, or the path of a
-    dataset in the file, with a number per sample; `balanced`: all labels are equally frequent; or a
-    mapping of files to numbers.
+    dataset in the file, with a number per sample; `balanced`: all labels are equally frequent, or
+    `balanced:NAME`, all values of that field or dataset; or a mapping of files to numbers.
     """
     epoch_samples: Integer | None
     """The number of samples in an epoch. Epochs go on where the one before has ended, in one order

@@ -36,6 +36,12 @@ class RaggedFieldOptions(FieldOptions, total=False):
     longer ones are cut off. The batch also has `NAME_mask`: bool (samples, pad_to), True for values
     of the sample.
     """
+    pack: Integer | None
+    """Join the stored samples (documents) of each file, one behind the other, to windows of so many
+    values: these are the samples then, delivered as an array (samples, pack, ...); the last one of
+    a file ends with zeros. The batch also has `NAME_documents`, int64, and `NAME_positions`, int32:
+    the document of each value, and its place in that, or -1. This needs `offsets`.
+    """
 
 
 @documented(RaggedFieldOptions)
@@ -66,6 +72,7 @@ class RaggedField(Field):
     offsets: Name | None = None
     offsets_kind: Literal["offsets", "ends", "lengths"] = "offsets"
     pad_to: Natural | None = None
+    pack: Positive | None = None
 
     @model_validator(mode="after")
     def _check_ragged(self) -> RaggedField:
@@ -74,6 +81,14 @@ class RaggedField(Field):
         _require_first_dimension(self)
         if self.offsets is None and self.offsets_kind != "offsets":
             raise ValueError("offsets_kind needs offsets")
+        if self.pack is not None:
+            if type(self) is not RaggedField or self.pad_to is not None:
+                raise ValueError("pack is for ragged fields without pad_to; leave one of them out")
+            if self.offsets is None:
+                raise ValueError(
+                    "pack needs offsets: values of a variable-length datatype do not lie one behind"
+                    " the other; store them as one flat dataset, and where samples begin"
+                )
         return self
 
 
@@ -231,7 +246,7 @@ class AudioField(RaggedField):
 
     @model_validator(mode="after")
     def _check_audio(self) -> AudioField:
-        for name in ("axes", "scale", "offset", "decode_cf"):
+        for name in ("axes", "scale", "offset", "decode_cf", "channel_dim", "normalize"):
             if getattr(self, name) not in (None, False):
                 raise ValueError(f"{name} cannot be used with audio; compute in postprocess")
         if self.pad_to is not None:
@@ -332,6 +347,8 @@ def _require_no_steps(field: Field) -> None:
 
 
 def _require_first_dimension(field: Field) -> None:
+    if field.region is not None:
+        raise ValueError("region is for fields whose samples have one shape; leave it out")
     if field.axes and field.num_dim == field.axes[0] != 0:
         raise ValueError(
             f"axes must begin with the dimension of the samples, 0, found {field.axes}"

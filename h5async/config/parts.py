@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
 
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
-from h5async.config.values import DatasetPath, Int, Integer, Name, Positive, shown
+from h5async.config.values import DatasetPath, Int, Integer, Name, Natural, Positive, shown
 from h5async.errors import ConfigError
 
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
@@ -55,9 +55,9 @@ class SplitOptions(TypedDict, total=False):
     seed: Integer
     """Another seed makes other parts."""
     by: DatasetPath | None
-    """Path of a dataset: samples with the same value there stay together."""
+    """Name of a field, or path of a dataset: samples with the same value stay together."""
     stratify: DatasetPath | None
-    """Path of a dataset: each part has its share of the samples of each value."""
+    """Name of a field, or path of a dataset: each part has its share of each value's samples."""
 
 
 @documented(SplitOptions)
@@ -239,6 +239,11 @@ class SequencesOptions(TypedDict, total=False):
     """
     every: Integer
     """Use only every n-th row of a sequence as a sample, from its first one on."""
+    offset: Integer | Literal["random"]
+    """With `every`: the first row of a sequence that is a sample. `random`: each epoch, all samples
+    of a sequence move by a number of rows below `every`, which is drawn from seed and epoch; those
+    that would leave it begin anew at its start.
+    """
 
 
 @documented(SequencesOptions)
@@ -275,6 +280,7 @@ class Sequences(Frozen):
     last: _Names | None = None
     across: Literal["files"] | None = None
     every: Positive = 1
+    offset: Natural | Literal["random"] = 0
 
     @model_validator(mode="after")
     def _check(self) -> Sequences:
@@ -286,7 +292,18 @@ class Sequences(Frozen):
             raise ValueError("last needs the path of a dataset, or several")
         if self.only is not None and self.groups is None:
             raise ValueError("only needs groups, and names some of them")
+        if self.offset == "random" and self.every == 1:
+            raise ValueError(
+                'offset="random" needs every: it moves samples by fewer rows than that'
+            )
+        if self.offset != "random" and self.offset >= self.every:
+            raise ValueError(f"offset must be below every={self.every}, found {self.offset}")
         return self
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether each epoch has other samples."""
+        return self.offset == "random"
 
     @property
     def kind(self) -> str | None:

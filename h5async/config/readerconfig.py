@@ -267,10 +267,26 @@ class ReaderConfig(Frozen):
                 "num_dim must be a pair, of sequences and of steps, for all fields, or for none"
             )
         given = self.sequences
+        if given is not None and given.is_drawn:
+            self._check_drawn_offset()
         kind = None if given is None else given.kind or (given.across and "across")
         if any(pairs) and kind is not None:
             raise ValueError(
                 f"a pair as num_dim says what a sequence is; leave out {kind} of sequences"
+            )
+
+    def _check_drawn_offset(self) -> None:
+        for name in ("cache", "batch_values", "bucket", "sampler"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    'sequences: offset="random" makes other samples each epoch, for which'
+                    f" {named(name)} is not supported; leave out one of them"
+                )
+        if self.indices is not None and getattr(self.indices, "by", None) != "sequence":
+            raise ValueError(
+                'sequences: offset="random" moves samples within a sequence, out of what'
+                f' {named("indices")} selects; give Split(..., by="sequence"), or an offset that is'
+                " a number"
             )
 
     @classmethod
@@ -322,6 +338,12 @@ class ReaderConfig(Frozen):
                 f" found {type(config).__name__}"
             )
         return cls(**{**base, **options})
+
+    def with_fields(self, fields: Mapping[str, Field], **changed: Any) -> ReaderConfig:
+        """Return the options with other fields, and with other changes."""
+        names = self.model_fields_set.difference(_REPLACED_BY_FIELDS)
+        kept = {name: getattr(self, name) for name in names}
+        return ReaderConfig(**{**kept, "fields": fields, **changed})
 
     @model_serializer(mode="wrap")
     def _without_what_fields_replace(self, handler: SerializerFunctionWrapHandler) -> Any:

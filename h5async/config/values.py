@@ -11,7 +11,7 @@ import numbers
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal, SupportsIndex, TypeAlias
 
@@ -66,19 +66,20 @@ def _worded(message: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _integer(value: object) -> object:
+def integer(value: object) -> object:
     """Convert NumPy integers; leave bools, so that they are rejected."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return value
     return operator.index(value)
 
 
-def _dimension(value: object) -> object:
+def dimension(value: object) -> object:
+    """Convert NumPy integers; take names that are not empty."""
     if isinstance(value, str):
         if not value:
             raise ValueError("the name of a dimension is empty")
         return value
-    return _integer(value)
+    return integer(value)
 
 
 def _sample_dimension(value: object) -> object:
@@ -87,7 +88,7 @@ def _sample_dimension(value: object) -> object:
         value = tuple(map(int, value.split(","))) if "," in value else int(value)
     several = _several(value)
     is_pair = isinstance(several, list | tuple)
-    found = tuple(map(_dimension, several if isinstance(several, list | tuple) else (several,)))
+    found = tuple(map(dimension, several if isinstance(several, list | tuple) else (several,)))
     if len(found) != 1 + is_pair or not all(type(one) in (int, str) for one in found):
         raise ValueError(
             "must be the number of a dimension, or its name; or a pair of them: of sequences, and"
@@ -100,7 +101,7 @@ def _workers(value: object) -> object:
     """Convert a number typed on the command line."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
         return int(value)
-    return _integer(value)
+    return integer(value)
 
 
 def _shuffle(value: object) -> object:
@@ -120,7 +121,7 @@ def _device(value: str) -> str:
 def _nbytes(value: object) -> object:
     """Convert text such as "512MiB" and "1.5 GB" to a number of bytes."""
     if not isinstance(value, str):
-        return _integer(value)
+        return integer(value)
     found = _SIZE.fullmatch(value.strip())
     if found is None:
         raise ValueError(f"must be {_SIZE_WORDS}")
@@ -155,6 +156,19 @@ def _dataset_path(value: object) -> str:
     return str(name)
 
 
+def _category_names(value: object) -> object:
+    if value is None or value is False:
+        return None
+    if value is True or isinstance(value, str):
+        return value if value is True else _dataset_path(value)
+    names = tuple(value) if isinstance(value, Iterable) else ()
+    if not names or not all(isinstance(name, str | int) for name in names):
+        raise ValueError("must be True, a list of names, or the path of a dataset of names")
+    if len(set(names)) < len(names):
+        raise ValueError("must name each category once")
+    return names
+
+
 def _steps(value: object) -> object:
     """Take a range, a list, or a slice as text."""
     words = 'must be a range or a list of integers, or a slice as text, such as "-3:1"'
@@ -173,7 +187,7 @@ def _steps(value: object) -> object:
     several = _several(value)
     if not isinstance(several, list | tuple):
         raise ValueError(words)
-    steps = tuple(map(_integer, several))
+    steps = tuple(map(integer, several))
     if not steps or not all(type(step) is int and abs(step) < _MOST_STEP for step in steps):
         raise ValueError(words)
     return steps
@@ -251,7 +265,7 @@ DimensionLike: TypeAlias = Integer | str
 SampleDimensionLike: TypeAlias = DimensionLike | Sequence[DimensionLike]
 
 # Bounds come before the check: pydantic makes no JSON schema of bounds around it.
-_AsInteger = BeforeValidator(_integer)
+_AsInteger = BeforeValidator(integer)
 Int = Annotated[int, Bound(strict=True), _AsInteger]
 Natural = Annotated[int, Bound(strict=True, ge=0), _AsInteger]
 Positive = Annotated[int, Bound(strict=True, ge=1), _AsInteger]
@@ -272,7 +286,7 @@ Shuffle = Annotated[Literal[False, "full", "window"], BeforeValidator(_shuffle)]
 Device = Annotated[str, AfterValidator(_device)]
 Dimension = Annotated[
     Annotated[int, Bound(strict=True)] | str,
-    BeforeValidator(_dimension),
+    BeforeValidator(dimension),
     _worded("must be the number of a dimension, or its name"),
 ]
 Dimensions = Annotated[
@@ -282,6 +296,9 @@ Dimensions = Annotated[
 ]
 SampleDimension = Annotated[int | str | Any, PlainValidator(_sample_dimension)]
 Steps = Annotated[Any, PlainValidator(_steps)]
+CategoryNames = Annotated[
+    bool | str | tuple[str | int, ...] | None, BeforeValidator(_category_names)
+]
 Number = Annotated[
     float | tuple[float, ...],
     BeforeValidator(_numbers),

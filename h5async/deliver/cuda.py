@@ -27,7 +27,7 @@ from h5async.deliver.cudaslot import CudaSlot, SharedBySlots
 from h5async.deliver.device import Device, DeviceSlot, SlotContents
 from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.gpu import Gpu, in_own_thread
-from h5async.deliver.kernels import needs_host
+from h5async.deliver.kernels import can_transform
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
 from h5async.fill.resident import Budget, Residency
 from h5async.order.selection import Selection
@@ -147,7 +147,7 @@ class CudaDevice(SharedBySlots, Device):
 
     def can_transform(self, transform: RowTransform) -> bool:
         """Tell whether the GPU transforms rows with exactly the host's result."""
-        return not needs_host(transform)
+        return can_transform(transform)
 
     def share(self) -> None:
         """Have the caller's other streams wait for the work of its current one."""

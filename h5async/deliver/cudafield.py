@@ -66,13 +66,13 @@ class CudaField:
         if self._transform is not None and not (is_done or self._transform.is_identity):
             self._change = kernels.row_change(self._transform)
         # By array: memory for a batch of the usual size, and for what is not pinned elsewhere.
-        self._on_device: dict[int, Growing] = defaultdict(partial(_room, gpu))
+        self._on_device: dict[int, Growing] = defaultdict(partial(Growing, gpu.memory))
         self._pinned: dict[int, Growing] = defaultdict(partial(Growing, gpu.pinned_memory))
         for number, one in enumerate(transforms):
             nbytes = one.nbytes if is_done or number else one.raw_nbytes
-            self._on_device[number] = _room(gpu, one.likely * nbytes)
+            self._on_device[number] = Growing(gpu.memory, one.likely * nbytes)
         likely = 0 if first is None or self._change is None else first.likely * first.nbytes
-        self._changed = _room(gpu, likely)
+        self._changed = Growing(gpu.memory, likely)
         self._every: Any = None  # numbers from 0 on
         # Memory for the plain array that is made here.
         self._made: Any = None
@@ -192,15 +192,6 @@ class CudaField:
 
     def _zeros(self, rows: int, row: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return self._gpu.on_device(np.zeros((rows, *row), dtype))
-
-
-def _room(gpu: Gpu, nbytes: int = 0) -> Growing:
-    return Growing(partial(_allocated, gpu), nbytes)
-
-
-def _allocated(gpu: Gpu, nbytes: int) -> Any:
-    with gpu.allocating():
-        return gpu.cupy.empty(nbytes, np.uint8)
 
 
 def cupy_has(dtype: np.dtype[Any]) -> bool:

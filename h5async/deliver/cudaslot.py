@@ -19,7 +19,7 @@ from h5async.deliver.decodeplan import EncodedPlan, NotDecoded
 from h5async.deliver.device import DeviceSlot, LaidOut, PinnedPart, SlotContents, host_slot
 from h5async.deliver.devicedecode import DeviceDecoder, Staging
 from h5async.deliver.gpu import Gpu
-from h5async.deliver.kernels import Kernels, RowChange, needs_host
+from h5async.deliver.kernels import Kernels, RowChange, can_transform
 from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import page_memory, plain_memory
 from h5async.order.selection import Selection
@@ -73,8 +73,8 @@ class CudaSlot(DeviceSlot):
         # be sent at once. Of other columns only the batch's values are sent.
         self.num_rows = rows
         on_host = [
-            needs_host(transform) or (contents.has_postprocess and not transform.is_identity)
-            for transform in transforms
+            not can_transform(one) or (contents.has_postprocess and not one.is_identity)
+            for one in transforms
         ]
         shared = contents.shared  # else fields that vary get pages, of which parts are pinned
         laid_out = host_slot(
@@ -134,8 +134,7 @@ class CudaSlot(DeviceSlot):
         if done or transform.is_identity:
             return _Rows(raw, raw, None)
         delivered = self._gpu.cupy.empty((len(own), *transform.row), transform.dtype)
-        change = self._device.kernels.row_change(transform)
-        return _Rows(raw, delivered, change)
+        return _Rows(raw, delivered, self._device.kernels.row_change(transform))
 
     def _new_field(
         self,
@@ -186,9 +185,7 @@ class CudaSlot(DeviceSlot):
         with self._gpu.working("an upload failed"):
             self._uploaded.synchronize()
 
-    def upload(
-        self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
-    ) -> tuple[Any, ...]:
+    def upload(self, outcome: FillOutcome, masks: Sequence[NDArray[Any]] = ()) -> tuple[Any, ...]:
         """Upload on the copy stream; permute, cast and scale in one kernel on the work stream."""
         device = self._device
         staged = {} if outcome.is_resident else self.staged
@@ -230,7 +227,7 @@ class CudaSlot(DeviceSlot):
     def _upload_fields(
         self,
         outcome: FillOutcome,
-        masks: Sequence[NDArray[np.bool_]],
+        masks: Sequence[NDArray[Any]],
         staged: Mapping[int, EncodedPlan],
         stream: Any,
     ) -> list[CudaField | int]:

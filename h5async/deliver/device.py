@@ -175,9 +175,7 @@ class DeviceSlot:
         if self._pinning is not None:
             self._pinning.wait(self._copies)
 
-    def upload(
-        self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
-    ) -> tuple[Any, ...]:
+    def upload(self, outcome: FillOutcome, masks: Sequence[NDArray[Any]] = ()) -> tuple[Any, ...]:
         """Begin to bring a filled batch, and then masks, to the device; in a worker.
 
         Returns the arrays that are delivered. `NotDecoded` is raised if the host has to decode its

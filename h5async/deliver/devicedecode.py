@@ -118,8 +118,7 @@ class Nvcomp:
         count, temp_nbytes = ctypes.c_size_t(blocks.states.size), ctypes.c_size_t(temp.nbytes)
         room = count, ctypes.c_void_p(temp.data.ptr), temp_nbytes
         outputs = targets, self._options, states
-        function = getattr(self._library, name)
-        status = function(*inputs, *room, *outputs, ctypes.c_void_p(stream.ptr))
+        status = getattr(self._library, name)(*inputs, *room, *outputs, ctypes.c_void_p(stream.ptr))
         self._check(status, name)
 
     @staticmethod
@@ -358,7 +357,6 @@ def find_formats(
 
 
 def _temp_nbytes(form: EncodedFormat, nvcomp: Nvcomp) -> int:
-    """Return the bytes of working memory that nvCOMP needs."""
     if form.frame.codec is None:
         return 0
     largest = form.frame.block_nbytes or form.shape.chunk_nbytes

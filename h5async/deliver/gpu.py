@@ -195,6 +195,11 @@ class Gpu:
         self._freed_with(owner, cuda.runtime.free, address)
         return cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, owner, self.number), 0)
 
+    def memory(self, nbytes: int) -> Any:
+        """Return memory of the GPU as a uint8 array; this GPU is current."""
+        with self.allocating():
+            return self.cupy.empty(nbytes, np.uint8)
+
     def pinned_memory(self, nbytes: int) -> NDArray[np.uint8]:
         """Return pinned host memory; this GPU is current."""
         # Not from CuPy's pool, which takes the next power of two.
@@ -302,6 +307,5 @@ def in_own_thread(work: Callable[[], _Result]) -> _Result:
 
 
 def _primary_context(cupy: Any, number: int) -> int:
-    """Return the context of CUDA's runtime for a GPU."""
     cupy.cuda.runtime.setDevice(number)
     return int(cupy.cuda.driver.ctxGetCurrent())

@@ -311,22 +311,21 @@ extern "C" __global__ void __launch_bounds__(1024) h5async_place(
         for (int d = 0; d < dims; d++)
             if (extent[d] > 1)
                 mask |= (uint64)chunk_strides[d] | (uint64)row_strides[d];
+        auto place = [&](auto word) {
+            place_words<decltype(word)>(from, to, unit, extent, chunk_strides, row_strides, dims,
+                                        samples, sample_stride, row_nbytes);
+        };
         int64 width = width_of(mask, 16);
         if (width == 16)
-            place_words<uint4>(from, to, unit, extent, chunk_strides, row_strides, dims, samples,
-                               sample_stride, row_nbytes);
+            place(uint4());
         else if (width == 8)
-            place_words<uint64>(from, to, unit, extent, chunk_strides, row_strides, dims, samples,
-                                sample_stride, row_nbytes);
+            place(uint64());
         else if (width == 4)
-            place_words<uint32>(from, to, unit, extent, chunk_strides, row_strides, dims, samples,
-                                sample_stride, row_nbytes);
+            place(uint32());
         else if (width == 2)
-            place_words<uint16>(from, to, unit, extent, chunk_strides, row_strides, dims, samples,
-                                sample_stride, row_nbytes);
+            place(uint16());
         else
-            place_words<byte>(from, to, unit, extent, chunk_strides, row_strides, dims, samples,
-                              sample_stride, row_nbytes);
+            place(byte());
     }
 }
 

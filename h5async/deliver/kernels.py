@@ -88,7 +88,12 @@ class Kernels:
         channels = transform.channels
         is_scaled = transform.scale is not None or transform.offset is not None
         factors = _factors(transform) if is_scaled else ()
-        if not channels or channels > _MAX_PLANES or not _is_plain(transform):
+        # C casts these stored types to the delivered ones as CuPy and NumPy do.
+        is_plain = all(
+            dtype.kind in "iuf" and dtype != np.float16
+            for dtype in (transform.raw_dtype, transform.dtype)
+        )
+        if not channels or channels > _MAX_PLANES or not is_plain:
             # At least 1-dimensional: CuPy turns a 0-dimensional -0.0 into 0.0.
             whole = tuple(self._on_device(np.atleast_1d(factor)) for factor in factors)
             return RowChange(partial(self._change, transform.permutation, whole), False)
@@ -152,26 +157,16 @@ def _factors(transform: RowTransform) -> tuple[NDArray[Any], NDArray[Any]]:
     return scale, offset
 
 
-def _is_plain(transform: RowTransform) -> bool:
-    """Tell whether C casts the stored type to the delivered one as CuPy and NumPy do."""
-    return all(
-        dtype.kind in "iuf" and dtype != np.float16
-        for dtype in (transform.raw_dtype, transform.dtype)
-    )
+def can_transform(transform: RowTransform) -> bool:
+    """Tell whether a GPU transforms rows with exactly the host's result.
 
-
-def needs_host(transform: RowTransform) -> bool:
-    """Tell whether rows have to be transformed on the host, to be delivered on a GPU.
-
-    That is so if the GPU would not give exactly the host's result. It has no foreign byte order,
-    casts values out of an integer's range to other integers, and rounds twice on the way to float16
-    values that float32 does not hold exactly. Complex numbers were not examined.
+    It has no foreign byte order, casts values out of an integer's range to other integers, and
+    rounds twice on the way to float16 values that float32 does not hold exactly. Complex numbers
+    were not examined.
     """
-    return not (transform.is_identity or _gpu_can(transform))
-
-
-def _gpu_can(transform: RowTransform) -> bool:
     raw, dtype = transform.raw_dtype, transform.dtype
+    if transform.is_identity:
+        return True
     if transform.text or transform.cf is not None:
         return False
     if raw == dtype or (raw == np.uint8 and dtype == np.bool_):

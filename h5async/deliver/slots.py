@@ -129,8 +129,7 @@ class SlotRing(Generic[Result]):
     def serials(self) -> list[int]:
         """Serials of all batches that have slots."""
         with self.lock:
-            serials = list(self._entries)
-        return serials
+            return list(self._entries)
 
     @property
     def in_use(self) -> int | None:
@@ -189,8 +188,7 @@ class SlotRing(Generic[Result]):
         with self.lock:
             self.check_open()
             serial = max(self.consumer.asked, self._next_to_assign())
-            course = course_from(serial)
-            self.consumer = Consumer(serial, serial, self.consumer.held, False, course)
+            self.consumer = Consumer(serial, serial, self.consumer.held, False, course_from(serial))
 
     def hand_back(self) -> None:
         """Give the slot in use back, and request at least one batch."""
@@ -308,8 +306,7 @@ class SlotRing(Generic[Result]):
     def pending(self) -> list[Assignment]:
         """Return all assignments that are not carried out yet."""
         with self.lock:
-            pending = [Assignment(e.slot, s) for s, e in self._entries.items() if not e.is_ready]
-        return pending
+            return [Assignment(e.slot, s) for s, e in self._entries.items() if not e.is_ready]
 
     def filled(self, serial: int, result: Result) -> None:
         """Say that an assignment was carried out, with or without an error. Never blocks."""
@@ -375,7 +372,6 @@ class SlotRing(Generic[Result]):
         return done
 
     def _is_done(self, serial: int, entry: _Entry[Result]) -> bool:
-        """Tell whether a batch is reported ready."""
         if not entry.is_ready:
             result = self.completions.result(entry.slot, serial)
             if result is not None:

@@ -65,7 +65,10 @@ class Filler:
             self._cache = open_host_cache(
                 samplings.selection,
                 [transform.raw_nbytes for transform in several],
-                samplings.rows,
+                [
+                    layout.segments if layout.is_repeated else rows
+                    for layout, rows in zip(opened.layouts.values(), samplings.rows, strict=True)
+                ],
                 config.cache_bytes,
                 memory_plan.left_nbytes,
             )

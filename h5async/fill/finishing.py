@@ -14,7 +14,8 @@ import inspect
 import itertools
 import pkgutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -106,12 +107,12 @@ class BatchDecoder:
         found, most = list(arrays), self._of_batch
         todo: list[DecodingWork] = []
         numbers = None
-        if any(field.is_random for field in self.fields.values()):
+        if any(one.is_random for one in self.fields.values()):
             numbers = random_numbers(self._seed, epoch, index)
-        for number, field in (self.fields if slot is None else self._of_slots).items():
+        for number, decoder in (self.fields if slot is None else self._of_slots).items():
             memory = Growing(plain_memory) if slot is None else self._memory[slot][number]
             encoded = EncodedBatch(arrays[number], index, numbers, memory.of, most)
-            found[number], works = field.begin(encoded)
+            found[number], works = decoder.begin(encoded)
             todo += works
         return DecodedBatch(tuple(found), todo, self.note_broken)
 
@@ -120,21 +121,18 @@ class BatchDecoder:
         self._memory = []
 
 
+@dataclass(eq=False)
 class DecodedBatch:
     """The encoded samples of one batch while `work` decodes them to the delivered `arrays`.
 
     There is one of `works` per sample, made before any is decoded, as a loop over all is fastest.
     """
 
-    def __init__(
-        self, arrays: tuple[Any, ...], works: list[DecodingWork], note_broken: Callable[[], None]
-    ) -> None:
-        self.arrays = arrays
-        self.count = len(works)
-        self._works = works
-        self._note_broken = note_broken
-        # Threads take samples one by one, because decoding times differ much.
-        self._todo = itertools.count()
+    arrays: tuple[Any, ...]
+    works: list[DecodingWork]
+    note_broken: Callable[[], None]
+    # Threads take samples one by one, because decoding times differ much.
+    todo: Iterator[int] = field(default_factory=itertools.count)
 
     def work(self, must_end: Callable[[], bool], end: int) -> None:
         """Decode samples until `end` were begun, or `must_end` is true; any number of threads may.
@@ -142,11 +140,11 @@ class DecodedBatch:
         `ReadError` is raised if one is broken.
         """
         while not must_end():
-            number = next(self._todo)
-            if number >= self.count:
+            number = next(self.todo)
+            if number >= len(self.works):
                 return
-            if not self._works[number]():
-                self._note_broken()
+            if not self.works[number]():
+                self.note_broken()
             if number + 1 >= end:
                 return
 

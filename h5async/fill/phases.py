@@ -103,7 +103,7 @@ class Phases:
         arrays = self._assembly.arrays(memory, index)
         if self._images is not None:
             images = self._images.batch(arrays, index, -1, None)
-            images.work(lambda: self._pool.is_stopped, images.count)
+            images.work(lambda: self._pool.is_stopped, len(images.works))
             arrays = images.arrays
         if self._postprocess is None:
             return FillOutcome(index, arrays)
@@ -152,8 +152,7 @@ class Phases:
 
     def _begin_left(self, batch: _Fill) -> None:
         """Begin to read the rows that the core has left to Python."""
-        left = self._reader.left(batch.plans)
-        works = [partial(self._read_left, batch, some) for some in left]
+        works = [partial(self._read_left, batch, some) for some in self._reader.left(batch.plans)]
         self._begin(batch, works, self._begin_keep)
 
     def _read_left(self, batch: _Fill, left: LeftRows | SlotBatch) -> None:
@@ -214,13 +213,14 @@ class Phases:
         place = batch.request.epoch, batch.request.slot
         images = self._images.batch(self._arrays(batch), batch.index, *place)
         batch.images = images
-        parts = max(1, min(self._pool.num_threads, images.count))
-        works = [partial(self._decode_images, batch, images, images.count)] * parts
+        count = len(images.works)
+        parts = max(1, min(self._pool.num_threads, count))
+        works = [partial(self._decode_images, batch, images, count)] * parts
         meanwhile = []
         if parts > 1:
             # The thread that sees the first half done has the next batch read first, so that no
             # thread runs out of images between two batches.
-            works.insert(0, partial(self._decode_images, batch, images, images.count // 2))
+            works.insert(0, partial(self._decode_images, batch, images, count // 2))
             meanwhile = [self._pool.begin_next]
         self._begin(batch, works, self._finish, meanwhile)
 

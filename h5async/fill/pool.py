@@ -229,7 +229,8 @@ class WorkPool(Workers):
                 self._on_crash(error)
 
     def _run_next(self) -> bool:
-        work = self._pop()
+        with self._lock:
+            work = heapq.heappop(self._heap)[2] if self._heap else None
         if work is None and self._own_tickets is not None:
             work = None if self.num_threads else self._own_tickets.get_here()
             if work is None:
@@ -243,10 +244,6 @@ class WorkPool(Workers):
                 self.add(serial, [other])
         work()
         return True
-
-    def _pop(self) -> Work | None:
-        with self._lock:
-            return heapq.heappop(self._heap)[2] if self._heap else None
 
     def _end(self) -> None:
         super()._end()

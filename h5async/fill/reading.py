@@ -159,11 +159,9 @@ class BatchReader:
             return None
         if not all(collection.tables.reads):
             return None
-        batches, selection = [one.batch for one in self._batches], self.samplings.selection
-        queue = BatchQueue(core, collection.tables, batches, self._num_threads, selection)
-        if self.samplings.draws is not None:
-            queue.draw_from(self.samplings.draws.table)
-        return queue
+        batches, draws = [one.batch for one in self._batches], self.samplings.draws
+        orders = self.samplings.selection, None if draws is None else draws.table
+        return BatchQueue(core, collection.tables, batches, self._num_threads, *orders)
 
     @property
     def transforms_all(self) -> bool:
@@ -244,7 +242,6 @@ class BatchReader:
         return SamplesPlan(rows, places, rows.size * layout.row_nbytes)
 
     def _rows(self, field: int, batch: NDArray[Any]) -> NDArray[Any]:
-        """Return an array of samples as one of rows of the dataset."""
         return self.row_transforms[field].rows(batch)
 
     def left(self, plans: BatchPlan) -> list[LeftRows | SlotBatch]:
@@ -276,7 +273,7 @@ class BatchReader:
         wanted = index if steps is None else steps.rows(index)
         plan = SamplesPlan(wanted[rows], rows, rows.size * layout.row_nbytes)
         with self._scratch() as scratch:
-            self._read_items(plan, field, 0, 1, memory, scratch)
+            self._read_items(plan, PlanSlice(field, 0, 1), memory, scratch)
         if self._collection is not None and self._collection.tables.transforms[field]:
             raw, out = self._rows(field, memory.raw[field]), self._rows(field, memory.out[field])
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
@@ -307,8 +304,8 @@ class BatchReader:
         `H5AsyncError` is raised if bytes cannot be read or decoded, here as in the methods above.
         """
         with self._scratch() as scratch:
-            for field, start, stop in share:
-                self._read_items(plans[field], field, start, stop, memory, scratch)
+            for part in share:
+                self._read_items(plans[part.field], part, memory, scratch)
 
     @contextmanager
     def _scratch(self) -> Iterator[Scratch]:
@@ -323,14 +320,9 @@ class BatchReader:
             self._free.append(scratch)
 
     def _read_items(
-        self,
-        plan: ReadPlan,
-        field: int,
-        start: int,
-        stop: int,
-        memory: SlotMemory,
-        scratch: Scratch,
+        self, plan: ReadPlan, part: PlanSlice, memory: SlotMemory, scratch: Scratch
     ) -> None:
+        field, start, stop = part
         if isinstance(plan, BatchItems):
             assert self._collection is not None
             self._work_on(NO_FIELD, scratch)
@@ -439,7 +431,8 @@ class BatchReader:
         self._collection, self._batches = None, []
 
     def _new_scratch(self) -> Scratch:
-        scratch = Scratch.allocate(*self._size, self._stop)
+        scratch = Scratch.allocate(*self._size)
+        scratch.stop = self._stop
         scratch.record(self._trace)
         self._scratches.append(scratch)
         return scratch

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
+from h5async.index.segments import Segments
 from h5async.order.rows import SpanRows
 from h5async.order.selection import Selection
 from h5async.plan.records import GatherPlan, Int64s
@@ -80,14 +81,19 @@ class KeptColumn:
     """The concatenated rows of all samples of a column, in ascending order of samples.
 
     `spans` are the rows of each sample in the dataset; unless they differ in number, it is one row
-    here. `nbytes` is the memory that `allocate` takes.
+    here. Or they are segments whose samples have a row in common, which is kept once. `nbytes` is
+    the memory that `allocate` takes.
     """
 
-    def __init__(self, selection: Selection, row_nbytes: int, spans: Rows) -> None:
-        spans = self._spans = spans if isinstance(spans, SpanRows) else None
+    def __init__(self, selection: Selection, row_nbytes: int, spans: Rows | Segments) -> None:
         self._row_nbytes = row_nbytes
         self._starts: Int64s | None = None  # of samples, counted from any number
+        self._firsts: Int64s | None = None  # the first sample with each row
         rows, ascending = selection.size, selection.ascending
+        if isinstance(spans, Segments):
+            self._firsts = np.unique(np.concatenate((spans.first, spans.end, [0])))
+            rows = self._firsts.size
+        spans = self._spans = spans if isinstance(spans, SpanRows) else None
         if spans is not None:
             if ascending.is_prefix and ascending.size == spans.size:
                 self._starts = spans.starts
@@ -103,6 +109,9 @@ class KeptColumn:
 
     def plan(self, index: Int64s, positions: Int64s) -> GatherPlan:
         """Return where samples, at these positions, are here and in a batch."""
+        if self._firsts is not None:
+            numbers = np.searchsorted(self._firsts, index, side="right") - 1
+            return GatherPlan(numbers, self._row_nbytes)
         if self._starts is None or self._spans is None:
             return GatherPlan(positions, self._row_nbytes)
         begin = (self._starts[positions] - self._starts[0]) * self._row_nbytes
@@ -153,7 +162,7 @@ class HostCache(Residency):
 def open_host_cache(
     selection: Selection,
     row_nbytes: Sequence[int],
-    rows: Sequence[Rows],
+    rows: Sequence[Rows | Segments],
     cache_bytes: int | None,
     free_nbytes: int,
 ) -> HostCache | Budget:
@@ -161,9 +170,9 @@ def open_host_cache(
 
     All of it counts, though pages that were never touched cost nothing yet: an epoch touches them.
 
-    `row_nbytes` and `rows` have, by column, the bytes of a row, as read, and the rows of each
-    sample. `cache_bytes` is the limit, by default half of `free_nbytes`: what is free beside all
-    that the reader needs.
+    `row_nbytes` has, by column, the bytes of a row, as read, and `rows` what `KeptColumn` takes.
+    `cache_bytes` is the limit, by default half of `free_nbytes`: what is free beside all that the
+    reader needs.
     """
     if cache_bytes is None:
         cache_bytes = int(free_nbytes * _HOST_SHARE)

@@ -158,8 +158,7 @@ class Submissions:
             self._latest[found] = latest._replace(error=failed)
             self._queue.wake()
             return do_nothing
-        planned = self._queue.is_planned(found)
-        return partial(self.resume, latest.request, samples, planned)
+        return partial(self.resume, latest.request, samples, self._queue.is_planned(found))
 
     def forget(self) -> None:
         """Forget all batches; no thread is at work on any."""

@@ -69,7 +69,7 @@ def _cost_of_dataset(
     if layout.values is not None:  # they were read with the metadata
         return ReadCost(0.0, 0.0)
     rest = [axis for axis in range(len(layout.shape)) if axis != layout.sample_axis]
-    wanted = piece.source_region or (slice(None),) * len(rest)
+    wanted = (piece.source_region or (slice(None),) * len(rest))[: len(rest)]
     size = layout.chunk_shape or layout.shape
     if layout.chunks is None:
         elements = math.prod(extents_of(piece.source_region, layout.row_shape))

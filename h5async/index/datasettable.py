@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout, Indexed
-from h5async.index.segments import WHOLE, Segments
+from h5async.index.segments import WHOLE, Piece, Segments
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
@@ -242,6 +242,29 @@ def kinds_of(layout: DatasetLayout) -> list[tuple[DatasetLayout, int]]:
     if layout.segments is None:
         return [(layout, 1)]
     return table_of(layout)[1].largest
+
+
+def pieces_read(layout: DatasetLayout) -> list[tuple[DatasetLayout, int]]:
+    """Return a dataset of each kind, and the number of pieces that are read of each of its rows."""
+    if layout.segments is None:
+        return [(layout, layout.num_pieces)]
+    segments, datasets = table_of(layout)
+    kinds, count = datasets.kinds, [0] * len(datasets.kinds)
+    of_kind = datasets.columns.kind[segments.dataset].astype(np.int64)
+    for number in np.unique(of_kind * len(segments.pieces) + segments.piece).tolist():
+        kind, piece = divmod(number, len(segments.pieces))
+        count[kind] += _pieces_within(kinds[kind], segments.pieces[piece])
+    return [(one, min(one.num_pieces, n)) for one, n in zip(kinds, count, strict=True)]
+
+
+def _pieces_within(layout: DatasetLayout, piece: Piece) -> int:
+    if piece.source_region is None:
+        return layout.num_pieces
+    rest, found = [a for a in range(len(layout.shape)) if a != layout.sample_axis], 1
+    for a, part in zip(rest, piece.source_region, strict=False):  # behind them, those of a member
+        wanted, size = range(layout.shape[a])[part], layout.piece_shape[a]
+        found *= min(len(wanted), wanted[-1] // size - wanted[0] // size + 1) if wanted else 0
+    return found
 
 
 def shared(layout: DatasetLayout) -> DatasetLayout:

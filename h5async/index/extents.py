@@ -250,18 +250,9 @@ class _FieldBuilder:
                 how = (1 << (layout.num_samples - 1).bit_length(),)
             elif layout.sample_axis or (kind == Kind.CHUNKS and not layout.chunk_shape):
                 own = layout.shape
-            key = (
-                kind,
-                own,
-                layout.sample_axis,
-                is_small,
-                how,
-                layout.dtype,  # a compound's members, too, may lie elsewhere
-                layout.filters,
-                piece.key,
-                layout.values is not None,
-                layout.fill.tobytes(),
-            )
+            # (Members of compounds of other dtypes may lie elsewhere.)
+            stored = layout.dtype, layout.filters, layout.values is not None, layout.fill.tobytes()
+            key = kind, own, layout.sample_axis, is_small, how, piece.key, stored
         found = self._shape_numbers.setdefault(key, len(self._shapes))
         if found == len(self._shapes):
             if kind == Kind.LEFT:

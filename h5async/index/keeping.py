@@ -8,7 +8,6 @@ file: then it is cheaper to keep these small datasets whole, like decoded chunks
 from __future__ import annotations
 
 import itertools
-import math
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.structures import KEPT_OVERHEAD_NBYTES
-from h5async.index.datasettable import Datasets, table_of
+from h5async.index.datasettable import Datasets, pieces_read, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import FieldTable, Shape
 
@@ -40,11 +39,9 @@ def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
     )
     along = -(-rows // rows_of_chunk)
     chunks = np.bincount(datasets.columns.kind, along, len(kinds))
-    for kind, count in zip(kinds, chunks.tolist(), strict=True):
+    for (kind, pieces), count in zip(pieces_read(layout), chunks.tolist(), strict=True):
         if kind.filters and kind.chunk_shape:
-            axis = kind.sample_axis
-            others = math.prod(n for at, n in enumerate(kind.grid) if at != axis)
-            encoded += int(count) * others * (kind.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
+            encoded += int(count) * pieces * (kind.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
     is_small = addresses_of_small(datasets) >= 0
     number = int(np.count_nonzero(is_small))
     if number < MANY:
@@ -107,10 +104,12 @@ def what_to_keep(
     if not any(groups) or _share_chunks(table):
         return keeps
     whole_nbytes = kept_whole_nbytes(layout).encoded
+    read = max(pieces / max(1, kind.num_pieces) for kind, pieces in pieces_read(layout))
+    chunks = table.chunks.offset.size * read
     for number, (shape, nbytes) in enumerate(zip(table.shapes, groups, strict=True)):
         if not nbytes or kept_nbytes < min(_LEAST_GROUPS * nbytes, whole_nbytes):
             continue
-        rows = table.chunks.offset.size / len(shape.extents) * shape.chunk_samples
+        rows = chunks / len(shape.extents) * shape.chunk_samples
         if uses >= _LEAST_USES * rows:
             keeps[number] = Keeps.ROWS
     return keeps

@@ -284,16 +284,17 @@ class DatasetLayout:
     def piece_shape(self) -> tuple[int, ...]:
         """Dimensions of a unit of reading: a chunk.
 
-        For a contiguous dataset: all samples, and a slice of the rows' longest dimension. The bytes
-        of one sample are spread over that whole slice, so it is best read once for all.
+        For a contiguous dataset: all samples, and a slice of the rows' longest dimension, or of
+        their first one if the bytes of a row lie together. Else the bytes of one sample are spread
+        over that whole slice, so it is best read once for all.
         """
         if self.chunk_shape:
             return self.chunk_shape
-        rest = [a for a in range(len(self.shape)) if a != self.sample_axis]
-        longest = max(rest, key=lambda a: self.shape[a], default=None)
         pieces = [max(1, n) for n in self.shape]
-        if longest is not None:
-            pieces[longest] = max(1, -(-self.shape[longest] // _SLICES))
+        rest = [a for a, size in enumerate(self.shape) if a != self.sample_axis and size > 1]
+        if rest:
+            cut = max(rest, key=lambda a: self.shape[a]) if self.sample_axis else rest[0]
+            pieces[cut] = max(1, -(-self.shape[cut] // _SLICES))
         return tuple(pieces)
 
     @cached_property

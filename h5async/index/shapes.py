@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout
+from h5async.index.regions import part_shape
 from h5async.index.segments import WHOLE, Piece, Region
 
 Int64s = NDArray[np.int64]
@@ -177,16 +178,20 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
         assert fields is not None
         member, offset = fields[piece.member][:2]
         itemsize, extra = member.base.itemsize, member.shape
+    # Dimensions of a row in its dataset, and then those of the member: sizes, cells, strides.
+    sizes = [*(shape[a] for a in rest), *extra]
+    cell_sizes = [*(cell_shape[a] for a in rest), *extra]
     strides = _strides(chunk_shape, source_itemsize)
-    wanted = piece.source_region or (None,) * len(rest)
-    axes = [cells_of(shape[a], cell_shape[a], part) for a, part in zip(rest, wanted, strict=True)]
-    row_strides, row_begin = _row_strides(whole, piece.region, [a.total for a in axes], extra)
-    inside, number_strides = [one.begin for one in axes], [0] * len(shape)
+    own_strides = [*(strides[a] for a in rest), *_strides(extra, itemsize)]
+    number_strides = _strides(layout.grid, 1) if layout.chunk_shape else [0] * len(shape)
+    wanted = piece.source_region or (None,) * len(sizes)
+    axes = list(map(cells_of, sizes, cell_sizes, wanted))
+    row_strides, row_begin = _row_strides(whole, piece.region, [a.total for a in axes])
+    inside = [one.begin for one in axes]
     if layout.chunk_shape:
-        inside = [one.begin - one.cell * cell_shape[a] for a, one in zip(rest, axes, strict=True)]
-        number_strides = _strides(layout.grid, 1)
-    extents = [*(one.extent for one in axes), *(np.array([count], np.int64) for count in extra)]
-    chunk_strides = [strides[a] * one.step for a, one in zip(rest, axes, strict=True)]
+        inside = [one.begin - one.cell * n for one, n in zip(axes, cell_sizes, strict=True)]
+    chunk_strides = [n * one.step for n, one in zip(own_strides, axes, strict=True)]
+    numbers = [*(number_strides[a] for a in rest), *(0 for _ in extra)]
     is_whole, samples = piece.is_whole, chunk_shape[axis]
     return Shape(
         kind=kind,
@@ -195,12 +200,12 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
         chunk_samples=samples,
         sample_stride=strides[axis],
         itemsize=itemsize,
-        chunk_strides=np.array([*chunk_strides, *_strides(extra, itemsize)], np.int64),
+        chunk_strides=np.array(chunk_strides, np.int64),
         row_strides=np.array(row_strides, np.int64),
-        extents=_combinations(extents),
+        extents=_combinations([one.extent for one in axes]),
         row_begin=row_begin + _sums([one.done for one in axes], row_strides),
-        piece_begin=offset + _sums(inside, [strides[a] for a in rest]),
-        cross_number=_sums([one.cell for one in axes], [number_strides[a] for a in rest]),
+        piece_begin=offset + _sums(inside, own_strides),
+        cross_number=_sums([one.cell for one in axes], numbers),
         number_stride=number_strides[axis] if layout.chunk_shape else 1,
         rows_are_whole=is_whole and bool(layout.chunk_shape) and layout.rows_are_whole,
         source_row_nbytes=source_itemsize * math.prod(shape[a] for a in rest),
@@ -264,7 +269,7 @@ def can_take_member(
 ) -> bool:
     """Return whether the core can take a member of a dataset's compound type."""
     fields = layout.dtype.fields
-    if piece.region is not None or piece.source_region is not None:
+    if piece.region is not None:
         return False
     if fields is None or piece.member is None or piece.member not in fields:
         return False
@@ -272,7 +277,7 @@ def can_take_member(
     return (
         len({element.tobytes() for element in _member_fill(layout, piece.member)}) == 1
         and member.base == whole.raw_dtype
-        and (*layout.row_shape, *member.shape) == whole.row_shape
+        and part_shape(layout, piece) == whole.row_shape
         and len(layout.shape) + len(member.shape) <= max_rank
     )
 
@@ -283,7 +288,7 @@ def _member_fill(layout: DatasetLayout, member: str) -> NDArray[Any]:
 
 
 def _row_strides(
-    whole: DatasetLayout, region: Region, counts: Sequence[int], extra: Sequence[int]
+    whole: DatasetLayout, region: Region, counts: Sequence[int]
 ) -> tuple[list[int], int]:
     """Return the strides in a row of the batch per dimension of the source's rows, and the offset.
 
@@ -295,6 +300,6 @@ def _row_strides(
     strides = _strides(whole.row_shape, whole.dtype.itemsize)
     begin = sum(piece.start * stride for piece, stride in zip(pieces, strides, strict=True))
     ours = [(len(p), n * p.step) for p, n in zip(pieces, strides, strict=True) if len(p) != 1]
-    assert [count for count, _ in ours] == [count for count in (*counts, *extra) if count != 1]
+    assert [count for count, _ in ours] == [count for count in counts if count != 1]
     own = iter(ours)
-    return [0 if count == 1 else next(own)[1] for count in (*counts, *extra)], begin
+    return [0 if count == 1 else next(own)[1] for count in counts], begin

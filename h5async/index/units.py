@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.datasettable import kinds_of, table_of
+from h5async.index.datasettable import pieces_read, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.segments import PairedRuns, repetitions
 
@@ -20,7 +20,10 @@ _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of this size costs little more per by
 def unit_nbytes(layout: DatasetLayout) -> int:
     """Return the decoded bytes kept of a unit for several batches."""
     if layout.segments is not None:
-        several = (unit_nbytes(leaf) for leaf, _ in kinds_of(layout))
+        several = (
+            unit_nbytes(kind) // max(1, kind.num_pieces) * pieces
+            for kind, pieces in pieces_read(layout)
+        )
         return max(layout.segments.kept_nbytes, *several)
     if not layout.filters or layout.is_row_a_chunk:
         return 0

@@ -11,6 +11,7 @@ import os
 from io import RawIOBase
 from pathlib import Path
 
+from h5async.config.files import scheme_of
 from h5async.system.interruptions import interruption, suppressing
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -65,6 +66,11 @@ def reason_unopened(file: str | RawIOBase, error: Exception) -> str:
     except (OSError, ValueError) as reason:
         if interruption(reason) is not None:
             raise
+        if isinstance(file, str) and scheme_of(file):
+            return (
+                f"h5async does not read from {scheme_of(file)}://; copy the file, or mount where it"
+                " lies, and name a local path"
+            )
         if isinstance(reason, FileNotFoundError | ValueError):  # the latter: a NUL in it
             return "there is no such file"
         # It, or its folder, may not be read, say, or its name is too long.

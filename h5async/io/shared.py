@@ -52,6 +52,11 @@ class ArraySpec(NamedTuple):
         """Bytes of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def end(self) -> int:
+        """Its end, in bytes from the start of shared memory."""
+        return self.offset + self.nbytes
+
 
 def plain_memory(nbytes: int) -> NDArray[np.uint8]:
     """Return new memory, which is not pinned."""
@@ -146,7 +151,7 @@ class SharedMemory:
     def array(self, spec: ArraySpec) -> NDArray[Any]:
         """Return an array described elsewhere; `OutOfMemoryError` if it cannot be mapped."""
         with self._lock:
-            if self._whole is None or self._whole.nbytes < spec.offset + spec.nbytes:
+            if self._whole is None or self._whole.nbytes < spec.end:
                 nbytes = os.fstat(self.fd).st_size
                 try:
                     self._whole = _mapped(self._key, self.fd, 0, nbytes)

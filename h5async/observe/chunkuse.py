@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from h5async.config import ReaderConfig
-from h5async.index.datasettable import kinds_of, table_of
+from h5async.index.datasettable import kinds_of, pieces_read, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.observe.stats import Advice, ChunkAdvice, Remedy
+from h5async.opening.dataset import Samplings
 from h5async.opening.slotsizes import wanted_kept_nbytes
 from h5async.order.rows import SpanRows, StepRows
-from h5async.order.selection import Selection
 from h5async.samples.fieldkind import Rows, field_of
 from h5async.spelling import named, printable
 from h5async.system.resources import free_memory
@@ -59,23 +57,15 @@ class _Column(NamedTuple):
 class ChunkFacts:
     """Facts about the chunks of a reader that do not change.
 
-    `layouts` and `rows` are those of all columns; `stored_share` is the number of encoded bytes per
-    decoded byte, in chunks that h5async decodes.
+    `stored_share` is the number of encoded bytes per decoded byte, in chunks that h5async decodes.
     """
 
-    def __init__(
-        self,
-        config: ReaderConfig,
-        layouts: Mapping[str, DatasetLayout],
-        rows: Sequence[Rows],
-        selection: Selection,
-    ) -> None:
-        self._config = config
-        self._layouts = layouts
-        self._selection = selection
+    def __init__(self, samplings: Samplings) -> None:
+        self._config, self._selection = samplings.config, samplings.selection
+        layouts = self._layouts = samplings.layouts
         self._columns = {
             name: _Column(name, layout, one, needs_of(layout))
-            for (name, layout), one in zip(layouts.items(), rows, strict=True)
+            for (name, layout), one in zip(layouts.items(), samplings.rows, strict=True)
         }
         stored = decoded = 0.0
         for layout in layouts.values():
@@ -114,7 +104,9 @@ class ChunkFacts:
             remedies.append(Remedy(named("shuffle", "window"), self._left_by_window(culprit)))
         if config.cache is None and config.num_helpers <= 1 and config.decode != "device":
             if self._fits():
-                remedies.append(Remedy(f"{named('cache', 'host')} from the second epoch on", 0.0))
+                repeats = config.weights is not None
+                when = ", as draws repeat" if repeats else " from the second epoch on"
+                remedies.append(Remedy(f"{named('cache', 'host')}{when}", 0.0))
         rows = _rows_of_chunk(culprit)
         if rows:
             of = f' "{name}"' if name else ""
@@ -184,9 +176,10 @@ def needs_of(layout: DatasetLayout) -> Used:
         of_kind = datasets.columns.kind[segments.dataset]
         held = np.bincount(of_kind, segments.length, len(datasets.kinds))
         found, nbytes = Used(), max(1, layout.num_samples * layout.row_nbytes)
-        for kind, samples in zip(datasets.kinds, held.tolist(), strict=True):
+        for (kind, pieces), samples in zip(pieces_read(layout), held.tolist(), strict=True):
             # (A member's dataset has whole records.)
-            found = found.plus(needs_of(kind), samples * kind.row_nbytes / nbytes)
+            share = pieces / max(1, kind.num_pieces)
+            found = found.plus(needs_of(kind), samples * share * kind.row_nbytes / nbytes)
         return found
     encoded = 0.0
     if layout.filters and layout.chunk_shape:
@@ -201,6 +194,5 @@ def needs_of(layout: DatasetLayout) -> Used:
 
 
 def _largest_chunks(layout: DatasetLayout, kind: _Kind) -> DatasetLayout:
-    """Return the dataset with the largest chunks among the parts of a layout."""
     found = [leaf for leaf, _ in kinds_of(layout) if getattr(needs_of(leaf), kind)]
     return max(found or [layout], key=lambda leaf: leaf.chunk_nbytes)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ReaderConfig
 from h5async.errors import ConfigError
 from h5async.fill.outcomes import FillerStats
 from h5async.index.cost import direct_share
@@ -23,10 +22,9 @@ from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.observe.chunkuse import ChunkFacts, Used
 from h5async.observe.stats import ReaderStats
+from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
-from h5async.order.selection import Selection
 from h5async.samples.assembly import by_field
-from h5async.samples.fieldkind import Rows
 from h5async.system.timeline import STAGES, StageTimes
 
 _KEPT_EPOCHS = 256
@@ -95,8 +93,7 @@ class Work(NamedTuple):
             for stage, seconds in self.stage_seconds.items()
         }
         counts = (max(0, new - old) for new, old in zip(self[2:], earlier[2:], strict=True))
-        waited = max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds)
-        return Work(stages, waited, *counts)
+        return Work(stages, max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds), *counts)
 
 
 class _Moment(NamedTuple):
@@ -123,25 +120,18 @@ class _Span(NamedTuple):
 class ReaderCounts:
     """Counts of deliveries, and of the consumer's waits.
 
-    The consumer's thread counts; `stats` may be called from any thread. `rows` are those that each
-    sample consists of, per column; `kept_nbytes` limits decoded chunks kept for later batches.
+    The consumer's thread counts; `stats` may be called from any thread. `kept_nbytes` limits
+    decoded chunks kept for later batches.
     """
 
-    def __init__(
-        self,
-        config: ReaderConfig,
-        layouts: Mapping[str, DatasetLayout],
-        rows: Sequence[Rows],
-        selection: Selection,
-        kept_nbytes: int,
-    ) -> None:
-        self._layouts = layouts
-        self._selection = selection
+    def __init__(self, samplings: Samplings, kept_nbytes: int) -> None:
+        layouts = self._layouts = samplings.layouts
+        self._selection = samplings.selection
         self._kept_nbytes = kept_nbytes
-        self._facts = ChunkFacts(config, layouts, rows, selection)
+        self._facts = ChunkFacts(samplings)
         # Bytes of a sample or, of ragged ones, of a row: delivered, and needed for that.
         self._sizes: dict[SpanRows | None, tuple[int, Used]] = {}
-        for (name, layout), one in zip(layouts.items(), rows, strict=True):
+        for (name, layout), one in zip(layouts.items(), samplings.rows, strict=True):
             key = one if isinstance(one, SpanRows) else None
             nbytes = layout.row_nbytes * (one.size if isinstance(one, StepRows) else 1)
             known, used = self._sizes.get(key, (0, Used()))
@@ -151,7 +141,8 @@ class ReaderCounts:
         self._direct_share = direct / row_nbytes if row_nbytes else 1.0
         leaves = [leaf for layout in layouts.values() for leaf, _ in kinds_of(layout)]
         self._filters = tuple(dict.fromkeys(entry.label for y in leaves for entry in y.filters))
-        self._ahead = max(0, config.prefetch - 1)  # batches that may be filled but not delivered
+        # Batches that may be filled but not delivered.
+        self._ahead = max(0, samplings.config.prefetch - 1)
         self.waits = Waits()
         self.upload_times = StageTimes()
         self.last: tuple[int, int] | None = None  # epoch and number of the last batch of an epoch

@@ -144,7 +144,7 @@ class ReaderStats:
     _least_read: float = 0.0
     _h5py_per_used: float = 0.0
     _encoded_share: float = 0.0  # of the bytes read: those of decoded chunks
-    _waits: int | None = None  # None: one fewer than batches
+    _waits: int = 0  # for batches whose time is known
     _advice: ChunkAdvice = field(default=ChunkAdvice(), compare=False)
     _moment: object = field(default=None, compare=False)  # where statistics since these begin
 
@@ -161,9 +161,9 @@ class ReaderStats:
     @property
     def headroom(self) -> float:
         """How many times faster the reader could deliver than the consumer takes batches."""
-        if self._intervals < 1 or not self.busy_seconds:
+        if not self._waits or not self.busy_seconds:
             return 1.0
-        interval = self.elapsed_seconds / self._intervals
+        interval = self.elapsed_seconds / self._waits
         return interval * max(1, self.num_threads) / (self.busy_seconds / self.batches)
 
     @property
@@ -177,13 +177,8 @@ class ReaderStats:
         return spelled(reader_sentence(self), as_keyword)
 
     @property
-    def _intervals(self) -> int:
-        """Number of batches whose time is known."""
-        return max(0, self.batches - 1) if self._waits is None else self._waits
-
-    @property
     def _says_something(self) -> bool:
-        return self._intervals > 0 and self.batches > 0 and self.busy_seconds > 0
+        return self._waits > 0 and self.batches > 0 and self.busy_seconds > 0
 
     @property
     def _span(self) -> str:

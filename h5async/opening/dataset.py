@@ -61,6 +61,9 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
     Raises as in `AsyncReader`.
     """
+    fields = {name: field.normalized(name) for name, field in config.batch_fields.items()}
+    if any(one is not config.batch_fields[name] for name, one in fields.items()):
+        config = config.model_copy(update={"fields": fields})
     reach = reach_of(config)
     grouping = grouping_of(config, reach)
     indices: dict[FileName, NamedIndex] = {
@@ -119,6 +122,7 @@ def _open_kinds(
     joined: dict[str, DatasetLayout] = {}
     for kind in kinds.values():
         joined |= kind.join(facts, config, reach)
+    _check_lengths({name: joined[name] for name in columns if name not in once})
     layouts = with_rows_of_samples(config, joined, once, facts)
     static = static_values(config.static_fields, facts, reach)
     return OpenedDataset(config, layouts, kinds, static)
@@ -168,12 +172,12 @@ class Samplings:
         layouts: Mapping[str, DatasetLayout],
         chosen: Chosen | None = None,
     ) -> None:
-        self._config = config
-        self._layouts = list(layouts.values())
+        self.config, self.layouts = config, layouts
+        self._first = next(iter(layouts.values()))
         self._made: dict[OrderKey, Sampling] = {}
         found = choose(config, layouts) if chosen is None else chosen
-        self.selection, weights, self.sequences, self._possible = found
-        count = self._layouts[0].sample_count
+        self.selection, weights, self.sequences, self._possible, self.offsets = found
+        count = self._first.sample_count
         self._all_are_possible = self._possible.is_prefix and self._possible.size == count
         steps = step_rows(config.batch_fields, self.sequences)
         spans = spans_of(layouts, steps)
@@ -184,7 +188,7 @@ class Samplings:
         self.epoch_samples = self.selection.size and (config.epoch_samples or self.selection.size)
         self.has_passes = self.epoch_samples != self.selection.size and self.draws is None
         if config.sampler is not None:
-            check = partial(self.check, where=f"{self._layouts[0].file}: sampler")
+            check = partial(self.check, where=f"{self._first.file}: sampler")
             sizes = count, config.batch_size, config.epoch_samples
             self.sampler = SamplerOrder(config.sampler, *sizes, check)
             self.epoch_samples, self.has_passes = self.sampler.size, False
@@ -224,7 +228,7 @@ class Samplings:
         """Return the order of samples, and its distribution over ranks and batches."""
         found = self._made.get(order)
         if found is None:
-            what = f"{self._layouts[0].file}: the order of samples"
+            what = f"{self._first.file}: the order of samples"
             with taking_memory(what, f"use {named('shuffle', 'full')}"):
                 found = self._new(*order)
             # The others nearly always belong to past epochs.
@@ -238,11 +242,11 @@ class Samplings:
         if is_drawn or self.selection.has_repeats:
             return NO_LIMIT
         # A batch may begin in one pass and end in another one.
-        return 2 + self._config.batch_size // self.selection.size if self.has_passes else 1
+        return 2 + self.config.batch_size // self.selection.size if self.has_passes else 1
 
     def most_samples(self) -> int:
         """Return the maximum number of samples in a batch of an epoch."""
-        most = min(self._config.batch_size, max(1, self.epoch_samples))
+        most = min(self.config.batch_size, max(1, self.epoch_samples))
         if self.lengths is None:
             return most
         return self.lengths.most_samples(self.selection, most, times=self._times)
@@ -267,11 +271,11 @@ class Samplings:
         return min(most, max(self.lengths.values, int(own.max(initial=0))))
 
     def _new(self, rank: int, world_size: int, *resumed: int) -> Sampling:
-        size, lengths = self._config.batch_size, self.lengths
+        size, lengths = self.config.batch_size, self.lengths
         dealing = self._dealing(rank, world_size, size)
         if lengths is None:
             begun_by_window = None
-            if resumed and self._config.shuffle == "window":
+            if resumed and self.config.shuffle == "window":
                 begun_by_window = resumed[0], self._window(*resumed[1:3])
             return Sampling(**dealing, resumed=begun_by_window)
         begun = None
@@ -284,15 +288,16 @@ class Samplings:
         return SamplingByLength(**dealing, lengths=lengths, begun=begun)
 
     def _dealing(self, rank: int, world_size: int, batch_size: int) -> dict[str, Any]:
-        is_window = self._config.shuffle == "window"
+        is_window = self.config.shuffle == "window"
         return {
             "num_samples": self.epoch_samples,
             "batch_size": batch_size,
-            "shuffle": self._config.shuffle,
-            "seed": self._config.seed,
-            "drop_last": self._config.drop_last,
+            "shuffle": self.config.shuffle,
+            "seed": self.config.seed,
+            "drop_last": self.config.drop_last,
             "order": self._window(batch_size, world_size) if is_window else self.sampler,
             "draws": self.draws,
+            "offsets": self.offsets,
             "pass_samples": self.selection.size if self.has_passes else None,
             "selection": None if self.sampler or self.selection.is_prefix else self.selection,
             "rank": rank,
@@ -300,9 +305,9 @@ class Samplings:
         }
 
     def _window(self, batch_size: int, world_size: int) -> Order:
-        config = self._config
+        config = self.config
         return window_order(
-            self._layouts,
+            list(self.layouts.values()),
             config.window_bytes,
             config.seed,
             batch_size,

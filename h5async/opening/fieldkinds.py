@@ -54,8 +54,11 @@ def with_kinds(
     ConfigError if the name of a mask is taken, or a kind does not go together with other options;
     H5AsyncError if a field is of a kind that cannot be read.
     """
-    several = config.batch_fields.items()
-    fields = {name: one for name, one in several if type(one) is Field and one.per is None}
+    fields = {
+        name: field
+        for name, field in config.batch_fields.items()
+        if type(field) is Field and field.per is None and field.categories in (None, True)
+    }
     index = indices.get(config.files[0])
     paths = {name: field.path for name, field in fields.items()}
     known = {} if index is None else _in_index(index, paths, grouping)
@@ -68,6 +71,8 @@ def with_kinds(
     for name, field in fields.items():
         kind, values = known[name]
         options = {key: getattr(field, key) for key in field.model_fields_set}
+        if field.categories is not None and kind in (HEAP, NULLABLE):
+            continue
         if kind in FOUND_AS:
             found[name] = FOUND_AS[kind](**options)
         elif kind in (CATEGORIES, NULLABLE):

@@ -13,6 +13,8 @@ a layout: also names and shapes, whose values lie in memory. What a `Wanted` of 
 `SHAPE`                   the shape of the sparse matrix at its path
 `TEXTS`                   the names of the columns of the sparse matrix at its path
 `CATEGORIES`, `NULLABLE`  what the codes of a column stand for; that a column has a mask
+`LABELS`, `LABEL_NAMES`   the values as codes; what these stand for. Both may be followed by the
+                          path of the names
 ========================  ======================================================================
 """
 
@@ -31,7 +33,7 @@ from h5async.index.composition import join_groups
 from h5async.index.contents import Grouping
 from h5async.index.groupfields import Column, category_names, index_of_table, names_beside
 from h5async.index.hdf5 import OtherKindError
-from h5async.index.layout import DatasetLayout
+from h5async.index.layout import DatasetLayout, SequenceLengths
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts
 from h5async.index.savedindex import Wanted
@@ -43,6 +45,8 @@ from h5async.samples.assembly import field_kinds
 from h5async.samples.fieldkind import (
     CATEGORIES,
     HEAP,
+    LABEL_NAMES,
+    LABELS,
     NULLABLE,
     ROWS,
     SHAPE,
@@ -56,6 +60,7 @@ from h5async.spelling import name_text, named
 from h5async.system.interruptions import suppressing
 
 _MOST_NAMES = 1 << 24
+LABEL_KINDS = (LABELS, LABEL_NAMES)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -115,11 +120,16 @@ def read_known(
     rest = {n: need for n, need in needs.items() if need.wanted.kind and n not in once}
     if not rest:
         return found
+    prefixes = [""]
+    if grouping is not None:
+        with open_index(path) as file:
+            prefixes = [f"{group}/" for group in grouping.find(path, file, reach)]
+    labels = {n: need for n, need in rest.items() if need.wanted.kind.startswith(LABEL_KINDS)}
+    found |= _read_labels(path, prefixes, labels, reach)
+    rest = {name: need for name, need in rest.items() if name not in labels}
+    several = [_read_below(path, prefix, rest, reach) for prefix in prefixes]
     if grouping is None:
-        return found | _read_below(path, "", rest, reach)
-    with open_index(path) as file:
-        groups = grouping.find(path, file, reach)
-    several = [_read_below(path, f"{group}/", rest, reach) for group in groups]
+        return found | several[0]
     for name, need in rest.items():
         parts = [one[name] for one in several]
         if need.wanted.kind in (SHAPE, TEXTS):
@@ -165,6 +175,60 @@ def _read_below(
             flat = _flat_layout(name, at, path, reach)
             found[name] = with_spans(flat, kind, prefix + offsets, path, reach)
     return found
+
+
+def _read_labels(
+    path: FileName, prefixes: Sequence[str], needs: Mapping[str, Need], reach: Reach
+) -> dict[str, DatasetLayout]:
+    """Read values as codes, and what these stand for, of all groups of a file together."""
+    found: dict[str, DatasetLayout] = {}
+    made: dict[tuple[str, str], dict[str, DatasetLayout]] = {}
+    for name, need in needs.items():
+        kind, _, names_at = need.wanted.kind.partition(" ")
+        key = need.wanted.path, names_at
+        if key not in made:
+            made[key] = _labels(path, prefixes, *key, reach)
+        found[name] = made[key][kind]
+    return found
+
+
+def _labels(
+    path: FileName, prefixes: Sequence[str], at: str, names_at: str, reach: Reach
+) -> dict[str, DatasetLayout]:
+    several = [small_values(path, prefix + at, _MOST_NAMES, reach) for prefix in prefixes]
+    values, where = np.concatenate(several), f'{path}: dataset "{at}"'
+    if values.dtype.kind not in "biuSUO":
+        raise DatasetError(
+            f"{where} holds {values.dtype}; categories are made of strings, integers or bools"
+        )
+    own, codes = np.unique(values, return_inverse=True)
+    codes = codes.reshape(-1)
+    names = category_names(own)
+    if names_at:
+        given = category_names(small_values(path, names_at, _MOST_NAMES, reach))
+        of_codes = values.dtype.kind in "iu" and not any(isinstance(n, int) for n in given)
+        position = {name: number for number, name in enumerate(given)}
+        if of_codes:
+            position = {number: number for number in range(-1, len(given))}
+        missing = [name for name in names if name not in position]
+        if missing:
+            raise DatasetError(
+                f'{where} holds {missing[0]!r}, and dataset "{names_at}" has'
+                f" {f'{len(given):,} names' if of_codes else 'no such name'}"
+            )
+        codes = np.array([position[name] for name in names], np.int64)[codes]
+        names = given
+    narrow = codes.astype(np.min_scalar_type(-max(1, len(names))))
+    layout = _in_memory(path, at, narrow, reach)
+    if prefixes != [""]:
+        held = np.array([one.size for one in several], np.int64)
+        layout = layout.changed(sequences=SequenceLengths(held, held))
+    of_names = (
+        _texts_layout(path, at, names, reach)
+        if any(isinstance(name, str) for name in names)
+        else _in_memory(path, at, np.array(names), reach)
+    )
+    return {LABELS: layout, LABEL_NAMES: of_names}
 
 
 def _flat_layout(name: str, at: str, path: FileName, reach: Reach) -> DatasetLayout:

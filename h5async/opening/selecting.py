@@ -5,6 +5,7 @@ Options and layouts enter; `Chosen` leaves: a table of sequences, a selection, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from h5async.index.room import files_of
 from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.permutation import part_of
-from h5async.order.rows import SequenceTable, StepRows
+from h5async.order.rows import DrawnOffsets, SequenceTable, StepRows
 from h5async.order.selection import Selection
 from h5async.read.whole import read_whole
 from h5async.samples.fieldkind import are_same
@@ -36,13 +37,15 @@ class Chosen(NamedTuple):
     """The samples of an epoch.
 
     `weights` say how often each sample of `selection` is drawn, float64 (size,), if there are any.
-    Steps never leave `sequences` of rows. `possible` are all rows that can be samples.
+    Steps never leave `sequences` of rows. `possible` are all rows that can be samples. `offsets`
+    move the selected ones in each epoch, unless None.
     """
 
     selection: Selection
     weights: NDArray[np.float64] | None
     sequences: SequenceTable
     possible: Selection
+    offsets: DrawnOffsets | None
 
     def is_same(self, other: Chosen) -> bool:
         """Compare all samples and weights."""
@@ -67,14 +70,30 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
         what = f"{first.file}: the lists of its {first.sample_count:,} samples"
         nbytes = _LISTED_NBYTES * first.sample_count
         values.reach.room.take(nbytes, what, files_of(*layouts.values()))
-    steps = step_rows(config.batch_fields, sequences).values()
-    every = 1 if config.sequences is None else config.sequences.every
-    possible = sequences.samples([rows for rows in steps if rows is not None], every)
-    selecting = _Selecting(config, layouts, values, sequences, possible)
+    steps = [
+        rows for rows in step_rows(config.batch_fields, sequences).values() if rows is not None
+    ]
+    chosen, offsets = _chosen(config, sequences, steps)
+    possible = chosen if offsets is None else sequences.samples(steps)
+    selecting = _Selecting(config, layouts, values, sequences, chosen)
     selection = selecting.selection()
     if config.shuffle == "window":
         selection = selection.ascending
-    return Chosen(selection, selecting.weights(selection), sequences, possible)
+    return Chosen(selection, selecting.weights(selection), sequences, possible, offsets)
+
+
+def _chosen(
+    config: ReaderConfig, sequences: SequenceTable, steps: list[StepRows]
+) -> tuple[Selection, DrawnOffsets | None]:
+    """Return the samples of all sequences, and how each epoch moves them, if it does."""
+    options = config.sequences
+    if options is None:
+        return sequences.samples(steps), None
+    if options.offset != "random":
+        return sequences.samples(steps, options.every, options.offset), None
+    first, behind = sequences.possible(steps)
+    offsets = DrawnOffsets(sequences.starts, first, behind - first, options.every, config.seed)
+    return sequences.samples(steps, options.every, first % options.every), offsets
 
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
@@ -295,7 +314,7 @@ class _Selecting:
             return None
         if path == "sequence":
             return self._sequences.numbers(samples)
-        return self._in_files.classes(named("indices"), path)[samples]
+        return self._classes(named("indices"), path)[samples]
 
     def weights(self, selection: Selection) -> NDArray[np.float64] | None:
         """Return the weight of each position of a selection; None if there are no weights."""
@@ -306,8 +325,8 @@ class _Selecting:
             samples = selection.samples(np.arange(selection.size))
             if isinstance(weights, Mapping):
                 found = self._of_files(weights, samples)
-            elif weights == "balanced":
-                labels = self._labels()[samples]
+            elif isinstance(weights, str) and weights.partition(":")[0] == "balanced":
+                labels = self._classes(named("weights"), weights.partition(":")[2])[samples]
                 _, numbers, counts = np.unique(labels, return_inverse=True, return_counts=True)
                 found = 1 / counts[numbers.reshape(-1)]
             else:
@@ -352,25 +371,34 @@ class _Selecting:
         each = np.array(list(given.values()), np.float64) / np.maximum(counts, 1)
         return np.asarray(each[chosen])
 
-    def _labels(self) -> NDArray[Any]:
-        if "labels" not in self._layouts:
+    def _classes(self, option: str, name: str) -> NDArray[Any]:
+        """Return a value per sample of the dataset, equal for samples of one class.
+
+        `name` is that of a field, or the path of a dataset; by default, of the field of labels.
+        """
+        found = name or "labels"
+        if found not in self._layouts:
+            if name:
+                return self._in_files.classes(option, name)
             raise ConfigError(
                 f'{named("weights", "balanced")} needs labels: name one of the fields "labels", or'
-                " give weights as an array"
+                f" write {named('weights', 'balanced:NAME')} with the name of another one, or the"
+                " path of a dataset; or give weights as an array"
             )
-        values = self._in_files
-        column = self._config.batch_fields["labels"].path.removesuffix("/codes")
-        if len(values.files()) > 1 and values.is_categorical(column):
-            return values.classes(named("weights"), column)  # codes differ from file to file
-        layout = self._layouts["labels"]
+        values, field = self._in_files, self._config.batch_fields[found]
+        column = field.path.removesuffix("/codes")
+        if field.categories is None and len(values.files()) > 1 and values.is_categorical(column):
+            return values.classes(option, column)  # codes differ from file to file
+        layout = self._layouts[found]
         if layout.heaps and any(heap.elements.form.is_text for heap in layout.heaps):
-            return values.of_samples(named("weights"), column)
-        if layout.is_ragged:
+            return values.of_samples(option, column)
+        if layout.is_ragged or math.prod(layout.row_shape) != 1:
+            of_one = "differing numbers" if layout.is_ragged else f"{math.prod(layout.row_shape):,}"
             raise ConfigError(
-                f"{named('weights', 'balanced')} needs labels with one value for each sample, and"
-                f' those of "{column}" have differing numbers of them; give weights as an array'
+                f"{option} needs one value for each sample, and {found!r} has {of_one} of them;"
+                " name another field or dataset, or give an array"
             )
-        return read_whole(layout, values.reach)
+        return read_whole(layout, values.reach).reshape(-1)
 
 
 def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:

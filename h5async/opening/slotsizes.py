@@ -9,7 +9,7 @@ import numpy as np
 
 from h5async.config import ReaderConfig
 from h5async.core.structures import KEPT_OVERHEAD_NBYTES
-from h5async.index.datasettable import kinds_of
+from h5async.index.datasettable import kinds_of, pieces_read
 from h5async.index.keeping import kept_whole_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.units import unit_nbytes
@@ -125,16 +125,17 @@ def _in_order_nbytes(
     wanted, threads = 0, max(1, config.filler_threads)
     spanned = config.batch_size / max(selected, 1e-9)  # rows, by a batch
     at_once = max(2, min(config.prefetch, threads))
-    for leaf, _ in kinds_of(layout):
-        if not unit_nbytes(leaf) or (leaf.num_pieces == 1 and not reach):
+    for leaf, pieces in pieces_read(layout):
+        unit = unit_nbytes(leaf) // max(1, leaf.num_pieces) * pieces
+        if not unit or (pieces == 1 and not reach):
             continue
-        pieces, samples = leaf.num_pieces, leaf.chunk_shape[leaf.sample_axis]
+        samples = leaf.chunk_shape[leaf.sample_axis]
         is_aligned = samples == 1 or (
             leaf is layout and selected == 1 and config.batch_size % samples == 0
         )
         if is_aligned and not reach:
             continue  # no two batches share a group
-        group = unit_nbytes(leaf) + pieces * KEPT_OVERHEAD_NBYTES
+        group = unit + pieces * KEPT_OVERHEAD_NBYTES
         least = 2 + -(-reach // samples)
         is_cut = spanned <= _ITEMS_OF_THREAD * threads * samples  # else a thread decodes a group
         new = int(at_once * spanned) if reach or is_cut else 0

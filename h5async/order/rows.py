@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.order.permutation import round_keys
 from h5async.order.selection import Selection
 
 Int64s = NDArray[np.int64]
@@ -284,11 +285,11 @@ class SequenceTable:
                 found[name] = made.setdefault((*given, ends.tobytes()), rows)
         return found
 
-    def samples(self, rows: Sequence[StepRows], every: int = 1) -> Selection:
-        """Return the samples: rows that all fields have, and whose steps stay in the sequence.
+    def possible(self, rows: Sequence[StepRows]) -> tuple[int, Int64s]:
+        """Return the first row of a sequence that may be a sample, and one past the last, per one.
 
-        Of `rows`, only those with ``pad="drop"`` count. Takes every `every`-th row of a sequence,
-        from its first one on.
+        These are rows that all fields have, and whose steps stay in the sequence. Of `rows`, only
+        those with ``pad="drop"`` count.
         """
         first = 0
         behind = functools.reduce(np.minimum, [self.ends - self.starts, *self.lengths.values()])
@@ -296,7 +297,12 @@ class SequenceTable:
             if one.pad == "drop":
                 first = max(first, -min(one.offsets))
                 behind = np.minimum(behind, one.ends - self.starts - max(one.offsets))
-        first = -(-first // every) * every
+        return first, behind
+
+    def samples(self, rows: Sequence[StepRows], every: int = 1, offset: int = 0) -> Selection:
+        """Return the samples: every `every`-th possible row of a sequence, from `offset` on."""
+        first, behind = self.possible(rows)
+        first += (offset - first) % every
         count = np.maximum(0, -(-(behind - first) // every))
         begin = (self.starts + first)[count > 0]
         count = count[count > 0]
@@ -318,3 +324,27 @@ class SequenceTable:
             found.update(name.encode(errors="surrogateescape") + b"\0")
             found.update(lengths.astype("<i8").tobytes())
         return found.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnOffsets:
+    """Moves the samples of each epoch within their sequences, by fewer rows than `every`.
+
+    `starts` are those of the sequences, int64 (n,). In sequence i, ``counts[i]`` rows may be
+    samples, from ``starts[i] + first`` on.
+    """
+
+    starts: Int64s
+    first: int
+    counts: Int64s
+    every: int
+    seed: int
+
+    def moved(self, samples: Int64s, epoch: int) -> Int64s:
+        """Return what samples are in an epoch."""
+        number = np.searchsorted(self.starts, samples, side="right") - 1
+        begin, count = self.starts[number] + self.first, self.counts[number]
+        drawn = int(round_keys(self.seed, epoch, "offset")[0] >> np.uint64(1))
+        shift = drawn % np.minimum(count, self.every)
+        moved: Int64s = begin + (samples - begin + shift) % count
+        return moved

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.order.permutation import SORTED_UP_TO, parameters, permutation, permute
+from h5async.order.rows import DrawnOffsets
 from h5async.order.selection import Selection
 
 Shuffle = Literal[False, "full", "window"]
@@ -167,7 +168,7 @@ class Sampling:
     epoch is one pass. Without `shuffle`, a pass is the selection; ``"full"`` is a uniform
     permutation of it, keyed by `seed` and the pass; otherwise `order` applies. `draws` draws
     positions with replacement instead. `resumed` is an epoch that was begun with another
-    `batch_size` or `world_size`, and its order.
+    `batch_size` or `world_size`, and its order. `offsets` move the samples of a pass, unless None.
     """
 
     num_samples: int
@@ -182,6 +183,7 @@ class Sampling:
     selection: Selection | None = None
     draws: WeightedOrder | None = None
     pass_samples: int | None = None
+    offsets: DrawnOffsets | None = None
 
     is_uniform: ClassVar[bool] = True  # whether all epochs have equally many batches
 
@@ -228,6 +230,8 @@ class Sampling:
 
     @functools.cached_property
     def _is_computed(self) -> bool:
+        if self.offsets is not None:
+            return False
         if self.draws is not None or self.order is not None:
             return self.draws is not None
         return not self.shuffle or (self.pass_samples or self.num_samples) > SORTED_UP_TO
@@ -248,7 +252,14 @@ class Sampling:
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
-        return self._selected(self._positions(epoch, start, stop))
+        found = self._selected(self._positions(epoch, start, stop))
+        if self.offsets is not None:
+            at = 0
+            for number, begin, end in self._in_passes(epoch, start, stop):
+                behind = at + end - begin
+                found[at:behind] = self.offsets.moved(found[at:behind], number)
+                at = behind
+        return found
 
     def _selected(self, positions: Int64s) -> Int64s:
         return positions if self.selection is None else self.selection.samples(positions)

@@ -41,7 +41,8 @@ class RowTransform:
     A row as read has the shape `raw_row`, in the file's order without the sample dimension, and
     the dtype `raw_dtype`, in the file's byte order (bools as uint8: any byte except 0 is True); as
     delivered, `row` and `dtype`, which is native. `permutation` are the dimensions of a raw batch
-    (sample first) in the order of delivery. `scale` and `offset` broadcast over a delivered row;
+    (sample first) in the order of delivery. `scale` and `offset` broadcast over a delivered row, of
+    which dimension `channel` counts channels (a row without steps);
     `text` are strings in each element that are converted as by HDF5; `cf` unpacks values by the
     attributes of their datasets.
 
@@ -59,6 +60,7 @@ class RowTransform:
     offset: NDArray[Any] | None = None
     text: tuple[Text, ...] = ()
     cf: CfDecoder | None = None
+    channel: int = 0
     steps: int | None = None
     capacity: int | None = None
     likely: int = 0
@@ -142,14 +144,18 @@ class RowTransform:
         with np.errstate(all="ignore"):  # the caller may cast NaN to an integer
             if self.cf is not None:
                 self.cf.decode(raw.transpose(self.permutation), out, index)
-                return
-            np.copyto(out, raw.transpose(self.permutation), casting="unsafe")
-            if self.scale is not None:
-                np.multiply(out, self.scale, out=out)
-            if self.offset is not None:
-                np.add(out, self.offset, out=out)
+            else:
+                np.copyto(out, raw.transpose(self.permutation), casting="unsafe")
+            self.scale_in_place(out)
         for text in self.text:
             _convert(text, out)
+
+    def scale_in_place(self, out: NDArray[Any]) -> None:
+        """Apply `scale` and `offset` to values of the delivered dtype."""
+        if self.scale is not None:
+            np.multiply(out, self.scale, out=out)
+        if self.offset is not None:
+            np.add(out, self.offset, out=out)
 
 
 def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
@@ -188,16 +194,18 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
         option = "scale and offset" if field.dtype is None else "dtype"
         raise ConfigError(f"{where}: {layout.dtype} cannot be cast to {dtype}; leave {option} out")
     row = tuple(layout.shape[axis] for axis in axes[1:])
+    channel = _channel(field, layout, axes, where + several)
     transform = RowTransform(
         raw_row=tuple(layout.shape[axis] for axis in rest),
         raw_dtype=np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype,
         row=row,
         dtype=dtype,
         permutation=tuple(raw_axes.index(axis) for axis in axes),
-        scale=factor_of(field.scale, row, dtype, where),
-        offset=factor_of(field.offset, row, dtype, where),
+        scale=factor_of(field.scale, row, dtype, where, channel),
+        offset=factor_of(field.offset, row, dtype, where, channel),
         text=layout.text,
         cf=cf,
+        channel=channel,
     )
     if field.steps is None:
         return transform
@@ -224,6 +232,25 @@ def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[i
     return (0, *(1 + rest.index(axis) for axis in axes[2:]))
 
 
+def _channel(field: Field, layout: DatasetLayout, axes: tuple[int, ...], where: str) -> int:
+    """Return which dimension of a delivered row counts channels."""
+    if field.channel_dim is None:
+        return 0
+    names, rank = layout.dim_names, len(layout.shape)
+    if isinstance(field.num_dim, tuple):  # one dimension in the layout, the first
+        numbers = [numbered_axis(axis, names, rank + 1, where) for axis in field.num_dim]
+        rest = [axis for axis in range(rank + 1) if axis not in numbers]
+        number = numbered_axis(field.channel_dim, names, rank + 1, where)
+        axis = 1 + rest.index(number) if number in rest else layout.sample_axis
+    else:
+        axis = numbered_axis(field.channel_dim, names, rank, where)
+    if axis == layout.sample_axis:
+        raise ConfigError(
+            f"{where}: channel_dim={field.channel_dim!r} counts samples, not channels"
+        )
+    return axes[1:].index(axis)
+
+
 def _convert(text: Text, out: NDArray[Any]) -> None:
     """Fill a string of all elements with NULs after its end, as HDF5 does when it reads it."""
     elements = out.reshape(-1).view(np.uint8).reshape(-1, out.dtype.itemsize)
@@ -238,22 +265,28 @@ def _convert(text: Text, out: NDArray[Any]) -> None:
 
 
 def factor_of(
-    value: float | tuple[float, ...] | None, row: tuple[int, ...], dtype: np.dtype[Any], where: str
+    value: float | tuple[float, ...] | None,
+    row: tuple[int, ...],
+    dtype: np.dtype[Any],
+    where: str,
+    channel: int = 0,
 ) -> NDArray[Any] | None:
     """Return a scale or an offset as an array that broadcasts over rows.
 
-    ConfigError if its length is not that of the channels.
+    ConfigError if it has neither one value, nor one for each channel or element of a row.
     """
     if value is None:
         return None
-    if not isinstance(value, tuple):
-        return np.asarray(value, dtype)
-    if not row or len(value) not in (1, row[0]):
+    found = np.asarray(value, dtype)
+    if found.ndim and row and found.size in (1, row[channel]):
+        return found.reshape(-1, *(1,) * (len(row) - 1 - channel))
+    if found.ndim and (not row or found.size != math.prod(row)):
         raise ConfigError(
-            f"{where}: {len(value)} values of scale or offset for rows of shape {row};"
-            " give one number, or one for each index of the second delivered axis"
+            f"{where}: {found.size} values of scale or offset for rows of shape {row}, whose"
+            f" channels are dimension {channel}; give one number, one for each channel (channel_dim"
+            " says where they are), or one for each element"
         )
-    return np.asarray(value, dtype).reshape(-1, *(1,) * (len(row) - 1))
+    return found.reshape(row) if found.ndim else found
 
 
 # --- in the core ----------------------------------------------------------------------------------
@@ -353,6 +386,7 @@ def native_unpack(core: Core, transform: RowTransform) -> Transformer | None:
             **{name: address(column) for name, column in columns.items()},
         )
         core.unpack(ctypes.byref(call), address(raw), address(out))
+        transform.scale_in_place(out)
 
     return unpack
 

@@ -166,7 +166,7 @@ def refusal(error: OSError, folder: str | None = None) -> str:
     if error.filename is not None and error.filename == folder:
         remedy = "a new helper starts in the folder where the reader was made: make it accessible"
     elif error.filename is not None and error.filename == sys.executable:
-        remedy = _EXECUTABLE_REMEDIES.get(error.errno or 0) or _REMEDIES.get(error.errno or 0, "")
+        remedy = (_REMEDIES | _EXECUTABLE_REMEDIES).get(error.errno or 0, "")
     else:
         remedy = _REMEDIES.get(error.errno or 0, "")
     return f"{error}; {remedy}" if remedy else str(error)

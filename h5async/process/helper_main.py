@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -36,7 +37,6 @@ from h5async.process.messages import (
     Failed,
     NoteUploaded,
     Opened,
-    Record,
     Rooms,
     SentField,
     Started,
@@ -96,15 +96,15 @@ def main(channel_fd: int, memory_fd: int, parent: int) -> None:
     _exit(error)
 
 
+@dataclass(eq=False)
 class _Helper:
-    def __init__(self, channel: Channel, memory: SharedMemory) -> None:
-        self._channel = channel
-        self._memory = memory
+    channel: Channel
+    memory: SharedMemory
 
     def _receive(self) -> Any:
         """Return a message of the reader; end the process if it is closed, or gone."""
         try:
-            data = self._channel.receive()
+            data = self.channel.receive()
         except EOFError:
             _exit(None)
         return pickle.loads(data)
@@ -113,20 +113,17 @@ class _Helper:
         """Send a message to the reader; in any thread."""
         data = dump(message)
         try:
-            self._channel.send(data)
+            self.channel.send(data)
         except OSError:  # the reader is gone
             os._exit(0)
 
     def serve(self) -> None:
         """Answer messages until the reader has hung up, or a step of the start has failed."""
         try:
-            config = self._receive_config()
-            opened = open_dataset(config)
+            opened = open_dataset(self._receive_config())
             chosen = choose(opened.config, opened.layouts)
             self._send(_told(opened, chosen))
-            starting = self._receive()
-            assert isinstance(starting, Starting)
-            self._start(opened, chosen, starting)
+            self._start(opened, chosen, self._receive())
         except BaseException as error:
             self._send(Failed(portable(error)))
             return
@@ -136,14 +133,13 @@ class _Helper:
 
     def _receive_config(self) -> ReaderConfig:
         try:
-            config = self._receive()
+            config: ReaderConfig = self._receive()
         except BaseException as error:  # a module of `postprocess` cannot be imported, say
             raise ConfigError(
                 f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
                 f" {error}); make its module one that a new interpreter can import, or read"
                 f" with {named('workers', 'thread')}"
             ) from error
-        assert isinstance(config, ReaderConfig)
         # This thread only receives; otherwise the reader might wait for it.
         return config.model_copy(update={"num_threads": config.filler_threads})
 
@@ -153,7 +149,7 @@ class _Helper:
         transforms = slot_transforms(config, layouts, samplings, starting.rows)
         cache = Residency(samplings.selection, 0, "device") if starting.has_device_cache else None
         raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
-        self._slots = HelperSlots(self._memory, starting.slots, raws)
+        self._slots = HelperSlots(self.memory, starting.slots, raws)
         self._filler = Filler(
             opened,
             samplings,
@@ -173,8 +169,7 @@ class _Helper:
             self._filler.fill(FillRequest(*request))
         elif isinstance(message, NoteUploaded):
             self._filler.note_uploaded(message.slot, self._slots.index(message.slot))
-        else:
-            assert isinstance(message, Record)
+        else:  # `Record`
             self._filler.record(Timeline(message.max_events) if message.max_events else None)
 
     def _answer(self, request: FillRequest, outcome: FillOutcome) -> None:

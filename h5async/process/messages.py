@@ -18,7 +18,6 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
-import numpy as np
 
 from h5async import errors
 from h5async.errors import H5AsyncError, ReadError
@@ -150,26 +149,14 @@ class Record(NamedTuple):
     max_events: int
 
 
-class Inside(NamedTuple):
-    """A C-contiguous array in a slot, `begin` bytes from the start of one of its blocks.
-
-    These are the arrays of `SlotMemory.out`, then those of `SlotSpecs.made`.
-    """
-
-    block: int
-    begin: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
 class SentField(NamedTuple):
-    """The positions of the arrays of a field of a batch; other attributes as in `SampleArrays`.
+    """The places of the arrays of a field of a batch; other attributes as in `SampleArrays`.
 
     `kind` is their class; None for a single array.
     """
 
     kind: type[SampleArrays] | None
-    parts: tuple[Inside | ArraySpec, ...]
+    parts: tuple[ArraySpec, ...]
     sample_shape: tuple[int | None, ...]
 
 

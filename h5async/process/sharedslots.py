@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from h5async.errors import OutOfMemoryError, PostprocessError
 from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import ArraySpec, SharedMemory
-from h5async.process.messages import Answer, Inside, Rooms, SentField, SlotSpecs
+from h5async.process.messages import Answer, Rooms, SentField, SlotSpecs
 from h5async.samples.assembly import SlotMemory
 from h5async.samples.samplearrays import SampleArrays
 from h5async.spelling import named
@@ -47,7 +47,8 @@ class ReaderSlots:
         self._shared = shared
         numbers = shared.empty(len(slots) * rows * 8).view(np.int64).reshape(len(slots), rows)
         self._numbers = list(numbers)
-        self._blocks: list[list[NDArray[np.uint8] | None]] = []  # see `Inside`
+        # By slot: where its own memory begins in the shared memory, and that memory.
+        self._blocks: list[list[tuple[int, NDArray[np.uint8]]]] = []
         self.rooms: list[Rooms] = [{}] * len(slots)
         self.specs: list[SlotSpecs] = []
         for slot, own in zip(slots, numbers, strict=True):
@@ -57,7 +58,10 @@ class ReaderSlots:
                 else self._new(nbytes)
                 for field, nbytes in enumerate(pixels_nbytes)
             ]
-            self._blocks.append([None if one is None else _flat(one) for one in (*slot.out, *made)])
+            blocks = [
+                one.reshape(-1).view(np.uint8) for one in (*slot.out, *made) if one is not None
+            ]
+            self._blocks.append([(_own_spec(shared, one).offset, one) for one in blocks])
             self.specs.append(
                 SlotSpecs(
                     tuple(map(shared.spec, slot.raw)),
@@ -85,10 +89,12 @@ class ReaderSlots:
             found.append(kind.of_arrays(arrays, sample_shape) if kind else arrays[0])
         return tuple(found)
 
-    def _array(self, slot: int, part: Inside | ArraySpec) -> NDArray[Any]:
-        if isinstance(part, ArraySpec):
-            return self._shared.array(part)
-        return np.ndarray(part.shape, part.dtype, self._blocks[slot][part.block], part.begin)
+    def _array(self, slot: int, part: ArraySpec) -> NDArray[Any]:
+        """Return an array: in the memory of the slot, which may be pinned, if it lies there."""
+        for begin, block in self._blocks[slot]:
+            if begin <= part.offset and part.end <= begin + block.nbytes:
+                return np.ndarray(part.shape, part.dtype, block, part.offset - begin)
+        return self._shared.array(part)
 
     def _new(self, nbytes: int) -> NDArray[np.uint8] | None:
         """Return memory for pixels; None means that they are copied out of the helper's."""
@@ -116,14 +122,7 @@ class HelperSlots:
         self._sizes = [0] * len(specs)  # samples in the batches
         self.rooms: list[Rooms] = [{}] * len(specs)
         self.slots = [self._slot(spec, raws) for spec in specs]
-        # Where the blocks of a slot begin, and end; see `Inside`.
-        self._blocks = [
-            [
-                (0, 0) if one is None else (one.ctypes.data, one.ctypes.data + one.nbytes)
-                for one in (*slot.out, *slot.made)
-            ]
-            for slot in self.slots
-        ]
+        self._specs = specs
 
     def index(self, slot: int) -> NDArray[np.int64]:
         """Return a copy of the sample numbers of the batch in a slot."""
@@ -165,15 +164,15 @@ class HelperSlots:
         made = tuple(None if spec is None else self._shared.array(spec) for spec in specs.made)
         return SlotMemory(raw, out, made)
 
-    def _inside(self, slot: int, array: NDArray[Any]) -> Inside | None:
+    def _inside(self, slot: int, array: NDArray[Any]) -> ArraySpec | None:
         """Describe an array that lies in a slot; None if it does not."""
-        if not array.flags.c_contiguous or array.dtype.hasobject:
+        is_plain = array.flags.c_contiguous and not array.dtype.hasobject
+        found, specs = self._shared.spec(array) if is_plain else None, self._specs[slot]
+        if found is None:
             return None
-        address = array.ctypes.data
-        for number, (begin, end) in enumerate(self._blocks[slot]):
-            if begin <= address and address + array.nbytes <= end:
-                return Inside(number, address - begin, array.shape, array.dtype)
-        return None
+        several = [own for own in (*specs.out, *specs.made) if own is not None]
+        is_inside = any(own.offset <= found.offset and found.end <= own.end for own in several)
+        return found if is_inside else None
 
     def _copied(
         self, slot: int, number: int, array: NDArray[Any], added: dict[int, tuple[int, int]]
@@ -202,7 +201,3 @@ def _own_spec(shared: SharedMemory, array: NDArray[Any]) -> ArraySpec:
     spec = shared.spec(array)
     assert spec is not None
     return spec
-
-
-def _flat(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return array.reshape(-1).view(np.uint8)

@@ -147,8 +147,7 @@ class Supervisor:
     def stats(self) -> FillerStats:
         """Return the statistics of this helper and those before it."""
         with self._lock:
-            stats = self._stats.plus(self._former_stats)
-        return stats
+            return self._stats.plus(self._former_stats)
 
     def close(self) -> None:
         """Drop all requests, and end the helper and `run`. Never waits. Idempotent."""
@@ -250,8 +249,7 @@ class Supervisor:
     def _start(self, process: HelperProcess) -> bool:
         """Have a helper open the dataset and start its threads; return False if closed."""
         process.send_bytes(self._opening)
-        opened = _step(process)
-        assert isinstance(opened, Opened)
+        opened: Opened = _step(process)
         if self.opened is not None:
             self.opened.check_same(opened)
         else:
@@ -269,8 +267,7 @@ class Supervisor:
             process.flush()
         else:
             self._wake_sender()  # this thread must receive, and does not send
-        started = _step(process)
-        assert isinstance(started, Started)
+        started: Started = _step(process)
         with self._lock:
             self._stats = _NOTHING_DONE._replace(cache=started.cache)
             self._outstanding.helper_started()
@@ -285,9 +282,7 @@ class Supervisor:
         while not self._is_alone or self._await_request():
             if self._is_alone:
                 process.flush()
-            answer = process.receive()
-            assert isinstance(answer, Answer)
-            self._take(answer)
+            self._take(process.receive())
 
     def _await_request(self) -> bool:
         """Wait until there is a request; return False when closed."""
@@ -323,11 +318,9 @@ class Supervisor:
             return
         for recorded in several:
             room = self._max_events - sum(len(one.events) for one in self._recorded.values())
-            former = self._recorded.get(recorded.process)
-            events = [] if former is None else former.events
-            dropped = recorded.dropped + max(0, len(recorded.events) - room)
-            dropped += 0 if former is None else former.dropped
-            events += recorded.events[:room]
+            former = self._recorded.get(recorded.process, recorded._replace(events=[], dropped=0))
+            events = former.events + recorded.events[:room]
+            dropped = former.dropped + recorded.dropped + max(0, len(recorded.events) - room)
             self._recorded[recorded.process] = recorded._replace(events=events, dropped=dropped)
 
     # --- the end of a helper ----------------------------------------------------------------------
@@ -358,7 +351,12 @@ class Supervisor:
             has_started = self._outstanding.has_started
         if isinstance(error, HelperDied):
             for request, deaths in blamed:
-                self._fail(request, _death(error, request, deaths, has_started))
+                when = "was being filled" if has_started else "was to be filled"
+                death = HelperDied(
+                    f"{error} while {request} {when}; {deaths} helpers ended on this batch"
+                    " (standard error may say why), and the next call goes on with a new helper"
+                )
+                self._fail(request, death)
         elif oldest is not None:
             self._fail(oldest, error)
         return True
@@ -376,11 +374,3 @@ def _step(process: HelperProcess) -> Any:
     if isinstance(message, Failed):
         raise received(message.error)
     return message
-
-
-def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bool) -> HelperDied:
-    when = "was being filled" if has_started else "was to be filled"
-    return HelperDied(
-        f"{error} while {request} {when}; {deaths} helpers ended on this batch (standard error may"
-        " say why), and the next call goes on with a new helper"
-    )

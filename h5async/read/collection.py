@@ -149,8 +149,7 @@ class Collection:
         they are no longer wanted.
         """
         worker = scratch.worker(self._core)
-        source = ranges.source[start:stop]
-        begins = start + np.flatnonzero(np.diff(source, prepend=-1))
+        begins = start + np.flatnonzero(np.diff(ranges.source[start:stop], prepend=-1))
         for begin, end in itertools.pairwise([*begins.tolist(), stop]):
             number = int(ranges.source[begin])
             done = begin + self._core.read_ranges(

@@ -139,8 +139,7 @@ class CoreTables:
         self, field: int, kept_nbytes: int, uses: float, transform: NativeTransform | None
     ) -> None:
         struct, table, layout = self.fields[field], self.of_fields[field], self.layouts[field]
-        keeps = what_to_keep(table, layout, kept_nbytes, uses)
-        shapes = zip(table.shapes, keeps, strict=True)
+        shapes = zip(table.shapes, what_to_keep(table, layout, kept_nbytes, uses), strict=True)
         struct.layers = (self._core.Layer * len(table.layers))(*map(self._layer, table.layers))
         struct.shapes = (self._core.Shape * len(table.shapes))(
             *(self._shape(shape, layout.row_nbytes, what) for shape, what in shapes)
@@ -150,8 +149,7 @@ class CoreTables:
         struct.offset = self._hold(chunks.offset)
         struct.nbytes, struct.nbytes_step = self._hold_column(chunks.nbytes)
         struct.mask, struct.mask_step = self._hold_column(chunks.filter_mask)
-        fill = np.ascontiguousarray(layout.raw_fill).reshape(1).view(np.uint8)
-        struct.fill = self._hold(fill)
+        struct.fill = self._hold(np.ascontiguousarray(layout.raw_fill).reshape(1).view(np.uint8))
         struct.num_layers, struct.num_extents = len(table.layers), chunks.offset.size
         struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
         struct.is_filled_first, struct.num_rows = table.is_filled_first, layout.num_samples

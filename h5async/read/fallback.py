@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import h5py
@@ -32,6 +32,8 @@ from h5async.index.chunks import filters_of
 from h5async.index.chunktable import needed_nbytes
 from h5async.index.hdf5 import stored_nbytes
 from h5async.index.layout import DatasetLayout
+from h5async.index.segments import Region
+from h5async.index.shapes import cells_of
 from h5async.io.keptfiles import KeptFiles
 from h5async.io.stamps import FileStamp, changed, lies_at, replaced
 from h5async.io.stores import HDF5File, open_hdf5, store_of
@@ -121,9 +123,15 @@ class FallbackReader:
                 self._check_files(layout)
             self.reads += 1
 
-    def checks(self, layout: DatasetLayout) -> list[ChunkCheck]:
-        """Return the checks of the chunks of a dataset, or of its sources."""
-        found = (ChunkCheck.of(origin, self._core) for origin in layout.origins())
+    def checks(self, layout: DatasetLayout, region: Region = None) -> list[ChunkCheck]:
+        """Return the checks of the chunks of a dataset, or of its sources.
+
+        Of the dataset's own chunks, only those that hold a `region` of its rows are checked.
+        """
+        found = [ChunkCheck.of(origin, self._core) for origin in layout.origins()]
+        for check in found:
+            if check is not None and check.layout is layout and region is not None:
+                check.leave_out(region)
         return [check for check in found if check is not None]
 
     def close(self) -> None:
@@ -242,7 +250,7 @@ class ChunkCheck:
         self.layout = layout
         rank = len(layout.chunk_shape) - layout.extra_dims
         self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
-        self._grid = layout.grid[:rank]
+        self._cells: list[Sequence[int]] = [range(n) for n in layout.grid[:rank]]
         self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
         self._filters = layout.hdf5_filters
         self._core = core
@@ -262,6 +270,14 @@ class ChunkCheck:
             _log.info(text, layout.file, left.label)
         return None if left == check._filters[-1] else check
 
+    def leave_out(self, region: Sequence[slice]) -> None:
+        """Leave out the chunks that do not hold a part of the rows."""
+        rest = [a for a in range(len(self.layout.shape)) if a != self.layout.sample_axis]
+        for a, part in zip(rest, region, strict=True):
+            if a < len(self._cells):
+                cells = cells_of(self.layout.shape[a], self.layout.chunk_shape[a], part)
+                self._cells[a] = cells.cell.tolist()
+
     def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
         """Check the chunks that hold some samples, through the open dataset.
 
@@ -278,7 +294,7 @@ class ChunkCheck:
         stored = filters_of(dataset.id.get_create_plist())
         bits = [bit for bit, entry in enumerate(stored) if entry in self._filters]
         for number in sorted(numbers):
-            cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
+            cells = [[number] if a == axis else some for a, some in enumerate(self._cells)]
             for cell in itertools.product(*cells):
                 require_open()
                 corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from h5async.errors import ReadError
 from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout, HeapFile
+from h5async.index.regions import part_shape
+from h5async.index.segments import Region, region_key
 from h5async.index.variablelength import DAMAGED
 from h5async.plan.records import Int64s, SamplesPlan
 from h5async.read.fallback import ChunkCheck, FallbackReader
@@ -39,7 +41,8 @@ class H5pyRows:
     def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
         self._layout = layout
         self._reader = reader
-        self._datasets: dict[int, DatasetRows] = {}  # by the identity of their layouts
+        # By the identity of their layouts, and the part of their rows.
+        self._datasets: dict[Any, DatasetRows] = {}
 
     def execute(self, plan: SamplesPlan, raw: NDArray[Any], scratch: Scratch) -> None:
         """Read the rows of a plan to `raw`, (batch, *raw_row), C-contiguous.
@@ -50,13 +53,14 @@ class H5pyRows:
         if layout.heaps:
             self._read_elements(sample, rows, raw, scratch)
         elif layout.segments is None or layout.member:  # h5py itself takes a member of a compound
-            self._read(layout, sample, rows, raw, scratch)
+            self._read(layout, None, sample, rows, raw, scratch)
         else:
             self._read_segments(sample, rows, raw, scratch)
 
     def _read(
         self,
         layout: DatasetLayout,
+        region: Region,
         sample: Int64s,
         rows: Int64s,
         raw: NDArray[Any],
@@ -64,11 +68,12 @@ class H5pyRows:
     ) -> None:
         if layout.values is not None:
             values = np.moveaxis(layout.values, layout.sample_axis, 0).view(layout.raw_dtype)
-            raw[rows] = values[sample]
+            raw[rows] = values[(slice(None), *(region or ()))][sample]
             return
-        if id(layout) not in self._datasets:  # if two threads make one at once, one is lost
-            self._datasets.setdefault(id(layout), DatasetRows(layout, self._reader))
-        self._datasets[id(layout)].read(sample, rows, raw, scratch)
+        key = id(layout), region_key(region)
+        if key not in self._datasets:  # if two threads make one at once, one is lost
+            self._datasets.setdefault(key, DatasetRows(layout, region, self._reader))
+        self._datasets[key].read(sample, rows, raw, scratch)
 
     def _read_segments(
         self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch
@@ -79,24 +84,22 @@ class H5pyRows:
             raw[rows] = layout.raw_fill
         for number, piece, chosen, row in segments.find(sample):
             scratch.require_open()
-            source = datasets[number]
-            is_as_whole = piece.is_whole and source.raw_dtype == layout.raw_dtype
+            source, part = datasets[number], part_shape(datasets[number], piece)
+            read = partial(self._read, source, piece.source_region)
+            is_as_whole = piece.region is None and source.raw_dtype == layout.raw_dtype
             if is_as_whole or piece.member is not None:
                 # The shapes may differ in extents of 1.
-                target = raw.reshape(len(raw), *source.row_shape) if is_as_whole else raw
-                self._read(source, row, rows[chosen], target, scratch)
+                read(row, rows[chosen], raw.reshape(len(raw), *part), scratch)
                 continue
             count = scratch_rows(source)
             for begin in range(0, row.size, count):
                 block = row[begin : begin + count]
-                whole = np.empty((block.size, *source.row_shape), source.raw_dtype)
-                self._read(source, block, np.arange(block.size), whole, scratch)
-                if piece.source_region is not None:
-                    whole = whole[(slice(None), *piece.source_region)]
+                found = np.empty((block.size, *part), source.raw_dtype)
+                read(block, np.arange(block.size), found, scratch)
                 region: Any = piece.region or ()
                 shape = raw[(slice(0, block.size), *region)].shape
                 goes_to = rows[chosen[begin : begin + count]]
-                raw[(goes_to, *region)] = whole.reshape(shape)
+                raw[(goes_to, *region)] = found.reshape(shape)
 
     # --- elements of variable length --------------------------------------------------------------
 
@@ -121,7 +124,9 @@ class H5pyRows:
 def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
     """Return whether rows of a dataset may have to be changed to become rows of the whole."""
     segments, _ = table_of(layout)
-    return source.raw_dtype != layout.raw_dtype or not all(p.is_whole for p in segments.pieces)
+    is_member = any(piece.member is not None for piece in segments.pieces)
+    is_other = source.raw_dtype != layout.raw_dtype and not is_member
+    return is_other or any(piece.region is not None for piece in segments.pieces)
 
 
 def scratch_rows(source: DatasetLayout) -> int:
@@ -153,9 +158,13 @@ def _copy_elements(
 
 
 class DatasetRows:
-    """Reads rows of one dataset through a `FallbackReader`. Safe to use from many threads."""
+    """Reads rows of one dataset through a `FallbackReader`. Safe to use from many threads.
 
-    def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
+    `region` is the part of each row; None: all of it.
+    """
+
+    def __init__(self, layout: DatasetLayout, region: Region, reader: FallbackReader) -> None:
+        self._region = region
         self._layout = _as_stored(layout)
         self._is_one_sample = self._layout is not layout
         self._reader = reader
@@ -168,23 +177,30 @@ class DatasetRows:
     def read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
         """Read samples to rows of a batch; raises as `FallbackReader.read`.
 
-        `raw` is (batch, *raw_row), of the dataset's dtype (bool as uint8).
+        `raw` is (batch, *part of a row), of the dataset's dtype (bool as uint8).
         """
         if self._is_one_sample:
             sample = np.arange(self._layout.num_samples)
             one = np.empty(self._layout.shape, raw.dtype)
-            self._read(sample, sample, one, scratch)
-            raw[rows] = one.reshape(raw.shape[1:])
+            self._read(None, sample, sample, one, scratch)
+            raw[rows] = one[self._region or ...].reshape(raw.shape[1:])
         else:
-            self._read(sample, rows, raw, scratch)
+            self._read(self._region, sample, rows, raw, scratch)
 
-    def _read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
+    def _read(
+        self,
+        region: Region,
+        sample: Int64s,
+        rows: Int64s,
+        raw: NDArray[Any],
+        scratch: Scratch,
+    ) -> None:
         if not sample.size:
             return
         if self._changes_found != self._reader.changes_found:  # or nothing was checked yet
             self._changes_found = self._reader.changes_found
-            self._checks = self._reader.checks(self._layout)
-        work = partial(_copy, self._layout, sample, rows, raw, scratch.require_open)
+            self._checks = self._reader.checks(self._layout, region)
+        work = partial(_copy, self._layout, region, sample, rows, raw, scratch.require_open)
         self._reader.read(self._layout, sample, work, self._checks, scratch)
         scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(sample)
 
@@ -225,6 +241,7 @@ def _are_same_bytes(some: np.dtype[Any], found: np.dtype[Any]) -> bool:
 
 def _copy(
     layout: DatasetLayout,
+    region: Region,
     sample: Int64s,
     rows: Int64s,
     raw: NDArray[Any],
@@ -233,24 +250,27 @@ def _copy(
 ) -> None:
     values = dataset.fields(layout.member[0]) if layout.member else dataset
     is_merged = layout.sequences is not None and dataset.shape[:1] != layout.shape[:1]
+    # h5py selects along the dimensions of the dataset, and NumPy along those of an array type.
+    axis, part = layout.sample_axis, region or ()
+    before, rank = part[:axis] or (slice(None),) * axis, len(dataset.shape) - 1 - is_merged
+    behind, inside = part[axis:rank], part[rank:]
     for first, last, chosen in _spans(layout, sample):
         require_open()
-        where = (slice(None),) * layout.sample_axis
         if is_merged:
             length = dataset.shape[1]
-            block = np.concatenate(
-                [
-                    values[number, max(0, first - number * length) : last - number * length]
-                    for number in range(first // length, (last - 1) // length + 1)
-                ]
-            )
+            numbers = range(first // length, (last - 1) // length + 1)
+            ends = [(max(0, first - n * length), last - n * length) for n in numbers]
+            parts = [values[n, a:b, *behind] for n, (a, b) in zip(numbers, ends, strict=True)]
+            block = np.concatenate(parts)
         elif dataset.shape:
-            block = values[(*where, slice(first, last))]
+            block = values[(*before, slice(first, last), *behind)]
         else:
             block = np.array([values[()]])
         for name in layout.member[1:]:
             block = block[name]
-        block = np.moveaxis(block, len(where), 0)
+        if inside:
+            block = block[(slice(None),) * (rank + 1) + inside]
+        block = np.moveaxis(block, axis, 0)
         out = raw
         if _are_same_bytes(raw.dtype, block.dtype):  # padding, too
             out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
@@ -274,8 +294,7 @@ def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, In
     apart = np.diff(ordered) > 1
     if layout.chunk_shape:
         chunk, inside = np.divmod(ordered, layout.chunk_shape[layout.sample_axis])
-        nbytes = span_nbytes(layout, sample.size)
-        block = inside // max(1, nbytes // max(1, layout.row_nbytes))
+        block = inside // max(1, span_nbytes(layout, sample.size) // max(1, layout.row_nbytes))
         apart &= (np.diff(chunk) != 0) | (np.diff(block) != 0)
     for part in np.split(order, np.flatnonzero(apart) + 1):
         yield int(sample[part[0]]), int(sample[part[-1]]) + 1, part

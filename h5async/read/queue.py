@@ -44,7 +44,8 @@ class BatchQueue:
 
     Its memory lasts as long as this object, and so as long as any call. `tables` are closed by
     their owner after the last call of `next`, which `num_threads` threads will call. `batches` are
-    by slot; `selection` maps positions to sample numbers.
+    by slot; `selection` maps positions to sample numbers, and `drawn` is the alias table from which
+    positions are drawn, if they are.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class BatchQueue:
         batches: Sequence[SlotBatch],
         num_threads: int,
         selection: Selection,
+        drawn: NDArray[Any] | None = None,
     ) -> None:
         self._core = core
-        self._keep: tuple[Any, ...] = tables, batches, selection.numbers
+        self._keep: tuple[Any, ...] = tables, batches, selection.numbers, drawn
         self._jobs = (core.Job * len(batches))()
         self._struct = core.Queue(
             fields=tables.fields,
@@ -70,6 +72,8 @@ class BatchQueue:
             start=selection.start,
             step=selection.step,
             may_spin=usable_cores() > 1,
+            table=None if drawn is None else address(drawn),
+            num_columns=0 if drawn is None else drawn.size,
         )
         self._queue = ctypes.pointer(self._struct)
         core.open_queue(self._queue)
@@ -83,11 +87,6 @@ class BatchQueue:
             job.plan, job.targets = ctypes.pointer(batch.plan), batch.targets
             job.samples, job.rows = address(samples), batch.rows
             self._samples.append(samples)
-
-    def draw_from(self, table: NDArray[Any]) -> None:
-        """Set the alias table from which samples are drawn, before the first batch is submitted."""
-        self._keep += (table,)
-        self._struct.table, self._struct.num_columns = address(table), table.size
 
     # --- the consumer's calls ---------------------------------------------------------------------
 

@@ -112,17 +112,11 @@ class Scratch:
         return self._worker
 
     @classmethod
-    def allocate(
-        cls,
-        encoded_nbytes: int,
-        chunk_nbytes: int,
-        between_nbytes: int,
-        stop: c_int32 | None = None,
-    ) -> Scratch:
-        """Reserve memory; pages that are never touched cost nothing."""
-        sizes = encoded_nbytes, chunk_nbytes, *[between_nbytes] * 3
-        encoded, chunk, *between = (np.empty(nbytes, np.uint8) for nbytes in sizes)
-        return cls(encoded, chunk, tuple(between), c_int32() if stop is None else stop)
+    def allocate(cls, encoded: int, raw_chunk: int, between: int) -> Scratch:
+        """Reserve memory for a `ScratchSize`; pages that are never touched cost nothing."""
+        sizes = encoded, raw_chunk, *[between] * 3
+        first, second, *others = (np.empty(nbytes, np.uint8) for nbytes in sizes)
+        return cls(first, second, tuple(others))
 
 
 def encoded_room(chunk_nbytes: int) -> int:

@@ -134,7 +134,8 @@ class AsyncReader:
 
         If samples vary in length, and some are left out or drawn, their mean length counts.
         """
-        return self._engine.epoch_nbytes
+        engine = self._engine
+        return engine.counts.epoch_nbytes(engine.position.epoch_samples)
 
     @property
     def fallback_reads(self) -> int:

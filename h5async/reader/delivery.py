@@ -65,8 +65,7 @@ class Delivery:
         self._counts = counts
         self._recorder = recorder
         self._device = setup.device
-        rows = setup.samplings.rows
-        self._transforms = list(zip(setup.transforms.values(), rows, strict=True))
+        self._transforms = list(zip(setup.transforms.values(), setup.samplings.rows, strict=True))
         # On the host, masks are made when a batch is handed over.
         self._masks_to_upload = list(setup.masks.values()) if setup.is_on_gpu else []
         self._filler: Filler | HelperFiller
@@ -343,8 +342,7 @@ class Delivery:
         """Return sample numbers as a new, non-empty array, or raise `ConfigError`."""
         setup = self._setup
         where = f"index: {paths_text(setup.config.hdf5_path)}"
-        count = next(iter(setup.layouts.values())).sample_count
-        found = sample_numbers(index, count, where)
+        found = sample_numbers(index, next(iter(setup.layouts.values())).sample_count, where)
         if not found.size:
             raise ConfigError("index: give at least one sample number, found none")
         setup.samplings.check(found, where)

@@ -88,12 +88,9 @@ class Engine:
 
             helper = self.filler = HelperFiller(setup.config)
         setup.open(helper)
-        config, samplings = setup.config, setup.samplings
-        self.position = ReaderPosition(config, setup.layouts, samplings, self.ring)
-        kept_nbytes = max(1, config.num_helpers) * sum(setup.memory_plan.kept_nbytes)
-        self.counts = ReaderCounts(
-            config, setup.layouts, samplings.rows, samplings.selection, kept_nbytes
-        )
+        self.position = ReaderPosition(setup.samplings, self.ring)
+        kept_nbytes = max(1, setup.config.num_helpers) * sum(setup.memory_plan.kept_nbytes)
+        self.counts = ReaderCounts(setup.samplings, kept_nbytes)
         delivery = Delivery(setup, self.ring, self.position, self.counts, self._recorder)
         self.delivery = delivery
         calls = Calls(
@@ -209,11 +206,6 @@ class Engine:
 
     # --- what it does -----------------------------------------------------------------------------
 
-    @property
-    def epoch_nbytes(self) -> int:
-        """Decoded bytes of an epoch."""
-        return self.counts.epoch_nbytes(self.position.epoch_samples)
-
     def stats(self, since: ReaderStats | None = None, epoch: int | None = None) -> ReaderStats:
         """Return statistics, as `AsyncReader.stats`."""
         setup, done = self.setup, self._filler.stats()
@@ -251,7 +243,8 @@ class Engine:
             ["device", f"{setup.device.name}, {threads} thread{'s' * (threads != 1)}"],
         ]
         try:
-            facts.append(["decoded", f"{size_text(self.epoch_nbytes)} an epoch"])
+            nbytes = self.counts.epoch_nbytes(self.position.epoch_samples)
+            facts.append(["decoded", f"{size_text(nbytes)} an epoch"])
             facts.append(["progress", self._progress()])
         except ConfigError:  # launchers contradict each other, and no batch was requested yet
             facts.append(["progress", "rank not known"])

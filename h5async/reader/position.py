@@ -14,12 +14,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import ConfigError, ReadError
 from h5async.index.fingerprint import fingerprint
-from h5async.index.layout import DatasetLayout
 from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings, digest
 from h5async.order.ranks import Rank, Source, find_source, may_change
@@ -34,7 +32,7 @@ _VERSION = 1
 _POSITION = ("epoch", "position", "batch_size", "world_size")
 # Optional parts of a state; those in the first line are digests.
 _DIGESTS = ("indices", "weights", "sampler")
-_OPTIONAL = (*_DIGESTS, "epoch_samples", "batch_values", "bucket")
+_OPTIONAL = (*_DIGESTS, "epoch_samples", "offset", "batch_values", "bucket")
 _OF_FILES = {
     "fingerprint": "a file has changed since the state was saved: its size, shapes, dtypes, chunks,"
     " sequences or the lengths of its samples differ",
@@ -51,20 +49,19 @@ class ReaderPosition:
     `looped_epoch` is the epoch of the caller's last batch, until the epoch ends for it.
     """
 
-    def __init__(
-        self,
-        config: ReaderConfig,
-        layouts: Mapping[str, DatasetLayout],
-        samplings: Samplings,
-        ring: SlotRing[Any],
-    ) -> None:
-        self._config = config
-        self._layouts = list(layouts.values())
+    def __init__(self, samplings: Samplings, ring: SlotRing[Any]) -> None:
+        self._config = samplings.config
         self._samplings = samplings
         self._ring = ring
         self.has_settled = False
         self.looped_epoch: int | None = None
-        self._go_to(self._expected_rank(), 0, 0, None)
+        try:
+            rank = self._find_source().rank
+        except ConfigError:
+            if not may_change():
+                raise
+            rank = Rank(0, 1)  # a process group that is yet to be made will tell
+        self._go_to(rank, 0, 0, None)
 
     def settle(self) -> None:
         """Settle rank and world size of this process.
@@ -86,14 +83,6 @@ class ReaderPosition:
         if rank is None or world_size is None:
             return find_source()
         return Source(Rank(rank, world_size), "the options rank and world_size", "", None)
-
-    def _expected_rank(self) -> Rank:
-        try:
-            return self._find_source().rank
-        except ConfigError:
-            if may_change():
-                return Rank(0, 1)  # a process group that is yet to be made will tell
-            raise
 
     @property
     def course(self) -> Course:
@@ -262,7 +251,8 @@ class ReaderPosition:
 
     @functools.cached_property
     def _order_depends_on(self) -> dict[str, Any]:
-        config, samplings, layouts = self._config, self._samplings, self._layouts
+        config, samplings = self._config, self._samplings
+        layouts = list(samplings.layouts.values())
         structure = [samplings.sequences.starts, samplings.sequences.ends]
         if config.shuffle == "window":
             structure.append(np.array([*map(unit_nbytes, layouts)]))
@@ -281,6 +271,8 @@ class ReaderPosition:
             found["weights"] = samplings.weights_digest()
         if config.weights is not None or samplings.has_passes:
             found["epoch_samples"] = samplings.epoch_samples
+        if samplings.offsets is not None:
+            found["offset"] = "random"
         lengths = samplings.lengths
         if lengths is not None:
             given = {"batch_values": lengths.values, "bucket": lengths.bucket}

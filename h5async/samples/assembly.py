@@ -6,7 +6,8 @@ columns enter as they lie in a slot; arrays of fields leave: `Ragged`, `Csr`, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from h5async.samples.fieldkind import (
     field_of,
 )
 from h5async.samples.imagekind import ImageKind
+from h5async.samples.labelskind import LabelsKind
 from h5async.samples.sparsekind import SparseKind
 
 T = TypeVar("T")
@@ -39,7 +41,11 @@ FOUND_AS = {kind.found_as: kind.of for kind in KINDS if kind.found_as}
 
 def field_kinds(fields: Mapping[str, Field]) -> dict[str, FieldKind]:
     """Return the kinds of fields, by name."""
-    return {name: _BY_OPTIONS[type(field)](name, field) for name, field in fields.items()}
+    found: dict[str, FieldKind] = {}
+    for name, field in fields.items():
+        is_labels = field.categories is not None
+        found[name] = (LabelsKind if is_labels else _BY_OPTIONS[type(field)])(name, field)
+    return found
 
 
 class SlotMemory(NamedTuple):
@@ -59,11 +65,6 @@ class SlotMemory(NamedTuple):
 def columns_of(kinds: Mapping[str, FieldKind]) -> dict[str, Field]:
     """Return the columns of fields by name; a field's first column has the field's name."""
     return {name: one for kind in kinds.values() for name, one in kind.columns.items()}
-
-
-def first_columns_of(columns: Iterable[str]) -> list[int]:
-    """Return, per field, the number of its first column."""
-    return [number for number, name in enumerate(columns) if name == field_of(name)]
 
 
 def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T]:
@@ -106,8 +107,7 @@ def outlines_of(
     found = []
     for kind in kinds.values():
         outline = kind.outline([transforms[name] for name in kind.columns], can_transform)
-        columns = tuple(numbers[name] for name in kind.columns)
-        found.append(outline._replace(columns=columns))
+        found.append(outline._replace(columns=tuple(numbers[name] for name in kind.columns)))
     return tuple(found)
 
 
@@ -126,8 +126,8 @@ class Assembly:
         first_samples: NDArray[np.int64],
     ) -> None:
         self._kinds = list(kinds.values())
-        firsts = [*first_columns_of(columns_of(kinds)), len(rows)]
-        self._columns = list(map(slice, firsts, firsts[1:]))
+        ends = list(itertools.accumulate((len(kind.columns) for kind in self._kinds), initial=0))
+        self._columns = list(map(slice, ends, ends[1:]))
         self._rows = rows
         self._first_samples = first_samples
         self.is_plain = all(kind.is_plain for kind in self._kinds)

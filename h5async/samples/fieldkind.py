@@ -25,14 +25,17 @@ from h5async.index.composition import join_layouts, joined_cf
 from h5async.index.datasettable import shared
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
+from h5async.index.room import files_of
 from h5async.index.savedindex import Wanted
 from h5async.io.stamps import FileStamp
+from h5async.order.packing import Packing
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
+from h5async.samples.parts import parts_of_rows
 from h5async.samples.ragged import Ragged, put_padded
 
 Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
-Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # of sample numbers
+Mask = Callable[[NDArray[np.int64]], NDArray[Any]]  # of sample numbers
 Transforms = Sequence[RowTransform]  # of the columns of a field
 CanTransform = Callable[[RowTransform], bool] | None  # of a device; None: the host does everything
 Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
@@ -41,9 +44,10 @@ DecodingWork = Callable[[], bool]  # decodes a sample; returns False if it was b
 INDICES = "\0indices"  # suffix of a field's name: its column of indices
 
 # Kinds of facts, as in `Wanted`: elements of variable length, the rows, the shape and the names of
-# a sparse matrix, what codes of a column stand for, and that a column has a mask.
+# a sparse matrix, what codes of a column stand for, that a column has a mask, values as codes, and
+# what these stand for.
 HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
-CATEGORIES, NULLABLE = "categories", "nullable"
+CATEGORIES, NULLABLE, LABELS, LABEL_NAMES = "categories", "nullable", "labels", "label-names"
 
 
 class Categories(NamedTuple):
@@ -213,7 +217,7 @@ class FieldKind:
         H5AsyncError if the files do not fit together.
         """
         join = join_layouts if self.field.per is None else join_values
-        layout = join(known[self.name])
+        layout = parts_of_rows(self.field, join(known[self.name]))
         return {self.name: layout if self.field.steps is None else shared(layout)}
 
     def is_same(self, other: FieldKind) -> bool:
@@ -229,6 +233,10 @@ class FieldKind:
         """
         is_varying = transforms[0].capacity is not None
         return Outline(self.name, is_varying=is_varying, is_encoded=self.is_encoded)
+
+    def channel_axis(self, transform: RowTransform) -> int:
+        """Return which dimension of a delivered row counts channels; `transform` is of a row."""
+        return transform.channel
 
     def decoded_nbytes(self, rows: int) -> int:
         """Return the bytes of `rows` decoded samples; 0 if they are not decoded, or of any size."""
@@ -284,6 +292,12 @@ class RaggedKind(FieldKind):
     def __init__(self, name: str, field: Field) -> None:
         super().__init__(name, field)
         self.needs_work = self.is_encoded or self.field.pad_to is not None
+        self._packing: Packing | None = None
+
+    @property
+    def _length(self) -> int | None:
+        """The values of each sample that is delivered, if all have as many."""
+        return self.field.pad_to if self.field.pack is None else self.field.pack
 
     def facts(self) -> dict[str, Wanted]:
         """Return the elements of variable length, or the values and their offsets."""
@@ -292,12 +306,34 @@ class RaggedKind(FieldKind):
             kind = f"{self.field.offsets_kind} {Wanted.at(offsets).path}"
         return {self.name: Wanted.at(self.field.path, kind=kind)}
 
+    def join(self, known: Known, config: ReaderConfig, reach: Reach) -> dict[str, DatasetLayout]:
+        """Return the layout across all files; DatasetError if groups are to be packed."""
+        found = super().join(known, config, reach)
+        if self.field.pack is None:
+            return found
+        layout = found[self.name]
+        if layout.sequences is not None:
+            raise DatasetError(
+                f'{layout.file}: dataset "{layout.path}" ({self.name}): pack joins the samples of'
+                " files, not of groups; leave out groups"
+            )
+        files = layout.file_samples or ((layout.file, layout.sample_count),)
+        reach.room.take(
+            layout.starts().nbytes, f"{layout.file}: where its documents begin", files_of(layout)
+        )
+        counts = [count for _, count in files]
+        packing = self._packing = Packing(layout.starts(), self.field.pack, counts)
+        of_files = zip((file for file, _ in files), packing.counts.tolist(), strict=True)
+        several = tuple(of_files) if layout.file_samples else ()
+        return {self.name: layout.changed(spans=packing.windows, file_samples=several)}
+
     def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
         """Return how the field is assembled."""
         outline = super().outline(transforms, can_transform)
-        if self.field.pad_to is None:
+        # (Packed windows lie in the slot as they are delivered, but for the last one of a file.)
+        if self._length is None or (self._packing is not None and can_transform is None):
             return outline
-        made = (self.field.pad_to, *transforms[0].row), transforms[0].dtype
+        made = (self._length, *transforms[0].row), transforms[0].dtype
         return outline._replace(made=made, is_left=can_transform is not None)
 
     def deliver(self, filled: Filled) -> Any:
@@ -305,17 +341,22 @@ class RaggedKind(FieldKind):
         assert isinstance(filled.rows, SpanRows)
         offsets = filled.rows.offsets(filled.samples)
         values = filled.columns[0][: offsets[-1]]
-        if self.field.pad_to is None or filled.is_left:
+        if self._length is None or filled.is_left:
             return Ragged(values, offsets)
         size = filled.samples.size
-        shape = size, self.field.pad_to, *values.shape[1:]
+        shape = size, self._length, *values.shape[1:]
+        if self._packing is not None and len(values) == size * self._length:
+            return values.reshape(shape)
         found = np.empty(shape, values.dtype) if filled.made is None else filled.made[:size]
         found[...] = np.zeros((), values.dtype)
         put_padded(values, offsets, found)
         return found
 
     def masks(self, rows: Rows) -> dict[str, Mask]:
-        """Return what makes the mask of padded samples."""
+        """Return what makes the mask of padded samples, or tells the documents of packed ones."""
+        if self._packing is not None:
+            name, packing = self.name, self._packing
+            return {f"{name}_documents": packing.documents, f"{name}_positions": packing.positions}
         if self.field.pad_to is None or not isinstance(rows, SpanRows):
             return super().masks(rows)
         return {f"{self.name}_mask": partial(rows.are_there, self.field.pad_to)}
@@ -324,7 +365,7 @@ class RaggedKind(FieldKind):
         """Return the lengths of samples, or their padded length; None if they are decoded."""
         if self.is_encoded:  # the number of bytes says little of what is delivered
             return None
-        return rows.all_lengths() if self.field.pad_to is None else self.field.pad_to
+        return rows.all_lengths() if self._length is None else self._length
 
 
 class EncodedKind(RaggedKind):

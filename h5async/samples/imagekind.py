@@ -81,6 +81,10 @@ class ImageKind(EncodedKind):
         as_decoded = {"axes": None, "dtype": None, "scale": None, "offset": None}
         return ImageKind(self.name, self.field.model_copy(update=as_decoded))
 
+    def channel_axis(self, transform: RowTransform) -> int:
+        """Return which dimension of delivered pixels counts channels."""
+        return _channel_of(self.field)
+
     def decoder(
         self, layout: DatasetLayout, rows: Rows, core: Core | None, limit_nbytes: int
     ) -> FieldDecoder:
@@ -313,16 +317,22 @@ def _pixel_transform(field: ImageField, shape: tuple[int, int, int]) -> RowTrans
     order = tuple(axis for axis in axes if isinstance(axis, int))
     row = tuple(shape[axis - 1] for axis in order[1:])
     dtype = np.dtype(np.uint8) if field.delivered_dtype is None else field.delivered_dtype
-    where = f'images of "{field.path}"'
+    where, channel = f'images of "{field.path}"', _channel_of(field)
     return RowTransform(
         raw_row=shape,
         raw_dtype=np.dtype(np.uint8),
         row=row,
         dtype=dtype,
         permutation=order,
-        scale=factor_of(field.scale, row, dtype, where),
-        offset=factor_of(field.offset, row, dtype, where),
+        scale=factor_of(field.scale, row, dtype, where, channel),
+        offset=factor_of(field.offset, row, dtype, where, channel),
     )
+
+
+def _channel_of(field: ImageField) -> int:
+    """Return which dimension of delivered pixels counts channels."""
+    dimension = 3 if field.channel_dim is None else field.channel_dim
+    return (field.axes or (0, 1, 2, 3)).index(dimension) - 1
 
 
 def _transforms(

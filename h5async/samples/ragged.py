@@ -100,8 +100,7 @@ class Ragged(SampleArrays):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the samples, as views."""
-        ends = on_host(self.offsets).tolist()
-        for begin, end in itertools.pairwise(ends):
+        for begin, end in itertools.pairwise(on_host(self.offsets).tolist()):
             yield self.values[begin:end]
 
     def __repr__(self) -> str:
@@ -184,8 +183,7 @@ class Ragged(SampleArrays):
             import cupy
         array = cupy.empty(shape, self.dtype)
         values = cupy.ascontiguousarray(self.values)
-        behind = cupy.full(1, value, self.dtype)
-        pad_on_gpu(cupy, values, self.offsets, behind, array)
+        pad_on_gpu(cupy, values, self.offsets, cupy.full(1, value, self.dtype), array)
         return array, cupy.arange(length) < self.lengths[:, None]
 
     def to_torch_nested(self) -> Any:

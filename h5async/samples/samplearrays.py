@@ -105,8 +105,7 @@ def memory_of(field: Any) -> tuple[Any, ...]:
 def with_memory(field: Any, arrays: Sequence[Any]) -> Any:
     """Return the same field with other arrays in place of those of `memory_of`."""
     if isinstance(field, SampleArrays):
-        others = field.arrays[field.num_on_device :]
-        return field.of_arrays((*arrays, *others), field.sample_shape)
+        return field.of_arrays((*arrays, *field.arrays[field.num_on_device :]), field.sample_shape)
     return arrays[0]
 
 

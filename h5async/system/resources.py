@@ -139,8 +139,7 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
     """Return the CPU time limit of this process's groups, in cores; None if there is none."""
     quotas = []
     for folder in _groups("cpu", root):
-        quota = _number(folder / "cpu.cfs_quota_us")
-        quotas.append((quota, _number(folder / "cpu.cfs_period_us")))
+        quotas.append((_number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")))
     for folder in _groups("", root):
         words = _text(folder / "cpu.max").split()  # "max 100000", or "50000 100000"
         if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal():

@@ -122,7 +122,7 @@ class Timeline:
         self.batches: dict[int, tuple[int, int]] = {}
         self._events: list[tuple[Any, ...]] = []  # the members of an `Event`
         self._fetches, self._waits = bytearray(), bytearray()
-        self._closing: list[Callable[[], object]] = []
+        self._waiting = ExitStack()
         # Per thread: the batch, field and source that it works on.
         self._here: dict[int, tuple[int, int, int | str]] = {}
         self._fetches_nbytes = max_events * _FETCH.size
@@ -177,7 +177,14 @@ class Timeline:
 
     def begin_wait(self) -> None:
         """Tell other tools that this thread waits for a batch."""
-        self._closing = [open_range(_RANGE + "wait") for open_range in self.open_ranges]
+        self._waiting = self.ranges("wait")
+
+    def ranges(self, stage: str) -> ExitStack:
+        """Return a context that is open, in which this thread does a stage, for other tools."""
+        stack = ExitStack()
+        for open_range in self.open_ranges:
+            stack.callback(open_range(_RANGE + stage))
+        return stack
 
     def waited(self, begin: float, end: float, batch: int, is_there: bool) -> None:
         """Note that this thread has waited for a batch, in seconds of `time.perf_counter`.
@@ -190,8 +197,7 @@ class Timeline:
         else:
             self._drop()
         if self.open_ranges:
-            for close in reversed(self._closing):
-                close()
+            self._waiting.close()
 
     def _drop(self) -> None:
         with self._lock:
@@ -228,8 +234,7 @@ class Timeline:
 
     def _note_thread(self, thread: threading.Thread) -> None:
         if thread.ident is not None:
-            number = thread.native_id or thread.ident
-            self.threads[thread.ident] = ThreadName(thread.name, number)
+            self.threads[thread.ident] = ThreadName(thread.name, thread.native_id or thread.ident)
 
     def note_threads(self) -> None:
         """Note the names of all threads."""
@@ -257,7 +262,7 @@ class Recorder:
         timeline = self.timeline
         if timeline is None or not timeline.open_ranges:
             return _OFF
-        return _ranges(timeline.open_ranges, _RANGE + stage)
+        return timeline.ranges(stage)
 
     def note(self, stage: str, begin_ns: int, batch: int, field: int | str = NO_FIELD) -> None:
         """Note that this thread has done a stage of a batch since `begin_ns`."""
@@ -268,11 +273,3 @@ class Recorder:
         """Note the batch that this thread works on from now on."""
         if self.timeline is not None:
             self.timeline.work_on(batch)
-
-
-@contextmanager
-def _ranges(open_ranges: Sequence[OpenRange], name: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        for open_range in open_ranges:
-            stack.callback(open_range(name))
-        yield

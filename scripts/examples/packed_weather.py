@@ -2,8 +2,9 @@
 
 Each of two files has a year of temperatures on a grid, as 16-bit integers with a scale and an
 offset of its own, and with missing values, as netCDF-4 has them (h5py alone makes them here). They
-lie in the file as (lat, lon, time), and `axes` says by names what is delivered. A linear model
-finds out how much power the heatings of a country take on a day.
+lie in the file as (lat, lon, time), and `axes` says by names what is delivered, normalized by the
+mean and the spread of the days that are trained on. A linear model finds out how much power the
+heatings of a country take on a day.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+import h5async
 from h5async import AsyncReader, Field, Split
 
 DAYS, LAT, LON = 365, 6, 8
@@ -50,7 +52,7 @@ def inputs(grid: np.ndarray) -> np.ndarray:
     """Return one row of inputs a day; what is missing counts as the mean of its day."""
     means = np.nanmean(grid, axis=(1, 2), keepdims=True)
     filled = np.where(np.isnan(grid), means, grid).reshape(len(grid), -1)
-    return np.concatenate([(filled - 280) / 10, np.ones((len(grid), 1), np.float32)], axis=1)
+    return np.concatenate([filled, np.ones((len(grid), 1), np.float32)], axis=1)
 
 
 def main(epochs: int = 60) -> float:
@@ -60,6 +62,9 @@ def main(epochs: int = 60) -> float:
         for seed, path in enumerate(paths):
             write_year(path, seed)
         options = {"hdf5_path": paths, "fields": FIELDS, "batch_size": 32, "device": "cpu"}
+        stats = h5async.statistics(options | {"indices": Split("train", PARTS)}, per=None)
+        grid = FIELDS["grid"].model_copy(update={"normalize": stats})
+        options["fields"] = FIELDS | {"grid": grid}
         weights = np.zeros(LAT * LON + 1, np.float32)
         with AsyncReader(options, indices=Split("train", PARTS), shuffle="full") as reader:
             for _ in range(epochs):

@@ -50,7 +50,7 @@ from h5async.codec.filters import (
 )
 from h5async.core import binding as core_module
 from h5async.core import libraries, structures
-from h5async.core.binding import Core, address, load_core
+from h5async.core.binding import Core, address
 from h5async.core.structures import transform_source
 from h5async.errors import ReaderClosedError
 from h5async.fill.reading import BatchReader
@@ -1259,9 +1259,10 @@ def test_a_build_of_another_version_is_an_error(core, monkeypatch):
 def test_without_a_build_it_goes_on_in_python(monkeypatch, tmp_path):
     monkeypatch.delenv("H5ASYNC_CORE", raising=False)
     monkeypatch.setattr(core_module, "__file__", str(tmp_path / "binding.py"))
-    assert load_core.__wrapped__() is None
+    find = core_module._core_or_reason.__wrapped__
+    assert "is missing" in find()
     (tmp_path / "_core.abi3.so").write_text("cut off while it was built\n")
-    assert load_core.__wrapped__() is None
+    assert "cannot be loaded" in find()
 
 
 def test_the_first_build_that_fits_is_taken(core, monkeypatch, tmp_path):
@@ -1269,11 +1270,10 @@ def test_the_first_build_that_fits_is_taken(core, monkeypatch, tmp_path):
     monkeypatch.setattr(core_module, "__file__", str(tmp_path / "binding.py"))
     (tmp_path / "_core.abi3.so").write_text("of another machine\n")
     shutil.copy(core.path, tmp_path / "_core.cpython.so")
-    found = load_core.__wrapped__()
-    assert found is not None
+    found = core_module._core_or_reason.__wrapped__()
     assert found.path == tmp_path / "_core.cpython.so"
     monkeypatch.setenv("H5ASYNC_CORE", "0")
-    assert load_core.__wrapped__() is None
+    assert "switched off" in core_module._core_or_reason.__wrapped__()
 
 
 def test_codecs_that_are_not_there_are_left_to_hdf5(core, monkeypatch):

@@ -16,14 +16,14 @@ static int read_raw_samples(const Dataset *d, Worker *w, File *file, int64_t off
     return 1;
 }
 
-/* Bytes that some samples take in a chunk without filters: what is read of it. */
-static int64_t raw_nbytes(const Dataset *d, const Runs *runs)
+/* Bytes that a piece of some samples takes in a chunk without filters: what is read of it. */
+static int64_t raw_nbytes(const Dataset *d, const Piece *piece, const Runs *runs)
 {
     int64_t samples = 0;
     for (int64_t r = 0; r < runs->count; r++)
         samples += runs->length[r];
     if (d->begin >= 0)
-        return samples * d->row_nbytes;
+        return samples * piece_nbytes(piece);
     return d->sample_stride * d->chunk_samples == d->chunk_nbytes ? samples * d->sample_stride
                                                                   : d->chunk_nbytes;
 }
@@ -40,25 +40,34 @@ typedef struct {
     int64_t last_ns;
 } Call;
 
-/* Read samples of a dataset without chunks one by one, and copy a piece of each, without a map. */
+/* Read a piece of a sample of a dataset without chunks, line by line: each in one read, with what lies
+   between its elements. `line` has room for one. */
+static int read_lines(const Call *call, const Piece *piece, int64_t from, uint8_t *to, uint8_t *line)
+{
+    const Dim inner = piece->rank ? piece->dims[piece->rank - 1] : ONE_LINE;
+    Place at = first_place(piece);
+    do {
+        if (is_stopped(call->file, call->w) ||
+            !read_fully(call->file, from + at.from, line, line_nbytes(piece)))
+            return 0;
+        copy_elements(line, inner.from_stride, to + at.to, inner.to_stride, inner.extent, piece->unit);
+    } while (go_on(piece, piece->rank - 1, &at));
+    return 1;
+}
+
+/* Read samples of a dataset without chunks one by one, without a map. */
 static int read_contiguous_samples(Call *call, const Piece *piece, const Runs *runs)
 {
     const Dataset *d = &call->d;
-    const int64_t stride = d->sample_stride, none = 0, one = 1;
-    uint8_t *sample = malloc((size_t)(stride > 0 ? stride : 1));
-    int is_good = sample != NULL || fail(call->w, NO_ROOM, -1, 0, stride);
+    uint8_t *line = malloc((size_t)line_nbytes(piece));
+    int is_good = line != NULL || fail(call->w, NO_ROOM, -1, 0, line_nbytes(piece));
     for (int64_t r = 0; is_good && r < runs->count; r++)
-        for (int64_t k = 0; is_good && k < runs->length[r]; k++) {
-            const int64_t position = runs->position[r] + k;
-            const Runs here = {&none, &position, &one, 1};
-            is_good = !is_stopped(call->file, call->w) &&
-                      read_fully(call->file, call->offset + (runs->local[r] + k) * stride, sample,
-                                 stride);
-            if (is_good)
-                place(d, piece, &here, sample, call->batch);
-        }
-    free(sample);
-    call->w->read_nbytes += is_good ? raw_nbytes(d, runs) : 0;
+        for (int64_t k = 0; is_good && k < runs->length[r]; k++)
+            is_good = read_lines(call, piece,
+                                 call->offset + (runs->local[r] + k) * d->sample_stride + piece->from,
+                                 call->batch + (runs->position[r] + k) * d->row_nbytes, line);
+    free(line);
+    call->w->read_nbytes += is_good ? raw_nbytes(d, piece, runs) : 0;
     end_stage(call->w, READING, &call->last_ns);
     return is_good;
 }
@@ -115,7 +124,7 @@ static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State st
         in = to;
         end_stage(w, READING, &call->last_ns);
     }
-    w->read_nbytes += raw && state == TO_SCRATCH ? raw_nbytes(d, runs) : stored;
+    w->read_nbytes += raw && state == TO_SCRATCH ? raw_nbytes(d, &piece, runs) : stored;
     if (!raw) {
         uint8_t *out = whole ? whole : state == TO_TARGET ? target : w->chunk;
         if (out == w->chunk && d->chunk_nbytes > w->chunk_nbytes)

@@ -170,6 +170,22 @@ static void place_sample(const Piece *p, const uint8_t *from, uint8_t *to)
     while (go_on(p, p->rank - 2, &at));
 }
 
+/* The bytes of a piece, of one sample. */
+static int64_t piece_nbytes(const Piece *p)
+{
+    int64_t nbytes = p->unit;
+    for (int64_t a = 0; a < p->rank; a++)
+        nbytes *= p->dims[a].extent;
+    return nbytes;
+}
+
+/* The bytes from the first element along the last dimension of a piece to the last one. */
+static int64_t line_nbytes(const Piece *p)
+{
+    const Dim *inner = &p->dims[p->rank - 1];
+    return p->rank ? (inner->extent - 1) * inner->from_stride + p->unit : p->unit;
+}
+
 /* Copies one element and its neighbours of all samples, tile by tile: a tile stays in the cache. */
 static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
                           uint8_t *batch)
