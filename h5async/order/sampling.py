@@ -38,6 +38,7 @@ OrderKey = tuple[int, ...]
 Int64s = NDArray[np.int64]
 
 _BLOCK = 4096  # draws that are computed at a time, without the core
+_PERMUTED_AT_ONCE = 1024  # positions: a block costs little more than a batch of 32
 _BITS = np.uint64(11)  # dropped: a float64 has 53
 NO_SAMPLES = np.zeros(0, np.int64)
 
@@ -290,8 +291,19 @@ class Sampling:
             return order.samples(number, start, stop)
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        size = self.pass_samples or self.num_samples
-        return permute(np.arange(start, stop), size, self.seed, number)
+        key = self.pass_samples or self.num_samples, self.seed, number
+        first, last = start // _PERMUTED_AT_ONCE, max(start, stop - 1) // _PERMUTED_AT_ONCE
+        several = [_permuted_block(*key, block) for block in range(first, last + 1)]
+        found = several[0] if first == last else np.concatenate(several)
+        return found[start - first * _PERMUTED_AT_ONCE : stop - first * _PERMUTED_AT_ONCE].copy()
+
+
+@functools.lru_cache(maxsize=8)
+def _permuted_block(num_samples: int, seed: int, number: int, block: int) -> Int64s:
+    """Return the samples at some positions of a pass. Shared: do not modify."""
+    begin = block * _PERMUTED_AT_ONCE
+    positions = np.arange(begin, min(begin + _PERMUTED_AT_ONCE, num_samples))
+    return permute(positions, num_samples, seed, number)
 
 
 def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:
