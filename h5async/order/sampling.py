@@ -36,6 +36,9 @@ Shuffle = Literal[False, "full", "window"]
 OrderKey = tuple[int, ...]
 
 Int64s = NDArray[np.int64]
+# Positions from a number on, and what maps them to those of the selection, if anything does:
+# `permutation`, or `WeightedOrder.mapping`.
+Run = tuple[int, NDArray[np.uint64] | None]
 
 _BLOCK = 4096  # draws that are computed at a time, without the core
 _PERMUTED_AT_ONCE = 1024  # positions: a block costs little more than a batch of 32
@@ -62,16 +65,6 @@ class FillRequest(NamedTuple):
         if self.samples is not None:
             return "a batch of given samples"
         return f"batch {self.number} of epoch {self.epoch}"
-
-
-class Run(NamedTuple):
-    """Positions from `begin` on, which `mapping` maps to those of the selection, if given.
-
-    See `permutation` and `WeightedOrder.mapping`.
-    """
-
-    begin: int
-    mapping: NDArray[np.uint64] | None
 
 
 class Order(Protocol):
@@ -238,18 +231,17 @@ class Sampling:
         return not self.shuffle or (self.pass_samples or self.num_samples) > SORTED_UP_TO
 
     def run_at(self, epoch: int, start: int, stop: int) -> Run | None:
-        """Return some positions of an epoch as a run that the core maps; None if they are none."""
+        """Return some positions of an epoch as a run; None if the core cannot compute them."""
         if not self._is_computed:
             return None
         if self.draws is not None:
-            return Run(start, self.draws.mapping(epoch))
-        number, count = epoch, self.num_samples
-        if self.pass_samples is not None:
-            first, *others = self._in_passes(epoch, start, stop)
-            if others:
-                return None
-            (number, start, _), count = first, self.pass_samples
-        return Run(start, permutation(count, self.seed, number) if self.shuffle else None)
+            return start, self.draws.mapping(epoch)
+        if self.pass_samples is None:
+            return start, permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
+        (number, start, _), *others = self._in_passes(epoch, start, stop)
+        if others:
+            return None
+        return start, permutation(self.pass_samples, self.seed, number) if self.shuffle else None
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
