@@ -18,6 +18,7 @@ from pydantic import (
 
 from h5async.config import rowparts, values
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
+from h5async.config.hints import hint_for
 from h5async.config.statistics import Statistics
 from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
@@ -103,7 +104,8 @@ class FieldOptions(StepsOptions, total=False):
     first. None: the sample dimension, then the others in the file's order.
     """
     dtype: DTypeLike | None
-    """Delivered dtype. None: the file's, in native byte order; float32 with a `scale` or `offset`.
+    """Delivered dtype, also one of PyTorch's, or `"bfloat16"` (of the package ml_dtypes; not on a
+    GPU). None: the file's, in native byte order; float32 with a `scale` or `offset`.
     """
     scale: ArrayLike | None
     """A factor, or one per channel (see `channel_dim`), or one per element of a row."""
@@ -200,12 +202,12 @@ class Field(Frozen):
             raise ValueError(
                 "normalize sets scale and offset; leave these out, or compute in postprocess"
             )
-        if self.decode_cf and self.dtype is not None and self.dtype.kind != "f":
+        if self.decode_cf and self.dtype is not None and not values.is_float(self.dtype):
             raise ValueError(
                 f"decode_cf delivers NaN for what is missing and needs a float dtype, found"
                 f" dtype={self.dtype}"
             )
-        if self._is_scaled and self.dtype is not None and self.dtype.kind != "f":
+        if self._is_scaled and self.dtype is not None and not values.is_float(self.dtype):
             raise ValueError(
                 f"{'normalize needs' if self.normalize is not None else 'scale and offset need'} a"
                 f" float dtype, found dtype={self.dtype}; choose a float dtype, or scale in"
@@ -214,7 +216,7 @@ class Field(Frozen):
         return self
 
     def _check_categories(self) -> None:
-        if type(self) is not Field or self.per is not None:
+        if type(self) is not Field or self.per == "dataset":
             raise ValueError("categories are of a plain Field, with a value for each sample")
         if self._is_scaled or self.decode_cf or self.axes is not None:
             raise ValueError("codes of categories take no scale, offset, decode_cf or axes")
@@ -243,12 +245,13 @@ class Field(Frozen):
     @classmethod
     def instead_of(cls, name: str, where: Where) -> str:
         """Return what to write for an unknown name: another kind of field may have it."""
-        other = _kind_with(name, cls)
+        other, hint = _kind_with(name, cls), hint_for(name, list(cls.model_fields), where)
         if other is None:
             return super().instead_of(name, where)
-        if where == "keyword" or where == "shell":
-            return f"{other.capitalize()}Field has it"
-        return _instead_of_kind(other, in_file(where))
+        text = f"{other.capitalize()}Field has it"
+        if where in ("toml", "json", "yaml"):
+            text = _instead_of_kind(other, in_file(where))
+        return text if hint is None else f"{text}; {hint}"
 
     @property
     def names_axes(self) -> bool:

@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic import Field as Bound
 
-from h5async.errors import ConfigError
+from h5async.errors import ConfigError, needs_package
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import passing, suppressing
 
@@ -130,16 +130,40 @@ def _nbytes(value: object) -> object:
     return int(Fraction(number.replace("_", "")) * factor)
 
 
+def _share(value: object) -> object:
+    """Take a number of samples, or a share of them, also as typed."""
+    words = "must be a number of samples, such as 100, or a share of them, such as 0.01"
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?|\.\d+", value):
+        value = float(value) if "." in value else int(value)
+    value = integer(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(words)
+    if value < 0 or (not isinstance(value, int) and not value <= 1):
+        raise ValueError(words)
+    return value if isinstance(value, int) else float(value)
+
+
 def _dtype(value: object) -> np.dtype[Any] | None:
+    """Take what NumPy takes, PyTorch's dtypes, also by name, and bfloat16."""
     if value is None:
         return None
+    if isinstance(value, str) or type(value).__module__ == "torch":
+        value = str(value).removeprefix("torch.")
+    if value == "bfloat16":
+        with needs_package("ml_dtypes", "batches of bfloat16"):
+            from ml_dtypes import bfloat16 as value
     try:
         dtype: np.dtype[Any] = np.dtype(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, SyntaxError) as error:
         raise ValueError("must be a NumPy dtype") from error
-    if dtype.kind not in "biufc":
+    if dtype.kind not in "biufc" and not is_float(dtype):
         raise ValueError("must be a boolean or numeric dtype")
     return dtype.newbyteorder("=")
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Tell whether a dtype is one of real floats, bfloat16 included."""
+    return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def _dataset_path(value: object) -> str:
@@ -310,6 +334,7 @@ Function = Annotated[
     _worded(_FUNCTION_WORDS),
     PlainSerializer(function_path, when_used="json"),
 ]
+Share = Annotated[int | float, PlainValidator(_share)]
 Seconds = Annotated[float | None, PlainValidator(_seconds)]
 # (str() of a dtype is its name, which NumPy converts back.)
 DType = Annotated[
