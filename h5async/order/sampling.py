@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
-from h5async.order.permutation import SORTED_UP_TO, parameters, permutation, permute
-from h5async.order.rows import DrawnOffsets
+from h5async.order.permutation import SORTED_UP_TO, parameters, permutation, permute, round_keys
 from h5async.order.selection import Selection
 
 Shuffle = Literal[False, "full", "window"]
@@ -146,6 +145,30 @@ def alias_table(weights: NDArray[np.float64]) -> NDArray[Any]:
     share[large[:-1]] = np.where(is_taken, np.clip(1 - too_much, 0, 1), 1)
     alias[large[:-1]] = large[1:]
     return table
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnOffsets:
+    """Moves the samples of each epoch within their sequences, by fewer rows than `every`.
+
+    `starts` are those of the sequences, int64 (n,). In sequence i, ``counts[i]`` rows may be
+    samples, from ``starts[i] + first`` on.
+    """
+
+    starts: Int64s
+    first: int
+    counts: Int64s
+    every: int
+    seed: int
+
+    def moved(self, samples: Int64s, epoch: int) -> Int64s:
+        """Return what samples are in an epoch."""
+        number = np.searchsorted(self.starts, samples, side="right") - 1
+        begin, count = self.starts[number] + self.first, self.counts[number]
+        drawn = int(round_keys(self.seed, epoch, "offset")[0] >> np.uint64(1))
+        shift = drawn % np.minimum(count, self.every)
+        moved: Int64s = begin + (samples - begin + shift) % count
+        return moved
 
 
 @dataclass(frozen=True)
