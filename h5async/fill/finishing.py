@@ -16,6 +16,7 @@ import pkgutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -208,8 +209,8 @@ class Postprocess:
 
     It gets the arrays in field order, then further ones, such as totals; or, if its parameters have
     the names of all of them, by name.
-    Of ``rng``, ``index``, ``epoch``, ``number``, ``sequence``, ``step`` and the masks, it also gets
-    those that are among its further parameters, by name.
+    Of ``rng``, ``index``, ``epoch``, ``number``, ``sequence``, ``step``, ``static`` and the masks,
+    it also gets those that are among its further parameters, by name.
 
     Raises `ConfigError` if there is no such function.
     """
@@ -221,6 +222,7 @@ class Postprocess:
         self._function = function
         self._names = names_of(opened.kinds)
         self._returned, self._seed = config.postprocess_fields, config.seed
+        self._static = opened.static
         sequences = samplings.sequences
         of_index: dict[str, Callable[[Int64s], NDArray[Any]]] = {
             "index": np.copy,  # the function may change it
@@ -241,7 +243,7 @@ class Postprocess:
         ]
         bound = function.keywords if isinstance(function, functools.partial) else ()
         taken = {*bound, *(self._names if self._by_name else ())}
-        known = "rng", "epoch", "number", *self._of_index
+        known = "rng", "epoch", "number", "static", *self._of_index
         self._wanted = [name for name in known if name in further and name not in taken]
 
     def __call__(
@@ -273,6 +275,8 @@ class Postprocess:
     def _value(self, name: str, request: FillRequest, index: Int64s) -> Any:
         if name in self._of_index:
             return self._of_index[name](index)
+        if name == "static":
+            return MappingProxyType(self._static)
         return self._rng(request, index) if name == "rng" else getattr(request, name)
 
     def _rng(self, request: FillRequest, index: Int64s) -> np.random.Generator:
@@ -298,6 +302,8 @@ def _by_name(
                 f" return {', '.join(returned)}, as {named('postprocess_fields')} says"
             )
         names = tuple(result if returned is None else returned)
+        if not names:
+            raise PostprocessError(f"{where} returned an empty mapping; it must name an array")
         try:
             check_names(names)
         except (TypeError, ValueError) as error:
