@@ -47,7 +47,7 @@ _FUNCTIONS = {
     "pq": "open_ahead descriptor spin",
     "pqqqqi": "restamp",
     "qq": "new_store",
-    "pppqpqqqq": "plan_batch",
+    "pppqpqqqqp": "plan_batch",
     "pppppqq": "read_batch",
     "pppppq": "read_again copy_runs",
     "pqq": "wait",
@@ -59,7 +59,7 @@ _FUNCTIONS = {
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
 _BRIEF_FUNCTIONS = {
     "p": "visit open_queue put_ticket forget_jobs end_queue events wake",
-    "pppqqqqi": "submit",
+    "ppppqqqqi": "submit",
     "pqq": "drop samples_at",
     "": "clock",
     "pp": "trace",

@@ -157,7 +157,9 @@ class Phases:
 
     def _read_left(self, batch: _Fill, left: LeftRows | SlotBatch) -> None:
         # An error keeps the callers of this alive, so they must not hold the memory.
-        self._reader.read_left(left, batch.index, self._slots.memory[batch.request.slot])
+        request = batch.request
+        memory = self._slots.memory[request.slot]
+        self._reader.read_left(left, batch.index, request.epoch, memory)
 
     def _begin_keep(self, batch: _Fill) -> None:
         cache, index = self._cache, batch.index

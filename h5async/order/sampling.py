@@ -40,6 +40,7 @@ Int64s = NDArray[np.int64]
 _BLOCK = 4096  # draws that are computed at a time, without the core
 _BITS = np.uint64(11)  # dropped: a float64 has 53
 NO_SAMPLES = np.zeros(0, np.int64)
+NO_EPOCH = -1  # of given samples
 
 
 class FillRequest(NamedTuple):

@@ -86,11 +86,13 @@ class Collection:
         wanted: Sequence[bool],
         threads: int,
         num_samples: int | None = None,
+        draw: NDArray[np.uint64] | None = None,
     ) -> tuple[int, int]:
         """Plan a batch for some threads; return the number of items, and their cost in bytes.
 
         `samples`, int64 (n,), are below `num_samples`, or those of the dataset, and at most the
-        rows of the slot; else `IndexError` is raised. `wanted` says which fields are read.
+        rows of the slot; else `IndexError` is raised. `wanted` says which fields are read; `draw`
+        is from `epoch_keys` of `plan/crops.py`, for parts of rows that are drawn.
         `MemoryError` is raised if there is not enough memory for the plan.
         """
         samples = np.ascontiguousarray(samples, np.int64)
@@ -107,6 +109,7 @@ class Collection:
             batch.rows,
             self.tables.num_samples if num_samples is None else num_samples,
             threads,
+            None if draw is None else address(draw),
         )
         if planned < 0:
             raise IndexError(f"a batch of {count} samples has one that there is not, or too many")

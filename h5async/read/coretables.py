@@ -25,6 +25,7 @@ from h5async.io.keptfiles import affordable_maps
 from h5async.io.localfiles import IoMode, may_map, owned
 from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows, StepSpans
+from h5async.plan.crops import draws_of
 from h5async.plan.transform import NativeTransform
 from h5async.system.interruptions import suppressing
 
@@ -65,6 +66,7 @@ class CoreTables:
     ) -> None:
         self._core, self._io, self._most_files = core, io, most_files
         self._keep: list[Any] = []  # what structures point to
+        self._num_places = 0  # of all fields before: numbers that say where a part of a row begins
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are shared
         builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
         self.of_fields = [
@@ -96,8 +98,9 @@ class CoreTables:
                 if self.reads[field] and rows is not None and not layout.heaps:
                     self._describe_rows(self.fields[field], rows, made)
                 if self.can_read[field]:
-                    uses = share * layout.num_samples
-                    uses *= rows.size if isinstance(rows, StepRows) else 1
+                    several_rows = rows.size if isinstance(rows, StepRows) else 1
+                    uses = share * layout.num_samples * several_rows
+                    self.fields[field].crop = self._crop(layout, several_rows)
                     self._describe_field(field, kept_nbytes[field], uses, transforms[field])
         except BaseException:
             self.close()
@@ -142,7 +145,7 @@ class CoreTables:
         shapes = zip(table.shapes, what_to_keep(table, layout, kept_nbytes, uses), strict=True)
         struct.layers = (self._core.Layer * len(table.layers))(*map(self._layer, table.layers))
         struct.shapes = (self._core.Shape * len(table.shapes))(
-            *(self._shape(shape, layout.row_nbytes, what) for shape, what in shapes)
+            *(self._shape(shape, layout.part_nbytes, what, struct.crop) for shape, what in shapes)
         )
         chunks = table.chunks
         struct.number = None if chunks.index is None else self._hold(chunks.index)
@@ -151,7 +154,7 @@ class CoreTables:
         struct.mask, struct.mask_step = self._hold_column(chunks.filter_mask)
         struct.fill = self._hold(np.ascontiguousarray(layout.raw_fill).reshape(1).view(np.uint8))
         struct.num_layers, struct.num_extents = len(table.layers), chunks.offset.size
-        struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
+        struct.row_nbytes, struct.itemsize = layout.part_nbytes, layout.dtype.itemsize
         struct.is_filled_first, struct.num_rows = table.is_filled_first, layout.num_samples
         if layout.heaps:
             assert layout.lengths is not None
@@ -189,10 +192,26 @@ class CoreTables:
         first = self._firsts.setdefault(layer.first.tobytes(), layer.first)
         return self._core.Layer(self._hold(first), *held, layer.row.size)
 
-    def _shape(self, shape: Shape, row_nbytes: int, keeps: Keeps) -> Any:
+    def _crop(self, layout: DatasetLayout, rows_of_sample: int) -> Any:
+        """Return the part of each row that is delivered; None for whole rows."""
+        if layout.crop is None:
+            return None
+        draws = draws_of(layout.crop, layout.row_shape)
+        self._keep.append(draws)
+        crop = self._core.Crop(
+            **{name: address(getattr(draws, name)) for name in draws._fields},
+            rank=draws.extents.size,
+            first=self._num_places,
+            rows_of_sample=rows_of_sample,
+        )
+        self._num_places += draws.extents.size
+        return ctypes.pointer(crop)
+
+    def _shape(self, shape: Shape, row_nbytes: int, keeps: Keeps, crop: Any) -> Any:
         filters = self._core.filters(shape.filters)
         self._keep.append(filters)
         arrays = "chunk_strides row_strides extents row_begin piece_begin fill".split()
+        arrays += ["axis", "num_cells", "cell_begin"] if shape.axis is not None else []
         numbers = "chunk_nbytes chunk_samples sample_stride itemsize rows_are_whole".split()
         dataset = self._core.Dataset(
             filters=filters,
@@ -201,6 +220,7 @@ class CoreTables:
             rank=shape.extents.shape[1],
             row_nbytes=row_nbytes,
             begin=-1 if shape.has_chunks else 0,
+            crop=crop,
             **{name: self._hold(getattr(shape, name)) for name in arrays},
             **{name: getattr(shape, name) for name in numbers},
         )
