@@ -1,4 +1,4 @@
-"""Parts of rows at random places, against NumPy on h5py's rows, by the places that a batch tells."""
+"""Parts of rows at random places, against NumPy on h5py's rows, by the places that are told."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_parts_in_the_middle_and_rows_that_are_flipped_whole(stored: tuple[Path,
         assert_same_bits(batch.middle, rows[batch.index, 7:16, 10:20])
         assert (batch.middle_crop == (7, 10)).all()
         assert (batch.both_crop == (7, 11)).all()
-        assert "turned_crop" not in batch.keys()  # noqa: SIM118
+        assert "turned_crop" not in batch.keys()
         for name, part, axis in (
             ("turned", rows[batch.index], 2),
             ("both", rows[batch.index, 7:15, 11:19], 1),
@@ -282,8 +282,8 @@ def test_only_touched_chunks_are_decoded_and_each_once_if_they_are_kept(
     options = {"num_threads": 0, "batch_size": 17, "fields": {"x": field_of("chunks")}}
     with reader_of(path, **options) as reader:
         places = reader.get_next_batch().x_crop
-        cells = [-(-(places + (9, 10)) // 8) - places // 8]
-        assert reader.stats().decoded_chunks == int(np.prod(cells[0], axis=1).sum())
+        cells = -(-(places + np.array([9, 10])) // 8) - places // 8
+        assert reader.stats().decoded_chunks == int(np.prod(cells, axis=1).sum())
     with reader_of(path, cache="host", shuffle=True, **options) as reader:
         for _ in range(60):
             reader.get_next_batch()
