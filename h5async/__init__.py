@@ -18,6 +18,7 @@ from h5async.errors import (
     BatchExpiredError,
     BatchTimeoutError,
     ConfigError,
+    DamagedError,
     DatasetError,
     DeviceError,
     FileChangedWarning,
@@ -27,6 +28,7 @@ from h5async.errors import (
     PostprocessError,
     ReaderClosedError,
     ReadError,
+    Skipped,
     UnsafeFileError,
 )
 from h5async.observe.stats import ReaderStats
@@ -84,6 +86,7 @@ __all__ = [
     "BatchTimeoutError",
     "ConfigError",
     "Csr",
+    "DamagedError",
     "DatasetError",
     "DeviceError",
     "Field",
@@ -103,6 +106,7 @@ __all__ = [
     "ReaderOptions",
     "ReaderStats",
     "Sequences",
+    "Skipped",
     "SparseField",
     "Split",
     "Statistics",

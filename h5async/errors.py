@@ -6,6 +6,7 @@
     ├── ConfigError (ValueError)           an option is unknown or its value does not fit
     ├── DatasetError (KeyError)            a dataset is missing or cannot make batches
     ├── ReadError (OSError)                bytes could not be read or decoded
+    │   └── DamagedError                   ... as they are damaged, or missing
     ├── UnsafeFileError (PermissionError)  a file reaches outside itself
     ├── OutOfMemoryError (MemoryError)     the system refused memory, or has too little
     │   └── BudgetError (also ConfigError)  ... for what the options ask for
@@ -19,10 +20,11 @@
     FileChangedWarning (UserWarning)       a file was changed under an open reader, which goes on
 """
 
+import errno
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from h5async.spelling import Spell, as_keyword, has_options, named, printable, spelled
 
@@ -89,13 +91,78 @@ class DatasetError(H5AsyncError, KeyError):
 class ReadError(H5AsyncError, OSError):
     """Bytes of a file could not be read or decoded.
 
+    Attributes
+    ----------
+    filename, dataset
+        The file, and the path of the dataset in it; None if it is about neither, or not known.
+    samples, file_samples
+        The samples of the batch that cannot be read, ascending: their numbers in the whole dataset,
+        and in their files. Empty if they are not known.
+
+    Examples
+    --------
+    >>> try:
+    ...     AsyncReader(hdf5_path="nowhere.h5")
+    ... except ReadError as error:
+    ...     print(error.filename, error.dataset, error.samples)
+    nowhere.h5 None ()
+    """
+
+    # Not OSError's own attribute, which pickle forgets.
+    filename: str | None = None
+    dataset: str | None = None
+    samples: tuple[int, ...] = ()
+    file_samples: tuple[int, ...] = ()
+
+    def __init__(
+        self, *args: object, filename: str | None = None, dataset: str | None = None
+    ) -> None:
+        super().__init__(*args)
+        if filename is not None:
+            self.filename, self.dataset = filename, dataset
+
+
+class DamagedError(ReadError):
+    """A file, or a sample in it, is damaged or missing; ``on_error="skip"`` leaves it out.
+
     Examples
     --------
     >>> AsyncReader(hdf5_path="sample_data/README.md")
     Traceback (most recent call last):
         ...
-    h5async.errors.ReadError: cannot open sample_data/README.md: it is not an HDF5 file: ...
+    h5async.errors.DamagedError: cannot open sample_data/README.md: it is not an HDF5 file: ...
     """
+
+    # The field, and its rows in the memory of a batch, that are damaged, until `samples` is known.
+    place: Any = None
+
+
+class Skipped(NamedTuple):
+    """A sample, or a whole file, that ``on_error="skip"`` left out.
+
+    `sample` is its number in the whole dataset, None for a file. `dataset` is None if the file
+    cannot be opened.
+
+    Examples
+    --------
+    >>> with AsyncReader(hdf5_path="sample_data/digits.h5", on_error="skip") as reader:
+    ...     print(reader.skipped)
+    ()
+    """
+
+    file: str
+    dataset: str | None
+    sample: int | None
+    reason: str
+
+
+def failed_read(
+    message: str, cause: Exception, filename: str | None, dataset: str | None = None
+) -> ReadError:
+    """Make the error for what HDF5 could not read: damaged, unless the system refused to read."""
+    was_refused = getattr(cause, "errno", None) not in (None, errno.ENOENT, errno.ENOTDIR)
+    kind = ReadError if was_refused else DamagedError
+    return kind(message, filename=filename, dataset=dataset)
 
 
 class UnsafeFileError(H5AsyncError, PermissionError):

@@ -261,14 +261,14 @@ def test_replaced_file_is_not_mixed_with_the_one_that_was_opened(
 
 def test_file_that_is_replaced_while_it_is_being_opened(path, monkeypatch):
     plain_file(path)
-    find_device = h5async.reader.readersetup.find_device
+    slot_transforms = h5async.reader.readersetup.slot_transforms
 
     def replace_first(*name):
         shutil.copy(path, f"{path}.new")
         os.replace(f"{path}.new", path)
-        return find_device(*name)
+        return slot_transforms(*name)
 
-    monkeypatch.setattr("h5async.reader.readersetup.find_device", replace_first)
+    monkeypatch.setattr("h5async.reader.readersetup.slot_transforms", replace_first)
     assert "was replaced by another file after it had been indexed" in error_of(
         ReadError, path=path
     )

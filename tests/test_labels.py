@@ -171,7 +171,7 @@ def test_values_without_a_name_are_errors(files, options, message):
     ("options", "message"),
     [
         ({"scale": 2}, "take no scale"),
-        ({"per": "sequence"}, "a value for each sample"),
+        ({"per": "dataset"}, "a value for each sample"),
         ({"dtype": "f4"}, "signed integers, found dtype=float32"),
         ({"categories": ["a", "a"]}, "each category once"),
         ({"categories": []}, "must be True, a list of names"),

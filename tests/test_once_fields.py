@@ -311,6 +311,32 @@ def test_two_dimensions_of_samples(tmp_path):
             assert (batch.map == maps * (1 + file[:, None])).all()
 
 
+@each("categories", [True, [f"s{n} {'x' * n}" for n in (2, 1, 0, 3)]])
+@each("options", [{"shuffle": "full"}, {"shuffle": "window", "workers": "process"}])
+def test_strings_of_sequences_and_files_are_codes(files, tmp_path, categories, options):
+    given = {"per": "sequence", "categories": categories}
+    fields = PLAIN | {
+        "task": Field("of/names", **given),
+        "done": Field("of@success", per="sequence", categories=True),
+        "title": Field("@title", per="file", categories=True, dtype="i4"),
+    }
+    options = options | {"index_cache": tmp_path / "kept.h5idx"}
+    for _ in range(2):
+        with AsyncReader(
+            **where(files, fields, **options), sequences={"ends": "ends"}, device="cpu"
+        ) as reader:
+            names = {name: np.array(reader.categories[name]) for name in reader.categories}
+            assert categories is True or names["task"].tolist() == categories
+            for batch in reader:
+                assert (batch.task.dtype, batch.title.dtype) == (np.int64, np.int32)
+                wanted = expected(files, Field("of/names"), batch.index, sequences=True)
+                assert (np.char.encode(names["task"][batch.task]) == wanted).all()
+                wanted = expected(files, Field("of@success"), batch.index, sequences=True)
+                assert (names["done"][batch.done] == wanted).all()
+                wanted = expected(files, Field("@title"), batch.index, sequences=False)
+                assert (np.char.encode(names["title"][batch.title]) == wanted).all()
+
+
 # --- of the whole dataset -------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -449,3 +450,11 @@ def test_of_no_samples_at_all(tmp_path: Path) -> None:
         assert list(reader) == []
         assert reader.stats().batches == 0
         assert "nothing to tell yet" in str(reader.stats())
+
+
+def test_opening_is_timed(path):
+    begin = time.perf_counter()
+    with AsyncReader(hdf5_path=path, device="cpu") as reader:
+        took = time.perf_counter() - begin
+        assert 0 < reader.stats().open_seconds <= took
+        assert reader.stats().as_dict()["open_seconds"] == reader.stats().open_seconds

@@ -18,6 +18,7 @@ from pydantic import (
 
 from h5async.config import rowparts, values
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
+from h5async.config.hints import hint_for
 from h5async.config.statistics import Statistics
 from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
@@ -237,7 +238,7 @@ class Field(Frozen):
         return self
 
     def _check_categories(self) -> None:
-        if type(self) is not Field or self.per is not None:
+        if type(self) is not Field or self.per == "dataset":
             raise ValueError("categories are of a plain Field, with a value for each sample")
         if self._is_scaled or self.decode_cf or self.axes is not None:
             raise ValueError("codes of categories take no scale, offset, decode_cf or axes")
@@ -266,12 +267,13 @@ class Field(Frozen):
     @classmethod
     def instead_of(cls, name: str, where: Where) -> str:
         """Return what to write for an unknown name: another kind of field may have it."""
-        other = _kind_with(name, cls)
+        other, hint = _kind_with(name, cls), hint_for(name, list(cls.model_fields), where)
         if other is None:
             return super().instead_of(name, where)
-        if where == "keyword" or where == "shell":
-            return f"{other.capitalize()}Field has it"
-        return _instead_of_kind(other, in_file(where))
+        text = f"{other.capitalize()}Field has it"
+        if where in ("toml", "json", "yaml"):
+            text = _instead_of_kind(other, in_file(where))
+        return text if hint is None else f"{text}; {hint}"
 
     @property
     def names_axes(self) -> bool:

@@ -48,6 +48,11 @@ _COMPUTE = _Hint(
     "postprocess",
     "module:function",
 )
+_SKIP = _Hint(
+    "damaged samples of any field are left out by an option of the reader: {}",
+    "path",
+    spelled={"keyword": 'on_error="skip"', "toml": 'on_error = "skip"'},
+)
 _HINTS = {
     "subset split train_size test_size validation_split": _Hint(
         "{} selects the samples of an epoch, and so does a Split", "indices", "1000:"
@@ -134,6 +139,14 @@ _HINTS = {
         'path = "flac", kind = "audio", sample_rate = 16000',
         "audio",
     ),
+    "ignore_errors skip_errors skip_bad skip_corrupt skip_invalid skip_damaged error_handling"
+    " errors handler on_bad_sample warn_and_continue": _Hint(
+        "{} leaves out samples and files that are damaged, and max_skipped limits them",
+        "on_error",
+        "skip",
+        otherwise=_SKIP,
+    ),
+    "on_error max_skipped": _Hint("", "", otherwise=_SKIP),
     "generator random_state random_seed": _Hint("the order depends only on {}", "seed", 0),
 }
 _BY_NAME = {name: hint for names, hint in _HINTS.items() for name in names.split()}

@@ -134,6 +134,16 @@ class ReaderOptions(TypedDict, total=False):
     """
     postprocess_fields: Sequence[str] | None
     """Names of the arrays that `postprocess` returns, in order, if these are not the fields."""
+    on_error: Literal["raise", "skip"]
+    """What becomes of samples and files that are damaged, and of files that are missing. `raise`:
+    the reader raises an error. `skip`: such samples are left out of their batches, and such files
+    out of the dataset; `reader.skipped` lists them.
+    """
+    max_skipped: Integer | float | None
+    """With `on_error=skip`: the maximum number of samples of an epoch that are left out, or their
+    maximum share, a float up to 1.0; of each rank's part. Beyond it, the reader raises an error.
+    Files do not count.
+    """
     timeout: float | None
     """Maximum seconds that `get_next_batch()` waits, up to 1,000,000,000."""
     max_batch_bytes: SizeLike | None

@@ -119,6 +119,8 @@ class ReaderConfig(Frozen):
         " names to arrays, or nothing if it changed the arrays in place.",
     )
     postprocess_fields: values.Names | None = option(None, default_text="the fields")
+    on_error: Literal["raise", "skip"] = "raise"
+    max_skipped: values.Share | None = option(None, default_text="no limit", values="N|SHARE")
     timeout: values.Seconds = option(None, default_text="no limit")
     max_batch_bytes: values.Size | None = option(
         None, default_text="half of the free memory", values="SIZE"
@@ -153,6 +155,8 @@ class ReaderConfig(Frozen):
             self.__dict__["prefetch"] = 2 * self.num_helpers + 1
         if "batch_size" not in self.model_fields_set and self.batch_values is not None:
             self.__dict__["batch_size"] = self.batch_values  # only values are limited
+        if self.max_skipped is not None and self.on_error == "raise":
+            raise ValueError(f"{named('max_skipped')} needs {named('on_error', 'skip')}")
         self._check_returned()
         self._check_cache()
         self._check_order()

@@ -42,7 +42,7 @@ class FieldStatistics:
         float64. `std` divides by the count, as `numpy.std` does. Integers above 2**53 are rounded.
     quantiles
         float64, by the share of values below: ``quantiles["0.5"]`` is the median. None if the
-        groups are more than 4,096, or rows are sparse.
+        groups are more than 1,024, or rows are sparse.
     quantile_error
         With a probability of 0.99, a quantile q lies between those of q - error and q + error; 0
         means that all values were sorted.

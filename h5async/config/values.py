@@ -130,6 +130,19 @@ def _nbytes(value: object) -> object:
     return int(Fraction(number.replace("_", "")) * factor)
 
 
+def _share(value: object) -> object:
+    """Take a number of samples, or a share of them, also as typed."""
+    words = "must be a number of samples, such as 100, or a share of them, such as 0.01"
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?|\.\d+", value):
+        value = float(value) if "." in value else int(value)
+    value = integer(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(words)
+    if value < 0 or (not isinstance(value, int) and not value <= 1):
+        raise ValueError(words)
+    return value if isinstance(value, int) else float(value)
+
+
 def _dtype(value: object) -> np.dtype[Any] | None:
     if value is None:
         return None
@@ -310,6 +323,7 @@ Function = Annotated[
     _worded(_FUNCTION_WORDS),
     PlainSerializer(function_path, when_used="json"),
 ]
+Share = Annotated[int | float, PlainValidator(_share)]
 Seconds = Annotated[float | None, PlainValidator(_seconds)]
 # (str() of a dtype is its name, which NumPy converts back.)
 DType = Annotated[

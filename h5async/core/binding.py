@@ -55,6 +55,7 @@ _FUNCTIONS = {
     "ppq": "decode_references next",
     "pppqq": "image_headers",
     "ppppq": "look_up",
+    "ppppi": "measure",
 }
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
 _BRIEF_FUNCTIONS = {

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from h5async.deliver.gpu import Gpu
 from h5async.plan.transform import RowTransform
-from h5async.samples.samplearrays import EXACT, OPTIONS
+from h5async.samples.samplearrays import exact_kernel
 
 # Per sample; with more, neighbouring threads read too far apart.
 _MAX_PLANES = 16
@@ -60,28 +60,19 @@ class Kernels:
         source = Path(__file__).with_name("kernels.cu").read_text()
         module = cupy.RawModule(code=source, options=("-std=c++17",))
         self._function = functools.cache(module.get_function)
-        kernel = partial(cupy.ElementwiseKernel, options=OPTIONS, preamble=EXACT)
-        self._move = kernel(
-            _PLANES_PARAMETERS,
-            "raw T delivered",
-            _PLANES.format(value=_STORED),
-            "h5async_planes",
-        )
+        kernel = partial(exact_kernel, cupy)
+        parameters = f"{_PLANES_PARAMETERS}, raw T scale, raw T offset"
+        scaled = _scaled(_STORED, "scale[c]", "offset[c]")
+        delivered = "raw T delivered"
+        self._move = kernel(_PLANES_PARAMETERS, delivered, _PLANES.format(value=_STORED), "planes")
         self._move_scaled = kernel(
-            f"{_PLANES_PARAMETERS}, raw T scale, raw T offset",
-            "raw T delivered",
-            _PLANES.format(value=_scaled(_STORED, "scale[c]", "offset[c]")),
-            "h5async_planes_scaled",
+            parameters, delivered, _PLANES.format(value=scaled), "planes_scaled"
         )
-        self._scale = kernel(
-            "S stored, T scale, T offset",
-            "T delivered",
-            f"delivered = {_scaled('h5async_to<T>(stored)', 'scale', 'offset')}",
-            "h5async_scale",
-        )
-        self._cast = kernel(
-            "S stored", "T delivered", "delivered = h5async_to<T>(stored)", "h5async_cast"
-        )
+        scaled = _scaled("h5async_to<T>(stored)", "scale", "offset")
+        parameters = "S stored, T scale, T offset"
+        self._scale = kernel(parameters, "T delivered", f"delivered = {scaled}", "scale")
+        cast = "delivered = h5async_to<T>(stored)"
+        self._cast = kernel("S stored", "T delivered", cast, "cast")
 
     def row_change(self, transform: RowTransform) -> RowChange:
         """Return what does a transform of rows on the device, in one kernel."""
@@ -139,7 +130,7 @@ class Kernels:
     def _change_planes(
         self, channels: int, factors: tuple[Any, ...], raw: Any, index: Any, out: Any
     ) -> None:
-        points = out.size // (channels * len(out))
+        points = out.size // max(1, channels * len(out))
         if points:
             kernel = self._move_scaled if factors else self._move
             arguments = raw.reshape(-1), index, points, channels, *factors, out.reshape(-1)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import load_core, mapping_mode
+from h5async.fill.damage import KnownDamage
 from h5async.fill.finishing import BatchDecoder, Postprocess
 from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, Recorded, Recording
 from h5async.fill.phases import Phases
@@ -77,7 +78,9 @@ class Filler:
         cache = self._cache if isinstance(self._cache, HostCache) else None
         self._resident = device.cache if cache is None else cache
         # Invalid after a change of a file; emptied at the end.
-        self._residencies = [] if self._resident is None else [self._resident]
+        self._residencies: list[Residency | KnownDamage] = []
+        if self._resident is not None:
+            self._residencies.append(self._resident)
         self._executors = Executors(
             load_core(),
             list(opened.layouts.values()),
@@ -98,6 +101,7 @@ class Filler:
                 device.plan_columns,
                 cache,
             )
+            self._residencies.append(self._reader.damage)
             decoding = max(1, num_threads) * max(1, config.num_helpers)
             limit_nbytes = memory_plan.limit_nbytes
             decoder = BatchDecoder(opened, self._reader, decoding, limit_nbytes, device.left)
@@ -127,6 +131,7 @@ class Filler:
                 postprocess,
                 self._resident,
                 calls,
+                skips=config.on_error == "skip",
             )
             if self.submissions is not None:
                 self.submissions.resume = self._phases.resume
@@ -227,6 +232,6 @@ class Filler:
         self._next_requests = list  # whose owner holds this object
 
 
-def _forget(residencies: Sequence[Residency]) -> None:
+def _forget(residencies: Sequence[Residency | KnownDamage]) -> None:
     for resident in residencies:
         resident.forget()

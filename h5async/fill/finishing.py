@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config.field import check_names
-from h5async.errors import ConfigError, PostprocessError, postprocess_error
+from h5async.errors import ConfigError, DamagedError, PostprocessError, postprocess_error
 from h5async.fill.reading import BatchReader
 from h5async.io.shared import Growing, plain_memory
 from h5async.opening.dataset import OpenedDataset, Samplings
@@ -42,6 +42,8 @@ from h5async.samples.fieldkind import (
 from h5async.samples.samplearrays import SampleArrays
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
+
+Refuse = Callable[[DamagedError], None]  # `EncodedBatch.refuse`
 
 
 class BatchDecoder:
@@ -62,7 +64,7 @@ class BatchDecoder:
         limit_nbytes: int,
         left: Collection[str],
     ) -> None:
-        self._seed, slots = opened.config.seed, reader.slots
+        self._seed, slots, self._reader = opened.config.seed, reader.slots, reader
         self._of_batch = limit_nbytes // max(1, len(slots.memory))
         spans = dict(zip(opened.layouts, reader.samplings.rows, strict=True))
         of_slots = {
@@ -98,25 +100,44 @@ class BatchDecoder:
             self.broken_images += 1
 
     def batch(
-        self, arrays: tuple[Any, ...], index: Int64s, epoch: int, slot: int | None
+        self,
+        arrays: tuple[Any, ...],
+        index: Int64s,
+        epoch: int,
+        slot: int | None,
+        damage: list[DamagedError] | None,
     ) -> DecodedBatch:
         """Begin to decode a batch; `DecodedBatch.work` does it.
 
         `arrays` are those of all fields; random numbers depend on `epoch` and `index`. Without a
-        `slot`, memory is new, and the device transforms nothing. `ReadError` is raised if a header
-        must be read, and is broken, or samples take too much memory.
+        `slot`, memory is new, and the device transforms nothing. Errors of broken samples are added
+        to `damage`, if given; else `ReadError` is raised, also if samples take too much memory.
         """
         found, most = list(arrays), self._of_batch
-        todo: list[DecodingWork] = []
+        todo: list[tuple[DecodingWork, Refuse]] = []
         numbers = None
         if any(one.is_random for one in self.fields.values()):
             numbers = random_numbers(self._seed, epoch, index)
         for number, decoder in (self.fields if slot is None else self._of_slots).items():
             memory = Growing(plain_memory) if slot is None else self._memory[slot][number]
-            encoded = EncodedBatch(arrays[number], index, numbers, memory.of, most)
+            refuse = functools.partial(self._refuse, decoder, index, damage)
+            encoded = EncodedBatch(arrays[number], index, numbers, memory.of, most, refuse)
             found[number], works = decoder.begin(encoded)
-            todo += works
+            todo += [(work, refuse) for work in works]
         return DecodedBatch(tuple(found), todo, self.note_broken)
+
+    def _refuse(
+        self,
+        field: FieldDecoder,
+        index: Int64s,
+        damage: list[DamagedError] | None,
+        error: DamagedError,
+    ) -> None:
+        self._reader.name_samples(error, field.having(error, index))
+        error.place = None
+        if damage is None:
+            raise error
+        damage.append(error)
 
     def close(self) -> None:
         """Release the memory."""
@@ -127,11 +148,12 @@ class BatchDecoder:
 class DecodedBatch:
     """The encoded samples of one batch while `work` decodes them to the delivered `arrays`.
 
-    There is one of `works` per sample, made before any is decoded, as a loop over all is fastest.
+    There is one of `works` per sample, made before any is decoded, as a loop over all is fastest;
+    and what its error goes to.
     """
 
     arrays: tuple[Any, ...]
-    works: list[DecodingWork]
+    works: list[tuple[DecodingWork, Refuse]]
     note_broken: Callable[[], None]
     # Threads take samples one by one, because decoding times differ much.
     todo: Iterator[int] = field(default_factory=itertools.count)
@@ -139,14 +161,18 @@ class DecodedBatch:
     def work(self, must_end: Callable[[], bool], end: int) -> None:
         """Decode samples until `end` were begun, or `must_end` is true; any number of threads may.
 
-        `ReadError` is raised if one is broken.
+        `ReadError` is raised if one is broken, and not refused otherwise.
         """
         while not must_end():
             number = next(self.todo)
             if number >= len(self.works):
                 return
-            if not self.works[number]():
-                self.note_broken()
+            work, refuse = self.works[number]
+            try:
+                if not work():
+                    self.note_broken()
+            except DamagedError as error:
+                refuse(error)
             if number + 1 >= end:
                 return
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import CoreTrace
+from h5async.errors import Skipped
 from h5async.fill.pool import do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.order.sampling import FillRequest
@@ -61,6 +62,7 @@ class FillOutcome(NamedTuple):
     busy_seconds: float = 0.0  # that threads spent on it, summed up
     warnings: tuple[str, ...] = ()  # for the consumer, each reported once
     names: tuple[str, ...] = ()  # of the arrays, after a `postprocess`; otherwise the fields
+    skipped: tuple[Skipped, ...] = ()  # samples of the batch that were left out
 
 
 class FillerStats(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import forget_frames
+from h5async.errors import DamagedError, Skipped, forget_frames
 from h5async.fill.finishing import BatchDecoder, DecodedBatch, Postprocess
 from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
@@ -36,10 +36,16 @@ _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake
 
 @dataclass(slots=True, eq=False)
 class _Fill:
-    """One batch on its way."""
+    """One batch on its way.
+
+    `index` is None until it is known; `damage` was found by this attempt; `skipped` samples were
+    left out before.
+    """
 
     request: FillRequest
-    index: NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES)
+    samples: NDArray[np.int64] | None = None
+    damage: list[DamagedError] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
     plans: BatchPlan = ()
     busy_ns: int = 0
     is_resident: bool = False
@@ -48,12 +54,18 @@ class _Fill:
     shares_left: int = 0
     error: BaseException | None = None
 
+    @property
+    def index(self) -> NDArray[np.int64]:
+        """The sample numbers; none before they are known."""
+        return NO_SAMPLES if self.samples is None else self.samples
+
 
 class Phases:
     """The phases of a batch, from its request to its outcome. Safe to use from many threads.
 
     `assembly` makes the delivered arrays of a slot's memory, except those of the fields `left` to a
-    device. The samples that are `resident` in memory need not be read.
+    device. The samples that are `resident` in memory need not be read. If it `skips`, a batch with
+    damaged samples is filled again without them.
     """
 
     def __init__(
@@ -66,8 +78,10 @@ class Phases:
         postprocess: Postprocess | None,
         resident: Residency | None,
         calls: Calls,
+        *,
+        skips: bool,
     ) -> None:
-        self._pool = pool
+        self._pool, self._skips = pool, skips
         self._reader, self._slots, self._recorder = reader, reader.slots, reader.recorder
         self._assembly, self._left, self._images = assembly, left, images
         self._postprocess = postprocess
@@ -81,36 +95,68 @@ class Phases:
 
     def begin(self, request: FillRequest) -> None:
         """Begin a fill, by planning it; the later phases follow by themselves."""
-        batch = _Fill(request)
+        self._fill(_Fill(request))
+
+    def _fill(self, batch: _Fill) -> None:
         shares: list[list[PlanSlice]] = []
         self._attempt(batch, partial(self._cut_plans, batch, shares))
         works = [partial(self._read, batch, share) for share in shares]
         self._begin(batch, works, self._begin_left)
 
-    def resume(self, request: FillRequest, index: NDArray[np.int64], is_planned: bool) -> None:
-        """Continue a fill that the core has begun; what it has read is not read again."""
+    def resume(
+        self,
+        request: FillRequest,
+        index: NDArray[np.int64],
+        skipped: Sequence[Skipped],
+        is_planned: bool,
+    ) -> None:
+        """Continue a fill that the core has begun; what it has read is not read again.
+
+        `skipped` samples were left out of `index` before.
+        """
         if not is_planned:
             self.begin(request)
             return
-        batch = _Fill(request)
-        batch.index, batch.plans = index, self._reader.planned(request.slot)
+        batch = _Fill(request, skipped=[*skipped])
+        batch.samples, batch.plans = index, self._reader.planned(request.slot)
         self._go_on(batch, self._begin_left)
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> FillOutcome:
         """Read samples in the calling thread."""
         self._recorder.work_on(NO_BATCH)
-        self._reader.read_rows(index, memory)
-        arrays = self._assembly.arrays(memory, index)
-        if self._images is not None:
-            images = self._images.batch(arrays, index, -1, None)
-            images.work(lambda: self._pool.is_stopped, len(images.works))
-            arrays = images.arrays
-        if self._postprocess is None:
-            return FillOutcome(index, arrays)
-        given = FillRequest(-1, -1, -1, -1, 0, samples=index)
-        where = f"{self._reader.file}: postprocess of given samples"
-        made = self._postprocess(arrays, given, index, where)
-        return FillOutcome(index, tuple(made.values()), names=tuple(made))
+        batch = _Fill(FillRequest(-1, -1, -1, -1, 0, samples=index))
+        batch.samples, batch.skipped = self._reader.damage.left_out(index)
+        arrays = self._read_here(batch, memory)
+        while batch.damage:
+            self._leave_out(batch, memory)
+            if batch.error is not None:
+                raise batch.error
+            arrays = self._read_here(batch, memory)
+        names: tuple[str, ...] = ()
+        if self._postprocess is not None:
+            where = f"{self._reader.file}: postprocess of given samples"
+            given = batch.request._replace(samples=batch.index)
+            made = self._postprocess(arrays, given, batch.index, where)
+            arrays, names = tuple(made.values()), tuple(made)
+        return FillOutcome(batch.index, arrays, names=names, skipped=tuple(batch.skipped))
+
+    def _read_here(self, batch: _Fill, memory: SlotMemory) -> tuple[Any, ...]:
+        """Read a batch in the calling thread; the arrays are not to be used if it has damage."""
+        index, damage = batch.index, self._damage_of(batch)
+        try:
+            self._reader.read_rows(index, memory, damage)
+            arrays = () if batch.damage else self._assembly.arrays(memory, index)
+            if self._images is not None and not batch.damage:
+                images = self._images.batch(arrays, index, -1, None, damage)
+                images.work(lambda: self._pool.is_stopped, len(images.works))
+                arrays = images.arrays
+            return arrays
+        except DamagedError as error:
+            self._reader.locate(error, index)
+            if not self._skips:
+                raise
+            batch.damage.append(error)
+            return ()
 
     def close(self) -> None:
         """Release memory, and functions whose owners hold this object."""
@@ -127,13 +173,15 @@ class Phases:
         self._calls.before_fill(request.slot)
         begin = time.perf_counter_ns()
         with self._recorder.ranges("plan"):
-            batch.index = self._reader.samplings.samples(request)
+            if batch.samples is None:
+                samples = self._reader.samplings.samples(request)
+                batch.samples, batch.skipped = self._reader.damage.left_out(samples)
             batch.plans = self._plans(batch)
             # One per thread: waiting for the GIL costs more than additional shares gain.
             shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))
         self._reader.times.add("plan", begin)
         self._recorder.note("plan", begin, request.serial)
-        batch.busy_ns = time.perf_counter_ns() - begin
+        batch.busy_ns += time.perf_counter_ns() - begin
 
     def _plans(self, batch: _Fill) -> BatchPlan:
         if self._resident is not None:
@@ -157,9 +205,9 @@ class Phases:
 
     def _read_left(self, batch: _Fill, left: LeftRows | SlotBatch) -> None:
         # An error keeps the callers of this alive, so they must not hold the memory.
-        request = batch.request
-        memory = self._slots.memory[request.slot]
-        self._reader.read_left(left, batch.index, request.epoch, memory)
+        memory, damage = self._slots.memory[batch.request.slot], self._damage_of(batch)
+        draw = self._reader.draw(batch.request.epoch)
+        self._reader.read_left(left, batch.index, draw, memory, damage)
 
     def _begin_keep(self, batch: _Fill) -> None:
         cache, index = self._cache, batch.index
@@ -212,7 +260,7 @@ class Phases:
         if self._images is None:
             self._finish(batch)
             return
-        place = batch.request.epoch, batch.request.slot
+        place = batch.request.epoch, batch.request.slot, self._damage_of(batch)
         images = self._images.batch(self._arrays(batch), batch.index, *place)
         batch.images = images
         count = len(images.works)
@@ -273,8 +321,51 @@ class Phases:
             batch.busy_ns / 1e9,
             self._reader.take_warnings(),
             names,
+            tuple(batch.skipped),
         )
         self._calls.on_done(batch.request, outcome)
+
+    # --- damaged samples --------------------------------------------------------------------------
+
+    def _damage_of(self, batch: _Fill) -> list[DamagedError] | None:
+        return batch.damage if self._skips else None
+
+    def _end(self, batch: _Fill) -> None:
+        """Finish a batch or, if some of its samples are damaged, fill it again without them."""
+        if batch.damage and batch.error is None:
+            place = batch.request.slot
+            self._attempt(batch, lambda: self._leave_out(batch, self._slots.memory[place]))
+            if batch.error is None:
+                batch.images, batch.is_resident = None, False
+                self._pool.add(batch.request.serial, [partial(self._fill, batch)])
+                return
+        self._finish(batch)
+
+    def _leave_out(self, batch: _Fill, memory: SlotMemory) -> None:
+        """Leave the damaged samples out of a batch; `memory` is overwritten."""
+        index, found = batch.index, dict[int, Skipped]()
+        for error in batch.damage:
+            self._reader.locate(error, index)
+            for one in [error] if error.samples else self._damaged_alone(batch, memory):
+                where = one.filename or self._reader.file, one.dataset
+                for sample in one.samples:
+                    found.setdefault(sample, Skipped(*where, sample, str(one)))
+        is_damaged = np.isin(index, list(found))
+        if not is_damaged.any():  # read one by one, all are well
+            batch.error = batch.damage[0]
+        self._reader.damage.add(found)
+        batch.samples = index[~is_damaged]
+        batch.skipped += map(found.__getitem__, index[is_damaged].tolist())
+        batch.damage.clear()
+
+    def _damaged_alone(self, batch: _Fill, memory: SlotMemory) -> Iterator[DamagedError]:
+        """Read samples one by one, to find which of them HDF5 cannot read."""
+        for sample in np.unique(batch.index)[:, np.newaxis]:
+            try:
+                self._reader.read_rows(sample, memory, epoch=batch.request.epoch)
+            except DamagedError as error:
+                self._reader.locate(error, sample)
+                yield error
 
     # --- shares and errors ------------------------------------------------------------------------
 
@@ -295,7 +386,7 @@ class Phases:
 
         `meanwhile` is begun before the last of them, and not waited for.
         """
-        if not works or batch.error is not None:
+        if not works or batch.error is not None or batch.damage:
             self._go_on(batch, then)
             return
         batch.shares_left = len(works)
@@ -319,10 +410,10 @@ class Phases:
             self._pool.add(batch.request.serial, [*shares, *meanwhile, last])
 
     def _go_on(self, batch: _Fill, then: Callable[[_Fill], None]) -> None:
-        """Begin the next phase, or finish a batch that fails. No share of it is under way."""
-        is_last = batch.error is not None or then == self._finish
+        """Begin the next phase, or end a batch that fails. No share of it is under way."""
+        is_last = batch.error is not None or bool(batch.damage) or then == self._finish
         if is_last or not self._attempt(batch, partial(then, batch)):
-            self._finish(batch)
+            self._end(batch)
 
     def _attempt(self, batch: _Fill, work: Work) -> bool:
         """Do some of a batch's work, and return whether it succeeded; if not, the batch fails.
@@ -342,6 +433,11 @@ class Phases:
     def _note_error(self, batch: _Fill, error: BaseException) -> None:
         if interruption(error) is not None:
             raise error  # in the caller's thread, where it belongs
+        if isinstance(error, DamagedError):
+            self._reader.locate(error, batch.index)
+            if self._skips:
+                batch.damage.append(error)
+                return
         batch.error = self._reader.failure(batch.request, error)
 
 

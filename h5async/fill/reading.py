@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import CoreTrace
-from h5async.errors import is_lack_of_memory, out_of_memory, taking_memory
+from h5async.errors import DamagedError, is_lack_of_memory, out_of_memory, taking_memory
+from h5async.fill.damage import KnownDamage
 from h5async.fill.resident import HostCache, Residency
 from h5async.io.shared import plain_memory
 from h5async.opening.dataset import Samplings
@@ -40,6 +41,7 @@ from h5async.plan.records import (
 from h5async.plan.transform import NativeTransform, RowTransform, transformer
 from h5async.read.collection import Collection
 from h5async.read.executors import Executors
+from h5async.read.failures import Place
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
@@ -103,7 +105,8 @@ class BatchReader:
 
     `transforms` are in field order. Scratch memory is for `num_threads`. For `plan_columns` see
     `OnDevice`; `cache` gathers rows that are in memory. `executors` are closed by their owner.
-    Callers add the times of stages to `times`; `file`, the first one, is for messages.
+    Callers add the times of stages to `times`; `file`, the first one, is for messages. `damage` is
+    theirs, too: what they skip.
 
     `OutOfMemoryError` is raised if the system refuses memory for the threads.
     """
@@ -129,7 +132,9 @@ class BatchReader:
         self._steps = samplings.rows
         self._transforms = [transformer(self.core, one.of_one_row) for one in transforms]
         self._cache, self._plan_columns = cache, plan_columns
-        self._factory = executors
+        self._factory, self.damage = executors, KnownDamage()
+        counts = [count for _, count in self._layouts[0].file_samples]
+        self._first_samples = np.cumsum([0, *counts[:-1]], dtype=np.int64)  # of each file
         crops = ((field, layout) for field, layout in enumerate(self._layouts) if layout.crop)
         self._draws = {field: draws_of(y.crop, y.row_shape) for field, y in crops if y.crop}
         self._drawn: tuple[int | None, Uint64s | None] = None, None  # by epoch
@@ -287,18 +292,27 @@ class BatchReader:
         return found
 
     def read_left(
-        self, left: LeftRows | SlotBatch, index: Int64s, epoch: int, memory: SlotMemory
+        self,
+        left: LeftRows | SlotBatch,
+        index: Int64s,
+        draw: Uint64s | None,
+        memory: SlotMemory,
+        damage: list[DamagedError] | None = None,
     ) -> None:
-        """Read what the core has left; `H5AsyncError` if bytes cannot be read or decoded."""
+        """Read what the core has left; `H5AsyncError` if bytes cannot be read or decoded.
+
+        `draw` is that of the batch. Errors of what the core has found damaged are added to `damage`
+        instead, if given.
+        """
         if isinstance(left, SlotBatch):
             with self._scratch() as scratch:
                 self._work_on(NO_FIELD, scratch)
-                self._factory.read_again(left, scratch)
+                self._factory.read_again(left, scratch, damage)
             return
         field, rows = left
         steps = self._steps[field]
         wanted = index if steps is None else steps.rows(index)
-        plan = self._samples_plan(field, wanted[rows], rows, index, self.draw(epoch))
+        plan = self._samples_plan(field, wanted[rows], rows, index, draw)
         with self._scratch() as scratch:
             self._read_items(plan, PlanSlice(field, 0, 1), memory, scratch)
         if self._collection is not None and self._collection.tables.transforms[field]:
@@ -307,8 +321,44 @@ class BatchReader:
                 run = slice(some[0], some[-1] + 1)
                 self._transform_rows(field, raw[run], out[run], wanted[run])
 
-    def read_rows(self, index: Int64s, memory: SlotMemory) -> None:
-        """Read and transform samples in the calling thread, to memory with as many rows."""
+    def locate(self, error: DamagedError, index: Int64s) -> None:
+        """Have an error name its samples of a batch, if they are known."""
+        place, error.place = error.place, None
+        if isinstance(place, Place):
+            self.name_samples(error, index[self._samples_at(place, index)])
+        elif index.size == 1 and not error.samples:
+            self.name_samples(error, index)
+
+    def name_samples(self, error: DamagedError, samples: Int64s) -> None:
+        """Have an error name these samples."""
+        numbers, first = np.unique(samples), self._first_samples
+        in_file = numbers - first[np.searchsorted(first, numbers, side="right") - 1]
+        error.samples, error.file_samples = tuple(numbers.tolist()), tuple(in_file.tolist())
+
+    def _samples_at(self, place: Place, index: Int64s) -> Int64s:
+        """Return the positions in a batch of samples that have any of some rows of a field."""
+        field, rows, are_runs = place
+        steps = self._steps[field]
+        if steps is None:
+            return rows
+        if isinstance(steps, StepRows):
+            return rows // steps.size
+        runs = rows if are_runs else np.searchsorted(steps.offsets(index), rows, "right") - 1
+        return steps.having(runs, index)
+
+    def read_rows(
+        self,
+        index: Int64s,
+        memory: SlotMemory,
+        damage: list[DamagedError] | None = None,
+        epoch: int = NO_EPOCH,
+    ) -> None:
+        """Read and transform samples in the calling thread, to memory with room for them.
+
+        Errors of samples that are damaged are added to `damage` instead of raised, as far as all
+        others are read all the same.
+        """
+        draw = self.draw(epoch)
         with ExitStack() as lent:
             batches = None
             if self._collection is not None:
@@ -316,14 +366,16 @@ class BatchReader:
                 batches = self._batches_of(
                     lambda *of: lent.enter_context(lend(*of)), memory, index.size
                 )
-            plans = self._plan(index, memory, batches, {}, self.draw(NO_EPOCH))
+            plans = self._plan(index, memory, batches, {}, draw)
             share = [PlanSlice(i, 0, plan.num_items) for i, plan in enumerate(plans)]
             self.read(plans, [part for part in share if part.stop], memory)
             for left in self.left(plans):
-                self.read_left(left, index, NO_EPOCH, memory)
+                self.read_left(left, index, draw, memory, damage)
         for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True)):
             if raw is not out and not self.transforms_at_once(field, plans):
-                self.transform(field, raw, out, index)
+                steps = self._steps[field]
+                count = steps.total(index) if isinstance(steps, SpanRows) else index.size
+                self.transform(field, raw[:count], out[:count], index)
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are also transformed if that costs no copy.
@@ -365,7 +417,11 @@ class BatchReader:
             self._collection.read_ranges(plan, start, stop, scratch)
         elif isinstance(plan, SamplesPlan):
             self._work_on(field, scratch)
-            self._h5py_rows[field].execute(plan, self._rows(field, memory.raw[field]), scratch)
+            try:
+                self._h5py_rows[field].execute(plan, self._rows(field, memory.raw[field]), scratch)
+            except DamagedError as error:
+                error.place = None if error.place is None else Place(field, error.place)
+                raise
 
     def _work_on(self, field: int, scratch: Scratch, source: str | None = None) -> None:
         """Record which field this thread reads, and from which source."""

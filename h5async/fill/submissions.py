@@ -10,14 +10,14 @@ pool continues with it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import DatasetError
+from h5async.errors import DatasetError, Skipped
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
@@ -26,8 +26,8 @@ from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue
 from h5async.samples.assembly import Assembly
 from h5async.system.interruptions import interruption
 
-# Called with a request, its sample numbers, and whether it was planned.
-Resume = Callable[[FillRequest, NDArray[np.int64], bool], None]
+# Called with a request, its sample numbers, those left out, and whether it was planned.
+Resume = Callable[[FillRequest, NDArray[np.int64], Sequence[Skipped], bool], None]
 
 
 # The arguments `begin`, `count`, `mapping` and `samples` of `BatchQueue.submit`.
@@ -36,10 +36,14 @@ _NO_NUMBERS: _Numbers = 0, 0, None, NO_SAMPLES
 
 
 class _Submission(NamedTuple):
-    """The last submission for a slot; `error` says why it could not be submitted."""
+    """The last submission for a slot; `error` says why it could not be submitted.
+
+    The samples `skipped`, known to be damaged, were left out.
+    """
 
     request: FillRequest
     numbers: _Numbers
+    skipped: Sequence[Skipped] = ()
     error: BaseException | None = None
 
 
@@ -87,11 +91,16 @@ class Submissions:
 
     def _new(self, request: FillRequest) -> _Submission:
         try:
-            return _Submission(request, self._numbers(request))
+            reader = self._reader
+            if not reader.damage:
+                return _Submission(request, self._numbers(request))
+            kept, skipped = reader.damage.left_out(reader.samplings.samples(request))
+            return _Submission(request, (0, kept.size, None, kept), skipped)
         except Exception as error:
             if interruption(error) is not None:
                 raise
-            return _Submission(request, _NO_NUMBERS, self._reader.failure(request, error))
+            failure = self._reader.failure(request, error)
+            return _Submission(request, _NO_NUMBERS, error=failure)
 
     def _numbers(self, request: FillRequest) -> _Numbers:
         if request.samples is not None:
@@ -118,7 +127,8 @@ class Submissions:
             index = self._queue.ready(slot, serial, count)
             if index is None or not slots:  # or the reader was closed meanwhile
                 return None
-            return FillOutcome(index, self._assembly.arrays(slots[slot], index, are_checked=True))
+            arrays = self._assembly.arrays(slots[slot], index, are_checked=True)
+            return FillOutcome(index, arrays, skipped=tuple(latest.skipped))
         except (DatasetError, MemoryError) as error:
             return FillOutcome(NO_SAMPLES, (), self._reader.failure(latest.request, error))
 
@@ -159,7 +169,8 @@ class Submissions:
             self._latest[found] = latest._replace(error=failed)
             self._queue.wake()
             return do_nothing
-        return partial(self.resume, latest.request, samples, self._queue.is_planned(found))
+        was_planned = self._queue.is_planned(found)
+        return partial(self.resume, latest.request, samples, latest.skipped, was_planned)
 
     def forget(self) -> None:
         """Forget all batches; no thread is at work on any."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from h5async.codec.corefilters import CONVERSION
 from h5async.codec.filters import Filter, is_known_to_hdf5
 from h5async.core.binding import can_decode
-from h5async.errors import DatasetError, ReadError
+from h5async.errors import DamagedError, DatasetError
 from h5async.index.chunktable import ChunkTable, grid_of, repeated, shortened
 from h5async.index.hdf5 import (
     B_TREE_V1,
@@ -67,7 +67,7 @@ def with_checked_filters(layout: DatasetLayout, dataset: Opened, where: str) -> 
     for entry in layout.filters if chunk_nbytes else ():
         stated = entry.stated_chunk_nbytes
         if stated not in (None, chunk_nbytes):
-            raise ReadError(
+            raise DamagedError(
                 f"{where}: its chunks have {chunk_nbytes} bytes, but the client data of its filter"
                 f" {entry.label} say {stated}; its metadata are damaged"
             )
@@ -179,7 +179,7 @@ def with_chunks(layout: DatasetLayout, dataset: Opened, where: str) -> DatasetLa
         expected = math.prod(layout.chunk_shape) * layout.dtype.itemsize
         bad = np.flatnonzero(chunks.nbytes != expected)
         if bad.size:
-            raise ReadError(
+            raise DamagedError(
                 f"{where}: no filter was applied to the chunk at byte {chunks.offset[bad[0]]};"
                 f" expected {expected} bytes, got {chunks.nbytes[bad[0]]}; the file is damaged"
             )
@@ -298,7 +298,7 @@ class _Checks:
         bad = np.False_ if self.visited.end <= end else (nbytes > end) | (offset > end - nbytes)
         if bad.any():
             at = int(bad.argmax())
-            raise ReadError(
+            raise DamagedError(
                 f"{self._chunk(self.visited.number[at])}: {nbytes[at]} bytes at byte {offset[at]}"
                 f" do not lie in the file, which has {end} bytes; it was cut short or is damaged"
             )
@@ -323,7 +323,7 @@ class _Checks:
         if bad.any():
             at = int(bad.argmax())
             is_raw = bool(np.broadcast_to(is_raw, nbytes.shape)[at])
-            raise ReadError(
+            raise DamagedError(
                 f"{self._chunk(self.visited.number[at])}: expected"
                 f" {expected if is_raw else 'some'} bytes, got {nbytes[at]}; the file is damaged"
             )
@@ -340,7 +340,7 @@ class _Checks:
         if not what and offset.size and offset[0] < _SUPERBLOCK_NBYTES:
             at, what = offset[0], "the file's superblock"
         if what:
-            raise ReadError(
+            raise DamagedError(
                 f"{self.where}: a chunk at byte {at} overlaps {what}; the file is damaged"
             )
 
@@ -350,12 +350,12 @@ class _Checks:
         Its keys are not in order, or HDF5 does not find chunks by them.
         """
         if not self.visited.is_ascending:
-            raise ReadError(
+            raise DamagedError(
                 f"{self.where}: the keys of its chunk index are not in order; it is damaged"
             )
         unlike = self.first_unlike()
         if unlike is not None:
-            raise ReadError(
+            raise DamagedError(
                 f"{self._chunk(unlike)}: the chunk index lists it, but HDF5 does not find it; the"
                 " file is damaged"
             )

@@ -374,19 +374,7 @@ def sliced(
     layout: DatasetLayout, count: int, row_shape: tuple[int, ...], parts: Sequence[Part]
 ) -> DatasetLayout:
     """Return a layout of `count` samples that are parts of those of another one."""
-    whole = layout.changed(
-        shape=(count, *row_shape),
-        sample_axis=0,
-        storage="files",
-        offset=-1,
-        chunk_shape=(),
-        filters=(),
-        chunks=None,
-        values=None,
-        sources=(),
-        attached=(),
-        member=(),
-    )
+    whole = layout.without_place("files", shape=(count, *row_shape), sample_axis=0)
     return with_parts(whole, parts)
 
 

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 
 from h5async.core.binding import load_core
-from h5async.errors import DatasetError, ReadError
+from h5async.errors import DamagedError, DatasetError
 from h5async.index.attributes import dimension_names, numbered_axis
 from h5async.index.chunks import (
     TooManyChunksError,
@@ -154,7 +154,7 @@ class Indexer:
         if storage == "compact":
             stored = stored_compact(dataset)
             if len(stored) != layout.nbytes:
-                raise ReadError(
+                raise DamagedError(
                     f"{where}: {len(stored)} bytes are stored for {layout.nbytes} bytes of"
                     " references; its metadata are damaged"
                 )
@@ -391,15 +391,15 @@ def _contiguous_offset(dataset: Opened, where: str) -> int:
     try:
         offset = dataset.offset
     except RuntimeError as error:
-        raise ReadError(f"{where}: its address is not valid ({error})") from error
+        raise DamagedError(f"{where}: its address is not valid ({error})") from error
     if offset < 0:
         return -1
     nbytes, end = dataset.id.get_storage_size(), dataset.end
     wanted = math.prod(dataset.extents) * dataset.itemsize
     if nbytes < wanted:
-        raise ReadError(f"{where}: {nbytes} bytes are allocated for {wanted} bytes of values")
+        raise DamagedError(f"{where}: {nbytes} bytes are allocated for {wanted} bytes of values")
     if offset + wanted > end:
-        raise ReadError(
+        raise DamagedError(
             f"{where}: its values end at byte {offset + wanted}, but the file has {end} bytes;"
             " it was cut short"
         )

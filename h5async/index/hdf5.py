@@ -18,7 +18,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import DatasetError, H5AsyncError, ReadError, is_lack_of_memory, out_of_memory
+from h5async.errors import (
+    DamagedError,
+    DatasetError,
+    H5AsyncError,
+    failed_read,
+    is_lack_of_memory,
+    out_of_memory,
+)
 from h5async.index.layout import Indexed
 from h5async.index.storedtypes import describe
 from h5async.io.stores import Source
@@ -51,7 +58,7 @@ def reading(what: str) -> Iterator[None]:
     except Exception as error:
         if is_lack_of_memory(error):
             raise out_of_memory(what, error) from error
-        raise ReadError(f"{what} cannot be read ({error})") from error
+        raise failed_read(f"{what} cannot be read ({error})", error, None) from error
 
 
 # Kinds of chunk indices (H5Dpublic.h).
@@ -264,7 +271,7 @@ def require_fill(dataset: Opened, itemsize: int, where: str) -> None:
     _, name, value = dataset.properties.rpartition(b"fill_value\0")
     nbytes = int.from_bytes(value[2:10], "little", signed=True)
     if name and nbytes != itemsize:
-        raise ReadError(
+        raise DamagedError(
             f"{where}: its fill value has {nbytes} bytes, but its elements have {itemsize}; its"
             " metadata are damaged"
         )

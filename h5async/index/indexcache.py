@@ -139,11 +139,12 @@ class IndexCache:
     def save(self) -> None:
         """Store the layouts, after all files were requested, if that is worth it.
 
-        ReadError if a given file cannot be written.
+        They are not stored if any file was left out. ReadError if a given file cannot be written.
         """
+        if len(self._new.keys() | self._found.keys()) < len(self._files):
+            return
         if self._is_entry:
-            is_complete = len(self._new.keys() | self._found.keys()) == len(self._files)
-            if self._seconds >= LEAST_SECONDS and is_complete:
+            if self._seconds >= LEAST_SECONDS:
                 with suppressing(OSError, NotPortableError, UnicodeError):
                     folder = self._path.parent
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -256,8 +257,8 @@ def known_of_files(
     """Yield the facts wanted of each file, by name, in the order of the files.
 
     `paths` are HDF5 files, and saved indices (``.h5idx``), open as `indices`, each of which
-    represents its files. `read` reads facts that no index has: some names, of one file. `cache` is
-    where to store layouts; see `open_cache`.
+    represents its files. `read` reads facts that no index has: some names, of one file; none if it
+    is left out. `cache` is where to store layouts; see `open_cache`.
 
     H5AsyncError as `read`; `ReadError` if a saved index cannot be used.
     """
@@ -274,7 +275,7 @@ def known_of_files(
         else:
             recording = reach if kept is None else replace(reach, consulted=Consulted())
             found = dict(read(path, list(wanted), recording))
-            if kept is not None:
+            if kept is not None and found:
                 of_wanted = {one: found[name] for name, one in wanted.items()}
                 kept.note(number, of_wanted, recording.consulted)
         number += 1

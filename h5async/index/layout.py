@@ -394,6 +394,13 @@ class DatasetLayout:
             text=(),
         )
 
+    def without_place(self, storage: Storage, **changes: Any) -> DatasetLayout:
+        """Return a copy that says nothing of where values lie, with other values of some members.
+
+        Other layouts, or `changes`, say where its values lie.
+        """
+        return self.changed(**{**_NO_PLACE, "storage": storage, **changes})
+
     def leaves(self) -> Iterator[DatasetLayout]:
         """Yield the layouts that say where bytes lie: itself, or its datasets."""
         return iter((self,) if self.segments is None else self.datasets)
@@ -417,6 +424,11 @@ class DatasetLayout:
 
 
 _FIELDS = tuple(field.name for field in fields(DatasetLayout))
+_NO_PLACE: dict[str, Any] = {
+    **dict.fromkeys(("chunk_shape", "filters", "datasets", "sources", "attached", "member"), ()),
+    **dict.fromkeys(("chunks", "values", "segments")),
+    "offset": -1,
+}
 
 
 def normal_axis(axis: int, rank: int, where: str) -> int:

@@ -337,6 +337,8 @@ def _dataset_at(
         missing = isinstance(error, KeyError) and "Unable" not in str(error)
         missing = missing or "doesn't exist" in str(error)
         detail = "" if missing else f" that can be opened ({error})"
+        if missing and "@" in path:
+            detail = '; if it is an attribute, give the field per="file", say'
         raise DatasetError(
             f'{file.filename}: there is no dataset "{path}"{detail}; {what_is_there(file, reach)}'
         ) from error

@@ -46,17 +46,9 @@ def repeated(
     even = ((0, like.sample_count, 0),)
     first_of = [int(starts[min(first, starts.size - 1)]) if first else 0 for first, _ in layout.cf]
     return shared(
-        layout.changed(
+        layout.without_place(
+            "files",
             shape=tuple(shape),
-            storage="files",
-            offset=-1,
-            chunk_shape=(),
-            filters=(),
-            chunks=None,
-            values=None,
-            sources=(),
-            attached=(),
-            member=(),
             segments=Segments.of(found, segments.pieces, even) if found else None,
             datasets=datasets,
             file_samples=like.file_samples,

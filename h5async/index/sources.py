@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from h5async.config.files import FileName
 from h5async.core.binding import load_core
-from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.errors import DamagedError, DatasetError, H5AsyncError, UnsafeFileError
 from h5async.index.chunks import left_to_hdf5
 from h5async.index.composition import Part, with_parts
 from h5async.index.hdf5 import NotDirectError
@@ -176,13 +176,13 @@ def attached(
     for path, (_, offset, nbytes) in zip(found, segments, strict=True):
         nbytes, size = min(nbytes, left), stamps[str(path)].nbytes
         if size < offset + nbytes:
-            raise ReadError(
+            raise DamagedError(
                 f"{where}: {nbytes} bytes of its values lie at byte {offset} of {path}, which"
                 f" has {size} bytes"
             )
         left -= nbytes
     if left:
-        raise ReadError(f"{where}: {left} bytes of its values lie in no external file")
+        raise DamagedError(f"{where}: {left} bytes of its values lie in no external file")
     reach.consulted.asked(_PREFIX)
     for path in found:
         require_in_place(path, stamps[str(path)], where)
@@ -246,7 +246,7 @@ def _permitted(name: str, holder: str, reach: Reach, where: str) -> Path:
             f" it: {named('allow_external', [str(path.parent)])}"
         )
     if not LOCAL.is_regular(path):
-        raise ReadError(
+        raise DamagedError(
             f"{where} keeps its values in {path}, which is missing or is not a regular file"
         )
     reach.consulted.found(unresolved, LOCAL.stamp(str(path)))

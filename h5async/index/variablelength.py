@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.errors import ReadError
+from h5async.errors import DamagedError
 from h5async.index.hdf5 import NotDirectError, Opened, file_properties, uses_fill_value
 from h5async.index.storedtypes import describe, without_metadata
 from h5async.io.stores import Source
@@ -144,7 +144,7 @@ class Sequences:
             if more < 0:
                 number = -1 - more
                 values = int.from_bytes(references[number, :4].tobytes(), "little")
-                raise ReadError(
+                raise DamagedError(
                     f"{where}, element {first + number}: its {values} values of"
                     f" {form.dtype.itemsize} bytes do not fit into the file of {file_nbytes}"
                     f" bytes{DAMAGED}"

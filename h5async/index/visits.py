@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address, load_core
-from h5async.errors import ReadError
+from h5async.errors import DamagedError
 from h5async.index.chunktable import grid_of
 from h5async.index.hdf5 import (
     EXTENSIBLE_ARRAY,
@@ -84,7 +84,7 @@ def visit_chunks(
     if visited is None:
         visited = _in_python(dataset.id, dataset.chunks, reported, most)
     if visited.number.size > most:
-        raise ReadError(
+        raise DamagedError(
             f"{where}: its chunk index lists more than {most} chunks, which is more than the file"
             " can hold; it is damaged"
         )

@@ -22,7 +22,7 @@ from pathlib import Path
 import h5py
 
 from h5async.config.files import FileName, scheme_of
-from h5async.errors import H5AsyncError, ReadError
+from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
 from h5async.io.localfiles import open_regular
 from h5async.io.openfailure import directory_reason, reason_unopened
 from h5async.io.stamps import FileStamp, settled
@@ -90,7 +90,8 @@ class Store(ABC):
         try:
             source = self.open(name)
         except OSError as error:
-            raise ReadError(f"cannot open {name}: {error.strerror or error}") from error
+            text = f"cannot open {name}: {error.strerror or error}"
+            raise failed_read(text, error, name) from error
         try:
             content = FileObject(source)
             properties = _access_properties(metadata_nbytes).copy()
@@ -98,8 +99,8 @@ class Store(ABC):
             try:
                 file = HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
             except (OSError, RuntimeError, ValueError) as error:
-                reason = reason_unopened(content, error)
-                raise ReadError(f"cannot open {name}: {reason}") from error
+                text = f"cannot open {name}: {reason_unopened(content, error)}"
+                raise failed_read(text, error, name) from error
         except BaseException:
             source.close()
             raise
@@ -187,15 +188,17 @@ class LocalStore(Store):
         try:
             with suppressing(FileNotFoundError, NotADirectoryError):
                 mode = os.stat(name).st_mode
-                if stat.S_ISDIR(mode):
-                    raise ReadError(f"cannot open {name}: {directory_reason(Path(name))}")
                 if not stat.S_ISREG(mode):  # HDF5 would wait for a pipe
-                    raise ReadError(f"cannot open {name}: it is not a regular file")
+                    reason = "it is not a regular file"
+                    if stat.S_ISDIR(mode):
+                        reason = directory_reason(Path(name))
+                    raise DamagedError(f"cannot open {name}: {reason}", filename=name)
             file = _open_local(name, _access_properties(metadata_nbytes), in_use=in_use)
         except H5AsyncError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
-            raise ReadError(f"cannot open {name}: {reason_unopened(name, error)}") from error
+            text = f"cannot open {name}: {reason_unopened(name, error)}"
+            raise failed_read(text, error, name) from error
         file.source = LocalSource(file.id.get_vfd_handle())
         return file
 

@@ -1,8 +1,8 @@
 """Computes count, mean, spread and range of groups of values. Pure.
 
 Arrays enter; `Moments` leave, which add up to those of all values. Each block is small enough for a
-core's cache and is measured in two passes, so that no digits cancel; blocks are combined as in
-Chan, Golub, LeVeque, "Algorithms for Computing the Sample Variance" (1983).
+cache and is measured in two passes, so that no digits cancel, by the compiled core without the GIL;
+they add up as in Chan, Golub, LeVeque, "Algorithms for Computing the Sample Variance" (1983).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.core.binding import Core, address, load_core
+from h5async.core.structures import VALUE_KINDS
 from h5async.samples.sparse import Csr
 
 _BLOCK_VALUES = 1 << 16  # as float64, half of a usual L2 cache
-_MOST_AT_ONCE = 2048  # groups whose values alternate
-_FEW = 256  # groups: of fewer, values of each are laid side by side
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -77,58 +77,51 @@ def moments_of(values: NDArray[Any], fill: Any = None) -> Moments:
     `fill` is the value to count in `Moments.fill`; None: nothing is.
     """
     found = Moments.empty(values.shape[1])
+    core = load_core()
+    if core is not None:
+        values = values.astype(np.float32) if values.dtype == np.float16 else values
+        return _by_core(core, np.ascontiguousarray(values), fill)
     with np.errstate(all="ignore"):  # infinite values have an infinite mean
-        _add(values, fill, found, np.empty(min(values.size, _BLOCK_VALUES)))
+        _add(values, fill, found)
     return found
 
 
-def _add(values: NDArray[Any], fill: Any, found: Moments, scratch: Floats) -> None:
-    """Add values to moments, block by block."""
-    outer, groups, inner = values.shape
+def _by_core(core: Core, values: NDArray[Any], fill: Any) -> Moments:
+    found = np.zeros((values.shape[1], len(Moments.__slots__)))
+    found[:, 5:] = np.inf, -np.inf
+    shape, equal = np.array(values.shape, np.int64), np.array(fill, np.float64)  # None: NaN
+    kind = VALUE_KINDS[values.dtype]
+    core.measure(address(values), address(shape), address(equal), address(found), kind)
+    counts, numbers = found[:, :3].astype(np.int64), found[:, 3:]
+    return Moments(*counts.T.copy(), *numbers.T.copy())
+
+
+def _add(values: NDArray[Any], fill: Any, found: Moments) -> None:
+    """Add values to moments by NumPy, block by block."""
     if values.size <= _BLOCK_VALUES:
         if values.size:
-            found.add(_of_block(values, fill, scratch[: values.size]))
+            found.add(_of_block(values, fill))
         return
-    # Long rows of groups are cut first: else each block would update all of the moments.
-    is_wide = groups > _MOST_AT_ONCE or outer == inner == 1
-    axis = 1 if is_wide else 0 if outer > 1 else 2
+    axis = int(np.argmax(values.shape))
     half = values.shape[axis] // 2
     for part in (slice(None, half), slice(half, None)):
         inside = found.of_groups(part) if axis == 1 else found
-        _add(values[(slice(None),) * axis + (part,)], fill, inside, scratch)
+        _add(values[(slice(None),) * axis + (part,)], fill, inside)
 
 
-def _of_block(values: NDArray[Any], fill: Any, scratch: Floats) -> Moments:
-    outer, groups, inner = values.shape
-    nan = np.zeros(groups, np.int64)
-    if inner == 1 and groups > _FEW:
-        x, over = scratch.reshape(outer, groups), 0
-        np.copyto(x, values[:, :, 0])
-    else:
-        x, over = scratch.reshape(groups, outer * inner), 1
-        np.copyto(x.reshape(groups, outer, inner), values.swapaxes(0, 1))
-    fills = nan if fill is None else _counts(x == np.float64(fill), over)
-    sums, count = x.sum(axis=over), np.full(groups, outer * inner)
-    low, high = x.min(axis=over), x.max(axis=over)
-    if np.isnan(sums).any() and (is_nan := np.isnan(x)).any():
-        nan = _counts(is_nan, over)
-        count -= nan
-        low, high = (f.reduce(x, axis=over) for f in (np.fmin, np.fmax))
-        low[count == 0], high[count == 0] = np.inf, -np.inf
-        sums = x.sum(axis=over, where=~is_nan)
-    mean = sums / np.maximum(count, 1)
-    x -= mean if over == 0 else mean[:, np.newaxis]
-    if nan.any():
-        x[is_nan] = 0
-    np.multiply(x, x, out=x)
-    return Moments(count, nan, fills, mean, x.sum(axis=over), low, high)
-
-
-def _counts(flags: NDArray[np.bool_], over: int) -> Counts:
-    """Return ``flags.sum(axis=over)``; for few rows faster."""
-    if over == 1:
-        return np.array([np.count_nonzero(row) for row in flags])
-    return np.asarray(flags.sum(axis=over))
+def _of_block(values: NDArray[Any], fill: Any) -> Moments:
+    x = np.array(values.swapaxes(0, 1), np.float64, order="C").reshape(values.shape[1], -1)
+    is_nan, fills = np.isnan(x), np.zeros(len(x), np.int64)
+    nan = is_nan.sum(axis=1)
+    count = x.shape[1] - nan
+    if fill is not None:
+        fills = (x == np.float64(fill)).sum(axis=1)
+    low = x.min(axis=1, where=~is_nan, initial=np.inf)
+    high = x.max(axis=1, where=~is_nan, initial=-np.inf)
+    mean = x.sum(axis=1, where=~is_nan) / np.maximum(count, 1)
+    x -= mean[:, np.newaxis]
+    squares = np.square(x, out=x).sum(axis=1, where=~is_nan)
+    return Moments(count, nan, fills, mean, squares, low, high)
 
 
 def moments_of_rows(rows: Csr, *, by_column: bool) -> Moments:

@@ -67,8 +67,8 @@ def statistics(
         of each color; of sparse rows, of each column). ``"feature"``: of each element of a row.
         None: of all values together.
     quantiles
-        The shares of values below each quantile. Up to about a million values per channel are
-        sorted; of more, a uniform sample is, and `FieldStatistics.quantile_error` bounds the error.
+        The shares of values below each quantile. Up to 262,144 values per channel are sorted; of
+        more, a uniform sample is, and `FieldStatistics.quantile_error` bounds the error.
     progress
         Called after each batch with the number of samples read so far, and of all.
 
@@ -96,7 +96,9 @@ def statistics(
         samples, nbytes = opened.num_samples, opened.nbytes
         setup = opened._engine.setup
         summaries = {
-            name: FieldSummary(kind, opened.layouts[name], setup.transforms[name], per, samples)
+            name: FieldSummary(
+                kind, opened.layouts[name], setup.transforms[name], per, quantiles, samples
+            )
             for name, kind in setup.kinds.items()
         }
         files = tuple(printable(str(path)) for path in opened.config.files)
@@ -114,7 +116,7 @@ def statistics(
             done += batch.index.size
             if progress is not None:
                 progress(done, samples)
-    several = {name: one.result(quantiles) for name, one in summaries.items()}
+    several = {name: one.result() for name, one in summaries.items()}
     return Statistics(several, files, samples)
 
 

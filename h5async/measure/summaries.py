@@ -25,9 +25,11 @@ from h5async.samples.ragged import Images, Ragged
 from h5async.samples.sparse import Csr
 
 _MOST_CLASSES = 1 << 16
-_MOST_SORTED_GROUPS = 1 << 12
-_KEPT_VALUES = 1 << 24  # for quantiles, of all groups of a field
-_KEPT_OF_GROUP = 1 << 20
+_MOST_SORTED_GROUPS = 1 << 10
+_KEPT_VALUES = (
+    1 << 22
+)  # for quantiles, of all groups of a field: more would take longer than reading
+_KEPT_OF_GROUP = 1 << 18
 _UNLIKELY = 0.01  # that a quantile is farther off than stated
 _DECODED_PER_BYTE = 10  # values, of an encoded image or recording, about
 
@@ -59,9 +61,10 @@ class FieldSummary:
         layout: DatasetLayout,
         transform: RowTransform,
         per: Per,
+        quantiles: Sequence[float],
         samples: int,
     ) -> None:
-        self._kind, self._per = kind, per
+        self._kind, self._per, self._quantiles = kind, per, quantiles
         of_row = transform.of_one_row
         self._axis = kind.channel_axis(of_row)
         self._dimension = _dimension(kind, layout, of_row) if per == "channel" else None
@@ -139,7 +142,7 @@ class FieldSummary:
         return grouped[at // max(1, inner), :, at % max(1, inner)]
 
     def _rate(self, groups: int) -> float:
-        if groups > _MOST_SORTED_GROUPS:
+        if groups > _MOST_SORTED_GROUPS or not self._quantiles:
             return 0.0
         wanted = min(_KEPT_OF_GROUP, _KEPT_VALUES // max(1, groups))
         return wanted * groups / max(1.0, self._values)
@@ -171,7 +174,7 @@ class FieldSummary:
             if len(total.classes) > _MOST_CLASSES:
                 total.classes, self._has_too_many_classes = Counter(), True
 
-    def result(self, quantiles: Sequence[float]) -> FieldStatistics:
+    def result(self) -> FieldStatistics:
         """Return the statistics."""
         moments, lengths, row = self._total.moments, self._total.lengths, self._total.row
         names = self._kind.categories.names if self._kind.categories is not None else None
@@ -183,7 +186,7 @@ class FieldSummary:
             found |= {"per": self._per, "channel_dim": self._dimension} | _numbers(moments, shape)
             if self._fill is not None:
                 found["fill"] = moments.fill.reshape(shape)
-            found |= self._quantiles(quantiles, groups, shape)
+            found |= self._sorted(groups, shape)
         if lengths is not None:
             found["lengths"] = {n: a.item() for n, a in _numbers(lengths, ()).items() if n != "nan"}
         classes = self._total.classes
@@ -199,11 +202,9 @@ class FieldSummary:
                 found["nan"] = np.array(missing)
         return FieldStatistics(**found)
 
-    def _quantiles(
-        self, quantiles: Sequence[float], groups: int, shape: tuple[int, ...]
-    ) -> dict[str, Any]:
-        rate = self._rate(groups)
-        if not self._kept or not rate or not quantiles:
+    def _sorted(self, groups: int, shape: tuple[int, ...]) -> dict[str, Any]:
+        rate, quantiles = self._rate(groups), self._quantiles
+        if not self._kept or not rate:
             return {}
         kept = np.concatenate(self._kept)
         function = np.nanquantile if np.isnan(kept).any() else np.quantile

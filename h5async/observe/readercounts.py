@@ -101,6 +101,7 @@ class _Moment(NamedTuple):
 
     batches: int = 0
     samples: int = 0
+    skipped: int = 0
     nbytes: int = 0
     used: Used = Used()  # bytes that these samples need, each read and decoded once
     waits: WaitTotals = WaitTotals()
@@ -147,7 +148,7 @@ class ReaderCounts:
         self.upload_times = StageTimes()
         self.last: tuple[int, int] | None = None  # epoch and number of the last batch of an epoch
         self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
-        self._batches = 0
+        self._batches = self._skipped = 0
         self._ragged = [one for one in self._sizes if one is not None]
         self._counted = dict.fromkeys([None, *self._ragged], 0)  # samples, and rows
         self._reader = object()
@@ -159,11 +160,17 @@ class ReaderCounts:
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
-    def note(self, index: NDArray[np.int64]) -> None:
-        """Count the samples of a delivered batch."""
+    def note_skipped(self, skipped: int) -> None:
+        """Count samples that were left out of a batch."""
+        with self._lock:
+            self._skipped += skipped
+
+    def note(self, index: NDArray[np.int64], skipped: int) -> None:
+        """Count the samples of a delivered batch, and those that were left out of it."""
         counts = [(rows, int(rows.lengths(index).sum())) for rows in self._ragged]
         with self._lock:
             self._batches += 1
+            self._skipped += skipped
             self._counted[None] += index.size
             for rows, count in counts:
                 self._counted[rows] += count
@@ -252,7 +259,8 @@ class ReaderCounts:
             count = self._counted[rows]
             nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
         samples, waits = self._counted[None], self.waits.totals
-        return _Moment(self._batches, samples, nbytes, used, waits, work, self._reader)
+        counts = self._batches, samples, self._skipped, nbytes
+        return _Moment(*counts, used, waits, work, self._reader)
 
     def _span_since(self, since: ReaderStats | None, now: _Moment) -> _Span:
         if since is None:
@@ -308,6 +316,7 @@ class ReaderCounts:
         return ReaderStats(
             batches=batches,
             samples=end.samples - begin.samples,
+            skipped=end.skipped - begin.skipped,
             nbytes=end.nbytes - begin.nbytes,
             elapsed_seconds=end.waits.elapsed_seconds - begin.waits.elapsed_seconds,
             wait_seconds=max(0.0, end.waits.seconds - begin.waits.seconds),

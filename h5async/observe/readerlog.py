@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.core.binding import why_no_core
+from h5async.errors import Skipped
 from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout
 from h5async.spelling import printable
@@ -90,6 +91,14 @@ def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
                 " and offsets_kind: there is one more offset than samples, and one end or length"
                 " per sample"
             )
+
+
+def log_skipped(config: ReaderConfig, files: Sequence[Skipped]) -> None:
+    """Log the files that were left out."""
+    if files:
+        several = "; ".join(one.reason for one in files)
+        text = f"{paths_text(config.hdf5_path)}: {len(files):,} other files were left out"
+        _warn_once(f'{text} (on_error="skip"): {several}')
 
 
 def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:

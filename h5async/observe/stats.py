@@ -89,12 +89,17 @@ class ReaderStats:
         Where rows are kept for later epochs, and how many; or why they are not.
     decode
         Where chunks are decoded, ``"host"`` or ``"device"``, and why.
+    open_seconds
+        Time that making the reader took: opening the files, taking memory, starting threads; with
+        helper processes, also their start, in which each imports NumPy and h5py.
     num_threads, workers
         Threads of the pool (0: the consumer does the work), and the option `workers`.
     filters
         Names of the filters of all fields.
     broken_images
         Images that were replaced because they cannot be decoded; see `ImageField`.
+    skipped
+        Damaged samples that were left out of batches, with ``on_error="skip"``.
     epoch
         The requested epoch; None means all.
     first_batch
@@ -134,6 +139,8 @@ class ReaderStats:
     cache: str = "none"
     decode: str = "host"
     broken_images: int = 0
+    skipped: int = 0
+    open_seconds: float = 0.0
     decoded_nbytes: int = 0
     decoded_per_used: float = 0.0
     read_per_used: float = 0.0
@@ -189,7 +196,12 @@ class ReaderStats:
 
     @property
     def _amount(self) -> str:
-        return f"{counted(self.batches, 'batch', 'batches')}, {counted(self.samples, 'sample')}"
+        left_out = f" ({self.skipped:,} more skipped)" if self.skipped else ""
+        batches, samples = (
+            counted(self.batches, "batch", "batches"),
+            counted(self.samples, "sample"),
+        )
+        return f"{batches}, {samples}{left_out}"
 
     def __str__(self) -> str:
         return spelled(loop_sentence(self), as_keyword)

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.config.files import FileName, is_index
-from h5async.errors import ConfigError, DatasetError, taking_memory
+from h5async.errors import (
+    ConfigError,
+    DamagedError,
+    DatasetError,
+    ReadError,
+    Skipped,
+    taking_memory,
+)
 from h5async.index.composition import aligned
 from h5async.index.contents import Grouping
 from h5async.index.hdf5 import OtherKindError
@@ -48,13 +55,15 @@ class OpenedDataset(NamedTuple):
     """An open dataset.
 
     `config` is the options with the kinds of all fields; `layouts` are by column name, in order;
-    `kinds` are by field name; so are the `static` values of the whole dataset.
+    `kinds` are by field name; so are the `static` values of the whole dataset. The files `skipped`
+    were left out.
     """
 
     config: ReaderConfig
     layouts: dict[str, DatasetLayout]
     kinds: dict[str, FieldKind]
     static: dict[str, Any]
+    skipped: tuple[Skipped, ...] = ()
 
 
 def open_dataset(config: ReaderConfig) -> OpenedDataset:
@@ -62,9 +71,27 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
     Raises as in `AsyncReader`.
     """
-    fields = {name: field.normalized(name) for name, field in config.batch_fields.items()}
-    if any(one is not config.batch_fields[name] for name, one in fields.items()):
+    given = config.batch_fields | config.static_fields
+    fields = {name: field.normalized(name) for name, field in given.items()}
+    if any(one is not given[name] for name, one in fields.items()):
         config = config.model_copy(update={"fields": fields})
+    if config.on_error == "raise" or config.names_index:
+        return _open(config, None)
+    files, failed = config.files, dict[FileName, Exception]()
+    for file in files:  # the first good one says what the fields are
+        try:
+            _open(config.model_copy(update={"hdf5_path": file, "index_cache": False}), None)
+            break
+        except (DamagedError, DatasetError) as error:
+            failed[file] = error
+            if len(failed) == len(files):
+                raise failed[files[0]] from None
+    left = tuple(file for file in files if file not in failed)
+    return _open(config.model_copy(update={"hdf5_path": left}), failed)
+
+
+def _open(config: ReaderConfig, failed: dict[FileName, Exception] | None) -> OpenedDataset:
+    """Open a dataset; files that cannot be read are added to `failed`, if given, and left out."""
     reach = reach_of(config)
     grouping = grouping_of(config, reach)
     indices: dict[FileName, NamedIndex] = {
@@ -74,14 +101,14 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
     try:
         if not indices and not any(kind.is_ragged for kind in kinds.values()):
             try:
-                return _open_kinds(config, kinds, reach, grouping, indices)
+                return _open_kinds(config, kinds, reach, grouping, indices, failed)
             except OtherKindError:  # the kinds were not given
                 found, kinds = with_kinds(config, reach, grouping, indices)
                 if found is config:
                     raise
         else:
             found, kinds = with_kinds(config, reach, grouping, indices)
-        return _open_kinds(found, kinds, reach, grouping, indices)
+        return _open_kinds(found, kinds, reach, grouping, indices, failed)
     except DatasetError as error:
         other = unlike(config, reach, grouping)
         if other is None:
@@ -95,13 +122,22 @@ def _open_kinds(
     reach: Reach,
     grouping: Grouping | None,
     indices: Mapping[FileName, NamedIndex],
+    failed: dict[FileName, Exception] | None,
 ) -> OpenedDataset:
     """Open a dataset whose fields are of these kinds; `OtherKindError` if one is not."""
     _check_ragged(config, kinds)
     needs = needs_of(kinds, grouping, config)
 
     def read(path: FileName, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
-        return read_known(path, {name: needs[name] for name in names}, reach, grouping)
+        try:
+            return read_known(path, {name: needs[name] for name in names}, reach, grouping)
+        except (DamagedError, DatasetError) as error:
+            if isinstance(error, ReadError):
+                error.filename = error.filename or str(path)
+            if failed is None or isinstance(error, OtherKindError):
+                raise
+            failed[path] = error
+            return {}
 
     wanted = {name: need.wanted for name, need in needs.items()}
     several = known_of_files(config.files, wanted, read, reach, config.index_cache, indices)
@@ -110,8 +146,16 @@ def _open_kinds(
     facts: dict[str, list[DatasetLayout]] = {name: [] for name in needs}
     tell = on_indexed.get()
     for number, known in enumerate(several, 1):
+        if not known:  # it was left out
+            continue
         layouts = aligned({name: known[name] for name in columns if name not in once})
-        _check_lengths(layouts)
+        try:
+            _check_lengths(layouts)
+        except DatasetError as error:
+            if failed is None:
+                raise
+            failed[config.files[number - 1]] = error
+            continue
         for name, layout in (known | layouts).items():
             facts[name].append(layout)
         if number == 1 < len(config.files) and not indices:
@@ -131,9 +175,13 @@ def _open_kinds(
             ' supported; set cache="host"'
         )
     _check_lengths({name: joined[name] for name in columns if name not in once})
+    if failed:
+        files = tuple(file for file in config.files if file not in failed)
+        config = config.model_copy(update={"hdf5_path": files})
     layouts = with_rows_of_samples(config, joined, once, facts)
     static = static_values(config.static_fields, facts, reach)
-    return OpenedDataset(config, layouts, kinds, static)
+    skipped = (Skipped(str(file), None, None, str(one)) for file, one in (failed or {}).items())
+    return OpenedDataset(config, layouts, kinds, static, tuple(skipped))
 
 
 def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:

@@ -41,6 +41,7 @@ from h5async.io.stores import absolute_name, settled_stamp
 from h5async.opening.filevalues import categories_of, column_at, small_values
 from h5async.opening.oncefields import read_once, wanted_once
 from h5async.opening.raggedcolumns import heap_layout, sparse_rows, with_spans
+from h5async.read.whole import read_whole
 from h5async.samples.assembly import field_kinds
 from h5async.samples.fieldkind import (
     CATEGORIES,
@@ -83,12 +84,13 @@ def needs_of(
     found: dict[str, Need] = {}
     groups = "" if grouping is None else str(grouping)
     for name, kind in (*kinds.items(), *field_kinds(config.static_fields).items()):
-        if kind.field.per is not None:
-            found[name] = Need(kind, wanted_once(kind.field, config, groups))
-            continue
         several = {name: Wanted.of(kind.field)} | kind.facts()
+        once = None if kind.field.per is None else wanted_once(kind.field, config, groups)
         for at, wanted in several.items():
-            found[at] = Need(kind, wanted._replace(groups=groups))
+            own = wanted._replace(groups=groups)
+            if once is not None:  # its values, or codes that are made of them
+                own = once._replace(kind=f"{once.kind} {wanted.kind}".rstrip())
+            found[at] = Need(kind, own)
     return found
 
 
@@ -116,7 +118,7 @@ def read_known(
         found |= read_layouts(path, plain, reach, grouping, may_be_codes=has_codes)
     once = {name: need.wanted for name, need in needs.items() if need.kind.field.per is not None}
     if once:
-        found |= read_once(path, once, reach, grouping)
+        found |= _read_once(path, once, reach, grouping)
     rest = {n: need for n, need in needs.items() if need.wanted.kind and n not in once}
     if not rest:
         return found
@@ -192,11 +194,39 @@ def _read_labels(
     return found
 
 
+def _read_once(
+    path: FileName, needs: Mapping[str, Wanted], reach: Reach, grouping: Grouping | None
+) -> dict[str, DatasetLayout]:
+    """Read what sequences or files have once: values, or codes of values."""
+    plain = {
+        name: wanted._replace(kind=wanted.kind.partition(" ")[0]) for name, wanted in needs.items()
+    }
+    found = read_once(path, plain, reach, grouping)
+    for name, wanted in needs.items():
+        _, mark, labels = wanted.kind.partition(" ")
+        if mark:
+            kind, _, names_at = labels.partition(" ")
+            values = read_whole(found[name], reach)
+            found[name] = _codes(path, wanted.path, values, names_at, reach)[kind]
+    return found
+
+
 def _labels(
     path: FileName, prefixes: Sequence[str], at: str, names_at: str, reach: Reach
 ) -> dict[str, DatasetLayout]:
     several = [small_values(path, prefix + at, _MOST_NAMES, reach) for prefix in prefixes]
-    values, where = np.concatenate(several), f'{path}: dataset "{at}"'
+    found = _codes(path, at, np.concatenate(several), names_at, reach)
+    if prefixes != [""]:
+        held = np.array([one.size for one in several], np.int64)
+        found[LABELS] = found[LABELS].changed(sequences=SequenceLengths(held, held))
+    return found
+
+
+def _codes(
+    path: FileName, at: str, values: NDArray[Any], names_at: str, reach: Reach
+) -> dict[str, DatasetLayout]:
+    """Return values as codes, and what these stand for."""
+    where = f'{path}: dataset "{at}"'
     if values.dtype.kind not in "biuSUO":
         raise DatasetError(
             f"{where} holds {values.dtype}; categories are made of strings, integers or bools"
@@ -219,16 +249,12 @@ def _labels(
         codes = np.array([position[name] for name in names], np.int64)[codes]
         names = given
     narrow = codes.astype(np.min_scalar_type(-max(1, len(names))))
-    layout = _in_memory(path, at, narrow, reach)
-    if prefixes != [""]:
-        held = np.array([one.size for one in several], np.int64)
-        layout = layout.changed(sequences=SequenceLengths(held, held))
     of_names = (
         _texts_layout(path, at, names, reach)
         if any(isinstance(name, str) for name in names)
         else _in_memory(path, at, np.array(names), reach)
     )
-    return {LABELS: layout, LABEL_NAMES: of_names}
+    return {LABELS: _in_memory(path, at, narrow, reach), LABEL_NAMES: of_names}
 
 
 def _flat_layout(name: str, at: str, path: FileName, reach: Reach) -> DatasetLayout:

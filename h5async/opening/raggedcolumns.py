@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.core.structures import NOWHERE
-from h5async.errors import DatasetError, ReadError
+from h5async.errors import DatasetError, failed_read
 from h5async.index.composition import with_lengths
 from h5async.index.datasettable import table_of
 from h5async.index.groupfields import SparseGroup, row_offsets, sparse_group
@@ -79,7 +79,7 @@ def _elements_by_h5py(
             try:
                 objects = dataset[first : first + _OBJECTS]
             except OSError as error:
-                raise ReadError(f"{where}: {error}") from error
+                raise failed_read(f"{where}: {error}", error, layout.file, layout.path) from error
             length[first : first + _OBJECTS] = [len(one) for one in objects]
     total = int(length.sum(dtype=np.int64))
     elements = Sequences(form, where, length, np.full(length.size, NOWHERE, np.int64), total)
@@ -90,19 +90,11 @@ def _with_heaps(layout: DatasetLayout, heaps: Sequence[HeapFile]) -> DatasetLayo
     """Return the layout of the values of elements, by that of their references."""
     dtype = heaps[0].elements.form.dtype
     base, inner = dtype.subdtype or (dtype, ())
-    found = layout.changed(
+    found = layout.without_place(
+        "heap",
         shape=(sum(heap.elements.total for heap in heaps), *inner),
         dtype=base,
-        storage="heap",
         fill=np.zeros((), base),
-        offset=-1,
-        chunk_shape=(),
-        filters=(),
-        chunks=None,
-        values=None,
-        segments=None,
-        datasets=(),
-        sources=(),
         indexed=None,
     )
     return with_lengths(found, np.concatenate([heap.elements.length for heap in heaps]), heaps)

@@ -89,6 +89,10 @@ class SpanRows:
         """Return the runs of a batch: its samples."""
         return samples
 
+    def having(self, runs: Int64s, samples: Int64s) -> Int64s:
+        """Return the positions in a batch of the samples that have any of its runs, by number."""
+        return runs
+
     def lengths(self, samples: Int64s) -> Int64s:
         """Return the number of rows of each sample."""
         return self._starts[samples + 1] - self._starts[samples]
@@ -202,6 +206,10 @@ class StepSpans(SpanRows):
         if runs.size and runs[0] == NO_ROW:
             return runs[1:], places - 1
         return runs, places
+
+    def having(self, runs: Int64s, samples: Int64s) -> Int64s:
+        """Return the positions in a batch of the samples that have any of its runs."""
+        return np.flatnonzero(np.isin(self.places(samples)[1], runs).any(axis=1))
 
     def lengths(self, samples: Int64s) -> Int64s:
         """Return the number of rows of each sample, all steps together."""

@@ -44,9 +44,9 @@ _FOUND = "was changed while the reader was made, of which helper processes have 
 class HelperFiller(Workers):
     """Fills slots in the threads of helper processes. Thread-safe.
 
-    Made in the thread that opens the reader. `open` starts the helpers, which open the dataset;
-    `start` has them fill slots in `shared`, memory that the helpers map too. Each of `supervisors`
-    keeps a helper alive.
+    Made in the thread that opens the reader. `begin` starts the helpers, and `open` waits until
+    they have opened the dataset; `start` has them fill slots in `shared`, memory that they map too.
+    Each of `supervisors` keeps a helper alive.
 
     `ConfigError` is raised if `postprocess` cannot be sent, or there is no Python interpreter to
     start, and `ReadError` if the system gives no shared memory.
@@ -88,15 +88,21 @@ class HelperFiller(Workers):
         """How each field is read, in field order, after `start`."""
         return self.supervisors[0].methods
 
+    def begin(self) -> None:
+        """Start the helpers, each of which opens the dataset.
+
+        `ReadError` is raised if the system gives no more threads.
+        """
+        several = enumerate(self.supervisors)
+        self._start({f"helper_{number}": one.run for number, one in several}, self._what)
+
     def open(self) -> Opened:
-        """Start the helpers, each of which opens the dataset; return what they found.
+        """Wait until the helpers have opened the dataset; return what they found.
 
         Raises as `AsyncReader` does; `ReadError` if opening the files kills a helper process, or
         they found different files; `BatchTimeoutError` if that takes longer than both the option
         ``timeout`` and a minute.
         """
-        several = enumerate(self.supervisors)
-        self._start({f"helper_{number}": one.run for number, one in several}, self._what)
         first = None
         for supervisor in self.supervisors:
             opened = supervisor.await_opened(self._config.timeout)

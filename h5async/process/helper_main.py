@@ -199,6 +199,7 @@ class _Helper:
             outcome.busy_seconds,
             outcome.warnings,
             outcome.names,
+            outcome.skipped,
             self._filler.stats(),
             self._filler.recorded(),
         )
@@ -214,7 +215,7 @@ def _told(opened: OpenedDataset, chosen: Chosen) -> Opened:
         name: layout.changed(heaps=tuple(one._replace(elements=None) for one in layout.heaps))
         for name, layout in opened.layouts.items()
     }
-    return Opened(layouts, chosen, opened.kinds, opened.static)
+    return Opened(layouts, chosen, opened.kinds, opened.static, opened.skipped)
 
 
 def _give_up(error: BaseException) -> None:

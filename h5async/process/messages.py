@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import cloudpickle  # type: ignore[import-untyped]
 
 from h5async import errors
-from h5async.errors import H5AsyncError, ReadError
+from h5async.errors import H5AsyncError, ReadError, Skipped
 from h5async.fill.outcomes import FillerStats, Recorded
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout, HeapFile
@@ -57,6 +57,7 @@ class Opened(NamedTuple):
     chosen: Chosen
     kinds: dict[str, FieldKind]  # of the fields, by name
     static: dict[str, Any]  # of the whole dataset, by field
+    skipped: tuple[Skipped, ...] = ()  # files
 
     def check_same(self, now: Opened, found: str = _FOUND) -> None:
         """Raise ReadError if a new helper found other files or samples than the first one.
@@ -163,7 +164,7 @@ class SentField(NamedTuple):
 class Answer(NamedTuple):
     """The outcome of a request; with `stats` of the helper's filler so far.
 
-    `is_resident`, `busy_seconds`, `warnings` and `names` are those of `FillOutcome`.
+    `is_resident`, `busy_seconds`, `warnings`, `names` and `skipped` are those of `FillOutcome`.
     """
 
     request: tuple[Any, ...]  # the `FillRequest`
@@ -175,6 +176,7 @@ class Answer(NamedTuple):
     busy_seconds: float
     warnings: tuple[str, ...]
     names: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
     stats: FillerStats
     recorded: Sequence[Recorded] = ()  # since the last answer
 

@@ -309,7 +309,7 @@ class Supervisor:
         except BaseException as raised:
             error = raised
         done = answer.is_resident, answer.busy_seconds, answer.warnings, answer.names
-        self._on_done(request, FillOutcome(index, arrays, error, *done))
+        self._on_done(request, FillOutcome(index, arrays, error, *done, answer.skipped))
         del error  # its traceback may have this frame
 
     def _keep(self, several: Sequence[Recorded]) -> None:

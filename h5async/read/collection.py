@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
 from h5async.core.structures import IO_MODES, REFUSED, Event
-from h5async.errors import ReaderClosedError, ReadError
+from h5async.errors import DamagedError, ReaderClosedError, ReadError
 from h5async.index.extents import SourceFile
 from h5async.index.shapes import Kind
 from h5async.io.localfiles import FileEventError, LocalFile, LocalFiles
@@ -27,7 +27,15 @@ from h5async.io.stamps import FileStamp
 from h5async.order.rows import numbers_in
 from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
-from h5async.read.failures import Chunk, Extent, Reason, error_of, error_of_element, find_chunk
+from h5async.read.failures import (
+    Chunk,
+    Extent,
+    Place,
+    Reason,
+    error_of,
+    error_of_element,
+    find_chunk,
+)
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 
@@ -179,29 +187,40 @@ class Collection:
         return np.flatnonzero((items["status"] == REFUSED) & (items["kind"] != Kind.LEFT))
 
     def read_again(
-        self, batch: SlotBatch, files: Callable[[SourceFile], LocalFiles], scratch: Scratch
+        self,
+        batch: SlotBatch,
+        files: Callable[[SourceFile], LocalFiles],
+        scratch: Scratch,
+        damage: list[DamagedError] | None = None,
     ) -> None:
         """Read refused items from files that are checked, and opened in Python.
 
         `files` returns what opens a source, and reads it again if it was changed. `ReadError` is
         raised if something cannot be read or decoded; it names file, dataset and chunk or sample.
-        `ReaderClosedError` is raised if the items are no longer wanted.
+        What is damaged is added to `damage` instead, if given. `ReaderClosedError` is raised if the
+        items are no longer wanted.
         """
         refused = self.refused(batch)
         sources = self._items(batch)["source"][refused]
         for number in np.unique(sources).tolist():
             source, numbers = self.tables.files[number], refused[sources == number].tolist()
-            work = partial(self._read_again, batch, numbers, scratch)
+            found: list[DamagedError] | None = None if damage is None else []
+            work = partial(self._read_again, batch, numbers, scratch, found)
             files(source).read(source.path, source.stamp, work)
+            if damage is not None:
+                damage += found or ()
 
     def _read_again(
         self,
         batch: SlotBatch,
         numbers: Sequence[int],
         scratch: Scratch,
+        damage: list[DamagedError] | None,
         file: LocalFile,
         stamp: FileStamp,
     ) -> bool:
+        if damage is not None:
+            damage.clear()  # the file has changed since
         mapped = file.map_address or None, file.map_nbytes
         opened = self._core.File(file.descriptor, IO_MODES[file.io], *mapped, *stamp)
         if file.has_swmr_writer:
@@ -212,12 +231,23 @@ class Collection:
             failure = scratch.worker(self._core).struct.failure
             if failure.reason == Reason.ABOVE_LIMIT:
                 continue  # reported when they are delivered
-            item = self._items(batch)[number]
-            layout = self.tables.layouts[item["field"]]
-            if item["kind"] == Kind.HEAP:
-                begin = self.tables.of_fields[item["field"]].layers[item["layer"]].begin
-                where = layout.heaps[begin[item["segment"]]].elements.where
-                raise error_of_element(failure, file, opened, where)
+            error = self._error_of(batch, number, scratch, file, opened)
+            if isinstance(error, DamagedError) and damage is not None and stamp.nbytes >= 0:
+                damage.append(error)
+            elif error is not None:
+                raise error
+        return False
+
+    def _error_of(
+        self, batch: SlotBatch, number: int, scratch: Scratch, file: LocalFile, opened: Any
+    ) -> ReadError | None:
+        """Return why an item could not be read; None if it was now, as its chunk is short."""
+        failure, item = scratch.worker(self._core).struct.failure, self._items(batch)[number]
+        layout = self.tables.layouts[item["field"]]
+        if item["kind"] == Kind.HEAP:
+            begin = self.tables.of_fields[item["field"]].layers[item["layer"]].begin
+            error = error_of_element(failure, file, opened, layout.heaps[begin[item["segment"]]])
+        else:
             extent = self._extent_of(batch, item, failure.extent)
             found = find_chunk(layout, file.path, extent)
             may_be_short = failure.reason in (Reason.WRONG_SIZE, Reason.DAMAGED)
@@ -227,9 +257,20 @@ class Collection:
                 if needed < found.layout.chunk_nbytes and self._reads_again(
                     batch, number, scratch, opened, needed
                 ):
-                    continue
-            raise error_of(failure, file, opened, extent, found)
-        return False
+                    return None
+            error = error_of(failure, file, opened, extent, found)
+        if isinstance(error, DamagedError):
+            error.place = self._place_of(batch, item, failure.extent)
+        return error
+
+    def _place_of(self, batch: SlotBatch, item: Any, element: int) -> Place:
+        """Return the rows of an item, or the run that is an element of it."""
+        plan, field = self.planned(batch), int(item["field"])
+        runs = slice(item["first_run"], item["first_run"] + item["num_runs"])
+        if item["kind"] == Kind.HEAP:
+            is_it = plan.run_local[runs] == element
+            return Place(field, plan.run_length[runs][is_it], are_runs=True)
+        return Place(field, numbers_in(plan.run_position[runs], plan.run_length[runs]))
 
     def _reads_again(
         self, batch: SlotBatch, number: int, scratch: Scratch, opened: Any, least_nbytes: int = 0

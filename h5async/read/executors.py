@@ -14,6 +14,7 @@ from typing import Literal
 
 from h5async.core.binding import Core, load_core
 from h5async.core.structures import MAX_RANK
+from h5async.errors import DamagedError
 from h5async.index.changes import FileChanges
 from h5async.index.datasettable import kinds_of
 from h5async.index.extents import SourceFile
@@ -136,10 +137,12 @@ class Executors:
         """Return what reads each field through h5py."""
         return [H5pyRows(layout, self._fallback) for layout in self.layouts]
 
-    def read_again(self, batch: SlotBatch, scratch: Scratch) -> None:
+    def read_again(
+        self, batch: SlotBatch, scratch: Scratch, damage: list[DamagedError] | None = None
+    ) -> None:
         """Read items that the core has refused; see `Collection.read_again`."""
         for collection in self._collections:
-            collection.read_again(batch, self._files_of, scratch)
+            collection.read_again(batch, self._files_of, scratch, damage)
 
     def _files_of(self, source: SourceFile) -> LocalFiles:
         return self._heap_files if source.is_heap else self._files

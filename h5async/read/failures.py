@@ -11,10 +11,11 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
-from h5async.errors import ReadError
-from h5async.index.layout import DatasetLayout
+from h5async.errors import DamagedError, ReadError
+from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.variablelength import DAMAGED as DAMAGED_HEAP
 from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp
@@ -46,6 +47,14 @@ _HEAPS = {
     15: "has no object {found}",
     16: "has {found} bytes in object {filter}, instead of {expected}",
 }
+
+
+class Place(NamedTuple):
+    """Rows of a field in the memory of a batch; if they `are_runs`, runs of rows, by number."""
+
+    field: int
+    rows: NDArray[np.int64]
+    are_runs: bool = False
 
 
 class Extent(NamedTuple):
@@ -89,24 +98,30 @@ def error_of(
     found: Chunk | DatasetLayout | None,
 ) -> ReadError:
     """Return the error of an item in a chunk, or in contiguous rows."""
-    reason, what = failure.reason, _unreadable(file, opened, extent)
+    reason, what, kind = failure.reason, _unreadable(file, opened, extent), ReadError
     filters = found.layout.filters if isinstance(found, Chunk) else ()
     if reason in (Reason.WRONG_SIZE, Reason.DAMAGED, Reason.NO_ROOM):
         what = decoding_error(failure, filters) + DAMAGED
+        kind = ReadError if reason == Reason.NO_ROOM else DamagedError
     elif reason == Reason.NOT_MAPPED:
         what = f"{file.path}: a page of its memory map cannot be read"
     if not isinstance(found, Chunk):
-        of_which = "" if found is None else f'dataset "{found.path}"'
+        of_which, dataset = "", None
+        if found is not None:
+            of_which, dataset = f'dataset "{found.path}"', found.path
         if extent.samples is not None:
             of_which += f", samples {extent.samples[0]} to {extent.samples[1]}"
-        return ReadError(f"{what} ({of_which.removeprefix(', ')})" if of_which else what)
+        text = f"{what} ({of_which.removeprefix(', ')})" if of_which else what
+        return kind(text, filename=file.path, dataset=dataset)
     layout, axis = found.layout, found.layout.sample_axis
     cell = np.unravel_index(found.number, layout.grid)
     corner = tuple(int(at) * size for at, size in zip(cell, layout.chunk_shape, strict=True))
     last = min(corner[axis] + layout.chunk_shape[axis], layout.num_samples) - 1
-    return ReadError(
+    return kind(
         f'{layout.file}: dataset "{layout.path}", chunk {corner} (samples {corner[axis]} to'
-        f" {last}), {extent.nbytes} bytes at byte {extent.offset}: {what}"
+        f" {last}), {extent.nbytes} bytes at byte {extent.offset}: {what}",
+        filename=layout.file,
+        dataset=layout.path,
     )
 
 
@@ -122,21 +137,22 @@ def decoding_error(failure: Any, filters: tuple[Filter, ...]) -> str:
     return f"expected at most {failure.expected} bytes, got {failure.found}"
 
 
-def error_of_element(failure: Any, file: LocalFile, opened: Any, where: str) -> ReadError:
-    """Return the error of an element of variable length; `where` names its dataset."""
-    where = f"{where}, element {failure.extent}"
-    if failure.reason == Reason.HEAP_NUL:
-        return ReadError(
-            f"{where}: the string has a NUL byte, where HDF5 would end it{DAMAGED_HEAP}"
-        )
+def error_of_element(failure: Any, file: LocalFile, opened: Any, heap: HeapFile) -> ReadError:
+    """Return the error of an element of variable length."""
+    where = f"{heap.elements.where}, element {failure.extent}"
+    kind: type[ReadError] = DamagedError
     words = _HEAPS.get(failure.reason)
-    if words is None:
-        return ReadError(f"{where}: {_unreadable(file, opened, Extent(-1, 0, None))}")
-    values = {name: getattr(failure, name) for name in ("expected", "found", "filter")}
-    return ReadError(
-        f"{where}: the heap collection at byte {failure.at}, where its values should lie,"
-        f" {words.format(**values)}{DAMAGED_HEAP}"
-    )
+    if failure.reason == Reason.HEAP_NUL:
+        what = f"the string has a NUL byte, where HDF5 would end it{DAMAGED_HEAP}"
+    elif words is None:
+        what, kind = _unreadable(file, opened, Extent(-1, 0, None)), ReadError
+    else:
+        values = {name: getattr(failure, name) for name in ("expected", "found", "filter")}
+        what = (
+            f"the heap collection at byte {failure.at}, where its values should lie,"
+            f" {words.format(**values)}{DAMAGED_HEAP}"
+        )
+    return kind(f"{where}: {what}", filename=heap.file, dataset=heap.path)
 
 
 def _unreadable(file: LocalFile, opened: Any, extent: Extent) -> str:

@@ -26,7 +26,14 @@ import numpy as np
 from h5async.codec.chunklengths import decoded_nbytes, unchecked
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import Core, address
-from h5async.errors import OutOfMemoryError, ReaderClosedError, ReadError, out_of_memory
+from h5async.errors import (
+    DamagedError,
+    OutOfMemoryError,
+    ReaderClosedError,
+    ReadError,
+    failed_read,
+    out_of_memory,
+)
 from h5async.index.changes import FileChanges
 from h5async.index.chunks import filters_of
 from h5async.index.chunktable import needed_nbytes
@@ -94,7 +101,8 @@ class FallbackReader:
         `work` reads them from the open dataset, and is called again if a file was changed
         meanwhile. `checks` run before; those of sources, which are checked whole, are removed.
         `ReadError` is raised if h5py cannot read, a chunk is damaged, or a file has changed; it
-        names file, dataset and samples.
+        names file, dataset and samples. If it is known which of the samples are damaged, its
+        `place` says it: int64, counted among them.
         """
         with scratch.timed("read_ns"), self._lock:
             scratch.require_open()  # it may have waited for others
@@ -113,16 +121,30 @@ class FallbackReader:
                         raise out_of_memory(f"{where}, read through h5py", error) from error
                     if self._changed_paths(layout) and not isinstance(error, ReadError):
                         continue
-                    lacks = "is missing" if self._core is None else "cannot take its rows"
-                    raise ReadError(
-                        f"{where}, samples {sample.min()} to {sample.max()}, read through h5py"
-                        f" ({layout.fallback_reason or f'the core {lacks}'}): {error}"
-                    ) from error
+                    raise self._error_of(layout, sample, where, error) from error
                 if not self._changed_paths(layout):
                     break
             else:  # it is written to all the time, but may hold what was indexed
                 self._check_files(layout)
             self.reads += 1
+
+    def _error_of(
+        self, layout: DatasetLayout, sample: Int64s, where: str, error: Exception
+    ) -> ReadError:
+        lacks = "is missing" if self._core is None else "cannot take its rows"
+        text = (
+            f"{where}, samples {sample.min()} to {sample.max()}, read through h5py"
+            f" ({layout.fallback_reason or f'the core {lacks}'}): {error}"
+        )
+        about = layout.file, layout.path
+        if isinstance(error, OSError) and not isinstance(error, ReadError):
+            return failed_read(text, error, *about)
+        kind = DamagedError if isinstance(error, _DamagedChunks | DamagedError) else ReadError
+        found = kind(text, filename=layout.file, dataset=layout.path)
+        if isinstance(error, _DamagedChunks) and isinstance(found, DamagedError):
+            length = layout.chunk_shape[layout.sample_axis]
+            found.place = np.flatnonzero(np.isin(sample // length, error.numbers))
+        return found
 
     def checks(self, layout: DatasetLayout) -> list[ChunkCheck]:
         """Return the checks of the chunks of a dataset, or of its sources."""
@@ -144,10 +166,15 @@ class FallbackReader:
     ) -> None:
         for check in list(checks):
             source = check.layout
-            needed = (sample, region) if source is layout else (_written(source), None)
-            check.run(self._file(source)[name_bytes(source.path)], *needed, require_open)
-            if source is not layout:
-                checks.remove(check)
+            dataset = self._file(source)[name_bytes(source.path)]
+            if source is layout:
+                check.run(dataset, sample, region, require_open)
+                continue
+            try:
+                check.run(dataset, _written(source), None, require_open)
+            except _DamagedChunks as error:  # which samples consist of them is not known
+                raise ValueError(str(error)) from error
+            checks.remove(check)
 
     def _dataset(self, layout: DatasetLayout) -> h5py.Dataset:
         """Open a dataset so that HDF5 finds the other files that were permitted, and no others."""
@@ -236,6 +263,12 @@ def _written(layout: DatasetLayout) -> Int64s:
     return number * layout.chunk_shape[axis]
 
 
+class _DamagedChunks(ValueError):
+    """The message is about the first; `numbers`, along the samples' dimension, are all of them."""
+
+    numbers: list[int]
+
+
 class ChunkCheck:
     """Finds chunks that do not decode to their full length; checks each once.
 
@@ -286,7 +319,7 @@ class ChunkCheck:
         """Check the chunks that hold a part of some samples, through the open dataset.
 
         `require_open` is called before each chunk, and raises if the rest is no longer wanted.
-        `ValueError` is raised if a chunk is damaged; the message names it.
+        `_DamagedChunks` is raised if any is damaged.
         """
         axis = self.layout.sample_axis
         numbers = set(np.unique(sample // self._chunk[axis]).tolist()) - self._checked
@@ -298,6 +331,7 @@ class ChunkCheck:
         # Filters that are not available, and that no chunk needed, were left out of the layout.
         stored = filters_of(dataset.id.get_create_plist())
         bits = [bit for bit, entry in enumerate(stored) if entry in self._filters]
+        damage: dict[int, _DamagedChunks] = {}
         for number in sorted(numbers):
             cells = [[number] if a == axis else some for a, some in enumerate(within)]
             for cell in itertools.product(*cells):
@@ -308,12 +342,20 @@ class ChunkCheck:
                 try:
                     self._check(dataset, corner, bits, scratch)
                 except (ValueError, OSError) as error:
+                    if isinstance(error, OSError) and error.errno is not None:
+                        raise  # the system could not read
                     at = f'{self.layout.file}: dataset "{self.layout.path}", chunk {corner}'
-                    raise ValueError(f"{at}: {error}{DAMAGED}") from error
+                    damage[number] = _DamagedChunks(f"{at}: {error}{DAMAGED}")
+                    damage[number].__cause__ = error
+                    break
                 if region is not None:
                     self._checked_cells.add(cell)
-            if region is None:
-                self._checked.add(number)
+            else:
+                if region is None:
+                    self._checked.add(number)
+        for first in damage.values():
+            first.numbers = list(damage)
+            raise first
 
     def _check(
         self, dataset: h5py.Dataset, corner: tuple[int, ...], bits: list[int], scratch: Scratch

@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import ReadError
+from h5async.errors import DamagedError
 from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.regions import cut_piece, part_shape
@@ -47,6 +47,7 @@ class H5pyRows:
         """Read the rows of a plan to `raw`, (batch, *raw_row), C-contiguous.
 
         `ReadError` is raised if they cannot be read or decoded; it names file, dataset and samples.
+        The `place` of a `DamagedError` has the rows of `raw`, if they are known.
         """
         layout, sample, rows = self._layout, plan.sample, plan.rows
         if plan.places is not None:
@@ -54,7 +55,7 @@ class H5pyRows:
         elif layout.heaps:
             self._read_elements(sample, rows, raw, scratch)
         elif layout.segments is None or layout.member:  # h5py itself takes a member of a compound
-            self._read(layout, None, sample, rows, raw, scratch)
+            self._read(layout, None, sample, rows, raw, scratch, rows)
         else:
             self._read_segments(sample, rows, raw, scratch)
 
@@ -66,14 +67,22 @@ class H5pyRows:
         rows: Int64s,
         raw: NDArray[Any],
         scratch: Scratch,
+        places: Int64s,
     ) -> None:
+        """Read samples to `rows` of some memory, from which they go to `places` of a batch."""
         if layout.values is not None:
             values = np.moveaxis(layout.values, layout.sample_axis, 0).view(layout.raw_dtype)
             raw[rows] = values[(slice(None), *(region or ()))][sample]
             return
         if id(layout) not in self._datasets:  # if two threads make one at once, one is lost
             self._datasets.setdefault(id(layout), DatasetRows(layout, self._reader))
-        self._datasets[id(layout)].read(sample, rows, raw, scratch, region)
+        try:
+            self._datasets[id(layout)].read(sample, rows, raw, scratch, region)
+        except DamagedError as error:
+            if error.place is None and sample.size == 1:
+                error.place = 0
+            error.place = None if error.place is None else np.atleast_1d(places[error.place])
+            raise
 
     def _read_segments(
         self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch
@@ -89,16 +98,16 @@ class H5pyRows:
             is_as_whole = piece.region is None and source.raw_dtype == layout.raw_dtype
             if is_as_whole or piece.member is not None:
                 # The shapes may differ in extents of 1.
-                read(row, rows[chosen], raw.reshape(len(raw), *part), scratch)
+                read(row, rows[chosen], raw.reshape(len(raw), *part), scratch, rows[chosen])
                 continue
             count = scratch_rows(source)
             for begin in range(0, row.size, count):
                 block = row[begin : begin + count]
                 found = np.empty((block.size, *part), source.raw_dtype)
-                read(block, np.arange(block.size), found, scratch)
+                goes_to = rows[chosen[begin : begin + count]]
+                read(block, np.arange(block.size), found, scratch, goes_to)
                 region: Any = piece.region or ()
                 shape = raw[(slice(0, block.size), *region)].shape
-                goes_to = rows[chosen[begin : begin + count]]
                 raw[(goes_to, *region)] = found.reshape(shape)
 
     def _read_parts(
@@ -119,7 +128,8 @@ class H5pyRows:
                     continue
                 dtype = layout.raw_dtype if piece.member is not None else source.raw_dtype
                 found = np.empty((1, *part_shape(source, own)), dtype)
-                self._read(source, own.source_region, at, np.zeros(1, np.intp), found, scratch)
+                first, goes_to = np.zeros(1, np.int64), np.array([row])
+                self._read(source, own.source_region, at, first, found, scratch, goes_to)
                 here = part[own.region or ...]
                 here[...] = found.reshape(here.shape)
             raw[row] = part[tuple(slice(None, None, -1 if n < 0 else 1) for n in place)]
@@ -171,7 +181,7 @@ def _copy_elements(
             why = f"expected {count} values, got {len(found)}"
             if elements.form.is_text:
                 why = "the string has a NUL byte, where HDF5 would end it"
-            raise ReadError(f"{elements.where}, element {number}: {why}{DAMAGED}")
+            raise DamagedError(f"{elements.where}, element {number}: {why}{DAMAGED}")
         # For numbers in the other byte order, h5py returns the bytes labelled as native.
         values = np.frombuffer(found.tobytes(), raw.dtype)
         raw[place : place + count] = values.reshape(count, *raw.shape[1:])
@@ -206,9 +216,13 @@ class DatasetRows:
         `raw` is (batch, *region), of the dataset's dtype (bool as uint8).
         """
         if self._is_one_sample:
-            sample = np.arange(self._layout.num_samples)
+            stored = np.arange(self._layout.num_samples)
             one = np.empty(self._layout.shape, raw.dtype)
-            self._read(None, sample, sample, one, scratch)
+            try:
+                self._read(None, stored, stored, one, scratch)
+            except DamagedError as error:
+                error.place = np.arange(sample.size)
+                raise
             raw[rows] = one[region or ...].reshape(raw.shape[1:])
         else:
             self._read(region, sample, rows, raw, scratch)

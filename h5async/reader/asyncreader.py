@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from h5async.config import ReaderConfig, check_timeout
 from h5async.config.files import paths_text
 from h5async.config.frozen import takes_options
-from h5async.errors import ConfigError, ReadError
+from h5async.errors import ConfigError, ReadError, Skipped
 from h5async.observe.stats import ReaderStats
 from h5async.observe.tracing import Trace
 from h5async.reader import lifetime  # noqa: F401  # registers exit and fork handlers
@@ -122,6 +122,15 @@ class AsyncReader:
         Arrays in host memory, read-only; a single string is a `str`.
         """
         return self._engine.setup.static
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """What ``on_error="skip"`` has left out so far: files, and samples of delivered batches.
+
+        Files are all there from the beginning. Each sample is there once, also if later epochs
+        leave it out again, and the first 10,000 of them; ``stats().skipped`` counts all.
+        """
+        return self._engine.delivery.skipped.listed
 
     @property
     def num_samples(self) -> int:
@@ -270,7 +279,8 @@ class AsyncReader:
         BatchTimeoutError
             If the batch is not ready in time; the next call continues to wait for it.
         ReadError, DeviceError, PostprocessError
-            If filling this batch failed; the next call returns the next batch.
+            If filling this batch failed; the next call returns the next batch. `DamagedError`, a
+            `ReadError`, if a sample is damaged and not skipped, or ``max_skipped`` is exceeded.
 
         Examples
         --------

@@ -35,6 +35,7 @@ from h5async.order.sampling import FillRequest
 from h5async.reader.batch import Batch, Life, expire
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
+from h5async.reader.skipping import SkippedSamples
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing
 from h5async.system.timeline import Recorder
@@ -71,6 +72,8 @@ class Delivery:
         self._filler: Filler | HelperFiller
         self._submissions: Submissions | None = None
         self._may_have_lost = False  # an assignment is not submitted yet
+        config, files = setup.config, setup.opened.skipped
+        self.skipped = SkippedSamples(config.hdf5_path, files, config.max_skipped)
         self._held: Batch | None = None  # the caller's batch, with debug_lifetimes
         self._life = Life()  # of the caller's batch
 
@@ -213,6 +216,8 @@ class Delivery:
                 self._fill_here(self._filler)
             begin_more = None if self._submissions is None else self.begin
             serial, slot, filled = ring.wait(timeout_seconds, begin_more)
+            if filled.skipped:
+                filled = self._within_limit(serial, filled)
             is_there = filled.error is None
             if has_order and is_there:
                 slots[slot].acquire()
@@ -226,6 +231,14 @@ class Delivery:
             if timeline is not None:
                 end = end or time.perf_counter()
                 timeline.waited(begin, end, ring.consumer.next, is_there)
+
+    def _within_limit(self, serial: int, filled: FillOutcome) -> FillOutcome:
+        """Note the skipped samples of a batch; return it with an error if there are too many."""
+        position = self._position
+        epoch, number, _ = position.course.position(serial)
+        of_rank = position.epoch_samples // position.course.rank.world_size if epoch >= 0 else 0
+        error = self.skipped.note(filled.skipped, epoch, number, of_rank)
+        return filled if error is None else filled._replace(error=error)
 
     @passing()
     def _fill_here(self, filler: Filler) -> None:
@@ -248,16 +261,16 @@ class Delivery:
         # The error's traceback will hold the reader, so nothing may hold the error.
         self._ring.take(serial, forget=batch is None)
         if batch is not None:
-            self._note(batch)
+            self._note(batch, len(filled.skipped))
         elif self._submissions is not None:
             self._submissions.drop_error(serial)
         return batch
 
-    def _note(self, batch: Batch) -> None:
+    def _note(self, batch: Batch, skipped: int) -> None:
         counts = self._counts
         if batch.epoch not in (-1, counts.open_epoch):
             counts.begin_epoch(batch.epoch, self.work() if counts.open_epoch >= 0 else Work())
-        counts.note(batch.index)
+        counts.note(batch.index, skipped)
         if batch.epoch >= 0:
             counts.last = batch.epoch, batch.number
         if batch.last:
@@ -336,6 +349,9 @@ class Delivery:
             on_host = [not transform.is_identity for transform in transforms]
             laid_out = host_slot(samples.size, transforms, on_host)
         found = filler.read(samples, laid_out.memory)
+        if found.skipped:
+            self.skipped.note(found.skipped, -1, -1, 0)
+            self._counts.note_skipped(len(found.skipped))
         return self._batch(found._replace(arrays=self._device.owned(found.arrays)), -1, -1, False)
 
     def _samples(self, index: ArrayLike) -> NDArray[np.int64]:

@@ -76,7 +76,8 @@ class Engine:
             what = f"{paths_text(self.setup.config.hdf5_path)} cannot be opened"
             with taking_memory(what, _REMEDY):
                 self._open()
-            self._log(time.perf_counter() - begin)
+            self._open_seconds = time.perf_counter() - begin
+            self._log(self._open_seconds)
             self.ring.check_open()  # exit handlers may have closed it meanwhile
         finally:
             self.has_opened.set()
@@ -136,6 +137,7 @@ class Engine:
         config, layouts, lengths = setup.config, setup.layouts, setup.samplings.lengths
         readerlog.log_ways(layouts, self._filler.methods)
         readerlog.log_unused_values(layouts)
+        readerlog.log_skipped(config, setup.opened.skipped)
         readerlog.log_memory(
             config,
             setup.cache_text(self._filler.stats()),
@@ -218,6 +220,7 @@ class Engine:
             workers=setup.config.workers,
             cache=setup.cache_text(done),
             decode=setup.device_policy.sentence,
+            open_seconds=self._open_seconds,
         )
 
     @passing()

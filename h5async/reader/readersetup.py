@@ -45,6 +45,9 @@ class ReaderSetup:
     def open(self, helper: HelperFiller | None) -> None:
         """Open everything, by helper processes if there are any."""
         self.helper = helper
+        if helper is not None:
+            helper.begin()  # meanwhile CuPy is imported here, if there is a GPU
+        self.device = find_device(self.config.device, self.config.pin_memory)
         self._open_dataset()
         self._plan_memory()
         self._open_slots()
@@ -57,9 +60,9 @@ class ReaderSetup:
             found = self.helper.open()
             fields = {name: kind.field for name, kind in found.kinds.items()}
             config = self.config.model_copy(update={"fields": fields})
-            self.opened = OpenedDataset(config, found.layouts, found.kinds, found.static)
-            chosen = found.chosen
-        self.config, self.layouts, self.kinds, self.static = self.opened
+            sent = found.layouts, found.kinds, found.static, found.skipped
+            self.opened, chosen = OpenedDataset(config, *sent), found.chosen
+        self.config, self.layouts, self.kinds, self.static, _ = self.opened
         self.samplings = Samplings(self.config, self.layouts, chosen)
         self.num_samples = self.samplings.selection.size
         self.names = tuple(self.kinds)
@@ -67,7 +70,6 @@ class ReaderSetup:
 
     def _plan_memory(self) -> None:
         config, layouts, samplings = self.config, self.layouts, self.samplings
-        self.device = find_device(config.device, config.pin_memory)
         self.rows = samplings.most_samples()
         self.transforms = slot_transforms(config, layouts, samplings, self.rows)
         leaves = self.is_on_gpu and self.helper is None and config.postprocess is None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from h5async.config import AudioField, Field
 from h5async.core.binding import Core
-from h5async.errors import ReadError, needs_package
+from h5async.errors import DamagedError, ReadError, needs_package
 from h5async.index.layout import DatasetLayout
 from h5async.plan.crops import random_start
 from h5async.samples.fieldkind import DecodingWork, EncodedBatch, EncodedKind, FieldDecoder, Rows
@@ -68,7 +68,9 @@ class _AudioDecoder(FieldDecoder):
             dtype, shape = self._field.decoded_dtype, (index.size, self._field.frames, *self._frame)
             delivered = np.ndarray(shape, dtype, batch.empty(math.prod(shape) * dtype.itemsize))
         else:
-            sources = list(map(self._open, sources, index.tolist()))
+            sources = [self._opened(*one, batch) for one in zip(sources, index, strict=True)]
+            if None in sources:
+                return batch.encoded, []
             delivered = self._unequal(list(map(self._count, sources)), batch)
         several = zip(sources, delivered, index.tolist(), starts.tolist(), strict=True)
         return delivered, [partial(self._decode, *one) for one in several]
@@ -87,6 +89,13 @@ class _AudioDecoder(FieldDecoder):
             )
         values: NDArray[Any] = np.ndarray((ends[-1], *self._frame), dtype, batch.empty(nbytes))
         return Ragged(values, np.array(ends, np.int64))
+
+    def _opened(self, data: NDArray[Any], sample: np.int64, batch: EncodedBatch) -> Any:
+        """Do the same for a batch; None if the recording was refused."""
+        try:
+            return self._open(data, int(sample))
+        except DamagedError as error:
+            return batch.refuse(error)
 
     def _open(self, data: NDArray[Any], sample: int) -> Any:
         """Open a recording; `ReadError` if it is none, or not of the kind that the field says."""
@@ -146,9 +155,9 @@ class _AudioDecoder(FieldDecoder):
             ' to a pipe; encode it to a file, or give fewer frames than it has, with crop="start"'
         )
 
-    def _broken(self, sample: int, found: str) -> ReadError:
+    def _broken(self, sample: int, found: str) -> DamagedError:
         remedy = "mend the file, or leave the sample out by indices"
-        return ReadError(f"{self._where(sample)} cannot be decoded: {found}; {remedy}")
+        return self.broken(sample, f"cannot be decoded: {found}; {remedy}")
 
 
 class _Bytes(io.BytesIO):

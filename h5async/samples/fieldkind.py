@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField, ReaderConfig
 from h5async.core.binding import Core
-from h5async.errors import DatasetError
+from h5async.errors import DamagedError, DatasetError
 from h5async.index.composition import join_layouts, joined_cf
 from h5async.index.datasettable import shared
 from h5async.index.layout import DatasetLayout
@@ -131,7 +131,8 @@ class EncodedBatch(NamedTuple):
 
     `encoded` are their bytes; if they consist of steps, those of the batch's runs. `numbers` are
     the random numbers of `samples` (`plan/crops.py`), if needed. `empty` returns memory for what is
-    decoded: at most `most_nbytes`.
+    decoded: at most `most_nbytes`. `refuse` raises the error of a broken sample; or notes it, and
+    nothing of the batch is delivered.
     """
 
     encoded: Ragged
@@ -139,6 +140,7 @@ class EncodedBatch(NamedTuple):
     numbers: NDArray[np.float64] | None
     empty: Callable[[int], NDArray[np.uint8]]
     most_nbytes: int
+    refuse: Callable[[DamagedError], None]
 
 
 class FieldDecoder(ABC):
@@ -159,6 +161,21 @@ class FieldDecoder(ABC):
                 f" {what}s"
             )
         self._what, self._layout, self._spans = what, layout, rows
+
+    def having(self, error: DamagedError, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples of a batch that have what an error of `broken` is about."""
+        if not isinstance(self._spans, StepSpans):
+            return np.array([error.place], np.int64)
+        runs = np.searchsorted(self._spans.runs(samples), error.place)
+        return samples[self._spans.having(runs, samples)]
+
+    def broken(self, sample: int, what: str) -> DamagedError:
+        """Return the error for one of the dataset's encoded samples."""
+        text = f"{self._where(sample)} {what}"
+        file = file_and_row(self._layout, sample)[0]
+        error = DamagedError(text, filename=file, dataset=self._layout.path)
+        error.place = sample
+        return error
 
     @abstractmethod
     def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from h5async.codec.imageformats import (
 )
 from h5async.config import Field, ImageField
 from h5async.core.binding import Core, address
-from h5async.errors import ReadError, needs_package
+from h5async.errors import DamagedError, ReadError, needs_package
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import Growing, plain_memory
 from h5async.order.rows import StepSpans
@@ -131,7 +131,7 @@ class _ImageDecoder(FieldDecoder):
         images: Int64s = np.arange(index.size)  # the image of each place
         if isinstance(self._spans, StepSpans):
             runs, images = self._spans.places(index)
-        headers = self._headers(encoded, runs)
+        headers = self._headers(encoded, runs, batch.refuse)
         if self._field.size is None:
             delivered = outs = self._unsized(headers, batch)
         else:
@@ -179,10 +179,12 @@ class _ImageDecoder(FieldDecoder):
         rows = np.array([transform.row for transform in transforms], np.int64)
         return Images(block.view(first.dtype), offsets, rows)
 
-    def _headers(self, encoded: Ragged, runs: Int64s) -> Int64s:
+    def _headers(
+        self, encoded: Ragged, runs: Int64s, refuse: Callable[[DamagedError], None]
+    ) -> Int64s:
         """Return the headers of images as rows; zeros for those that are to be replaced.
 
-        `ReadError` is raised if one is broken or too large, and is not to be replaced.
+        Those that are broken or too large, and not to be replaced, are refused.
         """
         values, offsets = map(np.ascontiguousarray, (encoded.values, encoded.offsets))
         core = self._core
@@ -196,9 +198,9 @@ class _ImageDecoder(FieldDecoder):
         for number in np.flatnonzero(is_strange).tolist():
             try:
                 rows[number] = self._header(encoded[number], int(runs[number]))
-            except ReadError:
+            except DamagedError as error:
                 if not self._replaces:
-                    raise
+                    refuse(error)
                 rows[number] = 0
         return rows
 
@@ -254,7 +256,7 @@ class _ImageDecoder(FieldDecoder):
             decode_rgb(data, header, pixels)
         except ValueError as error:
             if not self._replaces:
-                raise ReadError(f"{self._where(int(run))} {error}; {_REMEDY}") from error
+                raise self.broken(int(run), f"{error}; {_REMEDY}") from error
             return not self._blacken(outs)
         for out, cut in zip(outs, cuts, strict=True):
             if out is not first and not self.is_random:
@@ -291,12 +293,13 @@ class _ImageDecoder(FieldDecoder):
         try:
             header = read_header(data)
         except ValueError as error:
-            raise ReadError(f"{self._where(sample)} {error}; {_REMEDY}") from error
+            raise self.broken(sample, f"{error}; {_REMEDY}") from error
         if header.nbytes > self._limit_nbytes:
-            raise ReadError(
-                f"{self._where(sample)} declares {header.height:,} x {header.width:,} pixels, which"
+            raise self.broken(
+                sample,
+                f"declares {header.height:,} x {header.width:,} pixels, which"
                 f" take {header.nbytes:,} bytes, more than the {self._limit_nbytes:,} that a thread"
-                " may take for one; set max_batch_bytes if you trust the file"
+                " may take for one; set max_batch_bytes if you trust the file",
             )
         return header
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -136,95 +137,26 @@ def some_of(numbers: NDArray[Any]) -> str:
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
-#
-# CuPy compiles the kernels on first use, and launches them on the current stream. No thread waits
-# for another one, and no two write to one value: sums are added up in the order of the file, as on
-# the host, and are reproducible.
-#
-# The results are those of the host, bit for bit (except NaN payloads): no fused multiply-add, and
-# subnormal numbers are preserved, although CuPy compiles with -ftz=true. Tests run this code on a
-# CPU, without PTX.
+
+# The number of neighbouring threads that make a row; see exact.cu.
+_LANES = 256
+_FILL_ROW = (
+    f"h5async_fill_row<{_LANES}>(i, &data[0], &indices[0], &indptr[0], columns, &dense[0], &bad[0])"
+)
+_PAD_VALUE = "padded[i] = h5async_pad_value(i, &values[0], &offsets[0], length, inner, &value[0])"
 OPTIONS = ("--fmad=false",)
-EXACT = """
-template <class T, class S>
-static __device__ inline T h5async_to(const S &value) { return T(value); }
-template <class T>
-static __device__ inline T h5async_mul(const T &a, const T &b) { return T(a * b); }
-template <class T>
-static __device__ inline T h5async_add(const T &a, const T &b) { return T(a + b); }
-#ifdef __CUDA_ARCH__
-template <>
-__device__ inline float h5async_to<float, double>(const double &value)
-{
-    float result;
-    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(value));
-    return result;
-}
-template <>
-__device__ inline double h5async_to<double, float>(const float &value)
-{
-    double result;
-    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(value));
-    return result;
-}
-template <>
-__device__ inline float h5async_mul<float>(const float &a, const float &b)
-{
-    float result;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-template <>
-__device__ inline float h5async_add<float>(const float &a, const float &b)
-{
-    float result;
-    asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-#endif
-"""
-
-# The number of neighbouring threads that make a row. Each owns every `_LANES`-th column: it clears
-# them, and searches all indices of the row for them. (So all threads of a warp read the same index,
-# which costs one read, and neighbours clear neighbouring values.)
-_LANES = 256  # a power of two
-_DENSE = f"""
-const long long row = i / {_LANES}, lane = i % {_LANES};
-const long long from = indptr[row], to = indptr[row + 1];
-T *values = &dense[row * columns];
-for (long long column = lane; column < columns; column += {_LANES})
-    values[column] = T(0);
-for (long long at = from; at < to; ++at) {{
-    const long long column = indices[at];
-    if (column < 0 || column >= columns)
-        bad[0] = 1;
-    else if ((column & {_LANES - 1}) == lane)
-        values[column] = h5async_add<T>(values[column], h5async_to<T>(data[at]));
-}}
-"""
-
-# A thread makes one value of one sample; `inner` of them are one value of the file.
-_PADDED = """
-const long long sample = i / (length * inner), rest = i - sample * (length * inner);
-const long long from = offsets[sample] * inner, to = offsets[sample + 1] * inner;
-padded[i] = rest < to - from ? values[from + rest] : value[0];
-"""
 
 
 @functools.cache
-def _dense_kernel(cupy: Any) -> Any:
-    inputs = "raw S data, raw I indices, raw int64 indptr, int64 columns"
-    outputs = "raw T dense, raw int32 bad"
-    return cupy.ElementwiseKernel(
-        inputs, outputs, _DENSE, "h5async_dense", options=OPTIONS, preamble=EXACT
-    )
+def exact_kernel(cupy: Any, inputs: str, outputs: str, operation: str, name: str) -> Any:
+    """Return an elementwise kernel with the results of the host; it may call what exact.cu has.
 
-
-@functools.cache
-def _padded_kernel(cupy: Any) -> Any:
-    inputs = "raw T values, raw int64 offsets, int64 length, int64 inner, raw T value"
+    CuPy compiles it on first use, and launches it on the current stream.
+    """
+    source = Path(__file__).with_name("exact.cu").read_text()
+    name = f"h5async_{name}"
     return cupy.ElementwiseKernel(
-        inputs, "raw T padded", _PADDED, "h5async_padded", options=OPTIONS
+        inputs, outputs, operation, name, options=OPTIONS, preamble=source
     )
 
 
@@ -236,8 +168,10 @@ def dense_on_gpu(cupy: Any, data: Any, indices: Any, indptr: Any, out: Any, bad:
     """
     rows, columns = out.shape
     if out.size:
-        arrays = data, indices, indptr, columns, out.reshape(-1), bad
-        _dense_kernel(cupy)(*arrays, size=rows * _LANES)
+        inputs = "raw S data, raw I indices, raw int64 indptr, int64 columns"
+        kernel = exact_kernel(cupy, inputs, "raw T dense, raw int32 bad", _FILL_ROW, "dense")
+        given = data, indices, indptr, columns, out.reshape(-1), bad
+        kernel(*given, size=rows * _LANES)
 
 
 def pad_on_gpu(cupy: Any, values: Any, offsets: Any, value: Any, out: Any) -> None:
@@ -249,5 +183,7 @@ def pad_on_gpu(cupy: Any, values: Any, offsets: Any, value: Any, out: Any) -> No
     if out.size:
         samples, length = out.shape[:2]
         inner = out.size // (samples * length)
-        arrays = values.reshape(-1), offsets, length, inner, value, out.reshape(-1)
-        _padded_kernel(cupy)(*arrays, size=out.size)
+        inputs = "raw T values, raw int64 offsets, int64 length, int64 inner, raw T value"
+        kernel = exact_kernel(cupy, inputs, "raw T padded", _PAD_VALUE, "padded")
+        given = values.reshape(-1), offsets, length, inner, value, out.reshape(-1)
+        kernel(*given, size=out.size)

@@ -34,9 +34,10 @@ from h5async.codec.filters import default_block
 from h5async.deliver import kernels as kernels_module
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
-from h5async.samples.samplearrays import EXACT, OPTIONS
+from h5async.samples.samplearrays import OPTIONS
 
-SOURCE = Path(__file__).parents[2] / "h5async" / "deliver" / "kernels.cu"
+PACKAGE = Path(__file__).parents[2] / "h5async"
+SOURCE, EXACT = PACKAGE / "deliver" / "kernels.cu", PACKAGE / "samples" / "exact.cu"
 GUARD_NBYTES, CANARY = 64, 0xC3
 ELEMENTS = [1, 2, 3, 4, 6, 8, 12, 16, 24]
 LAUNCHES = [
@@ -774,7 +775,7 @@ def test_nvrtc_keeps_the_smallest_numbers_and_rounds_twice(stored, delivered):
         missing("nvidia-cuda-nvrtc or nvidia-cuda-nvrtc-cu12")
     source = f"""typedef {stored} S;
     typedef {delivered} T;
-    {EXACT}
+    {EXACT.read_text()}
     extern "C" __global__ void scale(const S *stored, T scale, T offset, T *delivered)
     {{
         int i = threadIdx.x;

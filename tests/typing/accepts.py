@@ -115,6 +115,7 @@ def fields() -> Iterator[AsyncReader]:
             "image": Field("data", axes=(0, 3, 1, 2), dtype=np.float32, scale=[1, 2, 3], offset=1),
             "named": Field("t2m", num_dim="time", axes=("time", "lat", "lon"), decode_cf=True),
             "pair": Field("density", (0, 1)),
+            "task": Field("data/demo_0@task", per="sequence", categories=True),
             "steps": Field("actions", steps=[-1, 0], pad="edge", pad_mask="is_there"),
             "window": Field("actions", **window),
             "text": Field("data", steps="-3:1"),
