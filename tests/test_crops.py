@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import assert_same_bits, poison, reader_of, truth
+from conftest import assert_same_bits, example, poison, reader_of, truth
 from corpus import QUIRKS
 from hdf5files import write_compact
 
@@ -306,6 +306,10 @@ def test_the_core_draws_what_numpy_draws():
     counts = np.bincount(found[:, 0])
     assert counts.min() > 10
     assert counts.max() < 50
+
+
+def test_the_example():
+    assert example("random_patches").main(epochs=20) > 0.9
 
 
 def test_options_survive_files(tmp_path: Path, stored: tuple[Path, np.ndarray]):

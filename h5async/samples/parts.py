@@ -56,7 +56,8 @@ def parts_of_rows(
     """
     if field.region is not None:
         layout = _region_of(field, layout)
-    if field.crop is None and not field.flip:
+    is_plain = type(field) is Field  # others have a crop of what is decoded
+    if not is_plain or (field.crop is None and not field.flip):
         return layout, None
     crop, count = _crop_of(field, layout)
     places = Places(seed, crop, layout.row_shape, count, _where(layout))
