@@ -19,7 +19,7 @@ from h5async.config.frozen import takes_options
 from h5async.errors import ConfigError, DatasetError, ReaderClosedError
 from h5async.reader.asyncreader import AsyncReader
 from h5async.reader.batch import Batch
-from h5async.samples.samplearrays import NoTensorError, SampleArrays
+from h5async.samples.samplearrays import NoTensorError, SampleArrays, tensor_of
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
@@ -228,7 +228,9 @@ def _check_dtypes(reader: AsyncReader) -> None:
 
 def _tensor(array: Any, name: str, where: str = "") -> Any:
     try:
-        return array.to_tensor() if isinstance(array, SampleArrays) else torch.from_dlpack(array)
+        if isinstance(array, SampleArrays):
+            return array.to_tensor()
+        return tensor_of(array, torch.from_dlpack)
     except NoTensorError as error:
         raise DatasetError(f"{where}field {name!r}: {error}") from error
     except (BufferError, TypeError) as error:

@@ -7,6 +7,7 @@ eight of them; and the same maps without chunks. A batch has 16 patches of 64 x 
 - decoder: the chunks that a patch touches, as many as it does on average, already in memory,
   decoded by direct calls of libdeflate in two threads. With eight maps in a chunk, each chunk
   serves all patches of these maps that touch it: an epoch's touched chunks are decoded once.
+  A window may be faster than that: some chunks stay from one epoch to the next.
 - region: a fixed part of each map, against h5py's slice of it.
 """
 

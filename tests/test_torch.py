@@ -243,6 +243,36 @@ def test_wrong_options_are_found_at_once(path):
         H5Dataset(hdf5_path=path, batchsize=3)
 
 
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_bfloat16_is_bfloat16(path, tmp_path, workers):
+    require_extra("ml_dtypes")
+    values = np.random.default_rng(0).normal(size=(N, 3)).astype("f4")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["ends"] = values, np.arange(1, N + 1)
+    fields = {
+        "x": Field("x", dtype="bfloat16"),
+        "scaled": Field("x", dtype=torch.bfloat16, scale=2),
+        "ragged": RaggedField("x", offsets="ends", offsets_kind="ends", dtype="torch.bfloat16"),
+    }
+    with H5Dataset(
+        hdf5_path=tmp_path / "a.h5", fields=fields, batch_size=N, device="cpu", workers=workers
+    ) as dataset:
+        (batch,) = dataset
+        expected = torch.from_numpy(values).to(torch.bfloat16)
+        assert torch.equal(batch["x"], expected)
+        assert torch.equal(batch["scaled"], expected * 2)
+        assert torch.equal(batch["ragged"].values(), expected)
+        again = ReaderConfig.load(json.loads(dataset.reader.config.model_dump_json()))
+        assert again.fields["x"].dtype == fields["x"].dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, "torch.float16", torch.int64, torch.bool])
+def test_dtypes_of_pytorch_are_taken(dtype):
+    assert Field("x", dtype=dtype).dtype.name == str(dtype).removeprefix("torch.")
+    if dtype in (torch.float16, "torch.float16"):
+        assert Field("x", dtype=dtype, scale=2).dtype == np.float16
+
+
 @pytest.mark.parametrize(("field", "dtype"), [("texts", "S4"), ("pairs", "energy")])
 def test_what_pytorch_has_no_dtype_for_is_an_error_when_opened(path, field, dtype):
     with make(path, data_field=field) as dataset:

@@ -120,7 +120,8 @@ class FieldOptions(StepsOptions, total=False):
     first. None: the sample dimension, then the others in the file's order.
     """
     dtype: DTypeLike | None
-    """Delivered dtype. None: the file's, in native byte order; float32 with a `scale` or `offset`.
+    """Delivered dtype, also one of PyTorch's, or `"bfloat16"` (of the package ml_dtypes; not on a
+    GPU). None: the file's, in native byte order; float32 with a `scale` or `offset`.
     """
     scale: ArrayLike | None
     """A factor, or one per channel (see `channel_dim`), or one per element of a row."""
@@ -224,12 +225,12 @@ class Field(Frozen):
             raise ValueError(
                 "normalize sets scale and offset; leave these out, or compute in postprocess"
             )
-        if self.decode_cf and self.dtype is not None and self.dtype.kind != "f":
+        if self.decode_cf and self.dtype is not None and not values.is_float(self.dtype):
             raise ValueError(
                 f"decode_cf delivers NaN for what is missing and needs a float dtype, found"
                 f" dtype={self.dtype}"
             )
-        if self._is_scaled and self.dtype is not None and self.dtype.kind != "f":
+        if self._is_scaled and self.dtype is not None and not values.is_float(self.dtype):
             raise ValueError(
                 f"{'normalize needs' if self.normalize is not None else 'scale and offset need'} a"
                 f" float dtype, found dtype={self.dtype}; choose a float dtype, or scale in"
@@ -390,6 +391,11 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
                 f"{name}: crop delivers {f'{name}_crop'!r}, which there is already; choose another"
                 " name"
             )
+        totals = getattr(field, "totals", None)
+        others = [one for one in fields.values() if getattr(one, "totals", None) == totals]
+        if totals is not None and (totals in fields or totals in masks or len(others) > 1):
+            raise ValueError(f"{name}: totals: there is {totals!r} already; choose another name")
+        masks += [] if totals is None else [totals]
         if getattr(field, "pack", None) is not None:
             several = {f"{name}_documents", f"{name}_positions"} & {*fields, *masks}
             if several:

@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic import Field as Bound
 
-from h5async.errors import ConfigError
+from h5async.errors import ConfigError, needs_package
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import passing, suppressing
 
@@ -144,15 +144,26 @@ def _share(value: object) -> object:
 
 
 def _dtype(value: object) -> np.dtype[Any] | None:
+    """Take what NumPy takes, PyTorch's dtypes, also by name, and bfloat16."""
     if value is None:
         return None
+    if isinstance(value, str) or type(value).__module__ == "torch":
+        value = str(value).removeprefix("torch.")
+    if value == "bfloat16":
+        with needs_package("ml_dtypes", "batches of bfloat16"):
+            from ml_dtypes import bfloat16 as value
     try:
         dtype: np.dtype[Any] = np.dtype(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, SyntaxError) as error:
         raise ValueError("must be a NumPy dtype") from error
-    if dtype.kind not in "biufc":
+    if dtype.kind not in "biufc" and not is_float(dtype):
         raise ValueError("must be a boolean or numeric dtype")
     return dtype.newbyteorder("=")
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Tell whether a dtype is one of real floats, bfloat16 included."""
+    return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def _dataset_path(value: object) -> str:

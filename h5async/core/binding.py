@@ -41,7 +41,7 @@ _FUNCTIONS = {
     "pppqqq": "draw",
     "ppqq": "window_block copy_events",
     "ppqqq": "cut",
-    "ppppqqq": "cut_sorted",
+    "ppppqqq": "cut_sorted scale_rows",
     "ppppppqqq": "read_ranges",
     "p": "cut_frames open_sources close_sources clear_store free_store free_plan make_dense free",
     "pq": "open_ahead descriptor spin",
@@ -53,7 +53,7 @@ _FUNCTIONS = {
     "pqq": "wait",
     "ppppqqqq": "decode",
     "ppq": "decode_references next",
-    "pppqq": "image_headers",
+    "pppqq": "image_headers sum_rows",
     "ppppq": "look_up",
     "ppppi": "measure",
 }

@@ -360,12 +360,13 @@ class LayoutReader:
         kind_of, at = columns.kind.copy(), np.flatnonzero(self._is_own[first : first + count])
         kind_of[at] = len(self._kinds) + np.arange(at.size)
         _, example, which = np.unique(kind_of, return_index=True, return_inverse=True)
-        kinds = [self.layout(first + at, io) for at in example.tolist()]
+        order = np.argsort(example)  # fingerprints depend on it
+        kinds = [self.layout(first + at, io) for at in example[order].tolist()]
         if any(kind.segments is not None for kind in kinds):
             raise ValueError("a layout of layouts of others")
         files, of_file = np.unique(columns.file, return_inverse=True)
         columns = columns._replace(
-            kind=which.reshape(-1).astype(np.int32),
+            kind=np.argsort(order)[which.reshape(-1)].astype(np.int32),
             file=of_file.reshape(-1).astype(np.int32),
             files=tuple(self._files[file] for file in files.tolist()),
         )

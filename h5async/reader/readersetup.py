@@ -9,7 +9,7 @@ from h5async.config import ReaderConfig
 from h5async.deliver.device import Device, DeviceSlot, SlotContents
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.finddevice import find_device
-from h5async.errors import taking_memory
+from h5async.errors import DeviceError, taking_memory
 from h5async.fill.finishing import masks_of
 from h5async.fill.outcomes import FillerStats
 from h5async.fill.resident import Budget, Residency
@@ -17,8 +17,8 @@ from h5async.index.layout import DatasetLayout
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.opening.limits import MemoryBudget
 from h5async.opening.slotsizes import made_nbytes, slot_transforms, wanted_kept_nbytes
-from h5async.samples.assembly import by_field, outlines_of
-from h5async.samples.fieldkind import FieldKind
+from h5async.samples.assembly import by_field, names_of, outlines_of
+from h5async.samples.fieldkind import FieldKind, field_of
 from h5async.spelling import named
 
 if TYPE_CHECKING:
@@ -65,13 +65,19 @@ class ReaderSetup:
         self.config, self.layouts, self.kinds, self.static, _ = self.opened
         self.samplings = Samplings(self.config, self.layouts, chosen)
         self.num_samples = self.samplings.selection.size
-        self.names = tuple(self.kinds)
+        self.names = names_of(self.kinds)
         self.masks = masks_of(self.kinds, self.layouts, self.samplings.rows)
 
     def _plan_memory(self) -> None:
         config, layouts, samplings = self.config, self.layouts, self.samplings
         self.rows = samplings.most_samples()
         self.transforms = slot_transforms(config, layouts, samplings, self.rows)
+        for name, one in self.transforms.items():
+            if self.is_on_gpu and one.dtype.name == "bfloat16":
+                raise DeviceError(
+                    f"CuPy has no bfloat16, which field {field_of(name)!r} has; choose"
+                    f" {named('device', 'cpu')}, and have PyTorch upload or convert tensors"
+                )
         leaves = self.is_on_gpu and self.helper is None and config.postprocess is None
         can_transform = self.device.can_transform if leaves else None
         self.outlines = outlines_of(self.kinds, self.transforms, can_transform)

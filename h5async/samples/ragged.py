@@ -19,6 +19,7 @@ from h5async.samples.samplearrays import (
     on_host,
     pad_on_gpu,
     some_of,
+    tensor_of,
 )
 
 _PREVIEWED, _LONGEST = 5, 24  # values, and characters of one, in a notebook
@@ -199,7 +200,8 @@ class Ragged(SampleArrays):
         with needs_package("torch", "nested tensors"):
             import torch
         make = torch.from_numpy if isinstance(self.values, np.ndarray) else torch.from_dlpack
-        return torch.nested.nested_tensor_from_jagged(make(native(self.values)), make(self.offsets))
+        values = tensor_of(native(self.values), make)
+        return torch.nested.nested_tensor_from_jagged(values, make(self.offsets))
 
     def to_awkward(self) -> Any:
         """Return an Awkward Array that shares the memory.

@@ -7,7 +7,7 @@ batch is one array, or `SampleArrays`. Further classes of samples derive from it
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -110,6 +110,15 @@ def with_memory(field: Any, arrays: Sequence[Any]) -> Any:
     return arrays[0]
 
 
+def tensor_of(array: Any, make: Callable[[Any], Any]) -> Any:
+    """Return a PyTorch tensor over an array by `make`, which takes NumPy's own dtypes."""
+    if array.dtype.name != "bfloat16":
+        return make(array)
+    import torch
+
+    return make(array.view(np.int16)).view(torch.bfloat16)
+
+
 def native(array: Any) -> Any:
     """Return an array in this machine's byte order, copied only if necessary."""
     return array.astype(array.dtype.newbyteorder("="), copy=False)
@@ -147,7 +156,6 @@ _PAD_VALUE = "padded[i] = h5async_pad_value(i, &values[0], &offsets[0], length, 
 OPTIONS = ("--fmad=false",)
 
 
-@functools.cache
 def exact_kernel(cupy: Any, inputs: str, outputs: str, operation: str, name: str) -> Any:
     """Return an elementwise kernel with the results of the host; it may call what exact.cu has.
 
@@ -160,6 +168,18 @@ def exact_kernel(cupy: Any, inputs: str, outputs: str, operation: str, name: str
     )
 
 
+@functools.cache
+def _dense_kernel(cupy: Any) -> Any:
+    inputs = "raw S data, raw I indices, raw int64 indptr, int64 columns"
+    return exact_kernel(cupy, inputs, "raw T dense, raw int32 bad", _FILL_ROW, "dense")
+
+
+@functools.cache
+def _padded_kernel(cupy: Any) -> Any:
+    inputs = "raw T values, raw int64 offsets, int64 length, int64 inner, raw T value"
+    return exact_kernel(cupy, inputs, "raw T padded", _PAD_VALUE, "padded")
+
+
 def dense_on_gpu(cupy: Any, data: Any, indices: Any, indptr: Any, out: Any, bad: Any) -> None:
     """Convert sparse rows to dense ones, in `out`: (rows, columns), C-contiguous.
 
@@ -168,10 +188,8 @@ def dense_on_gpu(cupy: Any, data: Any, indices: Any, indptr: Any, out: Any, bad:
     """
     rows, columns = out.shape
     if out.size:
-        inputs = "raw S data, raw I indices, raw int64 indptr, int64 columns"
-        kernel = exact_kernel(cupy, inputs, "raw T dense, raw int32 bad", _FILL_ROW, "dense")
-        given = data, indices, indptr, columns, out.reshape(-1), bad
-        kernel(*given, size=rows * _LANES)
+        arrays = data, indices, indptr, columns, out.reshape(-1), bad
+        _dense_kernel(cupy)(*arrays, size=rows * _LANES)
 
 
 def pad_on_gpu(cupy: Any, values: Any, offsets: Any, value: Any, out: Any) -> None:
@@ -183,7 +201,5 @@ def pad_on_gpu(cupy: Any, values: Any, offsets: Any, value: Any, out: Any) -> No
     if out.size:
         samples, length = out.shape[:2]
         inner = out.size // (samples * length)
-        inputs = "raw T values, raw int64 offsets, int64 length, int64 inner, raw T value"
-        kernel = exact_kernel(cupy, inputs, "raw T padded", _PAD_VALUE, "padded")
-        given = values.reshape(-1), offsets, length, inner, value, out.reshape(-1)
-        kernel(*given, size=out.size)
+        arrays = values.reshape(-1), offsets, length, inner, value, out.reshape(-1)
+        _padded_kernel(cupy)(*arrays, size=out.size)

@@ -339,3 +339,63 @@ def test_a_configuration_with_statistics_can_be_saved(tmp_path):
         text = reader.config.model_dump_json()
     with AsyncReader(json.loads(text)) as reader:
         np.testing.assert_array_equal(reader.get_next_batch().x, expected)
+
+
+# --- scale and offset per channel, and per element ------------------------------------------------
+
+
+@each(
+    "field, shape",
+    [
+        (Field("x", channel_dim=3, scale=[2, 3, 4], offset=[1, 0, -1]), (1, 1, 1, 3)),
+        (Field("x", channel_dim=3, axes=(0, 3, 1, 2), scale=[2, 3, 4], offset=1), (1, 3, 1, 1)),
+        (Field("x", channel_dim="y", scale=[2, 3]), (1, 2, 1, 1)),
+        (Field("x", num_dim=1, channel_dim=0, scale=range(20)), (1, 20, 1, 1)),
+        (Field("x", num_dim=1, channel_dim=3, axes=(1, 2, 3, 0), scale=[2, 3, 4]), (1, 1, 3, 1)),
+        (Field("x", scale=np.arange(30).reshape(2, 5, 3)), (1, 2, 5, 3)),
+        (Field("x", steps=range(2), channel_dim=3, scale=[2, 3, 4]), (1, 1, 1, 1, 3)),
+        (Field("x", num_dim=(0, 1), channel_dim=3, scale=[2, 3, 4]), (1, 1, 3)),
+    ],
+)
+def test_factors_apply_where_channels_stand(tmp_path, field, shape):
+    path = write(tmp_path / "a.h5", RNG.normal(size=(20, 2, 5, 3)).astype("f4"))
+    with h5py.File(path, "a") as file:
+        file["x"].dims[1].label = "y"
+    plain = field.model_copy(update={"scale": None, "offset": None})
+    for several in (1, 40):
+        options = {"hdf5_path": path, "batch_size": several}
+        with AsyncReader(options, fields={"a": field, "b": plain}) as reader:
+            a, b = reader.get_next_batch()
+            for factor, apply in ((field.scale, np.multiply), (field.offset, np.add)):
+                if factor is not None:
+                    values = np.asarray(factor, "f4")
+                    b = apply(b, values.reshape(shape) if values.ndim else values)
+            np.testing.assert_array_equal(a, b)
+
+
+@each(
+    "field, message",
+    [
+        (Field("x", channel_dim=0, scale=[1, 2]), "counts samples"),
+        (Field("x", channel_dim=3, scale=[1, 2]), "whose channels are dimension 2"),
+        (Field("x", channel_dim=4, scale=[1, 2]), "4"),
+        (Field("x", channel_dim="z", scale=[1, 2]), "z"),
+    ],
+)
+def test_a_wrong_dimension_of_channels_is_an_error(tmp_path, field, message):
+    path = write(tmp_path / "a.h5", np.zeros((20, 2, 5, 3)))
+    with pytest.raises(h5async.H5AsyncError, match=message):
+        AsyncReader(hdf5_path=path, fields={"x": field})
+
+
+def test_codes_come_as_int64_where_that_is_asked_for(tmp_path):
+    paths = [
+        write_column(tmp_path / f"{n}.h5", "categorical", names, (0, 1, -1, 1))
+        for n, names in enumerate((("A", "B"), ("B", "C")))
+    ]
+    for several, expected in ((paths[:1], [0, 1, -1, 1]), (paths, [0, 1, -1, 1, 1, 2, -1, 2])):
+        fields = {"c": Field("obs/c", dtype="int64")}
+        with AsyncReader(hdf5_path=several, fields=fields) as reader:
+            codes = reader.get_next_batch().c
+            assert codes.dtype == np.int64
+            assert codes.tolist() == expected
