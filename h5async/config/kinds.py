@@ -38,7 +38,7 @@ class RaggedFieldOptions(FieldOptions, total=False):
     """
     pack: Integer | None
     """Join the stored samples (documents) of each file, one behind the other, to windows of this
-    size: these are the samples then, delivered as an array (samples, pack, ...); the last one of a
+    size, which are the samples then, delivered as an array (samples, pack, ...); the last one of a
     file ends with zeros. The batch also has `NAME_documents`, int64, and `NAME_positions`, int32:
     the document of each value, and its place in that, or -1. This needs `offsets`.
     """
