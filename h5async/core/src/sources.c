@@ -279,7 +279,7 @@ PUBLIC int64_t h5async_open_again(Sources *all, int64_t number, File *file)
         return error;
     if (has_swmr_writer(file->fd, status.st_size))
         file->nbytes = -1;
-    if (!s.may_map)
+    if (!s.may_map && (all->io != IO_MAP || status.st_size > 0))
         return 0;
     void *map = MAP_FAILED;
     errno = EINVAL;
