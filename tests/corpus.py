@@ -1122,7 +1122,7 @@ CONVERTED_TYPES = {
     "12 bits big-endian": integer_of(h5t.STD_I16BE, 12, 4),
     "24 of 32 bits": integer_of(h5t.STD_I32LE, 24),
     "bfloat16": float_of(2, 8, 7, 127),
-    "float8": float_of(1, 4, 3, 7),
+    "float8": float_of(1, 5, 2, 15),
     "compound with a gap and a string ended by nul": compound(
         12, a=(0, h5t.STD_I32LE), b=(4, string_of(5, NUL_ENDED))
     ),

@@ -361,6 +361,11 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
                 f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
                 " another name"
             )
+        totals = getattr(field, "totals", None)
+        others = [one for one in fields.values() if getattr(one, "totals", None) == totals]
+        if totals is not None and (totals in fields or totals in masks or len(others) > 1):
+            raise ValueError(f"{name}: totals: there is {totals!r} already; choose another name")
+        masks += [] if totals is None else [totals]
         if getattr(field, "pack", None) is not None:
             several = {f"{name}_documents", f"{name}_positions"} & {*fields, *masks}
             if several:

@@ -285,6 +285,16 @@ class SparseFieldOptions(FieldOptions, total=False):
     """How to treat a column, chosen by name, that a file lacks. `zero`: it is 0 there, if another
     file has it. `error`: raise `DatasetError`.
     """
+    totals: str | None
+    """Also deliver the sum of the values of each row as an array of this name: float32 (samples,).
+    All columns count, also those that are not delivered; nothing is read twice.
+    """
+    target_sum: float | None
+    """Divide the values of each row by its total, and multiply them by this number, as scanpy's
+    `normalize_total` does. Values are float32 then.
+    """
+    log1p: bool
+    """Deliver log(1 + value), after `target_sum`. Values are float32 then."""
 
 
 def _columns(value: object) -> object:
@@ -324,6 +334,9 @@ class SparseField(Field):
     dense: Bool = False
     columns: Annotated[Any, PlainValidator(_columns), PLAIN] = None
     missing: Literal["zero", "error"] = "zero"
+    totals: str | None = None
+    target_sum: _Positive | None = None
+    log1p: Bool = False
 
     @model_validator(mode="after")
     def _check_sparse(self) -> SparseField:
@@ -335,7 +348,23 @@ class SparseField(Field):
             raise ValueError("scale and offset of sparse rows must be one number each")
         if self.decode_cf:
             raise ValueError("decode_cf cannot be used with sparse rows; use scale and offset")
+        for name in ("scale", "offset", "dtype") if self.counts else ():
+            if getattr(self, name) is not None and (name, self.dtype) != ("dtype", np.float32):
+                raise ValueError(
+                    f"{name} cannot be used with totals, target_sum or log1p, which are made of"
+                    " stored values, as float32; leave it out"
+                )
         return self
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether values are divided by totals, or logarithms are delivered."""
+        return self.target_sum is not None or self.log1p
+
+    @property
+    def counts(self) -> bool:
+        """Whether totals are delivered, or values scaled."""
+        return self.totals is not None or self.is_scaled
 
 
 def _require_no_steps(field: Field) -> None:

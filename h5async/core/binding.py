@@ -41,7 +41,7 @@ _FUNCTIONS = {
     "pppqqq": "draw",
     "ppqq": "window_block copy_events",
     "ppqqq": "cut",
-    "ppppqqq": "cut_sorted",
+    "ppppqqq": "cut_sorted scale_rows",
     "ppppppqqq": "read_ranges",
     "p": "cut_frames open_sources close_sources clear_store free_store free_plan make_dense free"
     " close_again",
@@ -55,7 +55,7 @@ _FUNCTIONS = {
     "pqp": "open_again",
     "ppppqqqq": "decode",
     "ppq": "decode_references next",
-    "pppqq": "image_headers",
+    "pppqq": "image_headers sum_rows",
     "ppppq": "look_up",
     "ppppi": "measure",
 }

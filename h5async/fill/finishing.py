@@ -29,6 +29,7 @@ from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.order.sampling import FillRequest
 from h5async.plan.crops import random_numbers
 from h5async.plan.records import Int64s
+from h5async.samples.assembly import names_of
 from h5async.samples.fieldkind import (
     DecodingWork,
     EncodedBatch,
@@ -205,7 +206,8 @@ def masks_of(
 class Postprocess:
     """A user's function to call for batches. As thread-safe as the function.
 
-    It gets the arrays in field order or, if its parameters have the names of all fields, by name.
+    It gets the arrays in field order, then further ones, such as totals; or, if its parameters have
+    the names of all of them, by name.
     Of ``rng``, ``index``, ``epoch``, ``number``, ``sequence``, ``step`` and the masks, it also gets
     those that are among its further parameters, by name.
 
@@ -217,7 +219,7 @@ class Postprocess:
         function = load_function(config.postprocess)
         assert function is not None
         self._function = function
-        self._names = tuple(config.batch_fields)
+        self._names = names_of(opened.kinds)
         self._returned, self._seed = config.postprocess_fields, config.seed
         sequences = samplings.sequences
         of_index: dict[str, Callable[[Int64s], NDArray[Any]]] = {
@@ -259,8 +261,9 @@ class Postprocess:
             message = f"{where} raised {type(error).__name__}: {error}"
             raise postprocess_error(message, error) from error
         if result is None and self._returned is None:
-            return dict(zip(self._names, arrays, strict=True))
-        found = _by_name(result, self._names, self._returned, where)
+            found = dict(zip(self._names, arrays, strict=True))
+        else:
+            found = _by_name(result, self._names, self._returned, where)
         for array in found.values():  # libraries rely on this
             misfit = array.misfit() if isinstance(array, SampleArrays) else None
             if misfit is not None:

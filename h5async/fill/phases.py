@@ -284,7 +284,7 @@ class Phases:
 
     def _finish(self, batch: _Fill) -> None:
         arrays: tuple[Any, ...] = ()
-        names: tuple[str, ...] = ()
+        names = self._assembly.names
         try:
             if batch.error is None:
                 arrays = self._arrays(batch) if batch.images is None else batch.images.arrays

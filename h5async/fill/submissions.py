@@ -108,7 +108,7 @@ class Submissions:
         begin, end = sampling.dealt_at(epoch, request.start)
         run = sampling.run_at(epoch, begin, end)
         if run is not None:
-            return run.begin, end - begin, run.mapping, None
+            return run[0], end - begin, run[1], None
         samples = sampling.samples(epoch, begin, end)
         return begin, samples.size, None, samples
 

@@ -26,6 +26,9 @@ _STRINGS = {
     h5py.h5t.STR_SPACEPAD: StepKind.PADDED,
 }
 _MOST_TEXTS = 64  # strings in an element
+# Bits of exponent and mantissa, and the bias, of the Open Compute Project's small floats whose
+# largest exponent stands for numbers, too.
+_WITHOUT_INFINITY = {(4, 3, 7): "E4M3", (2, 3, 1): "E2M3", (3, 2, 3): "E3M2", (2, 1, 1): "E2M1"}
 
 
 class StoredType(NamedTuple):
@@ -60,6 +63,7 @@ def without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def describe(encoded: bytes) -> StoredType:
     """Describe a type as encoded by H5Tencode; raises any exception if h5py has no dtype."""
     stored = h5py.h5t.decode(encoded)
+    _refuse_small_floats(stored)
     dtype = stored.dtype
     if _is_stored_as(stored, dtype):
         return StoredType(dtype, True, (), ())
@@ -73,6 +77,23 @@ def describe(encoded: bytes) -> StoredType:
     found = steps and parameters_of(base.itemsize, stored.get_size(), steps)
     text = _texts_of(steps or [], stored.get_size(), base.itemsize)
     return StoredType(dtype, text is not None, text or (), found or ())
+
+
+def _refuse_small_floats(stored: h5py.h5t.TypeID) -> None:
+    """Raise TypeError for types, or members, that HDF5 converts as if they had infinities."""
+    if isinstance(stored, h5py.h5t.TypeCompoundID):
+        for i in range(stored.get_nmembers()):
+            _refuse_small_floats(stored.get_member_type(i))
+    elif isinstance(stored, h5py.h5t.TypeArrayID | h5py.h5t.TypeVlenID):
+        _refuse_small_floats(stored.get_super())
+    elif isinstance(stored, h5py.h5t.TypeFloatID) and stored.get_size() == 1:
+        _, _, exponent, _, mantissa = stored.get_fields()
+        name = _WITHOUT_INFINITY.get((exponent, mantissa, int(stored.get_ebias())))
+        if name is not None:
+            raise TypeError(
+                f"{name} floats have no infinity, and HDF5 reads their largest values as infinity"
+                " or NaN; convert them, with ml_dtypes say, and store them as float16"
+            )
 
 
 def _steps_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step] | None:

@@ -344,7 +344,7 @@ class Samplings:
             "seed": self.config.seed,
             "drop_last": self.config.drop_last,
             "order": self._window(batch_size, world_size) if is_window else self.sampler,
-            "draws": self.draws,
+            "draws": None if is_window else self.draws,
             "offsets": self.offsets,
             "pass_samples": self.selection.size if self.has_passes else None,
             "selection": None if self.sampler or self.selection.is_prefix else self.selection,
@@ -364,6 +364,7 @@ class Samplings:
             list(filter(None, map(steps_of, self.rows))),
             0 if self.lengths is None else self.lengths.moved_samples(batch_size),
             self.epoch_samples,
+            self.draws,
         )
 
 

@@ -22,7 +22,8 @@ from h5async.index.room import files_of
 from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.permutation import part_of
-from h5async.order.rows import DrawnOffsets, SequenceTable, StepRows
+from h5async.order.rows import SequenceTable, StepRows
+from h5async.order.sampling import DrawnOffsets
 from h5async.order.selection import Selection
 from h5async.read.whole import read_whole
 from h5async.samples.fieldkind import are_same

@@ -60,6 +60,7 @@ def permute(positions: Int64s, num_samples: int, seed: int, epoch: int) -> Int64
     return result.view(np.int64)
 
 
+@functools.lru_cache(maxsize=8)  # each batch asks
 def permutation(num_samples: int, seed: int, epoch: int) -> Uint64s:
     """Return the parameters of `permute` for more than `SORTED_UP_TO` samples.
 

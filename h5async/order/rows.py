@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.order.permutation import round_keys
 from h5async.order.selection import Selection
 
 Int64s = NDArray[np.int64]
@@ -332,27 +331,3 @@ class SequenceTable:
             found.update(name.encode(errors="surrogateescape") + b"\0")
             found.update(lengths.astype("<i8").tobytes())
         return found.hexdigest()
-
-
-@dataclass(frozen=True, eq=False)
-class DrawnOffsets:
-    """Moves the samples of each epoch within their sequences, by fewer rows than `every`.
-
-    `starts` are those of the sequences, int64 (n,). In sequence i, ``counts[i]`` rows may be
-    samples, from ``starts[i] + first`` on.
-    """
-
-    starts: Int64s
-    first: int
-    counts: Int64s
-    every: int
-    seed: int
-
-    def moved(self, samples: Int64s, epoch: int) -> Int64s:
-        """Return what samples are in an epoch."""
-        number = np.searchsorted(self.starts, samples, side="right") - 1
-        begin, count = self.starts[number] + self.first, self.counts[number]
-        drawn = int(round_keys(self.seed, epoch, "offset")[0] >> np.uint64(1))
-        shift = drawn % np.minimum(count, self.every)
-        moved: Int64s = begin + (samples - begin + shift) % count
-        return moved

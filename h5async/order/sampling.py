@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
-from h5async.order.permutation import SORTED_UP_TO, parameters, permutation, permute
-from h5async.order.rows import DrawnOffsets
+from h5async.order.permutation import SORTED_UP_TO, parameters, permutation, permute, round_keys
 from h5async.order.selection import Selection
 
 Shuffle = Literal[False, "full", "window"]
@@ -36,8 +35,12 @@ Shuffle = Literal[False, "full", "window"]
 OrderKey = tuple[int, ...]
 
 Int64s = NDArray[np.int64]
+# Positions from a number on, and what maps them to those of the selection, if anything does:
+# `permutation`, or `WeightedOrder.mapping`.
+Run = tuple[int, NDArray[np.uint64] | None]
 
 _BLOCK = 4096  # draws that are computed at a time, without the core
+_PERMUTED_AT_ONCE = 1024  # positions: a block costs little more than a batch of 32
 _BITS = np.uint64(11)  # dropped: a float64 has 53
 NO_SAMPLES = np.zeros(0, np.int64)
 
@@ -61,16 +64,6 @@ class FillRequest(NamedTuple):
         if self.samples is not None:
             return "a batch of given samples"
         return f"batch {self.number} of epoch {self.epoch}"
-
-
-class Run(NamedTuple):
-    """Positions from `begin` on, which `mapping` maps to those of the selection, if given.
-
-    See `permutation` and `WeightedOrder.mapping`.
-    """
-
-    begin: int
-    mapping: NDArray[np.uint64] | None
 
 
 class Order(Protocol):
@@ -152,6 +145,30 @@ def alias_table(weights: NDArray[np.float64]) -> NDArray[Any]:
     share[large[:-1]] = np.where(is_taken, np.clip(1 - too_much, 0, 1), 1)
     alias[large[:-1]] = large[1:]
     return table
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnOffsets:
+    """Moves the samples of each epoch within their sequences, by fewer rows than `every`.
+
+    `starts` are those of the sequences, int64 (n,). In sequence i, ``counts[i]`` rows may be
+    samples, from ``starts[i] + first`` on.
+    """
+
+    starts: Int64s
+    first: int
+    counts: Int64s
+    every: int
+    seed: int
+
+    def moved(self, samples: Int64s, epoch: int) -> Int64s:
+        """Return what samples are in an epoch."""
+        number = np.searchsorted(self.starts, samples, side="right") - 1
+        begin, count = self.starts[number] + self.first, self.counts[number]
+        drawn = int(round_keys(self.seed, epoch, "offset")[0] >> np.uint64(1))
+        shift = drawn % np.minimum(count, self.every)
+        moved: Int64s = begin + (samples - begin + shift) % count
+        return moved
 
 
 @dataclass(frozen=True)
@@ -237,18 +254,17 @@ class Sampling:
         return not self.shuffle or (self.pass_samples or self.num_samples) > SORTED_UP_TO
 
     def run_at(self, epoch: int, start: int, stop: int) -> Run | None:
-        """Return some positions of an epoch as a run that the core maps; None if they are none."""
+        """Return some positions of an epoch as a run; None if the core cannot compute them."""
         if not self._is_computed:
             return None
         if self.draws is not None:
-            return Run(start, self.draws.mapping(epoch))
-        number, count = epoch, self.num_samples
-        if self.pass_samples is not None:
-            first, *others = self._in_passes(epoch, start, stop)
-            if others:
-                return None
-            (number, start, _), count = first, self.pass_samples
-        return Run(start, permutation(count, self.seed, number) if self.shuffle else None)
+            return start, self.draws.mapping(epoch)
+        if self.pass_samples is None:
+            return start, permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
+        (number, start, _), *others = self._in_passes(epoch, start, stop)
+        if others:
+            return None
+        return start, permutation(self.pass_samples, self.seed, number) if self.shuffle else None
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
@@ -290,8 +306,19 @@ class Sampling:
             return order.samples(number, start, stop)
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        size = self.pass_samples or self.num_samples
-        return permute(np.arange(start, stop), size, self.seed, number)
+        key = self.pass_samples or self.num_samples, self.seed, number
+        first, last = start // _PERMUTED_AT_ONCE, max(start, stop - 1) // _PERMUTED_AT_ONCE
+        several = [_permuted_block(*key, block) for block in range(first, last + 1)]
+        found = several[0] if first == last else np.concatenate(several)
+        return found[start - first * _PERMUTED_AT_ONCE : stop - first * _PERMUTED_AT_ONCE].copy()
+
+
+@functools.lru_cache(maxsize=8)
+def _permuted_block(num_samples: int, seed: int, number: int, block: int) -> Int64s:
+    """Return the samples at some positions of a pass. Shared: do not modify."""
+    begin = block * _PERMUTED_AT_ONCE
+    positions = np.arange(begin, min(begin + _PERMUTED_AT_ONCE, num_samples))
+    return permute(positions, num_samples, seed, number)
 
 
 def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -200,8 +200,8 @@ class FieldKind:
     `of` is the class of its options; `found_as` is the kind of the fact that has a plain `Field` be
     of this kind. If it `is_ragged`, samples may differ in their number of values; if it
     `is_encoded`, they are decoded; if it `is_mapped`, the host makes other values of those read; if
-    it `needs_work`, more than views must be made of them. A column of a table whose codes these are
-    has the path `table_column`.
+    it `needs_work`, more than views must be made of them. `further` names arrays that are delivered
+    beside the field's own. A column of a table whose codes these are has the path `table_column`.
     """
 
     of: ClassVar[type[Field]] = Field
@@ -213,6 +213,7 @@ class FieldKind:
     shape: SparseShape | None = None
     is_mapped = False
     needs_work = False
+    further: tuple[str, ...] = ()
 
     def __init__(self, name: str, field: Field) -> None:
         self.name, self.field = name, field
@@ -284,7 +285,8 @@ class FieldKind:
     def deliver(self, filled: Filled) -> Any:
         """Return the array, or the samples, of a batch; views of the slot's memory if possible.
 
-        DatasetError if the values read cannot be right.
+        With `further` arrays: a tuple of it and these. DatasetError if the values read cannot be
+        right.
         """
         return filled.columns[0][: filled.samples.size]
 

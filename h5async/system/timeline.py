@@ -10,8 +10,8 @@ the recorder, which otherwise does nothing. The compiled core records its own wo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from operator import add
@@ -55,15 +55,6 @@ class ThreadCounts:
     def plus(self, other: ThreadCounts) -> ThreadCounts:
         """Return the sum of all counts."""
         return ThreadCounts(*map(add, vars(self).values(), vars(other).values()))
-
-    @contextmanager
-    def timed(self, counter: str) -> Iterator[None]:
-        """Add the time that a block takes to a counter."""
-        begin = perf_counter_ns()
-        try:
-            yield
-        finally:
-            setattr(self, counter, getattr(self, counter) + perf_counter_ns() - begin)
 
 
 class StageTimes:

@@ -6,7 +6,7 @@ import pytest
 from h5py import h5t
 from test_saved_index import save
 
-from h5async import AsyncReader, Field
+from h5async import AsyncReader, DatasetError, Field
 from h5async.codec.corefilters import stored_filter
 from h5async.core.binding import load_core
 
@@ -34,7 +34,7 @@ def real(size, order, precision, at, fields, bias):
 
 FLOATS = {
     "bfloat16": (2, 16, 0, (15, 7, 8, 0, 7), 127),
-    "e4m3": (1, 8, 0, (7, 3, 4, 0, 3), 7),
+    "of 8 bits": (1, 8, 0, (7, 3, 4, 0, 3), 5),
     "e5m2": (1, 8, 0, (7, 2, 5, 0, 2), 15),
     "of 16 bits": (2, 16, 0, (15, 9, 6, 0, 9), 31),
     "of 20 bits": (4, 20, 7, (26, 20, 6, 7, 13), 31),
@@ -233,7 +233,28 @@ def test_parameters_that_make_no_sense_are_refused(parameters):
     assert stored_filter(parameters) is None
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "e4m3"])
+@pytest.mark.parametrize(("name", "bits", "bias"), [
+    ("E4M3", (4, 3), 7), ("E2M3", (2, 3), 1), ("E3M2", (3, 2), 3), ("E2M1", (2, 1), 1),
+])  # fmt: skip
+@pytest.mark.parametrize("is_member", [False, True])
+def test_floats_that_hdf5_converts_wrongly_are_refused(tmp_path, name, bits, bias, is_member):
+    """HDF5 takes 4.0 of E2M1 for infinity; E5M2 has infinities, and is read."""
+    exponent, mantissa = bits
+    size = exponent + mantissa
+    stored = real(1, "LE", size + 1, 0, (size, mantissa, exponent, 0, mantissa), bias)
+    if is_member:
+        whole = h5t.create(h5t.COMPOUND, 2)
+        whole.insert(b"a", 0, h5t.STD_U8LE)
+        whole.insert(b"b", 1, h5t.array_create(stored, (1,)))
+        stored = whole
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        h5py.h5d.create(file.id, b"x", stored, h5py.h5s.create_simple((4,)))
+    for path in ("x", "x/b")[: 1 + is_member]:
+        with pytest.raises(DatasetError, match=f"{name} floats have no infinity"):
+            AsyncReader(hdf5_path=tmp_path / "a.h5", fields={"x": path})
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "of 8 bits"])
 def test_converted_sources_of_overlapping_mappings_are_checked_as_stored(tmp_path, name):
     """These h5py reads; their chunks are as long as what the file has."""
     path = tmp_path / "a.h5"

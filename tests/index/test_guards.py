@@ -1051,9 +1051,9 @@ def bfloat16():
 
 def float8():
     stored = h5t.IEEE_F16LE.copy()
-    stored.set_fields(7, 3, 4, 0, 3)
+    stored.set_fields(7, 2, 5, 0, 2)
     stored.set_size(1)
-    stored.set_ebias(7)
+    stored.set_ebias(15)
     return stored
 
 

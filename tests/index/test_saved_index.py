@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from conftest import assert_epoch_is, open_descriptors, truth
+from hdf5files import write_compact
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "read"))
@@ -120,6 +121,28 @@ def test_reads_like_h5py(quirk, tmp_path, monkeypatch):
             with reader_of(quirk, index, name, num_dim, **options) as reader:
                 assert fingerprint(reader.layouts.values()) == fingerprint([layout])
                 assert_epoch_is(reader, expected)
+
+
+def test_states_are_the_same_for_sources_of_several_kinds(tmp_path):
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        write_compact(file, "compact", np.arange(4))
+        file["contiguous"] = np.arange(4)
+        file.create_dataset("chunks", data=np.arange(4), chunks=(2,))
+        for name, several in (
+            ("one", ("compact", "contiguous", "chunks")),
+            ("other", ("chunks", "contiguous", "compact")),
+        ):
+            layout = h5py.VirtualLayout((12,), "i8")
+            for number, source in enumerate(several):
+                layout[4 * number : 4 * number + 4] = h5py.VirtualSource(file[source])
+            file.create_virtual_dataset(name, layout)
+    states = []
+    for index in (False, tmp_path / "f.h5idx", tmp_path / "f.h5idx"):
+        fields = {"one": "one", "other": "other"}
+        with AsyncReader(hdf5_path=path, fields=fields, index_cache=index) as reader:
+            states.append(reader.state_dict())
+    assert states[0] == states[1] == states[2]
 
 
 @pytest.mark.parametrize("quirk", UNREADABLE.values(), ids=UNREADABLE)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import AsyncReader, ConfigError, Field, Sequences, Split
-from h5async.order.rows import DrawnOffsets, SequenceTable, StepRows
+from h5async.order.rows import SequenceTable, StepRows
+from h5async.order.sampling import DrawnOffsets
 
 COUNT, ENDS = 700, (3, 3, 250, 260, 690)  # rows behind the last end are in no sequence
 STEPS, EVERY = range(-2, 15), 16

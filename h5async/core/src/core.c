@@ -46,6 +46,7 @@
 #include "frames.c"
 #include "visit.c"
 #include "dense.c"
+#include "counts.c"
 #include "moments.c"
 #include "images.c"
 #include "members.c"
