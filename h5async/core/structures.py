@@ -21,6 +21,8 @@ REFUSED = 2  # the status of an item that Python has read again, or reports as a
 INDEX_BITS, MOST_ADDRESS = 16, (1 << 47) - 1
 NOWHERE = -1
 
+IS_REPLACED, CANNOT_MAP = -1, -2  # why a source cannot be opened again
+
 
 class Event(IntEnum):
     """Why a call did not do its work, or why its work is invalid."""

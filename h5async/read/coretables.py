@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
-from io import FileIO
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,16 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
 from h5async.core.structures import IO_MODES, MAX_RANK
-from h5async.index.extents import SourceFile, TableBuilder
+from h5async.index.extents import TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape
 from h5async.io.keptfiles import affordable_maps
-from h5async.io.localfiles import IoMode, may_map, owned
+from h5async.io.localfiles import IoMode, may_map
 from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.crops import draws_of
 from h5async.plan.transform import NativeTransform
-from h5async.system.interruptions import suppressing
 
 Int64s = NDArray[np.int64]
 _ALL_BITS = (1 << 64) - 1
@@ -249,20 +247,13 @@ class CoreTables:
         path = int(self._table["path"][number])
         return os.fsdecode(ctypes.string_at(path)) if path else number
 
-    def open_ahead(self, is_closed: Callable[[], bool]) -> Iterator[SourceFile]:
-        """Open the first files; yield those that are not as they were indexed."""
+    def open_ahead(self, is_closed: Callable[[], bool]) -> Iterator[int]:
+        """Open the first files; yield the numbers of those that are not as they were indexed."""
         for number, source in enumerate(self.files[: self._most_files]):
             if is_closed():
                 return
             if not self._core.open_ahead(self.sources, number) and source.values is None:
-                yield source
-
-    def open_again(self, path: str) -> FileIO | None:
-        """Return a new file for one that is open, whatever lies at its path now."""
-        for number in self._numbers.get((path, False), []) + self._numbers.get((path, True), []):
-            with suppressing(ValueError):  # it is not open
-                return owned(self._core.descriptor, self.sources, number)
-        return None
+                yield number
 
     def restamp(self, path: str, stamp: FileStamp, *, is_heap: bool = False) -> None:
         """Say that a changed file still holds what was indexed.
@@ -270,14 +261,16 @@ class CoreTables:
         `is_heap`: that variable-length elements lie where they did; else that all others do.
         """
         for number in self._numbers.get((path, is_heap), ()):
-            self._core.restamp(
-                self.sources,
-                number,
-                stamp.nbytes,
-                stamp.modified_ns,
-                stamp.changed_ns,
-                may_map(path, self._io),
-            )
+            self.files[number] = self.files[number]._replace(stamp=stamp)
+            self._restamp(number, may_map(path, self._io))
+
+    def stop_mapping(self, number: int) -> None:
+        """Read a source without a map from now on."""
+        self._restamp(number, False)
+
+    def _restamp(self, number: int, may_be_mapped: bool) -> None:
+        times = self.files[number].stamp[2:]
+        self._core.restamp(self.sources, number, *times, may_be_mapped)
 
     def forget_chunks(self) -> None:
         """Forget all chunks that are kept decoded, because a file has changed."""

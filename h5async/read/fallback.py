@@ -68,7 +68,7 @@ class FallbackReader:
         self._changes = changes
         self._core = core
         self._lock = threading.Lock()  # one read at a time, as in HDF5
-        self._files: KeptFiles[HDF5File] = KeptFiles(kept)
+        self._files = KeptFiles(kept)
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
         self._variables = _variables()
         self._with_filters: set[tuple[str, str]] = set()  # datasets whose filters HDF5 was given
