@@ -151,7 +151,17 @@ _HINTS = {
         'SparseField("X", dense=True, columns=["GAPDH", "CD3E"])',
         'path = "X", kind = "sparse", dense = true, columns = ["GAPDH"]',
     ),
-    "crop crop_scale crop_ratio flip interpolation": _of_field(
+    "slice slices roi region hyperslab subset_of_rows": _of_field(
+        'Field("x", region={1: slice(64, 192)})',
+        'path = "x", region = {1 = "64:192"}',
+        text="region of a Field reads a part of each row, and crop one at a random place",
+    ),
+    "crop random_crop patch patch_size": _of_field(
+        'Field("x", crop=64)',
+        'path = "x", crop = 64',
+        text="crop of a Field reads a part of each row at a random place; ImageField has its own",
+    ),
+    "crop_scale crop_ratio flip interpolation": _of_field(
         'ImageField("jpeg", size=(224, 224), flip=True)',
         'path = "jpeg", kind = "image", size = [224, 224], flip = true',
         "image",

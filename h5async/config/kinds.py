@@ -37,9 +37,9 @@ class RaggedFieldOptions(FieldOptions, total=False):
     of the sample.
     """
     pack: Integer | None
-    """Join the stored samples (documents) of each file, one behind the other, to windows of so many
-    values: these are the samples then, delivered as an array (samples, pack, ...); the last one of
-    a file ends with zeros. The batch also has `NAME_documents`, int64, and `NAME_positions`, int32:
+    """Join the stored samples (documents) of each file, one behind the other, to windows of this
+    size, which are the samples then, delivered as an array (samples, pack, ...); the last one of a
+    file ends with zeros. The batch also has `NAME_documents`, int64, and `NAME_positions`, int32:
     the document of each value, and its place in that, or -1. This needs `offsets`.
     """
 
@@ -376,8 +376,10 @@ def _require_no_steps(field: Field) -> None:
 
 
 def _require_first_dimension(field: Field) -> None:
-    if field.region is not None:
-        raise ValueError("region is for fields whose samples have one shape; leave it out")
+    for name in ("region", "crop_group", "crop", "flip"):  # those of images are their own
+        is_own = name in ("crop", "flip") and isinstance(field, ImageField | AudioField)
+        if getattr(field, name) and not is_own:
+            raise ValueError(f"{name} is for fields whose samples have one shape; leave it out")
     if field.axes and field.num_dim == field.axes[0] != 0:
         raise ValueError(
             f"axes must begin with the dimension of the samples, 0, found {field.axes}"

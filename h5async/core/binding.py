@@ -43,14 +43,16 @@ _FUNCTIONS = {
     "ppqqq": "cut",
     "ppppqqq": "cut_sorted scale_rows",
     "ppppppqqq": "read_ranges",
-    "p": "cut_frames open_sources close_sources clear_store free_store free_plan make_dense free",
-    "pq": "open_ahead descriptor spin",
+    "p": "cut_frames open_sources close_sources clear_store free_store free_plan make_dense free"
+    " close_again",
+    "pq": "open_ahead spin",
     "pqqqqi": "restamp",
     "qq": "new_store",
-    "pppqpqqqq": "plan_batch",
+    "pppqpqqqqp": "plan_batch",
     "pppppqq": "read_batch",
     "pppppq": "read_again copy_runs",
     "pqq": "wait",
+    "pqp": "open_again",
     "ppppqqqq": "decode",
     "ppq": "decode_references next",
     "pppqq": "image_headers sum_rows",
@@ -60,7 +62,7 @@ _FUNCTIONS = {
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
 _BRIEF_FUNCTIONS = {
     "p": "visit open_queue put_ticket forget_jobs end_queue events wake",
-    "pppqqqqi": "submit",
+    "ppppqqqqi": "submit",
     "pqq": "drop samples_at",
     "": "clock",
     "pp": "trace",

@@ -16,6 +16,7 @@ import pkgutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +38,7 @@ from h5async.samples.fieldkind import (
     FieldDecoder,
     FieldKind,
     Mask,
+    OfSamples,
     Rows,
 )
 from h5async.samples.samplearrays import SampleArrays
@@ -195,13 +197,22 @@ def load_function(function: Callable[..., Any] | str | None) -> Callable[..., An
 
 def masks_of(
     kinds: Mapping[str, FieldKind], columns: Iterable[str], several: Sequence[Rows]
-) -> dict[str, Mask]:
-    """Return, by the mask's name, a function from sample numbers to each mask of a batch."""
+) -> dict[str, OfSamples]:
+    """Return, by its name, a function from sample numbers and an epoch to each mask of a batch.
+
+    And to the array that says where parts of rows begin.
+    """
     rows = dict(zip(columns, several, strict=True))
-    found: dict[str, Mask] = {}
+    found: dict[str, OfSamples] = {}
     for name, kind in kinds.items():
-        found |= kind.masks(rows[name])
+        found |= {own: partial(_mask, mask) for own, mask in kind.masks(rows[name]).items()}
+        if kind.places is not None and kind.places.num_cut:
+            found[f"{name}_crop"] = kind.places.begins
     return found
+
+
+def _mask(mask: Mask, index: Int64s, _: int) -> NDArray[Any]:
+    return mask(index)
 
 
 class Postprocess:
@@ -224,12 +235,12 @@ class Postprocess:
         self._returned, self._seed = config.postprocess_fields, config.seed
         self._static = opened.static
         sequences = samplings.sequences
-        of_index: dict[str, Callable[[Int64s], NDArray[Any]]] = {
+        self._of_index: dict[str, Callable[[Int64s], NDArray[Any]]] = {
             "index": np.copy,  # the function may change it
             "sequence": np.zeros_like if sequences is None else sequences.numbers,
             "step": np.copy if sequences is None else sequences.steps,
         }
-        self._of_index = of_index | masks_of(opened.kinds, opened.layouts, samplings.rows)
+        self._masks = masks_of(opened.kinds, opened.layouts, samplings.rows)
         parameters: list[inspect.Parameter] = []
         with suppressing(ValueError, TypeError):  # a function in C may have no signature
             parameters = list(inspect.signature(function).parameters.values())
@@ -243,7 +254,7 @@ class Postprocess:
         ]
         bound = function.keywords if isinstance(function, functools.partial) else ()
         taken = {*bound, *(self._names if self._by_name else ())}
-        known = "rng", "epoch", "number", "static", *self._of_index
+        known = "rng", "epoch", "number", "static", *self._of_index, *self._masks
         self._wanted = [name for name in known if name in further and name not in taken]
 
     def __call__(
@@ -275,6 +286,8 @@ class Postprocess:
     def _value(self, name: str, request: FillRequest, index: Int64s) -> Any:
         if name in self._of_index:
             return self._of_index[name](index)
+        if name in self._masks:
+            return self._masks[name](index, request.epoch)
         if name == "static":
             return MappingProxyType(self._static)
         return self._rng(request, index) if name == "rng" else getattr(request, name)

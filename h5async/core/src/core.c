@@ -32,6 +32,7 @@
 #include "plan.h"
 #include "samples.c"
 #include "items.c"
+#include "crops.c"
 #include "plan.c"
 #include "window.c"
 #include "cut.c"
