@@ -122,6 +122,16 @@ def test_codes_in_steps_and_in_groups(files):
         assert (names[batch.y[:, 0]] == expected[np.where(first, own, own - 1)]).all()
 
 
+def test_codes_of_values_in_another_file_below_groups(files):
+    fields = {"x": "data", "y": Field("1.h5::words", categories=True)}
+    with AsyncReader(
+        hdf5_path=files[0], fields=fields, sequences=Sequences(groups="demo_*"), batch_size=24
+    ) as reader:
+        batch = reader.get_next_batch()
+        found = np.array(reader.categories["y"])[batch.y]
+    assert (found == words_of(files[1:])[batch.x]).all()
+
+
 def test_draws_and_splits_take_the_name_of_a_field(files):
     fields = {"x": "data", "animal": Field("words", categories=True)}
     options: dict[str, Any] = {"hdf5_path": files, "fields": fields, "batch_size": 64}

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config.statistics import FieldStatistics, Per
+from h5async.config.values import is_float
 from h5async.errors import ConfigError
 from h5async.index.layout import DatasetLayout
 from h5async.measure.moments import Moments, moments_of, moments_of_rows
@@ -97,7 +98,7 @@ class FieldSummary:
         elif isinstance(values, Csr):
             part.moments = moments_of_rows(values, by_column=self._per is not None)
             part.row = values.shape[1:]
-        elif values.dtype.kind in "biuf":
+        elif values.dtype.kind in "biu" or is_float(values.dtype):
             self._measure(values, part, rng)
         return part
 
@@ -123,13 +124,16 @@ class FieldSummary:
 
     def _grouped(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return values as (outer, groups, inner)."""
-        array = array.view(np.uint8) if array.dtype.kind == "b" else array
-        row = array.shape[1 if self._kind.field.steps is None else 2 :]
-        if self._per is None or not row:
+        if array.dtype.kind in "bV":
+            array = array.view(np.uint8) if array.dtype.kind == "b" else array.astype(np.float32)
+        before = 1 if self._kind.field.steps is None else 2
+        if self._per is None or array.ndim <= before:
             return array.reshape(1, 1, -1)
-        if self._per == "feature":
-            return array.reshape(-1, math.prod(row), 1)
-        return array.reshape(-1, row[self._axis], math.prod(row[self._axis + 1 :]))
+        begin, end = before, array.ndim
+        if self._per == "channel":
+            begin, end = before + self._axis, before + self._axis + 1
+        outer, groups, inner = array.shape[:begin], array.shape[begin:end], array.shape[end:]
+        return array.reshape(math.prod(outer), math.prod(groups), math.prod(inner))
 
     def _some_of(self, grouped: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
         """Return some values of each group, drawn uniformly: (number, groups)."""

@@ -34,7 +34,7 @@ from h5async.index.contents import Grouping
 from h5async.index.groupfields import Column, category_names, index_of_table, names_beside
 from h5async.index.hdf5 import OtherKindError
 from h5async.index.layout import DatasetLayout, SequenceLengths
-from h5async.index.links import Reach, open_index
+from h5async.index.links import Reach, below, open_index
 from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts
 from h5async.index.savedindex import Wanted
 from h5async.io.stores import absolute_name, settled_stamp
@@ -122,14 +122,14 @@ def read_known(
     rest = {n: need for n, need in needs.items() if need.wanted.kind and n not in once}
     if not rest:
         return found
-    prefixes = [""]
+    groups = [""]
     if grouping is not None:
         with open_index(path) as file:
-            prefixes = [f"{group}/" for group in grouping.find(path, file, reach)]
+            groups = grouping.find(path, file, reach)
     labels = {n: need for n, need in rest.items() if need.wanted.kind.startswith(LABEL_KINDS)}
-    found |= _read_labels(path, prefixes, labels, reach)
+    found |= _read_labels(path, groups, labels, reach)
     rest = {name: need for name, need in rest.items() if name not in labels}
-    several = [_read_below(path, prefix, rest, reach) for prefix in prefixes]
+    several = [_read_below(path, group, rest, reach) for group in groups]
     if grouping is None:
         return found | several[0]
     for name, need in rest.items():
@@ -151,13 +151,13 @@ def _require_equal(parts: Sequence[DatasetLayout], need: Need) -> None:
 
 
 def _read_below(
-    path: FileName, prefix: str, needs: Mapping[str, Need], reach: Reach
+    path: FileName, group: str, needs: Mapping[str, Need], reach: Reach
 ) -> dict[str, DatasetLayout]:
-    """Read the facts other than layouts of a dataset alone; paths begin with a prefix."""
+    """Read the facts other than layouts of a dataset alone; paths are those below a group."""
     found: dict[str, DatasetLayout] = {}
     matrices: dict[str, dict[str, DatasetLayout]] = {}
     for name, (of_field, wanted) in needs.items():
-        at = prefix + wanted.path
+        at = below(group, wanted.path)
         if wanted.kind == HEAP:
             found[name] = heap_layout(at, path, reach)
         elif wanted.kind in (ROWS, SHAPE):
@@ -166,7 +166,7 @@ def _read_below(
                 matrices[matrix] = _matrix(path, matrix or "/", reach)
             found[name] = matrices[matrix][member]
         elif wanted.kind == TEXTS:
-            found[name] = _index_layout(path, prefix, wanted.path, reach)
+            found[name] = _index_layout(path, group, wanted.path, reach)
         elif wanted.kind == CATEGORIES:
             of_table = column_at(path, at, reach)
             if of_table is None or of_table.categories is None:
@@ -175,12 +175,12 @@ def _read_below(
         else:
             kind, _, offsets = wanted.kind.partition(" ")
             flat = _flat_layout(name, at, path, reach)
-            found[name] = with_spans(flat, kind, prefix + offsets, path, reach)
+            found[name] = with_spans(flat, kind, below(group, offsets), path, reach)
     return found
 
 
 def _read_labels(
-    path: FileName, prefixes: Sequence[str], needs: Mapping[str, Need], reach: Reach
+    path: FileName, groups: Sequence[str], needs: Mapping[str, Need], reach: Reach
 ) -> dict[str, DatasetLayout]:
     """Read values as codes, and what these stand for, of all groups of a file together."""
     found: dict[str, DatasetLayout] = {}
@@ -189,7 +189,7 @@ def _read_labels(
         kind, _, names_at = need.wanted.kind.partition(" ")
         key = need.wanted.path, names_at
         if key not in made:
-            made[key] = _labels(path, prefixes, *key, reach)
+            made[key] = _labels(path, groups, *key, reach)
         found[name] = made[key][kind]
     return found
 
@@ -212,11 +212,11 @@ def _read_once(
 
 
 def _labels(
-    path: FileName, prefixes: Sequence[str], at: str, names_at: str, reach: Reach
+    path: FileName, groups: Sequence[str], at: str, names_at: str, reach: Reach
 ) -> dict[str, DatasetLayout]:
-    several = [small_values(path, prefix + at, _MOST_NAMES, reach) for prefix in prefixes]
+    several = [small_values(path, below(one, at), _MOST_NAMES, reach) for one in groups]
     found = _codes(path, at, np.concatenate(several), names_at, reach)
-    if prefixes != [""]:
+    if groups != [""]:
         held = np.array([one.size for one in several], np.int64)
         found[LABELS] = found[LABELS].changed(sequences=SequenceLengths(held, held))
     return found
@@ -281,15 +281,16 @@ def _matrix(path: FileName, at: str, reach: Reach) -> dict[str, DatasetLayout]:
     }
 
 
-def _index_layout(path: FileName, prefix: str, matrix: str, reach: Reach) -> DatasetLayout:
+def _index_layout(path: FileName, group: str, matrix: str, reach: Reach) -> DatasetLayout:
     """Return the names of a matrix's columns, each followed by its id if there is one.
 
     10x Genomics has both beside the matrix; AnnData has names, in its ``var``.
     """
-    at = prefix + matrix
+    at = below(group, matrix)
+    holder, mark, own = matrix.rpartition("::")
+    table = below(group, f"{holder}{mark}{'raw/' if own.startswith('raw/') else ''}var")
     with open_index(path) as file:
         beside = names_beside(file, at, reach)
-        table = f"{prefix}{'raw/' if matrix.startswith('raw/') else ''}var"
         index = "" if beside else f"{table}/{index_of_table(file, table, reach)}"
     names = _names(path, beside[0] if beside else index, reach)
     if beside:

@@ -263,6 +263,11 @@ def static_values(
 
 
 def _value(field: Field, layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
+    if layout.sample_count != 1:
+        raise DatasetError(
+            f"{layout.file}: the saved index has {layout.sample_count:,} values of"
+            f' "{field.path}" for the whole dataset; make it again'
+        )
     transform, raw = row_transform(field, layout), read_rows(layout, reach)
     out = np.empty((1, *transform.row), transform.dtype)
     transform.apply(raw, out)

@@ -476,8 +476,11 @@ def widest_dtype(layouts: Sequence[DatasetLayout]) -> np.dtype[Any] | None:
 
 
 def values_of(fact: DatasetLayout) -> NDArray[Any]:
-    """Return the values of a fact."""
-    assert fact.values is not None
+    """Return the values of a fact; DatasetError if a saved index says that there are none."""
+    if fact.values is None:
+        raise DatasetError(
+            f'{fact.file}: the saved index has no values of "{fact.path}"; make it again'
+        )
     return fact.values.view(fact.dtype)
 
 

@@ -68,13 +68,18 @@ class LabelsKind(FieldKind):
         self, layout: DatasetLayout, table: NDArray[np.int64], own: Sequence[Any]
     ) -> DatasetLayout:
         """Return the codes of one file in the categories of all; -2 in a table means none."""
-        found = table[values_of(layout)]
+        codes, where = values_of(layout), f'{layout.file}: dataset "{layout.path}" ({self.name})'
+        if codes.size and not -1 <= codes.min() <= codes.max() < len(own):
+            raise DatasetError(
+                f"{where}: the saved index has codes from {codes.min()} to {codes.max()} of"
+                f" {len(own):,} categories; make it again"
+            )
+        found = table[codes]
         if (found == -2).any():
             at = int((found == -2).argmax())
             raise DatasetError(
-                f'{layout.file}: dataset "{layout.path}" ({self.name}): sample {at} is'
-                f" {own[int(values_of(layout)[at])]!r}, which is not among the categories; add it,"
-                " or set categories=True"
+                f"{where}: sample {at} is {own[int(codes[at])]!r}, which is not among the"
+                " categories; add it, or set categories=True"
             )
         dtype = np.min_scalar_type(-max(1, len(self.categories.names)))
         return layout.changed(values=found.astype(dtype), dtype=dtype, fill=np.zeros((), dtype))

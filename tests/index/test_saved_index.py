@@ -669,6 +669,37 @@ def rewrite(index: Path, header: dict[str, Any], arrays: dict[str, Any]) -> None
     write_saved(index, header, {name: [array] for name, array in arrays.items()}, mode=0o644)
 
 
+def test_facts_that_make_no_sense_are_errors(tmp_path):
+    path, index = tmp_path / "a.h5", tmp_path / "saved.h5idx"
+    with h5py.File(path, "w") as file:
+        file["data"], file["word"] = np.arange(4), [b"x", b"y", b"x", b"z"]
+        file["grid"], file.attrs["title"] = np.ones((2, 3)), "some"
+    fields = {
+        "data": "data",
+        "word": Field("word", categories=True),
+        "title": Field("@title", per="file"),
+        "grid": Field("grid", per="dataset"),
+    }
+    options: dict[str, Any] = {"fields": fields, "num_threads": 0, "device": "cpu"}
+    with AsyncReader(hdf5_path=path, index_cache=index, **options):
+        header, arrays = saved_content(index)
+    places = [("values", (at,), 100) for at in range(arrays["values"].size)]
+    entries, layouts = len(arrays["entries"]) // 3, arrays["rows"].size
+    places += [("entries", (3 * at + 2,), to) for at in range(entries) for to in range(layouts)]
+    places += [("rows", (at,), count) for at in range(layouts) for count in (0, 2, 5)]
+    refused = 0
+    for name, at, value in places:
+        changed = arrays[name].copy()
+        changed[at] = value
+        rewrite(index, header, arrays | {name: changed})
+        try:
+            with AsyncReader(hdf5_path=index, **options) as reader:
+                reader.get_next_batch()
+        except H5AsyncError:
+            refused += 1
+    assert refused > len(places) // 2
+
+
 # --- files that depend on others -----------------------------------------------------------------
 
 

@@ -66,6 +66,23 @@ def test_plain_rows(tmp_path, per, over, dtype):
     expect(measured(path, per=per, num_threads=2), values, over, fill=0)
 
 
+@each("per, over", [(None, (0, 1, 2)), ("channel", (0, 2)), ("feature", (0,))])
+def test_bfloat16_counts_as_delivered(tmp_path, per, over):
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    values = RNG.normal(50, 20, (70, 3, 5)).astype("f4")
+    found = measured(write(tmp_path / "a.h5", values), Field("x", dtype="bfloat16"), per=per)
+    expect(found, values.astype(bfloat16), over)
+    assert found.dtype == "bfloat16"
+
+
+@each("per, shape", [(None, ()), ("channel", (3,)), ("feature", (3, 0))])
+def test_rows_without_elements_have_no_mean(tmp_path, per, shape):
+    found = measured(write(tmp_path / "a.h5", np.zeros((9, 3, 0))), per=per)
+    assert found.count.shape == shape
+    assert not found.count.any()
+    assert np.isnan(found.mean).all()
+
+
 def test_channels_may_stand_last_or_be_named(tmp_path):
     values = RNG.normal(size=(20, 4, 5, 3)).astype("f4")
     path = write(tmp_path / "a.h5", values)
