@@ -4,6 +4,10 @@ All ways of a case take short turns, in the same run, on one file in the page ca
 equal size. A ratio is the median of those of each round, so that a busy machine, which slows all
 ways of a round, changes it little. Draws are made with weights that are random numbers.
 
+Draws in the order of a window are compared with a window of all samples; and how random their order
+is, with that of draws without a window: how far the draws of one chunk are from each other, and how
+many of a batch are of one chunk.
+
 Given samples are asked for by `fetch_data(index)`, so they are compared with `fetch_data()`; the
 others with a `for` loop. The numbers of given samples are drawn before the turn.
 """
@@ -24,6 +28,8 @@ from bench_common import RESULTS, header, save
 from rich.console import Console
 
 from h5async import AsyncReader
+from h5async.order.sampling import WeightedOrder
+from h5async.order.window import DrawnOrder
 
 BATCHES = 64, 256, 1024
 READY = 6  # batches that a way may have made before its turn
@@ -98,6 +104,8 @@ def measure(
         "full shuffle": {"shuffle": "full"},
         "90 % by indices": {"shuffle": "full", "indices": some},
         "weighted": {"weights": rng.random(case.rows)},
+        "window": {"shuffle": "window"},
+        "weighted, window": {"shuffle": "window", "weights": rng.random(case.rows)},
         "full shuffle, in pairs": {"shuffle": "full"},
         "given samples": {},
     }
@@ -114,7 +122,7 @@ def measure(
         for way, more in options.items()
     }
     ways: dict[str, Iterator[int]] = {
-        way: sizes_of_epochs(readers[way]) for way in list(readers)[:3]
+        way: sizes_of_epochs(readers[way]) for way in list(readers)[:5]
     }
     ways["full shuffle, in pairs"] = sizes_of_pairs(readers["full shuffle, in pairs"], None)
     ways["given samples"] = sizes_of_pairs(readers["given samples"], given)
@@ -130,6 +138,7 @@ def measure(
 OTHERS = {
     "90 % by indices": "full shuffle",
     "weighted": "full shuffle",
+    "weighted, window": "window",
     "given samples": "full shuffle, in pairs",
 }
 
@@ -145,6 +154,36 @@ def results(case: Case, batch_size: int, found: dict[str, list[float]]) -> dict[
         "speeds": {way: round(statistics.median(speeds)) for way, speeds in found.items()},
         "ratios": {way: round(ratio, 3) for way, ratio in ratios.items()},
     }
+
+
+def randomness(chunks: int = 512, size: int = 16, batch: int = 32) -> dict[str, dict[str, float]]:
+    """Return the mean distance of draws of one chunk, and their share of a batch.
+
+    Weights are equal, or a tenth of all samples, which lie together, has half of the draws.
+    """
+    count, bounds = chunks * size, np.arange(0, chunks * size + 1, size)
+    found = {}
+    for name, rare in (("equal", 1.0), ("balanced", 9.0)):
+        weights = np.ones(count)
+        weights[: count // 10] = rare
+        draws = WeightedOrder(weights, 0)
+        window = DrawnOrder(draws, bounds, chunks // 2, 0, (count, batch, 1))
+        for way, order in (("weighted", draws), ("weighted, window", window)):
+            units = order.samples(1, 0, count) // size
+            places = [np.flatnonzero(units == unit) for unit in np.unique(units)]
+            far = [
+                np.abs(some[:, None] - some).sum() / (n * (n - 1))
+                for some in places
+                if (n := some.size) > 1
+            ]
+            alike = [(one[:, None] == one).sum() - batch for one in units.reshape(-1, batch)]
+            found[f"{way}, {name}"] = {
+                "mean distance, of the epoch": round(float(np.mean(far)) / count, 3),
+                "of a batch, in the same chunk": round(
+                    float(np.mean(alike)) / batch / (batch - 1), 5
+                ),
+            }
+    return found
 
 
 def main() -> None:
@@ -177,7 +216,8 @@ def main() -> None:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             path.unlink()
     if options.out is not None:
-        save({**header(), "wanted": TARGET, "points": points}, options.out / "bench_orders.json")
+        found = {**header(), "wanted": TARGET, "points": points, "randomness": randomness()}
+        save(found, options.out / "bench_orders.json")
 
 
 if __name__ == "__main__":

@@ -552,6 +552,11 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--device cuda:1": {"device": "cuda:1"},
     "--pin-memory": {"pin_memory": True},
     "--postprocess m.n:f": {"postprocess": "m.n:f"},
+    "--postprocess m.n:f --postprocess-fields a --postprocess-fields b": {
+        "postprocess": "m.n:f",
+        "postprocess_fields": ["a", "b"],
+    },
+    "--on-error skip --max-skipped 0.5": {"on_error": "skip", "max_skipped": "0.5"},
     "--timeout 1.5": {"timeout": 1.5},
     "--max-batch-bytes 9MiB": {"max_batch_bytes": "9MiB"},
     "--decode host": {"decode": "host"},

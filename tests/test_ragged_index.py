@@ -119,6 +119,15 @@ def test_a_second_reader_reads_nothing(mixed, tmp_path, monkeypatch, num_threads
     check_all(paths, truths, **options)
 
 
+def test_the_core_reads_what_was_indexed_without_it(mixed, tmp_path, monkeypatch):
+    paths, truths = mixed
+    index = tmp_path / "all.h5idx"
+    with monkeypatch.context() as patched:
+        patched.setattr("h5async.opening.raggedcolumns.load_core", lambda: None)
+        run("index", *paths, "-o", index, *typed(fields_of(truths)))
+    check_all(index, truths)
+
+
 def test_the_cache_folder(mixed, tmp_path, monkeypatch):
     paths, truths = mixed
     monkeypatch.setattr(indexcache, "LEAST_SECONDS", 0)

@@ -193,7 +193,7 @@ def test_given_samples_come_at_the_same_place_however_many_threads_there_are(fla
 
 def test_labels_of_differing_lengths_are_not_balanced(flat):
     labels = RaggedField("values", offsets="offsets")
-    with pytest.raises(ConfigError, match="labels with one value for each sample"):
+    with pytest.raises(ConfigError, match="one value for each sample, and 'labels'"):
         read(flat, {"x": "ends", "labels": labels}, weights="balanced")
 
 

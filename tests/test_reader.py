@@ -39,8 +39,7 @@ from h5async import (
 )
 from h5async.core import binding as core_module
 from h5async.fill.reading import BatchReader
-from h5async.io.localfiles import LocalFile, can_map
-from h5async.io.stamps import FileStamp
+from h5async.io.localfiles import can_map
 
 DEADLOCK_SECONDS = 200
 NUM_SAMPLES = 23
@@ -1404,10 +1403,7 @@ def test_every_io_mode_gives_what_h5py_gives(
             assert (reader.fallback_reads > 0) == through_h5py
             assert (reader.layouts["data"].fallback_reason is not None) == through_h5py
             executors = reader._engine.filler._executors
-            files = list(executors._files._files._files.values())
-            for file in files:
-                assert file.io == core_module.mapping_mode(io)
-                assert (file.map_nbytes > 0) == is_mapped
+            files: list[Any] = []
             for collection in executors._collections:
                 table = collection.tables._table
                 files += [source for source in table if source["map"] or source["fd"] >= 0]
@@ -1432,46 +1428,12 @@ def test_only_map_maps_where_the_file_system_is_not_known(
     kinds: Path, monkeypatch: pytest.MonkeyPatch, io: str, is_mapped: bool
 ) -> None:
     monkeypatch.setattr("h5async.io.localfiles.can_map", lambda path: False)
-    size = kinds.stat().st_size
     for name in KINDS:
         options = {**kind_options(name), "io": io, "num_threads": 0}
         with AsyncReader(hdf5_path=kinds, shuffle="full", **options) as reader:
             expected = truth(kinds, name, options["num_dim"])
             assert_epoch_is(reader, expected, in_order=False)
-            for file in reader._engine.filler._executors._files._files._files.values():
-                assert file.map_nbytes == (size if is_mapped else 0)
             assert (reader.fallback_reads == 0) == (is_mapped or name != "columns")
-
-
-@pytest.mark.parametrize("io", IO_MODES)
-def test_a_file_as_it_is_opened(tmp_path: Path, io: Any) -> None:
-    path = tmp_path / "bytes"
-    path.write_bytes(b"h5async" * 1000)
-    with path.open("rb") as file:
-        expected = FileStamp.of(file.fileno())
-    opened = LocalFile(str(path), expected, io)
-    try:
-        is_mapped = io == "map" or (io == "auto" and can_map(str(path)))
-        assert opened.map_nbytes == (7000 if is_mapped else 0)
-        assert bool(opened.map_address) == is_mapped
-    finally:
-        opened.close()
-    opened.close()
-
-
-def test_what_cannot_be_mapped_is_an_error_only_where_that_was_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "empty"  # of no bytes, there is no map
-    path.touch()
-    with path.open("rb") as file:
-        expected = FileStamp.of(file.fileno())
-    for io in ("auto", "pread"):
-        opened = LocalFile(str(path), expected, io)
-        assert opened.map_nbytes == 0
-        opened.close()
-    with pytest.raises(
-        ReadError, match=r'cannot be mapped into memory: .*; read it with io="pread"'
-    ):
-        LocalFile(str(path), expected, "map")
 
 
 @pytest.mark.slow

@@ -213,6 +213,7 @@ def test_options_survive_files(tmp_path: Path, stored: tuple[Path, np.ndarray]):
     [
         ({}, ConfigError, "must map dimensions to slices"),
         ({1: 4}, ConfigError, "must map dimensions to slices"),
+        ((slice(4), slice(4)), ConfigError, "must map dimensions to slices"),
         ({1: slice(4, 2)}, ConfigError, "region leaves nothing of dimension 1, which has 23"),
         ({1: slice(9, 0, -1)}, ConfigError, "steps are 1 or more"),
         ({0: slice(4)}, ConfigError, "dimension 0 counts the samples"),

@@ -90,6 +90,22 @@ class PartOptions(StepsOptions, total=False):
     """The part of each row to read: a slice for each dimension, by number or by name if the file
     names its dimensions. Other dimensions are read whole.
     """
+    crop: rowparts.CropLike | None
+    """A part of each row, of the region if there is one: a number of elements for each dimension,
+    by number or name; or one number for the last two dimensions. The batch also has `NAME_crop`,
+    int64 (samples, dimensions): where each part begins.
+    """
+    crop_at: rowparts.CropAt
+    """Where it is. `random`: at a place drawn for each sample and epoch. `center`: in the middle.
+    """
+    crop_group: str | None
+    """Fields of one group are cropped at the same places, and flipped together; None is a group,
+    too.
+    """
+    flip: rowparts.FlipLike
+    """Reverse parts at random, half of them on average, along the last dimension of the crop; or
+    along each of some dimensions, independently.
+    """
 
 
 class FieldOptions(StepsOptions, total=False):
@@ -158,6 +174,10 @@ class Field(Frozen):
     pad_mask: values.Name | None = None
     per: Per | None = None
     region: rowparts.Region = None
+    crop: rowparts.Crop = None
+    crop_at: rowparts.CropAt = "random"
+    crop_group: str | None = None
+    flip: rowparts.Flip = False
 
     def __init__(
         self,
@@ -193,8 +213,11 @@ class Field(Frozen):
         if self.per is not None and (self.steps is not None or type(self) is not Field):
             what = "a field of steps" if self.steps is not None else type(self).__name__
             raise ValueError(f"per is for plain fields, and this is {what}; leave it out")
-        if self.per is not None and self.region is not None:
-            raise ValueError("region is for rows of samples, and per says that there are none")
+        parts = [name for name in ("region", "crop", "flip") if getattr(self, name)]
+        if self.per is not None and parts:
+            raise ValueError(f"{parts[0]} is for rows of samples, and with per there are none")
+        if type(self) is Field and self.crop is None and self.crop_at == "center":
+            raise ValueError("crop_at needs crop, which says how large the part is")
         self._check_axes()
         if self.categories is not None:
             self._check_categories()
@@ -256,8 +279,10 @@ class Field(Frozen):
     @property
     def names_axes(self) -> bool:
         """Whether dimensions are given by name, except that of the samples."""
-        region = [one.dimension for one in self.region or ()]
-        named = *(self.axes or ()), self.channel_dim, *region
+        parts = [one.dimension for one in self.region or ()]
+        parts += [dim for dim, _ in self.crop] if isinstance(self.crop, tuple) else []
+        parts += self.flip if isinstance(self.flip, tuple) else []
+        named = *(self.axes or ()), self.channel_dim, *parts
         return any(isinstance(axis, str) for axis in named)
 
     @property
@@ -361,6 +386,16 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
                 f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
                 " another name"
             )
+        if type(field) is Field and field.crop is not None and f"{name}_crop" in (*fields, *masks):
+            raise ValueError(
+                f"{name}: crop delivers {f'{name}_crop'!r}, which there is already; choose another"
+                " name"
+            )
+        totals = getattr(field, "totals", None)
+        others = [one for one in fields.values() if getattr(one, "totals", None) == totals]
+        if totals is not None and (totals in fields or totals in masks or len(others) > 1):
+            raise ValueError(f"{name}: totals: there is {totals!r} already; choose another name")
+        masks += [] if totals is None else [totals]
         if getattr(field, "pack", None) is not None:
             several = {f"{name}_documents", f"{name}_positions"} & {*fields, *masks}
             if several:

@@ -37,9 +37,9 @@ class RaggedFieldOptions(FieldOptions, total=False):
     of the sample.
     """
     pack: Integer | None
-    """Join the stored samples (documents) of each file, one behind the other, to windows of so many
-    values: these are the samples then, delivered as an array (samples, pack, ...); the last one of
-    a file ends with zeros. The batch also has `NAME_documents`, int64, and `NAME_positions`, int32:
+    """Join the stored samples (documents) of each file, one behind the other, to windows of this
+    size, which are the samples then, delivered as an array (samples, pack, ...); the last one of a
+    file ends with zeros. The batch also has `NAME_documents`, int64, and `NAME_positions`, int32:
     the document of each value, and its place in that, or -1. This needs `offsets`.
     """
 
@@ -285,6 +285,16 @@ class SparseFieldOptions(FieldOptions, total=False):
     """How to treat a column, chosen by name, that a file lacks. `zero`: it is 0 there, if another
     file has it. `error`: raise `DatasetError`.
     """
+    totals: str | None
+    """Also deliver the sum of the values of each row as an array of this name: float32 (samples,).
+    All columns count, also those that are not delivered; nothing is read twice.
+    """
+    target_sum: float | None
+    """Divide the values of each row by its total, and multiply them by this number, as scanpy's
+    `normalize_total` does. Values are float32 then.
+    """
+    log1p: bool
+    """Deliver log(1 + value), after `target_sum`. Values are float32 then."""
 
 
 def _columns(value: object) -> object:
@@ -324,6 +334,9 @@ class SparseField(Field):
     dense: Bool = False
     columns: Annotated[Any, PlainValidator(_columns), PLAIN] = None
     missing: Literal["zero", "error"] = "zero"
+    totals: str | None = None
+    target_sum: _Positive | None = None
+    log1p: Bool = False
 
     @model_validator(mode="after")
     def _check_sparse(self) -> SparseField:
@@ -335,7 +348,23 @@ class SparseField(Field):
             raise ValueError("scale and offset of sparse rows must be one number each")
         if self.decode_cf:
             raise ValueError("decode_cf cannot be used with sparse rows; use scale and offset")
+        for name in ("scale", "offset", "dtype") if self.counts else ():
+            if getattr(self, name) is not None and (name, self.dtype) != ("dtype", np.float32):
+                raise ValueError(
+                    f"{name} cannot be used with totals, target_sum or log1p, which are made of"
+                    " stored values, as float32; leave it out"
+                )
         return self
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether values are divided by totals, or logarithms are delivered."""
+        return self.target_sum is not None or self.log1p
+
+    @property
+    def counts(self) -> bool:
+        """Whether totals are delivered, or values scaled."""
+        return self.totals is not None or self.is_scaled
 
 
 def _require_no_steps(field: Field) -> None:
@@ -347,8 +376,10 @@ def _require_no_steps(field: Field) -> None:
 
 
 def _require_first_dimension(field: Field) -> None:
-    if field.region is not None:
-        raise ValueError("region is for fields whose samples have one shape; leave it out")
+    for name in ("region", "crop_group", "crop", "flip"):  # those of images are their own
+        is_own = name in ("crop", "flip") and isinstance(field, ImageField | AudioField)
+        if getattr(field, name) and not is_own:
+            raise ValueError(f"{name} is for fields whose samples have one shape; leave it out")
     if field.axes and field.num_dim == field.axes[0] != 0:
         raise ValueError(
             f"axes must begin with the dimension of the samples, 0, found {field.axes}"

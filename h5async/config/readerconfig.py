@@ -215,11 +215,6 @@ class ReaderConfig(Frozen):
             if self.workers != "thread":
                 use = named("workers", "thread")
                 raise ValueError(f"a sampler runs in this process; use {use}")
-        if self.weights is not None and self.shuffle == "window":
-            raise ValueError(
-                f"samples are drawn in random order by {named('weights')}; leave out"
-                f" {named('shuffle', 'window')}"
-            )
 
     def _check_rank(self) -> None:
         if (self.rank is None) != (self.world_size is None):

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-ABI = 19  # counts changes of the core's structures and functions
+ABI = 20  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
 # Parts of the places of elements whose collection was not walked yet; NOWHERE: without an address.
 INDEX_BITS, MOST_ADDRESS = 16, (1 << 47) - 1
 NOWHERE = -1
+
+IS_REPLACED, CANNOT_MAP = -1, -2  # why a source cannot be opened again
 
 
 class Event(IntEnum):

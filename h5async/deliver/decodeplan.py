@@ -202,6 +202,8 @@ def encoded_format(
         return "the compiled core is missing"
     table = TableBuilder(lambda one: core.filters(one) is not None, MAX_RANK).build(layout)
     reason = _reason_against(table, layout.row_nbytes)
+    if layout.crop is not None:
+        reason = "parts of its rows are delivered"
     if reason is not None:
         return reason
     (layer,), shape, nbytes = table.layers, table.shapes[0], table.chunks.nbytes

@@ -23,7 +23,7 @@ from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, Recorded, Rec
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.reading import BatchReader, OnDevice, Slots
-from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
+from h5async.fill.resident import Budget, HostCache, KeptChunks, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
 from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.opening.limits import MemoryPlan
@@ -61,8 +61,10 @@ class Filler:
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
         postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
-        self._cache: HostCache | Budget | None = None
-        if config.cache == "host":
+        self._cache: HostCache | Budget | KeptChunks | None = None
+        if config.cache == "host" and any(y.crop is not None for y in opened.layouts.values()):
+            self._cache = KeptChunks(sum(memory_plan.kept_nbytes))
+        elif config.cache == "host":
             self._cache = open_host_cache(
                 samplings.selection,
                 [transform.raw_nbytes for transform in several],

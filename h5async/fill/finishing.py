@@ -16,6 +16,8 @@ import pkgutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,12 +31,14 @@ from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.order.sampling import FillRequest
 from h5async.plan.crops import random_numbers
 from h5async.plan.records import Int64s
+from h5async.samples.assembly import names_of
 from h5async.samples.fieldkind import (
     DecodingWork,
     EncodedBatch,
     FieldDecoder,
     FieldKind,
     Mask,
+    OfSamples,
     Rows,
 )
 from h5async.samples.samplearrays import SampleArrays
@@ -193,21 +197,31 @@ def load_function(function: Callable[..., Any] | str | None) -> Callable[..., An
 
 def masks_of(
     kinds: Mapping[str, FieldKind], columns: Iterable[str], several: Sequence[Rows]
-) -> dict[str, Mask]:
-    """Return, by the mask's name, a function from sample numbers to each mask of a batch."""
+) -> dict[str, OfSamples]:
+    """Return, by its name, a function from sample numbers and an epoch to each mask of a batch.
+
+    And to the array that says where parts of rows begin.
+    """
     rows = dict(zip(columns, several, strict=True))
-    found: dict[str, Mask] = {}
+    found: dict[str, OfSamples] = {}
     for name, kind in kinds.items():
-        found |= kind.masks(rows[name])
+        found |= {own: partial(_mask, mask) for own, mask in kind.masks(rows[name]).items()}
+        if kind.places is not None and kind.places.num_cut:
+            found[f"{name}_crop"] = kind.places.begins
     return found
+
+
+def _mask(mask: Mask, index: Int64s, _: int) -> NDArray[Any]:
+    return mask(index)
 
 
 class Postprocess:
     """A user's function to call for batches. As thread-safe as the function.
 
-    It gets the arrays in field order or, if its parameters have the names of all fields, by name.
-    Of ``rng``, ``index``, ``epoch``, ``number``, ``sequence``, ``step`` and the masks, it also gets
-    those that are among its further parameters, by name.
+    It gets the arrays in field order, then further ones, such as totals; or, if its parameters have
+    the names of all of them, by name.
+    Of ``rng``, ``index``, ``epoch``, ``number``, ``sequence``, ``step``, ``static`` and the masks,
+    it also gets those that are among its further parameters, by name.
 
     Raises `ConfigError` if there is no such function.
     """
@@ -217,15 +231,16 @@ class Postprocess:
         function = load_function(config.postprocess)
         assert function is not None
         self._function = function
-        self._names = tuple(config.batch_fields)
+        self._names = names_of(opened.kinds)
         self._returned, self._seed = config.postprocess_fields, config.seed
+        self._static = opened.static
         sequences = samplings.sequences
-        of_index: dict[str, Callable[[Int64s], NDArray[Any]]] = {
+        self._of_index: dict[str, Callable[[Int64s], NDArray[Any]]] = {
             "index": np.copy,  # the function may change it
             "sequence": np.zeros_like if sequences is None else sequences.numbers,
             "step": np.copy if sequences is None else sequences.steps,
         }
-        self._of_index = of_index | masks_of(opened.kinds, opened.layouts, samplings.rows)
+        self._masks = masks_of(opened.kinds, opened.layouts, samplings.rows)
         parameters: list[inspect.Parameter] = []
         with suppressing(ValueError, TypeError):  # a function in C may have no signature
             parameters = list(inspect.signature(function).parameters.values())
@@ -239,7 +254,7 @@ class Postprocess:
         ]
         bound = function.keywords if isinstance(function, functools.partial) else ()
         taken = {*bound, *(self._names if self._by_name else ())}
-        known = "rng", "epoch", "number", *self._of_index
+        known = "rng", "epoch", "number", "static", *self._of_index, *self._masks
         self._wanted = [name for name in known if name in further and name not in taken]
 
     def __call__(
@@ -259,8 +274,9 @@ class Postprocess:
             message = f"{where} raised {type(error).__name__}: {error}"
             raise postprocess_error(message, error) from error
         if result is None and self._returned is None:
-            return dict(zip(self._names, arrays, strict=True))
-        found = _by_name(result, self._names, self._returned, where)
+            found = dict(zip(self._names, arrays, strict=True))
+        else:
+            found = _by_name(result, self._names, self._returned, where)
         for array in found.values():  # libraries rely on this
             misfit = array.misfit() if isinstance(array, SampleArrays) else None
             if misfit is not None:
@@ -270,6 +286,10 @@ class Postprocess:
     def _value(self, name: str, request: FillRequest, index: Int64s) -> Any:
         if name in self._of_index:
             return self._of_index[name](index)
+        if name in self._masks:
+            return self._masks[name](index, request.epoch)
+        if name == "static":
+            return MappingProxyType(self._static)
         return self._rng(request, index) if name == "rng" else getattr(request, name)
 
     def _rng(self, request: FillRequest, index: Int64s) -> np.random.Generator:
@@ -295,6 +315,8 @@ def _by_name(
                 f" return {', '.join(returned)}, as {named('postprocess_fields')} says"
             )
         names = tuple(result if returned is None else returned)
+        if not names:
+            raise PostprocessError(f"{where} returned an empty mapping; it must name an array")
         try:
             check_names(names)
         except (TypeError, ValueError) as error:

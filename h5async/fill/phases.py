@@ -206,7 +206,8 @@ class Phases:
     def _read_left(self, batch: _Fill, left: LeftRows | SlotBatch) -> None:
         # An error keeps the callers of this alive, so they must not hold the memory.
         memory, damage = self._slots.memory[batch.request.slot], self._damage_of(batch)
-        self._reader.read_left(left, batch.index, memory, damage)
+        draw = self._reader.draw(batch.request.epoch)
+        self._reader.read_left(left, batch.index, draw, memory, damage)
 
     def _begin_keep(self, batch: _Fill) -> None:
         cache, index = self._cache, batch.index
@@ -284,7 +285,7 @@ class Phases:
 
     def _finish(self, batch: _Fill) -> None:
         arrays: tuple[Any, ...] = ()
-        names: tuple[str, ...] = ()
+        names = self._assembly.names
         try:
             if batch.error is None:
                 arrays = self._arrays(batch) if batch.images is None else batch.images.arrays
@@ -345,7 +346,7 @@ class Phases:
         index, found = batch.index, dict[int, Skipped]()
         for error in batch.damage:
             self._reader.locate(error, index)
-            for one in [error] if error.samples else self._damaged_alone(index, memory):
+            for one in [error] if error.samples else self._damaged_alone(batch, memory):
                 where = one.filename or self._reader.file, one.dataset
                 for sample in one.samples:
                     found.setdefault(sample, Skipped(*where, sample, str(one)))
@@ -357,13 +358,11 @@ class Phases:
         batch.skipped += map(found.__getitem__, index[is_damaged].tolist())
         batch.damage.clear()
 
-    def _damaged_alone(
-        self, index: NDArray[np.int64], memory: SlotMemory
-    ) -> Iterator[DamagedError]:
+    def _damaged_alone(self, batch: _Fill, memory: SlotMemory) -> Iterator[DamagedError]:
         """Read samples one by one, to find which of them HDF5 cannot read."""
-        for sample in np.unique(index)[:, np.newaxis]:
+        for sample in np.unique(batch.index)[:, np.newaxis]:
             try:
-                self._reader.read_rows(sample, memory)
+                self._reader.read_rows(sample, memory, epoch=batch.request.epoch)
             except DamagedError as error:
                 self._reader.locate(error, sample)
                 yield error

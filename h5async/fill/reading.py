@@ -26,7 +26,8 @@ from h5async.fill.resident import HostCache, Residency
 from h5async.io.shared import plain_memory
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
-from h5async.order.sampling import FillRequest
+from h5async.order.sampling import NO_EPOCH, FillRequest
+from h5async.plan.crops import Uint64s, draws_of, epoch_keys
 from h5async.plan.records import (
     BatchItems,
     GatherPlan,
@@ -134,6 +135,9 @@ class BatchReader:
         self._factory, self.damage = executors, KnownDamage()
         counts = [count for _, count in self._layouts[0].file_samples]
         self._first_samples = np.cumsum([0, *counts[:-1]], dtype=np.int64)  # of each file
+        crops = ((field, layout) for field, layout in enumerate(self._layouts) if layout.crop)
+        self._draws = {field: draws_of(y.crop, y.row_shape) for field, y in crops if y.crop}
+        self._drawn: tuple[int | None, Uint64s | None] = None, None  # by epoch
         self._num_threads = num_threads
         self._collection = executors.open_collection(self._at_once(slots.memory[0]), self._steps)
         self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
@@ -193,7 +197,14 @@ class BatchReader:
         others: Mapping[int, Ranges] = {}
         if batches is not None and self._plan_columns is not None:
             others = self._plan_columns(batches.collection, batches.batch, request, index)
-        return self._plan(index, self.slots.memory[request.slot], batches, others)
+        draw = self.draw(request.epoch)
+        return self._plan(index, self.slots.memory[request.slot], batches, others, draw)
+
+    def draw(self, epoch: int) -> Uint64s | None:
+        """Return what the parts of rows of an epoch are drawn by; None if there are none."""
+        if self._draws and self._drawn[0] != epoch:
+            self._drawn = epoch, epoch_keys(self.samplings.config.seed, epoch)
+        return self._drawn[1]
 
     def _plan(
         self,
@@ -201,6 +212,7 @@ class BatchReader:
         memory: SlotMemory,
         batches: _Batches | None,
         others: Mapping[int, Ranges],
+        draw: Uint64s | None,
     ) -> BatchPlan:
         """Plan each field for the core or for h5py, except those that `others` has planned."""
         plans: list[ReadPlan] = []
@@ -210,14 +222,14 @@ class BatchReader:
             if field in others:
                 plans.append(others[field])
             elif batches is None or not batches.collection.tables.can_read[field]:
-                plans.append(self._plan_rows(field, index, memory.raw[field]))
+                plans.append(self._plan_rows(field, index, memory.raw[field], draw))
             else:
                 plans.append(IncludedPlan())
                 wanted[field] = batches.collection.tables.reads[field]
                 if not wanted[field]:
                     more.append(self._plan_told(field, index, batches))
         if batches is not None and any(wanted):
-            batches.collection.plan(batches.batch, index, wanted, self._num_threads)
+            batches.collection.plan(batches.batch, index, wanted, self._num_threads, draw=draw)
             more.append(_batch_items(batches.batch))
         return [*plans, *more]
 
@@ -231,7 +243,9 @@ class BatchReader:
         batches.collection.plan(batch, rows, wanted, self._num_threads, count)
         return _batch_items(batch)
 
-    def _plan_rows(self, field: int, index: Int64s, raw: NDArray[Any]) -> SamplesPlan:
+    def _plan_rows(
+        self, field: int, index: Int64s, raw: NDArray[Any], draw: Uint64s | None
+    ) -> SamplesPlan:
         """Plan a field for h5py; rows that do not exist are set to zeros here."""
         steps, layout = self._steps[field], self._layouts[field]
         if layout.heaps and isinstance(steps, SpanRows):
@@ -244,7 +258,18 @@ class BatchReader:
         if not is_there.all():
             self._rows(field, raw)[: rows.size][~is_there] = np.zeros((), raw.dtype)
             rows, places = rows[is_there], places[is_there]
-        return SamplesPlan(rows, places, rows.size * layout.row_nbytes)
+        return self._samples_plan(field, rows, places, index, draw)
+
+    def _samples_plan(
+        self, field: int, sample: Int64s, rows: Int64s, index: Int64s, draw: Uint64s | None
+    ) -> SamplesPlan:
+        """Return the plan for some rows of a batch of samples `index`."""
+        draws, nbytes = self._draws.get(field), self._layouts[field].part_nbytes
+        if draws is None:
+            return SamplesPlan(sample, rows, rows.size * nbytes)
+        assert draw is not None
+        of_sample = rows // self.row_transforms[field].rows_of_sample
+        return SamplesPlan(sample, rows, rows.size * nbytes, draws.places(draw, index)[of_sample])
 
     def _rows(self, field: int, batch: NDArray[Any]) -> NDArray[Any]:
         return self.row_transforms[field].rows(batch)
@@ -261,7 +286,7 @@ class BatchReader:
             if self._collection.refused(plan.batch).size:
                 found.append(plan.batch)
             for field, rows in self._collection.left(plan.batch):
-                nbytes = rows.size * self._layouts[field].row_nbytes
+                nbytes = rows.size * self._layouts[field].part_nbytes
                 parts = max(1, min(self._num_threads, rows.size, nbytes // _MIN_SHARE_NBYTES))
                 found += [LeftRows(field, some) for some in np.array_split(rows, parts)]
         return found
@@ -270,12 +295,14 @@ class BatchReader:
         self,
         left: LeftRows | SlotBatch,
         index: Int64s,
+        draw: Uint64s | None,
         memory: SlotMemory,
         damage: list[DamagedError] | None = None,
     ) -> None:
         """Read what the core has left; `H5AsyncError` if bytes cannot be read or decoded.
 
-        Errors of what the core has found damaged are added to `damage` instead, if given.
+        `draw` is that of the batch. Errors of what the core has found damaged are added to `damage`
+        instead, if given.
         """
         if isinstance(left, SlotBatch):
             with self._scratch() as scratch:
@@ -283,9 +310,9 @@ class BatchReader:
                 self._factory.read_again(left, scratch, damage)
             return
         field, rows = left
-        steps, layout = self._steps[field], self._layouts[field]
+        steps = self._steps[field]
         wanted = index if steps is None else steps.rows(index)
-        plan = SamplesPlan(wanted[rows], rows, rows.size * layout.row_nbytes)
+        plan = self._samples_plan(field, wanted[rows], rows, index, draw)
         with self._scratch() as scratch:
             self._read_items(plan, PlanSlice(field, 0, 1), memory, scratch)
         if self._collection is not None and self._collection.tables.transforms[field]:
@@ -320,13 +347,18 @@ class BatchReader:
         return steps.having(runs, index)
 
     def read_rows(
-        self, index: Int64s, memory: SlotMemory, damage: list[DamagedError] | None = None
+        self,
+        index: Int64s,
+        memory: SlotMemory,
+        damage: list[DamagedError] | None = None,
+        epoch: int = NO_EPOCH,
     ) -> None:
         """Read and transform samples in the calling thread, to memory with room for them.
 
         Errors of samples that are damaged are added to `damage` instead of raised, as far as all
         others are read all the same.
         """
+        draw = self.draw(epoch)
         with ExitStack() as lent:
             batches = None
             if self._collection is not None:
@@ -334,11 +366,11 @@ class BatchReader:
                 batches = self._batches_of(
                     lambda *of: lent.enter_context(lend(*of)), memory, index.size
                 )
-            plans = self._plan(index, memory, batches, {})
+            plans = self._plan(index, memory, batches, {}, draw)
             share = [PlanSlice(i, 0, plan.num_items) for i, plan in enumerate(plans)]
             self.read(plans, [part for part in share if part.stop], memory)
             for left in self.left(plans):
-                self.read_left(left, index, memory, damage)
+                self.read_left(left, index, draw, memory, damage)
         for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True)):
             if raw is not out and not self.transforms_at_once(field, plans):
                 steps = self._steps[field]

@@ -77,6 +77,15 @@ class Budget(NamedTuple):
         )
 
 
+class KeptChunks(NamedTuple):
+    """Decoded chunks that the core keeps in place of rows, of which parts are drawn."""
+
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"host, decoded chunks, {_gb(self.nbytes)} for all"
+
+
 class KeptColumn:
     """The concatenated rows of all samples of a column, in ascending order of samples.
 

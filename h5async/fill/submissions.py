@@ -86,7 +86,8 @@ class Submissions:
             if latest is None or latest.request.serial != serial:
                 latest = self._latest[slot] = self._new(request)
             if latest.error is None:
-                self._queue.submit(slot, serial, *latest.numbers, self._needs_python)
+                draw = self._reader.draw(request.epoch)
+                self._queue.submit(slot, serial, *latest.numbers, draw, self._needs_python)
 
     def _new(self, request: FillRequest) -> _Submission:
         try:

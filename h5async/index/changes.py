@@ -20,7 +20,6 @@ from h5async.index.attributes import cf_attributes
 from h5async.index.chunks import filters_of, read_chunk_table, without_filters
 from h5async.index.hdf5 import Opened, indexed
 from h5async.index.layout import DatasetLayout
-from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp, changed
 from h5async.io.stores import HDF5File, open_hdf5
 from h5async.spelling import name_bytes
@@ -40,11 +39,6 @@ class FileChanges:
 
         self._warned: set[str] = set()
         self._warnings: list[str] = []
-
-    def look_anew(self, file: LocalFile, now: FileStamp) -> None:
-        """Raise ReadError if an open file that differs from its stamp lacks the indexed data."""
-        may_grow = file.has_swmr_writer
-        self.look_at(file.path, file.stamp, now, open_name=file.open_name, may_grow=may_grow)
 
     def look_at(
         self,

@@ -117,11 +117,14 @@ class TableBuilder:
             return Kind.LEFT
         if piece.member is not None and not can_take_member(layout, piece, whole, self._max_rank):
             return Kind.LEFT
+        if whole.crop is not None and any(one.step not in (None, 1) for one in piece.region or ()):
+            return Kind.LEFT
+        is_whole = piece.is_whole and whole.crop is None
         if layout.values is not None:
-            return Kind.ROWS if piece.is_whole else Kind.CHUNKS
+            return Kind.ROWS if is_whole else Kind.CHUNKS
         if layout.filters and not self._can_decode(layout.filters):
             return Kind.LEFT
-        if not piece.is_whole or not layout.rows_are_whole or layout.filters:
+        if not is_whole or not layout.rows_are_whole or layout.filters:
             return Kind.CHUNKS
         return Kind.ROWS if layout.chunks is None else Kind.ROWS_IN_CHUNKS
 
@@ -178,7 +181,8 @@ class _FieldBuilder:
         datasets, is_whole = self._datasets, np.array([p.is_whole for p in segments.pieces])
         depends = datasets.by_kind(lambda one: one.sample_axis != 0, np.bool_)[segments.dataset]
         has_chunks = datasets.by_kind(lambda one: bool(one.chunk_shape), np.bool_)
-        depends |= ~(has_chunks[segments.dataset] | is_whole[segments.piece])
+        is_row = is_whole[segments.piece] & (self._layout.crop is None)
+        depends |= ~(has_chunks[segments.dataset] | is_row)
         size = np.where(is_small, -1 - np.frexp(rows - 1)[1], np.where(depends, rows, 0))
         sizes, at = np.unique(size, return_inverse=True)
         key = (kind.astype(np.int64) * len(segments.pieces) + segments.piece) * sizes.size + at

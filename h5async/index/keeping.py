@@ -101,9 +101,14 @@ def what_to_keep(
     """
     keeps = [Keeps.CHUNKS if shape.keeps else Keeps.NONE for shape in table.shapes]
     groups = [group_nbytes(shape, layout.row_nbytes) for shape in table.shapes]
+    whole_nbytes = kept_whole_nbytes(layout).encoded
+    if layout.crop is not None:
+        # Chunks of one sample are needed again in the next epoch, if then they are still there.
+        is_again = layout.is_shared or kept_nbytes >= whole_nbytes
+        several = zip(table.shapes, keeps, strict=True)
+        return [what if is_again or s.chunk_samples > 1 else Keeps.NONE for s, what in several]
     if not any(groups) or _share_chunks(table):
         return keeps
-    whole_nbytes = kept_whole_nbytes(layout).encoded
     read = max(pieces / max(1, kind.num_pieces) for kind, pieces in pieces_read(layout))
     chunks = table.chunks.offset.size * read
     for number, (shape, nbytes) in enumerate(zip(table.shapes, groups, strict=True)):

@@ -75,6 +75,21 @@ class Text(NamedTuple):
     is_padded: bool
 
 
+class Crop(NamedTuple):
+    """The part of each row that is delivered, at a place that may differ between samples.
+
+    `axes` are the dimensions of a row that are cut or reversed, and `sizes` the elements along
+    each. If it `is_drawn`, the place is random, else in the middle; `flips` says which dimensions
+    are reversed at random. Fields of one `group` have the same places.
+    """
+
+    axes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_drawn: bool
+    flips: tuple[bool, ...]
+    group: str
+
+
 class CfAttribute(NamedTuple):
     """An attribute that says how values are packed, by the CF conventions.
 
@@ -152,6 +167,9 @@ class DatasetLayout:
         Whether several samples consist of the same rows.
     sequences
         Datasets of several groups, or samples that two dimensions count: their sequences.
+    crop
+        The part of each row that is delivered; None for the whole row. The other attributes are
+        those of whole rows.
     dim_names
         The names of each dimension: none, one, or several; empty if not requested.
     cf
@@ -192,6 +210,7 @@ class DatasetLayout:
     limit: int | None = None
     unused_rows: int = 0
     is_shared: bool = False
+    crop: Crop | None = None
     dim_names: tuple[tuple[str, ...], ...] = ()
     cf: tuple[tuple[int, tuple[CfAttribute, ...]], ...] = ()
 
@@ -248,6 +267,26 @@ class DatasetLayout:
     def row_nbytes(self) -> int:
         """Bytes of one sample."""
         return self.dtype.itemsize * math.prod(self.row_shape)
+
+    @cached_property
+    def part_shape(self) -> tuple[int, ...]:
+        """Dimensions of the part of a row that is delivered."""
+        found = list(self.row_shape)
+        if self.crop is not None:
+            for axis, size in zip(self.crop.axes, self.crop.sizes, strict=True):
+                found[axis] = size
+        return tuple(found)
+
+    @property
+    def delivered_shape(self) -> tuple[int, ...]:
+        """Dimensions of the dataset, if only the delivered parts of rows are there."""
+        part, axis = self.part_shape, self.sample_axis
+        return (*part[:axis], self.num_samples, *part[axis:])
+
+    @cached_property
+    def part_nbytes(self) -> int:
+        """Bytes of the part of a row that is delivered."""
+        return self.dtype.itemsize * math.prod(self.part_shape)
 
     @cached_property
     def raw_dtype(self) -> np.dtype[Any]:

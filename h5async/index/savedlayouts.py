@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import can_decode, load_core
+from h5async.core.structures import NOWHERE
 from h5async.index.chunktable import ChunkTable, repeated
 from h5async.index.datasettable import Columns, Datasets, has_own_extent
 from h5async.index.hdf5 import COLUMNS_REASON
@@ -401,6 +402,7 @@ class LayoutReader:
         if layout.storage != "heap" or layout.sample_axis:
             raise ValueError("a dataset is not of variable length")
         heaps, end = [], 0
+        is_for_core = layout.fallback_reason is None and load_core() is not None
         for heap in saved:
             stored = self._array("places", heap.place)
             places = stored.copy()
@@ -409,6 +411,8 @@ class LayoutReader:
             file, stamp = self._files[heap.file]
             if heap.first_sample < end or of_file.size != places.size or (places >= 0).any():
                 raise ValueError("elements have no places")
+            if is_for_core and (of_file[places == NOWHERE] != 0).any():
+                raise NotUsableError  # an installation without the core knows only lengths
             if places.size and int(of_file.max()) * heap.dtype.itemsize > stamp.nbytes:
                 raise ValueError("an element is longer than its file")
             if heap.dtype.base != layout.dtype or not heap.dtype.itemsize:

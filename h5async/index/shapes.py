@@ -69,6 +69,10 @@ class Shape:
         False: it is its own only chunk.
     fill
         uint8 (itemsize,): an element that was never written.
+    axis, num_cells, cell_begin
+        If parts of rows are delivered, int64 (rank,): which dimension of a row each is (-1: none,
+        as it has one element), and the number of pieces along it; int64 (all of these,): where
+        each begins in a row. `row_begin` is then 0, and `row_strides` are those of parts.
     swaps
         Bytes of each number whose byte order differs from the batch's; 0 if it is the same.
     """
@@ -91,6 +95,9 @@ class Shape:
     keeps: bool = False
     has_chunks: bool = False
     fill: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(1, np.uint8))
+    axis: Int64s | None = None
+    num_cells: Int64s | None = None
+    cell_begin: Int64s | None = None
     swaps: int = 0
 
 
@@ -170,6 +177,8 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
         shape = cell_shape = (shape[axis], *layout.row_shape)
         axis = 0
     chunk_shape = layout.chunk_shape or shape
+    if whole.crop is not None:  # of datasets without chunks, parts are read as they lie
+        cell_shape = chunk_shape
     rest = [a for a in range(len(shape)) if a != axis]
     source_itemsize = itemsize = layout.dtype.itemsize
     offset, extra = 0, tuple[int, ...]()
@@ -186,14 +195,14 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
     number_strides = _strides(layout.grid, 1) if layout.chunk_shape else [0] * len(shape)
     wanted = piece.source_region or (None,) * len(sizes)
     axes = list(map(cells_of, sizes, cell_sizes, wanted))
-    row_strides, row_begin = _row_strides(whole, piece.region, [a.total for a in axes])
     inside = [one.begin for one in axes]
     if layout.chunk_shape:
         inside = [one.begin - one.cell * n for one, n in zip(axes, cell_sizes, strict=True)]
     chunk_strides = [n * one.step for n, one in zip(own_strides, axes, strict=True)]
     numbers = [*(number_strides[a] for a in rest), *(0 for _ in extra)]
+    row_strides, row_begin = _row_strides(whole, piece.region, [a.total for a in axes])
     is_whole, samples = piece.is_whole, chunk_shape[axis]
-    return Shape(
+    found = Shape(
         kind=kind,
         filters=layout.filters,
         chunk_nbytes=math.prod(chunk_shape) * source_itemsize,
@@ -214,6 +223,39 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
         fill=_fill_of(layout, piece),
         swaps=0 if piece.member is not None else swaps(layout, whole) or 0,
     )
+    return found if whole.crop is None else _of_parts(found, whole, piece.region, axes)
+
+
+def _of_parts(shape: Shape, whole: DatasetLayout, region: Region, axes: Sequence[Cells]) -> Shape:
+    """Return how rows lie of which parts are delivered; `axes` are the dimensions of its rows."""
+    ours = _ranges(whole, region)
+    strides = _strides(whole.part_shape, whole.dtype.itemsize)
+    partners = iter([a for a, one in enumerate(ours) if len(one) != 1])
+    axis = [-1 if one.total == 1 else next(partners) for one in axes]
+    starts = [ours[a].start if a >= 0 else 0 for a in axis]
+    begins = [one.done + start for one, start in zip(axes, starts, strict=True)]
+    # Where a piece has one index along a dimension of rows, parts may lie beside it.
+    single = [a for a, one in enumerate(ours) if len(one) == 1 != whole.row_shape[a]]
+    begins += [np.array([ours[a].start], np.int64) for a in single]
+    axis += single
+    ones = np.ones((len(shape.extents), len(single)), np.int64)
+    return replace(
+        shape,
+        extents=np.hstack((shape.extents, ones)),
+        chunk_strides=np.append(shape.chunk_strides, np.zeros(len(single), np.int64)),
+        row_strides=np.array([0 if a < 0 else strides[a] for a in axis], np.int64),
+        row_begin=np.zeros_like(shape.row_begin),
+        rows_are_whole=False,
+        keeps=bool(shape.filters),
+        axis=np.array(axis, np.int64),
+        num_cells=np.array([begin.size for begin in begins], np.int64),
+        cell_begin=np.concatenate([*begins, np.zeros(0, np.int64)]),
+    )
+
+
+def _ranges(whole: DatasetLayout, region: Region) -> list[range]:
+    region = region or (slice(None),) * len(whole.row_shape)
+    return [range(size)[one] for size, one in zip(whole.row_shape, region, strict=True)]
 
 
 def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
@@ -295,8 +337,7 @@ def _row_strides(
     The offset is that of the first byte. The dimensions of both are in the same order, except for
     those of extent 1.
     """
-    region = region or (slice(None),) * len(whole.row_shape)
-    pieces = [range(size)[one] for size, one in zip(whole.row_shape, region, strict=True)]
+    pieces = _ranges(whole, region)
     strides = _strides(whole.row_shape, whole.dtype.itemsize)
     begin = sum(piece.start * stride for piece, stride in zip(pieces, strides, strict=True))
     ours = [(len(p), n * p.step) for p, n in zip(pieces, strides, strict=True) if len(p) != 1]

@@ -1,4 +1,4 @@
-"""Keeps the most recently used files open, of any kind: descriptors, maps, h5py's files."""
+"""Keeps the most recently used files of h5py open; tells how many files a reader may keep open."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
 from h5async.errors import ReadError
+from h5async.io.stores import HDF5File
 from h5async.system.interruptions import suppressing
 
 try:
@@ -23,15 +23,8 @@ except ImportError:  # Windows
 _LEAST_KEPT, _FEW_KEPT, _MOST_KEPT = 4, 128, 8192
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-F = TypeVar("F", bound=_Closable)
-
-
-class KeptFiles(Generic[F]):
-    """Open files, by their paths. Safe to use from many threads.
+class KeptFiles:
+    """Open files of h5py, by their paths. Safe to use from many threads.
 
     If too many are open, unused files are closed, the least recently used first. Files are opened
     and closed outside the lock. `kept` is the number of unused files that stay open.
@@ -40,10 +33,10 @@ class KeptFiles(Generic[F]):
     def __init__(self, kept: int) -> None:
         self._lock = threading.Lock()
         self._kept = kept
-        self._files: OrderedDict[str, F] = OrderedDict()  # the most recent use comes last
+        self._files: OrderedDict[str, HDF5File] = OrderedDict()  # the most recent use comes last
         self._users: dict[str, int] = {}
 
-    def take(self, path: str, open_file: Callable[[], F]) -> F:
+    def take(self, path: str, open_file: Callable[[], HDF5File]) -> HDF5File:
         """Return a file, which stays open until it is given back.
 
         `open_file` opens it if it is not open. If the process has no descriptor left, it is called
@@ -65,7 +58,7 @@ class KeptFiles(Generic[F]):
         for other in unused:
             other.close()
 
-    def find(self, path: str) -> F | None:
+    def find(self, path: str) -> HDF5File | None:
         """Return a file if it is open; another thread may close it unless it is in use."""
         return self._files.get(path)
 
@@ -83,7 +76,7 @@ class KeptFiles(Generic[F]):
             file.close()
             self._files.pop(path, None)  # an exception leaves the others for the next call
 
-    def _opened(self, path: str, open_file: Callable[[], F]) -> F:
+    def _opened(self, path: str, open_file: Callable[[], HDF5File]) -> HDF5File:
         try:
             file = open_file()
         except ReadError as error:
@@ -103,7 +96,7 @@ class KeptFiles(Generic[F]):
             file.close()
         return first
 
-    def _unused(self) -> list[F]:
+    def _unused(self) -> list[HDF5File]:
         """Remove and return the least recently used of the surplus files."""
         surplus = max(0, len(self._files) - self._kept)
         unused = (path for path in self._files if not self._users[path])

@@ -134,7 +134,7 @@ class ReaderCounts:
         self._sizes: dict[SpanRows | None, tuple[int, Used]] = {}
         for (name, layout), one in zip(layouts.items(), samplings.rows, strict=True):
             key = one if isinstance(one, SpanRows) else None
-            nbytes = layout.row_nbytes * (one.size if isinstance(one, StepRows) else 1)
+            nbytes = layout.part_nbytes * (one.size if isinstance(one, StepRows) else 1)
             known, used = self._sizes.get(key, (0, Used()))
             self._sizes[key] = known + nbytes, used.plus(self._facts.used(name, nbytes))
         row_nbytes = sum(map(_sample_nbytes, layouts.values()))
@@ -354,9 +354,9 @@ def _ratio(one: float, other: float) -> float:
 def _sample_nbytes(layout: DatasetLayout) -> float:
     """Return the bytes of a sample; the mean if samples are ragged."""
     if not layout.is_ragged:
-        return float(layout.row_nbytes)
+        return float(layout.part_nbytes)
     values = layout.num_samples if layout.spans is None else int(layout.spans[-1] - layout.spans[0])
-    return layout.row_nbytes * values / max(1, layout.sample_count)
+    return layout.part_nbytes * values / max(1, layout.sample_count)
 
 
 def _both_ways(one: str, other: str) -> str:

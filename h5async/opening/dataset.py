@@ -44,6 +44,7 @@ from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling, Weigh
 from h5async.order.window import window_order
 from h5async.samples.assembly import columns_of, field_kinds, spans_of
 from h5async.samples.fieldkind import FieldKind, Rows, steps_of
+from h5async.samples.parts import require_same_places
 from h5async.spelling import named
 
 # Called after each file with the number of indexed files and the total.
@@ -159,13 +160,20 @@ def _open_kinds(
             facts[name].append(layout)
         if number == 1 < len(config.files) and not indices:
             samples = config.batch_size * config.prefetch
-            nbytes = samples * sum(layout.row_nbytes for layout in layouts.values())
+            nbytes = samples * sum(layout.part_nbytes for layout in layouts.values())
             read_ahead(config.files[0], nbytes)
         if tell is not None:
             tell(number, len(config.files))
     joined: dict[str, DatasetLayout] = {}
     for kind in kinds.values():
         joined |= kind.join(facts, config, reach)
+    require_same_places(kind.places for kind in kinds.values())
+    cropped = next((name for name, layout in joined.items() if layout.crop is not None), None)
+    if cropped is not None and config.cache == "device":
+        raise ConfigError(
+            f'"{cropped}" is cropped or flipped at random, for which cache="device" is not'
+            ' supported; set cache="host"'
+        )
     _check_lengths({name: joined[name] for name in columns if name not in once})
     if failed:
         files = tuple(file for file in config.files if file not in failed)
@@ -344,7 +352,7 @@ class Samplings:
             "seed": self.config.seed,
             "drop_last": self.config.drop_last,
             "order": self._window(batch_size, world_size) if is_window else self.sampler,
-            "draws": self.draws,
+            "draws": None if is_window else self.draws,
             "offsets": self.offsets,
             "pass_samples": self.selection.size if self.has_passes else None,
             "selection": None if self.sampler or self.selection.is_prefix else self.selection,
@@ -364,6 +372,7 @@ class Samplings:
             list(filter(None, map(steps_of, self.rows))),
             0 if self.lengths is None else self.lengths.moved_samples(batch_size),
             self.epoch_samples,
+            self.draws,
         )
 
 

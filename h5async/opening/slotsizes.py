@@ -86,9 +86,13 @@ def wanted_kept_nbytes(
     in_window |= config.shuffle == "window"
     drawing = config.weights is not None, config.sampler is not None
     mixing = config.shuffle, config.bucket, config.batch_values, *drawing  # else in file order
+    # Parts of rows are cropped out of kept chunks, if a cache is to have all of them.
+    is_cached = config.cache == "host" and any(layout.crop is not None for layout in several)
     for number, layout in enumerate(several):
         nbytes, small_nbytes = kept_whole_nbytes(layout)
-        if nbytes > _KEPT_WHOLE_NBYTES:
+        if is_cached:
+            nbytes = min(nbytes, (config.cache_bytes or nbytes) // len(several))
+        elif nbytes > _KEPT_WHOLE_NBYTES:
             useful = 0
             if in_window:
                 useful = _window_nbytes(config, layout, several)

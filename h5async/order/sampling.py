@@ -43,6 +43,7 @@ _BLOCK = 4096  # draws that are computed at a time, without the core
 _PERMUTED_AT_ONCE = 1024  # positions: a block costs little more than a batch of 32
 _BITS = np.uint64(11)  # dropped: a float64 has 53
 NO_SAMPLES = np.zeros(0, np.int64)
+NO_EPOCH = -1  # of given samples
 
 
 class FillRequest(NamedTuple):

@@ -32,7 +32,7 @@ from h5async.index.units import sample_bounds
 from h5async.index.units import unit_nbytes as unit_nbytes_of
 from h5async.order.permutation import keyed_hash, permute, permute_each, round_keys
 from h5async.order.rows import StepRows, numbers_in
-from h5async.order.sampling import Order, dealt
+from h5async.order.sampling import Order, WeightedOrder, dealt
 from h5async.order.selection import Selection
 
 Int64s = NDArray[np.int64]
@@ -45,6 +45,7 @@ _LEAST_UNITS = 8  # minimum number of merged units in a window
 # Chunks of ragged rows in a unit: its last row reaches into another one, which is decoded, too.
 _RAGGED_CHUNKS = 8
 _REPEATED_SHARE = 4  # of the memory for the window, beside it, for rows that samples share
+_DRAWN_SHARE = 4  # maximum draws of a part of a unit, by the mean of all units
 _IN_FLIGHT_SHARE = 1 / 4  # of the memory, for batches in preparation
 
 
@@ -274,6 +275,67 @@ class DealtOrder:
         )
 
 
+class DrawnOrder:
+    """The order of ``shuffle="window"`` for samples that are drawn with replacement. Thread-safe.
+
+    An epoch has the same draws as without a window. Here they are sorted by units, then mixed as
+    `WindowOrder` mixes all samples of units. Draws of a unit that has many more of them than others
+    are cut into parts that start independently, so that they come throughout the epoch.
+
+    `bounds`, `window` and `seed` are as of `WindowOrder`; `sizes` are the draws of an epoch, those
+    of a batch, and the number of ranks. Memory: 8 bytes a draw for each of two epochs.
+    """
+
+    def __init__(
+        self,
+        draws: WeightedOrder,
+        bounds: Int64s,
+        window: int,
+        seed: int,
+        sizes: tuple[int, int, int],
+    ) -> None:
+        self._draws, self._bounds, self._sizes = draws, bounds, sizes
+        self._window, self._seed = window, seed
+        own = weakref.proxy(self)
+        self._epoch = functools.lru_cache(maxsize=2)(functools.partial(DrawnOrder._new_epoch, own))
+
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
+        """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
+        drawn, order = self._epoch(epoch)
+        found: Int64s = drawn[order.samples(epoch, start, stop)]
+        return found
+
+    def _new_epoch(self, epoch: int) -> tuple[Int64s, Order]:
+        """Return the draws of an epoch, sorted by their unit, and the order in which they come."""
+        count, batch_size, ranks = self._sizes
+        drawn = self._draws.samples(epoch, 0, count)
+        unit = self._units_of(drawn)
+        drawn = drawn[_stable_order(unit)]
+        sizes = np.bincount(unit, minlength=self._bounds.size - 1)
+        sizes = sizes[sizes > 0]
+        most = max(1, _DRAWN_SHARE * count // max(1, sizes.size))
+        parts = -(-sizes // most)
+        inside = numbers_in(0, parts) * np.repeat(sizes, parts) // np.repeat(parts, parts)
+        begins = np.repeat(np.cumsum(sizes) - sizes, parts) + inside
+        whole = WindowOrder(np.append(begins, count), self._window, self._seed)
+        return drawn, whole if ranks == 1 else DealtOrder(whole, ranks, count, batch_size)
+
+    def _units_of(self, samples: Int64s) -> Int64s:
+        size = int(self._bounds[1]) if self._bounds.size > 1 else 1
+        if (np.diff(self._bounds[:-1]) == size).all() and np.diff(self._bounds[-2:]) <= size:
+            return samples // size
+        return np.searchsorted(self._bounds, samples, side="right") - 1
+
+
+def _stable_order(numbers: Int64s) -> Int64s:
+    """Return what sorts numbers that are not negative; digit by digit, which takes linear time."""
+    order = np.argsort(numbers.astype(np.uint16), kind="stable")
+    for shift in range(16, int(numbers.max(initial=0)).bit_length(), 16):
+        digits = (numbers[order] >> shift).astype(np.uint16)
+        order = order[np.argsort(digits, kind="stable")]
+    return order
+
+
 def window_order(
     layouts: Sequence[DatasetLayout],
     window_nbytes: int,
@@ -284,14 +346,16 @@ def window_order(
     steps: Sequence[StepRows | None] = (),
     moved_samples: int = 0,
     epoch_samples: int | None = None,
-) -> WindowOrder | DealtOrder:
+    draws: WeightedOrder | None = None,
+) -> WindowOrder | DealtOrder | DrawnOrder:
     """Return the order of ``shuffle="window"`` for the fields of a reader.
 
     The field with the largest units decides what a unit is; neighbouring units are merged if rows
     are ragged, or if samples have `steps` within a sequence. The window holds as many decoded units
     as fit into `window_nbytes`, with room for others, and at most half of all units (of a rank).
     With several ranks, the order depends on `batch_size` and `epoch_samples`. Positions of
-    `selection`, ascending, are ordered; afterwards, samples may be moved by `moved_samples`.
+    `selection`, ascending, are ordered; afterwards, samples may be moved by `moved_samples`. With
+    `draws`, these are ordered in place of all positions.
     """
     layouts = [layout for layout in layouts if not layout.is_repeated]
     leader = max(layouts, key=lambda layout: (unit_nbytes_of(layout), layout.row_nbytes))
@@ -317,6 +381,9 @@ def window_order(
     # group of rounds, which is at most a quarter of the window.
     most = -(-counts.size // (2 * world_size))
     window = max(2, min(int(fitting / (1 + 1 / size + 1 / 4)), most))
+    if draws is not None:
+        count = int(bounds[-1]) if epoch_samples is None else epoch_samples
+        return DrawnOrder(draws, bounds, window, seed, (count, batch_size, world_size))
     whole = WindowOrder(bounds, window, seed)
     if world_size == 1:
         return whole

@@ -1,4 +1,4 @@
-"""Chooses the parts of images and recordings to crop: sizes enter, boxes leave. Pure.
+"""Chooses the parts of rows, images and recordings to crop: sizes enter, boxes leave. Pure.
 
 Random boxes are a function of the seed, the epoch and the sample's number alone. So they do not
 depend on threads, on the order of work, or on where a run was resumed, and several fields of images
@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from h5async.index.layout import Crop
+
+Int64s = NDArray[np.int64]
+Uint64s = NDArray[np.uint64]
 
 _TRIES = 10  # as in torchvision's RandomResizedCrop
 _TOP, _LEFT, _FLIP = 2 * _TRIES, 2 * _TRIES + 1, 2 * _TRIES + 2
@@ -23,12 +30,21 @@ def random_numbers(seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray
 
     They are float64 (samples, 23), from 0 to below 1.
     """
+    return _numbers(epoch_keys(seed, epoch), samples, np.arange(_NUMBERS))
+
+
+def epoch_keys(seed: int, epoch: int) -> Uint64s:
+    """Return two numbers, uint64, on which all random numbers of an epoch depend."""
     digest = hashlib.blake2b(f"h5async images {seed} {epoch}".encode(), digest_size=16).digest()
-    first, second = np.frombuffer(digest, "<u8").astype(np.uint64)
+    return np.frombuffer(digest, "<u8").astype(np.uint64)
+
+
+def _numbers(keys: Uint64s, samples: Int64s, which: Int64s) -> NDArray[np.float64]:
+    """Return some of the random numbers of samples: float64 (samples, which)."""
     with np.errstate(over="ignore"):
-        of_sample = _mixed(_mixed(samples.astype(np.uint64) + first) ^ second)
+        of_sample = _mixed(_mixed(samples.astype(np.uint64) + keys[0]) ^ keys[1])
         step = np.uint64(0x9E3779B97F4A7C15)
-        counted = of_sample[:, np.newaxis] + step * np.arange(1, _NUMBERS + 1, dtype=np.uint64)
+        counted = of_sample[:, np.newaxis] + step * (which + 1).astype(np.uint64)
         bits = _mixed(counted) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
@@ -103,3 +119,64 @@ def random_start(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
 def are_flipped(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return whether each image is flipped, with probability 1/2."""
     return numbers[:, _FLIP] < 0.5
+
+
+# --- parts of rows --------------------------------------------------------------------------------
+
+
+class CropDraws(NamedTuple):
+    """How the places of the parts of rows are drawn, as the core takes it.
+
+    int64 (rank,): `extents` of a row, and `sizes` of its part; `drawn` and `flipped` say which
+    random number is for the place along a dimension, and for whether it is reversed; below 0, it is
+    the middle, and never is. `group` is uint64 (2,), for all fields of a group.
+    """
+
+    extents: Int64s
+    sizes: Int64s
+    drawn: Int64s
+    flipped: Int64s
+    group: Uint64s
+
+    def places(self, keys: Uint64s, samples: Int64s) -> Int64s:
+        """Return where the parts of samples begin: int64 (samples, rank).
+
+        `keys` are from `epoch_keys`. Where a part is reversed along a dimension, its number n is
+        ~n. The core computes the same (``src/crops.c``).
+        """
+        with np.errstate(over="ignore"):
+            keys = np.array([keys[0] + self.group[0], keys[1] ^ self.group[1]])
+        room = self.extents - self.sizes
+        places = np.broadcast_to(room // 2, (samples.size, room.size)).copy()
+        for axis in np.flatnonzero(self.drawn >= 0):
+            number = _numbers(keys, samples, self.drawn[[axis]])[:, 0]
+            places[:, axis] = np.minimum(room[axis], number * (room[axis] + 1))
+        for axis in np.flatnonzero(self.flipped >= 0):
+            is_flipped = _numbers(keys, samples, self.flipped[[axis]])[:, 0] < 0.5
+            places[is_flipped, axis] = ~places[is_flipped, axis]
+        return places
+
+
+def draws_of(crop: Crop, row_shape: tuple[int, ...]) -> CropDraws:
+    """Return how the places of parts of rows are drawn.
+
+    The last dimension that is reversed is so where images are, with the same seed.
+    """
+    extents = np.array(row_shape, np.int64)
+    sizes, drawn, flipped = extents.copy(), np.full_like(extents, -1), np.full_like(extents, -1)
+    for number, axis in enumerate(crop.axes):
+        sizes[axis] = crop.sizes[number]
+        drawn[axis] = number if crop.is_drawn else -1
+        if crop.flips[number]:
+            flipped[axis] = _FLIP + sum(crop.flips[number + 1 :])
+    group = np.zeros(2, np.uint64)
+    if crop.group:
+        digest = hashlib.blake2b(f"h5async crops {crop.group}".encode(), digest_size=16).digest()
+        group = np.frombuffer(digest, "<u8").astype(np.uint64)
+    return CropDraws(extents, sizes, drawn, flipped, group)
+
+
+def begins(places: Int64s, axes: Sequence[int]) -> Int64s:
+    """Return where parts begin along some dimensions: int64 (samples, dimensions)."""
+    found: Int64s = np.where(places < 0, ~places, places)[:, list(axes)]
+    return np.ascontiguousarray(found)

@@ -38,11 +38,13 @@ class SamplesPlan(NamedTuple):
 
     `sample`, int64 (n,), are rows of the dataset, or elements of variable length. `rows`, int64
     (n,), are their rows in the memory of the field; for variable length, the first value of each.
+    If only parts of rows are delivered, `places`, int64 (n, rank), says where (`plan/crops.py`).
     """
 
     sample: Int64s
     rows: Int64s
     item_nbytes: int
+    places: Int64s | None = None
 
     @property
     def num_items(self) -> int:  # noqa: D102

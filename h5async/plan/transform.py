@@ -193,10 +193,11 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     elif layout.dtype.kind not in "biufc" or (layout.dtype.kind == "c" and dtype.kind != "c"):
         option = "scale and offset" if field.dtype is None else "dtype"
         raise ConfigError(f"{where}: {layout.dtype} cannot be cast to {dtype}; leave {option} out")
-    row = tuple(layout.shape[axis] for axis in axes[1:])
+    shape = layout.delivered_shape
+    row = tuple(shape[axis] for axis in axes[1:])
     channel = _channel(field, layout, axes, where + several)
     transform = RowTransform(
-        raw_row=tuple(layout.shape[axis] for axis in rest),
+        raw_row=layout.part_shape,
         raw_dtype=np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype,
         row=row,
         dtype=dtype,

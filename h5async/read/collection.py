@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,12 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import IO_MODES, REFUSED, Event
+from h5async.core.structures import REFUSED, Event
 from h5async.errors import DamagedError, ReaderClosedError, ReadError
-from h5async.index.extents import SourceFile
+from h5async.index.changes import FileChanges
 from h5async.index.shapes import Kind
-from h5async.io.localfiles import FileEventError, LocalFile, LocalFiles
-from h5async.io.stamps import FileStamp
 from h5async.order.rows import numbers_in
 from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
@@ -37,6 +35,7 @@ from h5async.read.failures import (
     find_chunk,
 )
 from h5async.read.queue import SlotBatch
+from h5async.read.rereading import FileEventError, Rereader
 from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
@@ -58,9 +57,10 @@ class Planned(NamedTuple):
 class Collection:
     """Fields that the core reads; `tables` are closed with this. Safe to use from many threads."""
 
-    def __init__(self, core: Core, tables: CoreTables) -> None:
+    def __init__(self, core: Core, tables: CoreTables, changes: FileChanges | None = None) -> None:
         self._core = core
         self.tables = tables
+        self.rereader = Rereader(core, tables, changes)
         self._item, self._wanted = np.dtype(core.Item), np.dtype(core.Wanted)
         self._batches: list[SlotBatch] = []
 
@@ -94,11 +94,13 @@ class Collection:
         wanted: Sequence[bool],
         threads: int,
         num_samples: int | None = None,
+        draw: NDArray[np.uint64] | None = None,
     ) -> tuple[int, int]:
         """Plan a batch for some threads; return the number of items, and their cost in bytes.
 
         `samples`, int64 (n,), are below `num_samples`, or those of the dataset, and at most the
-        rows of the slot; else `IndexError` is raised. `wanted` says which fields are read.
+        rows of the slot; else `IndexError` is raised. `wanted` says which fields are read; `draw`
+        is from `epoch_keys` of `plan/crops.py`, for parts of rows that are drawn.
         `MemoryError` is raised if there is not enough memory for the plan.
         """
         samples = np.ascontiguousarray(samples, np.int64)
@@ -115,6 +117,7 @@ class Collection:
             batch.rows,
             self.tables.num_samples if num_samples is None else num_samples,
             threads,
+            None if draw is None else address(draw),
         )
         if planned < 0:
             raise IndexError(f"a batch of {count} samples has one that there is not, or too many")
@@ -184,26 +187,21 @@ class Collection:
         return np.flatnonzero((items["status"] == REFUSED) & (items["kind"] != Kind.LEFT))
 
     def read_again(
-        self,
-        batch: SlotBatch,
-        files: Callable[[SourceFile], LocalFiles],
-        scratch: Scratch,
-        damage: list[DamagedError] | None = None,
+        self, batch: SlotBatch, scratch: Scratch, damage: list[DamagedError] | None = None
     ) -> None:
-        """Read refused items from files that are checked, and opened in Python.
+        """Read refused items from files that are opened again, and checked.
 
-        `files` returns what opens a source, and reads it again if it was changed. `ReadError` is
-        raised if something cannot be read or decoded; it names file, dataset and chunk or sample.
-        What is damaged is added to `damage` instead, if given. `ReaderClosedError` is raised if the
-        items are no longer wanted.
+        `ReadError` is raised if something cannot be read or decoded; it names file, dataset and
+        chunk or sample. What is damaged is added to `damage` instead, if given.
+        `ReaderClosedError` is raised if the items are no longer wanted.
         """
         refused = self.refused(batch)
         sources = self._items(batch)["source"][refused]
         for number in np.unique(sources).tolist():
-            source, numbers = self.tables.files[number], refused[sources == number].tolist()
+            numbers = refused[sources == number].tolist()
             found: list[DamagedError] | None = None if damage is None else []
             work = partial(self._read_again, batch, numbers, scratch, found)
-            files(source).read(source.path, source.stamp, work)
+            self.rereader.read(number, work)
             if damage is not None:
                 damage += found or ()
 
@@ -213,49 +211,44 @@ class Collection:
         numbers: Sequence[int],
         scratch: Scratch,
         damage: list[DamagedError] | None,
-        file: LocalFile,
-        stamp: FileStamp,
-    ) -> bool:
+        file: Any,
+        is_written: bool,
+    ) -> None:
         if damage is not None:
             damage.clear()  # the file has changed since
-        mapped = file.map_address or None, file.map_nbytes
-        opened = self._core.File(file.descriptor, IO_MODES[file.io], *mapped, *stamp)
-        if file.has_swmr_writer:
-            opened.nbytes = -1  # it changes all the time
         for number in numbers:
-            if self._reads_again(batch, number, scratch, opened):
+            if self._reads_again(batch, number, scratch, file):
                 continue
             failure = scratch.worker(self._core).struct.failure
             if failure.reason == Reason.ABOVE_LIMIT:
                 continue  # reported when they are delivered
-            error = self._error_of(batch, number, scratch, file, opened)
-            if isinstance(error, DamagedError) and damage is not None and stamp.nbytes >= 0:
+            error = self._error_of(batch, number, scratch, file)
+            if isinstance(error, DamagedError) and damage is not None and not is_written:
                 damage.append(error)
             elif error is not None:
                 raise error
-        return False
 
     def _error_of(
-        self, batch: SlotBatch, number: int, scratch: Scratch, file: LocalFile, opened: Any
+        self, batch: SlotBatch, number: int, scratch: Scratch, file: Any
     ) -> ReadError | None:
         """Return why an item could not be read; None if it was now, as its chunk is short."""
         failure, item = scratch.worker(self._core).struct.failure, self._items(batch)[number]
-        layout = self.tables.layouts[item["field"]]
+        layout, path = self.tables.layouts[item["field"]], self.tables.files[item["source"]].path
         if item["kind"] == Kind.HEAP:
             begin = self.tables.of_fields[item["field"]].layers[item["layer"]].begin
-            error = error_of_element(failure, file, opened, layout.heaps[begin[item["segment"]]])
+            error = error_of_element(failure, path, file, layout.heaps[begin[item["segment"]]])
         else:
             extent = self._extent_of(batch, item, failure.extent)
-            found = find_chunk(layout, file.path, extent)
+            found = find_chunk(layout, path, extent)
             may_be_short = failure.reason in (Reason.WRONG_SIZE, Reason.DAMAGED)
             if may_be_short and isinstance(found, Chunk):
                 # Some writers leave out the part of a chunk beyond the dataset's edge.
                 needed = found.layout.needed_nbytes(found.number)
                 if needed < found.layout.chunk_nbytes and self._reads_again(
-                    batch, number, scratch, opened, needed
+                    batch, number, scratch, file, needed
                 ):
                     return None
-            error = error_of(failure, file, opened, extent, found)
+            error = error_of(failure, path, file, extent, found)
         if isinstance(error, DamagedError):
             error.place = self._place_of(batch, item, failure.extent)
         return error
@@ -270,7 +263,7 @@ class Collection:
         return Place(field, numbers_in(plan.run_position[runs], plan.run_length[runs]))
 
     def _reads_again(
-        self, batch: SlotBatch, number: int, scratch: Scratch, opened: Any, least_nbytes: int = 0
+        self, batch: SlotBatch, number: int, scratch: Scratch, file: Any, least_nbytes: int = 0
     ) -> bool:
         worker = scratch.worker(self._core)
         worker.struct.least_nbytes = least_nbytes
@@ -278,16 +271,16 @@ class Collection:
             ctypes.byref(batch.plan),
             self.tables.fields,
             batch.targets,
-            ctypes.byref(opened),
+            ctypes.byref(file),
             ctypes.byref(worker.struct),
             number,
         )
         worker.struct.least_nbytes = 0
         worker.note_return()
-        if opened.event == Event.STOPPED:
+        if file.event == Event.STOPPED:
             raise ReaderClosedError(CLOSED)
-        if opened.event != Event.NONE:
-            raise FileEventError(map_failed=opened.event == Event.FAULTED)
+        if file.event != Event.NONE:
+            raise FileEventError(map_failed=file.event == Event.FAULTED)
         return bool(done)
 
     def _extent_of(self, batch: SlotBatch, item: Any, extent: int) -> Extent:

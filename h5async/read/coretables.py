@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
-from io import FileIO
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,16 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
 from h5async.core.structures import IO_MODES, MAX_RANK
-from h5async.index.extents import SourceFile, TableBuilder
+from h5async.index.extents import TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape
 from h5async.io.keptfiles import affordable_maps
-from h5async.io.localfiles import IoMode, may_map, owned
+from h5async.io.localfiles import IoMode, may_map
 from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows, StepSpans
+from h5async.plan.crops import draws_of
 from h5async.plan.transform import NativeTransform
-from h5async.system.interruptions import suppressing
 
 Int64s = NDArray[np.int64]
 _ALL_BITS = (1 << 64) - 1
@@ -65,6 +64,7 @@ class CoreTables:
     ) -> None:
         self._core, self._io, self._most_files = core, io, most_files
         self._keep: list[Any] = []  # what structures point to
+        self._num_places = 0  # of all fields before: numbers that say where a part of a row begins
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are shared
         builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
         self.of_fields = [
@@ -96,8 +96,9 @@ class CoreTables:
                 if self.reads[field] and rows is not None and not layout.heaps:
                     self._describe_rows(self.fields[field], rows, made)
                 if self.can_read[field]:
-                    uses = share * layout.num_samples
-                    uses *= rows.size if isinstance(rows, StepRows) else 1
+                    several_rows = rows.size if isinstance(rows, StepRows) else 1
+                    uses = share * layout.num_samples * several_rows
+                    self.fields[field].crop = self._crop(layout, several_rows)
                     self._describe_field(field, kept_nbytes[field], uses, transforms[field])
         except BaseException:
             self.close()
@@ -142,7 +143,7 @@ class CoreTables:
         shapes = zip(table.shapes, what_to_keep(table, layout, kept_nbytes, uses), strict=True)
         struct.layers = (self._core.Layer * len(table.layers))(*map(self._layer, table.layers))
         struct.shapes = (self._core.Shape * len(table.shapes))(
-            *(self._shape(shape, layout.row_nbytes, what) for shape, what in shapes)
+            *(self._shape(shape, layout.part_nbytes, what, struct.crop) for shape, what in shapes)
         )
         chunks = table.chunks
         struct.number = None if chunks.index is None else self._hold(chunks.index)
@@ -151,7 +152,7 @@ class CoreTables:
         struct.mask, struct.mask_step = self._hold_column(chunks.filter_mask)
         struct.fill = self._hold(np.ascontiguousarray(layout.raw_fill).reshape(1).view(np.uint8))
         struct.num_layers, struct.num_extents = len(table.layers), chunks.offset.size
-        struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
+        struct.row_nbytes, struct.itemsize = layout.part_nbytes, layout.dtype.itemsize
         struct.is_filled_first, struct.num_rows = table.is_filled_first, layout.num_samples
         if layout.heaps:
             assert layout.lengths is not None
@@ -189,10 +190,26 @@ class CoreTables:
         first = self._firsts.setdefault(layer.first.tobytes(), layer.first)
         return self._core.Layer(self._hold(first), *held, layer.row.size)
 
-    def _shape(self, shape: Shape, row_nbytes: int, keeps: Keeps) -> Any:
+    def _crop(self, layout: DatasetLayout, rows_of_sample: int) -> Any:
+        """Return the part of each row that is delivered; None for whole rows."""
+        if layout.crop is None:
+            return None
+        draws = draws_of(layout.crop, layout.row_shape)
+        self._keep.append(draws)
+        crop = self._core.Crop(
+            **{name: address(getattr(draws, name)) for name in draws._fields},
+            rank=draws.extents.size,
+            first=self._num_places,
+            rows_of_sample=rows_of_sample,
+        )
+        self._num_places += draws.extents.size
+        return ctypes.pointer(crop)
+
+    def _shape(self, shape: Shape, row_nbytes: int, keeps: Keeps, crop: Any) -> Any:
         filters = self._core.filters(shape.filters)
         self._keep.append(filters)
         arrays = "chunk_strides row_strides extents row_begin piece_begin fill".split()
+        arrays += ["axis", "num_cells", "cell_begin"] if shape.axis is not None else []
         numbers = "chunk_nbytes chunk_samples sample_stride itemsize rows_are_whole".split()
         dataset = self._core.Dataset(
             filters=filters,
@@ -201,6 +218,7 @@ class CoreTables:
             rank=shape.extents.shape[1],
             row_nbytes=row_nbytes,
             begin=-1 if shape.has_chunks else 0,
+            crop=crop,
             **{name: self._hold(getattr(shape, name)) for name in arrays},
             **{name: getattr(shape, name) for name in numbers},
         )
@@ -229,20 +247,13 @@ class CoreTables:
         path = int(self._table["path"][number])
         return os.fsdecode(ctypes.string_at(path)) if path else number
 
-    def open_ahead(self, is_closed: Callable[[], bool]) -> Iterator[SourceFile]:
-        """Open the first files; yield those that are not as they were indexed."""
+    def open_ahead(self, is_closed: Callable[[], bool]) -> Iterator[int]:
+        """Open the first files; yield the numbers of those that are not as they were indexed."""
         for number, source in enumerate(self.files[: self._most_files]):
             if is_closed():
                 return
             if not self._core.open_ahead(self.sources, number) and source.values is None:
-                yield source
-
-    def open_again(self, path: str) -> FileIO | None:
-        """Return a new file for one that is open, whatever lies at its path now."""
-        for number in self._numbers.get((path, False), []) + self._numbers.get((path, True), []):
-            with suppressing(ValueError):  # it is not open
-                return owned(self._core.descriptor, self.sources, number)
-        return None
+                yield number
 
     def restamp(self, path: str, stamp: FileStamp, *, is_heap: bool = False) -> None:
         """Say that a changed file still holds what was indexed.
@@ -250,14 +261,16 @@ class CoreTables:
         `is_heap`: that variable-length elements lie where they did; else that all others do.
         """
         for number in self._numbers.get((path, is_heap), ()):
-            self._core.restamp(
-                self.sources,
-                number,
-                stamp.nbytes,
-                stamp.modified_ns,
-                stamp.changed_ns,
-                may_map(path, self._io),
-            )
+            self.files[number] = self.files[number]._replace(stamp=stamp)
+            self._restamp(number, may_map(path, self._io))
+
+    def stop_mapping(self, number: int) -> None:
+        """Read a source without a map from now on."""
+        self._restamp(number, False)
+
+    def _restamp(self, number: int, may_be_mapped: bool) -> None:
+        times = self.files[number].stamp[2:]
+        self._core.restamp(self.sources, number, *times, may_be_mapped)
 
     def forget_chunks(self) -> None:
         """Forget all chunks that are kept decoded, because a file has changed."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
-from io import FileIO
 from typing import Literal
 
 from h5async.core.binding import Core, load_core
@@ -17,11 +15,9 @@ from h5async.core.structures import MAX_RANK
 from h5async.errors import DamagedError
 from h5async.index.changes import FileChanges
 from h5async.index.datasettable import kinds_of
-from h5async.index.extents import SourceFile
 from h5async.index.layout import DatasetLayout
 from h5async.io.keptfiles import affordable_files
-from h5async.io.localfiles import IoMode, LocalFiles
-from h5async.io.stamps import FileStamp
+from h5async.io.localfiles import IoMode
 from h5async.order.rows import SpanRows, StepRows
 from h5async.plan.transform import NativeTransform
 from h5async.read.collection import Collection
@@ -81,19 +77,8 @@ class Executors:
                 collection.tables.forget_chunks()
             on_change()
 
-        def restamp(path: str, stamp: FileStamp, *, is_heap: bool = False) -> None:
-            for collection in collections:
-                collection.tables.restamp(path, stamp, is_heap=is_heap)
-
-        def open_again(path: str) -> FileIO | None:
-            return collections[0].tables.open_again(path) if collections else None
-
         self.changes = FileChanges(layouts, forget)
         self._fallback = FallbackReader(self._kept_files, self.changes, core)
-        new_files = partial(LocalFiles, self._kept_files, io, open_elsewhere=open_again)
-        self._files = new_files(look_anew=self.changes.look_anew, on_new_stamp=restamp)
-        # In a changed file, places of variable-length values are not looked up again.
-        self._heap_files = new_files(on_new_stamp=partial(restamp, is_heap=True))
 
     @property
     def methods(self) -> list[str]:
@@ -130,7 +115,7 @@ class Executors:
             steps=steps,
             samples=self._samples,
         )
-        self._collections.append(Collection(self.core, tables))
+        self._collections.append(Collection(self.core, tables, self.changes))
         return self._collections[-1]
 
     def h5py_rows(self) -> list[H5pyRows]:
@@ -142,10 +127,7 @@ class Executors:
     ) -> None:
         """Read items that the core has refused; see `Collection.read_again`."""
         for collection in self._collections:
-            collection.read_again(batch, self._files_of, scratch, damage)
-
-    def _files_of(self, source: SourceFile) -> LocalFiles:
-        return self._heap_files if source.is_heap else self._files
+            collection.read_again(batch, scratch, damage)
 
     def open_ahead(self, is_closed: Callable[[], bool]) -> None:
         """Open the first files, so that they are those that were indexed.
@@ -153,8 +135,9 @@ class Executors:
         `ReadError` is raised if a file cannot be opened, or is not the one that was indexed.
         """
         for collection in self._collections:
-            for source in collection.tables.open_ahead(is_closed):
-                self._files_of(source).open(source.path, source.stamp)
+            for number in collection.tables.open_ahead(is_closed):
+                with collection.rereader.opened(number):
+                    pass  # it says what is wrong
         for layout in self.layouts:
             if all(_method(self.core, leaf) != "h5py" for leaf, _ in kinds_of(layout)):
                 continue
@@ -166,8 +149,6 @@ class Executors:
 
     def close(self) -> None:
         """Close all files, after any use. Idempotent."""
-        self._files.close()
-        self._heap_files.close()
         self._fallback.close()
         for collection in self._collections:
             collection.close()

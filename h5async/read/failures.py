@@ -17,7 +17,6 @@ from h5async.codec.filters import Filter
 from h5async.errors import DamagedError, ReadError
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.variablelength import DAMAGED as DAMAGED_HEAP
-from h5async.io.localfiles import LocalFile
 from h5async.io.stamps import FileStamp
 
 DAMAGED = "; the file is damaged there: restore it, or leave these samples out"
@@ -92,19 +91,19 @@ def find_chunk(layout: DatasetLayout, path: str, extent: Extent) -> Chunk | Data
 
 def error_of(
     failure: Any,
-    file: LocalFile,
-    opened: Any,
+    path: str,
+    file: Any,
     extent: Extent,
     found: Chunk | DatasetLayout | None,
 ) -> ReadError:
     """Return the error of an item in a chunk, or in contiguous rows."""
-    reason, what, kind = failure.reason, _unreadable(file, opened, extent), ReadError
+    reason, what, kind = failure.reason, _unreadable(path, file, extent), ReadError
     filters = found.layout.filters if isinstance(found, Chunk) else ()
     if reason in (Reason.WRONG_SIZE, Reason.DAMAGED, Reason.NO_ROOM):
         what = decoding_error(failure, filters) + DAMAGED
         kind = ReadError if reason == Reason.NO_ROOM else DamagedError
     elif reason == Reason.NOT_MAPPED:
-        what = f"{file.path}: a page of its memory map cannot be read"
+        what = f"{path}: a page of its memory map cannot be read"
     if not isinstance(found, Chunk):
         of_which, dataset = "", None
         if found is not None:
@@ -112,7 +111,7 @@ def error_of(
         if extent.samples is not None:
             of_which += f", samples {extent.samples[0]} to {extent.samples[1]}"
         text = f"{what} ({of_which.removeprefix(', ')})" if of_which else what
-        return kind(text, filename=file.path, dataset=dataset)
+        return kind(text, filename=path, dataset=dataset)
     layout, axis = found.layout, found.layout.sample_axis
     cell = np.unravel_index(found.number, layout.grid)
     corner = tuple(int(at) * size for at, size in zip(cell, layout.chunk_shape, strict=True))
@@ -137,7 +136,7 @@ def decoding_error(failure: Any, filters: tuple[Filter, ...]) -> str:
     return f"expected at most {failure.expected} bytes, got {failure.found}"
 
 
-def error_of_element(failure: Any, file: LocalFile, opened: Any, heap: HeapFile) -> ReadError:
+def error_of_element(failure: Any, path: str, file: Any, heap: HeapFile) -> ReadError:
     """Return the error of an element of variable length."""
     where = f"{heap.elements.where}, element {failure.extent}"
     kind: type[ReadError] = DamagedError
@@ -145,7 +144,7 @@ def error_of_element(failure: Any, file: LocalFile, opened: Any, heap: HeapFile)
     if failure.reason == Reason.HEAP_NUL:
         what = f"the string has a NUL byte, where HDF5 would end it{DAMAGED_HEAP}"
     elif words is None:
-        what, kind = _unreadable(file, opened, Extent(-1, 0, None)), ReadError
+        what, kind = _unreadable(path, file, Extent(-1, 0, None)), ReadError
     else:
         values = {name: getattr(failure, name) for name in ("expected", "found", "filter")}
         what = (
@@ -155,13 +154,12 @@ def error_of_element(failure: Any, file: LocalFile, opened: Any, heap: HeapFile)
     return kind(f"{where}: {what}", filename=heap.file, dataset=heap.path)
 
 
-def _unreadable(file: LocalFile, opened: Any, extent: Extent) -> str:
-    if opened.error:
-        why = os.strerror(opened.error)
-        return f"{file.path}: reading at byte {opened.failed_at} failed: {why}"
-    at = opened.failed_at if opened.failed_at >= 0 else extent.offset + extent.nbytes
-    size = FileStamp.of(file.descriptor).nbytes
+def _unreadable(path: str, file: Any, extent: Extent) -> str:
+    if file.error:
+        why = os.strerror(file.error)
+        return f"{path}: reading at byte {file.failed_at} failed: {why}"
+    at = file.failed_at if file.failed_at >= 0 else extent.offset + extent.nbytes
+    size = FileStamp.of(file.fd).nbytes
     return (
-        f"{file.path} ends at byte {size}, before byte {at}: it was cut short after it had been"
-        " opened"
+        f"{path} ends at byte {size}, before byte {at}: it was cut short after it had been opened"
     )

@@ -68,7 +68,7 @@ class FallbackReader:
         self._changes = changes
         self._core = core
         self._lock = threading.Lock()  # one read at a time, as in HDF5
-        self._files: KeptFiles[HDF5File] = KeptFiles(kept)
+        self._files = KeptFiles(kept)
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
         self._variables = _variables()
         self._with_filters: set[tuple[str, str]] = set()  # datasets whose filters HDF5 was given
@@ -94,8 +94,9 @@ class FallbackReader:
         work: Callable[[h5py.Dataset], None],
         checks: list[ChunkCheck],
         scratch: Scratch,
+        region: Region = None,
     ) -> None:
-        """Read the samples with these numbers, int64 (n,), n > 0, of a dataset.
+        """Read a region of the samples with these numbers, int64 (n,), n > 0, of a dataset.
 
         `work` reads them from the open dataset, and is called again if a file was changed
         meanwhile. `checks` run before; those of sources, which are checked whole, are removed.
@@ -108,7 +109,7 @@ class FallbackReader:
             for _ in range(_TRIES):
                 try:
                     self._check_files(layout)
-                    self._check_chunks(layout, sample, checks, scratch.require_open)
+                    self._check_chunks(layout, sample, region, checks, scratch.require_open)
                     work(self._dataset(layout))
                 except (ReaderClosedError, OutOfMemoryError):
                     raise
@@ -145,15 +146,9 @@ class FallbackReader:
             found.place = np.flatnonzero(np.isin(sample // length, error.numbers))
         return found
 
-    def checks(self, layout: DatasetLayout, region: Region = None) -> list[ChunkCheck]:
-        """Return the checks of the chunks of a dataset, or of its sources.
-
-        Of the dataset's own chunks, only those that hold a `region` of its rows are checked.
-        """
-        found = [ChunkCheck.of(origin, self._core) for origin in layout.origins()]
-        for check in found:
-            if check is not None and check.layout is layout and region is not None:
-                check.leave_out(region)
+    def checks(self, layout: DatasetLayout) -> list[ChunkCheck]:
+        """Return the checks of the chunks of a dataset, or of its sources."""
+        found = (ChunkCheck.of(origin, self._core) for origin in layout.origins())
         return [check for check in found if check is not None]
 
     def close(self) -> None:
@@ -165,6 +160,7 @@ class FallbackReader:
         self,
         layout: DatasetLayout,
         sample: Int64s,
+        region: Region,
         checks: list[ChunkCheck],
         require_open: Callable[[], None],
     ) -> None:
@@ -172,10 +168,10 @@ class FallbackReader:
             source = check.layout
             dataset = self._file(source)[name_bytes(source.path)]
             if source is layout:
-                check.run(dataset, sample, require_open)
+                check.run(dataset, sample, region, require_open)
                 continue
             try:
-                check.run(dataset, _written(source), require_open)
+                check.run(dataset, _written(source), None, require_open)
             except _DamagedChunks as error:  # which samples consist of them is not known
                 raise ValueError(str(error)) from error
             checks.remove(check)
@@ -284,6 +280,7 @@ class ChunkCheck:
         rank = len(layout.chunk_shape) - layout.extra_dims
         self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
         self._cells: list[Sequence[int]] = [range(n) for n in layout.grid[:rank]]
+        self._checked_cells: set[tuple[int, ...]] = set()  # of rows of which not all are checked
         self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
         self._filters = layout.hdf5_filters
         self._core = core
@@ -303,22 +300,30 @@ class ChunkCheck:
             _log.info(text, layout.file, left.label)
         return None if left == check._filters[-1] else check
 
-    def leave_out(self, region: Sequence[slice]) -> None:
-        """Leave out the chunks that do not hold a part of the rows."""
-        rest = [a for a in range(len(self.layout.shape)) if a != self.layout.sample_axis]
-        for a, part in zip(rest, region, strict=True):
-            if a < len(self._cells):
-                cells = cells_of(self.layout.shape[a], self.layout.chunk_shape[a], part)
-                self._cells[a] = cells.cell.tolist()
+    def _cells_within(self, region: Region) -> list[Sequence[int]]:
+        """Return the numbers of the chunks along each dimension that hold a part of the rows."""
+        found, shape = list(self._cells), self.layout.shape
+        rest = [a for a in range(len(shape)) if a != self.layout.sample_axis]
+        for a, part in zip(rest, region or (), strict=False):
+            if a < len(found):
+                found[a] = cells_of(shape[a], self.layout.chunk_shape[a], part).cell.tolist()
+        return found
 
-    def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
-        """Check the chunks that hold some samples, through the open dataset.
+    def run(
+        self,
+        dataset: h5py.Dataset,
+        sample: Int64s,
+        region: Region,
+        require_open: Callable[[], None],
+    ) -> None:
+        """Check the chunks that hold a part of some samples, through the open dataset.
 
         `require_open` is called before each chunk, and raises if the rest is no longer wanted.
         `_DamagedChunks` is raised if any is damaged.
         """
         axis = self.layout.sample_axis
         numbers = set(np.unique(sample // self._chunk[axis]).tolist()) - self._checked
+        within = self._cells_within(region)
         if not numbers:
             return
         # Allocated only while chunks are checked: there may be thousands of files with a check.
@@ -328,8 +333,10 @@ class ChunkCheck:
         bits = [bit for bit, entry in enumerate(stored) if entry in self._filters]
         damage: dict[int, _DamagedChunks] = {}
         for number in sorted(numbers):
-            cells = [[number] if a == axis else some for a, some in enumerate(self._cells)]
+            cells = [[number] if a == axis else some for a, some in enumerate(within)]
             for cell in itertools.product(*cells):
+                if cell in self._checked_cells:
+                    continue
                 require_open()
                 corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
                 try:
@@ -341,8 +348,11 @@ class ChunkCheck:
                     damage[number] = _DamagedChunks(f"{at}: {error}{DAMAGED}")
                     damage[number].__cause__ = error
                     break
+                if region is not None:
+                    self._checked_cells.add(cell)
             else:
-                self._checked.add(number)
+                if region is None:
+                    self._checked.add(number)
         for first in damage.values():
             first.numbers = list(damage)
             raise first

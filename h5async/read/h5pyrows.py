@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from h5async.errors import DamagedError
 from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout, HeapFile
-from h5async.index.regions import part_shape
-from h5async.index.segments import Region, region_key
+from h5async.index.regions import cut_piece, part_shape
+from h5async.index.segments import Region
 from h5async.index.variablelength import DAMAGED
 from h5async.plan.records import Int64s, SamplesPlan
 from h5async.read.fallback import ChunkCheck, FallbackReader
@@ -41,8 +41,7 @@ class H5pyRows:
     def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
         self._layout = layout
         self._reader = reader
-        # By the identity of their layouts, and the part of their rows.
-        self._datasets: dict[Any, DatasetRows] = {}
+        self._datasets: dict[int, DatasetRows] = {}  # by the identity of their layouts
 
     def execute(self, plan: SamplesPlan, raw: NDArray[Any], scratch: Scratch) -> None:
         """Read the rows of a plan to `raw`, (batch, *raw_row), C-contiguous.
@@ -51,7 +50,9 @@ class H5pyRows:
         The `place` of a `DamagedError` has the rows of `raw`, if they are known.
         """
         layout, sample, rows = self._layout, plan.sample, plan.rows
-        if layout.heaps:
+        if plan.places is not None:
+            self._read_parts(plan, plan.places, raw, scratch)
+        elif layout.heaps:
             self._read_elements(sample, rows, raw, scratch)
         elif layout.segments is None or layout.member:  # h5py itself takes a member of a compound
             self._read(layout, None, sample, rows, raw, scratch, rows)
@@ -73,11 +74,10 @@ class H5pyRows:
             values = np.moveaxis(layout.values, layout.sample_axis, 0).view(layout.raw_dtype)
             raw[rows] = values[(slice(None), *(region or ()))][sample]
             return
-        key = id(layout), region_key(region)
-        if key not in self._datasets:  # if two threads make one at once, one is lost
-            self._datasets.setdefault(key, DatasetRows(layout, region, self._reader))
+        if id(layout) not in self._datasets:  # if two threads make one at once, one is lost
+            self._datasets.setdefault(id(layout), DatasetRows(layout, self._reader))
         try:
-            self._datasets[key].read(sample, rows, raw, scratch)
+            self._datasets[id(layout)].read(sample, rows, raw, scratch, region)
         except DamagedError as error:
             if error.place is None and sample.size == 1:
                 error.place = 0
@@ -109,6 +109,30 @@ class H5pyRows:
                 region: Any = piece.region or ()
                 shape = raw[(slice(0, block.size), *region)].shape
                 raw[(goes_to, *region)] = found.reshape(shape)
+
+    def _read_parts(
+        self, plan: SamplesPlan, places: Int64s, raw: NDArray[Any], scratch: Scratch
+    ) -> None:
+        """Read a part of each row, at places of its own."""
+        layout = self._layout
+        segments, datasets = table_of(layout)
+        for sample, row, place in zip(plan.sample, plan.rows.tolist(), places, strict=True):
+            begin = np.where(place < 0, ~place, place).tolist()
+            wanted = [range(a, a + n) for a, n in zip(begin, layout.part_shape, strict=True)]
+            part = np.full(layout.part_shape, layout.raw_fill)
+            for number, piece, _, at in segments.find(sample[np.newaxis]):
+                scratch.require_open()
+                source = datasets[number]
+                own = cut_piece(piece, source, layout.row_shape, wanted)
+                if own is None:
+                    continue
+                dtype = layout.raw_dtype if piece.member is not None else source.raw_dtype
+                found = np.empty((1, *part_shape(source, own)), dtype)
+                first, goes_to = np.zeros(1, np.int64), np.array([row])
+                self._read(source, own.source_region, at, first, found, scratch, goes_to)
+                here = part[own.region or ...]
+                here[...] = found.reshape(here.shape)
+            raw[row] = part[tuple(slice(None, None, -1 if n < 0 else 1) for n in place)]
 
     # --- elements of variable length --------------------------------------------------------------
 
@@ -167,13 +191,9 @@ def _copy_elements(
 
 
 class DatasetRows:
-    """Reads rows of one dataset through a `FallbackReader`. Safe to use from many threads.
+    """Reads rows of one dataset through a `FallbackReader`. Safe to use from many threads."""
 
-    `region` is the part of each row; None: all of it.
-    """
-
-    def __init__(self, layout: DatasetLayout, region: Region, reader: FallbackReader) -> None:
-        self._region = region
+    def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
         self._layout = _as_stored(layout)
         self._is_one_sample = self._layout is not layout
         self._reader = reader
@@ -183,10 +203,17 @@ class DatasetRows:
         self._recent: dict[int, None] = {}
         self._counting = threading.Lock()
 
-    def read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
-        """Read samples to rows of a batch; raises as `FallbackReader.read`.
+    def read(
+        self,
+        sample: Int64s,
+        rows: Int64s,
+        raw: NDArray[Any],
+        scratch: Scratch,
+        region: Region = None,
+    ) -> None:
+        """Read a region of samples to rows of a batch; raises as `FallbackReader.read`.
 
-        `raw` is (batch, *part of a row), of the dataset's dtype (bool as uint8).
+        `raw` is (batch, *region), of the dataset's dtype (bool as uint8).
         """
         if self._is_one_sample:
             stored = np.arange(self._layout.num_samples)
@@ -196,9 +223,9 @@ class DatasetRows:
             except DamagedError as error:
                 error.place = np.arange(sample.size)
                 raise
-            raw[rows] = one[self._region or ...].reshape(raw.shape[1:])
+            raw[rows] = one[region or ...].reshape(raw.shape[1:])
         else:
-            self._read(self._region, sample, rows, raw, scratch)
+            self._read(region, sample, rows, raw, scratch)
 
     def _read(
         self,
@@ -212,9 +239,9 @@ class DatasetRows:
             return
         if self._changes_found != self._reader.changes_found:  # or nothing was checked yet
             self._changes_found = self._reader.changes_found
-            self._checks = self._reader.checks(self._layout, region)
+            self._checks = self._reader.checks(self._layout)
         work = partial(_copy, self._layout, region, sample, rows, raw, scratch.require_open)
-        self._reader.read(self._layout, sample, work, self._checks, scratch)
+        self._reader.read(self._layout, sample, work, self._checks, scratch, region)
         scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(sample)
 
     def _decoded_nbytes(self, sample: Int64s) -> int:

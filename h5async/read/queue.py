@@ -79,6 +79,8 @@ class BatchQueue:
         core.open_queue(self._queue)
         self._samples: list[Int64s] = []  # by slot
         self._mapping: Uint64s | None = None
+        self._draw: Uint64s | None = None
+        self._draw_at: int | None = None
         self._mapping_at: int | None = None  # its address, which is slow to get from NumPy
         for job, batch in zip(self._jobs, batches, strict=True):
             for target in batch.targets:
@@ -98,6 +100,7 @@ class BatchQueue:
         count: int,
         mapping: Uint64s | None,
         samples: Int64s | None,
+        draw: Uint64s | None,
         needs_python: bool,
     ) -> None:
         """Have a batch read. Never blocks; submitting it again has no effect.
@@ -105,15 +108,26 @@ class BatchQueue:
         The slot's last batch is ready, or was dropped. The samples are those at `count` positions
         of the selection from `begin` on, at most the rows of the slot; `mapping`, from
         `Sampling.run_at`, maps the positions first, if given. Or they are `samples`, int64
-        (count,), C-contiguous. If it `needs_python`, a thread returns from `next` with it when its
-        rows are read.
+        (count,), C-contiguous. For `draw` see `Collection.plan`. If it `needs_python`, a thread
+        returns from `next` with it when its rows are read.
         """
         if mapping is not self._mapping:
             self._mapping_at = None if mapping is None else address(mapping)
             self._mapping = mapping
+        if draw is not self._draw:
+            self._draw_at = None if draw is None else address(draw)
+            self._draw = draw
         given = None if samples is None else address(samples)
         taken = self._core.submit(
-            self._queue, given, self._mapping_at, begin, count, slot, serial, needs_python
+            self._queue,
+            given,
+            self._mapping_at,
+            self._draw_at,
+            begin,
+            count,
+            slot,
+            serial,
+            needs_python,
         )
         assert taken, f"slot {slot} is in use"
 

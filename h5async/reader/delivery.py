@@ -178,7 +178,7 @@ class Delivery:
     ) -> tuple[tuple[Any, ...], BaseException | None]:
         setup, begin = self._setup, time.perf_counter_ns()
         try:
-            masks = [are_there(outcome.index) for are_there in self._masks_to_upload]
+            masks = [mask(outcome.index, request.epoch) for mask in self._masks_to_upload]
             with self._recorder.ranges("upload") if setup.is_on_gpu else nullcontext():
                 arrays = setup.slots[request.slot].upload(outcome, masks)
             # A thread that uploads chunks for the GPU to decode waits, and fills nothing meanwhile.
@@ -313,7 +313,7 @@ class Delivery:
         arrays = dict(zip(names, filled.arrays, strict=not made))
         if masks:
             if not made:
-                made = self._device.owned(tuple([are_there(index) for are_there in masks.values()]))
+                made = self._device.owned(tuple([mask(index, epoch) for mask in masks.values()]))
             for name, mask in zip(masks, made, strict=True):
                 arrays.setdefault(name, mask)  # `postprocess` may have replaced it
         device, static = self._device, self._setup.static

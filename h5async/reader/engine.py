@@ -311,8 +311,8 @@ class Engine:
 def _row_text(layout: DatasetLayout) -> str:
     """Return the shape of a stored sample; "any" marks a dimension that varies."""
     if not layout.is_ragged:
-        return str(layout.row_shape)
-    inner = "".join(f" {length}," for length in layout.row_shape)
+        return str(layout.part_shape)
+    inner = "".join(f" {length}," for length in layout.part_shape)
     return f"(any,{inner.removesuffix(',')})"
 
 

@@ -17,7 +17,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.opening.limits import MemoryBudget
 from h5async.opening.slotsizes import made_nbytes, slot_transforms, wanted_kept_nbytes
-from h5async.samples.assembly import by_field, outlines_of
+from h5async.samples.assembly import by_field, names_of, outlines_of
 from h5async.samples.fieldkind import FieldKind, field_of
 from h5async.spelling import named
 
@@ -65,7 +65,7 @@ class ReaderSetup:
         self.config, self.layouts, self.kinds, self.static, _ = self.opened
         self.samplings = Samplings(self.config, self.layouts, chosen)
         self.num_samples = self.samplings.selection.size
-        self.names = tuple(self.kinds)
+        self.names = names_of(self.kinds)
         self.masks = masks_of(self.kinds, self.layouts, self.samplings.rows)
 
     def _plan_memory(self) -> None:

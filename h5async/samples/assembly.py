@@ -111,12 +111,18 @@ def outlines_of(
     return tuple(found)
 
 
+def names_of(kinds: Mapping[str, FieldKind]) -> tuple[str, ...]:
+    """Return the names of all arrays that are made of a slot: of fields, and then further ones."""
+    return (*kinds, *(name for kind in kinds.values() for name in kind.further))
+
+
 class Assembly:
     """Turns the arrays of columns into delivered values. Thread-safe.
 
     `rows` says, per column, which rows each sample consists of; `first_samples`, int64
     (files + 1,), are the first ones of each file. If it `is_plain`, each field is one array with a
     row per sample, as it lies in the slot; if it `needs_work`, more than views must be made.
+    `names` are those of all arrays, if some are not those of fields.
     """
 
     def __init__(
@@ -132,6 +138,10 @@ class Assembly:
         self._first_samples = first_samples
         self.is_plain = all(kind.is_plain for kind in self._kinds)
         self.needs_work = any(kind.needs_work for kind in self._kinds)
+        names = names_of(kinds)
+        self.names = (
+            names if len(names) > len(kinds) else ()
+        )  # those of the fields need not be told
 
     def sizes(self, index: NDArray[np.int64]) -> list[int]:
         """Return, per column, the number of rows of a batch in the slot's arrays."""
@@ -149,7 +159,7 @@ class Assembly:
         *,
         are_checked: bool = False,
     ) -> tuple[Any, ...]:
-        """Return the arrays of a batch, per field; views of a slot's memory if possible.
+        """Return the arrays of a batch, of fields and then further ones; views if possible.
 
         A device pads the fields `left`, or makes them dense. If `are_checked`, the core has read
         the whole batch, and has checked indices that have a limit. DatasetError if an index of a
@@ -157,11 +167,15 @@ class Assembly:
         """
         if self.is_plain:
             return tuple([out[: index.size] for out in memory.out])
-        found = []
+        found, further = [], []
         for number, (kind, own) in enumerate(zip(self._kinds, self._columns, strict=True)):
             is_left = kind.name in left
             made = memory.made[number] if memory.made and not is_left else None
             columns, rows = memory.out[own], self._rows[own.start]
             filled = Filled(columns, rows, index, made, is_left, are_checked, self._first_samples)
-            found.append(kind.deliver(filled))
-        return tuple(found)
+            delivered = kind.deliver(filled)
+            if kind.further:
+                delivered, *others = delivered
+                further += others
+            found.append(delivered)
+        return (*found, *further)

@@ -31,11 +31,12 @@ from h5async.io.stamps import FileStamp
 from h5async.order.packing import Packing
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
-from h5async.samples.parts import parts_of_rows
+from h5async.samples.parts import Places, parts_of_rows
 from h5async.samples.ragged import Ragged, put_padded
 
 Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
 Mask = Callable[[NDArray[np.int64]], NDArray[Any]]  # of sample numbers
+OfSamples = Callable[[NDArray[np.int64], int], NDArray[Any]]  # of sample numbers, and an epoch
 Transforms = Sequence[RowTransform]  # of the columns of a field
 CanTransform = Callable[[RowTransform], bool] | None  # of a device; None: the host does everything
 Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
@@ -200,8 +201,8 @@ class FieldKind:
     `of` is the class of its options; `found_as` is the kind of the fact that has a plain `Field` be
     of this kind. If it `is_ragged`, samples may differ in their number of values; if it
     `is_encoded`, they are decoded; if it `is_mapped`, the host makes other values of those read; if
-    it `needs_work`, more than views must be made of them. A column of a table whose codes these are
-    has the path `table_column`.
+    it `needs_work`, more than views must be made of them. `further` names arrays that are delivered
+    beside the field's own. A column of a table whose codes these are has the path `table_column`.
     """
 
     of: ClassVar[type[Field]] = Field
@@ -213,6 +214,8 @@ class FieldKind:
     shape: SparseShape | None = None
     is_mapped = False
     needs_work = False
+    places: Places | None = None  # where parts of rows begin
+    further: tuple[str, ...] = ()
 
     def __init__(self, name: str, field: Field) -> None:
         self.name, self.field = name, field
@@ -234,7 +237,7 @@ class FieldKind:
         H5AsyncError if the files do not fit together.
         """
         join = join_layouts if self.field.per is None else join_values
-        layout = parts_of_rows(self.field, join(known[self.name]))
+        layout, self.places = parts_of_rows(self.field, join(known[self.name]), config.seed)
         return {self.name: layout if self.field.steps is None else shared(layout)}
 
     def is_same(self, other: FieldKind) -> bool:
@@ -284,7 +287,8 @@ class FieldKind:
     def deliver(self, filled: Filled) -> Any:
         """Return the array, or the samples, of a batch; views of the slot's memory if possible.
 
-        DatasetError if the values read cannot be right.
+        With `further` arrays: a tuple of it and these. DatasetError if the values read cannot be
+        right.
         """
         return filled.columns[0][: filled.samples.size]
 

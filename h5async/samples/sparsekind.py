@@ -19,6 +19,7 @@ from h5async.index.links import Reach
 from h5async.index.room import files_of
 from h5async.index.savedindex import Wanted
 from h5async.order.rows import SpanRows
+from h5async.samples.counts import row_sums, scaled_rows
 from h5async.samples.fieldkind import (
     INDICES,
     ROWS,
@@ -59,6 +60,7 @@ class SparseKind(FieldKind):
     def __init__(self, name: str, field: Field) -> None:
         super().__init__(name, field)
         self.shape = SparseShape(0)
+        self.further = () if self.field.totals is None else (self.field.totals,)
         self._has_limit = False
 
     @property
@@ -67,9 +69,8 @@ class SparseKind(FieldKind):
         field = self.field
         # (`offset` applies to dense rows, also to values that are not stored.)
         offset = None if field.dense else field.offset
-        values = Field(
-            f"{field.path}/data", dtype=field.delivered_dtype, scale=field.scale, offset=offset
-        )
+        dtype = None if field.counts else field.delivered_dtype  # totals are of stored values
+        values = Field(f"{field.path}/data", dtype=dtype, scale=field.scale, offset=offset)
         return {self.name: values, self.name + INDICES: Field(f"{field.path}/indices")}
 
     def facts(self) -> dict[str, Wanted]:
@@ -94,7 +95,7 @@ class SparseKind(FieldKind):
         if self.shape.places is None:
             indices = indices.changed(limit=_limit_of(indices, self.shape.columns))
         self._has_limit = indices.limit is not None
-        self.needs_work = self.field.dense or self.shape.places is not None
+        self.needs_work = self.field.dense or self.shape.places is not None or self.field.counts
         return {self.name: values, self.name + INDICES: indices}
 
     def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:
@@ -115,22 +116,43 @@ class SparseKind(FieldKind):
         )
 
     def _dense_dtype(self, values: np.dtype[Any]) -> np.dtype[Any]:
+        if self.field.is_scaled:
+            return np.dtype(np.float32)
         return self.field.delivered_dtype or values.newbyteorder("=")
 
     def deliver(self, filled: Filled) -> Any:
-        """Return `Csr`, or dense rows; DatasetError if an index is not a column."""
+        """Return `Csr`, or dense rows, and the totals; DatasetError if an index is not a column."""
         assert isinstance(filled.rows, SpanRows)
-        shape, offsets = self.shape, filled.rows.offsets(filled.samples)
+        offsets, field = filled.rows.offsets(filled.samples), self.field
         values, indices = (column[: offsets[-1]] for column in filled.columns)
+        totals = None
+        if field.totals is not None or field.target_sum is not None:
+            totals = row_sums(values, offsets)
+        rows = self._rows(values, indices, offsets, filled)
+        if field.is_scaled:
+            scaled = scaled_rows(rows.data, rows.indptr, totals, field.target_sum, field.log1p)
+            rows = Csr(scaled, rows.indices, rows.indptr, rows.shape)
+        elif field.counts and field.dtype is not None and not field.dense:
+            data = rows.data.astype(field.dtype, copy=False)
+            rows = Csr(data, rows.indices, rows.indptr, rows.shape)
+        found = rows if not field.dense or filled.is_left else self._dense(rows, filled)
+        if field.totals is None or totals is None:
+            return found
+        return found, totals.astype(np.float32)
+
+    def _rows(
+        self, values: NDArray[Any], indices: NDArray[Any], offsets: Int64s, filled: Filled
+    ) -> Csr:
+        shape = self.shape
         if shape.places is not None:
             values, indices, offsets = self._chosen(values, indices, offsets, filled)
         elif not (filled.is_checked and self._has_limit):
             outside = _are_outside(indices, shape.columns)
             if outside.any():
                 raise self._no_column(indices, offsets, filled, int(outside.argmax()))
-        rows = Csr(values, indices, offsets, (filled.samples.size, shape.columns))
-        if not self.field.dense or filled.is_left:
-            return rows
+        return Csr(values, indices, offsets, (filled.samples.size, shape.columns))
+
+    def _dense(self, rows: Csr, filled: Filled) -> NDArray[Any]:
         dtype, made = self._dense_dtype(rows.dtype), filled.made
         found = np.empty(rows.shape, dtype) if made is None else made[: len(rows)]
         rows.to_dense(found)

@@ -246,9 +246,9 @@ def test_only_written_chunks_of_sources_are_checked(
     checked, looked_up = [], []
     run, check_chunk = h5async.read.fallback.ChunkCheck.run, h5async.read.fallback.ChunkCheck._check
 
-    def note_run(self: Any, dataset: Any, sample: Any, require_open: Any) -> None:
+    def note_run(self: Any, dataset: Any, sample: Any, *rest: Any) -> None:
         checked.append(sample.tolist())
-        run(self, dataset, sample, require_open)
+        run(self, dataset, sample, *rest)
 
     def note_chunk(self: Any, dataset: Any, corner: Any, *memory: Any) -> None:
         looked_up.append(corner)

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import h5py
 import imagecodecs
@@ -28,7 +28,7 @@ from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, R
 from h5async.core.binding import load_core
 from h5async.core.structures import REFUSED
 from h5async.fill.reading import BatchReader
-from h5async.io.localfiles import LocalFile, LocalFiles
+from h5async.read.rereading import Rereader
 
 N = 120
 
@@ -53,32 +53,27 @@ def truth(path, name="data"):
 # --- disks ---------------------------------------------------------------------------------------
 
 
-class Unreadable(LocalFiles):
-    """Opens files so that every read of them fails."""
-
-    def read(self, path: str, expected: Any, work: Any) -> None:
-        file = LocalFile(path, expected, "pread")
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            file.descriptor, kept = descriptor, file.descriptor
-            work(file, file.stamp)
-        finally:
-            file.descriptor = kept
-            file.close()
-            os.close(descriptor)
-
-
 @pytest.mark.parametrize("name", ["rows", "data"])
-def test_a_read_that_fails_is_named(path, core, name):
+def test_a_read_that_fails_is_named(path, core, name, monkeypatch):
+    opened = Rereader.opened
+
+    @contextmanager
+    def unreadable(self, number):
+        """Open a file so that every read of it fails."""
+        with opened(self, number) as source:
+            descriptor = os.open(path, os.O_WRONLY)
+            os.dup2(descriptor, source.file.fd)
+            os.close(descriptor)
+            yield source
+
+    monkeypatch.setattr(Rereader, "opened", unreadable)
     layout = layouts_of([path], {name: Field(name)})[0]
     with Collected(core, [layout], 4, io="pread") as collected:
         count = collected.plan([5, 4, 3, 2])
         collected.collection._items(collected.batch)["status"] = REFUSED
         assert count == collected.collection.refused(collected.batch).size
         with pytest.raises(ReadError, match=r"samples \d+ to \d+") as caught:
-            collected.collection.read_again(
-                collected.batch, lambda _: Unreadable(1), collected.scratch
-            )
+            collected.collection.read_again(collected.batch, collected.scratch)
     assert str(path) in str(caught.value)
     assert "failed: Bad file descriptor" in str(caught.value)
     assert f'dataset "{name}"' in str(caught.value)

@@ -23,7 +23,7 @@ static int64_t raw_nbytes(const Dataset *d, const Piece *piece, const Runs *runs
     for (int64_t r = 0; r < runs->count; r++)
         samples += runs->length[r];
     if (d->begin >= 0)
-        return samples * piece_nbytes(piece);
+        return samples * (d->crop ? d->row_nbytes : piece_nbytes(piece));
     return d->sample_stride * d->chunk_samples == d->chunk_nbytes ? samples * d->sample_stride
                                                                   : d->chunk_nbytes;
 }
@@ -62,10 +62,14 @@ static int read_contiguous_samples(Call *call, const Piece *piece, const Runs *r
     uint8_t *line = malloc((size_t)line_nbytes(piece));
     int is_good = line != NULL || fail(call->w, NO_ROOM, -1, 0, line_nbytes(piece));
     for (int64_t r = 0; is_good && r < runs->count; r++)
-        for (int64_t k = 0; is_good && k < runs->length[r]; k++)
-            is_good = read_lines(call, piece,
-                                 call->offset + (runs->local[r] + k) * d->sample_stride + piece->from,
-                                 call->batch + (runs->position[r] + k) * d->row_nbytes, line);
+        for (int64_t k = 0; is_good && k < runs->length[r]; k++) {
+            const int64_t local = runs->local[r] + k, position = runs->position[r] + k;
+            Piece own;
+            const Piece *p = piece_at(d, piece, position, &own);
+            if (p != NULL)
+                is_good = read_lines(call, p, call->offset + local * d->sample_stride + p->from,
+                                     call->batch + position * d->row_nbytes, line);
+        }
     free(line);
     call->w->read_nbytes += is_good ? raw_nbytes(d, piece, runs) : 0;
     end_stage(call->w, READING, &call->last_ns);

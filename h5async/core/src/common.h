@@ -81,7 +81,7 @@
     ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
      *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
 
-enum { ABI = 19 }; /* counts changes of the structures and functions that Python uses */
+enum { ABI = 20 }; /* counts changes of the structures and functions that Python uses */
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -183,6 +183,16 @@ typedef struct {
     PluginFunction function; /* of PLUGIN */
 } Filter;
 
+/* The part of each row that is delivered, at a place that is drawn for each sample; see crops.c. */
+typedef struct {
+    const int64_t *extents, *sizes; /* [rank]: of a row, and of the part */
+    const int64_t *drawn;   /* [rank]: which random number says where it begins; below 0: the middle */
+    const int64_t *flipped; /* [rank]: which one says whether it is reversed; below 0: it never is */
+    const uint64_t *group;  /* [2]: fields of equal ones have equal places */
+    int64_t rank, first;    /* numbers of the plan before these, per sample */
+    int64_t rows_of_sample;
+} Crop;
+
 /* Of a dataset. `rank` counts all dimensions but that of the samples; its cross-section is the
    pieces that make up one sample, `num_cross` of them. */
 typedef struct {
@@ -194,6 +204,11 @@ typedef struct {
     int64_t num_filters, num_cross, rank;
     int64_t chunk_nbytes, chunk_samples, sample_stride, itemsize, row_nbytes;
     int64_t rows_are_whole;
+    const Crop *crop;    /* NULL: whole rows are delivered; else, of each dimension here: */
+    const int64_t *axis; /* [rank]: which dimension of a row it is; below 0: none, it has one element */
+    const int64_t *num_cells;  /* [rank]: how many pieces follow each other along it */
+    const int64_t *cell_begin; /* of all of them: where each begins in a row, in elements */
+    const int64_t *places;     /* [samples][crop->rank]: of the batch at hand; see crops.c */
     int64_t begin; /* below 0: it has chunks; else it is contiguous, and its own only chunk */
 } Dataset;
 

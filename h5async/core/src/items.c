@@ -179,7 +179,7 @@ static int cut_items(BatchPlan *plan, const Field *fields, int64_t threads)
     for (int64_t i = 0; i < count; i++) {
         const Item *item = &plan->items[i];
         int64_t parts = wanted, takers = 0;
-        if (item->kind != CHUNKS)
+        if (item->kind != CHUNKS || fields[item->field].crop != NULL)
             continue;
         if (keeps_rows(&fields[item->field], item)) {
             parts = (wanted + count - 1) / count;

@@ -40,7 +40,10 @@ static int place_kept(const Work *work, const Item *item, Kept *const *found)
     const Target *target = &work->targets[item->field];
     const Shape *shape = shape_of(f, item);
     Runs runs = runs_of_item(work->plan, item);
+    Dataset own;
     const Dataset *d = &shape->dataset;
+    if (d->crop)
+        own = dataset_of(work->plan, f, item), d = &own;
     int are_rows = shape->keeps == KEEPS_ROWS || (d->rows_are_whole && !shape->swaps);
     int64_t stride = are_rows ? d->row_nbytes : d->sample_stride;
     Piece piece;
@@ -54,7 +57,7 @@ static int place_kept(const Work *work, const Item *item, Kept *const *found)
         if (!piece_of(d, item->cross + i, &piece))
             return 0;
         place(d, &piece, &runs, found[i]->data, target->raw);
-        swap_pieces(shape, item->cross + i, &runs, target->raw);
+        swap_pieces(d, shape->swaps, item->cross + i, &runs, target->raw);
     }
     transform_item(work->plan, f, target, item);
     return item_is_within(work->plan, f, target, item);

@@ -15,7 +15,7 @@ typedef struct {
 #define TYPE_OF(member)                                                                           \
     _Generic((member), int32_t: "int32", uint32_t: "uint32", int64_t: "int64",                    \
         TraceEvent: "TraceEvent", Failure: "Failure", Dataset: "Dataset", POINTED_TO(Libraries),  \
-        POINTED_TO(Filter), POINTED_TO(Transform), POINTED_TO(Heap), POINTED_TO(Shape),           \
+        POINTED_TO(Filter), POINTED_TO(Crop), POINTED_TO(Transform), POINTED_TO(Heap), POINTED_TO(Shape),           \
         POINTED_TO(Layer), POINTED_TO(StepRows), POINTED_TO(SpanRows), POINTED_TO(BatchPlan),     \
         POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), default: "")
 
@@ -47,9 +47,10 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(File, fd, io, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, event,
             path, failed_at, error)
     MEMBERS(Filter, kind, element, block, values, num_values, function)
+    MEMBERS(Crop, extents, sizes, drawn, flipped, group, rank, first, rows_of_sample)
     MEMBERS(Dataset, filters, chunk_strides, row_strides, extents, row_begin, piece_begin, fill,
             num_filters, num_cross, rank, chunk_nbytes, chunk_samples, sample_stride, itemsize,
-            row_nbytes, rows_are_whole, begin)
+            row_nbytes, rows_are_whole, crop, axis, num_cells, cell_begin, begin)
     MEMBERS(Transform, samples, points, channels, source, is_float, scale, offset)
     MEMBERS(Unpack, rows, count, source, is_double, is_wide, which, scale, offset, fill, low, high)
     MEMBERS(Frames, base, position, nbytes, base_nbytes, count, kind, has_checksum, element,
@@ -71,7 +72,7 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(SpanRows, starts, num_samples)
     MEMBERS(Field, layers, shapes, number, offset, nbytes, mask, fill, transform, store, nbytes_step,
             mask_step, num_layers, num_extents, row_nbytes, itemsize, is_filled_first, steps, spans,
-            heaps, lengths, num_rows, limit)
+            heaps, lengths, crop, num_rows, limit)
     MEMBERS(Item, source, field, layer, segment, kind, status, number, first_run, num_runs, cross,
             cross_end, nbytes)
     MEMBERS(Wanted, sample, position, rank)

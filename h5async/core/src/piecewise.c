@@ -15,7 +15,7 @@ static int locate_piece(const Work *work, const Field *f, const Item *item, cons
     const Shape *shape = shape_of(f, item);
     Dataset *d = &call->d;
     *extent = -1;
-    *call = (Call){.d = shape->dataset, .w = work->w, .file = work->file, .batch = rows,
+    *call = (Call){.d = dataset_of(work->plan, f, item), .w = work->w, .file = work->file, .batch = rows,
                    .available = work->available, .last_ns = work->last_ns};
     if (d->begin >= 0) { /* contiguous: only out of a map, cached or not, can pieces be had */
         call->available = work->mappable;
@@ -52,7 +52,7 @@ static int read_located(Work *work, const Shape *shape, Call *call, int64_t exte
     int is_good = read_chunk(call, cross, runs, state, target);
     work->last_ns = call->last_ns;
     if (is_good) {
-        swap_pieces(shape, cross, runs, call->batch);
+        swap_pieces(&call->d, shape->swaps, cross, runs, call->batch);
         return 1;
     }
     fail(work->w, UNREADABLE, -1, 0, 0);

@@ -9,7 +9,31 @@ typedef struct {
 typedef struct {
     Dim dims[MAX_RANK];
     int64_t rank, unit, begin, from; /* begin: in a row; from: in a chunk */
+    int64_t cross;
 } Piece;
+
+/* Add a dimension to a piece, behind those that it has; `unit` is what it repeats. */
+static void add_dim(Piece *piece, Dim dim)
+{
+    Dim *outer = piece->rank ? &piece->dims[piece->rank - 1] : NULL;
+    if (dim.extent == 1)
+        return;
+    if (outer && outer->from_stride == dim.extent * dim.from_stride &&
+        outer->to_stride == dim.extent * dim.to_stride)
+        *outer = (Dim){outer->extent * dim.extent, dim.from_stride, dim.to_stride};
+    else
+        piece->dims[piece->rank++] = dim;
+}
+
+/* Make elements that follow each other one unit, after the last dimension was added. */
+static void join_elements(Piece *piece)
+{
+    const Dim *inner = &piece->dims[piece->rank - 1];
+    if (piece->rank && inner->from_stride == piece->unit && inner->to_stride == piece->unit) {
+        piece->unit *= inner->extent;
+        piece->rank--;
+    }
+}
 
 static int piece_of(const Dataset *d, int64_t cross, Piece *piece)
 {
@@ -19,31 +43,52 @@ static int piece_of(const Dataset *d, int64_t cross, Piece *piece)
     int64_t from_end = d->itemsize + d->piece_begin[cross] +
                        (d->chunk_samples - 1) * d->sample_stride;
     int64_t to_end = d->itemsize + d->row_begin[cross];
-    piece->rank = 0, piece->unit = d->itemsize;
+    piece->rank = 0, piece->unit = d->itemsize, piece->cross = cross;
     piece->begin = d->row_begin[cross], piece->from = d->piece_begin[cross];
     for (int64_t a = 0; a < d->rank; a++) {
         Dim dim = {extents[a], d->chunk_strides[a], d->row_strides[a]};
         if (dim.extent < 1)
             return 0;
         from_end += (dim.extent - 1) * dim.from_stride;
-        to_end += (dim.extent - 1) * dim.to_stride;
-        Dim *outer = piece->rank ? &piece->dims[piece->rank - 1] : NULL;
-        if (dim.extent == 1)
-            continue;
-        if (outer && outer->from_stride == dim.extent * dim.from_stride &&
-            outer->to_stride == dim.extent * dim.to_stride)
-            *outer = (Dim){outer->extent * dim.extent, dim.from_stride, dim.to_stride};
-        else
-            piece->dims[piece->rank++] = dim;
+        to_end += d->crop ? 0 : (dim.extent - 1) * dim.to_stride;
+        add_dim(piece, dim);
     }
-    if (piece->rank) {
-        const Dim *inner = &piece->dims[piece->rank - 1];
-        if (inner->from_stride == piece->unit && inner->to_stride == piece->unit) {
-            piece->unit *= inner->extent;
-            piece->rank--;
-        }
-    }
+    join_elements(piece);
     return from_end <= d->chunk_nbytes && to_end <= d->row_nbytes && piece->begin >= 0 && piece->from >= 0;
+}
+
+/* The piece of the row at a position in the batch: the same of each; or, where parts of rows are
+   delivered, what lies in that of this row, in `piece`; NULL: nothing does. */
+static const Piece *piece_at(const Dataset *d, const Piece *whole, int64_t position, Piece *piece)
+{
+    const Crop *crop = d->crop;
+    if (crop == NULL)
+        return whole;
+    const int64_t *place = d->places + position / crop->rows_of_sample * crop->rank;
+    int64_t cell[MAX_RANK], cross = whole->cross, first = 0;
+    for (int64_t a = d->rank - 1; a >= 0; a--, cross /= d->num_cells[a + 1])
+        cell[a] = cross % d->num_cells[a];
+    piece->rank = 0, piece->unit = d->itemsize, piece->cross = whole->cross;
+    piece->begin = 0, piece->from = whole->from;
+    for (int64_t a = 0; a < d->rank; first += d->num_cells[a++]) {
+        const int64_t axis = d->axis[a], extent = d->extents[whole->cross * d->rank + a];
+        if (axis < 0)
+            continue;
+        const int64_t begin = d->cell_begin[first + cell[a]], size = crop->sizes[axis];
+        const int is_flipped = place[axis] < 0;
+        const int64_t origin = is_flipped ? ~place[axis] : place[axis];
+        const int64_t low = begin > origin ? begin : origin;
+        const int64_t high = begin + extent < origin + size ? begin + extent : origin + size;
+        if (low >= high)
+            return NULL;
+        const int64_t to = is_flipped ? origin + size - 1 - low : low - origin;
+        const int64_t stride = is_flipped ? -d->row_strides[a] : d->row_strides[a];
+        piece->from += (low - begin) * d->chunk_strides[a];
+        piece->begin += to * d->row_strides[a];
+        add_dim(piece, (Dim){high - low, d->chunk_strides[a], stride});
+    }
+    join_elements(piece);
+    return piece;
 }
 
 ALWAYS_INLINE void copy_units(const uint8_t *from, uint8_t *to, Dim lines, Dim inner, int64_t unit)
@@ -232,9 +277,33 @@ static void place_rows(int64_t row_nbytes, const Runs *runs, const uint8_t *chun
     }
 }
 
+/* Copies what lies in the part of its row of each sample. */
+static void place_parts(const Dataset *d, const Piece *whole, const Runs *runs,
+                        const uint8_t *chunk, uint8_t *batch)
+{
+    Piece own;
+    for (int64_t r = 0; r < runs->count; r++)
+        for (int64_t k = 0; k < runs->length[r]; k++) {
+            const int64_t local = runs->local[r] + k, position = runs->position[r] + k;
+            const Piece *p = piece_at(d, whole, position, &own);
+            if (p == NULL)
+                continue;
+            const uint8_t *from = chunk + p->from + local * d->sample_stride;
+            uint8_t *to = batch + position * d->row_nbytes;
+            if (p->rank)
+                place_sample(p, from, to);
+            else
+                memcpy(to + p->begin, from, (size_t)p->unit);
+        }
+}
+
 static void place(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
                   uint8_t *batch)
 {
+    if (d->crop) {
+        place_parts(d, p, runs, chunk, batch);
+        return;
+    }
     chunk += p->from;
     if (p->rank && d->sample_stride >= p->dims[0].extent * p->dims[0].from_stride) {
         for (int64_t r = 0; r < runs->count; r++) /* samples lie apart in the chunk, too */
@@ -257,13 +326,18 @@ static void place(const Dataset *d, const Piece *p, const Runs *runs, const uint
                    chunk + (runs->local[r] + k) * d->sample_stride, (size_t)p->unit);
 }
 
-static void place_fill(const Dataset *d, const Piece *p, const Runs *runs, uint8_t *batch)
+static void place_fill(const Dataset *d, const Piece *whole, const Runs *runs, uint8_t *batch)
 {
-    Place at = first_place(p);
-    do
-        for (int64_t r = 0; r < runs->count; r++)
-            for (int64_t k = 0; k < runs->length[r]; k++)
-                fill_elements(d->fill, d->itemsize,
-                              batch + at.to + (runs->position[r] + k) * d->row_nbytes, p->unit);
-    while (go_on(p, p->rank, &at));
+    Piece own;
+    for (int64_t r = 0; r < runs->count; r++)
+        for (int64_t k = 0; k < runs->length[r]; k++) {
+            const int64_t position = runs->position[r] + k;
+            const Piece *p = piece_at(d, whole, position, &own);
+            if (p == NULL)
+                continue;
+            Place at = first_place(p);
+            do
+                fill_elements(d->fill, d->itemsize, batch + at.to + position * d->row_nbytes, p->unit);
+            while (go_on(p, p->rank, &at));
+        }
 }

@@ -24,6 +24,8 @@ static int plan_segment(BatchPlan *plan, const Field *f, int32_t field, int32_t 
         return 1;
     if (kind == HEAP)
         return plan_heap(plan, f, field, layer, segment, ranks);
+    if (kind == CHUNKS && f->crop != NULL)
+        return plan_crops(plan, f, field, layer, segment, ranks);
     return plan_chunks(plan, f, field, layer, segment, ranks);
 }
 
@@ -172,14 +174,17 @@ static int plan_zeros(BatchPlan *plan, const Field *f, int32_t field, const int6
 }
 
 /* Plan a batch of at most `rows` samples; 0: there is no memory for it; -1: there are more samples,
-   or one that no field has. `parts`: threads that may work on it. */
+   or one that no field has. `parts`: threads that may work on it. `draw`: see draw_places. */
 PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Target *targets,
                                   int64_t num_fields, const int64_t *samples, int64_t count,
-                                  int64_t rows, int64_t num_samples, int64_t parts)
+                                  int64_t rows, int64_t num_samples, int64_t parts,
+                                  const uint64_t *draw)
 {
     plan->num_items = plan->num_runs = plan->num_wanted = plan->nbytes = 0;
     if (count > rows)
         return -1;
+    if (!draw_places(plan, fields, targets, num_fields, samples, count, draw))
+        return 0;
     int is_sorted = !atomic_exchange(&plan->was_cached, 1) || needs_order(fields, targets, num_fields);
     for (int32_t field = 0; field < num_fields; field++) {
         const Field *f = &fields[field];
@@ -219,7 +224,7 @@ PUBLIC int64_t h5async_free_plan(BatchPlan *plan)
 {
     void *memory[] = {plan->items, plan->run_local, plan->run_position, plan->run_length,
                       plan->wanted, plan->spare, plan->sorted, plan->order,
-                      plan->order_spare, plan->places};
+                      plan->order_spare, plan->places, plan->crops};
     for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++)
         free(memory[i]);
     *plan = (BatchPlan){0};

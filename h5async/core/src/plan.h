@@ -34,6 +34,8 @@ typedef struct {
     Wanted *sorted;         /* `num_wanted` runs of all groups, and the end; see above */
     Wanted *order, *order_spare; /* of items, by source */
     int64_t *places; /* by sample of the batch: its first value, of the field that is planned */
+    int64_t *crops;  /* places of parts of rows, of one field after the other; see crops.c */
+    int64_t most_crops, num_samples;
     int64_t num_items, num_runs, num_wanted;
     int64_t most_items, most_runs, most_wanted, most_order, most_sorted, most_places;
     int64_t first_wanted; /* the first run of the group that is planned */

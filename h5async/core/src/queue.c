@@ -33,6 +33,7 @@ typedef struct {
     int64_t count, serial;
     int64_t begin; /* a run of positions, from here on, that is mapped to samples; -1: they are there */
     Mapping mapping;
+    uint64_t draw[2]; /* see draw_places */
     int32_t needs_python;
 } Wish;
 
@@ -147,15 +148,17 @@ static int is_to_be_woken(Queue *queue)
 /* Submit a batch, or do nothing where it was submitted before.
 
    `samples` are its numbers, which are copied; NULL: they are those of `count` positions from `begin`
-   on, or, with a `mapping` (else NULL), of what these are mapped to. Returns 0 where the slot has another batch that is not ready, and was not dropped. */
+   on, or, with a `mapping` (else NULL), of what these are mapped to. `draw`: see draw_places. Returns 0 where the slot has another batch that is not ready, and was not dropped. */
 PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mapping *mapping,
-                              int64_t begin, int64_t count, int64_t slot, int64_t serial,
-                              int32_t needs_python)
+                              const uint64_t *draw, int64_t begin, int64_t count, int64_t slot,
+                              int64_t serial, int32_t needs_python)
 {
     int is_good = 1, wakes = 0;
     Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python};
     if (mapping != NULL)
         wish.mapping = *mapping;
+    if (draw != NULL)
+        memcpy(wish.draw, draw, sizeof wish.draw);
     pthread_mutex_lock(&queue->lock);
     Job *job = &queue->jobs[slot];
     if (job->wish.serial != serial && job->following.serial != serial && !queue->is_ended) {
@@ -290,7 +293,7 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
         find_samples(queue, wish);
     job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
                                          wish->samples, wish->count, job->rows, queue->num_samples,
-                                         queue->num_threads) == 1;
+                                         queue->num_threads, wish->draw) == 1;
     int64_t ranges = RANGES_PER_THREAD * queue->num_threads;
     job->range_nbytes = job->plan->nbytes / ranges;
     if (job->range_nbytes < RANGE_NBYTES)

@@ -234,18 +234,72 @@ PUBLIC int64_t h5async_close_sources(Sources *sources)
     return 1;
 }
 
-/* Return another descriptor of a source, which the caller closes; -1: there is none. */
-PUBLIC int64_t h5async_descriptor(Sources *sources, int64_t number)
+/* Return another descriptor of an open source that is the same file; -1: there is none. */
+static int another_descriptor(Sources *all, const Source *like)
 {
-    int descriptor = -1;
-    if (number < 0 || number >= sources->count)
-        return -1;
-    pthread_mutex_lock(&sources->lock);
-    Source *s = &sources->sources[number];
-    if (s->is_open && s->fd >= 0)
-        descriptor = fcntl(s->fd, F_DUPFD_CLOEXEC, 0);
-    pthread_mutex_unlock(&sources->lock);
-    return descriptor;
+    int fd = -1;
+    pthread_mutex_lock(&all->lock);
+    for (int64_t i = 0; i < all->count && fd < 0; i++) {
+        const Source *s = &all->sources[i];
+        if (s->is_open && s->fd >= 0 && s->device == like->device && s->inode == like->inode)
+            fd = fcntl(s->fd, F_DUPFD_CLOEXEC, 0);
+    }
+    pthread_mutex_unlock(&all->lock);
+    return fd;
+}
+
+/* Open a source for one thread, which closes it by the function below in any case. It is opened by
+   its path or, where it does not lie there any more, as it is open elsewhere. Returns 0, or why it
+   cannot be used: what errno said, or below 0; CANNOT_MAP: the error of the file has errno. */
+enum { IS_REPLACED = -1, CANNOT_MAP = -2 };
+
+PUBLIC int64_t h5async_open_again(Sources *all, int64_t number, File *file)
+{
+    struct stat status;
+    if (number < 0 || number >= all->count || all->sources[number].path == NULL)
+        return EINVAL;
+    pthread_mutex_lock(&all->lock);
+    Source s;
+    memcpy(&s, &all->sources[number], sizeof s);
+    pthread_mutex_unlock(&all->lock);
+    *file = (File){.io = (int32_t)all->io, .path = s.path, .device = s.device, .inode = s.inode,
+                   .nbytes = s.nbytes, .modified_ns = s.modified_ns, .changed_ns = s.changed_ns};
+    file->fd = open(s.path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* nothing comes of a pipe */
+    int64_t error = file->fd < 0 || fstat(file->fd, &status) != 0 ? errno : 0;
+    if (!error && !IS_SAME_FILE(&s, status))
+        error = IS_REPLACED;
+    int fd = error ? another_descriptor(all, &s) : -1;
+    if (fd >= 0) {
+        if (file->fd >= 0)
+            close(file->fd);
+        file->fd = fd;
+        error = fstat(fd, &status) == 0 ? 0 : errno;
+    }
+    if (error)
+        return error;
+    if (has_swmr_writer(file->fd, status.st_size))
+        file->nbytes = -1;
+    if (!s.may_map && (all->io != IO_MAP || status.st_size > 0))
+        return 0;
+    void *map = MAP_FAILED;
+    errno = EINVAL;
+    if (status.st_size > 0)
+        map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_SHARED, file->fd, 0);
+    if (map != MAP_FAILED)
+        file->map = map, file->map_nbytes = status.st_size;
+    else
+        file->error = errno;
+    return map == MAP_FAILED && all->io == IO_MAP ? CANNOT_MAP : 0;
+}
+
+PUBLIC int64_t h5async_close_again(File *file)
+{
+    if (file->map != NULL)
+        munmap((void *)(uintptr_t)file->map, (size_t)file->map_nbytes);
+    if (file->fd >= 0)
+        close(file->fd);
+    file->map = NULL, file->fd = -1;
+    return 1;
 }
 
 /* Say that a file that was changed still holds what was indexed. A map of its former size is given

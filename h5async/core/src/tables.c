@@ -85,6 +85,7 @@ typedef struct {
     const SpanRows *spans;   /* the same: NULL, but of ragged fields */
     const Heap *heaps;       /* by segment, of elements of variable length; else NULL */
     const uint32_t *lengths; /* the same: how many rows each sample has */
+    const Crop *crop;        /* NULL: whole rows are delivered */
     int64_t num_rows;        /* of the dataset; of elements of variable length: samples */
     int64_t limit; /* of indices, of 4 or 8 bytes: each must be from 0 on and below it; 0: any may be */
 } Field;

@@ -96,13 +96,25 @@ static void swap_piece(const Piece *piece, int64_t number, uint8_t *row)
     while (go_on(piece, piece->rank, &at));
 }
 
-static void swap_pieces(const Shape *shape, int32_t cross, const Runs *runs, uint8_t *batch)
+static void swap_pieces(const Dataset *d, int64_t number, int32_t cross, const Runs *runs,
+                        uint8_t *batch)
 {
-    Piece piece;
-    if (!shape->swaps || !piece_of(&shape->dataset, cross, &piece))
+    Piece whole, own;
+    if (!number || !piece_of(d, cross, &whole))
         return;
     for (int64_t r = 0; r < runs->count; r++)
-        for (int64_t k = 0; k < runs->length[r]; k++)
-            swap_piece(&piece, shape->swaps,
-                       batch + (runs->position[r] + k) * shape->dataset.row_nbytes);
+        for (int64_t k = 0; k < runs->length[r]; k++) {
+            const Piece *piece = piece_at(d, &whole, runs->position[r] + k, &own);
+            if (piece != NULL)
+                swap_piece(piece, number, batch + (runs->position[r] + k) * d->row_nbytes);
+        }
+}
+
+/* How the rows of an item lie and, if parts of them are delivered, where these begin. */
+static Dataset dataset_of(const BatchPlan *plan, const Field *f, const Item *item)
+{
+    Dataset d = shape_of(f, item)->dataset;
+    if (d.crop)
+        d.places = plan->crops + d.crop->first * plan->num_samples;
+    return d;
 }

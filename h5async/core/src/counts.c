@@ -1,0 +1,109 @@
+/* Sums and scales the values of sparse rows (CSR), such as counts of genes in cells. */
+
+/* log(1 + x) for x from -0.5 to 2**20, to 1e-11 of its value: the exponent of 1 + x, and a series of
+   its fraction, which lies from sqrt(1/2) to sqrt(2). What 1 + x loses of x is added again: it counts
+   where that is near 1. */
+ALWAYS_INLINE double log_of_one_plus(double x)
+{
+    const double u = 1.0 + x, lost = x - (u - 1.0);
+    uint64_t bits;
+    memcpy(&bits, &u, sizeof bits);
+    uint64_t shifted = bits - 0x3FE6A09E667F3BCDu; /* of sqrt(1/2) */
+    int64_t exponent = (int64_t)(shifted >> 52 | (shifted >> 63 ? 0xFFFFFFFFFFFFF000u : 0));
+    bits -= (uint64_t)exponent << 52;
+    double fraction;
+    memcpy(&fraction, &bits, sizeof fraction);
+    const double s = (fraction - 1.0) / (fraction + 1.0), t = s * s;
+    const double series =
+        2.0 + t * (2.0 / 3 + t * (2.0 / 5 + t * (2.0 / 7 + t * (2.0 / 9 + t * (2.0 / 11 + t * (2.0 / 13))))));
+    return (double)(int32_t)exponent * 0.6931471805599453 + (s * series + lost);
+}
+
+/* The values of a row, divided, in `out`; whether all of their logarithms are as above. */
+#define SCALE_ROW(Value)                                                                          \
+    ALWAYS_INLINE int scale_##Value(const Value *restrict in, int64_t count, double divisor,      \
+                                    double *restrict out)                                         \
+    {                                                                                             \
+        int is_usual = 1;                                                                         \
+        for (int64_t i = 0; i < count; i++) {                                                     \
+            out[i] = (double)in[i] / divisor;                                                     \
+            is_usual &= (out[i] >= -0.5) & (out[i] < 1 << 20);                                      \
+        }                                                                                         \
+        return is_usual;                                                                          \
+    }                                                                                             \
+    static double sum_##Value(const Value *in, int64_t count)                                     \
+    {                                                                                             \
+        double sums[8] = {0}; /* at a time: each waits for the one before it */                   \
+        int64_t i = 0;                                                                            \
+        for (; i + 8 <= count; i += 8)                                                            \
+            for (int k = 0; k < 8; k++)                                                           \
+                sums[k] += (double)in[i + k];                                                     \
+        for (; i < count; i++)                                                                    \
+            sums[0] += (double)in[i];                                                             \
+        return ((sums[0] + sums[1]) + (sums[2] + sums[3])) +                                      \
+               ((sums[4] + sums[5]) + (sums[6] + sums[7]));                                       \
+    }
+#define EACH_COUNT(DO)                                                                            \
+    DO(int8_t) DO(int16_t) DO(int32_t) DO(int64_t) DO(uint8_t) DO(uint16_t) DO(uint32_t)          \
+    DO(uint64_t) DO(float) DO(double)
+EACH_COUNT(SCALE_ROW)
+
+#define OF_KIND(kind, name, in, ...)                                                              \
+    ((kind) == OF_INT8     ? name##_int8_t((const int8_t *)(in), __VA_ARGS__)                     \
+     : (kind) == OF_INT16  ? name##_int16_t((const int16_t *)(in), __VA_ARGS__)                   \
+     : (kind) == OF_INT32  ? name##_int32_t((const int32_t *)(in), __VA_ARGS__)                   \
+     : (kind) == OF_INT64  ? name##_int64_t((const int64_t *)(in), __VA_ARGS__)                   \
+     : (kind) == OF_UINT8  ? name##_uint8_t((const uint8_t *)(in), __VA_ARGS__)                   \
+     : (kind) == OF_UINT16 ? name##_uint16_t((const uint16_t *)(in), __VA_ARGS__)                 \
+     : (kind) == OF_UINT32 ? name##_uint32_t((const uint32_t *)(in), __VA_ARGS__)                 \
+     : (kind) == OF_UINT64 ? name##_uint64_t((const uint64_t *)(in), __VA_ARGS__)                 \
+     : (kind) == OF_FLOAT32 ? name##_float((const float *)(in), __VA_ARGS__)                      \
+                            : name##_double((const double *)(in), __VA_ARGS__))
+
+enum { SCALED_AT_ONCE = 512 };
+
+ALWAYS_INLINE void scale_some_inline(const void *in, int64_t kind, int64_t count, double divisor,
+                                     int64_t is_log, float *out)
+{
+    double scaled[SCALED_AT_ONCE];
+    int is_usual = OF_KIND(kind, scale, in, count, divisor, scaled);
+    if (is_log && is_usual)
+        for (int64_t i = 0; i < count; i++)
+            scaled[i] = log_of_one_plus(scaled[i]);
+    else if (is_log)
+        for (int64_t i = 0; i < count; i++)
+            scaled[i] = log1p(scaled[i]);
+    for (int64_t i = 0; i < count; i++)
+        out[i] = (float)scaled[i];
+}
+
+ALSO_FOR_AVX2(scale_some,
+              (const void *in, int64_t kind, int64_t count, double divisor, int64_t is_log, float *out),
+              (in, kind, count, divisor, is_log, out))
+
+/* Bytes of a value, by its kind. */
+static const int8_t COUNT_NBYTES[] = {0, 1, 2, 4, 8, 1, 2, 4, 8, 4, 8};
+
+/* The sum of the values of each row; `kind` is one of enum ValueKind. */
+PUBLIC int64_t h5async_sum_rows(const uint8_t *data, const int64_t *indptr, double *sums, int64_t rows,
+                                int64_t kind)
+{
+    for (int64_t row = 0; row < rows; row++)
+        sums[row] = OF_KIND(kind, sum, (const void *)(data + indptr[row] * COUNT_NBYTES[kind]),
+                            indptr[row + 1] - indptr[row]);
+    return rows;
+}
+
+/* Divide the values of each row, and take log(1 + value), if wanted; `out`: float32. */
+PUBLIC int64_t h5async_scale_rows(const uint8_t *data, const int64_t *indptr, const double *divisors,
+                                  float *out, int64_t rows, int64_t kind, int64_t is_log)
+{
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t at = indptr[row], count; at < indptr[row + 1]; at += count) {
+            count = indptr[row + 1] - at;
+            count = count < SCALED_AT_ONCE ? count : SCALED_AT_ONCE;
+            scale_some((const void *)(data + at * COUNT_NBYTES[kind]), kind, count, divisors[row],
+                       is_log, out + at);
+        }
+    return rows;
+}
