@@ -43,9 +43,9 @@ _STEPS = _of_field(
     text="steps of a Field say which rows each sample consists of",
 )
 _REGION = _of_field(
-    'Field("x", region={1: slice(0, 64)})',
-    'path = "x", region = {1 = "0:64"}',
-    text="region of a Field is the part of each row to read",
+    'Field("x", region={1: slice(64, 192)})',
+    'path = "x", region = {1 = "64:192"}',
+    text="region of a Field reads a part of each row, and crop one at a random place",
 )
 _COMPUTE = _Hint(
     "a Field of `fields` has dtype, scale and offset: values are delivered as x * scale + offset;"
@@ -131,10 +131,10 @@ _HINTS = {
         'path = "x", dtype = "float32", steps = "0:4"',
     ),
     "region": _REGION,
-    "roi slice slices bbox": _Hint(
-        "{} is the part of each row to read",
+    "slice slices roi hyperslab subset_of_rows": _Hint(
+        "{} reads a part of each row",
         "region",
-        spelled={"keyword": "region={1: slice(0, 64)}", "toml": 'region = {1 = "0:64"}'},
+        spelled={"keyword": "region={1: slice(64, 192)}", "toml": 'region = {1 = "64:192"}'},
         otherwise=_REGION,
     ),
     "file files filename filenames file_path file_paths path paths h5_path": _Hint(
@@ -150,11 +150,6 @@ _HINTS = {
     "dense columns missing": _of_field(
         'SparseField("X", dense=True, columns=["GAPDH", "CD3E"])',
         'path = "X", kind = "sparse", dense = true, columns = ["GAPDH"]',
-    ),
-    "slice slices roi region hyperslab subset_of_rows": _of_field(
-        'Field("x", region={1: slice(64, 192)})',
-        'path = "x", region = {1 = "64:192"}',
-        text="region of a Field reads a part of each row, and crop one at a random place",
     ),
     "crop random_crop patch patch_size": _of_field(
         'Field("x", crop=64)',

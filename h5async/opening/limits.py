@@ -127,9 +127,7 @@ class MemoryBudget:
                 if leaf.chunks is None and not (leaf.filters or leaf.sources):
                     continue  # no chunks: nothing is listed or held whole
                 self._check_pieces(leaf, rows)
-                if leaf.filters or (
-                    leaf.chunks is not None and scratch_size(layout, leaf).raw_chunk
-                ):
+                if leaf.filters or (leaf.chunks is not None and scratch_size(leaf).raw_chunk):
                     self._check_chunk(leaf)
                 for source in leaf.origins():  # HDF5 decodes whole chunks, too
                     if source.filters:
