@@ -349,9 +349,12 @@ OTHERS = [
     {"scale_factor": np.float32(0.5), "_FillValue": np.int16(5), "missing_value": np.int16(6)},
     {},
 ]
+HALVED = {"scale_factor": np.float64(0.5)}
 
 
-@pytest.mark.parametrize("several", [ONES, OTHERS, OTHERS[3:]])
+@pytest.mark.parametrize(
+    "several", [ONES, OTHERS, OTHERS[3:], [HALVED, {**HALVED, "add_offset": np.float64(9)}]]
+)
 @pytest.mark.parametrize("num_threads", [0, 3])
 def test_each_file_is_unpacked_by_its_own_attributes(tmp_path, several, num_threads):
     paths, expected = collection(tmp_path, several)

@@ -69,6 +69,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
         file.create_dataset("chunks", data=rows, chunks=(1, 8, 8), compression=1)
         file.create_dataset("across", data=rows, chunks=(4, 23, 7), shuffle=True, compression=1)
         file.create_dataset("whole", data=rows, chunks=(1, 23, 31), compression="lzf")
+        file.create_dataset("raw", data=rows, chunks=(3, 23, 31))
         file.create_dataset("holes", rows.shape, "f4", chunks=(3, 8, 8), compression=1, fillvalue=7)
         file["holes"][5:11, :9, :20] = rows[5:11, :9, :20]
         file["last"] = np.moveaxis(rows, 0, 2)
@@ -97,9 +98,8 @@ def field_of(name: str, **options: Any) -> Field:
     return Field(path, crop=SIZES, **options)
 
 
-NAMES = (
-    "contiguous swapped chunks across whole holes last last_tiles pairs compact compound".split()
-)
+NAMES = "contiguous swapped chunks across whole raw holes last last_tiles pairs compact".split()
+NAMES += ["compound"]
 
 
 @each("shuffle, io, cache", [(False, "auto", None), ("full", "pread", "host")])

@@ -99,7 +99,25 @@ def test_some_groups(name):
         ReaderConfig(hdf5_path="x.h5", **{name: "train"})
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("dtype", 'Field("x", dtype="float32", '),
+        ("region", 'Field("x", region={1: slice(64, 192)})'),
+        ("roi", 'Field("x", region={1: slice(64, 192)})'),
+        ("filename", "hdf5_path='train.h5' names the files"),
+    ],
+)
+def test_options_of_fields_and_names_of_files(name, hint):
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+        ReaderConfig(hdf5_path="x.h5", **{name: 4})
+
+
 def test_fields_have_hints_of_their_own():
+    with pytest.raises(
+        ConfigError, match=r"unknown option 'slice'; region=\{1: slice\(64, 192\)\}"
+    ):
+        Field("data", slice=3)
     with pytest.raises(ConfigError, match=r"unknown option 'mean'; .*scale=0.5"):
         Field("data", mean=3)
 

@@ -375,6 +375,15 @@ def test_static_values_come_once(tmp_path, options):
         with pytest.raises(ValueError, match="read-only"):
             reader.static["z"][0] = 0
 
+    def masked(data, *, static):
+        return {"sums": data + static["mask"].sum(), "titles": np.full(len(data), static["title"])}
+
+    options = options | {"fields": fields, "device": "cpu", "postprocess": masked}
+    with AsyncReader(hdf5_path=paths, **options) as reader:
+        (batch,) = reader
+        assert (batch.sums == np.tile(np.arange(4), 3) + (orography > 0).sum()).all()
+        assert set(batch.titles) == {"ERA é"}
+
 
 def test_static_values_that_differ_name_both_files(files):
     fields = {"data": "data", "name": Field("name", per="dataset")}

@@ -330,6 +330,29 @@ def test_a_saved_index_has_the_names_of_columns_wherever_the_table_has_them(
     np.testing.assert_array_equal(chosen(saved, ["e", "b"]), CELLS[:, [4, 1]])
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_files_with_other_names_are_not_one_dataset_unless_columns_are_chosen(tmp_path, saved):
+    paths = [tmp_path / f"{number}.h5ad" for number in range(3)]
+    for path, genes in zip(paths, ("abcde", "abcde", "abced"), strict=True):
+        write_cells(path, list(genes))
+
+    def read(*files, **options):
+        fields = {"x": SparseField("X", dense=True, **options)}
+        cache = tmp_path / f"{len(files)}.h5idx" if saved and not options else False
+        with AsyncReader(hdf5_path=files, fields=fields, index_cache=cache) as reader:
+            return np.concatenate([batch.x.copy() for batch in reader])
+
+    for _ in range(1 + saved):
+        np.testing.assert_array_equal(read(*paths[:2]), np.tile(CELLS, (2, 1)))
+        with pytest.raises(
+            DatasetError, match=r"2.h5ad.* has other names of columns than .*0.h5ad"
+        ):
+            read(*paths)
+    np.testing.assert_array_equal(read(*paths, columns=range(5)), np.tile(CELLS, (3, 1)))
+    by_name = np.concatenate([CELLS, CELLS, CELLS[:, [0, 1, 2, 4, 3]]])
+    np.testing.assert_array_equal(read(*paths, columns=list("abcde")), by_name)
+
+
 def test_a_name_that_is_chosen_twice_is_an_error_as_a_number_is(tmp_path):
     write_cells(tmp_path / "cells.h5ad", list("abcde"))
     for columns in (["e", "e"], [4, 4]):

@@ -337,7 +337,7 @@ def _known(
         if len(parts) < len(keys):
             return
         if kind == SHAPE:
-            rows, columns = values_of(layout).tolist()
+            rows, columns, *_ = values_of(layout).tolist()
             yield _sparse_dataset(path, file, parts, (rows, columns))
         elif kind == NULLABLE:
             yield _group_dataset(path, file, parts, "nullable")

@@ -42,6 +42,11 @@ _STEPS = _of_field(
     'path = "x", steps = "0:10"',
     text="steps of a Field say which rows each sample consists of",
 )
+_REGION = _of_field(
+    'Field("x", region={1: slice(64, 192)})',
+    'path = "x", region = {1 = "64:192"}',
+    text="region of a Field reads a part of each row, and crop one at a random place",
+)
 _COMPUTE = _Hint(
     "a Field of `fields` has dtype, scale and offset: values are delivered as x * scale + offset;"
     " {} can compute anything else",
@@ -121,6 +126,23 @@ _HINTS = {
     "class_to_idx classes class_names label_encoder": _of_field(
         'Field("labels", categories=True)', 'path = "labels", categories = true', "labels"
     ),
+    "dtype scale offset axes channel_dim decode_cf steps pad pad_mask per categories": _of_field(
+        'Field("x", dtype="float32", steps=range(4))',
+        'path = "x", dtype = "float32", steps = "0:4"',
+    ),
+    "region": _REGION,
+    "slice slices roi hyperslab subset_of_rows": _Hint(
+        "{} reads a part of each row",
+        "region",
+        spelled={"keyword": "region={1: slice(64, 192)}", "toml": 'region = {1 = "64:192"}'},
+        otherwise=_REGION,
+    ),
+    "file files filename filenames file_path file_paths path paths h5_path": _Hint(
+        "{} names the files",
+        "hdf5_path",
+        "train.h5",
+        {"shell": "an argument, such as train.h5,"},
+    ),
     "offsets offsets_kind pad_to": _of_field(
         'RaggedField("x", offsets="ends", offsets_kind="ends")',
         'path = "x", kind = "ragged", offsets = "ends", offsets_kind = "ends"',
@@ -128,11 +150,6 @@ _HINTS = {
     "dense columns missing": _of_field(
         'SparseField("X", dense=True, columns=["GAPDH", "CD3E"])',
         'path = "X", kind = "sparse", dense = true, columns = ["GAPDH"]',
-    ),
-    "slice slices roi region hyperslab subset_of_rows": _of_field(
-        'Field("x", region={1: slice(64, 192)})',
-        'path = "x", region = {1 = "64:192"}',
-        text="region of a Field reads a part of each row, and crop one at a random place",
     ),
     "crop random_crop patch patch_size": _of_field(
         'Field("x", crop=64)',

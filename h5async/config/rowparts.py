@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
 from pydantic import PlainSerializer, PlainValidator
 
@@ -49,10 +49,15 @@ def _dimension(value: object, words: str) -> int | str:
     return found  # type: ignore[return-value]
 
 
+def _is_copy(value: object) -> TypeGuard[tuple[Any, ...]]:
+    """Tell whether a value was taken before: it is of an option that is copied."""
+    return isinstance(value, tuple) and all(isinstance(one, tuple) for one in value)
+
+
 def _region(value: object) -> tuple[Bounds, ...] | None:
     if value is None:
         return None
-    if isinstance(value, tuple):  # a copy of an option
+    if _is_copy(value):
         return tuple(Bounds(*one) for one in value)
     if not isinstance(value, Mapping) or not value:
         raise ValueError(_REGION_WORDS)
@@ -87,7 +92,7 @@ def _size(value: object) -> int:
 def _crop(value: object) -> int | tuple[tuple[int | str, int], ...] | None:
     if value is None:
         return None
-    if isinstance(value, tuple):  # a copy of an option
+    if _is_copy(value):
         value = dict(value)
     if not isinstance(value, Mapping):
         return _size(value)

@@ -238,9 +238,10 @@ class CudaSlot(DeviceSlot):
             self._gpu.upload(self._index_on_device[:size], self._index[:size], stream)
         found: list[CudaField | int] = []
         mine: list[tuple[Any, NDArray[Any]]] = []
+        arrays = outcome.arrays
         if outcome.is_resident:
-            found += self._columns.values()
-        for name, array in zip(outcome.names or self._columns, outcome.arrays, strict=False):
+            found, arrays = list(self._columns.values()), ()
+        for name, array in zip(outcome.names or self._columns, arrays, strict=False):
             column = self._columns.get(name)
             rows = None if column is None else self._rows[column]
             if column is not None and column in staged:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -219,8 +220,8 @@ class Postprocess:
 
     It gets the arrays in field order, then further ones, such as totals; or, if its parameters have
     the names of all of them, by name.
-    Of ``rng``, ``index``, ``epoch``, ``number``, ``sequence``, ``step`` and the masks, it also gets
-    those that are among its further parameters, by name.
+    Of ``rng``, ``index``, ``epoch``, ``number``, ``sequence``, ``step``, ``static`` and the masks,
+    it also gets those that are among its further parameters, by name.
 
     Raises `ConfigError` if there is no such function.
     """
@@ -232,6 +233,7 @@ class Postprocess:
         self._function = function
         self._names = names_of(opened.kinds)
         self._returned, self._seed = config.postprocess_fields, config.seed
+        self._static = opened.static
         sequences = samplings.sequences
         self._of_index: dict[str, Callable[[Int64s], NDArray[Any]]] = {
             "index": np.copy,  # the function may change it
@@ -252,7 +254,7 @@ class Postprocess:
         ]
         bound = function.keywords if isinstance(function, functools.partial) else ()
         taken = {*bound, *(self._names if self._by_name else ())}
-        known = "rng", "epoch", "number", *self._of_index, *self._masks
+        known = "rng", "epoch", "number", "static", *self._of_index, *self._masks
         self._wanted = [name for name in known if name in further and name not in taken]
 
     def __call__(
@@ -286,6 +288,8 @@ class Postprocess:
             return self._of_index[name](index)
         if name in self._masks:
             return self._masks[name](index, request.epoch)
+        if name == "static":
+            return MappingProxyType(self._static)
         return self._rng(request, index) if name == "rng" else getattr(request, name)
 
     def _rng(self, request: FillRequest, index: Int64s) -> np.random.Generator:
@@ -311,6 +315,8 @@ def _by_name(
                 f" return {', '.join(returned)}, as {named('postprocess_fields')} says"
             )
         names = tuple(result if returned is None else returned)
+        if not names:
+            raise PostprocessError(f"{where} returned an empty mapping; it must name an array")
         try:
             check_names(names)
         except (TypeError, ValueError) as error:

@@ -29,7 +29,7 @@ from h5async.system.interruptions import suppressing
 
 # Changes with the content, and when the same file would be indexed differently: files with another
 # number are not read.
-FORMAT = 6
+FORMAT = 7
 _SIGNATURE = b"\x89h5async\r\n\x1a\n"
 _DIGEST_NBYTES = 16
 _HEAD = struct.Struct(f"<12sIQQ{_DIGEST_NBYTES}s")

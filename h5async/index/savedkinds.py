@@ -127,7 +127,8 @@ SavedPiece = Annotated[Piece, _of(tuple[SavedRegion, SavedRegion, str | None])]
 
 
 class _Saved(BaseModel):
-    model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True)
+    # Most readers need none of these.
+    model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True, defer_build=True)
 
 
 class SavedSegments(_Saved):

@@ -10,7 +10,8 @@ a layout: also names and shapes, whose values lie in memory. What a `Wanted` of 
 ``"ends PATH"``           flat values, of which the dataset at PATH says where samples end; also
                           ``offsets`` and ``lengths``
 `ROWS`                    the values, or the indices, of a sparse matrix, with its rows
-`SHAPE`                   the shape of the sparse matrix at its path
+`SHAPE`                   the shape of the sparse matrix at its path, and a digest of the names of
+                          its columns; 0 if they have none
 `TEXTS`                   the names of the columns of the sparse matrix at its path
 `CATEGORIES`, `NULLABLE`  what the codes of a column stand for; that a column has a mask
 `LABELS`, `LABEL_NAMES`   the values as codes; what these stand for. Both may be followed by the
@@ -20,6 +21,7 @@ a layout: also names and shapes, whose values lie in memory. What a `Wanted` of 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -163,7 +165,7 @@ def _read_below(
         elif wanted.kind in (ROWS, SHAPE):
             matrix, _, member = (at, "", "") if wanted.kind == SHAPE else at.rpartition("/")
             if matrix not in matrices:
-                matrices[matrix] = _matrix(path, matrix or "/", reach)
+                matrices[matrix] = _matrix(path, matrix or "/", reach, prefix)
             found[name] = matrices[matrix][member]
         elif wanted.kind == TEXTS:
             found[name] = _index_layout(path, prefix, wanted.path, reach)
@@ -271,35 +273,50 @@ def _flat_layout(name: str, at: str, path: FileName, reach: Reach) -> DatasetLay
         ) from error
 
 
-def _matrix(path: FileName, at: str, reach: Reach) -> dict[str, DatasetLayout]:
+def _matrix(path: FileName, at: str, reach: Reach, prefix: str = "") -> dict[str, DatasetLayout]:
     """Return the facts of a sparse matrix by the names of its datasets; its shape by ""."""
     group, spans = sparse_rows(path, at, reach)
+    digest = _tried(_digest, path, prefix, at.removeprefix(prefix), reach)
+    shape = np.array([*group.shape, digest or 0], np.int64)
     return {
         "data": group.data.changed(spans=spans),
         "indices": group.indices.changed(spans=spans),
-        "": _in_memory(path, at, np.array(group.shape, np.int64), reach),
+        "": _in_memory(path, at, shape, reach),
     }
 
 
-def _index_layout(path: FileName, prefix: str, matrix: str, reach: Reach) -> DatasetLayout:
-    """Return the names of a matrix's columns, each followed by its id if there is one.
+def _digest(path: FileName, prefix: str, matrix: str, reach: Reach) -> int:
+    found = hashlib.blake2b(digest_size=8)
+    for at in _paths_of_names(path, prefix, matrix, reach):
+        several = small_values(path, at, _MOST_NAMES, reach).tolist()
+        found.update(b"\0".join(n if isinstance(n, bytes) else str(n).encode() for n in several))
+    return int.from_bytes(found.digest(), "little", signed=True)
+
+
+def _paths_of_names(path: FileName, prefix: str, matrix: str, reach: Reach) -> Sequence[str]:
+    """Return where the names of a matrix's columns are, and their ids if there are any.
 
     10x Genomics has both beside the matrix; AnnData has names, in its ``var``.
     """
-    at = prefix + matrix
     with open_index(path) as file:
-        beside = names_beside(file, at, reach)
+        beside = names_beside(file, prefix + matrix, reach)
+        if beside:
+            return beside
         table = f"{prefix}{'raw/' if matrix.startswith('raw/') else ''}var"
-        index = "" if beside else f"{table}/{index_of_table(file, table, reach)}"
-    names = _names(path, beside[0] if beside else index, reach)
-    if beside:
-        ids = _names(path, beside[1], reach)
+        return [f"{table}/{index_of_table(file, table, reach)}"]
+
+
+def _index_layout(path: FileName, prefix: str, matrix: str, reach: Reach) -> DatasetLayout:
+    """Return the names of a matrix's columns, each followed by its id if there is one."""
+    paths = _paths_of_names(path, prefix, matrix, reach)
+    names, *further = (_names(path, at, reach) for at in paths)
+    for ids in further:
         if len(ids) != len(names):
             raise DatasetError(
-                f'{path}: "{beside[0]}" has {len(names):,} values, and "{beside[1]}" {len(ids):,}'
+                f'{path}: "{paths[0]}" has {len(names):,} values, and "{paths[1]}" {len(ids):,}'
             )
         names = tuple(f"{name}{ID}{one}" for name, one in zip(names, ids, strict=True))
-    return _texts_layout(path, at, names, reach)
+    return _texts_layout(path, prefix + matrix, names, reach)
 
 
 def _names(path: FileName, at: str, reach: Reach) -> tuple[str, ...]:

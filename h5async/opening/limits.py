@@ -37,7 +37,7 @@ from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import method_of
 from h5async.read.h5pyrows import needs_scratch, scratch_rows, span_nbytes
-from h5async.read.scratch import ScratchSize
+from h5async.read.scratch import ScratchSize, scratch_size
 from h5async.spelling import named
 from h5async.system.resources import free_memory, local_ranks
 
@@ -121,16 +121,13 @@ class MemoryBudget:
         for name, layout in self._layouts.items():
             rows = self._rows * self._transforms[name].rows_of_sample
             for source in _read_through_scratch(layout):
-                held = (
-                    "only pieces of its samples are wanted, but each is read whole, and has {}"
-                    " bytes"
-                )
+                held = "pieces of its samples are read to a buffer first, each of up to {} bytes"
                 self._require(source.row_nbytes, source, held)
             for leaf, _ in kinds_of(layout):
                 if leaf.chunks is None and not (leaf.filters or leaf.sources):
                     continue  # no chunks: nothing is listed or held whole
                 self._check_pieces(leaf, rows)
-                if leaf.filters or ScratchSize.of([leaf]).raw_chunk:
+                if leaf.filters or (leaf.chunks is not None and scratch_size(leaf).raw_chunk):
                     self._check_chunk(leaf)
                 for source in leaf.origins():  # HDF5 decodes whole chunks, too
                     if source.filters:

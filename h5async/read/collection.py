@@ -304,10 +304,10 @@ class Collection:
 
     def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
         """Yield each field of which h5py reads rows, once, with these rows of its memory."""
-        plan = self.planned(batch)
-        left = plan.items[plan.items["kind"] == Kind.LEFT]
-        for field in np.unique(left["field"]).tolist():
-            items = left[left["field"] == field]
+        items = self._items(batch)
+        left = items[items["kind"] == Kind.LEFT]  # mostly none
+        for field in sorted(set(left["field"].tolist())):
+            plan, items = self.planned(batch), left[left["field"] == field]
             run = numbers_in(items["first_run"], items["num_runs"])
             yield field, np.unique(numbers_in(plan.run_position[run], plan.run_length[run]))
 

@@ -36,7 +36,7 @@ class ScratchSize(NamedTuple):
     def of(cls, layouts: Iterable[DatasetLayout]) -> ScratchSize:
         """Return the maximum over all fields."""
         sizes = (
-            _scratch_size(layout, leaf)
+            scratch_size(leaf)
             for layout in layouts
             for leaf, _ in kinds_of(layout)
             if leaf.chunks is not None
@@ -44,10 +44,14 @@ class ScratchSize(NamedTuple):
         return cls(*map(max, *sizes, (0, 0, 0), (0, 0, 0)))
 
 
-def _scratch_size(layout: DatasetLayout, leaf: DatasetLayout) -> ScratchSize:
+def scratch_size(leaf: DatasetLayout) -> ScratchSize:
+    """Return what a dataset in chunks needs.
+
+    Chunks without filters that hold whole rows need nothing: these, or parts of them, are read to
+    where they go.
+    """
     if not leaf.filters:
-        is_whole = layout.segments is None or all(p.is_whole for p in layout.segments.pieces)
-        return ScratchSize(0, 0 if is_whole and leaf.rows_are_whole else leaf.chunk_nbytes, 0)
+        return ScratchSize(0, 0 if leaf.rows_are_whole else leaf.chunk_nbytes, 0)
     assert leaf.chunks is not None
     encoded = int(leaf.chunks.nbytes.max(initial=0))
     return ScratchSize(encoded, leaf.chunk_nbytes, encoded_room(leaf.chunk_nbytes))

@@ -265,6 +265,7 @@ def _delivered_columns(
                 " by their names"
             )
     if wanted is None:
+        _require_same_names(shapes, where)
         return SparseShape(counts[0], where=where)
     for place, count, shape in zip(where, counts, shapes, strict=True):
         what = f"{place}: {count:,} columns, of which some are chosen,"
@@ -278,6 +279,19 @@ def _delivered_columns(
         places.append(np.full(count, -1, np.int64))
         places[-1][numbers[numbers >= 0]] = np.flatnonzero(numbers >= 0)
     return SparseShape(several[0].size, tuple(places), where)
+
+
+def _require_same_names(shapes: Sequence[DatasetLayout], where: Sequence[str]) -> None:
+    first, digest = where[0], 0
+    for place, shape in zip(where, shapes, strict=True):
+        of_names = int(values_of(shape)[2])
+        if of_names and digest not in (0, of_names):
+            raise DatasetError(
+                f"{place} has other names of columns than {first}, or has them in another order;"
+                " choose columns by their names, or by their numbers if these mean the same"
+            )
+        if of_names and not digest:
+            first, digest = place, of_names
 
 
 def _by_number(option: str, array: NDArray[Any], columns: int) -> Int64s:

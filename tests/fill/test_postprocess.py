@@ -231,6 +231,7 @@ def test_names_of_what_it_returns_may_be_given(path):
         ({"a": [1, 2], "b": [1]}, None, "unequal numbers of rows"),
         ({"index": [1]}, None, "has an attribute of that name"),
         ({3: [1]}, None, "must be strings, found 3"),
+        ({}, None, "returned an empty mapping"),
         ({"a": [1]}, ("a", "b"), "a mapping of a; it must return a, b"),
         (([1], [2]), ("a", "b", "c"), "returned 2; it must return 3 arrays"),
         (None, ("a",), "returned NoneType"),

@@ -22,10 +22,12 @@ static int64_t raw_nbytes(const Dataset *d, const Piece *piece, const Runs *runs
     int64_t samples = 0;
     for (int64_t r = 0; r < runs->count; r++)
         samples += runs->length[r];
+    int64_t most = d->crop ? d->row_nbytes : piece_nbytes(piece);
     if (d->begin >= 0)
-        return samples * (d->crop ? d->row_nbytes : piece_nbytes(piece));
-    return d->sample_stride * d->chunk_samples == d->chunk_nbytes ? samples * d->sample_stride
-                                                                  : d->chunk_nbytes;
+        return samples * most;
+    if (d->sample_stride * d->chunk_samples != d->chunk_nbytes)
+        return d->chunk_nbytes;
+    return samples * (most < d->sample_stride ? most : d->sample_stride);
 }
 
 /* A chunk: how it is encoded, where it lies, and where its samples go. */
@@ -55,8 +57,8 @@ static int read_lines(const Call *call, const Piece *piece, int64_t from, uint8_
     return 1;
 }
 
-/* Read samples of a dataset without chunks one by one, without a map. */
-static int read_contiguous_samples(Call *call, const Piece *piece, const Runs *runs)
+/* Read samples that lie one after the other as they are, one by one, without a map. */
+static int read_raw_lines(Call *call, const Piece *piece, const Runs *runs)
 {
     const Dataset *d = &call->d;
     uint8_t *line = malloc((size_t)line_nbytes(piece));
@@ -69,9 +71,9 @@ static int read_contiguous_samples(Call *call, const Piece *piece, const Runs *r
             if (p != NULL)
                 is_good = read_lines(call, p, call->offset + local * d->sample_stride + p->from,
                                      call->batch + position * d->row_nbytes, line);
+            call->w->read_nbytes += is_good && p != NULL ? piece_nbytes(p) : 0;
         }
     free(line);
-    call->w->read_nbytes += is_good ? raw_nbytes(d, piece, runs) : 0;
     end_stage(call->w, READING, &call->last_ns);
     return is_good;
 }
@@ -103,7 +105,7 @@ static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State st
                             : NULL;
     if (in == NULL && d->begin >= 0 && d->sample_stride * d->chunk_samples == d->chunk_nbytes &&
         call->file->map == NULL)
-        return read_contiguous_samples(call, &piece, runs);
+        return read_raw_lines(call, &piece, runs);
     if (in == NULL && (call->file->io == IO_MAP || call->available > 0 || d->begin >= 0))
         return fail(w, d->begin >= 0 || call->file->map == NULL ? NOT_MAPPED : UNREADABLE, -1,
                     offset + stored, call->available); /* the file is too short, or can only be mapped */
@@ -114,6 +116,11 @@ static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State st
     uint8_t *whole = is_whole ? call->batch + runs->position[0] * d->row_nbytes : NULL;
     if (raw && stored != d->chunk_nbytes)
         return fail(w, WRONG_SIZE, -1, d->chunk_nbytes, stored);
+    int are_apart = d->sample_stride * d->chunk_samples == d->chunk_nbytes;
+    int is_part = d->crop || piece_nbytes(&piece) < d->sample_stride ||
+                  d->chunk_nbytes > w->chunk_nbytes;
+    if (in == NULL && raw && state == TO_SCRATCH && !whole && are_apart && is_part)
+        return read_raw_lines(call, &piece, runs);
     uint8_t *to = !raw ? w->encoded : state == TO_TARGET ? target : whole ? whole : w->chunk;
     if (in == NULL) {
         if (!raw && stored > w->encoded_nbytes)

@@ -28,9 +28,9 @@ static void add_dim(Piece *piece, Dim dim)
 /* Make elements that follow each other one unit, after the last dimension was added. */
 static void join_elements(Piece *piece)
 {
-    const Dim *inner = &piece->dims[piece->rank - 1];
-    if (piece->rank && inner->from_stride == piece->unit && inner->to_stride == piece->unit) {
-        piece->unit *= inner->extent;
+    const Dim inner = piece->rank ? piece->dims[piece->rank - 1] : (Dim){1, 0, 0};
+    if (inner.from_stride == piece->unit && inner.to_stride == piece->unit) {
+        piece->unit *= inner.extent;
         piece->rank--;
     }
 }
@@ -227,8 +227,8 @@ static int64_t piece_nbytes(const Piece *p)
 /* The bytes from the first element along the last dimension of a piece to the last one. */
 static int64_t line_nbytes(const Piece *p)
 {
-    const Dim *inner = &p->dims[p->rank - 1];
-    return p->rank ? (inner->extent - 1) * inner->from_stride + p->unit : p->unit;
+    return p->rank ? (p->dims[p->rank - 1].extent - 1) * p->dims[p->rank - 1].from_stride + p->unit
+                   : p->unit;
 }
 
 /* Copies one element and its neighbours of all samples, tile by tile: a tile stays in the cache. */

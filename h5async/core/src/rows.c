@@ -10,7 +10,8 @@ typedef struct {
 
 static Ranks ranks_of_item(const Item *item)
 {
-    return (Ranks){item->number, item->first_run, item->first_run + item->num_runs};
+    return (Ranks){.run = item->number, .rank = item->first_run,
+                   .end = item->first_run + item->num_runs};
 }
 
 /* (The highest bit of a number that is below 0 is set, or of what it lacks where it is too large.) */
