@@ -158,7 +158,7 @@ class Case:
                         pairs = zip(chunk.chunk_offset, extent, strict=True)
                         is_bad[tuple(slice(a, a + n) for a, n in pairs)] = True
                         raw.seek(chunk.byte_offset)
-                        raw.write(b"\x1f" * chunk.size)
+                        raw.write(b"\x1f" + self.rng.bytes(chunk.size - 1))
             self.spoiled[file, name] = is_bad
 
     # --- which samples there are -----------------------------------------------------------------

@@ -760,16 +760,16 @@ class Classes(Column):
             group[self.name] = np.array(names, "S")[drawn]
         else:
             group[self.name] = drawn if self.kind == "places" else drawn * 7 - 3
-        if self.kind == "places":
+        if self.kind == "places" and f"{self.name}_names" not in group.file:
             own = self.case.rng.permutation(np.array(names, "S"))
-            group[f"{self.name}_names"] = own
+            group.file[f"{self.name}_names"] = own
 
     def load(self) -> None:
         self.values: list[Any] = []
         for part in self.case.parts:
             found = self.case.read(part, self.name).tolist()
             if self.kind == "places":
-                names = self.case.read(part, f"{self.name}_names")
+                names = self.case.read(part, f"/{self.name}_names")
                 found = [names[at] for at in found]
             self.values += [one.decode() if isinstance(one, bytes) else one for one in found]
         self.codes = self.given if isinstance(self.given, list) else sorted(set(self.values))
