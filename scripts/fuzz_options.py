@@ -69,7 +69,7 @@ def without_names(message: str) -> str:
 def work(options: argparse.Namespace, job: int, base: Path | None, out: Path) -> None:
     """Run every n-th case, and write outcomes."""
     signal.signal(signal.SIGALRM, _too_slow)
-    with out.open("w") as file:
+    with out.open("w", buffering=1) as file:
         for number in range(options.first + job, options.first + options.cases, options.jobs):
             file.write(json.dumps([number, *outcome_of(options.seed, number, base)]) + "\n")
 
