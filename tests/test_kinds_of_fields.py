@@ -32,7 +32,7 @@ OF_KINDS = {
     "ragged": ("offsets", "offsets_kind", "pad_to"),
     "sparse": ("dense", "columns", "missing"),
     "audio": ("channels", "mono", "sample_rate"),
-    "image": ("size", "crop", "crop_scale", "flip", "interpolation", "on_error"),
+    "image": ("size", "crop_scale", "interpolation", "on_error"),
 }
 OPTIONS = [(kind, option) for kind, several in OF_KINDS.items() for option in several]
 

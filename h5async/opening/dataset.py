@@ -312,7 +312,7 @@ class Samplings:
         times = self._times
         if isinstance(rows, StepSpans):
             return rows.most(samples)
-        selected = self.selection
+        selected = self.selection if self.offsets is None else self._possible  # they move there
         if not selected.is_prefix or selected.size < rows.size:
             numbers = selected.samples(np.arange(selected.size, dtype=np.int64))
             most = LengthRows(rows.lengths(numbers)).most(samples, times=times)

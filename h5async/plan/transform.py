@@ -125,13 +125,15 @@ class RowTransform:
     def channels(self) -> int | None:
         """Channels that come last in a raw row and first in a delivered one.
 
-        1 if no dimension moves and there is at most one factor each; None in other cases.
+        1 if no dimension moves and there is at most one factor each; None in other cases, such as
+        factors that are not those of these channels.
         """
         rank = len(self.permutation)
+        factors = [f for f in (self.scale, self.offset) if f is not None and f.size > 1]
         if rank > 1 and self.permutation == (0, rank - 1, *range(1, rank - 1)):
-            return self.raw_row[-1]
-        factors = [factor for factor in (self.scale, self.offset) if factor is not None]
-        return 1 if self.keeps_dimensions and all(f.size <= 1 for f in factors) else None
+            are_first = all(f.ndim == rank - 1 and len(f) == f.size for f in factors)
+            return self.raw_row[-1] if are_first else None
+        return 1 if self.keeps_dimensions and not factors else None
 
     def apply(
         self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None

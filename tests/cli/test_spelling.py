@@ -67,9 +67,6 @@ SHELL = {
     "--rank 1": "give --rank and --world-size together",
     "--rank 2 --world-size 2": "--rank must be below --world-size 2, found 2\n",
     "--cache-bytes 5": "--cache-bytes needs --cache host or --cache device\n",
-    "--weights balanced --shuffle window": "drawn in random order by --weights; leave out"
-    " --shuffle window\n",
-    "--epoch-samples 3": "--epoch-samples needs --weights, or a sampler\n",
     "--field data=data --labels-field x": "give --field or --labels-field, not both",
     "--pin-memory --device cuda": "--pin-memory leaves batches on the host, found --device cuda",
     "--max-batch-bytes 10": "make --batch-size or --prefetch smaller, or set --max-batch-bytes",

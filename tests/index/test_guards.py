@@ -719,8 +719,8 @@ def test_converted_unwritten_chunks(tmp_path, monkeypatch, filters, name, shape,
     monkeypatch.setattr(
         fallback.ChunkCheck,
         "run",
-        lambda self, dataset, sample, require_open: run(
-            self, SimpleNamespace(id=UnluckyDataset(dataset.id)), sample, require_open
+        lambda self, dataset, *rest: run(
+            self, SimpleNamespace(id=UnluckyDataset(dataset.id)), *rest
         ),
     )
     check(path, fallback=reason_of(name))

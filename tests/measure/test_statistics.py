@@ -390,6 +390,17 @@ def test_factors_apply_where_channels_stand(tmp_path, field, shape):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("factor", [{"channel_dim": 1, "scale": [1, 2, 3]}, {"scale": range(9)}])
+def test_factors_of_other_elements_than_channels_that_move_to_the_front(tmp_path, factor):
+    rows = RNG.integers(0, 99, (7, 3, 3)).astype("i2")
+    path = write(tmp_path / "a.h5", rows)
+    with AsyncReader(hdf5_path=path, fields={"x": Field("x", axes=(0, 2, 1), **factor)}) as reader:
+        found = reader.get_next_batch().x
+    values = np.array(list(factor["scale"]), "f4")
+    shape = (1, 3) if "channel_dim" in factor else (3, 3)
+    np.testing.assert_array_equal(found, rows.transpose(0, 2, 1) * values.reshape(shape))
+
+
 @each(
     "field, message",
     [

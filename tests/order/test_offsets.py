@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import h5py
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async import AsyncReader, ConfigError, Field, Sequences, Split
+from h5async import AsyncReader, ConfigError, Field, RaggedField, Sequences, Split
 from h5async.order.rows import SequenceTable, StepRows
 from h5async.order.sampling import DrawnOffsets
 
@@ -82,6 +83,23 @@ def test_drawn_offsets_move_samples_in_their_sequences(path, pad, shuffle):
                 distances = np.diff(own)
                 assert (np.sort(distances)[1:] >= EVERY).sum() >= len(distances) - 2
     assert seen == {row for rows in possible(pad) for row in rows}, "some rows never come"
+
+
+def test_a_slot_has_room_for_the_longest_samples_to_which_others_move(tmp_path):
+    lengths = np.tile([0, 1, 2, 3, 40], 8)  # the first sample of five has no value
+    ends = np.cumsum(lengths)
+    with h5py.File(tmp_path / "ragged.h5", "w") as file:
+        file["values"], file["ends"] = np.arange(ends[-1]), ends
+    fields = {"x": RaggedField("values", offsets="ends", offsets_kind="ends")}
+    options = {"fields": fields, "sequences": Sequences(every=5, offset="random"), "batch_size": 4}
+    seen = set()
+    with AsyncReader(hdf5_path=tmp_path / "ragged.h5", device="cpu", **options) as reader:
+        for batch in itertools.chain.from_iterable(itertools.repeat(reader, 40)):
+            assert batch.x.lengths.tolist() == lengths[batch.index].tolist()
+            last = ends[batch.index[lengths[batch.index] > 0]] - 1
+            assert np.isin(last, batch.x.values).all()
+            seen |= set((batch.index % 5).tolist())
+    assert seen == set(range(5))
 
 
 @given(
