@@ -86,6 +86,10 @@ class StepsOptions(TypedDict, total=False):
 class PartOptions(StepsOptions, total=False):
     """The keyword-only parameters of `Field`, which other kinds of fields have not all."""
 
+    categories: bool | Sequence[str | int] | str | None
+    """Deliver strings, or numbers, as int64 codes, whose names `reader.categories` has. True: of
+    all values, in order. A list: of these names. A path: of the names in that dataset of each file.
+    """
     region: rowparts.RegionLike | None
     """The part of each row to read: a slice for each dimension, by number or by name if the file
     names its dimensions. Other dimensions are read whole.
@@ -127,10 +131,6 @@ class FieldOptions(StepsOptions, total=False):
     """A factor, or one per channel (see `channel_dim`), or one per element of a row."""
     offset: ArrayLike | None
     """A number to add after scaling, or several, like `scale`."""
-    categories: bool | Sequence[str | int] | str | None
-    """Deliver strings, or numbers, as int64 codes, whose names `reader.categories` has. True: of
-    all values, in order. A list: of these names. A path: of the names in that dataset of each file.
-    """
     decode_cf: bool
     """Unpack the values by the dataset's own attributes (CF conventions): apply `scale_factor` and
     `add_offset`; replace `_FillValue`, `missing_value` and values outside `valid_range` by NaN.
