@@ -52,7 +52,7 @@ def store(case: Any, group: h5py.Group, name: str, array: np.ndarray, file: int)
         storage["compression"] = "lzf"
     storage["fletcher32"] = kind == "checked" or (kind == "gzip" and case.maybe(0.2))
     full = f"{group.name.rstrip('/')}/{name}".strip("/")
-    if kind == "compact" and array.dtype.kind not in "?b":
+    if kind == "compact" and array.dtype.kind != "b" and array.nbytes < 60_000:
         write_compact(group, name, array)
     elif kind == "external":
         raw = case.folder / f"{file}_{full.replace('/', '_')}.bin"
