@@ -410,9 +410,8 @@ class Plain(Column):
         bad = self.bad[rows]
         if self.options.get("pad") != "edge":
             bad[~there] = False
-        if self.crop is not None and self.at == "center":
-            bad = self._part(bad, self._centered(index.size))
-        found = self._part(bad, None)
+        is_centered = self.crop is not None and self.at == "center"
+        found = self._part(bad, self._centered(index.size) if is_centered else None)
         found = found.any(axis=tuple(range(1, found.ndim)))
         is_drawn = self.crop is not None and self.at == "random"
         return np.zeros_like(found) if is_drawn else found, found
