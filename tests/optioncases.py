@@ -7,8 +7,10 @@ Truth is NumPy on what h5py reads from the files before some of their chunks are
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ import numpy as np
 from conftest import poison
 from optioncolumns import KINDS, Column, Packed, Plain, same
 
-from h5async import AsyncReader, ConfigError, Sequences
+from h5async import AsyncReader, ConfigError, DatasetError, Sequences
 
 KINDS_OF_SEQUENCES = ("ends", "starts", "lengths", "ids", "last", "groups", "across", "pairs")
 
@@ -59,6 +61,7 @@ class Case:
         self.parts = list(self._parts())
         self.columns = self._columns()
         self._write()
+        self.lost = self._lose_files()
         for column in self.columns:
             column.load()
         self.count = sum(self.count_in(part) for part in self.parts)
@@ -119,6 +122,21 @@ class Case:
                         self._write_bounds(group, part)
                         for column in self.columns:
                             column.write(group, part)
+
+    def _lose_files(self) -> set[str]:
+        """Cut some files short, or remove them; return their names."""
+        lost = set()
+        for number, path in enumerate(self.paths):
+            left = {part.file for part in self.parts if part.count and part.file != number}
+            if self.skips and left and self.maybe(0.15):
+                lost.add(str(path))
+                self.parts = [part for part in self.parts if part.file != number]
+                self.spoilable = [one for one in self.spoilable if one[0] != number]
+                if self.maybe(0.5):
+                    path.unlink()
+                else:
+                    os.truncate(path, path.stat().st_size // 2)
+        return lost
 
     def _write_bounds(self, group: h5py.Group, part: Part) -> None:
         count = part.count
@@ -313,6 +331,10 @@ class Case:
                 if is_kept and count == stop:
                     self.state, self.after = json.dumps(reader.state_dict()), count
             assert len(found[-1]) == expected, "another number of batches than len() says"
+        skipped = [one for one in reader.skipped if one.sample is not None]
+        assert {one.file for one in reader.skipped if one.sample is None} == self.lost
+        bad = np.array([one.sample for one in skipped], int)
+        assert not self._without_bad(bad, certainly=False).size or not self.spoiled
         return found
 
     def _check_batch(self, batch: Any) -> None:
@@ -333,9 +355,13 @@ class Case:
         index = self.chance.choices(self.samples.tolist(), k=3)
         if self.is_drawn:
             return
-        batch = reader.read(index)
-        assert same(batch.index, self._without_bad(np.array(index))) or self._has_maybe
-        self._check_batch(batch)
+        batches = [reader.read(index)]
+        with contextlib.suppress(ConfigError):  # it is larger than a batch
+            reader.fetch_data(index)
+            batches.append(next(b for b in iter(reader.get_next_batch, None) if b.epoch < 0).copy())
+        for batch in batches:
+            assert same(batch.index, self._without_bad(np.array(index))) or self._has_maybe
+            self._check_batch(batch)
 
     def _check_resumed(self, rank: int, found: list[list[Any]]) -> None:
         if self.state is None:
@@ -413,6 +439,8 @@ def try_case(seed: int, number: int, folder: Path, *, helpers: bool = True) -> s
     except ConfigError as error:
         return str(error)
     except Exception as error:
+        if isinstance(error, DatasetError) and "an epoch has no batch" in str(error):
+            return str(error)
         options = [f"{name}={value!r}" for name, value in case.options.items()]
         found = f"samples={case.samples.tolist()}, ranks={case.world_size}, runs={case.runs}"
         error.add_note("\n".join(["In this case:", *options, found]))

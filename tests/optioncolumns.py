@@ -52,7 +52,7 @@ def store(case: Any, group: h5py.Group, name: str, array: np.ndarray, file: int)
         storage["compression"] = "lzf"
     storage["fletcher32"] = kind == "checked" or (kind == "gzip" and case.maybe(0.2))
     full = f"{group.name.rstrip('/')}/{name}".strip("/")
-    if kind == "compact" and array.dtype.kind not in "?b":
+    if kind == "compact" and array.dtype.kind != "b" and array.nbytes < 60_000:
         write_compact(group, name, array)
     elif kind == "external":
         raw = case.folder / f"{file}_{full.replace('/', '_')}.bin"
@@ -410,9 +410,8 @@ class Plain(Column):
         bad = self.bad[rows]
         if self.options.get("pad") != "edge":
             bad[~there] = False
-        if self.crop is not None and self.at == "center":
-            bad = self._part(bad, self._centered(index.size))
-        found = self._part(bad, None)
+        is_centered = self.crop is not None and self.at == "center"
+        found = self._part(bad, self._centered(index.size) if is_centered else None)
         found = found.any(axis=tuple(range(1, found.ndim)))
         is_drawn = self.crop is not None and self.at == "random"
         return np.zeros_like(found) if is_drawn else found, found

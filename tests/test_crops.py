@@ -121,6 +121,20 @@ def test_all_ways_in_which_rows_lie(
             assert reader.fallback_reads == 0
 
 
+@pytest.mark.parametrize("chunks", [None, (4, 9, 31), (2, 23, 7)])
+def test_members_of_one_column_each(tmp_path: Path, chunks: Any):
+    rows = np.random.default_rng(2).normal(size=(17, 23, 31)).astype("f4")
+    table = np.zeros(rows.shape, [("id", "i4"), ("v", "f4"), ("w", "f8")])
+    table["v"] = rows
+    with h5py.File(tmp_path / "table.h5", "w") as file:
+        file.create_dataset("table", data=table, chunks=chunks)
+    fields = {"x": Field("table/v", crop={1: 23, 2: 1})}
+    options = {"fields": fields, "shuffle": "full", "io": "pread"}
+    with reader_of(tmp_path / "table.h5", **options) as reader:
+        for batch in itertools.chain(reader, reader):
+            assert_are_parts(batch, "x", rows, (23, 1))
+
+
 @pytest.mark.usefixtures("h5py_way")
 @each("name", NAMES)
 def test_through_h5py_the_places_are_the_same(stored: tuple[Path, np.ndarray], name: str):

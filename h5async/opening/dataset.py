@@ -295,7 +295,8 @@ class Samplings:
     def _times(self) -> int:
         """How often a sample may occur in a batch, at most."""
         is_drawn = self.draws is not None or self.sampler is not None
-        if is_drawn or self.selection.has_repeats:
+        is_sorted = self.has_passes and self.config.bucket is not None  # by length, over passes
+        if is_drawn or is_sorted or self.selection.has_repeats:
             return NO_LIMIT
         # A batch may begin in one pass and end in another one.
         return 2 + self.config.batch_size // self.selection.size if self.has_passes else 1

@@ -227,3 +227,14 @@ def test_an_epoch_longer_than_the_dataset(path, cache):
     with reader_of(path, epoch_samples=3 * N + 5, batch_size=2 * N, cache=cache) as reader:
         flat = np.concatenate([batch.data[:, 0].copy() for batch in reader])
     assert flat.tolist() == [3 * (i % N) for i in range(3 * N + 5)]
+
+
+def test_a_slot_has_room_where_lengths_bring_a_sample_of_several_passes_together(tmp_path):
+    lengths = np.array([0, 1, 60])  # sorted over passes, a batch is all of the same sample
+    with h5py.File(tmp_path / "few.h5", "w") as file:
+        file["values"], file["lengths"] = np.arange(61), lengths
+    fields = {"x": RaggedField("values", offsets="lengths", offsets_kind="lengths")}
+    options = {"fields": fields, "batch_size": 8, "bucket": 12, "epoch_samples": 96}
+    with AsyncReader(hdf5_path=tmp_path / "few.h5", device="cpu", **options) as reader:
+        for batch in reader:
+            assert batch.x.lengths.tolist() == lengths[batch.index].tolist()

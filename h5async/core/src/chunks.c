@@ -61,17 +61,26 @@ static int read_lines(const Call *call, const Piece *piece, int64_t from, uint8_
 static int read_raw_lines(Call *call, const Piece *piece, const Runs *runs)
 {
     const Dataset *d = &call->d;
-    uint8_t *line = malloc((size_t)line_nbytes(piece));
-    int is_good = line != NULL || fail(call->w, NO_ROOM, -1, 0, line_nbytes(piece));
+    uint8_t *line = NULL; /* with room for the longest one so far: those of parts differ */
+    int64_t room = 0;
+    int is_good = 1;
     for (int64_t r = 0; is_good && r < runs->count; r++)
         for (int64_t k = 0; is_good && k < runs->length[r]; k++) {
             const int64_t local = runs->local[r] + k, position = runs->position[r] + k;
             Piece own;
             const Piece *p = piece_at(d, piece, position, &own);
-            if (p != NULL)
-                is_good = read_lines(call, p, call->offset + local * d->sample_stride + p->from,
-                                     call->batch + position * d->row_nbytes, line);
-            call->w->read_nbytes += is_good && p != NULL ? piece_nbytes(p) : 0;
+            if (p == NULL)
+                continue;
+            if (line_nbytes(p) > room) {
+                free(line);
+                room = line_nbytes(p);
+                line = malloc((size_t)room);
+            }
+            is_good = line != NULL
+                          ? read_lines(call, p, call->offset + local * d->sample_stride + p->from,
+                                       call->batch + position * d->row_nbytes, line)
+                          : fail(call->w, NO_ROOM, -1, 0, room);
+            call->w->read_nbytes += is_good ? piece_nbytes(p) : 0;
         }
     free(line);
     end_stage(call->w, READING, &call->last_ns);
