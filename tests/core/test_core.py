@@ -983,17 +983,25 @@ def test_chunks_that_were_never_allocated(core, tmp_path):
         assert np.array_equal(collected.arrays[0], expected)
 
 
-def test_scratch_that_is_too_small(core, tmp_path):
+@each("name", ["plain", "deflate"])
+def test_scratch_that_is_too_small(core, tmp_path, name):
+    filters, encoded, mask, values = encoded_chunk(("deflate",), 1, 12, 3)
+    if name == "plain":  # lines are read to the batch, and need none
+        filters, encoded, mask = (), values, 0
     path = tmp_path / "chunks"
-    path.write_bytes(bytes(48))
-    layout = small_dataset(path, stamp=FileStamp.of(path))
-    chunk, empty = Guarded(11), np.empty(0, np.uint8)
-    scratch = Scratch(empty, chunk.inside, (empty,) * 3)
-    # (Nothing is mapped: a chunk has to be read to the scratch.)
+    path.write_bytes(bytes(encoded) * 4)
+    layout = small_dataset(path, filters, len(encoded), masks=[mask] * 4, stamp=FileStamp.of(path))
+    chunk, room = Guarded(11), np.empty(99, np.uint8)
+    scratch = Scratch(room, chunk.inside, (room,) * 3)
+    # (Nothing is mapped: a chunk that has a filter is decoded to the scratch.)
     with Collected(core, [layout], 8, io="pread", scratch=scratch) as collected:
-        assert collected.read(range(8)) == 2
-        assert collected.raw[0].is_fresh()
-        assert chunk.is_fresh()
+        assert collected.read(range(8)) == (1 if filters else 0)
+        if filters:
+            assert collected.raw[0].is_fresh()
+        else:
+            expected = small_values(np.frombuffer(bytes(values) * 4, np.uint8))
+            assert np.array_equal(collected.arrays[0], expected)
+            assert chunk.is_fresh()
         assert chunk.is_intact()
 
 
