@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import functools
 import io
+import itertools
 import os
 import stat
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import h5py
 
@@ -27,6 +29,9 @@ from h5async.io.localfiles import open_regular
 from h5async.io.openfailure import directory_reason, reason_unopened
 from h5async.io.stamps import FileStamp, settled
 from h5async.system.interruptions import suppressing
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
 
 class Source(ABC):
@@ -45,7 +50,17 @@ class Source(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close it. Idempotent."""
+        """Close it, and end calls that wait for bytes. Idempotent."""
+
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
+        """Return ranges, each a buffer of exactly the length asked for, valid while referenced.
+
+        `ReadError` is raised as by `read_ranges`. Called from many threads, without any lock.
+        """
+        ends = list(itertools.accumulate(lengths))
+        memory = memoryview(bytearray(ends[-1] if ends else 0))
+        self.read_ranges(list(zip(offsets, lengths, strict=True)), memory)
+        return [memory[end - n : end] for end, n in zip(ends, lengths, strict=True)]
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return bytes; fewer where the source ends."""

@@ -388,6 +388,11 @@ def test_an_open_source(kind, store, tmp_path):
     assert source.read(300, 1) == b""
     with pytest.raises(ReadError):
         source.read_ranges([(250, 7)], memoryview(into))
+    ranges = source.get_ranges([200, 3, 90], [5, 0, 7])
+    assert [bytes(one) for one in ranges] == [content[200:205], b"", content[90:97]]
+    assert not source.get_ranges([], [])
+    with pytest.raises(ReadError):
+        source.get_ranges([0, 250], [7, 7])
     file = FileObject(source)
     assert file.seek(-6, io.SEEK_END) == 250
     assert file.read() == content[250:]
