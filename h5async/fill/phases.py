@@ -177,6 +177,7 @@ class Phases:
                 samples = self._reader.samplings.samples(request)
                 batch.samples, batch.skipped = self._reader.damage.left_out(samples)
             batch.plans = self._plans(batch)
+            self._reader.fetch(batch.plans)
             # One per thread: waiting for the GIL costs more than additional shares gain.
             shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))
         self._reader.times.add("plan", begin)

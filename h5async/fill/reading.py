@@ -166,7 +166,7 @@ class BatchReader:
         core, collection = self.core, self._collection
         if core is None or collection is None or self._plan_columns:
             return None
-        if not all(collection.tables.reads):
+        if not all(collection.tables.reads) or collection.tables.far is not None:
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
@@ -202,9 +202,10 @@ class BatchReader:
 
     def draw(self, epoch: int) -> Uint64s | None:
         """Return what the parts of rows of an epoch are drawn by; None if there are none."""
-        if self._draws and self._drawn[0] != epoch:
-            self._drawn = epoch, epoch_keys(self.samplings.config.seed, epoch)
-        return self._drawn[1]
+        drawn = self._drawn
+        if self._draws and drawn[0] != epoch:
+            drawn = self._drawn = epoch, epoch_keys(self.samplings.config.seed, epoch)
+        return drawn[1]
 
     def _plan(
         self,
@@ -367,6 +368,7 @@ class BatchReader:
                     lambda *of: lent.enter_context(lend(*of)), memory, index.size
                 )
             plans = self._plan(index, memory, batches, {}, draw)
+            self.fetch(plans)
             share = [PlanSlice(i, 0, plan.num_items) for i, plan in enumerate(plans)]
             self.read(plans, [part for part in share if part.stop], memory)
             for left in self.left(plans):
@@ -376,6 +378,18 @@ class BatchReader:
                 steps = self._steps[field]
                 count = steps.total(index) if isinstance(steps, SpanRows) else index.size
                 self.transform(field, raw[:count], out[:count], index)
+
+    def fetch(self, plans: BatchPlan) -> None:
+        """Fetch what the core will read of far sources, in the calling thread.
+
+        `ReadError` is raised if it cannot be had.
+        """
+        if self._collection is None or self._collection.tables.far is None:
+            return
+        with self._scratch() as scratch:
+            for plan in plans:
+                if isinstance(plan, BatchItems):
+                    self._collection.fetch(plan.batch, scratch)
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are also transformed if that costs no copy.
