@@ -107,6 +107,8 @@ class Collection:
         `MemoryError` is raised if there is not enough memory for the plan.
         """
         samples = np.ascontiguousarray(samples, np.int64)
+        if batch.held is not None:
+            self.hold(batch, None)
         for target, is_wanted in zip(batch.targets, wanted, strict=True):
             target.is_wanted = is_wanted
         plan, count = batch.plan, samples.size

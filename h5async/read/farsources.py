@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.errors import ReaderClosedError
+from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
 from h5async.index.extents import SourceFile
 from h5async.io.stamps import replaced
 from h5async.io.stores import Source, store_of
@@ -25,6 +25,7 @@ from h5async.read.scratch import CLOSED
 class Held(NamedTuple):
     """Ranges in memory: the core's table of them, and what owns their bytes."""
 
+    ranges: ByteRanges
     table: NDArray[Any]
     owners: Sequence[object]
 
@@ -49,9 +50,19 @@ class FarSources:
     def get(
         self, number: int, offsets: Sequence[int], lengths: Sequence[int]
     ) -> list[NDArray[np.uint8]]:
-        """Return ranges of a source; raises as `Source.get_ranges`, and if it was replaced."""
-        found = self._source(self._files[number]).get_ranges(offsets, lengths)
-        return [np.frombuffer(memoryview(one), np.uint8) for one in found]
+        """Return ranges of a source; `ReadError` if they cannot be had, or it was replaced."""
+        file = self._files[number]
+        try:
+            found = self._source(file).get_ranges(offsets, lengths)
+        except H5AsyncError:
+            raise
+        except OSError as error:
+            text = f"{file.path} cannot be read: {error.strerror or error}"
+            raise failed_read(text, error, file.path) from error
+        arrays = [np.frombuffer(memoryview(one), np.uint8) for one in found]
+        if [array.size for array in arrays] != list(lengths):
+            raise ReadError(f"{file.path} cannot be read: its store gave too few bytes")
+        return arrays
 
     def _source(self, file: SourceFile) -> Source:
         source = self._open.get(file.path)
@@ -90,7 +101,7 @@ class FarSources:
                 arrays += self.get(int(source[first]), begins[first:last].tolist(), lengths)
         base = np.array([address(array) for array in arrays], np.int64) - begins
         table["data"][new] = np.repeat(base, np.diff(bounds)) + wanted.offset
-        return Held(table, [held, arrays])
+        return Held(ranges, table, [held, arrays])
 
     def table(self, ranges: ByteRanges) -> NDArray[Any]:
         """Return the core's table of ranges, where their bytes are left out."""
