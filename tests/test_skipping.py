@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import assert_same_bits, example, h5py_way  # noqa: F401
+from conftest import assert_same_bits, example, h5py_way, spoil_chunk  # noqa: F401
 from gpus import use_gpu
 from hdf5files import type_for_h5py
 from hypothesis import given, settings
@@ -366,6 +366,29 @@ def test_resuming_after_skipped_samples_is_exact(files, num_threads):
             reader.load_state_dict(states[begin])
             for expected in whole[begin:]:
                 assert np.array_equal(reader.get_next_batch().index, expected)
+
+
+@each("num_threads", [0, 2])
+def test_samples_whose_random_parts_miss_the_damage_come(tmp_path, num_threads):
+    path = tmp_path / "tiles.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=VALUES, **STORAGES["tiles"])
+    spoil_chunk(path, 2)  # the last of four rows
+    options = {"fields": {"x": Field("data", crop={1: 2})}, "on_error": "skip"}
+    options |= {"num_threads": num_threads}
+    with reader_of(path, **options) as reader:
+        whole, states = [], []
+        for _ in range(2 * len(reader)):
+            states.append(reader.state_dict())
+            whole.append(reader.get_next_batch().index.copy())
+        damaged = {one.sample for one in reader.skipped}
+    half = len(whole) // 2
+    others = set(np.setxor1d(whole[0], whole[half]).tolist())
+    assert others
+    assert others <= damaged
+    with reader_of(path, **options) as reader:
+        reader.load_state_dict(states[half])
+        assert np.array_equal(reader.get_next_batch().index, whole[half])
 
 
 @each("num_threads", [0, 2])

@@ -17,15 +17,19 @@ _MOST_KNOWN = 10_000  # others are found anew by each batch that has them
 
 
 class KnownDamage:
-    """Samples that were found damaged. Safe to use from many threads."""
+    """Samples that were found damaged. Safe to use from many threads.
+
+    Unless it `lasts`, none are remembered: other parts of them are read in another epoch.
+    """
 
     def __init__(self) -> None:
+        self.lasts = True
         self._known: tuple[Int64s, dict[int, Skipped]] = NO_SAMPLES, {}
 
     def add(self, found: Mapping[int, Skipped]) -> None:
         """Remember damaged samples, by number."""
         known = {**self._known[1], **found}
-        if len(known) <= _MOST_KNOWN:
+        if self.lasts and len(known) <= _MOST_KNOWN:
             # Replaced as a whole; of two threads at once, one may lose what it has found.
             self._known = np.array(sorted(known), np.int64), known
 

@@ -107,6 +107,10 @@ class Filler:
             limit_nbytes = memory_plan.limit_nbytes
             decoder = BatchDecoder(opened, self._reader, decoding, limit_nbytes, device.left)
             self._decoder = decoder if decoder.fields else None
+            crops = (layout.crop for layout in opened.layouts.values())
+            is_drawn = any(crop is not None and crop.is_drawn for crop in crops)
+            is_drawn |= any(field.is_random for field in decoder.fields.values())
+            self._reader.damage.lasts = not is_drawn
             first = next(iter(opened.layouts.values()))
             counts = [count for _, count in first.file_samples] or [first.sample_count]
             first_samples = np.cumsum([0, *counts], dtype=np.int64)
