@@ -126,10 +126,7 @@ class Filler:
                 is_dealt = config.num_helpers > 1  # each gets some of the batches
                 self._fetcher = Fetcher(
                     self._reader.far,
-                    FetchLimits(
-                        getattr(config, "requests_in_flight", 32),
-                        getattr(config, "fetch_bytes", 256 << 20),
-                    ),
+                    FetchLimits(config.requests_in_flight, config.fetch_bytes),
                     self._reader.ahead,
                     (lambda request: None) if is_dealt else samplings.following,
                 )
