@@ -27,8 +27,9 @@ from h5async.index import indexcache
 from h5async.index.links import Consulted, Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.savedindex import IndexedFile, Wanted, write_index
+from h5async.io.metadatafile import MetadataFile
 from h5async.io.openfailure import SIGNATURE
-from h5async.io.stores import LOCAL, FileObject, absolute_name, settled_stamp, store_of
+from h5async.io.stores import LOCAL, absolute_name, settled_stamp, store_of
 from h5async.samples.sparse import Csr
 
 READABLE = {name: q for name, q in QUIRKS.items() if q.way in ("direct", "h5py")}
@@ -393,7 +394,7 @@ def test_an_open_source(kind, store, tmp_path):
     assert not source.get_ranges([], [])
     with pytest.raises(ReadError):
         source.get_ranges([0, 250], [7, 7])
-    file = FileObject(source)
+    file = MetadataFile(source)
     assert file.seek(-6, io.SEEK_END) == 250
     assert file.read() == content[250:]
     assert (file.tell(), file.read(1), file.seek(-1, io.SEEK_CUR)) == (256, b"", 255)
