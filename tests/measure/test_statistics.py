@@ -189,6 +189,14 @@ def test_images_by_color(tmp_path, axes, sizes):
         np.testing.assert_allclose(image, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_features_that_do_not_fit_in_memory_are_refused(tmp_path):
+    path = write(tmp_path / "a.h5", np.zeros((2, 30, 40), "u1"))
+    assert measured(path, per="feature").count.shape == (30, 40)
+    with pytest.raises(ConfigError, match=r"'x' has 1,200 features, and there is memory for"):
+        measured(path, per="feature", max_batch_bytes=100_000)
+    measured(path, per="channel", max_batch_bytes=100_000)
+
+
 def test_images_of_differing_sizes_have_no_features(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", (3,), h5py.vlen_dtype(np.uint8))
