@@ -273,7 +273,8 @@ def test_batches_of_given_samples_and_of_a_state(stored: tuple[Path, np.ndarray]
 def test_postprocess_and_ranks(stored: tuple[Path, np.ndarray]):
     path, rows = stored
 
-    def check(x: np.ndarray, index: np.ndarray, x_crop: np.ndarray) -> None:
+    def check(x: np.ndarray, index: np.ndarray, x_crop: np.ndarray, crop: np.ndarray) -> None:
+        assert_same_bits(crop, x_crop)
         for one, sample, place in zip(x, index, x_crop, strict=True):
             assert_same_bits(one, np.ascontiguousarray(cut(rows[sample], place, (9, 10))))
         x += 1
