@@ -31,7 +31,9 @@ from h5async.index.indexcache import known_of_files
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.savedindex import NamedIndex
+from h5async.io.ahead import opening_ahead
 from h5async.io.localfiles import read_ahead
+from h5async.io.stores import far_names
 from h5async.opening.fieldkinds import unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
@@ -75,8 +77,14 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
     fields = {name: field.normalized(name) for name, field in given.items()}
     if any(one is not given[name] for name, one in fields.items()):
         config = config.model_copy(update={"fields": fields})
-    if config.on_error == "raise" or config.names_index:
-        return _open(config, None)
+    with opening_ahead(far_names(config.files)):
+        if config.on_error == "raise" or config.names_index:
+            return _open(config, None)
+        return _open_good(config)
+
+
+def _open_good(config: ReaderConfig) -> OpenedDataset:
+    """Open the files that can be read."""
     files, failed = config.files, dict[FileName, Exception]()
     for file in files:  # the first good one says what the fields are
         try:
@@ -258,6 +266,18 @@ class Samplings:
         if request.samples is not None:
             return request.samples.copy()
         return self.at(request.order).batch_at(request.epoch, request.start)
+
+    def following(self, request: FillRequest) -> FillRequest | None:
+        """Return the request after one, in order; None if that is not known."""
+        if request.samples is not None or self.sampler is not None:
+            return None
+        slot, serial, epoch, number, start, order, _ = request
+        sampling = self.at(order)
+        if sampling.batches_from(epoch, start) > 1:
+            number, start = sampling.step_at(epoch, start, 1)
+        else:
+            epoch, number, start, order = epoch + 1, 0, 0, order[:2]
+        return FillRequest(slot, serial + 1, epoch, number, start, order)
 
     def check(self, samples: NDArray[np.int64], where: str) -> None:
         """Check that samples have all the steps that they must have.

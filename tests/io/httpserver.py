@@ -3,7 +3,7 @@
 ``with serving(folder) as server`` serves a folder on the loopback, from a process of its own, so
 that it does not share the GIL with what is tested. `server.url("a.h5")` is for clients; the other
 methods control it: what it serves, how late, with which faults, and what it was asked. A file below
-``bucket/`` is also an object of S3 (`server.s3_options()`); errors and lists have S3's XML.
+``bucket/`` is also an object of S3, GCS and Azure, whose clients get `server.client_options()`.
 
 ``python tests/io/httpserver.py FOLDER --port 8000 --latency 0.02`` serves by hand.
 """
@@ -27,13 +27,13 @@ import struct
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, unquote
-from xml.sax.saxutils import escape
 
 CONTROL = "/-/"  # below it are requests to the server itself, which have no latency and no log
 
@@ -279,28 +279,36 @@ def answer(request: Request, held: Held | None, rule: Rule | None) -> Answer:
 
 
 def listing(bucket: str, query: dict[str, list[str]], holdings: Holdings) -> Answer:
-    """Return what S3 answers when it is asked for a list of a bucket."""
+    """Return the answer of S3 and GCS, or of Azure, to a question for the objects of a bucket."""
+    is_azure = "comp" in query
     prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
-    contents, shared = [], set()
+    root = ET.Element("EnumerationResults" if is_azure else "ListBucketResult")
+    parent = ET.SubElement(root, "Blobs") if is_azure else root
+    folders = set()
     for name in holdings.names(f"/{bucket}/{prefix}"):
-        key = name[len(bucket) + 2 :]
-        rest = key[len(prefix) :]
-        if delimiter and delimiter in rest:
-            shared.add(prefix + rest.partition(delimiter)[0] + delimiter)
+        key, held = name[len(bucket) + 2 :], holdings.find(name)
+        folder, is_below, _ = key[len(prefix) :].partition(delimiter or "\0")
+        if is_below or held is None:
+            folders.add(prefix + folder + delimiter)
             continue
-        held = holdings.find(name)
-        assert held is not None
-        when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(held.modified))
-        contents.append(
-            f"<Contents><Key>{escape(key)}</Key><LastModified>{when}</LastModified>"
-            f"<ETag>{escape(held.etag)}</ETag><Size>{len(held.data)}</Size></Contents>"
-        )
-    contents += [f"<CommonPrefixes><Prefix>{escape(x)}</Prefix></CommonPrefixes>" for x in shared]
-    text = (
-        '<?xml version="1.0"?>\n<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-        f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(contents)}</KeyCount>"
-        f"<IsTruncated>false</IsTruncated>{''.join(contents)}</ListBucketResult>"
-    ).encode()
+        about = ET.SubElement(parent, "Blob" if is_azure else "Contents")
+        ET.SubElement(about, "Name" if is_azure else "Key").text = key
+        about = ET.SubElement(about, "Properties") if is_azure else about
+        ET.SubElement(about, "Content-Length" if is_azure else "Size").text = str(len(held.data))
+        ET.SubElement(about, "Etag" if is_azure else "ETag").text = held.etag
+        if is_azure:
+            date = email.utils.formatdate(held.modified, usegmt=True)
+            ET.SubElement(about, "Last-Modified").text = date
+            ET.SubElement(about, "Content-Type").text = "application/octet-stream"
+        else:
+            date = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(held.modified))
+            ET.SubElement(about, "LastModified").text = date
+    for folder in sorted(folders):
+        about = ET.SubElement(parent, "BlobPrefix" if is_azure else "CommonPrefixes")
+        ET.SubElement(about, "Name" if is_azure else "Prefix").text = folder
+    if not is_azure:
+        ET.SubElement(root, "IsTruncated").text = "false"
+    text = ET.tostring(root, xml_declaration=True, encoding="utf-8")
     return Answer(200, {"Content-Type": "application/xml", "Content-Length": str(len(text))}, text)
 
 
@@ -356,7 +364,8 @@ class Service:
         strikes = (r for r in self.rules if r.strikes(request.method, request.path, ranged))
         rule = next(strikes, None)
         bucket, _, key = request.path.strip("/").partition("/")
-        if not key and "list-type=2" in request.query and (rule is None or rule.fault != "status"):
+        is_list = not key and ("list-type=2" in request.query or "comp=list" in request.query)
+        if is_list and (rule is None or rule.fault != "status"):
             return listing(bucket, parse_qs(request.query), self.holdings), None
         held = self.holdings.find(request.path)
         if held is not None and rule is not None and rule.fault == "replaced":
@@ -488,15 +497,17 @@ class Server:
         """Return the address of an object."""
         return f"http://127.0.0.1:{self.port}/{quote(name)}"
 
-    def s3_options(self) -> dict[str, Any]:
-        """Return options of an S3 client for ``s3://bucket/...``, which is the folder bucket/."""
-        return {
-            "endpoint": self.url().rstrip("/"),
-            "region": "us-east-1",
-            "virtual_hosted_style_request": False,
-            "skip_signature": True,
-            "client_options": {"allow_http": True},
-        }
+    def client_options(self, scheme: str = "http") -> dict[str, Any]:
+        """Return options of obstore's client of a scheme, for ``s3://bucket/...`` in bucket/."""
+        base, plain = self.url().rstrip("/"), {"client_options": {"allow_http": True}}
+        if scheme == "s3":
+            endpoint = {"endpoint": base, "virtual_hosted_style_request": False}
+            return {**endpoint, "region": "us-east-1", "skip_signature": True, **plain}
+        if scheme == "gs":
+            return {"base_url": base, "skip_signature": True, **plain}
+        if scheme == "az":
+            return {"account_name": "a", "endpoint": base, "skip_signature": True, **plain}
+        return plain
 
     def strike(self, *rules: Rule) -> None:
         """Have these faults, and no others, from now on."""

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from conftest import require_extra
 from httpserver import Rule, Server, serving
 
 DATA = bytes(range(256)) * 400
@@ -152,15 +153,31 @@ def test_faults_are_drawn_by_the_seed(server: Server) -> None:
     assert 3 < drawn[0].count(503) < 25
 
 
-def test_a_list_of_objects(server: Server) -> None:
-    server.put("bucket/below/c.bin", b"12")
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    with closing(connection):
-        connection.request("GET", "/bucket?list-type=2&prefix=&delimiter=%2F")
-        with connection.getresponse() as response:
-            text = response.read().decode()
-    assert text.count("<Key>") == 3
-    assert "<Prefix>below/</Prefix>" in text
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http"])
+def test_clients_of_object_stores(server: Server, scheme: str) -> None:
+    obstore = require_extra("obstore")
+    server.put("bucket/below/c d.bin", b"12")
+    options = server.client_options(scheme)
+    address = server.url("bucket") if scheme == "http" else f"{scheme}://bucket"
+    store = obstore.store.from_url(address, **options)
+    if scheme != "http":
+        found = obstore.list_with_delimiter(store)
+        names = {"a.bin", "b c.bin", "empty"}
+        assert {about["path"]: about["size"] for about in found["objects"]} == {
+            name: len(DATA) * (name != "empty") for name in names
+        }
+        assert found["common_prefixes"] == ["below"]
+        assert [about["path"] for about in obstore.list(store, "below").collect()] == [
+            "below/c d.bin"
+        ]
+    assert bytes(obstore.get_range(store, "below/c d.bin", start=1, length=1)) == b"2"
+    tag = obstore.head(store, "a.bin")["e_tag"]
+    assert tag == ask(server).headers["ETag"]
+    server.put("bucket/a.bin", OTHER)
+    with pytest.raises(obstore.exceptions.PreconditionError):
+        obstore.get(store, "a.bin", options={"if_match": tag})
+    with pytest.raises(FileNotFoundError):
+        obstore.head(store, "none")
 
 
 def test_it_ends_with_its_block(tmp_path: Path) -> None:
