@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import h5py
 
-from h5async.config.files import FileName, scheme_of
+from h5async.config.files import FileName, SourceName, expand_with, scheme_of
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
 from h5async.io.ahead import take
 from h5async.io.localfiles import open_regular
@@ -75,7 +75,13 @@ class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
     """A file that h5py reads, and its source, which is closed with it."""
 
     source: Source
+    name_of_source = ""  # if it lies in another store
     give_back: Callable[[], None] | None = None  # closes the source, or keeps it
+
+    @property
+    def filename(self) -> str:
+        """The name by which it was opened."""
+        return self.name_of_source or str(super().filename)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -97,6 +103,10 @@ class Store(ABC):
     @abstractmethod
     def open(self, name: str) -> Source:
         """Open a source; `OSError` if that fails, `FileNotFoundError` if there is none."""
+
+    def matching(self, name: SourceName) -> list[str] | None:
+        """Return the names of the sources that match a glob, sorted; None if it is none."""
+        return None
 
     def stamp(self, name: str) -> FileStamp:
         """Return the state of a source; raises as `open`."""
@@ -127,7 +137,7 @@ class Store(ABC):
         except BaseException:
             source.close()
             raise
-        file.source = source
+        file.source, file.name_of_source = source, name
         file.give_back = source.close if ahead is None else partial(ahead.give_back, name, content)
         return file
 
@@ -251,6 +261,7 @@ _STORES: dict[str, Store] = {}
 def register(scheme: str, store: Store) -> None:
     """Read sources whose names begin with ``scheme://`` from a store."""
     _STORES[scheme] = store
+    expand_with(scheme, store.matching)
 
 
 def store_of(name: FileName) -> Store:
