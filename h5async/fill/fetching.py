@@ -105,6 +105,7 @@ class Fetcher(Workers):
         self._next: FillRequest | None = None  # to be planned ahead
         self._planned_nbytes = 0  # of the last batch that was
         self._is_planning = False
+        self._stop_pool: Callable[[], None] = do_nothing  # after the end of planning
         self._what = ""
         self.counts = FetchCounts()
 
@@ -112,6 +113,18 @@ class Fetcher(Workers):
         """Start threads; see `Workers`. More are started when they are needed."""
         self._what = what
         self._start_threads(min(_FIRST_THREADS, self._limits.requests_in_flight))
+
+    def stop(self, let_go: Callable[[], None]) -> None:
+        """Drop pending work, and call `let_go` once no thread is planning; see `Workers`.
+
+        Threads that wait for the network are not waited for: they may wait for long.
+        """
+        super().stop(do_nothing)
+        with self._lock:
+            self._stop_pool = let_go if self._is_planning else do_nothing
+            is_planning = self._is_planning
+        if not is_planning:
+            let_go()
 
     # --- the pool's calls -------------------------------------------------------------------------
 
@@ -335,16 +348,18 @@ class Fetcher(Workers):
         new = 0
         with self._lock:
             self._is_planning = False
-            if self.is_stopped or self._next is not request:
-                return True
-            self._next = None if ranges is None else self._following(request)
-            if ranges is not None and request.serial not in self._holders:
+            is_of_use = not self.is_stopped and self._next is request
+            if is_of_use:
+                self._next = None if ranges is None else self._following(request)
+            if is_of_use and ranges is not None and request.serial not in self._holders:
                 holder = _Holder(ranges, None)
                 before = self._staged_nbytes
                 self._hold(request.serial, holder)
                 self._planned_nbytes = self._staged_nbytes - before
                 self._ahead[request.serial] = request, holder
                 new = len(self._pending)
+            stop_pool, self._stop_pool = self._stop_pool, do_nothing
+        stop_pool()
         if new:
             self._wake_for(new)
         return True
