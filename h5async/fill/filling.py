@@ -22,10 +22,11 @@ from h5async.fill.fetching import Fetcher, FetchLimits
 from h5async.fill.finishing import BatchDecoder, Postprocess
 from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, Recorded, Recording
 from h5async.fill.phases import Phases
-from h5async.fill.pool import Work, WorkPool, do_nothing
+from h5async.fill.pool import Work, WorkPool
 from h5async.fill.reading import BatchReader, OnDevice, Slots
 from h5async.fill.resident import Budget, HostCache, KeptChunks, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
+from h5async.io.diskcache import DiskCache, disk_cache
 from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.opening.limits import MemoryPlan
 from h5async.order.sampling import FillRequest
@@ -62,7 +63,7 @@ class Filler:
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
         postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
-        self._cache: HostCache | Budget | KeptChunks | None = None
+        self._cache: HostCache | Budget | KeptChunks | DiskCache | None = None
         if config.cache == "host" and any(y.crop is not None for y in opened.layouts.values()):
             self._cache = KeptChunks(sum(memory_plan.kept_nbytes))
         elif config.cache == "host":
@@ -76,6 +77,8 @@ class Filler:
                 config.cache_bytes,
                 memory_plan.left_nbytes,
             )
+        elif config.kept is not None:
+            self._cache = disk_cache(config.kept)
         cache = self._cache if isinstance(self._cache, HostCache) else None
         self._resident = device.cache if cache is None else cache
         # Invalid after a change of a file; emptied at the end.
@@ -228,9 +231,11 @@ class Filler:
         worker waits for. Extra calls are harmless, and complete what an exception interrupted.
         """
         self._reader.interrupt()
-        if self._fetcher is not None:
-            self._fetcher.stop(do_nothing)
-        self._pool.stop(partial(self._let_go, then))
+        stop_pool = partial(self._pool.stop, partial(self._let_go, then))
+        if self._fetcher is None:
+            stop_pool()
+        else:
+            self._fetcher.stop(stop_pool)  # it plans with the pool's tables
 
     def _find_work(self) -> list[tuple[int, Work]]:
         begin = self._phases.begin

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -87,7 +87,8 @@ class Reach:
 
     `roots` are directories (or files) that may be read, wherever the file lies. Missing sources of
     a virtual dataset are an error, unless `missing_is_fill`. `room` limits the memory for declared
-    sizes; `consulted` records which files were used.
+    sizes; `consulted` records which files were used. `with_options` adds the options of the client
+    to the name of a source that is no local file.
     """
 
     roots: tuple[Path, ...] = ()
@@ -95,6 +96,7 @@ class Reach:
     io: IoMode = "auto"
     room: Room = field(default_factory=Room, compare=False, repr=False)
     consulted: Consulted = field(default=_NotRecorded(), compare=False, repr=False)
+    with_options: Callable[[str], str] = field(default=str, compare=False, repr=False)
 
     def find(self, name: str, holder: str, variable: str, where: str) -> Path | None:
         """Return the file that `holder` refers to as `name`, or None if there is none.

@@ -177,7 +177,9 @@ class SavedIndex:
         try:
             saved = self._saved = SavedHeader.model_validate(header)
             folder = os.path.dirname(os.path.realpath(path))
-            self._files = self._here([_file(*found, folder=folder) for found in saved.files])
+            self._files = self._here(
+                [_file(*found, folder=folder, reach=reach) for found in saved.files]
+            )
             named = {*saved.primary, *saved.at_opening, *itertools.chain(*saved.needs.values())}
             if max(named, default=-1) >= len(self._files):
                 raise ValueError("there is no such file")
@@ -359,7 +361,9 @@ def _not_sensible(error: Exception) -> Exception:
     return SavedIndexError(f"it makes no sense ({what})")
 
 
-def _file(name: str, *stamp: int, folder: str) -> tuple[str, FileStamp]:
+def _file(name: str, *stamp: int, folder: str, reach: Reach) -> tuple[str, FileStamp]:
     if not os.fsencode(name) or "\0" in name:
         raise ValueError("a file has no name")
-    return os.path.join(folder, name) if store_of(name).is_local else name, FileStamp(*stamp)
+    is_local = store_of(name).is_local
+    found = os.path.join(folder, name) if is_local else reach.with_options(name)
+    return found, FileStamp(*stamp)
