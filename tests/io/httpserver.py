@@ -249,7 +249,10 @@ def answer(request: Request, held: Held | None, rule: Rule | None) -> Answer:
     if fault in ("other_version", "unpinned"):
         held = held.other()
     match = request.headers.get("if-match", "*")
-    if match not in ("*", held.etag) and fault != "unpinned":
+    since = email.utils.parsedate_to_datetime(
+        request.headers.get("if-unmodified-since", "Fri, 31 Dec 9999 23:59:59 GMT")
+    ).timestamp()
+    if (match not in ("*", held.etag) or int(held.modified) > since) and fault != "unpinned":
         return failure(412)
     bounds = request.bounds(len(held.data))
     if bounds is None and "range" in request.headers:
