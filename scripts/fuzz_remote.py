@@ -192,7 +192,7 @@ def opened(here: Round, **options: Any) -> Iterator[AsyncReader | None]:
 
 def read(reader: AsyncReader, truth: np.ndarray, batches: int, here: Round) -> None:
     """Read batches, and check that each comes once, in order, with all of its values."""
-    due, seen = 0, [np.zeros(0, np.int64)]
+    due, epoch, seen = 0, 0, np.zeros(ROWS, bool)
     for _ in range(batches):
         try:
             batch = reader.get_next_batch()
@@ -205,12 +205,11 @@ def read(reader: AsyncReader, truth: np.ndarray, batches: int, here: Round) -> N
         is_right &= np.array_equal(batch.labels, batch.index)
         outcome = ("right" if is_right else "wrong") if at == due else "lost"
         here.note(outcome, f"batch {at}, {due} was due, samples {batch.index.tolist()}")
-        if batch.number == 0:
-            seen = [np.zeros(0, np.int64)]
-        seen.append(batch.index.copy())
-        index = np.concatenate(seen)
-        if np.unique(index).size < index.size:
+        if batch.epoch != epoch:
+            epoch, seen[:] = batch.epoch, False
+        if seen[batch.index].any():
             here.note("lost", f"batch {at} has samples of others of its epoch")
+        seen[batch.index] = True
         due = at + 1
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import assert_epoch_is, require_extra, truth
 from bucketservers import SERVERS, Bucket, program
+from conftest import assert_epoch_is, require_extra, truth
 
 from h5async import AsyncReader, ReadError
 
