@@ -76,7 +76,6 @@ LASTING = {
     ("wrong_range", None): 0.002,
     ("short", None): 0.002,
     ("other_version", None): 0.002,
-    ("unpinned", None): 0.002,
     ("status", 403): 0.002,
     ("status", 404): 0.002,
 }
@@ -157,6 +156,7 @@ def play(
     client = {**server.client_options(scheme), **CLIENT}
     rules = rules_of(rng)
     server.delay(rng.choice([0, 0, 0.002]))
+    server.heed_tags(rng.random() < 0.8)
     server.log()
     server.strike(*rules)
     signal.alarm(SECONDS)

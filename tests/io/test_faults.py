@@ -66,6 +66,7 @@ def running(path: Path) -> Iterator[Server]:
 def server(running: Server, path: Path) -> Server:
     running.strike()
     running.delay(0)
+    running.heed_tags(True)
     for name in ("a.h5", "else.h5"):
         running.put(f"bucket/{name}", path.read_bytes())
     running.log()
@@ -98,7 +99,7 @@ PASSING += ["stall", "stall_body", "redirect"]
 
 
 def rule_of(name: str, server: Server, **which: Any) -> Rule:
-    fault, _, value = name.partition(" ")
+    fault, _, value = name.removesuffix(" heedless").partition(" ")
     if fault == "redirect":
         which["path"] = "/bucket/a.h5"
     return Rule(fault, float(value) if value else None, server.url("bucket/else.h5"), **which)
@@ -122,7 +123,7 @@ def test_a_fault_that_passes_is_not_seen(server: Server, path: Path, name: str, 
 # --- that last -----------------------------------------------------------------------------------
 
 LASTING = [*PASSING[:-1], "status 403", "status 404", "whole", "wrong_range", "short"]
-LASTING += ["replaced", "other_version", "unpinned"]
+LASTING += ["replaced", "other_version", "replaced heedless", "other_version heedless"]
 
 
 @pytest.mark.sampled(9)
@@ -134,6 +135,7 @@ def test_a_fault_that_lasts_is_an_error(
 ) -> None:
     """It names the URL, and no batch is wrong; when the fault has passed, batches come again."""
     expected, errors = truth(path, name), []
+    server.heed_tags("heedless" not in fault)
     with reader_of(server, scheme, data_field=name, fetch_bytes=1 << 16) as reader:
         check(reader.get_next_batch(), expected)
         server.strike(rule_of(fault, server, ranged=True))
