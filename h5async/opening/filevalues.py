@@ -134,9 +134,9 @@ class FileValues:
 def reach_of(config: ReaderConfig) -> Reach:
     """Return which files the options permit, and how they are read."""
     mode = mapping_mode(config.io)
-    named = partial(SourceName, options=config.storage_options, kept=config.kept)
     room = Room(config.max_batch_bytes)
-    return Reach(config.allow_external, config.allow_missing, mode, room, with_options=named)
+    named = partial(SourceName, options=config.storage_options, kept=config.kept)
+    return Reach(config.allow_external, config.allow_missing, mode, room, named=named)
 
 
 def read_names(reach: Reach, file: FileName, path: str) -> list[str]:
