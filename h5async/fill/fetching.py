@@ -70,13 +70,14 @@ class _Holder:
 
     __slots__ = ("begin_ns", "by_range", "error", "missing", "ranges", "requests", "then")
 
-    def __init__(self, ranges: ByteRanges, then: Then | None) -> None:
-        self.ranges, self.then = ranges, then
+    def __init__(self, ranges: ByteRanges) -> None:
+        self.ranges = ranges
+        self.then: Then | None = None
         self.by_range: list[_Request] = []
         self.requests: list[_Request] = []
         self.missing = 0
         self.error: BaseException | None = None
-        self.begin_ns = time.perf_counter_ns()
+        self.begin_ns = 0
 
 
 class Fetcher(Workers):
@@ -120,13 +121,28 @@ class Fetcher(Workers):
 
         If the same batch wants other ranges, those before are let go of.
         """
-        holder = _Holder(ranges, then)
+        holder = _Holder(ranges)
         with self._lock:
             if self.is_stopped:
                 return
-            before = self._holders.get(request.serial)
             self._hold(request.serial, holder)
+        self._give(request, holder, then)
+
+    def want_planned(self, request: FillRequest, then: Then) -> bool:
+        """Do the same if it is known what the batch reads; return False if it is not."""
+        with self._lock:
+            expected, holder = self._ahead.get(request.serial, (request, None))
+            if holder is None or not _are_alike(expected, request):
+                return False
+            del self._ahead[request.serial]
+        self._give(request, holder, then)
+        return True
+
+    def _give(self, request: FillRequest, holder: _Holder, then: Then) -> None:
+        with self._lock:
+            before = self._holders.get(request.serial)
             self._holders[request.serial] = holder
+            holder.then, holder.begin_ns = then, time.perf_counter_ns()
             if before is not None:
                 self._release(before)
             else:
@@ -339,7 +355,7 @@ class Fetcher(Workers):
                 return True
             self._next = None if ranges is None else self._following(request)
             if ranges is not None and request.serial not in self._holders:
-                holder = _Holder(ranges, None)
+                holder = _Holder(ranges)
                 before = self._staged_nbytes
                 self._hold(request.serial, holder)
                 self._planned_nbytes = self._staged_nbytes - before
