@@ -27,7 +27,7 @@ from h5async.read.farsources import FarSources, Held, extents_of
 Key = tuple[int, int, int]  # of a range
 Then = Callable[["Held | BaseException"], None]
 
-_GROUP, _GROUP_NBYTES = 8, 32 << 20  # requests that a thread gives to the client at once
+_GROUP_NBYTES = 1 << 20  # that a thread asks the client for at once
 _FIRST_THREADS = 4
 _MOST_AHEAD = 1024  # batches that are planned ahead
 
@@ -230,10 +230,10 @@ class Fetcher(Workers):
         most = self._limits.requests_in_flight
         with self._lock:
             have, idle = len(self._threads), self._idle
-        more = min(most - have, -(-count // _GROUP) - idle)
+        more = min(most - have, count - idle)
         if more > 0 and self._what:
             self._start_threads(more)
-        for _ in range(min(-(-count // _GROUP) or 1, have)):
+        for _ in range(min(max(1, count), have)):
             self._tickets.put(True)
 
     def _start_threads(self, count: int) -> None:
@@ -265,10 +265,14 @@ class Fetcher(Workers):
         nbytes = 0
         with self._lock:
             room = self._limits.requests_in_flight - self._in_flight
-            share = max(1, len(self._pending) // (self._idle + 1))
-            while self._pending and len(group) < min(_GROUP, room, share):
+            while self._pending and len(group) < room:
                 request = self._pending[0][2]
-                if group and (request.source != group[0].source or nbytes > _GROUP_NBYTES):
+                most = self._far.at_once(request.source)
+                if group and (
+                    request.source != group[0].source
+                    or nbytes > _GROUP_NBYTES
+                    or len(group) >= most
+                ):
                     break
                 heapq.heappop(self._pending)
                 if request.users:

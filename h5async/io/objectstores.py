@@ -9,8 +9,9 @@ from __future__ import annotations
 import fnmatch
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h5async.config.files import SourceName, scheme_of
@@ -56,9 +57,11 @@ class Place(NamedTuple):
 class RemoteSource(Source):
     """An open object. `meta` is what the answer to the first request said, `beginning` its bytes.
 
-    Calls end when the source is closed, or by an interruption. But one of `get_ranges` with one
-    range, in another thread than the main one, blocks until the client gives up: it is cheaper.
+    Calls end when the source is closed, or by an interruption. But those of `get_ranges` in another
+    thread than the main one block until the client gives up: that is cheaper.
     """
+
+    at_once = 8  # 10 are on their way in a call
 
     def __init__(self, name: str, place: Place, meta: Mapping[str, Any], beginning: bytes) -> None:
         self._name = name
@@ -79,8 +82,11 @@ class RemoteSource(Source):
 
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
         """Return ranges; several are fetched side by side."""
-        if len(offsets) == 1 and threading.current_thread() is not threading.main_thread():
-            return [self._get(offsets[0], lengths[0])]
+        if threading.current_thread() is not threading.main_thread():
+            if len(offsets) == 1:
+                return [self._get(offsets[0], lengths[0])]
+            if self._pinned is not None:
+                return self._get_pinned(offsets, lengths)
         return self._get_all(zip(offsets, lengths, strict=True))
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
@@ -97,6 +103,41 @@ class RemoteSource(Source):
         several: list[Callable[[], memoryview]] = [partial(self._get, *one) for one in ranges]
         return self._waiting.call(several)
 
+    def _get_pinned(self, offsets: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
+        """Return ranges by one call of the client, which costs half of what calls for each do."""
+        get = self._client.library.get_ranges
+        with self._telling():
+            where = {"starts": list(offsets), "lengths": list(lengths), "coalesce": 0}
+            found = [memoryview(one) for one in get(self._pinned, self._key, **where)]
+        for offset, nbytes, one in zip(offsets, lengths, found, strict=True):
+            self._check_length(one, offset, nbytes)
+        return found
+
+    @cached_property
+    def _pinned(self) -> Any:
+        tag = self._condition.get("if_match")
+        return None if tag is None else self._client.pinned(tag, self._key)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Raise errors of the client as `ReadError`, with what to do."""
+        try:
+            yield
+        except H5AsyncError:
+            raise
+        except self._client.library.exceptions.PreconditionError as error:
+            raise replaced(self._name) from error
+        except Exception as error:
+            reason = failure(error, self._name).strerror
+            raise ReadError(f"{self._name} cannot be read: {reason}") from error
+
+    def _check_length(self, found: memoryview, offset: int, nbytes: int) -> None:
+        if found.nbytes != nbytes:
+            raise ReadError(
+                f"{self._name}: the server sent {found.nbytes:,} of {nbytes:,} bytes at byte"
+                f" {offset:,}, without an error"
+            )
+
     def _get(self, offset: int, nbytes: int) -> memoryview:
         end = offset + nbytes
         if end > self._stamp.nbytes:
@@ -109,22 +150,11 @@ class RemoteSource(Source):
         if not nbytes:
             return memoryview(b"")
         client, options = self._client, {"range": (offset, end), **self._condition}
-        try:
+        with self._telling():
             answer = client.library.get(client.at_reading, self._key, options=options)
             found = memoryview(answer.bytes())
-        except H5AsyncError:
-            raise
-        except client.library.exceptions.PreconditionError as error:
-            raise replaced(self._name) from error
-        except Exception as error:
-            reason = failure(error, self._name).strerror
-            raise ReadError(f"{self._name} cannot be read: {reason}") from error
         self._check(answer.meta)
-        if found.nbytes != nbytes:
-            raise ReadError(
-                f"{self._name}: the server sent {found.nbytes:,} of {nbytes:,} bytes at byte"
-                f" {offset:,}, without an error"
-            )
+        self._check_length(found, offset, nbytes)
         return found
 
     def _check(self, meta: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from h5async.errors import ConfigError, needs_package
@@ -52,6 +53,7 @@ class Client:
         self.library = library
         self._root = root
         self._options = options
+        self._heeds_tags: bool | None = None  # not known yet
 
     @cached_property
     def at_opening(self) -> Any:
@@ -63,9 +65,33 @@ class Client:
         """The store for all others, which are repeated for some time."""
         return self._made(_AT_READING)
 
-    def _made(self, defaults: Mapping[str, Mapping[str, Any]]) -> Any:
+    def pinned(self, tag: str, key: str) -> Any:
+        """Return a store of which all requests are for one state of an object.
+
+        None if the server does not heed that. It has connections of its own.
+        """
+        if self._heeds_tags is None:
+            self._heeds_tags = self._refuses_wrong_tag(key)
+        return self._made(_AT_READING, {"If-Match": tag}) if self._heeds_tags else None
+
+    def _refuses_wrong_tag(self, key: str) -> bool:
+        try:
+            options = {"range": (0, 1), "if_match": '"no-such-tag"'}
+            self.library.get(self.at_reading, key, options=options)
+        except self.library.exceptions.PreconditionError:
+            return True
+        return False
+
+    def _made(
+        self,
+        defaults: Mapping[str, Mapping[str, Any]],
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> Any:
         given = dict(self._options)
         own = {name: {**defaults[name], **(given.pop(name, None) or {})} for name in defaults}
+        if headers:
+            more = own["client_options"].get("default_headers", {})
+            own["client_options"]["default_headers"] = {**more, **headers}
         values = [self._root, *given.values()]
         if any(str(value).startswith("http://") for value in values):
             own["client_options"].setdefault("allow_http", True)
