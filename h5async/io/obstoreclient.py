@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from h5async.errors import ConfigError, needs_package
@@ -33,6 +32,7 @@ from h5async.system.interruptions import passing
 WEB = ("http", "https")
 _PACKAGE = "obstore"
 _ALIASES = {"gcs": "gs"}
+_MOST_PINNED = 32  # stores of one object, of a client
 _DURATIONS = ("retry_timeout", "init_backoff", "max_backoff")
 
 # When a source is opened, what is wrong is told within seconds; later, a fault may pass.
@@ -53,7 +53,8 @@ class Client:
         self.library = library
         self._root = root
         self._options = options
-        self._heeds_tags: bool | None = None  # not known yet
+        self._heeds_tags: bool | None = None
+        self.left_to_pin = _MOST_PINNED
 
     @cached_property
     def at_opening(self) -> Any:
@@ -65,36 +66,37 @@ class Client:
         """The store for all others, which are repeated for some time."""
         return self._made(_AT_READING)
 
-    def pinned(self, tag: str, key: str) -> Any:
-        """Return a store of which all requests are for one state of an object.
+    def pinned(self, key: str, tag: str) -> Any | None:
+        """Return a store all of whose requests have an ETag, for one object, or None.
 
-        None if the server does not heed that. It has connections of its own.
+        It has connections of its own, and takes 20 ms to make. So there are few of them, and none
+        for a server that was seen to send an object whose tag is another one.
         """
+        if self.left_to_pin <= 0:
+            return None
         if self._heeds_tags is None:
-            self._heeds_tags = self._refuses_wrong_tag(key)
-        return self._made(_AT_READING, {"If-Match": tag}) if self._heeds_tags else None
-
-    def _refuses_wrong_tag(self, key: str) -> bool:
-        try:
-            options = {"range": (0, 1), "if_match": '"no-such-tag"'}
-            self.library.get(self.at_reading, key, options=options)
-        except self.library.exceptions.PreconditionError:
-            return True
-        return False
+            options = {"range": (0, 1), "if_match": '"of no object"'}
+            try:
+                self.library.get(self.at_reading, key, options=options)
+                self._heeds_tags = False
+            except self.library.exceptions.PreconditionError:
+                self._heeds_tags = True
+        if not self._heeds_tags:
+            return None
+        self.left_to_pin -= 1
+        return self._made(_AT_READING, {"If-Match": tag})
 
     def _made(
-        self,
-        defaults: Mapping[str, Mapping[str, Any]],
-        headers: Mapping[str, str] = MappingProxyType({}),
+        self, defaults: Mapping[str, Mapping[str, Any]], headers: Mapping[str, str] | None = None
     ) -> Any:
         given = dict(self._options)
         own = {name: {**defaults[name], **(given.pop(name, None) or {})} for name in defaults}
-        if headers:
-            more = own["client_options"].get("default_headers", {})
-            own["client_options"]["default_headers"] = {**more, **headers}
         values = [self._root, *given.values()]
         if any(str(value).startswith("http://") for value in values):
             own["client_options"].setdefault("allow_http", True)
+        if headers is not None:
+            of_user = own["client_options"].get("default_headers") or {}
+            own["client_options"]["default_headers"] = {**of_user, **headers}
         own["retry_config"] = _with_durations(own["retry_config"])
         store, scheme = self.library.store, self._root.partition("://")[0].lower()
         root = _ALIASES.get(scheme, scheme) + self._root[len(scheme) :]
