@@ -1,12 +1,11 @@
-"""Measures reading over HTTP: against a bare loop of the client, and against other ways to read HDF5.
+"""Measures reading over HTTP, against a bare loop of the client.
 
 A server of the tests serves a file on the loopback, at once or after 20 ms. All ways take turns, in
-the same run; what counts is the ratio of the medians. The bare loop asks obstore for the same ranges,
-with as many requests in flight, and does nothing with the bytes but to copy them to a batch.
+the same run; what counts is the ratio of the medians. The bare loop asks obstore for the same
+ranges, with as many requests in flight, and only copies the bytes to a batch.
 
 - raw: rows of 150 kB without filters, in order and in random order.
 - zstd: the same, each row a chunk; the bare loop does not decode.
-- busy: the same beside a loop in pure Python, which takes 2,000 rows a second.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +26,7 @@ from bench_turns import Bench, Target, Way, paced, reader_sizes, run_cases
 from h5async import AsyncReader
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "io"))
-from httpserver import serving  # noqa: E402
+from httpserver import serving
 
 ROW_NBYTES = 150_000
 GROUP = 8
@@ -98,17 +95,6 @@ def bare(
                     out[done, : row.size] = row
                     done += 1
             yield batch
-
-
-def h5py_over(url: str, batch: int) -> Iterator[int]:
-    """Read rows by h5py out of a file object of fsspec, in random order."""
-    import fsspec
-
-    rng = np.random.default_rng(0)
-    with fsspec.open(url, "rb", cache_type="none").open() as source, h5py.File(source) as file:
-        dataset = file["data"]
-        while True:
-            yield len(dataset[np.sort(rng.choice(len(dataset), batch, replace=False))])
 
 
 def reads(bench: Bench, name: str, compression: Any) -> None:
