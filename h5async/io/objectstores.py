@@ -260,5 +260,6 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
+_STORE = RemoteStore()
 for _scheme in SCHEMES:
-    register(_scheme, RemoteStore())
+    register(_scheme, _STORE)
