@@ -237,11 +237,11 @@ def _file_names(value: object) -> FileName | tuple[FileName, ...]:
     return _file_name(value)
 
 
-def _folders(value: object) -> tuple[Path, ...]:
+def _folders(value: object) -> tuple[FileName, ...]:
     if isinstance(value, str | bytes | os.PathLike):
-        return (_file_path(value),)
+        return (_file_name(value),)
     if isinstance(value, list | tuple | set | frozenset):
-        return tuple(map(_file_path, value))
+        return tuple(map(_file_name, value))
     raise ValueError("must be a folder, or a list of folders")
 
 
@@ -255,5 +255,5 @@ def _place(value: object) -> bool | Path:
 
 
 Files = Annotated[FileName | tuple[FileName, ...], BeforeValidator(_file_names)]
-Folders = Annotated[tuple[Path, ...], BeforeValidator(_folders)]
+Folders = Annotated[tuple[FileName, ...], BeforeValidator(_folders)]
 Place = Annotated[Path | Literal[False, True], BeforeValidator(_place)]

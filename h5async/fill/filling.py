@@ -121,6 +121,9 @@ class Filler:
                 needs_python = postprocess is not None or not self._reader.transforms_all
                 needs_python |= assembly.needs_work
                 self.submissions = Submissions(queue, self._reader, assembly, needs_python)
+            pool = self._pool = WorkPool(
+                num_threads, self._find_work, calls.on_crash, self.submissions
+            )
             self._fetcher: Fetcher | None = None
             if self._reader.far is not None and num_threads:
                 is_dealt = config.num_helpers > 1  # each gets some of the batches
@@ -129,10 +132,8 @@ class Filler:
                     FetchLimits(config.requests_in_flight, config.fetch_bytes),
                     self._reader.ahead,
                     (lambda request: None) if is_dealt else samplings.following,
+                    pool.add,
                 )
-            pool = self._pool = WorkPool(
-                num_threads, self._find_work, calls.on_crash, self.submissions
-            )
             # As of the pool.
             self.kick, self.run_next, self.join = pool.kick, pool.run_next, pool.join
             self.abandon = pool.forget_work

@@ -133,7 +133,9 @@ class FileValues:
 def reach_of(config: ReaderConfig) -> Reach:
     """Return which files the options permit, and how they are read."""
     mode = mapping_mode(config.io)
-    return Reach(config.allow_external, config.allow_missing, mode, Room(config.max_batch_bytes))
+    room = Room(config.max_batch_bytes)
+    options = config.storage_options
+    return Reach(config.allow_external, config.allow_missing, mode, room, options=options)
 
 
 def read_names(reach: Reach, file: FileName, path: str) -> list[str]:
