@@ -22,7 +22,7 @@ from h5async.fill.fetching import Fetcher, FetchLimits
 from h5async.fill.finishing import BatchDecoder, Postprocess
 from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, Recorded, Recording
 from h5async.fill.phases import Phases
-from h5async.fill.pool import Work, WorkPool
+from h5async.fill.pool import Work, WorkPool, do_nothing
 from h5async.fill.reading import BatchReader, OnDevice, Slots
 from h5async.fill.resident import Budget, HostCache, KeptChunks, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
@@ -124,6 +124,9 @@ class Filler:
                 needs_python = postprocess is not None or not self._reader.transforms_all
                 needs_python |= assembly.needs_work
                 self.submissions = Submissions(queue, self._reader, assembly, needs_python)
+            pool = self._pool = WorkPool(
+                num_threads, self._find_work, calls.on_crash, self.submissions
+            )
             self._fetcher: Fetcher | None = None
             if self._reader.far is not None and num_threads:
                 is_dealt = config.num_helpers > 1  # each gets some of the batches
@@ -132,10 +135,8 @@ class Filler:
                     FetchLimits(config.requests_in_flight, config.fetch_bytes),
                     self._reader.ahead,
                     (lambda request: None) if is_dealt else samplings.following,
+                    pool.add,
                 )
-            pool = self._pool = WorkPool(
-                num_threads, self._find_work, calls.on_crash, self.submissions
-            )
             # As of the pool.
             self.kick, self.run_next, self.join = pool.kick, pool.run_next, pool.join
             self.abandon = pool.forget_work
@@ -231,11 +232,9 @@ class Filler:
         worker waits for. Extra calls are harmless, and complete what an exception interrupted.
         """
         self._reader.interrupt()
-        stop_pool = partial(self._pool.stop, partial(self._let_go, then))
-        if self._fetcher is None:
-            stop_pool()
-        else:
-            self._fetcher.stop(stop_pool)  # it plans with the pool's tables
+        if self._fetcher is not None:
+            self._fetcher.stop(do_nothing)
+        self._pool.stop(partial(self._let_go, then))
 
     def _find_work(self) -> list[tuple[int, Work]]:
         begin = self._phases.begin

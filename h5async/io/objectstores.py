@@ -66,6 +66,8 @@ class RemoteSource(Source):
     range, in another thread than the main one, blocks until the client gives up: it is cheaper.
     """
 
+    at_once = 8  # 10 are on their way in a call of the client
+
     def __init__(self, name: str, place: Place, meta: Mapping[str, Any], beginning: bytes) -> None:
         self._name = name
         self._key = place.key

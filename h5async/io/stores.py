@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 class Source(ABC):
     """An open source. Safe to use from many threads."""
 
+    at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
+
     @abstractmethod
     def stamp(self) -> FileStamp:
         """Return the state of what is open."""
