@@ -62,7 +62,7 @@ def _too_slow(*_: object) -> None:
 
 def without_names(message: str) -> str:
     """Return a message without what differs from case to case."""
-    text = re.sub(r"/\S+?\.h5(\.\w+)*", "FILE", message)
+    text = re.sub(r"/\S+?\.(h5|bin)(\.\w+)*", "FILE", message)
     return re.sub(r"\b(c\d|twin|rows|ep_\d)\b", "NAME", re.sub(r"\d+(\.\d+)?", "N", text))
 
 
