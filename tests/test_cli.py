@@ -527,6 +527,13 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--w-dim 3": {"w_dim": 3},
     "--cha-dim 1": {"cha_dim": 1},
     "--batch-size 7": {"batch_size": 7},
+    "--storage-option aws_region=eu --storage-option client_options={allow_http=true}": {
+        "storage_options": {"aws_region": "eu", "client_options": {"allow_http": True}}
+    },
+    "--requests-in-flight 8 --fetch-bytes 1GiB": {
+        "requests_in_flight": 8,
+        "fetch_bytes": "1GiB",
+    },
     "--batch-values 4096 --bucket 8": {"batch_values": 4096, "bucket": 8},
     "--shuffle full": {"shuffle": "full"},
     "--indices 100:": {"indices": "100:"},
@@ -694,7 +701,7 @@ def test_values_that_the_library_refuses(train, typed, message):
         ("--field data", "NAME=PATH"),
         ("--field =data", "NAME=PATH"),
         ("--field data=", "NAME=PATH"),
-        ("--field x=data --field x=labels", "two fields have the same name"),
+        ("--field x=data --field x=labels", "two have the same name"),
         ("--no-labels --labels-field labels", "not both"),
     ],
 )

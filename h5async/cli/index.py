@@ -37,7 +37,9 @@ _Output = Annotated[
 _Clear = Annotated[bool, typer.Option("--clear", help="Empty the user's cache folder of indices.")]
 
 
-@takes_options(["fields", "num_dim", "sequences", "io", "allow_external", "allow_missing"])
+@takes_options(
+    ["fields", "num_dim", "sequences", "io", "allow_external", "allow_missing", "storage_options"]
+)
 def index(
     files: _Files = None,
     output: _Output = None,

@@ -48,7 +48,7 @@ _RIGHT = frozenset({"decoded", "on disk", "in order", "shuffled"})
 COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 
 
-@takes_options(["allow_external", "allow_missing"])
+@takes_options(["allow_external", "allow_missing", "storage_options"])
 def inspect(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="The HDF5 file, or a saved index (.h5idx).")

@@ -252,7 +252,7 @@ def typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or value in ([], ()):
             continue
         if option.is_mapping:
-            value = _fields_of(value, flag(option))
+            value = _mapping_of(value, flag(option), option.values)
         elif option.name == "sequences" or (option.name in _TABLES and value.startswith("{")):
             value = _table(value, flag(option))
         elif option.takes_names and re.fullmatch(r"[-+]?\d+", value):
@@ -277,15 +277,15 @@ def _table(text: str, name: str) -> object:
         raise typer.BadParameter(f"is not a table of TOML: {error}", param_hint=name) from error
 
 
-def _fields_of(entries: Iterable[str], name: str) -> dict[str, Any]:
-    """Parse NAME=PATH, or NAME= and a table of the field's options."""
+def _mapping_of(entries: Iterable[str], name: str, form: str) -> dict[str, Any]:
+    """Parse NAME=VALUE, or NAME= and a table of options; `form` is what users know this as."""
     pairs = [entry.partition("=") for entry in entries]
     if not all(key and value for key, _, value in pairs):
-        raise typer.BadParameter("must be NAME=PATH", param_hint=name)
+        raise typer.BadParameter(f"must be {form}", param_hint=name)
     found = {
         key: _table(value, name) if value.lstrip().startswith("{") else value
         for key, _, value in pairs
     }
     if len(found) < len(pairs):
-        raise typer.BadParameter("two fields have the same name", param_hint=name)
+        raise typer.BadParameter("two have the same name", param_hint=name)
     return found

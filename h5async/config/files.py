@@ -16,12 +16,49 @@ from h5async.errors import ConfigError, ReadError
 from h5async.spelling import Where, named, printable
 
 FileName: TypeAlias = Path | str  # str: ``scheme://...``, which no path of a local file is
+Expand = Callable[["SourceName"], "list[str] | None"]
 
 _HDF5_SUFFIXES = frozenset({".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat"})
 _PATHS = ("hdf5_path", "allow_external", "index_cache")
 INDEX_SUFFIX = ".h5idx"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+_EXPANDERS: dict[str, Expand] = {}  # by the scheme of a name
+
+
+class SourceName(str):
+    """The name ``scheme://...`` of a source, with the options of the client that reads it.
+
+    The options, which may be secret, take part in no comparison, and no text shows them.
+    """
+
+    __slots__ = ("options",)
+    options: Mapping[str, Any]
+
+    def __new__(cls, name: str, options: Mapping[str, Any]) -> SourceName:
+        """Return a name with options."""
+        made = super().__new__(cls, name)
+        made.options = options
+        return made
+
+    def __str__(self) -> str:
+        """Return the name with its options, so that ``str(name)`` of any name keeps them."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SourceName, ("".join(self), self.options)
+
+
+def expand_with(scheme: str, expand: Expand) -> None:
+    """Have `expand` find the sources that match names with a scheme; None if one is no glob."""
+    _EXPANDERS[scheme] = expand
+
+
+def with_options(names: Files, options: Mapping[str, Any]) -> Files:
+    """Return names with the options of a client; paths of local files stay as they are."""
+    if isinstance(names, tuple):
+        return tuple(SourceName(n, options) if isinstance(n, str) else n for n in names)
+    return SourceName(names, options) if isinstance(names, str) else names
 
 
 def scheme_of(name: FileName) -> str:
@@ -42,6 +79,10 @@ def matching_files(paths: Iterable[FileName]) -> list[FileName]:
     """
     found: list[FileName] = []
     for path in paths:
+        if isinstance(path, SourceName) and (expand := _EXPANDERS.get(scheme_of(path))):
+            names = expand(path)
+            found += [path] if names is None else (SourceName(n, path.options) for n in names)
+            continue
         if scheme_of(path) or not glob.has_magic(str(path)) or os.path.exists(path):
             found.append(path)
             continue

@@ -177,6 +177,17 @@ class ReaderOptions(TypedDict, total=False):
     """A file may refer to other files beside it, and below these folders."""
     allow_missing: bool
     """Fill missing parts of a virtual dataset with its fill value, instead of raising an error."""
+    storage_options: Mapping[str, Any]
+    """Options of the client that reads object stores and the web, such as `aws_region`,
+    `aws_endpoint`, `google_service_account` and `azure_storage_account_name`, and the tables
+    `client_options` and `retry_config`: those of obstore. Credentials that are not given are found
+    as the cloud's own tools find them.
+    """
+    requests_in_flight: Integer
+    """Maximum number of requests to object stores and the web at a time."""
+    fetch_bytes: SizeLike
+    """Maximum memory for bytes that were fetched from object stores and the web, and not yet used.
+    """
     index_cache: bool | FilePath
     """Where to keep the index of the files, so that later readers open faster. True (on the command
     line `default`): in the user's cache folder. False (`none`): nowhere. A path: in that folder, or

@@ -21,6 +21,7 @@ from h5async.config.files import (
     kind_of_file,
     load_file,
     matching_files,
+    with_options,
 )
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.keywords import ReaderOptions
@@ -137,6 +138,9 @@ class ReaderConfig(Frozen):
     io: Literal["auto", "pread", "map"] = "auto"
     allow_external: Folders = option((), default_text="none", values="FOLDER")
     allow_missing: values.Bool = False
+    storage_options: values.StorageOptions = option({}, default_text="none", values="NAME=VALUE")
+    requests_in_flight: values.Positive = 32
+    fetch_bytes: values.Size = option(256 << 20, default_text="256 MiB", values="SIZE")
     index_cache: Place = option(
         True,
         default_text="the user's cache folder",
@@ -153,6 +157,7 @@ class ReaderConfig(Frozen):
             # one per helper and the loop's, two helpers are 1.2 times as fast as one, not 2 times.
             # (`model_fields_set` stays as it is.)
             self.__dict__["prefetch"] = 2 * self.num_helpers + 1
+        self.__dict__["hdf5_path"] = with_options(self.hdf5_path, self.storage_options)
         if "batch_size" not in self.model_fields_set and self.batch_values is not None:
             self.__dict__["batch_size"] = self.batch_values  # only values are limited
         if self.max_skipped is not None and self.on_error == "raise":

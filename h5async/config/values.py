@@ -11,7 +11,7 @@ import numbers
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal, SupportsIndex, TypeAlias
 
@@ -232,6 +232,13 @@ def _several(value: object) -> object:
     return tuple(value) if isinstance(value, np.ndarray | range) and np.ndim(value) else value
 
 
+def _storage_options(value: object) -> Mapping[str, Any]:
+    """Take a mapping of names to values; errors do not show these, which may be secret."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigError("must map names to values")
+    return dict(value)
+
+
 def _seconds(value: object) -> float | None:
     if value is None:
         return None
@@ -347,4 +354,8 @@ Names = Annotated[
 ]
 # TOML has no null: "" means none.
 NameOrEmpty = Annotated[Name | None, BeforeValidator(lambda it: None if it in ("", b"") else it)]
+# Neither shown nor saved: secrets may be among them.
+StorageOptions = Annotated[
+    Mapping[str, Any], PlainValidator(_storage_options), Bound(repr=False, exclude=True)
+]
 Cache = Annotated[Literal["host", "device"] | None, BeforeValidator(lambda it: it or None)]

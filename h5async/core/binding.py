@@ -51,6 +51,7 @@ _FUNCTIONS = {
     "qq": "new_store",
     "pppqpqqqqp": "plan_batch",
     "pppppqq": "read_batch",
+    "pppppqqpq": "list_ranges",
     "pppppq": "read_again copy_runs",
     "pqq": "wait",
     "pqp": "open_again",

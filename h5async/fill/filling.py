@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import load_core, mapping_mode
 from h5async.fill.damage import KnownDamage
+from h5async.fill.fetching import Fetcher, FetchLimits
 from h5async.fill.finishing import BatchDecoder, Postprocess
 from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, Recorded, Recording
 from h5async.fill.phases import Phases
-from h5async.fill.pool import Work, WorkPool
+from h5async.fill.pool import Work, WorkPool, do_nothing
 from h5async.fill.reading import BatchReader, OnDevice, Slots
 from h5async.fill.resident import Budget, HostCache, KeptChunks, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
@@ -120,6 +121,15 @@ class Filler:
                 needs_python = postprocess is not None or not self._reader.transforms_all
                 needs_python |= assembly.needs_work
                 self.submissions = Submissions(queue, self._reader, assembly, needs_python)
+            self._fetcher: Fetcher | None = None
+            if self._reader.far is not None and num_threads:
+                is_dealt = config.num_helpers > 1  # each gets some of the batches
+                self._fetcher = Fetcher(
+                    self._reader.far,
+                    FetchLimits(config.requests_in_flight, config.fetch_bytes),
+                    self._reader.ahead,
+                    (lambda request: None) if is_dealt else samplings.following,
+                )
             pool = self._pool = WorkPool(
                 num_threads, self._find_work, calls.on_crash, self.submissions
             )
@@ -135,6 +145,7 @@ class Filler:
                 postprocess,
                 self._resident,
                 calls,
+                self._fetcher,
                 skips=config.on_error == "skip",
             )
             if self.submissions is not None:
@@ -152,6 +163,8 @@ class Filler:
         """
         if self._opens_ahead:
             self._executors.open_ahead(lambda: self._pool.is_stopped)
+        if self._fetcher is not None:
+            self._fetcher.start(self._reader.file)
         self._pool.start(self._reader.file)
 
     @property
@@ -215,6 +228,8 @@ class Filler:
         worker waits for. Extra calls are harmless, and complete what an exception interrupted.
         """
         self._reader.interrupt()
+        if self._fetcher is not None:
+            self._fetcher.stop(do_nothing)
         self._pool.stop(partial(self._let_go, then))
 
     def _find_work(self) -> list[tuple[int, Work]]:
@@ -231,7 +246,7 @@ class Filler:
         if self.submissions is not None:
             self.submissions.close()
         self._residencies.clear()
-        self._resident = self._cache = None
+        self._resident = self._cache = self._fetcher = None
         then()
         self._next_requests = list  # whose owner holds this object
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DamagedError, Skipped, forget_frames
+from h5async.fill.fetching import Fetcher
 from h5async.fill.finishing import BatchDecoder, DecodedBatch, Postprocess
 from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
@@ -26,6 +27,8 @@ from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.resident import HostCache, Residency
 from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.plan.records import GatherPlan, PlanSlice, cut
+from h5async.read.collection import MOST_ROUNDS
+from h5async.read.farsources import Held
 from h5async.read.queue import SlotBatch
 from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
@@ -53,6 +56,7 @@ class _Fill:
     images: DecodedBatch | None = None
     shares_left: int = 0
     error: BaseException | None = None
+    rounds: int = 0  # of fetching
 
     @property
     def index(self) -> NDArray[np.int64]:
@@ -78,6 +82,7 @@ class Phases:
         postprocess: Postprocess | None,
         resident: Residency | None,
         calls: Calls,
+        fetcher: Fetcher | None,
         *,
         skips: bool,
     ) -> None:
@@ -89,7 +94,7 @@ class Phases:
         self._images_field = several[0] if len(several) == 1 else NO_FIELD
         self._resident = resident
         self._cache = resident if isinstance(resident, HostCache) else None
-        self._calls = calls
+        self._calls, self._fetcher = calls, fetcher
         # For all batches, and made once: a lock takes memory.
         self._shares_lock = threading.Lock()
 
@@ -98,10 +103,7 @@ class Phases:
         self._fill(_Fill(request))
 
     def _fill(self, batch: _Fill) -> None:
-        shares: list[list[PlanSlice]] = []
-        self._attempt(batch, partial(self._cut_plans, batch, shares))
-        works = [partial(self._read, batch, share) for share in shares]
-        self._begin(batch, works, self._begin_left)
+        self._begin(batch, [partial(self._plan, batch)], self._begin_fetch)
 
     def resume(
         self,
@@ -160,7 +162,7 @@ class Phases:
 
     def close(self) -> None:
         """Release memory, and functions whose owners hold this object."""
-        self._resident = self._cache = None
+        self._resident = self._cache = self._fetcher = None
         if self._images is not None:
             self._images.close()
         self._calls = NO_CALLS
@@ -168,7 +170,7 @@ class Phases:
 
     # --- plan -------------------------------------------------------------------------------------
 
-    def _cut_plans(self, batch: _Fill, shares: list[list[PlanSlice]]) -> None:
+    def _plan(self, batch: _Fill) -> None:
         request = batch.request
         self._calls.before_fill(request.slot)
         begin = time.perf_counter_ns()
@@ -177,11 +179,8 @@ class Phases:
                 samples = self._reader.samplings.samples(request)
                 batch.samples, batch.skipped = self._reader.damage.left_out(samples)
             batch.plans = self._plans(batch)
-            # One per thread: waiting for the GIL costs more than additional shares gain.
-            shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))
         self._reader.times.add("plan", begin)
         self._recorder.note("plan", begin, request.serial)
-        batch.busy_ns += time.perf_counter_ns() - begin
 
     def _plans(self, batch: _Fill) -> BatchPlan:
         if self._resident is not None:
@@ -192,6 +191,35 @@ class Phases:
             return self._cache.plans(batch.index)
         batch.is_resident = True
         return []
+
+    # --- fetch ------------------------------------------------------------------------------------
+
+    def _begin_fetch(self, batch: _Fill) -> None:
+        """Have the fetcher get what lies in far sources; it may have to be asked several times."""
+        if self._fetcher is None:
+            self._reader.fetch(batch.plans)
+            self._begin_read(batch)
+            return
+        ranges = self._reader.to_fetch(batch.plans)
+        if ranges is None or batch.rounds == MOST_ROUNDS:
+            self._begin_read(batch)
+            return
+        batch.rounds += 1
+        self._fetcher.want(batch.request, ranges, partial(self._fetched, batch))
+
+    def _fetched(self, batch: _Fill, found: Held | BaseException) -> None:
+        """Go on with what was fetched, in a thread of the pool."""
+        serial = batch.request.serial
+        self._pool.add(serial, [partial(self._take, batch, found)])
+
+    def _take(self, batch: _Fill, found: Held | BaseException) -> None:
+        self._begin(batch, [partial(self._reader.hold, batch.plans, found)], self._begin_fetch)
+
+    def _begin_read(self, batch: _Fill) -> None:
+        # One per thread: waiting for the GIL costs more than additional shares gain.
+        shares = cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES)
+        works = [partial(self._read, batch, share) for share in shares]
+        self._begin(batch, works, self._begin_left)
 
     # --- read and keep ----------------------------------------------------------------------------
 
@@ -210,6 +238,7 @@ class Phases:
         self._reader.read_left(left, batch.index, draw, memory, damage)
 
     def _begin_keep(self, batch: _Fill) -> None:
+        self._let_go(batch)
         cache, index = self._cache, batch.index
         is_gathered = any(isinstance(p, GatherPlan) for p in batch.plans[:1])
         if cache is None or is_gathered:
@@ -310,9 +339,17 @@ class Phases:
             self._reader.times.add("postprocess", begin)
             self._recorder.note("postprocess", begin, batch.request.serial)
 
+    def _let_go(self, batch: _Fill) -> None:
+        """Let go of what was fetched, after it was read."""
+        if self._fetcher is not None:
+            batch.rounds = 0
+            self._reader.let_go(batch.plans)
+            self._fetcher.end(batch.request.serial)
+
     def _deliver(self, batch: _Fill, arrays: tuple[Any, ...], names: tuple[str, ...]) -> None:
         if self._pool.is_stopped:
             return
+        self._let_go(batch)
         outcome = FillOutcome(
             batch.index,
             arrays,

@@ -28,6 +28,7 @@ from h5async.opening.dataset import Samplings
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
 from h5async.order.sampling import NO_EPOCH, FillRequest
 from h5async.plan.crops import Uint64s, draws_of, epoch_keys
+from h5async.plan.fetches import NO_RANGES, ByteRanges, union
 from h5async.plan.records import (
     BatchItems,
     GatherPlan,
@@ -42,6 +43,7 @@ from h5async.plan.transform import NativeTransform, RowTransform, transformer
 from h5async.read.collection import Collection
 from h5async.read.executors import Executors
 from h5async.read.failures import Place
+from h5async.read.farsources import FarSources, Held
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
@@ -148,6 +150,8 @@ class BatchReader:
             self._told = [field for field, is_told in pairs if all(is_told)]
             new = self._collection.new_batch
             self._batches = [self._batches_of(new, slot, slots.rows) for slot in slots.memory]
+        self._ahead: _Batches | None = None  # plans of batches that are fetched ahead
+        self._has_heaps = any(layout.heaps for layout in self._layouts)
         self._size = ScratchSize.of(self._layouts)
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
@@ -166,11 +170,16 @@ class BatchReader:
         core, collection = self.core, self._collection
         if core is None or collection is None or self._plan_columns:
             return None
-        if not all(collection.tables.reads):
+        if not all(collection.tables.reads) or collection.tables.far is not None:
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
         return BatchQueue(core, collection.tables, batches, self._num_threads, *orders)
+
+    @property
+    def far(self) -> FarSources | None:
+        """What gets bytes of sources that are no local files; None if there are none."""
+        return None if self._collection is None else self._collection.tables.far
 
     @property
     def transforms_all(self) -> bool:
@@ -202,9 +211,10 @@ class BatchReader:
 
     def draw(self, epoch: int) -> Uint64s | None:
         """Return what the parts of rows of an epoch are drawn by; None if there are none."""
-        if self._draws and self._drawn[0] != epoch:
-            self._drawn = epoch, epoch_keys(self.samplings.config.seed, epoch)
-        return self._drawn[1]
+        drawn = self._drawn
+        if self._draws and drawn[0] != epoch:
+            drawn = self._drawn = epoch, epoch_keys(self.samplings.config.seed, epoch)
+        return drawn[1]
 
     def _plan(
         self,
@@ -216,8 +226,6 @@ class BatchReader:
     ) -> BatchPlan:
         """Plan each field for the core or for h5py, except those that `others` has planned."""
         plans: list[ReadPlan] = []
-        more: list[BatchItems] = []
-        wanted = [False] * len(self._layouts)
         for field in range(len(self._layouts)):
             if field in others:
                 plans.append(others[field])
@@ -225,13 +233,25 @@ class BatchReader:
                 plans.append(self._plan_rows(field, index, memory.raw[field], draw))
             else:
                 plans.append(IncludedPlan())
-                wanted[field] = batches.collection.tables.reads[field]
+        return (
+            plans if batches is None else [*plans, *self._plan_core(index, batches, others, draw)]
+        )
+
+    def _plan_core(
+        self, index: Int64s, batches: _Batches, others: Names[int], draw: Uint64s | None
+    ) -> list[BatchItems]:
+        """Plan for the core what it reads, except fields that `others` has planned."""
+        collection, more = batches.collection, list[BatchItems]()
+        wanted = [False] * len(self._layouts)
+        for field, can_read in enumerate(collection.tables.can_read):
+            if can_read and field not in others:
+                wanted[field] = collection.tables.reads[field]
                 if not wanted[field]:
                     more.append(self._plan_told(field, index, batches))
-        if batches is not None and any(wanted):
-            batches.collection.plan(batches.batch, index, wanted, self._num_threads, draw=draw)
+        if any(wanted):
+            collection.plan(batches.batch, index, wanted, self._num_threads, draw=draw)
             more.append(_batch_items(batches.batch))
-        return [*plans, *more]
+        return more
 
     def _plan_told(self, field: int, index: Int64s, batches: _Batches) -> BatchItems:
         """Have the core plan a field whose rows, or elements, it is told."""
@@ -367,6 +387,7 @@ class BatchReader:
                     lambda *of: lent.enter_context(lend(*of)), memory, index.size
                 )
             plans = self._plan(index, memory, batches, {}, draw)
+            self.fetch(plans)
             share = [PlanSlice(i, 0, plan.num_items) for i, plan in enumerate(plans)]
             self.read(plans, [part for part in share if part.stop], memory)
             for left in self.left(plans):
@@ -376,6 +397,64 @@ class BatchReader:
                 steps = self._steps[field]
                 count = steps.total(index) if isinstance(steps, SpanRows) else index.size
                 self.transform(field, raw[:count], out[:count], index)
+
+    def fetch(self, plans: BatchPlan) -> None:
+        """Fetch what the core will read of far sources, in the calling thread.
+
+        `ReadError` is raised if it cannot be had.
+        """
+        if self._collection is None or self._collection.tables.far is None:
+            return
+        with self._scratch() as scratch:
+            for plan in plans:
+                if isinstance(plan, BatchItems):
+                    self._collection.fetch(plan.batch, scratch)
+
+    def to_fetch(self, plans: BatchPlan) -> ByteRanges | None:
+        """Return what the core will read of far sources; None if that is nothing, or all there."""
+        collection = self._collection
+        if collection is None:
+            return None
+        batches = [plan.batch for plan in plans if isinstance(plan, BatchItems)]
+        held = [batch.held for batch in batches if batch.held is not None]
+        if held and not self._has_heaps:
+            return None
+        before = held[0].ranges if held else NO_RANGES
+        with self._scratch() as scratch:
+            listed = [collection.ranges(y, 0, y.plan.num_items, scratch) for y in batches]
+        wanted = union(ByteRanges.joined([before, *listed]))
+        return None if wanted.same(before) else wanted
+
+    def hold(self, plans: BatchPlan, found: Held | BaseException) -> None:
+        """Have a batch read what was fetched; an error is raised."""
+        if isinstance(found, BaseException):
+            raise found
+        assert self._collection is not None
+        for plan in plans:
+            if isinstance(plan, BatchItems):
+                self._collection.hold(plan.batch, found)
+
+    def let_go(self, plans: BatchPlan) -> None:
+        """Forget what was fetched for a batch."""
+        for plan in plans:
+            if self._collection is not None and isinstance(plan, BatchItems):
+                self._collection.hold(plan.batch, None)
+
+    def ahead(self, request: FillRequest) -> ByteRanges | None:
+        """Return what a request will read of far sources; None if that is not known."""
+        collection, memory = self._collection, self.slots.memory
+        if collection is None or not memory:
+            return None
+        index, _ = self.damage.left_out(self.samplings.samples(request))
+        if self._cache is not None and self._cache.has(index):
+            return NO_RANGES
+        if self._ahead is None:
+            self._ahead = self._batches_of(collection.new_batch, memory[0], self.slots.rows)
+        plans = self._plan_core(index, self._ahead, {}, self.draw(request.epoch))
+        with self._scratch() as scratch:
+            batches = [plan.batch for plan in plans]
+            listed = [collection.ranges(y, 0, y.plan.num_items, scratch) for y in batches]
+        return union(ByteRanges.joined([NO_RANGES, *listed]))
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are also transformed if that costs no copy.
@@ -511,7 +590,7 @@ class BatchReader:
         self._scratches.clear()
         self._free.clear()
         self._h5py_rows, self._plan_columns, self._cache = [], None, None
-        self._collection, self._batches = None, []
+        self._collection, self._batches, self._ahead = None, [], None
 
     def _new_scratch(self) -> Scratch:
         scratch = Scratch.allocate(*self._size)

@@ -23,7 +23,6 @@ from h5async.index.chunks import (
     TooManyChunksError,
     converted,
     filters_of,
-    left_to_hdf5,
     read_chunk_table,
     refuse_filters_of_hdf5,
     require_filters_of_hdf5,
@@ -51,7 +50,7 @@ from h5async.index.storedtypes import StoredType, element_of, is_object, without
 from h5async.index.variablelength import Forms, fill_reference, stored_compact, variable_length
 from h5async.io.localfiles import may_map
 from h5async.io.stamps import settled
-from h5async.io.stores import HDF5File, absolute_name, store_of
+from h5async.io.stores import HDF5File, absolute_name
 
 _Kind = tuple[bytes, bytes, int, int]  # type, properties (both encoded by HDF5), rank, dimension
 
@@ -72,7 +71,6 @@ class Indexer:
         # It is opened again later, when the current directory may differ.
         self._path = absolute_name(self._name)  # (".." after a link leads elsewhere)
         self._source = file.source
-        self._why_h5py = None if store_of(self._path).is_local else "it lies in no local file"
         # Values written in this process may not be in the file yet.
         self._is_writer = bool(file.id.get_intent() & h5py.h5f.ACC_RDWR)
         self._stamp = settled(file.source.stamp)
@@ -142,13 +140,12 @@ class Indexer:
             raise DatasetError(f"{where}: samples of variable length must have one dimension")
         layout = self._declared(name, dataset, storage, dtype, shape).changed(
             sample_axis=normal_axis(num_dim, len(shape), where),
-            fallback_reason=self._why_h5py,
             stored_itemsize=dtype.itemsize,
         )
         read_fill = partial(fill_reference, dataset, dtype)
         if sources is not None:
             layout = sources.layout(layout, partial(read_fill, whenever=True))
-            if layout.fallback_reason is not None and self._why_h5py is None:
+            if layout.fallback_reason is not None:
                 raise NotDirectError(layout.fallback_reason)
             return layout
         if storage == "compact":
@@ -246,8 +243,7 @@ class Indexer:
         try:
             if sources is not None:
                 read_fill = partial(fill_value, dataset.plist, base, (), whenever=True)
-                whole = sources.layout(layout, read_fill)
-                return whole if self._why_h5py is None else left_to_hdf5(whole, self._why_h5py)
+                return sources.layout(layout, read_fill)
             if storage == "external":
                 layout, found = attached(layout, dataset.plist, self.reach, where)
                 self._require_direct(layout, dataset, element)
@@ -290,8 +286,6 @@ class Indexer:
             raise NotDirectError(
                 "the file is open for writing in this process, which may hold unwritten values"
             )
-        if self._why_h5py is not None:
-            raise NotDirectError(self._why_h5py)
         if not converts and (not element.is_numpys or (element.text and self._depth)):
             raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
         refuse_filters_of_hdf5(layout, dataset)

@@ -26,6 +26,7 @@ import h5py
 from h5async.config.files import FileName, scheme_of
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
 from h5async.io.localfiles import open_regular
+from h5async.io.metadatafile import MetadataFile
 from h5async.io.openfailure import directory_reason, reason_unopened
 from h5async.io.stamps import FileStamp, settled
 from h5async.system.interruptions import suppressing
@@ -124,7 +125,7 @@ class Store(ABC):
             text = f"cannot open {name}: {error.strerror or error}"
             raise failed_read(text, error, name) from error
         try:
-            content = FileObject(source)
+            content = MetadataFile(source)
             properties = _access_properties(metadata_nbytes).copy()
             properties.set_fileobj_driver(h5py.h5fd.fileobj_driver, content)
             try:
@@ -132,33 +133,14 @@ class Store(ABC):
             except (OSError, RuntimeError, ValueError) as error:
                 text = f"cannot open {name}: {reason_unopened(content, error)}"
                 raise failed_read(text, error, name) from error
+            file.source = source
+            if source.stamp() != content.stamp:
+                file.close()
+                raise ReadError(f"cannot open {name}: it was changed meanwhile", filename=name)
         except BaseException:
             source.close()
             raise
-        file.source = source
         return file
-
-
-class FileObject(io.RawIOBase):
-    """An open source as one of Python's file objects; closing it leaves the source open."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._nbytes = source.stamp().nbytes
-        self._at = 0
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to an offset from the beginning, from here, or from the end."""
-        self._at = offset + (0, self._at, self._nbytes)[whence]
-        return self._at
-
-    def readinto(self, into: memoryview) -> int:  # type: ignore[override]
-        """Read what fits into some memory; return the number of bytes."""
-        memory = memoryview(into).cast("B")
-        nbytes = max(0, min(memory.nbytes, self._nbytes - self._at))
-        self._source.read_ranges([(self._at, nbytes)], memory[:nbytes])
-        self._at += nbytes
-        return nbytes
 
 
 class LocalSource(Source):

@@ -259,6 +259,18 @@ class Samplings:
             return request.samples.copy()
         return self.at(request.order).batch_at(request.epoch, request.start)
 
+    def following(self, request: FillRequest) -> FillRequest | None:
+        """Return the request after one, in order; None if that is not known."""
+        if request.samples is not None or self.sampler is not None:
+            return None
+        slot, serial, epoch, number, start, order, _ = request
+        sampling = self.at(order)
+        if sampling.batches_from(epoch, start) > 1:
+            number, start = sampling.step_at(epoch, start, 1)
+        else:
+            epoch, number, start, order = epoch + 1, 0, 0, order[:2]
+        return FillRequest(slot, serial + 1, epoch, number, start, order)
+
     def check(self, samples: NDArray[np.int64], where: str) -> None:
         """Check that samples have all the steps that they must have.
 

@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import REFUSED, Event
+from h5async.core.structures import IO_MODES, REFUSED, Event
 from h5async.errors import DamagedError, ReaderClosedError, ReadError
 from h5async.index.changes import FileChanges
 from h5async.index.shapes import Kind
 from h5async.order.rows import numbers_in
+from h5async.plan.fetches import NO_RANGES, ByteRanges, union
 from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
 from h5async.read.failures import (
@@ -34,11 +35,13 @@ from h5async.read.failures import (
     error_of_element,
     find_chunk,
 )
+from h5async.read.farsources import Held, is_far
 from h5async.read.queue import SlotBatch
 from h5async.read.rereading import FileEventError, Rereader
 from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
+MOST_ROUNDS = 64  # of fetching, each after what the one before has told
 
 
 class Planned(NamedTuple):
@@ -104,6 +107,8 @@ class Collection:
         `MemoryError` is raised if there is not enough memory for the plan.
         """
         samples = np.ascontiguousarray(samples, np.int64)
+        if batch.held is not None:
+            self.hold(batch, None)
         for target, is_wanted in zip(batch.targets, wanted, strict=True):
             target.is_wanted = is_wanted
         plan, count = batch.plan, samples.size
@@ -181,6 +186,62 @@ class Collection:
                     f" {ranges.offset[done]} cannot be read"
                 )
 
+    # --- of sources that are no local files -------------------------------------------------------
+
+    def ranges(self, batch: SlotBatch, start: int, stop: int, scratch: Scratch) -> ByteRanges:
+        """Return what items of a plan read of far sources, sorted, without overlaps.
+
+        Where values of variable length lie is found in what was fetched: call it again then.
+        """
+        far = self.tables.far
+        assert far is not None
+        worker, room = scratch.worker(self._core), 2 * (stop - start) + 64
+        while True:
+            found = np.zeros(room, far.fetched)
+            count = self._core.list_ranges(
+                ctypes.byref(batch.plan),
+                self.tables.fields,
+                batch.targets,
+                self.tables.sources,
+                ctypes.byref(worker.struct),
+                start,
+                stop,
+                address(found),
+                room,
+            )
+            worker.note_return()
+            if count <= room:
+                names = ByteRanges._fields
+                listed = ByteRanges(*(found[name][:count] for name in names))
+                return union(listed.within(far.sizes))
+            room = count
+
+    def hold(self, batch: SlotBatch, held: Held | None) -> None:
+        """Have a plan read what was fetched; None: forget it. The plan is not being read."""
+        count = 0 if held is None else held.table.size
+        batch.plan.fetched = None if held is None else address(held.table)
+        batch.plan.num_fetched, batch.held = count, held
+
+    def fetch(
+        self, batch: SlotBatch, scratch: Scratch, items: tuple[int, int] | None = None
+    ) -> None:
+        """Fetch what a plan, or items of it, read of far sources, in the calling thread.
+
+        `ReadError` is raised if it cannot be had. The plan is not being read.
+        """
+        far, wanted = self.tables.far, NO_RANGES
+        if far is None:
+            return
+        self.hold(batch, None)
+        start, stop = (0, batch.plan.num_items) if items is None else items
+        for _ in range(MOST_ROUNDS):
+            listed = self.ranges(batch, start, stop, scratch)
+            more = union(ByteRanges.joined([wanted, listed]))
+            if more.same(wanted):
+                return
+            wanted = more
+            self.hold(batch, far.get_here(wanted, batch.held))
+
     def refused(self, batch: SlotBatch) -> Int64s:
         """Return the numbers of the items that have to be read again."""
         items = self._items(batch)
@@ -201,7 +262,10 @@ class Collection:
             numbers = refused[sources == number].tolist()
             found: list[DamagedError] | None = None if damage is None else []
             work = partial(self._read_again, batch, numbers, scratch, found)
-            self.rereader.read(number, work)
+            if self.tables.far is not None and is_far(self.tables.files[number]):
+                self._read_far_again(batch, numbers, scratch, damage)
+            else:
+                self.rereader.read(number, work)
             if damage is not None:
                 damage += found or ()
 
@@ -227,6 +291,25 @@ class Collection:
                 damage.append(error)
             elif error is not None:
                 raise error
+
+    def _read_far_again(
+        self,
+        batch: SlotBatch,
+        numbers: Sequence[int],
+        scratch: Scratch,
+        damage: list[DamagedError] | None,
+    ) -> None:
+        """Fetch items of a source that is no local file, and read them."""
+        for number in numbers:
+            self.fetch(batch, scratch, (number, number + 1))
+            nbytes = self.tables.files[int(self._items(batch)["source"][number])].stamp.nbytes
+            file = self._core.File(fd=-1, io=IO_MODES["pread"], is_far=True, map_nbytes=nbytes)
+            file.fetched, file.num_fetched = batch.plan.fetched, batch.plan.num_fetched
+            found: list[DamagedError] | None = None if damage is None else []
+            self._read_again(batch, [number], scratch, found, file, False)
+            if damage is not None:
+                damage += found or ()
+        self.hold(batch, None)
 
     def _error_of(
         self, batch: SlotBatch, number: int, scratch: Scratch, file: Any

@@ -26,6 +26,7 @@ from h5async.io.stamps import FileStamp
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.crops import draws_of
 from h5async.plan.transform import NativeTransform
+from h5async.read.farsources import FarSources, is_far
 
 Int64s = NDArray[np.int64]
 _ALL_BITS = (1 << 64) - 1
@@ -47,7 +48,8 @@ class CoreTables:
     `files` those of `sources`. By field, `can_read` says whether the core reads it, at least in
     part; `shares`, whether the rows of a batch have to be given, because samples share runs of
     rows, each read once; `reads`, whether the core reads it and finds its rows; and `transforms`,
-    whether its rows are transformed as they are read.
+    whether its rows are transformed as they are read. `far` gets what is read of sources that are
+    no local files; None if there are none.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class CoreTables:
         for number, source in enumerate(self.files):
             if source.values is None:
                 self._numbers.setdefault((source.path, source.is_heap), []).append(number)
+        self.far = FarSources(core, self.files) if any(map(is_far, self.files)) else None
         self.sources = self._open_sources()
         self.fields = (core.Field * len(layouts))()
         share = 1.0 if samples is None else samples / max(1, self.num_samples)
@@ -110,6 +113,9 @@ class CoreTables:
         table = np.zeros(len(self.files), self._core.Source)
         mapped: dict[int, bool] = {}
         for row, source in zip(table, self.files, strict=True):
+            if is_far(source):
+                row["is_far"], row["fd"] = True, -1
+                continue
             if source.values is not None:
                 row["map"], row["map_nbytes"] = self._hold(source.values), source.values.nbytes
                 continue
@@ -244,8 +250,8 @@ class CoreTables:
 
     def source_path(self, number: int) -> int | str:
         """Return the path of a source, or its number if it has none; also after `close`."""
-        path = int(self._table["path"][number])
-        return os.fsdecode(ctypes.string_at(path)) if path else number
+        source = self.files[number]
+        return source.path if source.values is None else number
 
     def open_ahead(self, is_closed: Callable[[], bool]) -> Iterator[int]:
         """Open the first files; yield the numbers of those that are not as they were indexed."""
@@ -280,6 +286,8 @@ class CoreTables:
 
     def close(self) -> None:
         """Close the files and free kept memory, which must not be in use. Idempotent."""
+        if self.far is not None:
+            self.far.close()
         self._core.close_sources(self.sources)
         for struct in self.fields:
             self._core.free_store(ctypes.addressof(struct) + self._core.Field.store.offset)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,16 +28,19 @@ Uint64s = NDArray[np.uint64]
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
 
 
-class SlotBatch(NamedTuple):
+@dataclass(eq=False, slots=True)
+class SlotBatch:
     """The core's plan of a slot's batch, used again for each batch, and where its rows go.
 
-    By field, `targets` are the slot's memory: `rows` rows of the `arrays` that they point to.
+    By field, `targets` are the slot's memory: `rows` rows of the `arrays` that they point to. What
+    was fetched of far sources is `held` until the rows are read.
     """
 
     plan: Any
     targets: Any
     rows: int
     arrays: Any
+    held: Any = None
 
 
 class BatchQueue:

@@ -91,6 +91,7 @@ def _blocks(
             if collection is not None and collection.tables.reads[0]:
                 with collection.lent_batch([rows], [rows], samples.size) as batch:
                     items, _ = collection.plan(batch, samples, [True], 1)
+                    collection.fetch(batch, scratch)
                     collection.read(batch, 0, items, scratch)
                     executors.read_again(batch, scratch)
                     left = [some for _, some in collection.left(batch)]

@@ -175,6 +175,8 @@ static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end
             work->plan->items[i].status = REFUSED;
         return;
     }
+    if (file.is_far)
+        use_fetched(&file, work->plan, work->plan->items[begin].source);
     read_file(work, &file, s, begin, end);
     release_source(sources, s, file.event);
 }

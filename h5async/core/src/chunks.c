@@ -111,7 +111,7 @@ static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State st
         return 0;
     const uint8_t *in = stored <= call->available && offset <= call->available - stored
                             ? call->file->map + offset
-                            : NULL;
+                            : fetched_at(call->file, offset, stored);
     if (in == NULL && d->begin >= 0 && d->sample_stride * d->chunk_samples == d->chunk_nbytes &&
         call->file->map == NULL)
         return read_raw_lines(call, &piece, runs);

@@ -164,6 +164,18 @@ typedef struct {
     void *held; /* of malloc: the input of a decoder that needs a copy */
 } Worker;
 
+/* Bytes of a source that lies elsewhere, which were fetched, or are to be. Several are sorted by source
+   and offset, and do not overlap. */
+typedef struct {
+    int64_t source, offset, nbytes;
+    const uint8_t *data;
+} Fetched;
+
+typedef struct {
+    Fetched *ranges;
+    int64_t count, room; /* more may be counted than there is room for */
+} Asked;
+
 typedef struct {
     int32_t fd, io;
     const uint8_t *map; /* NULL: not mapped */
@@ -172,6 +184,10 @@ typedef struct {
     int64_t event;                                          /* out: enum Event */
     const char *path; /* fd below 0: by which its state is asked for; NULL: it is memory */
     int64_t failed_at, error; /* out: where a read failed; what errno said, 0: the file ended */
+    int64_t is_far; /* it lies elsewhere: there is nothing but what was fetched of it */
+    const Fetched *fetched;
+    int64_t num_fetched;
+    Asked *asked; /* where ranges to be fetched are listed, if they are */
 } File;
 
 /* H5Z_func_t of H5Zdevelop.h */

@@ -41,6 +41,7 @@
 #include "heap.c"
 #include "kept.c"
 #include "piecewise.c"
+#include "fetched.c"
 #include "batch.c"
 #include "queue.c"
 #include "ranges.c"

@@ -97,6 +97,13 @@ typedef struct {
    nothing is asked for: when it is read, the system reads ahead, in pages that are larger. */
 static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbytes)
 {
+    if (file->asked != NULL) {
+        Asked *asked = file->asked;
+        if (nbytes > 0 && asked->count < asked->room)
+            asked->ranges[asked->count] = (Fetched){.offset = offset, .nbytes = nbytes};
+        asked->count += nbytes > 0;
+        return;
+    }
     if (nbytes > 0 && offset > INT64_MAX - nbytes)
         return;
     if (nbytes == 0 || offset < span->begin || offset - CLOSE_NBYTES > span->end) {
@@ -109,8 +116,52 @@ static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbyt
     span->end = offset + nbytes > span->end ? offset + nbytes : span->end;
 }
 
+/* Where the bytes at an offset are that were fetched, and how many follow; 0: none were. */
+static int64_t find_fetched(const File *file, int64_t offset, const uint8_t **at)
+{
+    int64_t low = 0, high = file->num_fetched;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (file->fetched[middle].offset <= offset)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    if (low == 0)
+        return 0;
+    const Fetched *found = &file->fetched[low - 1];
+    int64_t inside = offset - found->offset;
+    *at = found->data + (inside < found->nbytes ? inside : 0);
+    return inside < found->nbytes ? found->nbytes - inside : 0;
+}
+
+/* Some bytes that lie together, as they were fetched; NULL: not so. */
+static const uint8_t *fetched_at(const File *file, int64_t offset, int64_t nbytes)
+{
+    const uint8_t *at = NULL;
+    return file->is_far && find_fetched(file, offset, &at) >= nbytes ? at : NULL;
+}
+
+static int read_fetched(File *file, int64_t offset, uint8_t *out, int64_t nbytes)
+{
+    const uint8_t *at;
+    while (nbytes > 0) {
+        int64_t count = find_fetched(file, offset, &at);
+        if (count == 0) {
+            file->failed_at = offset, file->error = 0;
+            return 0;
+        }
+        count = count < nbytes ? count : nbytes;
+        memcpy(out, at, (size_t)count);
+        offset += count, out += count, nbytes -= count;
+    }
+    return 1;
+}
+
 static int read_fully(File *file, int64_t offset, uint8_t *out, int64_t nbytes)
 {
+    if (file->is_far)
+        return read_fetched(file, offset, out, nbytes);
     while (nbytes > 0) {
         ssize_t count = pread(file->fd, out, (size_t)nbytes, offset);
         if (count < 0 && errno == EINTR)

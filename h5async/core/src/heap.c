@@ -12,6 +12,7 @@
 
 enum { COLLECTION_HEAD = 16, OBJECT_HEAD = 16, LEAST_COLLECTION = 4096, NUM_INDICES = 1 << 16 };
 enum { INDEX_BITS = 16, MOST_SKIPPED = 64, HEAP_WINDOW = 16 * 1024 };
+enum { MOST_COLLECTION = 1 << 20 }; /* bytes of one that are fetched at once */
 #define MOST_ADDRESS ((INT64_C(1) << 47) - 1)
 
 typedef struct {
@@ -46,6 +47,7 @@ typedef struct {
     uint8_t *out;
     int64_t out_nbytes;
     int64_t available, file_nbytes; /* of the map, if it is used; and of the file */
+    Span *asks; /* not NULL: what is missing of collections is asked for, and the rest is found */
 } HeapCall;
 
 static int64_t unresolved(int64_t address, int64_t index)
@@ -114,6 +116,11 @@ static const uint8_t *heap_bytes(HeapCall *c, int64_t offset)
     }
     if (c->available > 0)
         return c->file->map + offset;
+    if (c->file->is_far) {
+        const uint8_t *head = fetched_at(c->file, offset, OBJECT_HEAD);
+        c->file->failed_at = head == NULL ? offset : c->file->failed_at;
+        return head;
+    }
     if (offset < s->window_begin || offset > s->window_end - OBJECT_HEAD) {
         int64_t rest = c->file_nbytes - offset;
         int64_t nbytes = rest < HEAP_WINDOW ? rest : HEAP_WINDOW;
@@ -206,6 +213,20 @@ static void sort_ordered(Ordered *ordered, int64_t count)
         }
 }
 
+/* Ask for all of a collection, as far as it is known how long that is, if a read of it has failed. */
+static void ask_for_collection(HeapCall *c, int64_t begin)
+{
+    HeapScratch *s = c->scratch;
+    int64_t nbytes = s->begin == begin ? s->end - begin : HEAP_WINDOW;
+    nbytes = nbytes < MOST_COLLECTION ? nbytes : MOST_COLLECTION;
+    if (c->file->failed_at >= begin + nbytes)
+        begin = c->file->failed_at;
+    nbytes = nbytes < c->file_nbytes - begin ? nbytes : c->file_nbytes - begin;
+    if (c->file->failed_at >= 0)
+        ask_later(c->file, c->asks, begin, nbytes);
+    c->file->failed_at = -1;
+}
+
 /* Find all that is asked for; one that is not there has failed. */
 static int resolve_all(HeapCall *c)
 {
@@ -224,6 +245,11 @@ static int resolve_all(HeapCall *c)
         int is_new = address != walked;
         if (is_stopped(c->file, c->w))
             return 0;
+        if (c->asks != NULL && (address == MOST_ADDRESS ||
+                                (is_new && !walk_collection(c, h->base + address)))) {
+            ask_for_collection(c, h->base + address);
+            continue;
+        }
         if (address == MOST_ADDRESS ? !fail(c->w, HEAP_NOWHERE, -1, 0, 0)
             : (is_new && !walk_collection(c, h->base + address)) ||
                   !resolve(c, number, place, 1)) {
@@ -293,7 +319,8 @@ static const Heap *heap_of_item(const Work *work, const Item *item)
     return &f->heaps[f->layers[item->layer].begin[item->segment]];
 }
 
-static int read_heap_item(Work *work, const Field *f, const Target *target, const Item *item)
+/* Describe the reading of an item; without scratch, where there is no memory. */
+static HeapCall heap_call(const Work *work, const Field *f, const Target *target, const Item *item)
 {
     HeapScratch *scratch = work->w->heap ? work->w->heap : calloc(1, sizeof *scratch);
     HeapCall call = {.heap = heap_of_item(work, item), .file = work->file, .w = work->w,
@@ -303,10 +330,17 @@ static int read_heap_item(Work *work, const Field *f, const Target *target, cons
                      .out_nbytes = target->capacity * f->row_nbytes,
                      .available = work->available, .file_nbytes = nbytes_of_file(work->file)};
     work->w->heap = scratch;
-    if (scratch == NULL || call.count > BLOCK_SEQUENCES)
+    if (scratch != NULL)
+        scratch->window_begin = scratch->window_end = 0;
+    return call;
+}
+
+static int read_heap_item(Work *work, const Field *f, const Target *target, const Item *item)
+{
+    HeapCall call = heap_call(work, f, target, item);
+    if (call.scratch == NULL || call.count > BLOCK_SEQUENCES)
         return fail(work->w, NO_ROOM, -1, 0, (int64_t)sizeof(HeapScratch));
-    scratch->window_begin = scratch->window_end = 0;
-    int is_good = (call.available > 0 || work->file->fd >= 0) && resolve_all(&call) && copy_all(&call);
+    int is_good = (call.available > 0 || work->file->fd >= 0 || work->file->is_far) && resolve_all(&call) && copy_all(&call);
     end_stage(work->w, READING, &work->last_ns);
     return is_good;
 }

@@ -44,8 +44,9 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Worker, libraries, encoded, chunk, between, encoded_nbytes, chunk_nbytes, between_nbytes,
             read_ns, decode_ns, place_ns, read_nbytes, decoded_chunks, decoded_nbytes, returned_ns,
             stop, transform_ns, batch, failure, least_nbytes)
+    MEMBERS(Fetched, source, offset, nbytes, data)
     MEMBERS(File, fd, io, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, event,
-            path, failed_at, error)
+            path, failed_at, error, is_far, fetched, num_fetched)
     MEMBERS(Filter, kind, element, block, values, num_values, function)
     MEMBERS(Crop, extents, sizes, drawn, flipped, group, rank, first, rows_of_sample)
     MEMBERS(Dataset, filters, chunk_strides, row_strides, extents, row_begin, piece_begin, fill,
@@ -65,7 +66,7 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Heap, length, place, count, base, value_nbytes, address_nbytes, size_nbytes, is_text,
             padding)
     MEMBERS(Source, path, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, may_map,
-            fd)
+            fd, is_far)
     MEMBERS(Shape, dataset, cross_number, number_stride, kind, source_row_nbytes, keeps, swaps)
     MEMBERS(Layer, first, row, step, shape, source, begin, count, is_sparse, num_segments)
     MEMBERS(StepRows, offsets, starts, ends, run_end, num_offsets, num_sequences, pad)
@@ -77,7 +78,7 @@ static const Structure ALL_STRUCTURES[] = {
             cross_end, nbytes)
     MEMBERS(Wanted, sample, position, rank)
     MEMBERS(BatchPlan, items, run_local, run_position, run_length, sorted, num_items, num_runs,
-            num_wanted, nbytes)
+            num_wanted, nbytes, fetched, num_fetched)
     MEMBERS(Target, raw, out, is_wanted, capacity)
     MEMBERS(Store, most_chunk_nbytes)
     MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)

@@ -138,6 +138,8 @@ static int read_run(const File *file, const Pieces *p, int64_t begin, int64_t en
 {
     struct iovec parts[MAX_IOVEC];
     int count = 0;
+    if (file->is_far)
+        return 0;
     for (int64_t i = begin; i < end; i++) {
         uint8_t *to = place_of_piece(p, i);
         size_t nbytes = (size_t)nbytes_of_piece(p, i);
@@ -194,6 +196,8 @@ static int64_t read_runs(File *file, const Worker *w, const Pieces *p, uint8_t *
 static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
 {
 #ifdef RWF_NOWAIT
+    if (file->is_far)
+        return read_runs(file, w, p, NULL, 0);
     uint8_t *is_late = calloc((size_t)p->count + 1, 1);
     int64_t done = is_late ? read_runs(file, w, p, is_late, RWF_NOWAIT) : 0;
     if (done == p->count && is_late && memchr(is_late, 1, (size_t)done) != NULL)

@@ -40,6 +40,8 @@ typedef struct {
     int64_t most_items, most_runs, most_wanted, most_order, most_sorted, most_places;
     int64_t first_wanted; /* the first run of the group that is planned */
     int64_t nbytes;
+    const Fetched *fetched; /* of sources that lie elsewhere; set by Python, which keeps them */
+    int64_t num_fetched;
     _Atomic int64_t was_cached; /* whether all that was read by the last plan was in the page cache */
 } BatchPlan;
 

@@ -15,6 +15,7 @@ typedef struct Source {
     int64_t map_nbytes;
     int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed */
     int32_t may_map, fd;
+    int64_t is_far; /* it is no file here; `path` and `map` are NULL */
     int32_t is_open, users, has_swmr_writer, is_stale;
     _Atomic int32_t was_cached, uses; /* was_cached: how often in turn; below 0: it was not */
     _Atomic int64_t checked_ns; /* when it was last found to be what was indexed; 0: it may not be */
@@ -182,7 +183,8 @@ static Source *acquire_source(Sources *all, int64_t number, File *file)
         return NULL;
     s = &all->sources[number];
     if (s->path == NULL) {
-        *file = (File){.fd = PATH_CHECKED, .io = IO_MAP, .map = s->map, .map_nbytes = s->map_nbytes};
+        *file = (File){.fd = PATH_CHECKED, .io = s->is_far ? IO_PREAD : IO_MAP, .map = s->map,
+                       .map_nbytes = s->is_far ? s->nbytes : s->map_nbytes, .is_far = s->is_far};
         return s;
     }
     pthread_mutex_lock(&all->lock);

@@ -126,6 +126,18 @@ static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pi
     return kept;
 }
 
+/* Whether a piece is kept. */
+static int is_ready(Store *store, uint64_t key, int64_t piece)
+{
+    pthread_mutex_lock(&store->lock);
+    const Kept *kept = *bucket_of(store, key);
+    while (kept != NULL && kept->key != key)
+        kept = kept->next;
+    int is_there = kept != NULL && piece < kept->num_pieces && kept->pieces[piece] == PIECE_READY;
+    pthread_mutex_unlock(&store->lock);
+    return is_there;
+}
+
 /* Claim one of the pieces `begin` to `end` that is missing, the next one from `at` on, and put its
    number there; `own` pieces are claimed by the caller. READY: no others are missing. BUSY: others
    decode all of these that are; not where the caller is to `wait`, until they are done. */

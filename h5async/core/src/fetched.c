@@ -1,0 +1,122 @@
+/* Lists what is to be fetched of sources that lie elsewhere, before a plan is read, or an item of it.
+
+   A plan lists all of it at once, but for elements of variable length: where their values lie is known
+   once the collections that hold them were fetched. So who fetches lists again until nothing is new. */
+
+static void use_fetched(File *file, const BatchPlan *plan, int64_t source)
+{
+    const Fetched *all = plan->fetched;
+    int64_t low = 0, high = plan->num_fetched, first, end;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (all[middle].source < source)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    for (first = end = low; end < plan->num_fetched && all[end].source == source;)
+        end++;
+    file->fetched = all + first, file->num_fetched = end - first;
+    file->failed_at = -1;
+}
+
+static int piece_is_kept(const Work *work, const Item *item, int32_t cross)
+{
+    const Field *f = &work->fields[item->field];
+    const Layer *l = &f->layers[item->layer];
+    const Shape *shape = shape_of(f, item);
+    int are_rows = shape->keeps == KEEPS_ROWS;
+    if (!shape->keeps || f->store == NULL)
+        return 0;
+    int64_t key = are_rows ? key_of_rows(f, l, item->segment, item->number)
+                           : find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);
+    return key >= 0 && is_ready(f->store, (uint64_t)key, are_rows ? cross : 0);
+}
+
+/* The lines of some samples that lie one after the other as they are. */
+static void ask_for_lines(const Work *work, const Call *call, const Piece *whole, const Runs *runs,
+                          Span *span)
+{
+    const Dataset *d = &call->d;
+    for (int64_t r = 0; r < runs->count; r++)
+        for (int64_t k = 0; k < runs->length[r]; k++) {
+            Piece own;
+            const Piece *piece = piece_at(d, whole, runs->position[r] + k, &own);
+            if (piece == NULL)
+                continue;
+            int64_t from = call->offset + (runs->local[r] + k) * d->sample_stride + piece->from;
+            Place at = first_place(piece);
+            do
+                ask_later(work->file, span, from + at.from, line_nbytes(piece));
+            while (go_on(piece, piece->rank - 1, &at));
+        }
+}
+
+/* A piece of an item, or what is wanted of it where it is stored as it is. */
+static void ask_for_piece(const Work *work, const Item *item, int32_t cross, Span *span)
+{
+    const Field *f = &work->fields[item->field];
+    const Shape *shape = shape_of(f, item);
+    Runs runs = runs_of_item(work->plan, item);
+    Piece piece;
+    Call call;
+    int64_t extent;
+    if (!locate_piece(work, f, item, &runs, cross, NULL, &call, &extent) || !call.is_stored ||
+        call.offset < 0 || call.stored < 0 || call.offset > INT64_MAX - call.stored ||
+        piece_is_kept(work, item, cross))
+        return;
+    const Dataset *d = &call.d;
+    int are_apart = d->sample_stride * d->chunk_samples == d->chunk_nbytes;
+    int is_whole = !are_apart || is_small(shape) || shape->keeps == KEEPS_ROWS ||
+                   (d->begin < 0 && !is_raw(d, call.mask));
+    if (!is_whole && runs_lie_within(&runs, d->chunk_samples) && piece_of(d, cross, &piece))
+        ask_for_lines(work, &call, &piece, &runs, span);
+    else
+        ask_later(work->file, span, call.offset, call.stored);
+}
+
+/* Elements of variable length. Those of collections that were fetched are found first. */
+static void ask_for_values(Work *work, const Item *item, Span *span)
+{
+    HeapCall call = heap_call(work, &work->fields[item->field], &work->targets[item->field], item);
+    if (call.scratch != NULL && work->file->num_fetched > 0 && call.count <= BLOCK_SEQUENCES) {
+        call.asks = span;
+        resolve_all(&call);
+    }
+    ask_for_elements(work, item, span);
+}
+
+/* List what items `start` to `stop` of a plan read of sources that lie elsewhere, by source, with
+   repetitions. Returns how many ranges that are; only `room` of them are written. */
+PUBLIC int64_t h5async_list_ranges(BatchPlan *plan, const Field *fields, const Target *targets,
+                                   Sources *sources, Worker *w, int64_t start, int64_t stop,
+                                   Fetched *ranges, int64_t room)
+{
+    Work work = {.plan = plan, .fields = fields, .targets = targets, .w = w, .last_ns = now_ns()};
+    Asked asked = {ranges, 0, room};
+    Span span = {0, 0, 0};
+    File file;
+    for (int64_t i = start < 0 ? 0 : start; i < stop && i < plan->num_items; i++) {
+        const Item *item = &plan->items[i];
+        Source *source = item->source < 0 ? NULL : acquire_source(sources, item->source, &file);
+        int64_t before = asked.count;
+        if (source == NULL)
+            continue;
+        release_source(sources, source, NO_EVENT);
+        if (!file.is_far)
+            continue;
+        use_fetched(&file, plan, item->source);
+        file.asked = &asked, work.file = &file;
+        if (item->kind == ROWS)
+            ask_for_rows(&work, item, &span);
+        if (item->kind == HEAP)
+            ask_for_values(&work, item, &span);
+        for (int32_t c = item->cross; item->kind == CHUNKS && c < item->cross_end; c++)
+            ask_for_piece(&work, item, c, &span);
+        for (; before < asked.count && before < room; before++)
+            ranges[before].source = item->source;
+    }
+    w->failure = (Failure){.filter = -1, .extent = -1, .at = -1};
+    w->returned_ns = now_ns();
+    return asked.count;
+}

@@ -1,0 +1,362 @@
+"""Fetches what batches read of far sources, ahead of the slots, in threads that only wait for it.
+
+The byte ranges of a batch enter; they leave in memory, as a table by which the core finds them. The
+order of samples is known, so the ranges of later batches are fetched before these are requested, as
+far as memory goes. What several batches need is fetched once, and kept until the last of them was
+read. Threads of the pool never wait here: they are told when all ranges of a batch are there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.core.binding import address
+from h5async.fill.pool import Workers, do_nothing
+from h5async.order.sampling import FillRequest
+from h5async.plan.fetches import ByteRanges, requests_of
+from h5async.read.farsources import FarSources, Held, extents_of
+
+Key = tuple[int, int, int]  # of a range
+Then = Callable[["Held | BaseException"], None]
+
+_GROUP, _GROUP_NBYTES = 8, 32 << 20  # requests that a thread gives to the client at once
+_FIRST_THREADS = 4
+_MOST_AHEAD = 1024  # batches that are planned ahead
+
+
+class FetchLimits(NamedTuple):
+    """How many requests are on their way at most, and the bytes of all that is kept or asked for.
+
+    A batch that is requested is fetched whatever its size.
+    """
+
+    requests_in_flight: int
+    fetch_nbytes: int
+
+
+class FetchCounts(NamedTuple):
+    """What was done so far: requests, their bytes, and those of them that batches read."""
+
+    requests: int = 0
+    asked_nbytes: int = 0
+    used_nbytes: int = 0
+    waited_ns: int = 0  # between the request for a batch, and the last of its ranges
+
+
+class _Request:
+    """A range that is fetched at once; it holds one or several that batches read."""
+
+    __slots__ = ("base", "data", "error", "holders", "keys", "nbytes", "offset", "source", "users")
+
+    def __init__(self, source: int, offset: int, nbytes: int, keys: list[Key]) -> None:
+        self.source, self.offset, self.nbytes, self.keys = source, offset, nbytes, keys
+        self.users = 0
+        self.data: NDArray[np.uint8] | None = None
+        self.base = 0  # an offset of the source, plus this, is an address
+        self.error: BaseException | None = None
+        self.holders: list[_Holder] = []
+
+
+class _Holder:
+    """What a batch needs, by range the request that has it; `then` takes it when all is there."""
+
+    __slots__ = ("begin_ns", "by_range", "error", "missing", "ranges", "requests", "then")
+
+    def __init__(self, ranges: ByteRanges, then: Then | None) -> None:
+        self.ranges, self.then = ranges, then
+        self.by_range: list[_Request] = []
+        self.requests: list[_Request] = []
+        self.missing = 0
+        self.error: BaseException | None = None
+        self.begin_ns = time.perf_counter_ns()
+
+
+class Fetcher(Workers):
+    """Ranges of batches, by their serial numbers. Safe to use from many threads.
+
+    `plan` returns what a request will read, None if that is not known, and `following` the request
+    after it, in order; None: there is none that is known. Both may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        far: FarSources,
+        limits: FetchLimits,
+        plan: Callable[[FillRequest], ByteRanges | None],
+        following: Callable[[FillRequest], FillRequest | None],
+    ) -> None:
+        super().__init__()
+        self._far, self._limits, self._plan, self._following = far, limits, plan, following
+        self._tickets = queue.SimpleQueue[bool]()
+        self._idle = self._in_flight = self._staged_nbytes = 0
+        self._order = itertools.count()
+        self._staged: dict[Key, _Request] = {}
+        self._pending: list[tuple[int, int, _Request]] = []
+        self._holders: dict[int, _Holder] = {}  # of requested batches
+        self._ahead: dict[int, tuple[FillRequest, _Holder]] = {}
+        self._next: FillRequest | None = None  # to be planned ahead
+        self._planned_nbytes = 0  # of the last batch that was
+        self._is_planning = False
+        self._what = ""
+        self.counts = FetchCounts()
+
+    def start(self, what: str) -> None:
+        """Start threads; see `Workers`. More are started when they are needed."""
+        self._what = what
+        self._start_threads(min(_FIRST_THREADS, self._limits.requests_in_flight))
+
+    # --- the pool's calls -------------------------------------------------------------------------
+
+    def want(self, request: FillRequest, ranges: ByteRanges, then: Then) -> None:
+        """Fetch what a batch reads, and call `then` with it, or with an error. Never blocks.
+
+        If the same batch wants other ranges, those before are let go of.
+        """
+        holder = _Holder(ranges, then)
+        with self._lock:
+            if self.is_stopped:
+                return
+            before = self._holders.get(request.serial)
+            self._hold(request.serial, holder)
+            self._holders[request.serial] = holder
+            if before is not None:
+                self._release(before)
+            else:
+                self._follow(request)
+            is_there = holder.missing == 0
+            new = len(self._pending)
+        self._wake_for(new)
+        if is_there:
+            self._finish(holder)
+
+    def end(self, serial: int) -> None:
+        """Let go of what a batch has read. Never blocks; extra calls are harmless."""
+        with self._lock:
+            holder = self._holders.pop(serial, None)
+            if holder is not None:
+                self._release(holder)
+        if holder is not None:
+            self._wake_for(1)  # there may be room to fetch ahead
+
+    def _follow(self, request: FillRequest) -> None:
+        """Go on planning after a request, if it is the one that was expected. Holds the lock."""
+        ahead = self._ahead.pop(request.serial, None)
+        if ahead is not None and not _are_alike(ahead[0], request):
+            self._forget_ahead()
+        for serial in [serial for serial in self._ahead if serial < request.serial]:
+            self._release(self._ahead.pop(serial)[1])
+        if ahead is not None:
+            self._release(ahead[1])
+        if self._next is None or not self._ahead or self._next.serial <= request.serial:
+            self._next = self._following(request)
+
+    def _forget_ahead(self) -> None:
+        for _, holder in self._ahead.values():
+            self._release(holder)
+        self._ahead.clear()
+        self._next = None
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _hold(self, serial: int, holder: _Holder) -> None:
+        """Find what a batch needs among what is there, and request the rest. Holds the lock."""
+        keys = list(zip(*(column.tolist() for column in holder.ranges), strict=True))
+        found = [self._staged.get(key) for key in keys]
+        new = np.array([one is None for one in found], np.bool_)
+        if new.any():
+            self._request(serial, ByteRanges(*(column[new] for column in holder.ranges)))
+            found = [self._staged.get(key) for key in keys]
+        holder.by_range = found  # type: ignore[assignment]  # (all are there now)
+        holder.requests = list(dict.fromkeys(holder.by_range))
+        for one in holder.requests:
+            one.users += 1
+            if one.data is None:
+                one.holders.append(holder)
+                holder.missing += 1
+
+    def _request(self, serial: int, ranges: ByteRanges) -> None:
+        bounds = requests_of(ranges)
+        keys = list(zip(*(column.tolist() for column in ranges), strict=True))
+        columns = (column.tolist() for column in extents_of(ranges, bounds))
+        for (a, b), source, begin, end in zip(itertools.pairwise(bounds), *columns, strict=True):
+            request = _Request(source, begin, end - begin, keys[a:b])
+            self._staged.update(dict.fromkeys(keys[a:b], request))
+            self._staged_nbytes += request.nbytes
+            heapq.heappush(self._pending, (serial, next(self._order), request))
+
+    def _release(self, holder: _Holder) -> None:
+        """Let go of what a batch needed. Holds the lock."""
+        for one in holder.requests:
+            one.users -= 1
+            if one.users == 0:
+                self._drop(one)
+        holder.requests, holder.by_range, holder.then = [], [], None
+
+    def _drop(self, request: _Request) -> None:
+        for key in request.keys:
+            if self._staged.get(key) is request:
+                del self._staged[key]
+        self._staged_nbytes -= request.nbytes
+        request.data = None
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    def _wake_for(self, count: int) -> None:
+        """Have threads look for work, and start more if there are too few."""
+        most = self._limits.requests_in_flight
+        with self._lock:
+            have, idle = len(self._threads), self._idle
+        more = min(most - have, -(-count // _GROUP) - idle)
+        if more > 0 and self._what:
+            self._start_threads(more)
+        for _ in range(min(-(-count // _GROUP) or 1, have)):
+            self._tickets.put(True)
+
+    def _start_threads(self, count: int) -> None:
+        numbers = range(len(self._threads), len(self._threads) + count)
+        self._start({f"fetch_{number}": self._work for number in numbers}, self._what)
+
+    def _wake(self) -> None:
+        self._pending.clear()
+        for _ in range(len(self._threads) + self._limits.requests_in_flight):
+            self._tickets.put(False)
+
+    def _work(self) -> None:
+        while True:
+            while group := self._take():
+                self._get(group)
+            if self._plan_ahead():
+                continue
+            with self._lock:
+                self._idle += 1
+            goes_on = self._tickets.get()
+            with self._lock:
+                self._idle -= 1
+            if not goes_on:
+                return
+
+    def _take(self) -> list[_Request]:
+        """Return requests to the same source, the most urgent ones."""
+        group: list[_Request] = []
+        nbytes = 0
+        with self._lock:
+            room = self._limits.requests_in_flight - self._in_flight
+            share = max(1, len(self._pending) // (self._idle + 1))
+            while self._pending and len(group) < min(_GROUP, room, share):
+                request = self._pending[0][2]
+                if group and (request.source != group[0].source or nbytes > _GROUP_NBYTES):
+                    break
+                heapq.heappop(self._pending)
+                if request.users:
+                    group.append(request)
+                    nbytes += request.nbytes
+            self._in_flight += len(group)
+        return group
+
+    def _get(self, group: list[_Request]) -> None:
+        found: list[NDArray[np.uint8]] = []
+        error: BaseException | None = None
+        try:
+            wanted = [one.offset for one in group], [one.nbytes for one in group]
+            found = self._far.get(group[0].source, *wanted)
+        except BaseException as raised:
+            error = raised
+        ready: list[_Holder] = []
+        with self._lock:
+            self._in_flight -= len(group)
+            done = self.counts
+            nbytes = sum(one.nbytes for one in group)
+            self.counts = done._replace(
+                requests=done.requests + len(group), asked_nbytes=done.asked_nbytes + nbytes
+            )
+            for number, one in enumerate(group):
+                if error is None and one.users:
+                    one.data = found[number]
+                    one.base = address(found[number]) - one.offset
+                for holder in one.holders:
+                    holder.missing -= 1
+                    holder.error = holder.error or error
+                    if holder.missing == 0 and holder.then is not None:
+                        ready.append(holder)
+                one.holders = []
+                if error is not None:  # the next batch that needs it tries again
+                    for key in one.keys:
+                        if self._staged.get(key) is one:
+                            del self._staged[key]
+        for holder in ready:
+            self._finish(holder)
+
+    def _finish(self, holder: _Holder) -> None:
+        """Give a batch what it has waited for."""
+        with self._lock:
+            then, holder.then = holder.then, None
+            held: Held | BaseException | None = holder.error
+            if then is None:
+                return
+            if held is None:
+                table = self._far.table(holder.ranges)
+                base = np.array([one.base for one in holder.by_range], np.int64)
+                table["data"] = base + holder.ranges.offset
+                held = Held(holder.ranges, table, [one.data for one in holder.requests])
+            done = self.counts
+            self.counts = done._replace(
+                used_nbytes=done.used_nbytes + int(holder.ranges.nbytes.sum()),
+                waited_ns=done.waited_ns + time.perf_counter_ns() - holder.begin_ns,
+            )
+        then(held)
+
+    # --- ahead of the slots -----------------------------------------------------------------------
+
+    def _plan_ahead(self) -> bool:
+        """Request what the next batch will read; return False if there is nothing to do."""
+        with self._lock:
+            request, most = self._next, self._limits
+            is_full = (
+                self._staged_nbytes + self._planned_nbytes > most.fetch_nbytes
+                or len(self._pending) > 2 * most.requests_in_flight
+                or len(self._ahead) >= _MOST_AHEAD
+            )
+            if request is None or is_full or self._is_planning or self.is_stopped:
+                return False
+            self._is_planning = True
+        ranges: ByteRanges | None = None
+        try:
+            ranges = self._plan(request)
+        except Exception:
+            ranges = None  # the request itself will have the error
+        new = 0
+        with self._lock:
+            self._is_planning = False
+            if self.is_stopped or self._next is not request:
+                return True
+            self._next = None if ranges is None else self._following(request)
+            if ranges is not None and request.serial not in self._holders:
+                holder = _Holder(ranges, None)
+                before = self._staged_nbytes
+                self._hold(request.serial, holder)
+                self._planned_nbytes = self._staged_nbytes - before
+                self._ahead[request.serial] = request, holder
+                new = len(self._pending)
+        if new:
+            self._wake_for(new)
+        return True
+
+    def _end(self) -> None:
+        super()._end()
+        self._staged.clear()
+        self._holders.clear()
+        self._ahead.clear()
+        self._plan = self._following = do_nothing  # whose owners hold this object
+
+
+def _are_alike(expected: FillRequest, request: FillRequest) -> bool:
+    """Tell whether a request is for the batch that was expected."""
+    return request.samples is None and expected[2:6] == request[2:6]

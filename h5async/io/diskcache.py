@@ -1,0 +1,394 @@
+"""Keeps on a local disk what was read from sources: a source enters; one that reads less leaves.
+
+Each source has a mirror: a sparse file with the bytes that were read, in their places, and with a
+checksum for each block of them. All processes of a node map it for reading: so the system keeps one
+copy, in its page cache. It is written by calls, because a store into a map of a full disk ends the
+process. A block is written before its checksum, and a process trusts a block after it has compared
+the two: so nothing depends on how the last writer, or the machine, came to its end.
+
+The name of a mirror consists of digests of the source's name and of its state: a source that was
+changed has another one. `cache_bytes` limits what all mirrors in a folder take.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import mmap
+import os
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.errors import ConfigError
+from h5async.io.localfiles import owned
+from h5async.io.shared import map_file
+from h5async.io.stamps import FileStamp
+from h5async.io.stores import Source
+from h5async.spelling import named
+from h5async.system.interruptions import suppressing
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
+
+BLOCK = 4096  # bytes
+SUFFIX = ".mirror"
+_HEAD = struct.Struct("<16sIIQ32s")  # signature, format, bytes of a block and of the source, key
+_SIGNATURE, _FORMAT = b"\x89h5async-mirror\n", 1
+_SUMS_AT = 4096
+_ALIGNMENT = 1 << 16  # of the data: no page of any machine has also checksums
+# Odd, so that a single different word shows; the same in all processes.
+_WEIGHTS = np.frombuffer(hashlib.shake_128(b"h5async").digest(BLOCK), "<u8") | np.uint64(1)
+_SHARE = 2  # the default limit is a half of the room
+_LEAST_NBYTES, _MEASURED_PARTS, _MEASURED_SECONDS = 1 << 20, 8, 1.0
+
+_log = logging.getLogger("h5async.reader")
+
+
+class DiskCache:
+    """The mirrors in a folder, as one process uses them. Safe to use from many threads.
+
+    `limit` bounds the bytes on the disk of all mirrors in the folder, also those of other readers;
+    None: half of what is free, or taken by them. `ConfigError` is raised if the folder cannot be
+    made, or not written to.
+    """
+
+    def __init__(self, folder: Path, limit: int | None = None) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._trouble = ""
+        self._left = self._allowed = 0  # bytes, when last measured, and without measuring again
+        self._measured = -_MEASURED_SECONDS
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(folder):
+                disk = os.statvfs(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{named('cache_dir')}: {folder} cannot be used: {error.strerror or error}; name a"
+                " folder of yours on a local disk"
+            ) from error
+        if limit is None:
+            limit = (disk.f_bavail * disk.f_frsize + self.nbytes) // _SHARE
+        self.limit = limit
+
+    @property
+    def nbytes(self) -> int:
+        """What all mirrors in the folder take of the disk."""
+        taken = 0
+        with suppressing(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppressing(FileNotFoundError):  # removed meanwhile
+                    if entry.name.endswith(SUFFIX):
+                        taken += entry.stat(follow_symlinks=False).st_blocks * 512
+        return taken
+
+    def __str__(self) -> str:
+        """Tell where and what is kept, and why no more is."""
+        text = f"disk: {self.nbytes:,} of at most {self.limit:,} bytes in {self.folder}"
+        return f"{text}; {self._trouble}" if self._trouble else text
+
+    def keeping(self, name: str, source: Source) -> Source:
+        """Return a source that keeps what is read of another one, which is closed with it."""
+        return KeptSource(self, name, source) if source.stamp().nbytes > 0 else source
+
+    def take(self, nbytes: int) -> bool:
+        """Take room for some bytes more; tell whether there was any.
+
+        Other processes take room, too: it is measured before an eighth of it is used, and every
+        second.
+        """
+        with self._lock:
+            is_fresh = time.monotonic() < self._measured + _MEASURED_SECONDS
+            if not is_fresh or self._allowed < nbytes <= self._left:
+                self._left = self.limit - self.nbytes
+                self._allowed = max(_LEAST_NBYTES, self._left // _MEASURED_PARTS)
+                self._measured = time.monotonic()
+            is_there = nbytes <= self._left
+            if is_there:
+                self._left -= nbytes
+                self._allowed -= nbytes
+        if not is_there:
+            self.give_up("cache_bytes allows no more: the rest is read each time")
+        return is_there
+
+    def give_up(self, reason: str) -> None:
+        """Note why something is not kept; the first reason is logged."""
+        with self._lock:
+            is_first, self._trouble = not self._trouble, reason
+        if is_first:
+            _log.warning("%s: %s", self.folder, reason)
+
+    def open_mirror(
+        self, name: str, stamp: FileStamp, *, removes_others: bool = False
+    ) -> Mirror | None:
+        """Open or make the mirror of a source; None if that fails.
+
+        `removes_others`: those of its other states are removed; who has them open keeps them.
+        """
+        of_name, of_state = _digest(name, 16), _digest(repr(tuple(stamp)), 16)
+        path = self.folder / f"{of_name}-{of_state}{SUFFIX}"
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(self.folder):
+                found = Mirror(path, stamp.nbytes, f"{of_name}{of_state}".encode())
+                others = self.folder.glob(f"{of_name}-*{SUFFIX}") if removes_others else ()
+                for other in others:
+                    if other != path:
+                        other.unlink()
+        except (OSError, OverflowError) as error:
+            self.give_up(f"nothing of {name} is kept: {error}")
+            return None
+        return found
+
+
+class KeptSource(Source):
+    """A source whose bytes are also kept in a mirror, or come from there.
+
+    Bytes are read in whole blocks. What does not fit, or cannot be kept, is read from the source as
+    it is asked for, each time.
+    """
+
+    def __init__(self, cache: DiskCache, name: str, source: Source) -> None:
+        self._cache = cache
+        self._name = name
+        self._source = source
+        self._stamp = source.stamp()
+        self._mirror = cache.open_mirror(name, self._stamp, removes_others=True)
+
+    def stamp(self) -> FileStamp:
+        """Return the state of the source."""
+        return self._source.stamp()
+
+    def close(self) -> None:
+        """Close the source; what was returned remains valid."""
+        self._source.close()
+        self._mirror = None
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
+        """Read ranges one after the other."""
+        at = 0
+        for found in self.get_ranges([offset for offset, _ in ranges], [n for _, n in ranges]):
+            one = memoryview(found)
+            into[at : at + one.nbytes] = one
+            at += one.nbytes
+
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
+        """Return ranges: parts of the mirror's map if it has all of them."""
+        mirror = self._mirror
+        if mirror is not None and not mirror.is_in_place():
+            # Someone has removed it, or cut it short: its pages must not be touched then.
+            mirror = self._mirror = self._cache.open_mirror(self._name, self._stamp)
+        blocks = [
+            (begin // BLOCK, -(-(begin + nbytes) // BLOCK) if nbytes else 0)
+            for begin, nbytes in zip(offsets, lengths, strict=True)
+        ]
+        if mirror is None or not mirror.has(offsets, lengths):
+            return self._source.get_ranges(offsets, lengths)
+        for bring in (mirror.compare, self._fetch):
+            absent = [n for n, (a, b) in enumerate(blocks) if mirror.lacks(a, b)]
+            if not absent:
+                break
+            bring([blocks[n] for n in absent])
+        else:
+            absent = [n for n in absent if mirror.lacks(*blocks[n])]
+        found: list[Any] = [
+            mirror.data[begin : begin + nbytes]
+            for begin, nbytes in zip(offsets, lengths, strict=True)
+        ]
+        if absent:
+            rest = [offsets[n] for n in absent], [lengths[n] for n in absent]
+            for n, one in zip(absent, self._source.get_ranges(*rest), strict=True):
+                found[n] = one
+        return found
+
+    def _fetch(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Read what is missing of some ranges of blocks from the source, and write it."""
+        mirror = self._mirror
+        if mirror is None:  # closed meanwhile
+            return
+        runs = mirror.missing(blocks)
+        # A run's checksums may take a block, too.
+        if not self._cache.take(sum(b - a + 1 for a, b in runs) * BLOCK):
+            return
+        begins = [a * BLOCK for a, _ in runs]
+        ends = [min(b * BLOCK, self._stamp.nbytes) for _, b in runs]
+        found = self._source.get_ranges(begins, [b - a for a, b in zip(begins, ends, strict=True)])
+        try:
+            mirror.write([a for a, _ in runs], found)
+        except OSError as error:
+            self._cache.give_up(f"it cannot be written to: {error}")
+
+
+class Mirror:
+    """The file that holds parts of a source, at a path. Made anew if it is not what it has to be.
+
+    Attributes
+    ----------
+    data
+        The source's bytes, mapped for reading; those of missing blocks are no such bytes.
+    """
+
+    def __init__(self, path: Path, nbytes: int, key: bytes) -> None:
+        self._path = path
+        self._num_blocks = -(-nbytes // BLOCK)
+        self._data_at = -(-(_SUMS_AT + 8 * self._num_blocks) // _ALIGNMENT) * _ALIGNMENT
+        self._file_nbytes = self._data_at + self._num_blocks * BLOCK
+        head = _HEAD.pack(_SIGNATURE, _FORMAT, BLOCK, nbytes, key)
+        try:
+            file = self._opened_as(head)
+        except OSError:  # another file, a link, or what a killed process left
+            file = self._made_as(head)
+        with file:
+            status = os.fstat(file.fileno())
+            self._file_id = status.st_dev, status.st_ino
+            whole: Any = map_file(file.fileno(), self._file_nbytes)
+        self.data = memoryview(whole)[self._data_at : self._data_at + nbytes]
+        self._here = mmap.mmap(-1, self._num_blocks)  # 1: the block is written, and was compared
+        self._marks = np.frombuffer(self._here, np.uint8)
+
+    def is_in_place(self) -> bool:
+        """Tell whether this file lies at its path, and has all of its length."""
+        with suppressing(OSError):
+            return self._is(os.stat(self._path, follow_symlinks=False))
+        return False
+
+    def has(self, offsets: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Tell whether ranges lie within the source."""
+        pairs = zip(offsets, lengths, strict=True)
+        return all(begin >= 0 <= n and begin + n <= self.data.nbytes for begin, n in pairs)
+
+    def lacks(self, begin: int, end: int) -> bool:
+        """Tell whether any of some blocks is not known to be here."""
+        return self._here.find(b"\0", begin, end) >= 0
+
+    def missing(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the runs of blocks of some ranges that are not known to be here, each once."""
+        runs, at = [], 0
+        for begin, end in sorted(blocks):
+            at = max(at, begin)
+            while (first := self._here.find(b"\0", at, end)) >= 0:
+                at = self._here.find(b"\1", first, end)
+                at = end if at < 0 else at
+                runs.append((first, at))
+        return runs
+
+    def compare(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Compare blocks that others, or former processes, have written with their checksums."""
+        with suppressing(OSError), self._opened(os.O_RDONLY) as descriptor:
+            for begin, end in self.missing(blocks):
+                wanted = self._sums_of(descriptor, begin, end)
+                if not wanted.any():
+                    continue
+                nbytes = (end - begin) * BLOCK
+                data = os.pread(descriptor, nbytes, self._data_at + begin * BLOCK)
+                if len(data) == nbytes:
+                    self._marks[begin:end][_sums(_whole_blocks(data)) == wanted] = 1
+
+    def write(self, begins: Iterable[int], found: Iterable[Buffer]) -> None:
+        """Write data, each from the first byte of a block; `OSError` if that fails."""
+        with self._opened(os.O_WRONLY) as descriptor:
+            for begin, one in zip(begins, found, strict=True):
+                data = _whole_blocks(one)
+                sums = _sums(data)
+                _write(descriptor, data, self._data_at + begin * BLOCK)
+                _write(descriptor, sums, _SUMS_AT + 8 * begin)
+                self._marks[begin : begin + sums.size] = 1
+
+    def _sums_of(self, descriptor: int, begin: int, end: int) -> NDArray[np.uint64]:
+        found = os.pread(descriptor, 8 * (end - begin), _SUMS_AT + 8 * begin)
+        return np.frombuffer(found.ljust(8 * (end - begin), b"\0"), "<u8")
+
+    def _is(self, status: os.stat_result) -> bool:
+        is_same = (status.st_dev, status.st_ino) == self._file_id
+        return is_same and status.st_size == self._file_nbytes
+
+    @contextmanager
+    def _opened(self, flags: int) -> Iterator[int]:
+        """Open the file for a moment: a reader of 1,000 sources cannot keep all open."""
+        with owned(os.open, self._path, flags | os.O_NOFOLLOW | os.O_CLOEXEC) as file:
+            if not self._is(os.fstat(file.fileno())):
+                raise OSError(errno.ESTALE, "it is another file now", str(self._path))
+            yield file.fileno()
+
+    def _opened_as(self, head: bytes) -> FileIO:
+        """Open the file; `OSError` unless it is this user's, and has a head and a length."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = owned(os.open, self._path, flags)
+        status = os.fstat(file.fileno())
+        is_ours = status.st_uid == os.geteuid() and not status.st_mode & (
+            stat.S_IWGRP | stat.S_IWOTH
+        )
+        if (
+            is_ours
+            and stat.S_ISREG(status.st_mode)
+            and status.st_size == self._file_nbytes
+            and os.pread(file.fileno(), len(head), 0) == head
+        ):
+            return file
+        file.close()
+        raise OSError(errno.EINVAL, "it is no mirror of this source", str(self._path))
+
+    def _made_as(self, head: bytes) -> FileIO:
+        with suppressing(FileNotFoundError):
+            self._path.unlink()
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = owned(os.open, self._path, flags, 0o600)
+        try:
+            os.ftruncate(file.fileno(), self._file_nbytes)
+            _write(file.fileno(), head, 0)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+
+def _digest(text: str, characters: int) -> str:
+    return hashlib.blake2b(
+        text.encode(errors="surrogateescape"), digest_size=characters // 2
+    ).hexdigest()
+
+
+def _whole_blocks(data: Any) -> NDArray[np.uint8]:
+    array = np.frombuffer(data, np.uint8)
+    rest = -array.size % BLOCK  # at the end of a source
+    return np.pad(array, (0, rest)) if rest else array
+
+
+def _sums(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """Return a checksum for each block, never 0."""
+    words = data.view("<u8").reshape(-1, BLOCK // 8)
+    # The upper halves count for the lower ones, which are 0 in many arrays of floats.
+    sums: NDArray[np.uint64] = (words ^ (words >> np.uint64(32))) @ _WEIGHTS | np.uint64(1)
+    return sums
+
+
+def _write(descriptor: int, data: Any, at: int) -> None:
+    left = memoryview(data).cast("B")
+    while left:
+        count = os.pwrite(descriptor, left, at)
+        left, at = left[count:], at + count
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time make and remove mirrors; the system unlocks if it is killed."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with owned(os.open, folder / "lock", flags, 0o600) as file:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        yield

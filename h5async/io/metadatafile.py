@@ -1,0 +1,228 @@
+"""A file object through which HDF5 reads the metadata of a far source, in few rounds of requests.
+
+Byte ranges that HDF5 asks for enter; their bytes leave, fetched together with what HDF5 will
+probably read next. When HDF5 comes to an object, what its header refers to is fetched, level by
+level: all nodes of a level of a B-tree side by side. When it comes to a second and a third object
+of a group, the others follow. Each round is one call of `Source.get_ranges`, in the thread that
+HDF5 called from.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from h5async.io.places import NONSENSE, Format, Place, find_places
+from h5async.io.references import read_superblock
+
+if TYPE_CHECKING:
+    from h5async.io.stores import Source
+
+PAGE_NBYTES = 1 << 10
+_MOST_PAGES = 1 << 18  # that are kept, 256 MiB
+_BLOCK_NBYTES = 1 << 16  # fetched at first, and where no guess says what is needed
+_MOST_BLOCK_NBYTES = 1 << 20  # when reading goes on behind the last block
+_GAP_NBYTES = 1 << 14  # between ranges that are fetched as one
+_RANGE_NBYTES = 1 << 20
+_ROUND_NBYTES = 1 << 25  # of guesses,
+_ROUND_PLACES = 1 << 14
+_WALK_NBYTES = 1 << 26  # and until HDF5 gets what it asked for
+_MOST_PLACES = 1 << 18  # that are remembered
+_NEXT_OBJECTS = 32  # of a group, after the second one
+_SUPERBLOCK_NBYTES = 128
+
+
+class MetadataFile(io.RawIOBase):
+    """An open source as one of Python's file objects; closing it leaves the source open.
+
+    Used by one thread at a time, as h5py's lock sees to. `ReadError` if the source cannot be read.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.stamp = source.stamp()
+        self._source = source
+        self._nbytes = self.stamp.nbytes
+        self._at = 0
+        self._has_begun = False
+        self._pages: dict[int, bytes] = {}  # the one that was used last comes last
+        self._block_nbytes, self._block_end = _BLOCK_NBYTES, 0
+        self._form = Format()
+        self._todo: list[tuple[Place, bool]] = []  # the next one comes last; with all below it?
+        self._seen: set[tuple[int, int]] = set()
+        self._objects: dict[int, Place] = {}  # of groups, by offset
+        self._offsets: list[int] | None = None  # of them, sorted; None if they have changed
+        self._groups: dict[int, list[Place]] = {}
+        self._visits: dict[int, int] = {}  # objects of a group that HDF5 came to
+        self._left = self._nbytes  # bytes that may be fetched for guesses
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to an offset from the beginning, from here, or from the end."""
+        self._at = offset + (0, self._at, self._nbytes)[whence]
+        return self._at
+
+    def readinto(self, into: memoryview) -> int:  # type: ignore[override]
+        """Read what fits into some memory; return the number of bytes."""
+        memory = memoryview(into).cast("B")
+        nbytes = max(0, min(memory.nbytes, self._nbytes - self._at))
+        memory[:nbytes] = self._read(self._at, nbytes)
+        self._at += nbytes
+        return nbytes
+
+    # --- what is kept ----------------------------------------------------------------------------
+
+    def _read(self, at: int, nbytes: int) -> memoryview:
+        """Return bytes; before that, fetch what is missing of them, and what may come next."""
+        self.begin()
+        missing = self._missing(at, nbytes)
+        if missing and nbytes > _BLOCK_NBYTES:  # most often values
+            values = memoryview(bytearray(nbytes))
+            self._source.read_ranges([(at, nbytes)], values)
+            return values
+        is_new = self._visit(at, nbytes)
+        if missing:
+            missing = self._missing(*self._block_around(at, nbytes))
+        if missing or is_new:
+            self._walk(missing)
+            self._fetch(self._missing(at, nbytes))  # if what came after it was too much to keep
+        found = self._kept(at, nbytes)
+        self._forget()
+        return memoryview(found)
+
+    def _kept(self, at: int, nbytes: int) -> bytes:
+        first, end = at // PAGE_NBYTES, -(-(at + nbytes) // PAGE_NBYTES)
+        pages = self._pages
+        for page in range(first, end):
+            pages[page] = pages.pop(page)
+        begin = at - first * PAGE_NBYTES
+        return b"".join([pages[page] for page in range(first, end)])[begin : begin + nbytes]
+
+    def _missing(self, at: int, nbytes: int) -> list[int]:
+        end = -(-min(at + nbytes, self._nbytes) // PAGE_NBYTES)
+        return [page for page in range(at // PAGE_NBYTES, end) if page not in self._pages]
+
+    def _block_around(self, at: int, nbytes: int) -> tuple[int, int]:
+        """Return the range to fetch for bytes that no guess found."""
+        is_next = 0 <= at - self._block_end < self._block_nbytes
+        doubled = min(2 * self._block_nbytes, _MOST_BLOCK_NBYTES)
+        self._block_nbytes = doubled if is_next else _BLOCK_NBYTES
+        self._block_end = at + max(nbytes, self._block_nbytes)
+        return at, self._block_end - at
+
+    def _fetch(self, pages: Iterable[int]) -> None:
+        """Fetch pages in one round, with small gaps between them."""
+        runs: list[list[int]] = []
+        gap, most = _GAP_NBYTES // PAGE_NBYTES, _RANGE_NBYTES // PAGE_NBYTES
+        for page in sorted(pages):
+            if runs and page - runs[-1][1] <= gap and page - runs[-1][0] < most:
+                runs[-1][1] = page + 1
+            else:
+                runs.append([page, page + 1])
+        if not runs:
+            return
+        offsets = [first * PAGE_NBYTES for first, _ in runs]
+        ends = [min(end * PAGE_NBYTES, self._nbytes) for _, end in runs]
+        lengths = [end - begin for begin, end in zip(offsets, ends, strict=True)]
+        found = self._source.get_ranges(offsets, lengths)
+        for (first, _), data in zip(runs, found, strict=True):
+            view = memoryview(data)
+            # Copied, since it may be a slice of something larger.
+            for number, at in enumerate(range(0, len(view), PAGE_NBYTES), first):
+                self._pages[number] = bytes(view[at : at + PAGE_NBYTES])
+
+    def _forget(self) -> None:
+        surplus = len(self._pages) - _MOST_PAGES
+        if surplus > 0:
+            for page in [page for page, _ in zip(self._pages, range(surplus), strict=False)]:
+                del self._pages[page]
+
+    # --- guesses ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Fetch the beginning of the source, and what is known of the root group. Idempotent."""
+        if self._has_begun:
+            return
+        self._fetch(self._missing(0, min(_BLOCK_NBYTES, self._nbytes)))
+        self._has_begun = True
+        at = 0
+        while at + _SUPERBLOCK_NBYTES <= min(_BLOCK_NBYTES, self._nbytes):
+            try:
+                self._form, root = read_superblock(self._kept(at, _SUPERBLOCK_NBYTES), at)
+            except NONSENSE:
+                at = 2 * at or 512  # behind a user block
+            else:
+                self._todo.append((root, False))
+                self._walk([])
+                break
+
+    def _visit(self, at: int, nbytes: int) -> bool:
+        """Note that HDF5 comes to objects of groups; return whether that gives new guesses."""
+        if self._offsets is None:
+            self._offsets = sorted(self._objects)
+        before = len(self._todo)
+        for number in range(bisect_left(self._offsets, at), len(self._offsets)):
+            place = self._objects[self._offsets[number]]
+            if place.offset >= at + nbytes:
+                break
+            if (place.offset, place.nbytes) not in self._seen:
+                self._follow(place)
+        return len(self._todo) > before
+
+    def _follow(self, place: Place) -> None:
+        """Guess that HDF5 reads an object; if it is not the first of its group, others, too."""
+        visits = self._visits[place.group] = self._visits.get(place.group, 0) + 1
+        several = self._groups[place.group]
+        begin = several.index(place)
+        if visits == 1:
+            self._todo.append((place, False))
+            return
+        following = several[begin : begin + _NEXT_OBJECTS]
+        if visits > 2:
+            following = several[begin:] + several[:begin]
+        self._todo += [(one, True) for one in reversed(following)]
+
+    def _walk(self, pages: Sequence[int]) -> None:
+        """Fetch pages, and follow guesses, level by level."""
+        left = _WALK_NBYTES
+        while pages or (self._todo and left > 0):
+            batch, nbytes = self._next_places()
+            left -= nbytes
+            wanted = {*pages}
+            for place, _ in batch:
+                wanted.update(self._missing(place.offset, place.nbytes))
+            self._left -= PAGE_NBYTES * (len(wanted) - len(pages))
+            pages = ()
+            self._fetch(wanted)
+            below: list[tuple[Place, bool]] = []
+            for place, is_deep in batch:
+                data = self._kept(place.offset, place.nbytes) if place.find else b""
+                for one in find_places(place, data, self._form):
+                    if one.group < 0 or is_deep:
+                        below.append((one, is_deep))
+                    if one.group >= 0:
+                        self._note(one)
+            room = max(0, _MOST_PLACES - len(self._todo))
+            self._todo += reversed(below[:room])
+
+    def _next_places(self) -> tuple[list[tuple[Place, bool]], int]:
+        """Take the places of the next round, that are not known yet; return their bytes, too."""
+        found: list[tuple[Place, bool]] = []
+        nbytes = 0
+        while self._todo and len(found) < _ROUND_PLACES and nbytes < _ROUND_NBYTES:
+            place, is_deep = self._todo.pop()
+            key = place[:2]
+            room = self._nbytes - place.offset
+            if key in self._seen or room <= 0 or len(self._seen) >= _MOST_PLACES or self._left <= 0:
+                continue
+            self._seen.add(key)
+            place = place._replace(nbytes=min(place.nbytes, room))
+            found.append((place, is_deep))
+            nbytes += place.nbytes
+        return found, nbytes
+
+    def _note(self, place: Place) -> None:
+        if place.offset not in self._objects and len(self._objects) < _MOST_PLACES:
+            self._objects[place.offset] = place
+            self._groups.setdefault(place.group, []).append(place)
+            self._offsets = None

@@ -1,0 +1,216 @@
+"""Guesses what HDF5 will read of objects: superblocks, object headers, groups of any version.
+
+The bytes of a structure enter; the places that it refers to leave, as the HDF5 File Format
+Specification (version 3.0) describes them. Nothing depends on a guess but time: HDF5 reads and
+checks everything itself. So bytes that make no sense give no guess, and never an error. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from h5async.io.indexreferences import (
+    chunk_tree,
+    extensible_array,
+    fixed_array,
+    fractal_heap,
+    group_tree,
+    tree_header,
+)
+from h5async.io.places import NONSENSE, Cursor, Find, Format, Place
+
+_HEADER_NBYTES = 2048  # of an object header whose size is not known yet
+_MOST_HEADER_NBYTES = 1 << 20
+_MOST_HEAP_NBYTES = 1 << 24
+_CONTINUATION = 0x10
+_HEAD_V1_NBYTES = 8  # of a message; in version 2 there are 4 or 6
+
+
+def read_superblock(data: bytes, at: int) -> tuple[Format, Place]:
+    """Return what a superblock at an offset says, and where the root group is.
+
+    Raises one of `NONSENSE` if there is none.
+    """
+    found = Cursor(data, Format(), Place(at, len(data)))
+    found.expect(b"\x89HDF\r\n\x1a\n")
+    version = found.number()
+    if version > 3:
+        raise ValueError("a superblock of another version")
+    form = _old_sizes(found, version) if version < 2 else Format(0, found.number(), found.number())
+    found.form = form
+    found.take(1 if version > 1 else 0)
+    base = found.address()
+    found.form = form._replace(base=base)
+    found.take((3 if version < 2 else 2) * form.offset_nbytes)  # what lies where; the name
+    found.take(form.offset_nbytes if version < 2 else 0)
+    return found.form, Place(found.address(), _HEADER_NBYTES, object_header)
+
+
+def _old_sizes(found: Cursor, version: int) -> Format:
+    found.take(4)
+    sizes = found.number(), found.number()
+    found.take(1)
+    leaf_k, group_k = found.number(2), found.number(2)
+    found.take(4)
+    chunk_k = found.number(2) if version else Format().chunk_k
+    found.take(2 if version else 0)
+    return Format(0, *sizes, chunk_k, group_k, leaf_k)
+
+
+# --- object headers ------------------------------------------------------------------------------
+
+
+def object_header(found: Cursor, *, is_whole: bool = False) -> Iterator[Place]:
+    """Yield what an object header refers to: its continuations, and what its messages name."""
+    if found.data[:4] == b"OHDR":
+        found.take(5)
+        flags = found.number()
+        found.take((16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0))
+        nbytes = found.number(1 << (flags & 3))
+        head_nbytes = 6 if flags & 4 else 4
+    else:
+        found.expect(b"\x01\0")
+        found.take(6)
+        nbytes = found.number(4)
+        found.take(4)
+        head_nbytes = _HEAD_V1_NBYTES
+    if found.rest < nbytes <= _MOST_HEADER_NBYTES and not is_whole:
+        again = partial(object_header, is_whole=True)
+        yield Place(found.place.offset, found.at + nbytes, again)
+    else:
+        yield from _messages(found, nbytes, head_nbytes, found.place.offset)
+
+
+def _continuation(found: Cursor, head_nbytes: int, owner: int) -> Iterator[Place]:
+    nbytes = found.rest
+    if head_nbytes != _HEAD_V1_NBYTES:
+        found.expect(b"OCHK")
+        nbytes -= 8
+    yield from _messages(found, nbytes, head_nbytes, owner)
+
+
+def _messages(found: Cursor, nbytes: int, head_nbytes: int, owner: int) -> Iterator[Place]:
+    """Yield what the messages of the object header at `owner` refer to."""
+    end = found.at + nbytes
+    while found.at + head_nbytes <= end:
+        head = found.take(head_nbytes)
+        if head_nbytes == _HEAD_V1_NBYTES:
+            kind, size, flags = head[0] | head[1] << 8, head[2] | head[3] << 8, head[4]
+        else:
+            kind, size, flags = head[0], head[1] | head[2] << 8, head[3]
+        message = Cursor(found.take(size), found.form, Place(owner, size))
+        try:
+            if kind == _CONTINUATION:
+                offset, length = message.address(), min(message.length(), _MOST_HEADER_NBYTES)
+                find = partial(_continuation, head_nbytes=head_nbytes, owner=owner)
+                yield Place(offset, length, find)
+            elif kind in _MESSAGES and not flags & 2:  # those are shared, and lie elsewhere
+                yield from _MESSAGES[kind](message)
+        except NONSENSE:
+            continue
+
+
+def _layout(found: Cursor) -> Iterator[Place]:
+    """Yield the chunk index of a dataset."""
+    version, form = found.number(), found.form
+    if version < 3:
+        rank, kind = found.number(), found.number()
+        found.take(5)
+        if kind == 2:
+            yield chunk_tree(form, found.address(), rank)
+    elif found.number() == 2:
+        found.take(1 if version > 3 else 0)
+        rank = found.number()
+        if version == 3:
+            yield chunk_tree(form, found.address(), rank)
+            return
+        extent_nbytes = found.number()
+        found.take(rank * extent_nbytes)
+        parameters_nbytes, make = _INDICES.get(found.number(), (0, None))
+        found.take(parameters_nbytes)
+        if make is not None:
+            yield make(form, found.address())
+
+
+def _attribute_info(found: Cursor) -> Iterator[Place]:
+    found.take(1)
+    flags = found.number()
+    found.take(2 if flags & 1 else 0)
+    yield fractal_heap(found.form, found.address())
+    for _ in range(2 if flags & 2 else 1):
+        yield tree_header(found.form, found.address())
+
+
+# --- groups --------------------------------------------------------------------------------------
+
+
+def _symbol_table(found: Cursor) -> Iterator[Place]:
+    form, group = found.form, found.place.offset
+    entry_nbytes = 2 * form.offset_nbytes + 24
+    find = partial(_symbols, group=group)
+    symbols = Place(0, 8 + 2 * form.leaf_k * entry_nbytes, find)
+    yield group_tree(form, found.address(), symbols)
+    heap_nbytes = 8 + 2 * form.length_nbytes + form.offset_nbytes
+    yield Place(found.address(), heap_nbytes, _local_heap)
+
+
+def _symbols(found: Cursor, group: int) -> Iterator[Place]:
+    """Yield the objects of a node of a symbol table."""
+    found.expect(b"SNOD\x01\0")
+    for _ in range(found.number(2)):
+        found.take(found.form.offset_nbytes)
+        yield Place(found.address(), _HEADER_NBYTES, object_header, group)
+        found.take(24)
+
+
+def _local_heap(found: Cursor) -> Iterator[Place]:
+    found.expect(b"HEAP\0\0\0\0")
+    nbytes = min(found.length(), _MOST_HEAP_NBYTES)
+    found.length()
+    yield Place(found.address(), nbytes)
+
+
+def _link_info(found: Cursor) -> Iterator[Place]:
+    found.take(1)
+    flags = found.number()
+    found.take(8 if flags & 1 else 0)
+    links = partial(_links, group=found.place.offset)
+    yield fractal_heap(found.form, found.address(), links)
+    for _ in range(2 if flags & 2 else 1):
+        yield tree_header(found.form, found.address())
+
+
+def _links(found: Cursor, group: int) -> Iterator[Place]:
+    """Yield the objects that a row of links leads to."""
+    while True:
+        yield from _link(found, group)
+
+
+def _link(found: Cursor, group: int = -1) -> Iterator[Place]:
+    found.expect(b"\x01")
+    flags = found.number()
+    kind = found.number() if flags & 8 else 0
+    found.take((8 if flags & 4 else 0) + (1 if flags & 16 else 0))
+    name_nbytes = found.number(1 << (flags & 3))
+    found.take(name_nbytes)
+    if kind:
+        found.take(found.number(2))
+    else:
+        group = found.place.offset if group < 0 else group
+        yield Place(found.address(), _HEADER_NBYTES, object_header, group)
+
+
+_MESSAGES: dict[int, Find] = {
+    0x02: _link_info,
+    0x06: _link,
+    0x08: _layout,
+    0x11: _symbol_table,
+    0x15: _attribute_info,
+}
+# Kinds of chunk indices: the size of their parameters, and what makes their place.
+_INDICES: dict[int, tuple[int, Callable[[Format, int], Place] | None]] = {
+    3: (1, fixed_array),
+    4: (5, extensible_array),
+    5: (6, tree_header),
+}

@@ -1,0 +1,133 @@
+"""Gets bytes of the sources of the core that are no local files.
+
+Byte ranges enter; they leave in memory, where the core finds them by a table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.core.binding import Core, address
+from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
+from h5async.index.extents import SourceFile
+from h5async.io.stamps import replaced
+from h5async.io.stores import Source, store_of
+from h5async.plan.fetches import ByteRanges, requests_of
+from h5async.read.scratch import CLOSED
+
+
+class Held(NamedTuple):
+    """Ranges in memory: the core's table of them, and what owns their bytes."""
+
+    ranges: ByteRanges
+    table: NDArray[Any]
+    owners: Sequence[object]
+
+
+def is_far(file: SourceFile) -> bool:
+    """Tell whether a source is neither a local file nor memory."""
+    return file.values is None and not store_of(file.path).is_local
+
+
+class FarSources:
+    """Sources by their numbers in the core's table, opened when first needed. Thread-safe."""
+
+    def __init__(self, core: Core, files: Sequence[SourceFile]) -> None:
+        self.fetched = np.dtype(core.Fetched)
+        # (What is not far is not fetched.)
+        self.sizes = np.array([one.stamp.nbytes for one in files], np.int64)
+        self._files = files
+        self._open: dict[str, Source] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def get(
+        self, number: int, offsets: Sequence[int], lengths: Sequence[int]
+    ) -> list[NDArray[np.uint8]]:
+        """Return ranges of a source; `ReadError` if they cannot be had, or it was replaced."""
+        file = self._files[number]
+        try:
+            found = self._source(file).get_ranges(offsets, lengths)
+        except H5AsyncError:
+            raise
+        except OSError as error:
+            text = f"{file.path} cannot be read: {error.strerror or error}"
+            raise failed_read(text, error, file.path) from error
+        arrays = [np.frombuffer(memoryview(one), np.uint8) for one in found]
+        if [array.size for array in arrays] != list(lengths):
+            raise ReadError(f"{file.path} cannot be read: its store gave too few bytes")
+        return arrays
+
+    def _source(self, file: SourceFile) -> Source:
+        source = self._open.get(file.path)
+        if source is not None:
+            return source
+        source = store_of(file.path).open(file.path)
+        is_it = source.stamp() == file.stamp
+        with self._lock:
+            if is_it and not self._is_closed and file.path not in self._open:
+                self._open[file.path] = source
+            kept = self._open.get(file.path)
+        if kept is not source:
+            source.close()
+        if not is_it:
+            raise replaced(file.path)
+        if kept is None:
+            raise ReaderClosedError(CLOSED)
+        return kept
+
+    def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
+        """Get ranges, sorted and not overlapping, in the calling thread; some are `held` before."""
+        table = self.table(ranges)
+        before = (
+            {} if held is None else dict(zip(_keys(held.table), held.table["data"], strict=True))
+        )
+        table["data"] = [before.get(key, 0) for key in _keys(table)]
+        new = np.flatnonzero(table["data"] == 0)
+        wanted = ByteRanges(*(column[new] for column in ranges))
+        bounds = requests_of(wanted)
+        source, begins, ends = extents_of(wanted, bounds)
+        arrays: list[NDArray[np.uint8]] = []
+        firsts = [0, *np.flatnonzero(np.diff(source)) + 1, len(source)]
+        for first, last in itertools.pairwise(firsts):
+            if first < last:
+                lengths = (ends[first:last] - begins[first:last]).tolist()
+                arrays += self.get(int(source[first]), begins[first:last].tolist(), lengths)
+        base = np.array([address(array) for array in arrays], np.int64) - begins
+        table["data"][new] = np.repeat(base, np.diff(bounds)) + wanted.offset
+        return Held(ranges, table, [held, arrays])
+
+    def table(self, ranges: ByteRanges) -> NDArray[Any]:
+        """Return the core's table of ranges, where their bytes are left out."""
+        table = np.zeros(ranges.size, self.fetched)
+        for name, column in zip(ByteRanges._fields, ranges, strict=True):
+            table[name] = column
+        return table
+
+    def close(self) -> None:
+        """Close all sources, and end calls that wait for them. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            sources = list(self._open.values())
+            self._open.clear()
+        for source in sources:
+            source.close()
+
+
+def _keys(table: NDArray[Any]) -> list[tuple[int, int, int]]:
+    keys: list[tuple[int, int, int]] = table[list(ByteRanges._fields)].tolist()
+    return keys
+
+
+def extents_of(
+    ranges: ByteRanges, bounds: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the source, begin and end of each request of some ranges."""
+    first, last = bounds[:-1], bounds[1:] - 1
+    return ranges.source[first], ranges.offset[first], ranges.offset[last] + ranges.nbytes[last]
