@@ -34,8 +34,8 @@ Bytes = NDArray[np.uint8]
 
 _ALL_OF_CURL = 3  # CURL_GLOBAL_ALL
 _GOT, _CHANGED = 1, 2  # enum Got of src/http.c
-_BLOCK_NBYTES = 1 << 20
-_MOST_IDLE_BLOCKS = 64
+_BLOCK_NBYTES = 1 << 20, 8 << 20  # of memory; pages that are not touched cost nothing
+_MOST_IDLE_NBYTES = 64 << 20  # of each size
 _MOST_AT_ONCE = 64
 _MOST_FAILURES = 4  # calls in a row that got nothing, after which a source is left to the store
 
@@ -48,7 +48,9 @@ class HttpClient:
         self._curl = curl
         self._ca_file = _ca_file()
         self._loops: deque[tuple[int, int]] = deque()  # a process and its loop
-        self._blocks: deque[Bytes] = deque(maxlen=_MOST_IDLE_BLOCKS)
+        self._blocks: dict[int, deque[Bytes]] = {
+            nbytes: deque(maxlen=_MOST_IDLE_NBYTES // nbytes) for nbytes in _BLOCK_NBYTES
+        }
         self._is_closed = False
 
     def quicker(self, source: Source, name: str) -> Source:
@@ -107,7 +109,8 @@ class HttpClient:
     def close(self) -> None:
         """Close connections that no call uses; others follow when it ends. Idempotent."""
         self._is_closed = True
-        self._blocks.clear()
+        for blocks in self._blocks.values():
+            blocks.clear()
         with suppressing(IndexError):
             while True:
                 pid, loop = self._loops.pop()
@@ -132,15 +135,15 @@ class HttpClient:
 
     def _lend(self, nbytes: int) -> Bytes:
         """Return memory that comes back when nothing refers to it any more."""
-        block = None
-        if nbytes <= _BLOCK_NBYTES:
-            nbytes = _BLOCK_NBYTES
-            with suppressing(IndexError):
-                block = self._blocks.pop()
-        block = np.empty(nbytes, np.uint8) if block is None else block
+        size = next((size for size in _BLOCK_NBYTES if nbytes <= size), None)
+        if size is None:
+            return np.empty(nbytes, np.uint8)
+        block, blocks = None, self._blocks[size]
+        with suppressing(IndexError):
+            block = blocks.pop()
+        block = np.empty(size, np.uint8) if block is None else block
         lent = block[:]
-        if nbytes == _BLOCK_NBYTES:
-            weakref.finalize(lent, self._blocks.append, block).atexit = False
+        weakref.finalize(lent, blocks.append, block).atexit = False
         return lent
 
 
