@@ -80,8 +80,10 @@ def matching_files(paths: Iterable[FileName]) -> list[FileName]:
     found: list[FileName] = []
     for path in paths:
         if isinstance(path, SourceName) and (expand := _EXPANDERS.get(scheme_of(path))):
-            names = expand(path)
-            found += [path] if names is None else (SourceName(n, path.options) for n in names)
+            several = expand(path)
+            if several == []:
+                raise ReadError(f"no file matches {path}")
+            found += [path] if several is None else (SourceName(n, path.options) for n in several)
             continue
         if scheme_of(path) or not glob.has_magic(str(path)) or os.path.exists(path):
             found.append(path)

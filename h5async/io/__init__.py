@@ -2,3 +2,5 @@
 
 A name and byte ranges enter; bytes in the caller's memory leave. Stamps identify states of sources.
 """
+
+from h5async.io import objectstores  # noqa: F401  # registers its schemes, in any process

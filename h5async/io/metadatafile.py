@@ -42,7 +42,7 @@ class MetadataFile(io.RawIOBase):
 
     def __init__(self, source: Source) -> None:
         self.stamp = source.stamp()
-        self._source = source
+        self.source = source
         self._nbytes = self.stamp.nbytes
         self._at = 0
         self._has_begun = False
@@ -78,7 +78,7 @@ class MetadataFile(io.RawIOBase):
         missing = self._missing(at, nbytes)
         if missing and nbytes > _BLOCK_NBYTES:  # most often values
             values = memoryview(bytearray(nbytes))
-            self._source.read_ranges([(at, nbytes)], values)
+            self.source.read_ranges([(at, nbytes)], values)
             return values
         is_new = self._visit(at, nbytes)
         if missing:
@@ -124,7 +124,7 @@ class MetadataFile(io.RawIOBase):
         offsets = [first * PAGE_NBYTES for first, _ in runs]
         ends = [min(end * PAGE_NBYTES, self._nbytes) for _, end in runs]
         lengths = [end - begin for begin, end in zip(offsets, ends, strict=True)]
-        found = self._source.get_ranges(offsets, lengths)
+        found = self.source.get_ranges(offsets, lengths)
         for (first, _), data in zip(runs, found, strict=True):
             view = memoryview(data)
             # Copied, since it may be a slice of something larger.

@@ -15,7 +15,7 @@ import itertools
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import h5py
 
-from h5async.config.files import FileName, scheme_of
+from h5async.config.files import FileName, SourceName, expand_with, scheme_of
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
+from h5async.io.ahead import take
 from h5async.io.localfiles import open_regular
 from h5async.io.metadatafile import MetadataFile
 from h5async.io.openfailure import directory_reason, reason_unopened
@@ -90,11 +91,20 @@ class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
     """A file that h5py reads, and its source, which is closed with it."""
 
     source: Source
+    name_of_source = ""  # if it lies in another store
+    give_back: Callable[[], None] | None = None  # closes the source, or keeps it
+
+    @property
+    def filename(self) -> str:
+        """The name by which it was opened."""
+        return self.name_of_source or str(super().filename)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         super().close()
-        self.source.close()
+        give_back, self.give_back = self.give_back, None
+        if give_back is not None:
+            give_back()
 
 
 class Store(ABC):
@@ -110,6 +120,10 @@ class Store(ABC):
     def open(self, name: str) -> Source:
         """Open a source; `OSError` if that fails, `FileNotFoundError` if there is none."""
 
+    def matching(self, name: SourceName) -> list[str] | None:
+        """Return the names of the sources that match a glob, sorted; None if it is none."""
+        return None
+
     def stamp(self, name: str) -> FileStamp:
         """Return the state of a source; raises as `open`."""
         with closing(self.open(name)) as source:
@@ -120,12 +134,12 @@ class Store(ABC):
     ) -> HDF5File:
         """Open a source for reading with h5py; see `open_hdf5`."""
         try:
-            source = self.open(name)
+            content, ahead = take(name, self._open_content)
         except OSError as error:
             text = f"cannot open {name}: {error.strerror or error}"
             raise failed_read(text, error, name) from error
+        source = content.source
         try:
-            content = MetadataFile(source)
             properties = _access_properties(metadata_nbytes).copy()
             properties.set_fileobj_driver(h5py.h5fd.fileobj_driver, content)
             try:
@@ -133,14 +147,18 @@ class Store(ABC):
             except (OSError, RuntimeError, ValueError) as error:
                 text = f"cannot open {name}: {reason_unopened(content, error)}"
                 raise failed_read(text, error, name) from error
-            file.source = source
             if source.stamp() != content.stamp:
                 file.close()
                 raise ReadError(f"cannot open {name}: it was changed meanwhile", filename=name)
         except BaseException:
             source.close()
             raise
+        file.source, file.name_of_source = source, name
+        file.give_back = source.close if ahead is None else partial(ahead.give_back, name, content)
         return file
+
+    def _open_content(self, name: str) -> MetadataFile:
+        return MetadataFile(self.open(name))
 
 
 class LocalSource(Source):
@@ -259,11 +277,17 @@ _STORES: dict[str, Store] = {}
 def register(scheme: str, store: Store) -> None:
     """Read sources whose names begin with ``scheme://`` from a store."""
     _STORES[scheme] = store
+    expand_with(scheme, store.matching)
 
 
 def store_of(name: FileName) -> Store:
     """Return the store of a source."""
     return _STORES.get(scheme_of(name), LOCAL)
+
+
+def far_names(names: Sequence[FileName]) -> list[str]:
+    """Return the names of those that are no local files."""
+    return [str(name) for name in names if not store_of(name).is_local]
 
 
 def absolute_name(name: FileName) -> str:

@@ -31,7 +31,9 @@ from h5async.index.indexcache import known_of_files
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.savedindex import NamedIndex
+from h5async.io.ahead import opening_ahead
 from h5async.io.localfiles import read_ahead
+from h5async.io.stores import far_names
 from h5async.opening.fieldkinds import unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
 from h5async.opening.filevalues import reach_of, read_names
@@ -75,8 +77,14 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
     fields = {name: field.normalized(name) for name, field in given.items()}
     if any(one is not given[name] for name, one in fields.items()):
         config = config.model_copy(update={"fields": fields})
-    if config.on_error == "raise" or config.names_index:
-        return _open(config, None)
+    with opening_ahead(far_names(config.files)):
+        if config.on_error == "raise" or config.names_index:
+            return _open(config, None)
+        return _open_good(config)
+
+
+def _open_good(config: ReaderConfig) -> OpenedDataset:
+    """Open the files that can be read."""
     files, failed = config.files, dict[FileName, Exception]()
     for file in files:  # the first good one says what the fields are
         try:

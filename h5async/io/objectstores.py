@@ -1,0 +1,213 @@
+"""Reads sources in object stores and on the web.
+
+A source is what it was when it was opened: requests carry its ETag (``If-Match``), and each answer
+must have the length, and the tag or the date, that are expected.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from h5async.config.files import SourceName, scheme_of
+from h5async.errors import ConfigError, H5AsyncError, ReadError
+from h5async.io.obstoreclient import WEB, Client, client_of, failure
+from h5async.io.sidebyside import SideBySide
+from h5async.io.stamps import FileStamp, replaced
+from h5async.io.stores import Source, Store, register
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss", *WEB)
+_BEGINNING_NBYTES = 1 << 16  # comes with the answer to the first request
+_PLAIN = re.compile(r"(?:(?!\.\.?(?:/|$))[\w.~-]+(?:/|$))+", re.ASCII)  # needs no %-escapes
+_MAGIC = re.compile(r"[*?[]")
+
+
+class Place(NamedTuple):
+    """Where a source lies: the root of its store, and its key there; "" if the root is its URL."""
+
+    root: str
+    key: str
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, name: str) -> Place:
+        """Return the place of a name. Keys of object stores are taken as they are typed."""
+        options = name.options if isinstance(name, SourceName) else {}
+        scheme, _, rest = "".join(name).partition("://")
+        host, _, key = rest.partition("/")
+        root = f"{scheme}://{host}"
+        if scheme_of(name) in WEB and not _PLAIN.fullmatch(key):
+            return cls("".join(name), "", options)
+        return cls(root, key, options)
+
+    @property
+    def client(self) -> Client:
+        """The client of this process."""
+        return client_of(self.root, self.options, is_shared=bool(self.key))
+
+
+class RemoteSource(Source):
+    """An open object. `meta` is what the answer to the first request said, `beginning` its bytes.
+
+    Calls end when the source is closed, or by an interruption. But one of `get_ranges` with one
+    range, in another thread than the main one, blocks until the client gives up: it is cheaper.
+    """
+
+    def __init__(self, name: str, place: Place, meta: Mapping[str, Any], beginning: bytes) -> None:
+        self._name = name
+        self._key = place.key
+        self._client = place.client
+        self._meta = meta
+        self._beginning = memoryview(beginning)
+        self._waiting = SideBySide()
+        tag = meta["e_tag"] or meta["version"]
+        self.identity = "its ETag" if tag else "the date and the size that its server tells"
+        self._stamp = FileStamp.of_tag(tag or meta["last_modified"].isoformat(), meta["size"])
+        has_strong_tag = meta["e_tag"] and not meta["e_tag"].startswith("W/")
+        self._condition = {"if_match": meta["e_tag"]} if has_strong_tag else {}
+
+    def stamp(self) -> FileStamp:
+        """Return the state that all reads are of."""
+        return self._stamp
+
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
+        """Return ranges; several are fetched side by side."""
+        if len(offsets) == 1 and threading.current_thread() is not threading.main_thread():
+            return [self._get(offsets[0], lengths[0])]
+        return self._get_all(zip(offsets, lengths, strict=True))
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
+        """Read ranges side by side."""
+        for part in self._get_all(ranges):
+            into[: part.nbytes] = part
+            into = into[part.nbytes :]
+
+    def close(self) -> None:
+        """End calls that wait."""
+        self._waiting.stop()
+
+    def _get_all(self, ranges: Any) -> list[memoryview]:
+        several: list[Callable[[], memoryview]] = [partial(self._get, *one) for one in ranges]
+        return self._waiting.call(several)
+
+    def _get(self, offset: int, nbytes: int) -> memoryview:
+        end = offset + nbytes
+        if end > self._stamp.nbytes:
+            raise ReadError(
+                f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
+            )
+        if end <= len(self._beginning):  # once: then the reader has it
+            beginning, self._beginning = self._beginning, memoryview(b"")
+            return beginning[offset:end]
+        if not nbytes:
+            return memoryview(b"")
+        client, options = self._client, {"range": (offset, end), **self._condition}
+        try:
+            answer = client.library.get(client.at_reading, self._key, options=options)
+            found = memoryview(answer.bytes())
+        except H5AsyncError:
+            raise
+        except client.library.exceptions.PreconditionError as error:
+            raise replaced(self._name) from error
+        except Exception as error:
+            reason = failure(error, self._name).strerror
+            raise ReadError(f"{self._name} cannot be read: {reason}") from error
+        self._check(answer.meta)
+        if found.nbytes != nbytes:
+            raise ReadError(
+                f"{self._name}: the server sent {found.nbytes:,} of {nbytes:,} bytes at byte"
+                f" {offset:,}, without an error"
+            )
+        return found
+
+    def _check(self, meta: Mapping[str, Any]) -> None:
+        names = ["size", "e_tag"] if self._meta["e_tag"] else ["size", "last_modified"]
+        if any(meta[name] != self._meta[name] for name in names):
+            raise replaced(self._name)
+
+
+class RemoteStore(Store):
+    """Object stores and the web."""
+
+    def open(self, name: str) -> RemoteSource:
+        """Open an object, in one request."""
+        place = Place.of(name)
+        if not place.key and scheme_of(name) not in WEB:
+            raise ConfigError(f"{name} names a bucket; add the key of an object, or a glob")
+        client = place.client
+        try:
+            try:
+                options = {"range": (0, _BEGINNING_NBYTES)}
+                answer = client.library.get(client.at_opening, place.key, options=options)
+                return RemoteSource(name, place, answer.meta, bytes(answer.bytes()))
+            except client.library.exceptions.GenericError as error:
+                if "status: 416" not in str(error):
+                    raise
+                return RemoteSource(name, place, _head(client, place.key), b"")  # it is empty
+        except (H5AsyncError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise failure(error, name) from error
+
+    def matching(self, name: SourceName) -> list[str] | None:
+        """Return the sources that match a glob, sorted; None if the name is no glob."""
+        place = Place.of(name)
+        if scheme_of(name) in WEB:
+            if "*" in name.partition("?")[0]:
+                raise ConfigError(
+                    f"{name}: the web has no lists of files for a glob; name each of them"
+                )
+            return None
+        found = _MAGIC.search(place.key)
+        if found is None:
+            return None
+        prefix = place.key[: found.start()].rpartition("/")[0]
+        is_flat = "/" not in place.key[len(prefix) + bool(prefix) :]
+        try:
+            keys = _listed(place.client, prefix, is_flat)
+        except Exception as error:
+            if isinstance(error, H5AsyncError):
+                raise
+            text = f"cannot list what matches {name}: {failure(error, name).strerror}"
+            raise ReadError(text, filename=name) from error
+        if place.key in keys:  # its name has such characters itself
+            return [name]
+        pattern = place.key.split("/")
+        matches = [key for key in keys if _matches(key.split("/"), pattern)]
+        return [f"{place.root}/{key}" for key in sorted(matches)]
+
+
+def _head(client: Client, key: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = client.library.head(client.at_opening, key)
+    return found
+
+
+def _listed(client: Client, prefix: str, is_flat: bool) -> list[str]:
+    """Return the keys below a prefix, or if `is_flat` those right below it."""
+    library, store = client.library, client.at_opening
+    if is_flat:
+        return [one["path"] for one in library.list_with_delimiter(store, prefix)["objects"]]
+    return [one["path"] for part in library.list(store, prefix) for one in part]
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Tell whether names of a path match a glob, as those of local files do."""
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        rest = range(len(names) + 1)
+        return any(_matches(names[at:], pattern[1:]) for at in rest)
+    if not names or (names[0].startswith(".") and not pattern[0].startswith(".")):
+        return False
+    return fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+
+
+for _scheme in SCHEMES:
+    register(_scheme, RemoteStore())

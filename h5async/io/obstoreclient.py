@@ -1,0 +1,261 @@
+"""Makes clients of object stores and the web by obstore, and says in words why a request failed.
+
+The root of a store enters, ``s3://bucket`` or ``https://host``, and options; a `Client` leaves. The
+clients of a process are shared by its sources, and each has its connections.
+
+obstore's runtime does not survive a fork: in the child its threads are missing, and calls never
+end. So a child, if obstore was used before the fork, loads a copy of the library, whose state is
+its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from h5async.errors import ConfigError, needs_package
+from h5async.spelling import named
+from h5async.system.interruptions import passing
+
+WEB = ("http", "https")
+_PACKAGE = "obstore"
+_ALIASES = {"gcs": "gs"}
+_DURATIONS = ("retry_timeout", "init_backoff", "max_backoff")
+
+# When a source is opened, what is wrong is told within seconds; later, a fault may pass.
+_AT_OPENING: dict[str, Mapping[str, Any]] = {
+    "client_options": {"connect_timeout": "2s", "timeout": "4s"},
+    "retry_config": {"max_retries": 5, "retry_timeout": timedelta(seconds=3)},
+}
+_AT_READING: dict[str, Mapping[str, Any]] = {
+    "client_options": {"connect_timeout": "5s", "read_timeout": "10s", "timeout": "60s"},
+    "retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=60)},
+}
+
+
+class Client:
+    """The client of a bucket or a host, or of a single URL of the web."""
+
+    def __init__(self, library: Any, root: str, options: Mapping[str, Any]) -> None:
+        self.library = library
+        self._root = root
+        self._options = options
+
+    @cached_property
+    def at_opening(self) -> Any:
+        """The store for first requests, which fail soon."""
+        return self._made(_AT_OPENING)
+
+    @cached_property
+    def at_reading(self) -> Any:
+        """The store for all others, which are repeated for some time."""
+        return self._made(_AT_READING)
+
+    def _made(self, defaults: Mapping[str, Mapping[str, Any]]) -> Any:
+        given = dict(self._options)
+        own = {name: {**defaults[name], **(given.pop(name, None) or {})} for name in defaults}
+        values = [self._root, *given.values()]
+        if any(str(value).startswith("http://") for value in values):
+            own["client_options"].setdefault("allow_http", True)
+        own["retry_config"] = _with_durations(own["retry_config"])
+        store, scheme = self.library.store, self._root.partition("://")[0].lower()
+        root = _ALIASES.get(scheme, scheme) + self._root[len(scheme) :]
+        try:
+            if scheme in WEB:
+                return store.HTTPStore(root, **own)
+            return store.from_url(root, **own, **given)
+        except (ValueError, TypeError, self.library.exceptions.BaseError) as error:
+            first = str(error).partition("\n")[0]
+            raise ConfigError(f"{named('storage_options')} for {self._root}: {first}") from error
+
+
+def _with_durations(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with numbers of seconds as the durations that obstore takes."""
+    found = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            value = _with_durations(value)
+        elif name in _DURATIONS and isinstance(value, int | float):
+            value = timedelta(seconds=value)
+        found[name] = value
+    return found
+
+
+# --- the clients of this process ------------------------------------------------------------------
+
+
+class _Clients:
+    """obstore, as this process may use it, and the clients made with it."""
+
+    def __init__(self, is_forked: bool = False) -> None:
+        self.lock = threading.Lock()
+        self.library: Any = None
+        self.is_forked = is_forked  # from a process that has used obstore
+        self.made: dict[tuple[str, str], Client] = {}
+
+    def of(self, root: str, options: Mapping[str, Any], is_shared: bool) -> Client:
+        key = root, repr(sorted(options.items()))
+        with self.lock:
+            if self.library is None:
+                self.library = _copied_library() if self.is_forked else _library()
+            client = self.made.get(key) or Client(self.library, root, options)
+            if is_shared:
+                self.made[key] = client
+            return client
+
+
+_clients = _Clients()
+_of_parents: list[_Clients] = []  # kept: their destructors may wait for threads that do not exist
+
+
+@passing()
+def client_of(root: str, options: Mapping[str, Any], *, is_shared: bool) -> Client:
+    """Return the client of a store, or one that nobody shares; thread-safe.
+
+    `ConfigError` is raised for wrong options, `MissingPackageError` without obstore.
+    """
+    return _clients.of(root, options, is_shared)
+
+
+def _after_fork() -> None:
+    global _clients
+    _of_parents.append(_clients)
+    _clients = _Clients(_clients.is_forked or _clients.library is not None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _library() -> Any:
+    found: Any = None
+    with needs_package("'h5async[remote]'", "files in object stores and on the web"):
+        found = importlib.import_module(_PACKAGE)
+        importlib.import_module(f"{_PACKAGE}.store")
+    return found
+
+
+def _copied_library() -> Any:
+    """Load obstore from a copy of its file, which the system takes for another library."""
+    original = f"{_PACKAGE}._{_PACKAGE}"
+    file = sys.modules[original].__file__
+    with tempfile.TemporaryDirectory() as folder, _forgotten_modules():
+        spec = importlib.util.spec_from_file_location(original, shutil.copy(str(file), folder))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[original] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[original])
+        return _library()
+
+
+@contextmanager
+def _forgotten_modules() -> Iterator[None]:
+    def taken() -> dict[str, Any]:
+        names = [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]
+        return {name: sys.modules.pop(name) for name in names}
+
+    before = taken()
+    try:
+        yield
+    finally:
+        taken()
+        sys.modules.update(before)
+
+
+# --- why a request failed -------------------------------------------------------------------------
+
+
+class _Cause(NamedTuple):
+    """A cause of failures: a pattern of obstore's message, an error number, and what to say."""
+
+    pattern: str
+    number: int
+    reason: str
+
+
+_CREDENTIALS = f"give them as {named('storage_options')}, or log in as the cloud's own tools do"
+_CAUSES = (
+    _Cause(
+        r"169\.254\.|metadata\.google|token request",
+        errno.EACCES,
+        f"no credentials were found; {_CREDENTIALS}; public data need"
+        f" {named('storage_options', {'skip_signature': True})}",
+    ),
+    _Cause(
+        "<Code>(ExpiredToken|TokenRefreshRequired|RequestExpired)|Request has expired|expired",
+        errno.EACCES,
+        f"the credentials have expired; {_CREDENTIALS}",
+    ),
+    _Cause(
+        "<Code>(InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|AuthenticationFailed)",
+        errno.EACCES,
+        f"the credentials are wrong; {_CREDENTIALS}",
+    ),
+    _Cause(
+        "BareRedirect|PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint",
+        errno.EACCES,
+        "the bucket is in another region; give it as"
+        f" {named('storage_options', {'aws_region': '...'})}",
+    ),
+    _Cause("NoSuchBucket|ContainerNotFound", errno.EACCES, "there is no such bucket"),
+    _Cause(
+        "PermissionDenied|Unauthenticated|status: 40[13]",
+        errno.EACCES,
+        "access was denied: the credentials may not read it, or there is no such object;"
+        f" {_CREDENTIALS}",
+    ),
+    _Cause("RangeNotSupported", errno.EOPNOTSUPP, "the server does not answer requests of ranges"),
+    _Cause(
+        "dns error",
+        errno.EIO,
+        "its host is not known; check the name, the endpoint and the network",
+    ),
+    _Cause(
+        "InvalidCertificate|InvalidMessage|[Cc]ertificate",
+        errno.EIO,
+        "the server's certificate is not trusted, or it does not speak TLS; check the URL, or give"
+        f" {named('storage_options', {'client_options': {'root_certificate': '...'}})}",
+    ),
+    _Cause(
+        "BadScheme",
+        errno.EACCES,
+        "its endpoint is http://, which needs"
+        f" {named('storage_options', {'client_options': {'allow_http': True}})}",
+    ),
+    _Cause("ConnectionRefused|kind: Connect", errno.EIO, "the server cannot be reached"),
+    _Cause("kind: Timeout|TimedOut", errno.EIO, "the server did not answer in time"),
+    _Cause(
+        "status: (429|503)|SlowDown",
+        errno.EIO,
+        f"the server is overloaded; try a smaller {named('requests_in_flight')}",
+    ),
+)
+
+
+def failure(error: Exception, name: str) -> OSError:
+    """Return the error for a failed request, with its reason in a line, and without secrets."""
+    if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
+        return FileNotFoundError(errno.ENOENT, "there is no such object", name)
+    text = f"{type(error).__name__} {error}"
+    for cause in _CAUSES:
+        if re.search(cause.pattern, text):
+            return OSError(cause.number, cause.reason, name)
+    status = re.search(r"status: (\d{3})|status code: (\d{3})", text)
+    if status is not None:
+        reason = f"the server answers with status {status[1] or status[2]}"
+    else:  # (URLs may be signed)
+        first = str(error).partition("\n")[0]
+        reason = re.sub(r"\b\w+://\S+", "its URL", first)
+    return OSError(errno.EIO, reason, name)
