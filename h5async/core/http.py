@@ -13,6 +13,7 @@ import functools
 import os
 import ssl
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,8 @@ _GOT, _CHANGED = 1, 2  # enum Got of src/http.c
 _BLOCK_NBYTES = 1 << 20, 8 << 20  # of memory; pages that are not touched cost nothing
 _MOST_IDLE_NBYTES = 64 << 20  # of each size
 _MOST_AT_ONCE = 64
-_MOST_FAILURES = 4  # calls in a row that got nothing, after which a source is left to the store
+# After so many calls in a row that got nothing, the store gets all ranges for some time.
+_MOST_FAILURES, _LEFT_SECONDS = 4, 60.0
 
 
 class HttpClient:
@@ -156,6 +158,7 @@ class HttpSource(Source):
         self._name = name
         self._stop = ctypes.c_int32(0)
         self._failures = 0
+        self._left_until = 0.0  # the store gets all ranges
 
     def stamp(self) -> FileStamp:
         """Return the state of what is open."""
@@ -171,7 +174,7 @@ class HttpSource(Source):
         # In the main thread signal handlers could not run meanwhile.
         if threading.current_thread() is not threading.main_thread() and min(lengths, default=0):
             at = self._source.web_address()
-        if at is None or self._failures >= _MOST_FAILURES:
+        if at is None or time.monotonic() < self._left_until:
             return self._source.get_ranges(offsets, lengths)
         ranges, parts = self._client.new_ranges(offsets, lengths)
         if not self._client.get(at, self._source.stamp(), ranges, self._stop):
@@ -181,6 +184,8 @@ class HttpSource(Source):
             raise replaced(self._name)
         missing = np.flatnonzero(ranges["got"] != _GOT).tolist()
         self._failures = self._failures + 1 if len(missing) == len(parts) else 0
+        if self._failures >= _MOST_FAILURES:
+            self._failures, self._left_until = 0, time.monotonic() + _LEFT_SECONDS
         where = [offsets[i] for i in missing], [lengths[i] for i in missing]
         others = dict(zip(missing, self._source.get_ranges(*where), strict=True))
         return [others.get(i, part) for i, part in enumerate(parts)]

@@ -7,24 +7,27 @@ must have the length, and the tag or the date, that are expected.
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h5async.config.files import SourceName, scheme_of
 from h5async.errors import ConfigError, H5AsyncError, ReadError
-from h5async.io.obstoreclient import WEB, Client, client_of, failure
+from h5async.io.obstoreclient import SIGNED_SECONDS, WEB, Client, client_of, failure
 from h5async.io.sidebyside import SideBySide
 from h5async.io.stamps import FileStamp, replaced
-from h5async.io.stores import Source, Store, register
+from h5async.io.stores import Source, Store, WebAddress, register
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss", *WEB)
 _BEGINNING_NBYTES = 1 << 16  # comes with the answer to the first request
+_MOST_REDIRECTS = 5
 _PLAIN = re.compile(r"(?:(?!\.\.?(?:/|$))[\w.~-]+(?:/|$))+", re.ASCII)  # needs no %-escapes
 _MAGIC = re.compile(r"[*?[]")
 
@@ -72,6 +75,7 @@ class RemoteSource(Source):
         self._stamp = FileStamp.of_tag(tag or meta["last_modified"].isoformat(), meta["size"])
         has_strong_tag = meta["e_tag"] and not meta["e_tag"].startswith("W/")
         self._condition = {"if_match": meta["e_tag"]} if has_strong_tag else {}
+        self._address: tuple[WebAddress | None, float] = None, -math.inf  # and when it was made
 
     def stamp(self) -> FileStamp:
         """Return the state that all reads are of."""
@@ -88,6 +92,19 @@ class RemoteSource(Source):
         for part in self._get_all(ranges):
             into[: part.nbytes] = part
             into = into[part.nbytes :]
+
+    def web_address(self) -> WebAddress | None:
+        """Return its URL, signed if need be; None without an ETag, too."""
+        found, made = self._address
+        if time.monotonic() - made > SIGNED_SECONDS / 2:
+            url, tag, found = self._client.url(self._key), self._meta["e_tag"], None
+            if url is not None and tag:
+                headers = ["User-Agent: h5async"]
+                headers += [f"If-Match: {value}" for value in self._condition.values()]
+                is_signed = scheme_of(self._name) not in WEB
+                found = WebAddress(url, headers, tag, 0 if is_signed else _MOST_REDIRECTS)
+            self._address = found, time.monotonic()
+        return found
 
     def close(self) -> None:
         """End calls that wait."""
