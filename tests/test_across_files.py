@@ -56,7 +56,6 @@ OPTIONS = [
     {"shuffle": "window", "window_bytes": 8192},
     {"shuffle": "window", "rank": 1, "world_size": 2},
     {"cache": "host", "shuffle": "full"},
-    {"workers": "process"},
 ]
 
 

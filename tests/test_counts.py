@@ -49,14 +49,13 @@ def scanpys(dense, target_sum, log1p, totals=None):
     return np.log1p(found) if log1p else found
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("columns", [None, [7, 3, 20], ["gene 5", "gene 39"]])
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize(
     ("target_sum", "log1p"), [(None, False), (1e4, False), (1e4, True), (None, True)]
 )
-@pytest.mark.parametrize(
-    "way", [{"num_threads": 0}, {"num_threads": 2, "cache": "host"}, {"workers": "process"}]
-)
+@pytest.mark.parametrize("way", [{"num_threads": 0}, {"num_threads": 2, "cache": "host"}])
 def test_a_reader_delivers_totals_and_scaled_values(files, columns, dense, target_sum, log1p, way):
     paths, matrix = files
     field = SparseField(

@@ -64,7 +64,6 @@ CASES: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
         {},
         {"shuffle": "full", "num_threads": 2},
         {"shuffle": "window", "cache": "host"},
-        pytest.param({"workers": "process"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -141,7 +141,6 @@ WAYS = [
     {"shuffle": "window", "window_bytes": 4096},
     {"num_threads": 0, "io": "pread"},
     {"cache": "host", "shuffle": "full"},
-    {"workers": "process", "shuffle": "full"},
     {"rank": 1, "world_size": 2, "shuffle": "window"},
     {"indices": slice(10, 60, 3)},
     {"weights": "balanced", "epoch_samples": 40},
@@ -255,7 +254,7 @@ def test_saved_indices_have_them(files, tmp_path, kept):
 
 
 @each("pattern", ["data/demo_*", "data/*"])
-@each("options", [{}, {"workers": "process"}, {"shuffle": "window"}])
+@each("options", [{}, {"shuffle": "window"}])
 def test_groups_have_scalars_attributes_and_arrays(tmp_path, pattern, options):
     path, lengths = tmp_path / "demos.h5", (5, 3, 1, 8)
     with h5py.File(path, "w") as file, h5py.File(tmp_path / "more.h5", "w") as more:
@@ -312,7 +311,7 @@ def test_two_dimensions_of_samples(tmp_path):
 
 
 @each("categories", [True, [f"s{n} {'x' * n}" for n in (2, 1, 0, 3)]])
-@each("options", [{"shuffle": "full"}, {"shuffle": "window", "workers": "process"}])
+@each("options", [{"shuffle": "full"}, {"shuffle": "window"}])
 def test_strings_of_sequences_and_files_are_codes(files, tmp_path, categories, options):
     given = {"per": "sequence", "categories": categories}
     fields = PLAIN | {
@@ -340,7 +339,7 @@ def test_strings_of_sequences_and_files_are_codes(files, tmp_path, categories, o
 # --- of the whole dataset -------------------------------------------------------------------------
 
 
-@each("options", [{}, {"workers": "process"}, {"num_threads": 0}])
+@each("options", [{}, {"num_threads": 0}])
 def test_static_values_come_once(tmp_path, options):
     paths = [str(tmp_path / f"{n}.h5") for n in range(3)]
     orography = np.random.default_rng(0).integers(-9, 9, (5, 4)).astype("i2")

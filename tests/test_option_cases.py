@@ -8,7 +8,7 @@ import pytest
 from optioncases import try_case
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("number", range(600))
 def test_what_is_delivered_is_right(number: int, tmp_path: Path):
     try_case(1, number, tmp_path, helpers=False)

@@ -99,6 +99,7 @@ def test_by_name_of_dimensions(stored: tuple[Path, np.ndarray], name: str, io: A
     with reader_of(path, fields=fields, shuffle="full", io=io, batch_size=4) as reader:
         for batch in reader:
             assert_same_bits(batch.x, rows[batch.index, 3:-2:2, 9:20])
+        assert_same_bits(reader.read([5, 3]).x, rows[[5, 3], 3:-2:2, 9:20])
 
 
 def test_only_the_bytes_of_a_region_are_read(stored: tuple[Path, np.ndarray]):
@@ -188,16 +189,6 @@ def test_of_several_files_and_virtual_datasets(tmp_path: Path):
             ) as reader:
                 for batch in reader:
                     assert_same_bits(batch.x, cut(expected, region, 0)[batch.index])
-
-
-def test_equal_in_helper_processes_and_by_index(stored: tuple[Path, np.ndarray]):
-    path, rows = stored
-    fields = {"x": Field("chunks", region=REGION)}
-    with reader_of(path, fields=fields, workers="process", shuffle=True) as reader:
-        for batch in reader:
-            assert_same_bits(batch.x, rows[batch.index, 3:-2:2, 9:20])
-    with reader_of(path, fields=fields) as reader:
-        assert_same_bits(reader.read([5, 3]).x, rows[[5, 3], 3:-2:2, 9:20])
 
 
 def test_options_survive_files(tmp_path: Path, stored: tuple[Path, np.ndarray]):

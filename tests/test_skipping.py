@@ -228,19 +228,6 @@ def test_samples_of_any_kind(files, field, damaged, shuffle, num_threads):
     assert_skips(files, damaged, fields=fields, shuffle=shuffle, num_threads=num_threads)
 
 
-def test_in_helper_processes(files):
-    fields = {"x": RaggedField("long"), "y": Field("tiles", dtype="f4"), "z": "h5py"}
-    damaged = np.union1d(DAMAGED, damaged_in(files, "long"))
-    options = {"workers": 2, "shuffle": "full", "fields": fields, "batch_size": 5}
-    good, bad = files
-    with reader_of(good, **{**options, "workers": "thread"}) as right:
-        with reader_of(bad, on_error="skip", **options) as reader:
-            for _ in range(2 * len(right)):
-                assert_lacks(reader.get_next_batch(), right.get_next_batch(), damaged)
-            assert reader.stats().skipped == 2 * len(damaged)
-            assert len(reader.skipped) == len(damaged)
-
-
 @each("decode", ["host", "device"])
 @each("cache", [None, "device"])
 @each("batch_size", [CHUNK, 16])
@@ -593,15 +580,6 @@ def test_files_that_are_left_out(folder, index_cache, caplog, monkeypatch):
         with reader_of(paths, on_error="skip", **options) as reader:
             assert reader.num_samples == 10 * N
             assert reader.skipped == ()
-
-
-def test_files_that_a_helper_process_leaves_out(folder):
-    paths = [folder / f"{number}.h5" for number in range(10)]
-    options = {"data_field": "gzip", "workers": "process", "on_error": "skip"}
-    with reader_of(paths, **options) as reader:
-        assert len(reader.skipped) == 6
-        assert reader.num_samples == 4 * N
-        assert_same_bits(reader.get_next_batch().data, VALUES[:16])
 
 
 def test_files_that_say_what_a_field_is(folder, files):

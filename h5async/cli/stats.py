@@ -86,7 +86,13 @@ def _amount(one: FieldStatistics) -> str:
     if one.count is None:
         return "no numbers"
     nan = 0 if one.nan is None else int(one.nan.sum())
-    return f"{int(one.count.sum()):,} values" + (f", {nan:,} NaN" if nan else "")
+    text = f"{int(one.count.sum()):,} values" + (f", {nan:,} NaN" if nan else "")
+    if one.per == "channel" and one.count.ndim:
+        where = (
+            "channels" if one.channel_dim is None else f"places along dimension {one.channel_dim}"
+        )
+        text += f", of each of {one.count.size:,} {where} (--per none: of all together)"
+    return text
 
 
 def _lines(one: FieldStatistics) -> list[tuple[str, str]]:

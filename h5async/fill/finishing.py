@@ -221,7 +221,8 @@ class Postprocess:
     It gets the arrays in field order, then further ones, such as totals; or, if its parameters have
     the names of all of them, by name.
     Of ``rng``, ``index``, ``epoch``, ``number``, ``sequence``, ``step``, ``static`` and the masks,
-    it also gets those that are among its further parameters, by name.
+    it also gets those that are among its further parameters, by name; and as ``crop`` where all
+    crops begin, if these are the same.
 
     Raises `ConfigError` if there is no such function.
     """
@@ -241,6 +242,10 @@ class Postprocess:
             "step": np.copy if sequences is None else sequences.steps,
         }
         self._masks = masks_of(opened.kinds, opened.layouts, samplings.rows)
+        several = [kind.places for kind in opened.kinds.values() if kind.places is not None]
+        crops = {(one.crop.group, one.key): one.begins for one in several if one.num_cut}
+        if len(crops) == 1:
+            self._masks.setdefault("crop", *crops.values())
         parameters: list[inspect.Parameter] = []
         with suppressing(ValueError, TypeError):  # a function in C may have no signature
             parameters = list(inspect.signature(function).parameters.values())

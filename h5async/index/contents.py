@@ -13,7 +13,8 @@ import fnmatch
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import h5py
@@ -39,8 +40,8 @@ LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited
 _KINDS = {h5py.h5o.TYPE_DATASET: "dataset", h5py.h5o.TYPE_GROUP: "group"}
 
 
-def what_is_there(file: HDF5File, reach: Reach) -> str:
-    """List datasets of a file, and a command that would read the largest of them.
+def what_is_there(file: HDF5File, reach: Reach, missing: str) -> str:
+    """List datasets of a file, where there is none at the path `missing`, and say how to read some.
 
     Only the first objects of a large file are listed: it may hold millions.
     """
@@ -53,9 +54,9 @@ def what_is_there(file: HDF5File, reach: Reach) -> str:
             return "the file is damaged, and nothing in it can be listed"
         is_cut = len(listed) > _MOST_OBJECTS
         datasets = {}
-        for path in [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]:
+        for name in [name for name, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]:
             with suppressing(Exception):  # it is damaged; the error comes where it is read
-                datasets[path] = file[name_bytes(path)]
+                datasets[name] = file[name_bytes(name)]
     shapes, readable = _with_groups(file, datasets, reach)
     looked = f"the first {_MOST_OBJECTS:,} objects of the file"
     if not shapes:
@@ -64,8 +65,26 @@ def what_is_there(file: HDF5File, reach: Reach) -> str:
     more = len(shapes) - len(shown)
     text = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
     text = f"{looked} hold {text}; there are others" if is_cut else f"the file holds {text}"
-    command = _read_command(file, readable)
+    command = _sequences_in(shapes, missing) or _read_command(file, readable)
     return f"{text}; try: {command}" if command else text
+
+
+def _sequences_in(paths: Iterable[str], missing: str) -> str | None:
+    """Say how to read groups that are alike but for a number, unless `missing` is in one."""
+    found: Counter[tuple[str, str]] = Counter()
+    for path in paths:
+        for at in (at for at, sign in enumerate(path) if sign == "/"):
+            pattern, numbers = _NUMBER.subn("*", path[:at])
+            if numbers == 1 and missing.startswith(path[: at + 1]):
+                return None
+            if numbers == 1 and pattern.endswith("*"):
+                found[pattern, path[at + 1 :]] += 1
+    several = [one for one, count in found.items() if count > 1]
+    name = missing.rpartition("/")[2]
+    several.sort(key=lambda one: one[1].rpartition("/")[2] != name)
+    return (
+        'path "{1}", and sequences=Sequences(groups="{0}")'.format(*several[0]) if several else None
+    )
 
 
 def _with_groups(

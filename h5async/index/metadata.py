@@ -340,7 +340,8 @@ def _dataset_at(
         if missing and "@" in path:
             detail = '; if it is an attribute, give the field per="file", say'
         raise DatasetError(
-            f'{file.filename}: there is no dataset "{path}"{detail}; {what_is_there(file, reach)}'
+            f'{file.filename}: there is no dataset "{path}"{detail};'
+            f" {what_is_there(file, reach, path)}"
         ) from error
     if not isinstance(node, h5py.h5d.DatasetID):
         is_group = isinstance(node, h5py.h5g.GroupID)
@@ -351,7 +352,8 @@ def _dataset_at(
                 " or a column of a table; give its path alone, without options of other kinds"
             )
         raise OtherKindError(
-            f'{file.filename}: "{path}" is a {kind}, not a dataset; {what_is_there(file, reach)}'
+            f'{file.filename}: "{path}" is a {kind}, not a dataset;'
+            f" {what_is_there(file, reach, path)}"
         )
     return found, node
 

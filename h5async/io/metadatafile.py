@@ -26,6 +26,7 @@ _BLOCK_NBYTES = 1 << 16  # fetched at first, and where no guess says what is nee
 _MOST_BLOCK_NBYTES = 1 << 20  # when reading goes on behind the last block
 _GAP_NBYTES = 1 << 14  # between ranges that are fetched as one
 _RANGE_NBYTES = 1 << 20
+_FEW_RANGES, _FEW_NBYTES = 4, 1 << 15  # so few ranges have at least so many bytes
 _ROUND_NBYTES = 1 << 25  # of guesses,
 _ROUND_PLACES = 1 << 14
 _WALK_NBYTES = 1 << 26  # and until HDF5 gets what it asked for
@@ -55,7 +56,7 @@ class MetadataFile(io.RawIOBase):
         self._offsets: list[int] | None = None  # of them, sorted; None if they have changed
         self._groups: dict[int, list[Place]] = {}
         self._visits: dict[int, int] = {}  # objects of a group that HDF5 came to
-        self._left = self._nbytes  # bytes that may be fetched for guesses
+        self._left = 2 * self._nbytes  # bytes that may be fetched before guessing ends
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to an offset from the beginning, from here, or from the end."""
@@ -81,8 +82,8 @@ class MetadataFile(io.RawIOBase):
             self.source.read_ranges([(at, nbytes)], values)
             return values
         is_new = self._visit(at, nbytes)
-        if missing:
-            missing = self._missing(*self._block_around(at, nbytes))
+        if missing and not is_new:
+            missing = self._missing(*self._block_at(at, nbytes))
         if missing or is_new:
             self._walk(missing)
             self._fetch(self._missing(at, nbytes))  # if what came after it was too much to keep
@@ -102,7 +103,7 @@ class MetadataFile(io.RawIOBase):
         end = -(-min(at + nbytes, self._nbytes) // PAGE_NBYTES)
         return [page for page in range(at // PAGE_NBYTES, end) if page not in self._pages]
 
-    def _block_around(self, at: int, nbytes: int) -> tuple[int, int]:
+    def _block_at(self, at: int, nbytes: int) -> tuple[int, int]:
         """Return the range to fetch for bytes that no guess found."""
         is_next = 0 <= at - self._block_end < self._block_nbytes
         doubled = min(2 * self._block_nbytes, _MOST_BLOCK_NBYTES)
@@ -121,9 +122,13 @@ class MetadataFile(io.RawIOBase):
                 runs.append([page, page + 1])
         if not runs:
             return
+        if len(runs) <= _FEW_RANGES:  # what they refer to often lies behind
+            for run in runs:
+                run[1] = max(run[1], run[0] + _FEW_NBYTES // PAGE_NBYTES)
         offsets = [first * PAGE_NBYTES for first, _ in runs]
         ends = [min(end * PAGE_NBYTES, self._nbytes) for _, end in runs]
         lengths = [end - begin for begin, end in zip(offsets, ends, strict=True)]
+        self._left -= sum(lengths)
         found = self.source.get_ranges(offsets, lengths)
         for (first, _), data in zip(runs, found, strict=True):
             view = memoryview(data)
@@ -160,27 +165,22 @@ class MetadataFile(io.RawIOBase):
         """Note that HDF5 comes to objects of groups; return whether that gives new guesses."""
         if self._offsets is None:
             self._offsets = sorted(self._objects)
-        before = len(self._todo)
-        for number in range(bisect_left(self._offsets, at), len(self._offsets)):
-            place = self._objects[self._offsets[number]]
-            if place.offset >= at + nbytes:
-                break
-            if (place.offset, place.nbytes) not in self._seen:
-                self._follow(place)
-        return len(self._todo) > before
-
-    def _follow(self, place: Place) -> None:
-        """Guess that HDF5 reads an object; if it is not the first of its group, others, too."""
-        visits = self._visits[place.group] = self._visits.get(place.group, 0) + 1
+        first = bisect_left(self._offsets, at)
+        met = self._offsets[first : bisect_left(self._offsets, at + nbytes, first)]
+        found = [one for one in map(self._objects.__getitem__, met) if one[:2] not in self._seen]
+        self._todo += [(one, False) for one in reversed(found)]
+        if not met or met[0] != at:  # HDF5 reads something else, and meets them
+            return bool(found)
+        place = self._objects[at]
         several = self._groups[place.group]
-        begin = several.index(place)
-        if visits == 1:
-            self._todo.append((place, False))
-            return
-        following = several[begin : begin + _NEXT_OBJECTS]
-        if visits > 2:
-            following = several[begin:] + several[:begin]
-        self._todo += [(one, True) for one in reversed(following)]
+        visits = self._visits[place.group] = self._visits.get(place.group, 0) + 1
+        if visits == 2 or (visits > 2 and place in found):
+            begin = several.index(place)
+            following = several[begin : begin + _NEXT_OBJECTS]
+            if visits > 2:
+                following = several[begin:] + several[:begin]
+            self._todo += [(one, True) for one in reversed(following)]
+        return bool(found) or visits == 2
 
     def _walk(self, pages: Sequence[int]) -> None:
         """Fetch pages, and follow guesses, level by level."""
@@ -191,7 +191,6 @@ class MetadataFile(io.RawIOBase):
             wanted = {*pages}
             for place, _ in batch:
                 wanted.update(self._missing(place.offset, place.nbytes))
-            self._left -= PAGE_NBYTES * (len(wanted) - len(pages))
             pages = ()
             self._fetch(wanted)
             below: list[tuple[Place, bool]] = []

@@ -11,7 +11,8 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss", *WEB)
 _BEGINNING_NBYTES = 1 << 16  # comes with the answer to the first request
 _MOST_REDIRECTS = 5
+# Measured, 8 ranges of 150 kB a call, in 4 threads: one call of a pinned store makes 1.8 times the
+# MB/s of calls side by side, and beside a loop of Python 1.7 to 2.5 times.
+_GROUP = 8
+_UNPINNED = 256  # ranges of a source, before it is worth a store of its own
 _PLAIN = re.compile(r"(?:(?!\.\.?(?:/|$))[\w.~-]+(?:/|$))+", re.ASCII)  # needs no %-escapes
 _MAGIC = re.compile(r"[*?[]")
 
@@ -74,6 +79,8 @@ class RemoteSource(Source):
         self.identity = "its ETag" if tag else "the date and the size that its server tells"
         self._stamp = FileStamp.of_tag(tag or meta["last_modified"].isoformat(), meta["size"])
         has_strong_tag = meta["e_tag"] and not meta["e_tag"].startswith("W/")
+        self._pinned: Any = None  # False if there is none
+        self._count = 0
         self._condition = {"if_match": meta["e_tag"]} if has_strong_tag else {}
         self._address: tuple[WebAddress | None, float] = None, -math.inf  # and when it was made
 
@@ -109,45 +116,86 @@ class RemoteSource(Source):
     def close(self) -> None:
         """End calls that wait."""
         self._waiting.stop()
+        pinned, self._pinned = self._pinned, False
+        if pinned:
+            self._client.left_to_pin += 1
 
-    def _get_all(self, ranges: Any) -> list[memoryview]:
-        several: list[Callable[[], memoryview]] = [partial(self._get, *one) for one in ranges]
-        return self._waiting.call(several)
+    def _get_all(self, ranges: Iterable[tuple[int, int]]) -> list[memoryview]:
+        several = list(ranges)
+        self._count += len(several)
+        if self._count > _UNPINNED and len(several) > 1 and self._pinned is None:
+            self._pinned = False  # meanwhile
+            self._pinned = self._made_pinned()
+        groups = [several[at : at + _GROUP] for at in range(0, len(several), _GROUP)]
+        if not self._pinned or not all(nbytes for _, nbytes in several):
+            groups = [[one] for one in several]
+        found = self._waiting.call([partial(self._get_group, group) for group in groups])
+        return [one for group in found for one in group]
+
+    def _made_pinned(self) -> Any:
+        """Return a store that sends the tag; False if there is none."""
+        tag = self._condition.get("if_match")
+        with self._failures():
+            return (tag and self._client.pinned(self._key, tag)) or False
+
+    def _get_group(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Get ranges, in one call of the client if that can be trusted to be of one object."""
+        if len(ranges) == 1 or not self._pinned:
+            return [self._get(*one) for one in ranges]
+        offsets, lengths = zip(*ranges, strict=True)
+        for offset, nbytes in ranges:
+            self._require_within(offset + nbytes)
+        get, about = self._client.library.get_ranges, {"starts": offsets, "lengths": lengths}
+        with self._failures():  # (10 are on their way at a time)
+            found = get(self._pinned, self._key, **about, coalesce=0)
+        parts = [memoryview(one) for one in found]
+        for part, (offset, nbytes) in zip(parts, ranges, strict=True):
+            self._require_whole(part, offset, nbytes)
+        return parts
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
         end = offset + nbytes
-        if end > self._stamp.nbytes:
-            raise ReadError(
-                f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
-            )
+        self._require_within(end)
         if end <= len(self._beginning):  # once: then the reader has it
             beginning, self._beginning = self._beginning, memoryview(b"")
             return beginning[offset:end]
         if not nbytes:
             return memoryview(b"")
         client, options = self._client, {"range": (offset, end), **self._condition}
-        try:
+        with self._failures():
             answer = client.library.get(client.at_reading, self._key, options=options)
             found = memoryview(answer.bytes())
+        names = ["size", "e_tag"] if self._meta["e_tag"] else ["size", "last_modified"]
+        if any(answer.meta[name] != self._meta[name] for name in names):
+            raise replaced(self._name)
+        self._require_whole(found, offset, nbytes)
+        return found
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turn errors of the client into `ReadError`."""
+        try:
+            yield
         except H5AsyncError:
             raise
-        except client.library.exceptions.PreconditionError as error:
+        except self._client.library.exceptions.PreconditionError as error:
             raise replaced(self._name) from error
         except Exception as error:
             reason = failure(error, self._name).strerror
             raise ReadError(f"{self._name} cannot be read: {reason}") from error
-        self._check(answer.meta)
+
+    def _require_within(self, end: int) -> None:
+        if end > self._stamp.nbytes:
+            raise ReadError(
+                f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
+            )
+
+    def _require_whole(self, found: memoryview, offset: int, nbytes: int) -> None:
         if found.nbytes != nbytes:
             raise ReadError(
                 f"{self._name}: the server sent {found.nbytes:,} of {nbytes:,} bytes at byte"
                 f" {offset:,}, without an error"
             )
-        return found
-
-    def _check(self, meta: Mapping[str, Any]) -> None:
-        names = ["size", "e_tag"] if self._meta["e_tag"] else ["size", "last_modified"]
-        if any(meta[name] != self._meta[name] for name in names):
-            raise replaced(self._name)
 
 
 class RemoteStore(Store):

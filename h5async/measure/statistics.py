@@ -5,6 +5,7 @@ A reader's threads summarize each batch as they have filled it; only sums reach 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,14 +14,16 @@ import numpy as np
 
 from h5async.config import Field, ReaderConfig
 from h5async.config.statistics import Per, Statistics
-from h5async.errors import ConfigError
+from h5async.errors import BudgetError, ConfigError
 from h5async.measure.summaries import FieldSummary
+from h5async.plan.transform import RowTransform
 from h5async.reader.asyncreader import AsyncReader
-from h5async.spelling import printable
+from h5async.spelling import named, printable
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _BATCH_NBYTES = 4 << 20  # fits into caches; more would be no faster
 _MOST_SAMPLES = 1 << 16
+_FEATURE_NBYTES = 56  # in a batch on its way, or in the sums
 # All selected samples, once, on the host.
 _ONCE: Mapping[str, Any] = {
     "shuffle": False,
@@ -101,6 +104,9 @@ def statistics(
             )
             for name, kind in setup.kinds.items()
         }
+        if per == "feature":
+            limit = setup.memory_plan.limit_nbytes // (config.thread_count + 3)
+            _check_features(setup.transforms, limit // _FEATURE_NBYTES)
         files = tuple(printable(str(path)) for path in opened.config.files)
     of_batch = _BATCH_NBYTES * samples // max(1, nbytes)
     options: Any = {
@@ -131,6 +137,18 @@ class _Summarize:
         for one, summary, values in zip(found, self._summaries, arrays, strict=True):
             one[0] = summary.part(values, rng)
         return found
+
+
+def _check_features(transforms: Mapping[str, RowTransform], most: int) -> None:
+    """Raise `BudgetError` if rows have more elements than `most`, for which there is memory."""
+    for name, transform in transforms.items():
+        count = math.prod(transform.of_one_row.row)
+        if count > most:
+            raise BudgetError(
+                f"field {name!r} has {count:,} features, and there is memory for statistics of"
+                f' {most:,}: choose per="channel" or None, name a region or fewer fields, or set'
+                f" {named('max_batch_bytes')} to let it take more"
+            )
 
 
 def _chosen(config: ReaderConfig, names: Sequence[str] | None) -> dict[str, Field]:

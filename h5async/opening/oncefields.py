@@ -101,7 +101,7 @@ def _read(indexer: Indexer, path: str, wanted: Wanted) -> DatasetLayout:
             raise DatasetError(
                 f'{indexer.file.filename}: there is no dataset "{path}"'
                 + f', and "{parent or "/"}" has no attribute "{name}"' * bool(mark)
-                + f"; {what_is_there(indexer.file, indexer.reach)}"
+                + f"; {what_is_there(indexer.file, indexer.reach, path)}"
             )
         located, node = found
         where = f'{located.file.filename}: attribute "{path}"'

@@ -153,7 +153,10 @@ def check_interpreter() -> None:
     elif not sys.executable:
         what = f"sys.executable is {sys.executable!r}, as in a program that embeds Python"
     elif os.environ.get(MARK) == str(os.getppid()):
-        what = f"{sys.executable} was started as one, and is another program"
+        what = (
+            f"{sys.executable} was started as one, and is another program, or imports a module that"
+            ' makes readers (which it should do below `if __name__ == "__main__":`)'
+        )
     if what is not None:
         raise ConfigError(
             f"a helper process needs a Python interpreter to start, but {what}; set sys.executable"

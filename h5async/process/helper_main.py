@@ -82,7 +82,6 @@ def main(channel_fd: int, memory_fd: int, parent: int) -> None:
     error: BaseException | None = None
     try:
         _end_with(parent)
-        os.environ.pop(MARK, None)  # for `check_interpreter`
         for fd in (channel_fd, memory_fd):
             os.set_inheritable(fd, False)
         end = Channel(_socket.socket(fileno=channel_fd))
@@ -124,6 +123,7 @@ class _Helper:
             chosen = choose(opened.config, opened.layouts)
             self._send(_told(opened, chosen))
             self._start(opened, chosen, self._receive())
+            os.environ.pop(MARK, None)  # for `check_interpreter`: modules have been imported
         except BaseException as error:
             self._send(Failed(portable(error)))
             return

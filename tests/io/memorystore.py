@@ -40,6 +40,7 @@ class MemorySource(Source):
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
         held, at = self._store.at(self._name), 0
+        self._store.rounds += 1
         for offset, nbytes in ranges:
             if held.tag != self._tag:
                 raise ReadError(f"{self._name} was changed while it was open")
@@ -48,6 +49,7 @@ class MemorySource(Source):
             into[at : at + nbytes] = held.data[offset : offset + nbytes]
             at += nbytes
             self._store.reads += 1
+            self._store.nbytes += nbytes
 
     def close(self) -> None:
         self._store.open_sources.discard(self)
@@ -60,14 +62,16 @@ class MemoryStore(Store):
     ----------
     held
         By name.
-    open_sources, reads
-        Those that are open, and the number of ranges that were read.
+    open_sources
+        Those that are open.
+    rounds, reads, nbytes
+        The numbers of calls that read ranges, of ranges, and of their bytes.
     """
 
     def __init__(self) -> None:
         self.held: dict[str, Held] = {}
         self.open_sources: set[MemorySource] = set()
-        self.reads = 0
+        self.rounds = self.reads = self.nbytes = 0
 
     def open(self, name: str) -> MemorySource:
         source = MemorySource(self, name)

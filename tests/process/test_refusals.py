@@ -152,6 +152,20 @@ def test_a_reader_in_a_helper(path, monkeypatch):
         assert reader.get_next_batch().labels[:5].tolist() == [0, -1, -2, -3, 4]
 
 
+def test_a_module_that_makes_readers_as_it_is_imported(path, tmp_path, monkeypatch):
+    """Each helper would import it, and start another one."""
+    code = f"""
+from h5async import AsyncReader
+def same(data, labels):
+    return data, labels
+AsyncReader(hdf5_path={str(path)!r}, workers="process", postprocess="makes_readers:same").close()
+"""
+    (tmp_path / "makes_readers.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="imports a module that makes readers"):
+        make(path, postprocess="makes_readers:same")
+
+
 # --- a new helper --------------------------------------------------------------------------------
 
 
