@@ -125,7 +125,7 @@ class RemoteSource(Source):
         self._count += len(several)
         if self._count > _UNPINNED and len(several) > 1 and self._pinned is None:
             self._pinned = False  # meanwhile
-            self._pinned = self._made_pinned()
+            self._pinned = self._waiting.call([self._made_pinned])[0]
         groups = [several[at : at + _GROUP] for at in range(0, len(several), _GROUP)]
         if not self._pinned or not all(nbytes for _, nbytes in several):
             groups = [[one] for one in several]
@@ -208,14 +208,8 @@ class RemoteStore(Store):
             raise ConfigError(f"{name} names a bucket; add the key of an object, or a glob")
         client = place.client
         try:
-            try:
-                options = {"range": (0, _BEGINNING_NBYTES)}
-                answer = client.library.get(client.at_opening, place.key, options=options)
-                return RemoteSource(name, place, answer.meta, bytes(answer.bytes()))
-            except client.library.exceptions.GenericError as error:
-                if "status: 416" not in str(error):
-                    raise
-                return RemoteSource(name, place, _head(client, place.key), b"")  # it is empty
+            begun = SideBySide().call([partial(_begin, client, place.key)])[0]
+            return RemoteSource(name, place, *begun)
         except (H5AsyncError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -236,7 +230,7 @@ class RemoteStore(Store):
         prefix = place.key[: found.start()].rpartition("/")[0]
         is_flat = "/" not in place.key[len(prefix) + bool(prefix) :]
         try:
-            keys = _listed(place.client, prefix, is_flat)
+            keys = SideBySide().call([partial(_listed, place.client, prefix, is_flat)])[0]
         except Exception as error:
             if isinstance(error, H5AsyncError):
                 raise
@@ -249,9 +243,16 @@ class RemoteStore(Store):
         return [f"{place.root}/{key}" for key in sorted(matches)]
 
 
-def _head(client: Client, key: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = client.library.head(client.at_opening, key)
-    return found
+def _begin(client: Client, key: str) -> tuple[Mapping[str, Any], bytes]:
+    """Return what is known of an object, and its first bytes."""
+    library, options = client.library, {"range": (0, _BEGINNING_NBYTES)}
+    try:
+        answer = library.get(client.at_opening, key, options=options)
+        return answer.meta, bytes(answer.bytes())
+    except library.exceptions.GenericError as error:
+        if "status: 416" not in str(error):
+            raise
+        return library.head(client.at_opening, key), b""  # it is empty
 
 
 def _listed(client: Client, prefix: str, is_flat: bool) -> list[str]:

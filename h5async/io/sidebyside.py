@@ -19,7 +19,7 @@ from h5async.system.interruptions import suppressing
 from h5async.system.waiting import Gate
 
 _MOST = 64  # at a time, of one call
-_EXIT_SECONDS = 2.0
+_EXIT_SECONDS = 1.0
 
 T = TypeVar("T")
 _Todo = list[tuple[int, Callable[[], Any]]]

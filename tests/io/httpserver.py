@@ -53,8 +53,7 @@ class Rule:
         in the body. ``whole``: 200 and all bytes for a range. ``wrong_range``: bytes and head of
         another range. ``short``: a body that is shorter than its Content-Range says. ``replaced``:
         the object has other bytes and another ETag from now on; ``other_version``: in this
-        answer only, and If-Match is heeded; ``unpinned``: in this answer, If-Match or not.
-        ``no_etag``, ``weak_etag``: in this answer.
+        answer only. ``no_etag``, ``weak_etag``: in this answer.
     path, method
         A pattern of the shell; of requests to it, and by this method.
     ranged
@@ -237,7 +236,7 @@ def failure(status: int, **headers: str) -> Answer:
     return Answer(status, {**about, **headers}, body)
 
 
-def answer(request: Request, held: Held | None, rule: Rule | None) -> Answer:
+def answer(request: Request, held: Held | None, rule: Rule | None, heeds_tags: bool) -> Answer:
     """Return what is answered to a GET or HEAD of an object."""
     fault = rule.fault if rule is not None else ""
     if rule is not None and fault == "status":
@@ -246,10 +245,13 @@ def answer(request: Request, held: Held | None, rule: Rule | None) -> Answer:
         return failure(int(rule.value or 307), Location=rule.target)
     if held is None:
         return failure(404)
-    if fault in ("other_version", "unpinned"):
+    if fault == "other_version":
         held = held.other()
     match = request.headers.get("if-match", "*")
-    if match not in ("*", held.etag) and fault != "unpinned":
+    since = email.utils.parsedate_to_datetime(
+        request.headers.get("if-unmodified-since", "Fri, 31 Dec 9999 23:59:59 GMT")
+    ).timestamp()
+    if heeds_tags and (match not in ("*", held.etag) or int(held.modified) > since):
         return failure(412)
     bounds = request.bounds(len(held.data))
     if bounds is None and "range" in request.headers:
@@ -321,6 +323,7 @@ class Service:
     def __init__(self, folder: Path, latency: float) -> None:
         self.holdings = Holdings(folder)
         self.latency = latency
+        self.heeds_tags = True
         self.rules: list[Rule] = []
         self.connections: set[Connection] = set()
         self.forget()
@@ -340,6 +343,8 @@ class Service:
             self.rules = [Rule(**rule) for rule in json.loads(body)]
         elif what == "struck":
             found = {"struck": [rule.struck for rule in self.rules]}
+        elif what == "heeding":
+            self.heeds_tags = json.loads(body)
         elif what == "latency":
             self.latency = json.loads(body)
         elif what == "connections":
@@ -370,7 +375,7 @@ class Service:
         held = self.holdings.find(request.path)
         if held is not None and rule is not None and rule.fault == "replaced":
             held = self.holdings.put[request.path] = held.other()
-        return answer(request, held, rule), rule
+        return answer(request, held, rule, self.heeds_tags), rule
 
     def note(self, request: Request, found: Answer, rule: Rule | None) -> None:
         nbytes = 0 if request.method == "HEAD" else len(found.body)
@@ -521,6 +526,10 @@ class Server:
     def delay(self, seconds: float) -> None:
         """Answer every request so much later."""
         self._ask("latency", seconds)
+
+    def heed_tags(self, does: bool) -> None:
+        """Heed If-Match and If-Unmodified-Since, as many plain servers do not, or ignore them."""
+        self._ask("heeding", does)
 
     def log(self) -> Log:
         """Return what was asked since the last call."""
