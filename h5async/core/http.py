@@ -14,7 +14,6 @@ import os
 import ssl
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from h5async.core.binding import Core, address
 from h5async.core.libraries import find_curl
 from h5async.io.stamps import FileStamp, replaced
 from h5async.io.stores import Source, WebAddress
-from h5async.system.interruptions import suppressing
+from h5async.system.interruptions import call_when_gone, suppressing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
@@ -145,7 +144,7 @@ class HttpClient:
             block = blocks.pop()
         block = np.empty(size, np.uint8) if block is None else block
         lent = block[:]
-        weakref.finalize(lent, blocks.append, block).atexit = False
+        call_when_gone(lent, blocks.append, block)
         return lent
 
 
