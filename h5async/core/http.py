@@ -151,6 +151,8 @@ class HttpClient:
 class HttpSource(Source):
     """A source whose ranges come by libcurl; all else is the store's."""
 
+    at_once = 16
+
     def __init__(self, client: HttpClient, source: Source, name: str) -> None:
         self._client = client
         self._source = source

@@ -45,12 +45,12 @@ from h5async.index.hdf5 import (
 from h5async.index.layout import DatasetLayout, Indexed, Storage, normal_axis
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.segments import Piece, Slab
-from h5async.index.sources import VirtualSources, attached, external_layout
+from h5async.index.sources import LOCAL_ONLY, VirtualSources, attached, external_layout
 from h5async.index.storedtypes import StoredType, element_of, is_object, without_metadata
 from h5async.index.variablelength import Forms, fill_reference, stored_compact, variable_length
 from h5async.io.localfiles import may_map
 from h5async.io.stamps import settled
-from h5async.io.stores import HDF5File, absolute_name
+from h5async.io.stores import HDF5File, absolute_name, store_of
 
 _Kind = tuple[bytes, bytes, int, int]  # type, properties (both encoded by HDF5), rank, dimension
 
@@ -269,6 +269,8 @@ class Indexer:
             layout = self._direct(layout, dataset, where, fill=fill)
             return converted(layout, element.conversion) if converts else layout
         except NotDirectError as error:
+            if layout.attached and not store_of(self._path).is_local:
+                raise DatasetError(f"{where}, {error}, {LOCAL_ONLY}") from error
             require_filters_of_hdf5(layout, dataset, where)
             nbytes = self._stored_nbytes(layout, dataset, where)
             return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())

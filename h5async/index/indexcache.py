@@ -8,6 +8,7 @@ for one reader: its files, in order, and its datasets.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -20,14 +21,14 @@ from time import perf_counter
 
 import h5py
 
-from h5async.config.files import INDEX_SUFFIX, FileName, is_index
+from h5async.config.files import INDEX_SUFFIX, FileName, is_index, user_cache
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
 from h5async.index.savedfile import is_saved_index, remove_unfinished
 from h5async.index.savedindex import IndexedFile, NamedIndex, SavedIndex, Wanted, write_index
 from h5async.index.savedkinds import NotPortableError, SavedIndexError
-from h5async.io.stores import absolute_name, is_at
+from h5async.io.stores import absolute_name, are_at
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
@@ -61,10 +62,7 @@ def open_cache(
 
 def cache_folder() -> Path | None:
     """Return the user's folder of entries, which may not exist; None if there is no home."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):
-        base = os.path.expanduser("~/.cache")
-    return Path(base, "h5async", "index") if os.path.isabs(base) else None
+    return user_cache("index")
 
 
 def clear_cache(folder: Path) -> tuple[int, int]:
@@ -81,7 +79,7 @@ def clear_cache(folder: Path) -> tuple[int, int]:
 
 def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
     """Return a text that differs for entries of different content."""
-    roots = [str(root.absolute()) for root in reach.roots]
+    roots = [absolute_name(root) for root in reach.roots]
     versions = h5py.__version__, h5py.version.hdf5_version
     parts = [files, wanted, roots, reach.missing_is_fill, versions]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
@@ -161,9 +159,9 @@ class IndexCache:
 
     def _write(self) -> None:
         """Write all layouts, old and new, if the files still are as they were when indexed."""
-        for file in self._new.values():
-            if not all(is_at(name, stamp) for name, stamp in file.consulted.files.items()):
-                return
+        consulted = (file.consulted.files.items() for file in self._new.values())
+        if not all(are_at(itertools.chain(*consulted))):
+            return
         several = []
         for number, path in enumerate(self._files):
             new = self._new.get(number)

@@ -3,24 +3,29 @@
 Links are followed one by one, before HDF5 sees them: it would open any file that a link, a virtual
 dataset or external storage names. A file is permitted if it lies in the directory of the referring
 file, or below; any other must lie below a root given by the caller. Symbolic links are resolved
-first. What was used is recorded: layouts hold as long as none of it changes.
+first. The same holds for the sources of another store, and what lies beside them there. What was
+used is recorded: layouts hold as long as none of it changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import posixpath
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import h5py
 
-from h5async.config.files import FileName
+from h5async.config.files import FileName, SourceName, scheme_of
 from h5async.errors import DatasetError, ReadError, UnsafeFileError
 from h5async.index.room import Room
 from h5async.io.localfiles import IoMode
+from h5async.io.obstoreclient import WEB
 from h5async.io.stamps import FileStamp
 from h5async.io.stores import LOCAL, HDF5File, absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.spelling import name_bytes, name_text, named
@@ -56,7 +61,7 @@ class Consulted:
         if is_written or self.files.setdefault(name, stamp) != stamp:
             self.is_stable = False
 
-    def missed(self, path: Path) -> None:
+    def missed(self, path: FileName) -> None:
         """Record that there was nothing at a path."""
         self.absent.add(self._name(path))
 
@@ -74,11 +79,14 @@ class _NotRecorded(Consulted):
     def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
         pass
 
-    def missed(self, path: Path) -> None:
+    def missed(self, path: FileName) -> None:
         pass
 
     def asked(self, variable: str) -> None:
         pass
+
+
+_NAMED = partial(SourceName, options={})
 
 
 @dataclass(frozen=True)
@@ -87,29 +95,32 @@ class Reach:
 
     `roots` are directories (or files) that may be read, wherever the file lies. Missing sources of
     a virtual dataset are an error, unless `missing_is_fill`. `room` limits the memory for declared
-    sizes; `consulted` records which files were used.
+    sizes; `consulted` records which files were used; `named` adds the options of clients to names.
     """
 
-    roots: tuple[Path, ...] = ()
+    roots: tuple[FileName, ...] = ()
     missing_is_fill: bool = False
     io: IoMode = "auto"
     room: Room = field(default_factory=Room, compare=False, repr=False)
     consulted: Consulted = field(default=_NotRecorded(), compare=False, repr=False)
+    named: Callable[[str], SourceName] = field(default=_NAMED, compare=False, repr=False)
 
-    def find(self, name: str, holder: str, variable: str, where: str) -> Path | None:
+    def find(self, name: str, holder: str, variable: str, where: str) -> FileName | None:
         """Return the file that `holder` refers to as `name`, or None if there is none.
 
         Looks where HDF5 looks first: below the directories of the environment variable `variable`,
         then beside `holder`: by the path that was opened and, if that is a symbolic link, by its
         target. An absolute name that does not exist is looked up beside `holder`. HDF5 would then
-        look in the current directory, on which nobody should rely.
+        look in the current directory, on which nobody should rely. A source of another store may
+        only refer to sources: a name is a path beside it, or a URL.
 
         UnsafeFileError if it lies elsewhere, or its name is not valid; ReadError if it is not a
         regular file.
         """
         if not name or "\0" in name:
             raise UnsafeFileError(f"{where} refers to a file with the name {name!r}")
-        require_local(holder, name, where)
+        if not store_of(holder).is_local:
+            return self._find_far(name, holder, where)
         self.consulted.asked(variable)
         referring = Path(holder)
         folder = referring.parent
@@ -134,12 +145,38 @@ class Reach:
             self.consulted.missed(candidate)
         return None
 
+    def _find_far(self, name: str, holder: str, where: str) -> SourceName | None:
+        target = self.permitted_source(beside(holder, name, where), holder, where)
+        try:
+            self.consulted.found(target, settled_stamp(target))
+        except FileNotFoundError:
+            self.consulted.missed(target)
+            return None
+        except OSError as error:
+            raise ReadError(f"{where} refers to {target}: {error.strerror or error}") from error
+        return target
+
+    def permitted_source(self, target: str, holder: str, where: str) -> SourceName:
+        """Return the name of a far source; UnsafeFileError if `holder` may not refer to it."""
+        folder = holder.partition("?")[0].rpartition("/")[0]
+        if not self.is_below_root(target) and not target.startswith(f"{folder}/"):
+            raise UnsafeFileError(
+                f"{where} refers to {target}, which is not beside {holder}; if you trust this,"
+                f" allow it: {named('allow_external', [target.rpartition('/')[0]])}"
+            )
+        return self.named(target)
+
+    def is_below_root(self, target: str) -> bool:
+        """Tell whether a far source is one of the roots, or below one."""
+        roots = [root.rstrip("/") for root in self.roots if isinstance(root, str)]
+        return any(target == root or target.startswith(f"{root}/") for root in roots)
+
     def permitted(self, target: Path, holder: Path, where: str) -> Path:
         """Return the real path of `target`; UnsafeFileError if `holder` may not refer to it."""
         try:
             resolved = target.resolve()
-            beside = (holder.parent.resolve(), holder.resolve().parent)
-            allowed = [*beside, *(root.resolve() for root in self.roots)]
+            siblings = (holder.parent.resolve(), holder.resolve().parent)
+            allowed = [*siblings, *self.resolved_roots()]
         except (OSError, RuntimeError, ValueError) as error:  # a loop of symbolic links, or a NUL
             raise UnsafeFileError(f"{where} refers to {target}: {error}") from error
         if not any(resolved.is_relative_to(root) for root in allowed):
@@ -149,13 +186,35 @@ class Reach:
             )
         return resolved
 
+    def resolved_roots(self) -> list[Path]:
+        """Return the real paths of the roots that are local."""
+        return [root.resolve() for root in self.roots if isinstance(root, Path)]
 
-def require_local(holder: str, name: str, where: str) -> None:
-    """Raise UnsafeFileError if a source of another store refers to a file: it has no folder."""
-    if not store_of(holder).is_local:
+
+def beside(holder: str, name: str, where: str) -> str:
+    """Return the name of the source that a far source refers to as `name`; it may be anywhere.
+
+    UnsafeFileError if there is no such name.
+    """
+    url = name if scheme_of(name) else ""
+    if not url:
+        root, _, key = holder.partition("?")[0].partition("://")
+        host, _, key = key.partition("/")
+        own = posixpath.basename(name) if posixpath.isabs(name) else name
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(key), own))
+        url = f"{root}://{host}/{quote(path) if root.lower() in WEB else path}"
+    is_plain = scheme_of(url) not in WEB or "?" not in url
+    if ".." in url.split("/") or not is_plain or (name == url and "%" in url):
+        raise UnsafeFileError(f"{where} refers to {name!r}, which leads nowhere")
+    return url
+
+
+def require_same_store(holder: str, name: str, where: str) -> None:
+    """Raise UnsafeFileError if a local file refers to a source of another store, or it to one."""
+    if store_of(holder) is not store_of(name):
         raise UnsafeFileError(
-            f"{where} refers to the file {name!r}, but only local files may refer to others; copy"
-            " both to this machine"
+            f"{where} refers to {name!r}, which lies in another store; files may only refer to"
+            " files of the same store"
         )
 
 
@@ -302,8 +361,8 @@ def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_permitted(path: Path, where: str) -> Iterator[HDF5File]:
-    """Open a file that another one refers to, by its real path from `Reach.permitted`.
+def open_permitted(path: FileName, where: str) -> Iterator[HDF5File]:
+    """Open a file that another one refers to, by the name that `Reach.find` returned.
 
     UnsafeFileError if the path leads elsewhere by now; ReadError as in `open_hdf5`.
     """
@@ -312,7 +371,7 @@ def open_permitted(path: Path, where: str) -> Iterator[HDF5File]:
         yield file
 
 
-def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
+def require_in_place(path: FileName, opened: FileStamp, where: str) -> None:
     """Raise UnsafeFileError if a real path now leads elsewhere: a link may have been put there."""
-    if not LOCAL.is_in_place(path, opened):
+    if isinstance(path, Path) and not LOCAL.is_in_place(path, opened):
         raise UnsafeFileError(f"{where} refers to {path}, which was replaced while it was opened")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from h5async.config import Field
+from h5async.config.files import SourceName
 from h5async.errors import ConfigError, ReadError
 from h5async.index.datasettable import Datasets, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Consulted, Reach, require_local
+from h5async.index.links import Consulted, Reach, require_same_store
 from h5async.index.savedfile import read_saved, write_saved
 from h5async.index.savedkinds import NotPortableError, SavedHeader, SavedIndexError
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
 from h5async.io.stamps import FileStamp
-from h5async.io.stores import is_at, store_of
+from h5async.io.stores import are_at, is_anything_at, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing, suppressing
 
@@ -173,11 +174,13 @@ class SavedIndex:
     """
 
     def __init__(self, path: Path, reach: Reach, owners: Sequence[int]) -> None:
+        self._named = reach.named
         header, arrays, forget = read_saved(path, owners=owners, may_map=reach.io != "pread")
         try:
             saved = self._saved = SavedHeader.model_validate(header)
             folder = os.path.dirname(os.path.realpath(path))
-            self._files = self._here([_file(*found, folder=folder) for found in saved.files])
+            files = (_file(*found, folder=folder) for found in saved.files)
+            self._files = self._here([(_with(reach.named, n), stamp) for n, stamp in files])
             named = {*saved.primary, *saved.at_opening, *itertools.chain(*saved.needs.values())}
             if max(named, default=-1) >= len(self._files):
                 raise ValueError("there is no such file")
@@ -237,7 +240,7 @@ class SavedIndex:
         """Return the dependencies of a file's layouts."""
         saved, found = self._saved, Consulted()
         found.files.update(self._files[at] for at in self._needed(number))
-        found.absent = set(saved.absent.get(number, ()))
+        found.absent = set(self._absent(number))
         found.variables = saved.variables
         found.folder = saved.folder
         return found
@@ -248,12 +251,15 @@ class SavedIndex:
         is_here = all(os.environ.get(name, "") == value for name, value in saved.variables.items())
         if not is_here or (saved.folder is not None and saved.folder != _current_folder()):
             return [False] * len(self.paths)
-        same = [is_at(*file) for file in self._files]
+        same = are_at(self._files)
         return [
             all(same[at] for at in self._needed(number))
-            and not any(map(os.path.lexists, saved.absent.get(number, ())))
+            and not any(map(is_anything_at, self._absent(number)))
             for number in range(len(self.paths))
         ]
+
+    def _absent(self, number: int) -> list[str]:
+        return [_with(self._named, name) for name in self._saved.absent.get(number, ())]
 
     def _needed(self, number: int) -> tuple[int, ...]:
         return self._saved.primary[number], *self._saved.needs.get(number, ())
@@ -300,7 +306,7 @@ class NamedIndex(SavedIndex):
         """Replace device numbers by those of this machine: those of network file systems differ."""
         here: dict[int, int] = {}
         for name, stamp in files:
-            if stamp.device not in here:
+            if store_of(name).is_local and stamp.device not in here:
                 with suppressing(OSError, ValueError):
                     found = store_of(name).stamp(name)
                     if found.inode == stamp.inode:
@@ -314,11 +320,14 @@ class NamedIndex(SavedIndex):
         """Check that no file refers to files that it may not refer to; links are followed."""
         saved, primary = self._saved, set(self._saved.primary)
         for number, others in saved.needs.items():
-            holder = Path(self.paths[number])
+            holder = self.paths[number]
             for name in (self._files[other][0] for other in set(others) - primary):
-                for one in (self.paths[number], name):
-                    require_local(one, name, f"{self._path}: {holder}")
-                reach.permitted(Path(name), holder, f"{self._path}: {holder}")
+                where = f"{self._path}: {holder}"
+                require_same_store(holder, name, where)
+                if store_of(name).is_local:
+                    reach.permitted(Path(name), Path(holder), where)
+                else:
+                    reach.permitted_source(name, holder, where)
         known = primary.union(*saved.needs.values())
         if len(known) < len(self._files):
             raise self._refusal(SavedIndexError("it names a file that no other refers to"))
@@ -329,11 +338,12 @@ class NamedIndex(SavedIndex):
             )
 
     def _require_current(self) -> None:
-        for name, stamp in map(self._files.__getitem__, self._saved.at_opening):
-            if not is_at(name, stamp):
+        files = [self._files[at] for at in self._saved.at_opening]
+        for (name, _), is_same in zip(files, are_at(files), strict=True):
+            if not is_same:
                 raise self.changed(name)
-        for name in itertools.chain(*self._saved.absent.values()):
-            if os.path.lexists(name):
+        for name in itertools.chain(*map(self._absent, self._saved.absent)):
+            if is_anything_at(name):
                 raise ReadError(
                     f"{name} is there, which was missing when {self._path} was made; {self._remedy}"
                 )
@@ -357,6 +367,10 @@ def _not_sensible(error: Exception) -> Exception:
         if interruption(cause) is not None:
             return cause
     return SavedIndexError(f"it makes no sense ({what})")
+
+
+def _with(named: Callable[[str], SourceName], name: str) -> str:
+    return name if store_of(name).is_local else named(name)
 
 
 def _file(name: str, *stamp: int, folder: str) -> tuple[str, FileStamp]:

@@ -29,19 +29,23 @@ from h5async.index.links import (
     Located,
     MissingError,
     Reach,
+    beside,
     locate,
     open_permitted,
     require_in_place,
-    require_local,
 )
 from h5async.index.segments import Slab, TooManyRunsError
 from h5async.index.virtual import mapped_files, read_mappings, source_series, virtual_parts
-from h5async.io.stores import LOCAL, HDF5File, absolute_name, settled_stamp
+from h5async.io.stores import LOCAL, HDF5File, absolute_name, settled_stamp, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
 
 _MAX_NESTED = 8  # virtual datasets of virtual datasets
 _PREFIX = "HDF5_EXTFILE_PREFIX"
+LOCAL_ONLY = (
+    "can only be read by HDF5, which opens no other files in object stores and on the web; copy all"
+    " of them to this machine"
+)
 
 Segment = tuple[bytes, int, int]  # name of the file, offset, bytes
 
@@ -80,6 +84,12 @@ class VirtualSources:
         if depth >= _MAX_NESTED:
             raise DatasetError(f"{where}: virtual datasets are nested more than {_MAX_NESTED} deep")
         self._mappings = read_mappings(plist)
+        # HDF5 would look for other files in the one that it has open.
+        is_far = not store_of(absolute_name(file.filename)).is_local
+        elsewhere = [mapping for mapping in self._mappings if mapping.file != "."]
+        self._leads_elsewhere = is_far and bool(elsewhere)
+        if is_far and any(mapping.is_unlimited for mapping in elsewhere):
+            raise DatasetError(f"{where}: a mapping without a limit {LOCAL_ONLY}")
         for is_numbered, names in source_series(self._mappings):
             for file_name, dataset_name in names:
                 key = file_name, dataset_name, 0
@@ -96,6 +106,14 @@ class VirtualSources:
 
         Raises like the class.
         """
+        found = self._layout(layout, read_fill)
+        if found.fallback_reason is not None and self._leads_elsewhere:
+            raise DatasetError(f"{self._where}, {found.fallback_reason}, {LOCAL_ONLY}")
+        return found
+
+    def _layout(
+        self, layout: DatasetLayout, read_fill: Callable[[], NDArray[Any]]
+    ) -> DatasetLayout:
         names = dict.fromkeys(mapped_files(self._mappings, layout.shape))
         sources = [self._get(*name, 0) for name in names]
         there = tuple(source for source in sources if source is not None)
@@ -142,7 +160,7 @@ class VirtualSources:
             )
         with contextlib.ExitStack() as files:
             if file_name != ".":
-                file = files.enter_context(open_permitted(Path(path), self._where))
+                file = files.enter_context(open_permitted(path, self._where))
             try:
                 found = locate(file, dataset_name, self._reach, files)
                 node = found.open()
@@ -162,7 +180,7 @@ class VirtualSources:
 
 def attached(
     layout: DatasetLayout, plist: h5py.h5p.PropDCID, reach: Reach, where: str
-) -> tuple[DatasetLayout, list[Path]]:
+) -> tuple[DatasetLayout, list[FileName]]:
     """Return a layout that names its external files, and their real paths.
 
     UnsafeFileError if one is not below a given root: lying beside the file is not enough. ReadError
@@ -191,7 +209,7 @@ def attached(
 
 
 def external_layout(
-    layout: DatasetLayout, plist: h5py.h5p.PropDCID, found: Sequence[Path]
+    layout: DatasetLayout, plist: h5py.h5p.PropDCID, found: Sequence[FileName]
 ) -> DatasetLayout:
     """Return where the rows lie in external files that were found by `attached`.
 
@@ -204,7 +222,8 @@ def external_layout(
         raise NotDirectError("a member of a compound in external files")
     if layout.sample_axis != 0 and len(segments) > 1:
         raise NotDirectError("columns of a dataset in several external files")
-    parts, begin, wanted = [], 0, layout.nbytes
+    parts: list[Part] = []
+    begin, wanted = 0, layout.nbytes
     for path, (_, offset, nbytes) in zip(found, segments, strict=True):
         nbytes = min(nbytes, wanted - begin)
         if nbytes <= 0:
@@ -230,27 +249,37 @@ def external_layout(
     return with_parts(layout, parts)
 
 
-def _permitted(name: str, holder: str, reach: Reach, where: str) -> Path:
-    """Return the real path of an external file, as HDF5 finds it: from the current directory."""
+def _permitted(name: str, holder: str, reach: Reach, where: str) -> FileName:
+    """Return the real path of an external file, as HDF5 finds it: from the current directory.
+
+    That of a far source lies beside it.
+    """
     if not name or "\0" in name:
         raise UnsafeFileError(f"{where} keeps its values in a file with the name {name!r}")
-    require_local(holder, name, where)
+    if not store_of(holder).is_local:
+        url = beside(holder, name, where)
+        if reach.is_below_root(url) and (target := reach.find(url, holder, _PREFIX, where)):
+            return target
+        raise _not_permitted(url, where)
     prefix = os.environ.get(_PREFIX, "")
     prefix = prefix.replace("${ORIGIN}", str(Path(holder).parent))
     unresolved = Path(prefix, name)
     path = unresolved.resolve()
-    roots = [root.resolve() for root in reach.roots]
-    if not any(path.is_relative_to(root) for root in roots):
-        raise UnsafeFileError(
-            f"{where} keeps its values in an external file, {path}; if you trust this, allow"
-            f" it: {named('allow_external', [str(path.parent)])}"
-        )
+    if not any(path.is_relative_to(root) for root in reach.resolved_roots()):
+        raise _not_permitted(str(path), where)
     if not LOCAL.is_regular(path):
         raise DamagedError(
             f"{where} keeps its values in {path}, which is missing or is not a regular file"
         )
     reach.consulted.found(unresolved, LOCAL.stamp(str(path)))
     return path
+
+
+def _not_permitted(path: str, where: str) -> UnsafeFileError:
+    return UnsafeFileError(
+        f"{where} keeps its values in an external file, {path}; if you trust this, allow"
+        f" it: {named('allow_external', [os.path.dirname(path)])}"
+    )
 
 
 def _segments(plist: h5py.h5p.PropDCID) -> list[Segment]:

@@ -83,6 +83,11 @@ class Mapping(NamedTuple):
                 return axis if is_numbered else None
         return None
 
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether its extent is that of its source, which HDF5 opens when asked for the shape."""
+        return any(map(_is_unlimited, self.samples or ()))
+
     def names(self, number: int | None = None) -> tuple[str, str]:
         """Return the names of file and dataset: "%b" replaced by a number, and "%%" by "%"."""
         if number is None:

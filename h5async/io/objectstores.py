@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h5async.config.files import SourceName, scheme_of
 from h5async.errors import ConfigError, H5AsyncError, ReadError
+from h5async.io.diskcache import keeping
 from h5async.io.obstoreclient import SIGNED_SECONDS, WEB, Client, client_of, failure
 from h5async.io.sidebyside import SideBySide
 from h5async.io.stamps import FileStamp, replaced
@@ -67,6 +68,8 @@ class RemoteSource(Source):
     Calls end when the source is closed, or by an interruption. But one of `get_ranges` with one
     range, in another thread than the main one, blocks until the client gives up: it is cheaper.
     """
+
+    at_once = 8  # 10 are on their way in a call of the client
 
     def __init__(self, name: str, place: Place, meta: Mapping[str, Any], beginning: bytes) -> None:
         self._name = name
@@ -201,8 +204,11 @@ class RemoteSource(Source):
 class RemoteStore(Store):
     """Object stores and the web."""
 
-    def open(self, name: str) -> RemoteSource:
+    def open(self, name: str) -> Source:
         """Open an object, in one request."""
+        return keeping(name, self._opened(name))
+
+    def _opened(self, name: str) -> RemoteSource:
         place = Place.of(name)
         if not place.key and scheme_of(name) not in WEB:
             raise ConfigError(f"{name} names a bucket; add the key of an object, or a glob")
@@ -275,5 +281,6 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
+_STORE = RemoteStore()
 for _scheme in SCHEMES:
-    register(_scheme, RemoteStore())
+    register(_scheme, _STORE)

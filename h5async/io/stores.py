@@ -15,7 +15,7 @@ import itertools
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from h5async.io.ahead import take
 from h5async.io.localfiles import open_regular
 from h5async.io.metadatafile import MetadataFile
 from h5async.io.openfailure import directory_reason, reason_unopened
+from h5async.io.sidebyside import SideBySide
 from h5async.io.stamps import FileStamp, settled
 from h5async.system.interruptions import suppressing
 
@@ -50,6 +51,8 @@ class WebAddress(NamedTuple):
 
 class Source(ABC):
     """An open source. Safe to use from many threads."""
+
+    at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
 
     @abstractmethod
     def stamp(self) -> FileStamp:
@@ -305,10 +308,30 @@ def settled_stamp(name: FileName) -> FileStamp:
     return settled(partial(store_of(name).stamp, str(name)))
 
 
-def is_at(name: FileName, stamp: FileStamp) -> bool:
-    """Tell whether a source is in the state of a stamp."""
-    with suppressing(OSError, ValueError):
-        return store_of(name).stamp(str(name)) == stamp
+def are_at(several: Iterable[tuple[FileName, FileStamp]]) -> list[bool]:
+    """Tell for each source whether it is in the state of a stamp; those far away are asked at once.
+
+    One that cannot be asked is not.
+    """
+
+    def is_at(name: FileName, stamp: FileStamp) -> bool:
+        with suppressing(H5AsyncError, OSError, ValueError):
+            return store_of(name).stamp(str(name)) == stamp
+        return False
+
+    found = list(several)
+    far = {number for number, (name, _) in enumerate(found) if not store_of(name).is_local}
+    answers = iter(SideBySide().call([partial(is_at, *found[number]) for number in far]))
+    return [next(answers) if n in far else is_at(*one) for n, one in enumerate(found)]
+
+
+def is_anything_at(name: FileName) -> bool:
+    """Tell whether anything is at a name, even if it cannot be read."""
+    if store_of(name).is_local:
+        return os.path.lexists(name)
+    with suppressing(FileNotFoundError):
+        store_of(name).stamp(str(name))
+        return True
     return False
 
 

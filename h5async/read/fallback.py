@@ -41,6 +41,7 @@ from h5async.index.hdf5 import stored_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.segments import Region
 from h5async.index.shapes import cells_of
+from h5async.index.sources import LOCAL_ONLY
 from h5async.io.keptfiles import KeptFiles
 from h5async.io.stamps import FileStamp, changed, lies_at, replaced
 from h5async.io.stores import HDF5File, open_hdf5, store_of
@@ -178,6 +179,9 @@ class FallbackReader:
 
     def _dataset(self, layout: DatasetLayout) -> h5py.Dataset:
         """Open a dataset so that HDF5 finds the other files that were permitted, and no others."""
+        is_alone = not layout.attached and all(y.file == layout.file for y in layout.origins())
+        if not is_alone and not store_of(layout.file).is_local:
+            raise ValueError(f"its values lie in other files, too; it {LOCAL_ONLY}")
         file = self._file(layout)
         if (layout.file, layout.path) not in self._with_filters:
             for entry in {entry for y in layout.origins() for entry in y.filters}:

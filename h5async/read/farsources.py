@@ -66,6 +66,11 @@ class FarSources:
             raise ReadError(f"{file.path} cannot be read: its store gave too few bytes")
         return arrays
 
+    def at_once(self, number: int) -> int:
+        """Return how many ranges `get` is best given, of a source."""
+        source = self._open.get(self._files[number].path)
+        return 1 if source is None else source.at_once
+
     def _source(self, file: SourceFile) -> Source:
         source = self._open.get(file.path)
         if source is not None:

@@ -333,15 +333,79 @@ def test_local_files_lead_to_no_other_store(kind, several, store, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "virtual", "external"])
-@pytest.mark.parametrize("allowed", [True, False])
-def test_other_stores_lead_to_no_local_file(kind, allowed, several, store, tmp_path):
+@pytest.mark.parametrize("name", ["/etc/a.h5", "a.h5", "./x/../a.h5", "memory://bucket/a.h5"])
+def test_sources_lead_to_what_lies_beside_them(kind, name, several, store, tmp_path):
     path = tmp_path / "leads.h5"
     with h5py.File(path, "w") as file:
-        refer(file, kind, str(several[0][0]))
+        refer(file, kind, name)
     source = store.put(path)
-    more = {"allow_external": [tmp_path]} if allowed else {}
-    with pytest.raises(UnsafeFileError, match="only local files may refer to others"):
-        reader_of(source, **more)
+    if kind != "external":
+        with reader_of(source) as reader:
+            assert_epoch_is(reader, truth(several[0][0]))
+            assert next(reader.layouts["data"].origins()).file == several[1][0]
+        del store.held[several[1][0]]
+        with pytest.raises(DatasetError, match=r"does not exist|is missing"):
+            reader_of(source)
+        return
+    with pytest.raises(UnsafeFileError, match=r"external file, memory://bucket/a\.h5"):
+        reader_of(source)
+    with reader_of(source, allow_external="memory://bucket") as reader:
+        content = np.frombuffer(several[0][0].read_bytes(), "u1", 12).reshape(4, 3)
+        assert_epoch_is(reader, content)
+
+
+@pytest.mark.parametrize("kind", ["link", "virtual", "external"])
+@pytest.mark.parametrize("name", ["../a.h5", "memory://other/a.h5", "x/../../a.h5"])
+def test_what_does_not_lie_beside_must_be_allowed(kind, name, several, store, tmp_path):
+    path = tmp_path / "leads.h5"
+    with h5py.File(path, "w") as file:
+        refer(file, kind, name)
+    source = store.put(path, "memory://bucket/some/leads.h5")
+    found = store.put(several[0][0], "memory://other/a.h5") if "other" in name else several[1][0]
+    before = store.reads
+    folder = found.rpartition("/")[0]
+    with pytest.raises(UnsafeFileError, match=rf"allow_external=\['{folder}'\]"):
+        reader_of(source)
+    with reader_of(source, allow_external=[folder]) as reader:
+        assert len(list(reader)) == len(reader)
+    assert store.reads > before
+    with pytest.raises(UnsafeFileError):
+        reader_of(source, allow_external=[folder[:-1], f"{folder}/a", tmp_path])
+
+
+@pytest.mark.parametrize("kind", ["link", "virtual", "external"])
+@pytest.mark.parametrize("name", ["../../../a.h5", "memory://bucket/some/../../a.h5"])
+def test_names_that_lead_out_of_a_bucket(kind, name, several, store, tmp_path):
+    path = tmp_path / "leads.h5"
+    with h5py.File(path, "w") as file:
+        refer(file, kind, name)
+    with pytest.raises(UnsafeFileError, match="leads nowhere"):
+        reader_of(store.put(path, "memory://bucket/some/leads.h5"))
+
+
+def test_hdf5_never_looks_for_the_sources_of_a_virtual_dataset(several, store, tmp_path, h5py_way):
+    """It would take the file itself for each of them."""
+    path = tmp_path / "leads.h5"
+    with h5py.File(path, "w") as file:
+        refer(file, "virtual", "a.h5")
+        layout = h5py.VirtualLayout((40, 3), "f4")
+        layout[:] = h5py.VirtualSource("a.h5", "data", (40, 3))
+        file.create_virtual_dataset("converted", layout)
+    with reader_of(store.put(path)) as reader:
+        assert_epoch_is(reader, truth(several[0][0]))
+    with pytest.raises(DatasetError, match="can only be read by HDF5"):
+        reader_of(store.put(path), data_field="converted")
+
+
+def test_a_mapping_without_a_limit(several, store, tmp_path):
+    path = tmp_path / "leads.h5"
+    with h5py.File(path, "w") as file:
+        layout = h5py.VirtualLayout((40, 3), "i8", maxshape=(None, 3))
+        mapped = h5py.VirtualSource("a.h5", "data", (40, 3), maxshape=(None, 3))
+        layout[: h5py.h5s.UNLIMITED] = mapped[: h5py.h5s.UNLIMITED]
+        file.create_virtual_dataset("data", layout)
+    with pytest.raises(DatasetError, match="without a limit can only be read by HDF5"):
+        reader_of(store.put(path))
 
 
 @pytest.mark.parametrize("is_local", [True, False])
@@ -355,7 +419,7 @@ def test_an_index_does_not_lead_from_store_to_store(is_local, several, tmp_path,
     consulted.found(other, store_of(other).stamp(other))
     known = {Wanted.of(field): layouts[name] for name, field in fields.items()}
     write_index(index, [IndexedFile(path, known, consulted)], Reach())
-    with pytest.raises(UnsafeFileError, match="only local files may refer to others"):
+    with pytest.raises(UnsafeFileError, match="files of the same store"):
         reader_of(str(index), allow_external=[tmp_path])
 
 
