@@ -279,7 +279,16 @@ _CAUSES = (
         "access was denied: the credentials may not read it, or there is no such object;"
         f" {_CREDENTIALS}",
     ),
-    _Cause("RangeNotSupported", errno.EOPNOTSUPP, "the server does not answer requests of ranges"),
+    _Cause(
+        "RangeNotSupported|non-partial response",
+        errno.EOPNOTSUPP,
+        "the server does not answer requests of ranges",
+    ),
+    _Cause(
+        r"Requested \d+\.\.\d+, got",
+        errno.EIO,
+        "the server sent another range than it was asked for",
+    ),
     _Cause(
         "dns error",
         errno.EIO,
@@ -299,6 +308,7 @@ _CAUSES = (
     ),
     _Cause("ConnectionRefused|kind: Connect", errno.EIO, "the server cannot be reached"),
     _Cause("kind: Timeout|TimedOut", errno.EIO, "the server did not answer in time"),
+    _Cause("body error", errno.EIO, "the connection was lost in the middle of an answer"),
     _Cause(
         "status: (429|503)|SlowDown",
         errno.EIO,

@@ -280,6 +280,7 @@ def test_an_object_that_changes(server: Server, fault: str):
 
 @pytest.mark.parametrize("fault", ["short", "wrong_range", "whole", "other_version"])
 def test_an_answer_that_is_wrong(server: Server, fault: str):
+    server.heed_tags(False)
     source = opened(server, "bytes")
     server.heed_tags(False)
     server.strike(Rule(fault))
