@@ -189,6 +189,7 @@ class KeptSource(Source):
         self._cache = cache
         self._name = name
         self._source = source
+        self.at_once = source.at_once
         self._stamp = source.stamp()
         self._mirror = cache.open_mirror(name, self._stamp, removes_others=True)
 
