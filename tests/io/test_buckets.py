@@ -92,7 +92,8 @@ def test_an_object_that_is_replaced(bucket: Bucket, path: Path, tmp_path: Path) 
             batch = reader.get_next_batch()
             assert np.array_equal(batch.data, expected[batch.index])
 
-    with reader_of(bucket, name, data_field="raw") as reader:
+    # Little is kept, so that the object is asked for again.
+    with reader_of(bucket, name, data_field="raw", fetch_bytes=1 << 14) as reader:
         read(reader, 1)
         obstore.put(store, name, other.read_bytes())
         with pytest.raises(ReadError, match=name):
