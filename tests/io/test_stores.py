@@ -248,7 +248,7 @@ def test_an_index_beside_its_sources(several, store, tmp_path):
 
 
 def test_an_index_in_a_store_that_cannot_be_used(several, store, tmp_path):
-    paths, sources = several
+    paths, _ = several
     index = tmp_path / "all.h5idx"
     run("index", *map(str, paths), "-o", str(index))
     moved = tmp_path / "elsewhere" / "all.h5idx"
