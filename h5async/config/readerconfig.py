@@ -16,6 +16,7 @@ from h5async.config.files import (
     FileName,
     Files,
     Folders,
+    ObjectName,
     Place,
     is_index,
     kind_of_file,
@@ -158,6 +159,11 @@ class ReaderConfig(Frozen):
             # (`model_fields_set` stays as it is.)
             self.__dict__["prefetch"] = 2 * self.num_helpers + 1
         self.__dict__["hdf5_path"] = with_options(self.hdf5_path, self.storage_options)
+        if self.workers != "thread" and any(isinstance(one, ObjectName) for one in self._paths):
+            raise ValueError(
+                f"a file object can only be read in this process; use {named('workers', 'thread')},"
+                " or give its path or URL"
+            )
         if "batch_size" not in self.model_fields_set and self.batch_values is not None:
             self.__dict__["batch_size"] = self.batch_values  # only values are limited
         if self.max_skipped is not None and self.on_error == "raise":

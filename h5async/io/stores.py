@@ -99,6 +99,7 @@ class Store(ABC):
     and of saved indices: `FileStamp.of_tag` makes one of an ETag.
     """
 
+    is_lasting = True  # whether names lead to the same sources in other processes
     is_local = False  # whether names are paths, which the core opens itself, and links may lead to
 
     @abstractmethod
