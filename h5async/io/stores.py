@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """An open source. Safe to use from many threads."""
+    """An open source. Safe to use from many threads.
+
+    `identity` says what tells its states apart.
+    """
+
+    identity = "its stamp"
 
     @abstractmethod
     def stamp(self) -> FileStamp:
