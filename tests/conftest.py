@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Of a test's n cases, 2 sqrt(n) run, or as many as its mark ``sampled(count)`` says, and also 2
     sqrt(n) of those that `cases.each` gives it; of the tests marked ``slow``, one in ten, with one
-    case. H5ASYNC_TESTS=all runs everything, and a number chooses another sample.
+    case of each kind. H5ASYNC_TESTS=all runs everything, and a number chooses another sample.
     """
     by_name = "H5ASYNC_TESTS" not in os.environ
     if SAMPLE == "all" or (by_name and config.option.keyword):
@@ -77,11 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         count = _few(len(found))
         if mark := found[0].get_closest_marker("sampled"):
             count = min(len(found), mark.args[0])
-        if found[0].get_closest_marker("slow"):
+        is_slow = found[0].get_closest_marker("slow")
+        if is_slow:
             count = int(chance.random() < 1 / 10)
         left_out |= set(found) - set(chance.sample(found, count))
         cases_inside = getattr(getattr(found[0], "obj", None), "_cases", [])  # of `cases.each`
-        numbers = chance.sample(range(len(cases_inside)), _few(len(cases_inside)))
+        count = min(1, len(cases_inside)) if is_slow else _few(len(cases_inside))
+        numbers = chance.sample(range(len(cases_inside)), count)
         cases_inside[:] = [cases_inside[number] for number in sorted(numbers)]
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]

@@ -57,6 +57,35 @@ def write_compact(file: h5py.File, name: str, values: np.ndarray) -> None:
     h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, plist))[...] = values
 
 
+def write_rows(path: Path) -> np.ndarray:
+    """Write rows (23, 31) of 17 samples in several ways, and return them."""
+    rows = np.random.default_rng(0).normal(size=(17, 23, 31)).astype("f4")
+    with h5py.File(path, "w") as file:
+        file["contiguous"], file["ends"] = rows, [6, 17]
+        file.create_dataset("swapped", data=rows.astype(">f4"), chunks=(2, 23, 8))
+        file.create_dataset("chunks", data=rows, chunks=(1, 8, 8), compression=1)
+        file.create_dataset("across", data=rows, chunks=(4, 23, 7), shuffle=True, compression=1)
+        file.create_dataset("whole", data=rows, chunks=(1, 23, 31), compression="lzf")
+        file.create_dataset("raw", data=rows, chunks=(3, 23, 31))
+        file.create_dataset("bands", data=rows, chunks=(3, 5, 31))
+        file.create_dataset("holes", rows.shape, "f4", chunks=(3, 8, 8), compression=1, fillvalue=7)
+        file["holes"][5:11, :9, :20] = rows[5:11, :9, :20]
+        file["last"] = np.moveaxis(rows, 0, 2)
+        tiles = {"chunks": (5, 7, 3), "compression": 1}
+        file.create_dataset("last_tiles", data=np.moveaxis(rows, 0, 2), **tiles)
+        file.create_dataset("pairs", data=rows[:16].reshape(4, 4, 23, 31), chunks=(2, 2, 9, 9))
+        write_compact(file, "compact", rows[:, :12, :12])
+        kind = np.dtype([("id", "i4"), ("v", "f4", (31,))])
+        whole = np.zeros((17, 23), kind)
+        whole["v"] = rows
+        file.create_dataset("compound", data=whole, chunks=(2, 5))
+        for name in ("contiguous", "chunks", "last"):
+            names = {"last": ("lat", "lon", "time")}.get(name, ("time", "lat", "lon"))
+            for dim, label in enumerate(names):
+                file[name].dims[dim].label = label
+    return rows
+
+
 def type_for_h5py(bits: int = 20, base: Any = h5py.h5t.STD_I32LE) -> h5py.Datatype:
     """Return a type that only h5py reads: an enumeration of integers of reduced precision."""
     kind = base.copy()

@@ -11,81 +11,21 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_same_bits, example, poison, reader_of, truth
-from corpus import QUIRKS
-from hdf5files import write_compact
+from hdf5files import write_rows
+from rowparts import assert_are_parts, part_of
 
 from h5async import AsyncReader, ConfigError, Field, RaggedField, Sequences
 from h5async.core.binding import load_core
 from h5async.index.layout import Crop
 from h5async.plan.crops import begins, draws_of, epoch_keys
 
-READABLE = {name: q for name, q in QUIRKS.items() if q.way in ("direct", "h5py")}
 SIZES = {1: 9, 2: 10}
-
-
-def cut(row: np.ndarray, begin: Any, sizes: Any) -> np.ndarray:
-    """Return the part of a row that begins at some place."""
-    return row[tuple(slice(a, a + n) for a, n in zip(begin, sizes, strict=True))]
-
-
-def assert_are_parts(batch: Any, name: str, rows: np.ndarray, sizes: Any) -> None:
-    """Compare parts of (n, *row) with the rows of the dataset; all of its dimensions are cut."""
-    found = np.asarray(batch[name])
-    for one, sample, begin in zip(found, batch.index, batch[f"{name}_crop"], strict=True):
-        assert_same_bits(one, np.ascontiguousarray(cut(rows[sample], begin, sizes)))
-
-
-@pytest.mark.sampled(60)
-@pytest.mark.parametrize("quirk", READABLE.values(), ids=READABLE)
-def test_every_file_of_the_corpus(quirk: Any, tmp_path: Path):
-    path = quirk.write(tmp_path)
-    rng = np.random.default_rng(len(quirk.name))
-    more = quirk.options(path.parent) if quirk.options else {}
-    for name, num_dim in itertools.product(quirk.names, quirk.num_dims):
-        expected = truth(path, name, num_dim)
-        num_dim %= expected.ndim
-        dims = [dim for dim in range(expected.ndim) if dim != num_dim]
-        if not dims or 0 in expected.shape:
-            continue
-        for shuffle, num_threads in (False, 0), ("full", 2), ("window", 2):
-            sizes = [int(rng.integers(1, n + 1)) for n in expected.shape[1:]]
-            crop = dict(zip(dims, sizes, strict=True))
-            fields = {"data": Field(name, num_dim=num_dim, crop=crop)}
-            options = {"shuffle": shuffle, "num_threads": num_threads, "batch_size": 5, **more}
-            with reader_of(path, fields=fields, **options) as reader:
-                poison(reader)
-                for batch in reader:
-                    assert_are_parts(batch, "data", expected, sizes)
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
-    """Write rows (23, 31) of 17 samples in several ways, and return them."""
     path = tmp_path_factory.mktemp("crops") / "rows.h5"
-    rows = np.random.default_rng(0).normal(size=(17, 23, 31)).astype("f4")
-    with h5py.File(path, "w") as file:
-        file["contiguous"] = rows
-        file.create_dataset("swapped", data=rows.astype(">f4"), chunks=(2, 23, 8))
-        file.create_dataset("chunks", data=rows, chunks=(1, 8, 8), compression=1)
-        file.create_dataset("across", data=rows, chunks=(4, 23, 7), shuffle=True, compression=1)
-        file.create_dataset("whole", data=rows, chunks=(1, 23, 31), compression="lzf")
-        file.create_dataset("raw", data=rows, chunks=(3, 23, 31))
-        file.create_dataset("holes", rows.shape, "f4", chunks=(3, 8, 8), compression=1, fillvalue=7)
-        file["holes"][5:11, :9, :20] = rows[5:11, :9, :20]
-        file["last"] = np.moveaxis(rows, 0, 2)
-        tiles = {"chunks": (5, 7, 3), "compression": 1}
-        file.create_dataset("last_tiles", data=np.moveaxis(rows, 0, 2), **tiles)
-        file.create_dataset("pairs", data=rows[:16].reshape(4, 4, 23, 31), chunks=(2, 2, 9, 9))
-        write_compact(file, "compact", rows[:, :12, :12])
-        kind = np.dtype([("id", "i4"), ("v", "f4", (31,))])
-        whole = np.zeros((17, 23), kind)
-        whole["v"] = rows
-        file.create_dataset("compound", data=whole, chunks=(2, 5))
-        file.create_dataset("rounded", data=(rows * 100).astype("i4"), chunks=(2, 8, 8))
-        file["ends"] = [6, 17]
-        for dim, label in enumerate(("time", "lat", "lon")):
-            file["chunks"].dims[dim].label = label
-    return path, rows
+    return path, write_rows(path)
 
 
 def field_of(name: str, **options: Any) -> Field:
@@ -174,7 +114,9 @@ def test_all_steps_of_a_sample_have_its_place(stored: tuple[Path, np.ndarray], n
                 first, end = (0, 6) if sample < 6 else (6, 17)
                 for one, row in zip(got, (sample - 1, sample, sample + 2), strict=True):
                     is_there = first <= row < end
-                    part = cut(rows[np.clip(row, first, end - 1)], place, (9, 10)).T.astype("f8")
+                    part = part_of(rows[np.clip(row, first, end - 1)], place, (9, 10)).T.astype(
+                        "f8"
+                    )
                     part *= is_there or pad == "edge"
                     assert np.array_equal(one, part * 2.0 + 1)
 
@@ -196,7 +138,7 @@ def test_fields_of_a_group_have_the_same_places_and_flips(stored: tuple[Path, np
             assert_same_bits(batch.whole, rows[batch.index])
             differing += int((batch.other_crop != batch.x_crop).any(axis=1).sum())
             for one, sample, place in zip(batch.x, batch.index, batch.x_crop, strict=True):
-                part, turns = cut(rows[sample], place, (9, 10)), (1, -1)
+                part, turns = part_of(rows[sample], place, (9, 10)), (1, -1)
                 several = list(itertools.product(turns, turns))
                 (found,) = [t for t in several if np.array_equal(one, part[:: t[0], :: t[1]])]
                 flips.add(found)
@@ -276,7 +218,7 @@ def test_postprocess_and_ranks(stored: tuple[Path, np.ndarray]):
     def check(x: np.ndarray, index: np.ndarray, x_crop: np.ndarray, crop: np.ndarray) -> None:
         assert_same_bits(crop, x_crop)
         for one, sample, place in zip(x, index, x_crop, strict=True):
-            assert_same_bits(one, np.ascontiguousarray(cut(rows[sample], place, (9, 10))))
+            assert_same_bits(one, np.ascontiguousarray(part_of(rows[sample], place, (9, 10))))
         x += 1
 
     seen: list[int] = []
@@ -286,7 +228,7 @@ def test_postprocess_and_ranks(stored: tuple[Path, np.ndarray]):
             for batch in reader:
                 seen += batch.index.tolist()
                 for one, sample, place in zip(batch.x, batch.index, batch.x_crop, strict=True):
-                    assert_same_bits(one, cut(rows[sample], place, (9, 10)) + 1)
+                    assert_same_bits(one, part_of(rows[sample], place, (9, 10)) + 1)
     assert set(seen) == set(range(17))
 
 

@@ -205,7 +205,7 @@ def test_offsets_of_what_has_a_variable_length_datatype(tmp_path):
 
 def test_a_field_of_the_name_of_a_mask(flat):
     padded = RaggedField("values", offsets="offsets", pad_to=3)
-    with pytest.raises(ConfigError, match="delivers a mask as 'x_mask', which there is already"):
+    with pytest.raises(ConfigError, match="pad_to delivers 'x_mask', which there is already"):
         read(flat, {"x": padded, "x_mask": "lengths"})
     steps = Field("lengths", steps=range(1), pad_mask="x_mask")
     with pytest.raises(ConfigError, match="'x_mask', which there is already"):

@@ -12,7 +12,8 @@ import pytest
 from cases import each
 from conftest import assert_same_bits, poison, reader_of, truth
 from corpus import QUIRKS
-from hdf5files import write_compact
+from hdf5files import write_rows
+from rowparts import assert_are_parts
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, RaggedField, Sequences
 
@@ -40,6 +41,7 @@ def cut(rows: np.ndarray, region: dict[int, slice], num_dim: int) -> np.ndarray:
 @pytest.mark.sampled(60)
 @pytest.mark.parametrize("quirk", READABLE.values(), ids=READABLE)
 def test_every_file_of_the_corpus(quirk: Any, tmp_path: Path):
+    """Regions, and parts at random places."""
     path = quirk.write(tmp_path)
     rng = np.random.default_rng(len(quirk.name))
     more = quirk.options(path.parent) if quirk.options else {}
@@ -47,44 +49,31 @@ def test_every_file_of_the_corpus(quirk: Any, tmp_path: Path):
         expected = truth(path, name, num_dim)
         num_dim %= expected.ndim
         shape = np.moveaxis(expected, 0, num_dim).shape
+        dims = [dim for dim in range(expected.ndim) if dim != num_dim]
         for shuffle, num_threads in (False, 0), ("full", 2), ("window", 2):
             region = a_region(shape, num_dim, rng)
-            if not region:
-                continue
-            field = Field(name, num_dim=num_dim, region=region)
+            fields = {"part": Field(name, num_dim=num_dim, region=region)} if region else {}
+            sizes = [int(rng.integers(1, n + 1)) for n in expected.shape[1:] if n]
+            if dims and 0 not in expected.shape:
+                crop = dict(zip(dims, sizes, strict=True))
+                fields["crop"] = Field(name, num_dim=num_dim, crop=crop)
             options = {"shuffle": shuffle, "num_threads": num_threads, "batch_size": 5, **more}
-            with reader_of(path, fields={"data": field}, **options) as reader:
+            with reader_of(
+                path, fields=fields or {"whole": Field(name, num_dim)}, **options
+            ) as reader:
                 poison(reader)
                 for batch in reader:
-                    wanted = cut(expected[batch.index], region, num_dim)
-                    assert_same_bits(np.asarray(batch["data"]), np.ascontiguousarray(wanted))
+                    if "part" in fields:
+                        wanted = cut(expected[batch.index], region, num_dim)
+                        assert_same_bits(np.asarray(batch.part), np.ascontiguousarray(wanted))
+                    if "crop" in fields:
+                        assert_are_parts(batch, "crop", expected, sizes)
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
-    """Write rows (23, 31) of 17 samples in several ways, and return them."""
     path = tmp_path_factory.mktemp("regions") / "rows.h5"
-    rows = np.random.default_rng(0).normal(size=(17, 23, 31)).astype("f4")
-    with h5py.File(path, "w") as file:
-        file["contiguous"] = rows
-        file.create_dataset("chunks", data=rows, chunks=(1, 8, 8), compression=1)
-        file.create_dataset("across", data=rows, chunks=(4, 23, 7), shuffle=True, compression=1)
-        file.create_dataset("raw", data=rows, chunks=(3, 5, 31))
-        file.create_dataset("rows", data=rows, chunks=(3, 23, 31))
-        file["ends"] = [6, 17]
-        file["last"] = np.moveaxis(rows, 0, 2)
-        file.create_dataset("pairs", data=rows[:16].reshape(4, 4, 23, 31), chunks=(2, 2, 9, 9))
-        write_compact(file, "compact", rows[:, :5, :6])
-        kind = np.dtype([("id", "i4"), ("v", "f4", (31,))])
-        file.create_dataset("compound", data=np.zeros((17, 23), kind), chunks=(2, 5))
-        whole = file["compound"][...]
-        whole["v"] = rows
-        file["compound"][...] = whole
-        for name in ("contiguous", "chunks", "last"):
-            names = {"last": ("lat", "lon", "time")}.get(name, ("time", "lat", "lon"))
-            for dim, label in enumerate(names):
-                file[name].dims[dim].label = label
-    return path, rows
+    return path, write_rows(path)
 
 
 REGION = {"lat": slice(3, -2, 2), "lon": slice(9, 20)}
@@ -106,7 +95,7 @@ def test_only_the_bytes_of_a_region_are_read(stored: tuple[Path, np.ndarray]):
     path, rows = stored
     region = {1: slice(8, 16), 2: slice(8, 16)}
     raw_nbytes = 8 * 8 * 4 * 17
-    for name, nbytes in ("contiguous", raw_nbytes), ("rows", raw_nbytes), ("chunks", 0):
+    for name, nbytes in ("contiguous", raw_nbytes), ("raw", raw_nbytes), ("chunks", 0):
         with h5py.File(path) as file:
             for number in range(0 if nbytes else file[name].id.get_num_chunks()):
                 chunk = file[name].id.get_chunk_info(number)
@@ -119,7 +108,7 @@ def test_only_the_bytes_of_a_region_are_read(stored: tuple[Path, np.ndarray]):
 
 
 @each("cache", [None, "host"])
-@each("name", ["contiguous", "chunks", "across", "raw"])
+@each("name", ["contiguous", "chunks", "across", "bands"])
 def test_with_steps_and_transforms(stored: tuple[Path, np.ndarray], name: str, cache: Any):
     path, rows = stored
     region = {1: slice(2, 20, 3), -1: slice(30)}

@@ -449,10 +449,9 @@ def test_the_most_that_may_be_skipped(files, most, enough, num_threads):
                 assert caught.value.filename == str(files[1])
 
 
-@each("num_threads", [0, 2])
 @each(
-    "name, workers",
-    [("gzip", "thread"), ("h5py", "thread"), ("long", "thread"), ("gzip", "process")],
+    "name, workers, num_threads",
+    [("gzip", "thread", 0), ("h5py", "thread", 2), ("long", "thread", 0), ("gzip", "process", 2)],
 )
 def test_errors_say_which_samples_they_concern(files, tmp_path, name, num_threads, workers):
     """Numbers are those of the whole dataset, and those of the file."""

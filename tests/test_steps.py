@@ -511,7 +511,10 @@ def test_sequences_that_do_not_fit(tmp_path, name, values, message):
         ({"fields": {"a": {"path": "a", "pad": "edge"}}}, "pad needs steps"),
         ({"fields": {"a": {"path": "a", "pad_mask": "m"}}}, "pad_mask needs steps"),
         ({"fields": {"a": {"path": "a", "steps": [0], "pad": "wrap"}}}, "pad"),
-        ({"fields": {"a": {"path": "a", "steps": [0], "pad_mask": "a"}}}, "there is 'a' already"),
+        (
+            {"fields": {"a": {"path": "a", "steps": [0], "pad_mask": "a"}}},
+            "delivers 'a', which there is already",
+        ),
         ({"fields": {"a": {"path": "a", "steps": [0], "pad_mask": "step"}}}, "'step'"),
     ],
 )

@@ -88,10 +88,8 @@ def _amount(one: FieldStatistics) -> str:
     nan = 0 if one.nan is None else int(one.nan.sum())
     text = f"{int(one.count.sum()):,} values" + (f", {nan:,} NaN" if nan else "")
     if one.per == "channel" and one.count.ndim:
-        where = (
-            "channels" if one.channel_dim is None else f"places along dimension {one.channel_dim}"
-        )
-        text += f", of each of {one.count.size:,} {where} (--per none: of all together)"
+        where = "channels" if one.channel_dim is None else f"indices of dimension {one.channel_dim}"
+        text += f", for each of {one.count.size:,} {where} (--per none: of all together)"
     return text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, TypedDict, Unpack
 
 import numpy as np
@@ -375,36 +375,30 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
     if all(field.per is not None for field in fields.values()):
         which = "whose rows are samples: one without per" if fields else ""
         raise ValueError(f"give at least one field {which}".rstrip())
-    masks = [field.pad_mask for field in fields.values() if field.pad_mask is not None]
-    for name in masks:
-        if name in fields or masks.count(name) > 1:
-            raise ValueError(f"pad_mask: there is {name!r} already; choose another name")
+    names: list[object] = [*fields]
     for name, field in fields.items():
-        mask = f"{name}_mask"
-        if getattr(field, "pad_to", None) is not None and (mask in fields or mask in masks):
-            raise ValueError(
-                f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
-                " another name"
-            )
-        if type(field) is Field and field.crop is not None and f"{name}_crop" in (*fields, *masks):
-            raise ValueError(
-                f"{name}: crop delivers {f'{name}_crop'!r}, which there is already; choose another"
-                " name"
-            )
-        totals = getattr(field, "totals", None)
-        others = [one for one in fields.values() if getattr(one, "totals", None) == totals]
-        if totals is not None and (totals in fields or totals in masks or len(others) > 1):
-            raise ValueError(f"{name}: totals: there is {totals!r} already; choose another name")
-        masks += [] if totals is None else [totals]
-        if getattr(field, "pack", None) is not None:
-            several = {f"{name}_documents", f"{name}_positions"} & {*fields, *masks}
-            if several:
+        for by, made in _made_beside(name, field):
+            if made in names:
                 raise ValueError(
-                    f"{name}: pack delivers {several.pop()!r}, which there is already; choose"
-                    " another name"
+                    f"{name}: {by} delivers {made!r}, which there is already; choose another name"
                 )
-    check_names([*fields, *masks])
+            names.append(made)
+    check_names(names)
     return fields
+
+
+def _made_beside(name: str, field: Field) -> Iterator[tuple[str, str]]:
+    """Yield the options for which a batch has arrays beside those of a field, and their names."""
+    if field.pad_mask is not None:
+        yield "pad_mask", field.pad_mask
+    if getattr(field, "pad_to", None) is not None:
+        yield "pad_to", f"{name}_mask"
+    if type(field) is Field and field.crop is not None:
+        yield "crop", f"{name}_crop"
+    if getattr(field, "totals", None) is not None:
+        yield "totals", field.totals  # type: ignore[attr-defined]
+    if getattr(field, "pack", None) is not None:
+        yield from (("pack", f"{name}_{what}") for what in ("documents", "positions"))
 
 
 def check_names(names: Sequence[object]) -> None:

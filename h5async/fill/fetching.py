@@ -12,14 +12,15 @@ import heapq
 import itertools
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address
-from h5async.fill.pool import Workers, do_nothing
+from h5async.fill.pool import Work, Workers, do_nothing
 from h5async.order.sampling import FillRequest
 from h5async.plan.fetches import ByteRanges, requests_of
 from h5async.read.farsources import FarSources, Held, extents_of
@@ -27,7 +28,7 @@ from h5async.read.farsources import FarSources, Held, extents_of
 Key = tuple[int, int, int]  # of a range
 Then = Callable[["Held | BaseException"], None]
 
-_GROUP, _GROUP_NBYTES = 8, 32 << 20  # requests that a thread gives to the client at once
+_GROUP_NBYTES = 1 << 20  # that a thread asks the client for at once
 _FIRST_THREADS = 4
 _MOST_AHEAD = 1024  # batches that are planned ahead
 
@@ -70,20 +71,22 @@ class _Holder:
 
     __slots__ = ("begin_ns", "by_range", "error", "missing", "ranges", "requests", "then")
 
-    def __init__(self, ranges: ByteRanges, then: Then | None) -> None:
-        self.ranges, self.then = ranges, then
+    def __init__(self, ranges: ByteRanges) -> None:
+        self.ranges = ranges
+        self.then: Then | None = None
         self.by_range: list[_Request] = []
         self.requests: list[_Request] = []
         self.missing = 0
         self.error: BaseException | None = None
-        self.begin_ns = time.perf_counter_ns()
+        self.begin_ns = 0
 
 
 class Fetcher(Workers):
     """Ranges of batches, by their serial numbers. Safe to use from many threads.
 
     `plan` returns what a request will read, None if that is not known, and `following` the request
-    after it, in order; None: there is none that is known. Both may be called from any thread.
+    after it, in order; None: there is none that is known. `submit` has threads of the pool do some
+    work, in the order of serial numbers.
     """
 
     def __init__(
@@ -92,9 +95,11 @@ class Fetcher(Workers):
         limits: FetchLimits,
         plan: Callable[[FillRequest], ByteRanges | None],
         following: Callable[[FillRequest], FillRequest | None],
+        submit: Callable[[int, Sequence[Work]], None],
     ) -> None:
         super().__init__()
-        self._far, self._limits, self._plan, self._following = far, limits, plan, following
+        self._far, self._limits, self._submit = far, limits, submit
+        self._plan, self._following = plan, following
         self._tickets = queue.SimpleQueue[bool]()
         self._idle = self._in_flight = self._staged_nbytes = 0
         self._order = itertools.count()
@@ -120,13 +125,28 @@ class Fetcher(Workers):
 
         If the same batch wants other ranges, those before are let go of.
         """
-        holder = _Holder(ranges, then)
+        holder = _Holder(ranges)
         with self._lock:
             if self.is_stopped:
                 return
-            before = self._holders.get(request.serial)
             self._hold(request.serial, holder)
+        self._give(request, holder, then)
+
+    def want_planned(self, request: FillRequest, then: Then) -> bool:
+        """Do the same if it is known what the batch reads; return False if it is not."""
+        with self._lock:
+            expected, holder = self._ahead.get(request.serial, (request, None))
+            if holder is None or not _are_alike(expected, request):
+                return False
+            del self._ahead[request.serial]
+        self._give(request, holder, then)
+        return True
+
+    def _give(self, request: FillRequest, holder: _Holder, then: Then) -> None:
+        with self._lock:
+            before = self._holders.get(request.serial)
             self._holders[request.serial] = holder
+            holder.then, holder.begin_ns = then, time.perf_counter_ns()
             if before is not None:
                 self._release(before)
             else:
@@ -134,6 +154,7 @@ class Fetcher(Workers):
             is_there = holder.missing == 0
             new = len(self._pending)
         self._wake_for(new)
+        self._plan_next()
         if is_there:
             self._finish(holder)
 
@@ -144,7 +165,7 @@ class Fetcher(Workers):
             if holder is not None:
                 self._release(holder)
         if holder is not None:
-            self._wake_for(1)  # there may be room to fetch ahead
+            self._plan_next()
 
     def _follow(self, request: FillRequest) -> None:
         """Go on planning after a request, if it is the one that was expected. Holds the lock."""
@@ -214,10 +235,10 @@ class Fetcher(Workers):
         most = self._limits.requests_in_flight
         with self._lock:
             have, idle = len(self._threads), self._idle
-        more = min(most - have, -(-count // _GROUP) - idle)
+        more = min(most - have, count - idle)
         if more > 0 and self._what:
             self._start_threads(more)
-        for _ in range(min(-(-count // _GROUP) or 1, have)):
+        for _ in range(min(max(1, count), have)):
             self._tickets.put(True)
 
     def _start_threads(self, count: int) -> None:
@@ -233,8 +254,6 @@ class Fetcher(Workers):
         while True:
             while group := self._take():
                 self._get(group)
-            if self._plan_ahead():
-                continue
             with self._lock:
                 self._idle += 1
             goes_on = self._tickets.get()
@@ -249,10 +268,14 @@ class Fetcher(Workers):
         nbytes = 0
         with self._lock:
             room = self._limits.requests_in_flight - self._in_flight
-            share = max(1, len(self._pending) // (self._idle + 1))
-            while self._pending and len(group) < min(_GROUP, room, share):
+            while self._pending and len(group) < room:
                 request = self._pending[0][2]
-                if group and (request.source != group[0].source or nbytes > _GROUP_NBYTES):
+                most = self._far.at_once(request.source)
+                if group and (
+                    request.source != group[0].source
+                    or nbytes > _GROUP_NBYTES
+                    or len(group) >= most
+                ):
                     break
                 heapq.heappop(self._pending)
                 if request.users:
@@ -293,6 +316,7 @@ class Fetcher(Workers):
                             del self._staged[key]
         for holder in ready:
             self._finish(holder)
+        self._plan_next()
 
     def _finish(self, holder: _Holder) -> None:
         """Give a batch what it has waited for."""
@@ -315,8 +339,8 @@ class Fetcher(Workers):
 
     # --- ahead of the slots -----------------------------------------------------------------------
 
-    def _plan_ahead(self) -> bool:
-        """Request what the next batch will read; return False if there is nothing to do."""
+    def _plan_next(self) -> None:
+        """Have a thread of the pool plan the next batch, if there is room for what it reads."""
         with self._lock:
             request, most = self._next, self._limits
             is_full = (
@@ -325,8 +349,12 @@ class Fetcher(Workers):
                 or len(self._ahead) >= _MOST_AHEAD
             )
             if request is None or is_full or self._is_planning or self.is_stopped:
-                return False
+                return
             self._is_planning = True
+        self._submit(request.serial, [partial(self._plan_ahead, request)])
+
+    def _plan_ahead(self, request: FillRequest) -> None:
+        """Request what a batch will read."""
         ranges: ByteRanges | None = None
         try:
             ranges = self._plan(request)
@@ -335,26 +363,25 @@ class Fetcher(Workers):
         new = 0
         with self._lock:
             self._is_planning = False
-            if self.is_stopped or self._next is not request:
-                return True
-            self._next = None if ranges is None else self._following(request)
-            if ranges is not None and request.serial not in self._holders:
-                holder = _Holder(ranges, None)
-                before = self._staged_nbytes
+            is_next = self._next is request and not self.is_stopped
+            if is_next:
+                self._next = None if ranges is None else self._following(request)
+            if is_next and ranges is not None and request.serial not in self._holders:
+                holder, before = _Holder(ranges), self._staged_nbytes
                 self._hold(request.serial, holder)
                 self._planned_nbytes = self._staged_nbytes - before
                 self._ahead[request.serial] = request, holder
                 new = len(self._pending)
         if new:
             self._wake_for(new)
-        return True
+        self._plan_next()
 
     def _end(self) -> None:
         super()._end()
         self._staged.clear()
         self._holders.clear()
         self._ahead.clear()
-        self._plan = self._following = do_nothing  # whose owners hold this object
+        self._plan = self._following = self._submit = do_nothing  # whose owners hold this object
 
 
 def _are_alike(expected: FillRequest, request: FillRequest) -> bool:

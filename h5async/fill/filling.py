@@ -26,6 +26,7 @@ from h5async.fill.pool import Work, WorkPool, do_nothing
 from h5async.fill.reading import BatchReader, OnDevice, Slots
 from h5async.fill.resident import Budget, HostCache, KeptChunks, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
+from h5async.io.diskcache import DiskCache, disk_cache
 from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.opening.limits import MemoryPlan
 from h5async.order.sampling import FillRequest
@@ -62,7 +63,7 @@ class Filler:
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
         postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
-        self._cache: HostCache | Budget | KeptChunks | None = None
+        self._cache: HostCache | Budget | KeptChunks | DiskCache | None = None
         if config.cache == "host" and any(y.crop is not None for y in opened.layouts.values()):
             self._cache = KeptChunks(sum(memory_plan.kept_nbytes))
         elif config.cache == "host":
@@ -76,6 +77,8 @@ class Filler:
                 config.cache_bytes,
                 memory_plan.left_nbytes,
             )
+        elif config.kept is not None:
+            self._cache = disk_cache(config.kept)
         cache = self._cache if isinstance(self._cache, HostCache) else None
         self._resident = device.cache if cache is None else cache
         # Invalid after a change of a file; emptied at the end.
@@ -121,6 +124,9 @@ class Filler:
                 needs_python = postprocess is not None or not self._reader.transforms_all
                 needs_python |= assembly.needs_work
                 self.submissions = Submissions(queue, self._reader, assembly, needs_python)
+            pool = self._pool = WorkPool(
+                num_threads, self._find_work, calls.on_crash, self.submissions
+            )
             self._fetcher: Fetcher | None = None
             if self._reader.far is not None and num_threads:
                 is_dealt = config.num_helpers > 1  # each gets some of the batches
@@ -129,10 +135,8 @@ class Filler:
                     FetchLimits(config.requests_in_flight, config.fetch_bytes),
                     self._reader.ahead,
                     (lambda request: None) if is_dealt else samplings.following,
+                    pool.add,
                 )
-            pool = self._pool = WorkPool(
-                num_threads, self._find_work, calls.on_crash, self.submissions
-            )
             # As of the pool.
             self.kick, self.run_next, self.join = pool.kick, pool.run_next, pool.join
             self.abandon = pool.forget_work

@@ -200,12 +200,15 @@ class Phases:
             self._reader.fetch(batch.plans)
             self._begin_read(batch)
             return
+        then = partial(self._fetched, batch)
+        batch.rounds += 1
+        if batch.rounds == 1 and self._fetcher.want_planned(batch.request, then):
+            return
         ranges = self._reader.to_fetch(batch.plans)
-        if ranges is None or batch.rounds == MOST_ROUNDS:
+        if ranges is None or batch.rounds > MOST_ROUNDS:
             self._begin_read(batch)
             return
-        batch.rounds += 1
-        self._fetcher.want(batch.request, ranges, partial(self._fetched, batch))
+        self._fetcher.want(batch.request, ranges, then)
 
     def _fetched(self, batch: _Fill, found: Held | BaseException) -> None:
         """Go on with what was fetched, in a thread of the pool."""

@@ -349,7 +349,8 @@ def _dataset_at(
         if is_group and shape_of_field(h5py.Group(node)) is not None:
             raise OtherKindError(
                 f'{file.filename}: "{path}" is a group that is read as one field, a sparse matrix'
-                " or a column of a table; give its path alone, without options of other kinds"
+                " or a column of a table (categories come by themselves); give its path alone,"
+                " without options of other kinds"
             )
         raise OtherKindError(
             f'{file.filename}: "{path}" is a {kind}, not a dataset;'

@@ -7,8 +7,10 @@ must have the length, and the tag or the date, that are expected.
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,16 +18,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h5async.config.files import SourceName, scheme_of
 from h5async.errors import ConfigError, H5AsyncError, ReadError
-from h5async.io.obstoreclient import WEB, Client, client_of, failure
+from h5async.io.diskcache import keeping
+from h5async.io.obstoreclient import SIGNED_SECONDS, WEB, Client, client_of, failure
 from h5async.io.sidebyside import SideBySide
 from h5async.io.stamps import FileStamp, replaced
-from h5async.io.stores import Source, Store, register
+from h5async.io.stores import Source, Store, WebAddress, register
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss", *WEB)
 _BEGINNING_NBYTES = 1 << 16  # comes with the answer to the first request
+_MOST_REDIRECTS = 5
 # Measured, 8 ranges of 150 kB a call, in 4 threads: one call of a pinned store makes 1.8 times the
 # MB/s of calls side by side, and beside a loop of Python 1.7 to 2.5 times.
 _GROUP = 8
@@ -65,6 +69,8 @@ class RemoteSource(Source):
     range, in another thread than the main one, blocks until the client gives up: it is cheaper.
     """
 
+    at_once = 8  # 10 are on their way in a call of the client
+
     def __init__(self, name: str, place: Place, meta: Mapping[str, Any], beginning: bytes) -> None:
         self._name = name
         self._key = place.key
@@ -79,6 +85,7 @@ class RemoteSource(Source):
         self._pinned: Any = None  # False if there is none
         self._count = 0
         self._condition = {"if_match": meta["e_tag"]} if has_strong_tag else {}
+        self._address: tuple[WebAddress | None, float] = None, -math.inf  # and when it was made
 
     def stamp(self) -> FileStamp:
         """Return the state that all reads are of."""
@@ -95,6 +102,19 @@ class RemoteSource(Source):
         for part in self._get_all(ranges):
             into[: part.nbytes] = part
             into = into[part.nbytes :]
+
+    def web_address(self) -> WebAddress | None:
+        """Return its URL, signed if need be; None without an ETag, too."""
+        found, made = self._address
+        if time.monotonic() - made > SIGNED_SECONDS / 2:
+            url, tag, found = self._client.url(self._key), self._meta["e_tag"], None
+            if url is not None and tag:
+                headers = ["User-Agent: h5async"]
+                headers += [f"If-Match: {value}" for value in self._condition.values()]
+                is_signed = scheme_of(self._name) not in WEB
+                found = WebAddress(url, headers, tag, 0 if is_signed else _MOST_REDIRECTS)
+            self._address = found, time.monotonic()
+        return found
 
     def close(self) -> None:
         """End calls that wait."""
@@ -184,8 +204,11 @@ class RemoteSource(Source):
 class RemoteStore(Store):
     """Object stores and the web."""
 
-    def open(self, name: str) -> RemoteSource:
+    def open(self, name: str) -> Source:
         """Open an object, in one request."""
+        return keeping(name, self._opened(name))
+
+    def _opened(self, name: str) -> RemoteSource:
         place = Place.of(name)
         if not place.key and scheme_of(name) not in WEB:
             raise ConfigError(f"{name} names a bucket; add the key of an object, or a glob")

@@ -16,7 +16,7 @@ Int64s = NDArray[np.int64]
 # A request costs the client and the store about as much as so many bytes: with many of them, the
 # bytes between two ranges are fetched, too, rather than sent for in another request.
 _GAP_NBYTES = 32 * 1024
-_MOST_NBYTES = 8 << 20  # of a request of several ranges, so that threads have several
+_MOST_NBYTES = 2 << 20  # of a request of several ranges: of large batches, several are on their way
 
 
 class ByteRanges(NamedTuple):

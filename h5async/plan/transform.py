@@ -287,7 +287,8 @@ def factor_of(
         raise ConfigError(
             f"{where}: {found.size} values of scale or offset for rows of shape {row}, whose"
             f" channels are dimension {channel}; give one number, one for each channel (channel_dim"
-            " says where they are), or one for each element"
+            " says where they are), or one for each element; statistics (normalize) must be of the"
+            " same region and crop, or of per=None"
         )
     return found.reshape(row) if found.ndim else found
 

@@ -23,7 +23,7 @@ def test_it_saves_what_a_field_takes(tmp_path):
     options = ("--field", "a=x", "--field", "b=y", "--quantile", "0.5", "-o", saved)
     shown = run(tmp_path / "a.h5", *options)
     assert shown.exit_code == 0, shown.output
-    assert "a: x, float64, 60 values, of each of 6 places along dimension 1 (" in shown.output
+    assert "a: x, float64, 60 values, for each of 6 indices of dimension 1 (" in shown.output
     assert "27 28 29 30 and 2 more" in shown.output
     assert "0: 4, 1: 3, 2: 3" in shown.output
     found = h5async.Statistics.load(saved)

@@ -591,7 +591,7 @@ def read_some(options: dict[str, Any], expected: np.ndarray) -> list[OutOfMemory
     return errors
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("way", "num_threads"), [("core", 0), ("core", 2), ("h5py", 0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_memory_may_be_refused(

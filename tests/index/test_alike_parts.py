@@ -160,6 +160,7 @@ def _described(table, layer, i):
     return parts, count, None if count else begin, extents, of_shape
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("source", ["path", "index"])
 @pytest.mark.parametrize("shuffle", [False, "full", "window"])
 @pytest.mark.parametrize("has_core", [True, False], ids=["core", "h5py"])

@@ -47,6 +47,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def server(running: Server) -> Server:
     running.strike()
+    running.heed_tags(True)
     running.log()
     return running
 
@@ -254,7 +255,8 @@ def test_a_server_that_does_not_heed_tags(server: Server, monkeypatch: Any):
     server.put("bucket/mine", CONTENT)
     source = opened(server, "mine", "gs")
     source._client._heeds_tags = None
-    server.strike(Rule("unpinned"))
+    server.heed_tags(False)
+    server.strike(Rule("other_version"))
     with pytest.raises(ReadError, match="mine was replaced"):
         source.get_ranges([70_000, 80_000], [5, 5])
     source._client._heeds_tags = None
@@ -277,8 +279,9 @@ def test_an_object_that_changes(server: Server, fault: str):
     assert store_of(name).stamp(name) != source.stamp()
 
 
-@pytest.mark.parametrize("fault", ["short", "wrong_range", "whole", "unpinned"])
+@pytest.mark.parametrize("fault", ["short", "wrong_range", "whole", "other_version"])
 def test_an_answer_that_is_wrong(server: Server, fault: str):
+    server.heed_tags(False)
     source = opened(server, "bytes")
     server.strike(Rule(fault))
     with pytest.raises(ReadError, match="bucket/bytes"):

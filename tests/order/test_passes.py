@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from orders import batch_of
+from orders import N, batch_of, taken, write_numbered
 
 from h5async import AsyncReader, ConfigError, RaggedField
 from h5async.order.permutation import permute
@@ -18,7 +18,6 @@ from h5async.order.sampling import Sampling, dealt
 from h5async.order.selection import Selection
 from h5async.order.window import DealtOrder, WindowOrder
 
-N = 103
 SHUFFLES = (False, "full", "window")
 
 
@@ -123,11 +122,8 @@ def test_ranks_share_few_units_in_a_window(counts, epoch_samples, batch_size, wo
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("passes") / "data.h5"
-    with h5py.File(path, "w") as file:
-        data = np.arange(N * 3, dtype="i4").reshape(N, 3)
-        file.create_dataset("data", data=data, chunks=(7, 3), compression="gzip")
-        file["labels"] = np.arange(N)
+    path = write_numbered(tmp_path_factory.mktemp("passes") / "data.h5")
+    with h5py.File(path, "a") as file:
         file["tokens"], file["lengths"] = np.arange(N * (N - 1) // 2), np.arange(N)
         rows = np.arange(5000)
         file["many/data"], file["many/labels"] = np.stack([rows, -rows], axis=1), rows
@@ -137,15 +133,6 @@ def path(tmp_path_factory):
 def reader_of(path, **options):
     options = {"batch_size": 8, "seed": 2, "device": "cpu"} | options
     return AsyncReader(hdf5_path=path, **options)
-
-
-def taken(reader, count):
-    found = []
-    for _ in range(count):
-        batch = reader.get_next_batch()
-        assert np.array_equal(batch.labels, batch.index)
-        found.append((batch.epoch, batch.number, batch.last, batch.index.tolist()))
-    return found
 
 
 @pytest.mark.parametrize("fields", [{}, {"data_field": "many/data", "labels_field": "many/labels"}])

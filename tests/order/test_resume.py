@@ -17,33 +17,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orders import N, taken, write_numbered
 
 from h5async import AsyncReader, ConfigError, DatasetError, ReaderClosedError, ReadError
-
-N = 103
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("resume") / "data.h5"
-    with h5py.File(path, "w") as file:
-        data = np.arange(N * 3, dtype="i4").reshape(N, 3)
-        file.create_dataset("data", data=data, chunks=(7, 3), compression="gzip")
-        file["labels"] = np.arange(N)
-    return path
+    return write_numbered(tmp_path_factory.mktemp("resume") / "data.h5")
 
 
 def open_reader(path, **options):
     return AsyncReader(hdf5_path=path, device="cpu", **{"batch_size": 10, "seed": 4, **options})
-
-
-def take(reader, count):
-    found = []
-    for _ in range(count):
-        batch = reader.get_next_batch()
-        assert np.array_equal(batch.labels, batch.index)
-        found.append((batch.epoch, batch.number, batch.last, batch.index.tolist()))
-    return found
 
 
 def saved(reader):
@@ -75,15 +60,15 @@ def test_the_next_batch_is_the_one_that_would_have_come(
     if drop_last and batch_size * world_size > N:
         return
     with open_reader(path, num_threads=threads[0], prefetch=prefetch[0], **options) as one:
-        take(one, before)
+        taken(one, before)
         one.fetch_data()  # what is on its way does not count
         state = saved(one)
-        expected = take(one, 15)
+        expected = taken(one, 15)
     with open_reader(path, num_threads=threads[1], prefetch=prefetch[1], **options) as other:
         other.fetch_data()
         other.load_state_dict(state)
         assert saved(other) == state
-        assert take(other, 15) == expected
+        assert taken(other, 15) == expected
 
 
 @pytest.mark.parametrize("shuffle", [False, "full", "window"])
@@ -118,12 +103,12 @@ def test_a_state_between_epochs_is_the_beginning_of_the_next(path):
 
 def test_a_state_is_loaded_again_and_again(path):
     with open_reader(path, shuffle="full", prefetch=3) as reader:
-        take(reader, 4)
+        taken(reader, 4)
         state = saved(reader)
-        first = take(reader, 9)
+        first = taken(reader, 9)
         for _ in range(3):
             reader.load_state_dict(state)
-            assert take(reader, 9) == first
+            assert taken(reader, 9) == first
             loop = iter(reader)
             next(loop)
             reader.load_state_dict(state)
@@ -238,7 +223,7 @@ def test_a_changed_file_is_refused(path, tmp_path, how):
     copy = tmp_path / "copy.h5"
     copy.write_bytes(path.read_bytes())
     with open_reader(copy) as reader:
-        take(reader, 3)
+        taken(reader, 3)
         state = saved(reader)
     change(copy, how)
     with open_reader(copy) as reader:
@@ -254,7 +239,7 @@ def test_a_changed_file_is_refused(path, tmp_path, how):
 
 def test_a_moved_file_is_not(path, tmp_path):
     with open_reader(path) as reader:
-        take(reader, 3)
+        taken(reader, 3)
         state = saved(reader)
     moved = tmp_path / "elsewhere.h5"
     moved.write_bytes(path.read_bytes())
@@ -348,16 +333,16 @@ def test_a_reader_is_pickled_before_it_begins(path):
     with open_reader(path, shuffle="full") as reader:
         reader.set_epoch(2)
         sent = pickle.dumps(reader)
-        expected = take(reader, 5)
+        expected = taken(reader, 5)
         with pytest.raises(ConfigError, match="has begun cannot be pickled"):
             pickle.dumps(reader)
     with pickle.loads(sent) as other:
-        assert take(other, 5) == expected
+        assert taken(other, 5) == expected
 
 
 def take_in_another_process(reader, results):
     with reader:
-        results.put(take(reader, 5))
+        results.put(taken(reader, 5))
 
 
 @pytest.mark.slow
@@ -367,7 +352,7 @@ def test_a_spawned_process_gets_a_reader(path):
     with open_reader(path, shuffle="full") as reader:
         process = context.Process(target=take_in_another_process, args=(reader, results))
         process.start()
-        assert results.get(timeout=200) == take(reader, 5)
+        assert results.get(timeout=200) == taken(reader, 5)
         process.join(200)
         assert process.exitcode == 0
 
@@ -378,7 +363,7 @@ def test_a_spawned_process_gets_a_reader(path):
 def test_a_forked_child_gets_an_error_and_no_hang(path, begun):
     with open_reader(path, prefetch=3) as reader:
         if begun:
-            take(reader, 2)
+            taken(reader, 2)
             reader.fetch_data()
         child = os.fork()
         if not child:

@@ -841,6 +841,7 @@ def test_too_little_memory_costs_decoding_only(
     assert caches[0].most_nbytes == 2 * 160, "two chunks are kept in any case"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_memory_stays_within_the_window(
     tmp_path: Path, caches: list[Any], num_threads: int

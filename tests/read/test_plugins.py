@@ -267,6 +267,7 @@ def mapped(tmp_path_factory):
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("name", ["zstd", "bitshuffle", "zfp"])
 def test_hdf5_is_given_the_filters_of_what_it_reads(mapped, name, workers):
