@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -19,8 +20,11 @@ import numpy as np
 import pytest
 from conftest import assert_same_bits, require_extra, truth
 from httpserver import Rule, Server, serving
+from memorystore import MemorySource, new_store
 
 from h5async import AsyncReader, BatchTimeoutError, H5AsyncError, ReaderClosedError, ReadError
+from h5async.io.sidebyside import SideBySide
+from h5async.io.stores import open_hdf5
 
 pytestmark = pytest.mark.usefixtures("_obstore")
 
@@ -301,6 +305,28 @@ def test_an_interrupt_does_not_wait_for_the_network(server: Server, body: str) -
             process.kill()
     assert process.returncode == -signal.SIGINT
     assert errors.strip().endswith("KeyboardInterrupt")
+
+
+def test_garbage_of_h5py_does_not_stop_who_waits_for_threads(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collected in such a thread, it would wait for HDF5's lock, which the waiting thread holds."""
+    left: list[Any] = [h5py.File(path)]
+    inner = MemorySource.get_ranges
+
+    def get_ranges(source: Any, offsets: Any, lengths: Any) -> Any:
+        if left:
+            cycle = [left.pop()]
+            cycle.append(cycle)
+            del cycle
+        SideBySide().call([lambda: [[] for _ in range(100_000)]])
+        return inner(source, offsets, lengths)
+
+    monkeypatch.setattr(MemorySource, "get_ranges", get_ranges)
+    with open_hdf5(new_store().put(path)) as file:
+        assert np.array_equal(file["labels"], np.arange(N))
+    assert not left
+    assert gc.isenabled()
 
 
 # --- leaks ---------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ import os
 import random
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,6 @@ from h5async.io.stores import Source, WebAddress
 
 DATA = np.random.default_rng(1).bytes(6 << 20)
 SOME = [(0, 10), (5 << 20, 100_000), (len(DATA) - 1, 1), (1000, 3 << 20), (7, 1)]
-
-T = TypeVar("T")
 
 
 class StoreSource(Source):
@@ -82,28 +81,11 @@ def client(core: Core) -> Iterator[HttpClient]:
     found.close()
 
 
-def elsewhere(function: Callable[[], T]) -> T:
-    """Call a function in another thread than the main one."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
 def got(source: Source, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     offsets, lengths = zip(*ranges, strict=True)
-    return elsewhere(lambda: [bytes(memoryview(x)) for x in source.get_ranges(offsets, lengths)])
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(source.get_ranges, offsets, lengths).result()
+    return [bytes(memoryview(part)) for part in found]
 
 
 def expected(ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -232,7 +214,8 @@ def test_memory_is_used_again_only_when_nobody_has_it(server: Server, client: Ht
             for offset, array in held:
                 assert array.tobytes() == DATA[offset : offset + array.size]
 
-    elsewhere(work)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
     gc.collect()
     assert len(set(seen)) < len(seen)
 

@@ -283,9 +283,28 @@ def test_an_object_that_changes(server: Server, fault: str):
 def test_an_answer_that_is_wrong(server: Server, fault: str):
     server.heed_tags(False)
     source = opened(server, "bytes")
+    server.heed_tags(False)
     server.strike(Rule(fault))
     with pytest.raises(ReadError, match="bucket/bytes"):
         source.read(100_000, 500)
+
+
+# --- other clients -------------------------------------------------------------------------------
+
+
+def test_addresses(server: Server):
+    """The web's are URLs; those that nobody may sign, or whose clients have options, are none."""
+    at = opened(server, "bytes").web_address()
+    assert at is not None
+    assert at.url == server.url("bucket/bytes")
+    assert [f"If-Match: {at.etag}"] == [line for line in at.headers if "agent" not in line.lower()]
+    for scheme in ("s3", "gs", "az"):  # with "skip_signature"
+        assert opened(server, "bytes", scheme).web_address() is None
+    options = {"client_options": {"allow_http": True, "default_headers": {"a": "b"}}}
+    name = SourceName(server.url("bucket/bytes"), options)
+    assert store_of(name).open(name).web_address() is None
+    server.strike(Rule("no_etag"))
+    assert opened(server, "bytes").web_address() is None
 
 
 # --- failures ------------------------------------------------------------------------------------
