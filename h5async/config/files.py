@@ -315,5 +315,6 @@ def _place(value: object) -> bool | Path:
 Files = Annotated[
     FileName | tuple[FileName, ...], WrapValidator(lambda value, _: _file_names(value))
 ]
+Folder = Annotated[Path, BeforeValidator(_file_path)]
 Folders = Annotated[tuple[FileName, ...], BeforeValidator(_folders)]
 Place = Annotated[Path | Literal[False, True], BeforeValidator(_place)]
