@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, WrapValidator
 
@@ -114,9 +114,10 @@ def scheme_of(name: FileName) -> str:
     return "" if found is None else found[1].lower()
 
 
-def is_index(name: FileName) -> TypeGuard[Path]:
+def is_index(name: FileName) -> bool:
     """Tell whether a file is a saved index, by its name."""
-    return isinstance(name, Path) and name.suffix == INDEX_SUFFIX
+    path = name if isinstance(name, Path) else Path(name.partition("?")[0])
+    return path.suffix == INDEX_SUFFIX
 
 
 def matching_files(paths: Iterable[FileName]) -> list[FileName]:
