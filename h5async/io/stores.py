@@ -52,7 +52,12 @@ class WebAddress(NamedTuple):
 
 
 class Source(ABC):
-    """An open source. Safe to use from many threads."""
+    """An open source. Safe to use from many threads.
+
+    `identity` says what tells its states apart.
+    """
+
+    identity = "its stamp"
 
     at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
 
@@ -126,6 +131,7 @@ class Store(ABC):
     and of saved indices: `FileStamp.of_tag` makes one of an ETag.
     """
 
+    is_lasting = True  # whether names lead to the same sources in other processes
     is_local = False  # whether names are paths, which the core opens itself, and links may lead to
 
     @abstractmethod
