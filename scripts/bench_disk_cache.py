@@ -142,7 +142,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.nbytes, options.seconds, options.repeats = 20_000_000, 0.05, 2
-    run_cases("disk_cache", CASES, options)
+    run_cases("bench_disk_cache", CASES, options)
 
 
 if __name__ == "__main__":
