@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import h5py
 
@@ -35,6 +35,18 @@ from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
+
+
+class WebAddress(NamedTuple):
+    """Where a source can be had by HTTP, for some time: by requests with these header lines.
+
+    Answers must have the ETag.
+    """
+
+    url: str
+    headers: Sequence[str]
+    etag: str
+    most_redirects: int
 
 
 class Source(ABC):
@@ -66,6 +78,10 @@ class Source(ABC):
         memory = memoryview(bytearray(ends[-1] if ends else 0))
         self.read_ranges(list(zip(offsets, lengths, strict=True)), memory)
         return [memory[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+
+    def web_address(self) -> WebAddress | None:
+        """Return where any other client can have it; None: nowhere."""
+        return None
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return bytes; fewer where the source ends."""

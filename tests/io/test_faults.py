@@ -20,7 +20,7 @@ import pytest
 from conftest import assert_same_bits, require_extra, truth
 from httpserver import Rule, Server, serving
 
-from h5async import AsyncReader, H5AsyncError, ReaderClosedError, ReadError
+from h5async import AsyncReader, BatchTimeoutError, H5AsyncError, ReaderClosedError, ReadError
 
 pytestmark = pytest.mark.usefixtures("_obstore")
 
@@ -148,6 +148,7 @@ def test_a_fault_that_lasts_is_an_error(
         assert errors
         assert "bucket/a.h5" in errors[0]
         assert "\n" not in errors[0]
+        assert "Generic" not in errors[0]  # it is in our words
         server.strike()
         server.put("bucket/a.h5", path.read_bytes())
         seen = 0
@@ -210,6 +211,19 @@ def test_faults_at_opening(server: Server, path: Path) -> None:
 
 
 # --- waiting -------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_late(server: Server, path: Path) -> None:
+    """It is an error at the time that was set, and comes when the network does."""
+    expected = truth(path)
+    with reader_of(server) as reader:
+        server.strike(Rule("stall", ranged=True))
+        with pytest.raises(BatchTimeoutError):
+            reader.get_next_batch(timeout=0.05)
+        server.strike()
+        batch = reader.get_next_batch()
+        assert batch.number == 0
+        check(batch, expected)
 
 
 def stalled(server: Server) -> bool:
