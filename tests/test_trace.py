@@ -565,9 +565,9 @@ def test_memory_for_events_may_be_refused(path: Path, monkeypatch: pytest.Monkey
 
 def test_a_batch_is_asked_for_while_another_thread_takes_the_events() -> None:
     timeline = Timeline(100)
-    timeline.fetched(0, [(0, 1, 0, 1)])
-    timeline.fetched(1, [(0, 2, 0, 2)])
-    before = timeline._fetches  # as a thread has it that is about to add one
+    timeline.requested(0, [(0, 1, 0, 1)])
+    timeline.requested(1, [(0, 2, 0, 2)])
+    before = timeline._requests  # as a thread has it that is about to add one
 
     class Batches(dict[int, tuple[int, int]]):
         def __setitem__(self, serial: int, place: tuple[int, int]) -> None:

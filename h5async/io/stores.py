@@ -52,6 +52,7 @@ class WebAddress(NamedTuple):
 class Source(ABC):
     """An open source. Safe to use from many threads."""
 
+    identity = "the date and the size that its store tells"  # what its stamp is of
     at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
 
     @abstractmethod

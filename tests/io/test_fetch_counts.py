@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def open_reader(name: str, **options: Any) -> AsyncReader:
-    given = {"labels_field": None, "device": "cpu", "batch_size": 12, "shuffle": "none"}
+    given = {"labels_field": None, "device": "cpu", "batch_size": 12, "shuffle": False}
     return AsyncReader(hdf5_path=name, **given | options)
 
 
