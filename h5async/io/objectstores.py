@@ -79,8 +79,7 @@ class RemoteSource(Source):
         self._beginning = memoryview(beginning)
         self._waiting = SideBySide()
         tag = meta["e_tag"] or meta["version"]
-        if tag:
-            self.identity = "its ETag" if meta["e_tag"] else "its version"
+        self.identity = "its ETag" if tag else "the date and the size that its server tells"
         self._stamp = FileStamp.of_tag(tag or meta["last_modified"].isoformat(), meta["size"])
         has_strong_tag = meta["e_tag"] and not meta["e_tag"].startswith("W/")
         self._pinned: Any = None  # False if there is none

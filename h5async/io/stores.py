@@ -50,9 +50,13 @@ class WebAddress(NamedTuple):
 
 
 class Source(ABC):
-    """An open source. Safe to use from many threads."""
+    """An open source. Safe to use from many threads.
 
-    identity = "the date and the size that its store tells"  # what its stamp is of
+    `identity` says what tells its states apart.
+    """
+
+    identity = "its stamp"
+
     at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
 
     @abstractmethod
@@ -118,6 +122,7 @@ class Store(ABC):
     and of saved indices: `FileStamp.of_tag` makes one of an ETag.
     """
 
+    is_lasting = True  # whether names lead to the same sources in other processes
     is_local = False  # whether names are paths, which the core opens itself, and links may lead to
 
     @abstractmethod

@@ -66,7 +66,6 @@ def test_requests_are_those_of_the_chunk_table(path: Path, store: MemoryStore) -
     assert found["data"]["window"]["count"] <= 1 / 16
     assert found["whole"]["window"]["nbytes"] * 4096 == stored["whole"]
     assert all(cost["batch_size"] == 32 for cost in found.values())
-    assert "date" in document["identified_by"]
 
 
 def test_the_text_says_what_a_store_permits_and_what_to_do(path: Path, store: MemoryStore) -> None:
@@ -76,11 +75,9 @@ def test_the_text_says_what_a_store_permits_and_what_to_do(path: Path, store: Me
     assert "shuffle=window needs" in lines["data"]
     assert "larger chunks would need fewer" in lines["data"]
     assert "larger chunks" not in lines["whole"]
-    assert text.splitlines()[-1].startswith(f"{next(iter(store.held))} is identified by ")
 
 
 def test_local_files_have_no_requests(path: Path) -> None:
     document = json.loads(run(path, "--json"))
-    assert document["identified_by"] is None
     assert {one["requests"] for one in document["datasets"]} == {None}
-    assert "identified" not in run(path)
+    assert "requests" not in run(path)
