@@ -43,13 +43,14 @@ class Requests:
 class FarCost:
     """What a sample costs by the order of samples: that of the file, shuffled fully or in a window.
 
-    `batch_size` is that of the batches.
+    `batch_size` is that of the batches; "rows" are read alone, or whole "chunks".
     """
 
     in_order: Requests
     full: Requests
     window: Requests
     batch_size: int
+    reads: str
 
     def __str__(self) -> str:
         most = MOST_RATE / (self.full.count or 1)
@@ -61,7 +62,9 @@ class FarCost:
         if self.full.count > _FEWER * self.window.count:
             parts.append(f"shuffle=window needs {self.full.count / self.window.count:.0f}x fewer")
         if self.window.nbytes < _SMALL_NBYTES * self.window.count:
-            parts.append("larger chunks would need fewer")
+            larger = "larger" if self.reads == "chunks" else "compressed"
+            of = "" if self.reads == "chunks" else " of several rows, with shuffle=window,"
+            parts.append(f"{larger} chunks{of} would need fewer")
         return "; ".join(parts)
 
 
@@ -89,6 +92,7 @@ def far_cost(layout: DatasetLayout) -> FarCost | None:
         _requests(ranges_of, full, count, batch, keeps=False),
         _requests(ranges_of, in_window, count, batch, keeps=True),
         batch,
+        "chunks" if layout.filters and layout.chunks is not None else "rows",
     )
 
 

@@ -59,9 +59,13 @@ def test_requests_are_those_of_the_chunk_table(path: Path, store: MemoryStore) -
         assert stored[name] <= nbytes <= 1.01 * stored[name], name
     assert found["raw"]["in_order"]["nbytes"] == 4096
     assert found["whole"]["in_order"]["count"] * 4096 == 4096 / 512
-    # Shuffled, nearly each sample is one, of its row or its chunk; in the window, each chunk is.
-    assert 0.9 < found["data"]["full"]["count"] <= 1
+    # Shuffled, a sample needs its chunk, or a row; in the window, each chunk is fetched once.
+    assert 0.9 < found["raw"]["full"]["count"] <= 1
     assert found["data"]["full"]["nbytes"] > 0.8 * stored["data"] / 256
+    assert {name: one["reads"] for name, one in found.items()} == {
+        **dict.fromkeys(("data", "tiles", "whole"), "chunks"),
+        "raw": "rows",
+    }
     assert found["data"]["window"]["nbytes"] * 4096 >= stored["data"]
     assert found["data"]["window"]["count"] <= 1 / 16
     assert found["whole"]["window"]["nbytes"] * 4096 == stored["whole"]
@@ -75,6 +79,7 @@ def test_the_text_says_what_a_store_permits_and_what_to_do(path: Path, store: Me
     assert "shuffle=window needs" in lines["data"]
     assert "larger chunks would need fewer" in lines["data"]
     assert "larger chunks" not in lines["whole"]
+    assert "compressed chunks of several rows" in lines["raw"]
 
 
 def test_local_files_have_no_requests(path: Path) -> None:
