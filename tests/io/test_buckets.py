@@ -92,7 +92,8 @@ def test_an_object_that_is_replaced(bucket: Bucket, path: Path, tmp_path: Path) 
             batch = reader.get_next_batch()
             assert np.array_equal(batch.data, expected[batch.index])
 
-    with reader_of(bucket, name, data_field="raw") as reader:
+    # Little is kept, so that the object is asked for again.
+    with reader_of(bucket, name, data_field="raw", fetch_bytes=1 << 14) as reader:
         read(reader, 1)
         obstore.put(store, name, other.read_bytes())
         with pytest.raises(ReadError, match=name):
@@ -104,7 +105,9 @@ def test_signed_urls(bucket: Bucket, path: Path, core: Core, monkeypatch: Any) -
     client = http_client(core)
     if client is None:
         pytest.skip("needs libcurl")
-    name, content = SourceName(f"{bucket.url}/some/c d.h5", bucket.options), path.read_bytes()
+    # (For Azure, obstore signs names with spaces wrongly: then its client gets the ranges.)
+    key = "some/c d.h5" if bucket.url.startswith("s3") else "some/b.h5"
+    name, content = SourceName(f"{bucket.url}/{key}", bucket.options), path.read_bytes()
     source = store_of(name).open(name)
     monkeypatch.setattr(source, "get_ranges", None)
     quick = client.quicker(source, name)

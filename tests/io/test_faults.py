@@ -109,7 +109,7 @@ def rule_of(name: str, server: Server, **which: Any) -> Rule:
     return Rule(fault, float(value) if value else None, server.url("bucket/else.h5"), **which)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["data", "raw"])
 @pytest.mark.parametrize("fault", PASSING)
 def test_a_fault_that_passes_is_not_seen(server: Server, path: Path, name: str, fault: str) -> None:
@@ -130,7 +130,7 @@ LASTING = [*PASSING[:-1], "status 403", "status 404", "whole", "wrong_range", "s
 LASTING += ["replaced", "other_version", "replaced heedless", "other_version heedless"]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 @pytest.mark.parametrize("name", ["data", "raw"])
 @pytest.mark.parametrize("fault", LASTING)
@@ -287,7 +287,7 @@ WAITS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("body", WAITS.values(), ids=WAITS.keys())
 def test_an_interrupt_does_not_wait_for_the_network(server: Server, body: str) -> None:
     with start(server, body) as process:
@@ -341,7 +341,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_readers_that_are_left_open_end_silently(server: Server, way: str) -> None:
     body, status, last = WAYS[way]
@@ -388,6 +388,7 @@ def epochs(reader: AsyncReader, count: int = 2) -> list[tuple[list[int], bytes]]
     return [(batch.index.tolist(), batch.data.tobytes()) for batch in batches]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
