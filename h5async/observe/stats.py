@@ -88,8 +88,8 @@ class ReaderStats:
     read_per_used
         Bytes read per used one, of fields that are not encoded.
     requests, requested_nbytes
-        Requests to object stores and the web, and their bytes; those that ``cache="disk"`` answers
-        count, too. Bytes of the files' metadata do not.
+        Requests to object stores and the web, and their bytes, without those of metadata. A batch
+        that ``cache="disk"`` has whole needs none.
     requested_per_used
         Bytes requested for each byte that a batch reads; less than 1 if several batches read bytes
         that were requested once.

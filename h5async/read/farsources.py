@@ -95,6 +95,23 @@ class FarSources:
         """Return the name of a source."""
         return str(self._files[number].path)
 
+    def near(self, ranges: ByteRanges) -> Held | None:
+        """Return ranges, sorted, if all are kept in memory, or where the page cache has them."""
+        owners, base = [], np.zeros(ranges.size, np.int64)
+        firsts = [0, *np.flatnonzero(np.diff(ranges.source)) + 1, ranges.size]
+        for first, last in itertools.pairwise(firsts):
+            source = self._open.get(self._files[ranges.source[first]].path) if last else None
+            if source is None:
+                return None
+            memory = source.near(ranges.offset[first:last], ranges.nbytes[first:last])
+            if memory is None:
+                return None
+            owners.append(memory)
+            base[first:last] = address(memory)
+        table = self.table(ranges)
+        table["data"] = base + ranges.offset
+        return Held(ranges, table, owners)
+
     def at_once(self, number: int) -> int:
         """Return how many ranges `get` is best given, of a source."""
         source = self._open.get(self._files[number].path)
