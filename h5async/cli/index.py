@@ -19,7 +19,8 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
 from h5async.index.savedindex import IndexedFile, write_index
 from h5async.index.savedkinds import NotPortableError
-from h5async.io.stores import absolute_name
+from h5async.io.ahead import opening_ahead
+from h5async.io.stores import absolute_name, far_names
 from h5async.opening.dataset import grouping_of, on_indexed
 from h5async.opening.fieldkinds import with_kinds
 from h5async.opening.filefacts import Need, list_known, needs_of, read_known
@@ -69,7 +70,7 @@ def index(
     config = _config(files, typed)
     reach = reach_of(config)
     left_out: list[str] = []
-    with opening():
+    with opening(), opening_ahead(far_names(config.files)):
         found = list(_indexed(config, reach, left_out))
     datasets = sum(
         len({one.path for one in file.layouts if one.kind not in _FACTS}) for file in found

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
 from pydantic import BeforeValidator
 
@@ -19,34 +19,47 @@ FileName: TypeAlias = Path | str  # str: ``scheme://...``, which no path of a lo
 Expand = Callable[["SourceName"], "list[str] | None"]
 
 _HDF5_SUFFIXES = frozenset({".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat"})
-_PATHS = ("hdf5_path", "allow_external", "index_cache")
+_PATHS = ("hdf5_path", "allow_external", "cache_dir", "index_cache")
 INDEX_SUFFIX = ".h5idx"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _EXPANDERS: dict[str, Expand] = {}  # by the scheme of a name
 
 
+class Kept(NamedTuple):
+    """The folder that keeps what is read of a source; the bytes that it may take, if limited."""
+
+    folder: Path
+    limit: int | None
+
+
 class SourceName(str):
     """The name ``scheme://...`` of a source, with the options of the client that reads it.
 
-    The options, which may be secret, take part in no comparison, and no text shows them.
+    The options, which may be secret, take part in no comparison, and no text shows them. `kept`
+    says where what is read is kept; None: nowhere.
     """
 
-    __slots__ = ("options",)
+    __slots__ = ("kept", "options")
     options: Mapping[str, Any]
+    kept: Kept | None
 
-    def __new__(cls, name: str, options: Mapping[str, Any]) -> SourceName:
+    def __new__(cls, name: str, options: Mapping[str, Any], kept: Kept | None = None) -> SourceName:
         """Return a name with options."""
         made = super().__new__(cls, name)
-        made.options = options
+        made.options, made.kept = options, kept
         return made
+
+    def renamed(self, name: str) -> SourceName:
+        """Return another name with the same options."""
+        return SourceName(name, self.options, self.kept)
 
     def __str__(self) -> str:
         """Return the name with its options, so that ``str(name)`` of any name keeps them."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SourceName, ("".join(self), self.options)
+        return SourceName, ("".join(self), self.options, self.kept)
 
 
 def expand_with(scheme: str, expand: Expand) -> None:
@@ -54,11 +67,11 @@ def expand_with(scheme: str, expand: Expand) -> None:
     _EXPANDERS[scheme] = expand
 
 
-def with_options(names: Files, options: Mapping[str, Any]) -> Files:
+def with_options(names: Files, options: Mapping[str, Any], kept: Kept | None = None) -> Files:
     """Return names with the options of a client; paths of local files stay as they are."""
     if isinstance(names, tuple):
-        return tuple(SourceName(n, options) if isinstance(n, str) else n for n in names)
-    return SourceName(names, options) if isinstance(names, str) else names
+        return tuple(SourceName(n, options, kept) if isinstance(n, str) else n for n in names)
+    return SourceName(names, options, kept) if isinstance(names, str) else names
 
 
 def scheme_of(name: FileName) -> str:
@@ -83,7 +96,7 @@ def matching_files(paths: Iterable[FileName]) -> list[FileName]:
             several = expand(path)
             if several == []:
                 raise ReadError(f"no file matches {path}")
-            found += [path] if several is None else (SourceName(n, path.options) for n in several)
+            found += [path] if several is None else map(path.renamed, several)
             continue
         if scheme_of(path) or not glob.has_magic(str(path)) or os.path.exists(path):
             found.append(path)
@@ -115,6 +128,14 @@ def with_variables(text: str) -> str:
         return os.environ[name]
 
     return _VARIABLE.sub(value, text)
+
+
+def user_cache(name: str) -> Path | None:
+    """Return a folder of ours in the user's cache; it may not exist. None if there is no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    return Path(base, "h5async", name) if os.path.isabs(base) else None
 
 
 def paths_text(paths: FileName | Sequence[FileName]) -> str:
@@ -255,5 +276,6 @@ def _place(value: object) -> bool | Path:
 
 
 Files = Annotated[FileName | tuple[FileName, ...], BeforeValidator(_file_names)]
+Folder = Annotated[Path, BeforeValidator(_file_path)]
 Folders = Annotated[tuple[FileName, ...], BeforeValidator(_folders)]
 Place = Annotated[Path | Literal[False, True], BeforeValidator(_place)]

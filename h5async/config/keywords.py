@@ -155,10 +155,17 @@ class ReaderOptions(TypedDict, total=False):
     """Where chunks are decoded for a GPU. `host`: by the threads. `device`: on the GPU. `auto`:
     where it is faster.
     """
-    cache: Literal["host", "device"] | None
-    """Keep all rows for later epochs, in the memory of the host or of the GPU."""
+    cache: Literal["host", "device", "disk"] | None
+    """What to keep for later epochs. `host`, `device`: all rows, in the memory of the host or of
+    the GPU. `disk`: what was fetched from object stores and the web, in files that all processes of
+    a node share, and that later readers use again.
+    """
     cache_bytes: SizeLike | None
-    """Maximum memory for the cache."""
+    """Maximum memory for the cache; with `cache=disk`, maximum size of all that is kept in its
+    folder.
+    """
+    cache_dir: FilePath | None
+    """The folder for `cache=disk`: on a local disk, or in memory (`/dev/shm`)."""
     debug_lifetimes: bool
     """Find batches that are used too late: each is a copy, which is overwritten when the next batch
     is requested.

@@ -15,12 +15,17 @@ from h5async.config.field import Field, Fields, check_names, kind_of
 from h5async.config.files import (
     FileName,
     Files,
+    Folder,
     Folders,
+    Kept,
     Place,
     is_index,
     kind_of_file,
     load_file,
     matching_files,
+    paths_text,
+    scheme_of,
+    user_cache,
     with_options,
 )
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
@@ -129,7 +134,12 @@ class ReaderConfig(Frozen):
     decode: Literal["auto", "host", "device"] = "auto"
     cache: values.Cache = None
     cache_bytes: values.SizeOrZero | None = option(
-        None, default_text="half of the free memory; 0.8 of what the GPU has free", values="SIZE"
+        None,
+        default_text="half of the free memory, or of the free disk; 0.8 of what the GPU has free",
+        values="SIZE",
+    )
+    cache_dir: Folder | None = option(
+        None, default_text="in the user's cache folder", values="FOLDER"
     )
     debug_lifetimes: values.Bool = False
     copy: values.Bool = False  # type: ignore[assignment]  # (which `Frozen` hides)
@@ -157,13 +167,13 @@ class ReaderConfig(Frozen):
             # one per helper and the loop's, two helpers are 1.2 times as fast as one, not 2 times.
             # (`model_fields_set` stays as it is.)
             self.__dict__["prefetch"] = 2 * self.num_helpers + 1
-        self.__dict__["hdf5_path"] = with_options(self.hdf5_path, self.storage_options)
         if "batch_size" not in self.model_fields_set and self.batch_values is not None:
             self.__dict__["batch_size"] = self.batch_values  # only values are limited
         if self.max_skipped is not None and self.on_error == "raise":
             raise ValueError(f"{named('max_skipped')} needs {named('on_error', 'skip')}")
         self._check_returned()
         self._check_cache()
+        self.__dict__["hdf5_path"] = with_options(self.hdf5_path, self.storage_options, self.kept)
         self._check_order()
         self._check_rank()
         self._check_device()
@@ -201,14 +211,23 @@ class ReaderConfig(Frozen):
                 f"{named('decode', 'device')} leaves no rows on the host for {who}; use"
                 f" {named('decode', 'host')}"
             )
-        if self.num_helpers > 1 and self.cache is not None:
+        if self.cache_dir is not None and self.cache != "disk":
+            raise ValueError(f"{named('cache_dir')} needs {named('cache', 'disk')}")
+        if self.cache == "disk" and not any(scheme_of(p) or is_index(p) for p in self._paths):
+            raise ValueError(
+                f"{named('cache', 'disk')} keeps what is fetched from object stores and the web,"
+                f" and {paths_text(self.hdf5_path)} is a local file; leave it out"
+            )
+        if self.num_helpers > 1 and self.keeps_rows:
             raise ValueError(
                 f"each of {self.num_helpers} helper processes would have to keep all rows; leave"
                 f' out cache={self.cache!r}, or use workers="process"'
             )
         if self.cache_bytes is not None and self.cache is None:
-            either = f"{named('cache', 'host')} or {named('cache', 'device')}"
-            raise ValueError(f"{named('cache_bytes')} needs {either}")
+            raise ValueError(
+                f"{named('cache_bytes')} needs {named('cache', 'host')}, {named('cache', 'device')}"
+                f" or {named('cache', 'disk')}"
+            )
 
     def _check_order(self) -> None:
         if self.sampler is not None:
@@ -281,7 +300,8 @@ class ReaderConfig(Frozen):
 
     def _check_drawn_offset(self) -> None:
         for name in ("cache", "batch_values", "bucket", "sampler"):
-            if getattr(self, name) is not None:
+            is_given = self.keeps_rows if name == "cache" else getattr(self, name) is not None
+            if is_given:
                 raise ValueError(
                     'sequences: offset="random" makes other samples each epoch, for which'
                     f" {named(name)} is not supported; leave out one of them"
@@ -409,6 +429,24 @@ class ReaderConfig(Frozen):
         Raises `ReadError` if a glob matches nothing.
         """
         return matching_files(self._paths)
+
+    @property
+    def kept(self) -> Kept | None:
+        """Where what is fetched is kept, with `cache="disk"`."""
+        if self.cache != "disk":
+            return None
+        folder = self.cache_dir or user_cache("mirrors")
+        if folder is None:
+            raise ValueError(
+                f"there is no home folder, and so no folder for {named('cache', 'disk')}; name one"
+                f" as {named('cache_dir')}"
+            )
+        return Kept(folder.absolute(), self.cache_bytes)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows are kept as read, in memory of the host or of a GPU."""
+        return self.cache in ("host", "device")
 
     @property
     def names_index(self) -> bool:

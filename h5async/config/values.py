@@ -358,4 +358,4 @@ NameOrEmpty = Annotated[Name | None, BeforeValidator(lambda it: None if it in ("
 StorageOptions = Annotated[
     Mapping[str, Any], PlainValidator(_storage_options), Bound(repr=False, exclude=True)
 ]
-Cache = Annotated[Literal["host", "device"] | None, BeforeValidator(lambda it: it or None)]
+Cache = Annotated[Literal["host", "device", "disk"] | None, BeforeValidator(lambda it: it or None)]

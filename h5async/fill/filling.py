@@ -26,6 +26,7 @@ from h5async.fill.pool import Work, WorkPool, do_nothing
 from h5async.fill.reading import BatchReader, OnDevice, Slots
 from h5async.fill.resident import Budget, HostCache, KeptChunks, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
+from h5async.io.diskcache import DiskCache, disk_cache
 from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.opening.limits import MemoryPlan
 from h5async.order.sampling import FillRequest
@@ -62,7 +63,7 @@ class Filler:
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
         postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
-        self._cache: HostCache | Budget | KeptChunks | None = None
+        self._cache: HostCache | Budget | KeptChunks | DiskCache | None = None
         if config.cache == "host" and any(y.crop is not None for y in opened.layouts.values()):
             self._cache = KeptChunks(sum(memory_plan.kept_nbytes))
         elif config.cache == "host":
@@ -76,6 +77,8 @@ class Filler:
                 config.cache_bytes,
                 memory_plan.left_nbytes,
             )
+        elif config.kept is not None:
+            self._cache = disk_cache(config.kept)
         cache = self._cache if isinstance(self._cache, HostCache) else None
         self._resident = device.cache if cache is None else cache
         # Invalid after a change of a file; emptied at the end.

@@ -21,7 +21,7 @@ from time import perf_counter
 
 import h5py
 
-from h5async.config.files import INDEX_SUFFIX, FileName, is_index
+from h5async.config.files import INDEX_SUFFIX, FileName, is_index, user_cache
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
@@ -62,10 +62,7 @@ def open_cache(
 
 def cache_folder() -> Path | None:
     """Return the user's folder of entries, which may not exist; None if there is no home."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):
-        base = os.path.expanduser("~/.cache")
-    return Path(base, "h5async", "index") if os.path.isabs(base) else None
+    return user_cache("index")
 
 
 def clear_cache(folder: Path) -> tuple[int, int]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import h5py
@@ -85,13 +86,16 @@ class _NotRecorded(Consulted):
         pass
 
 
+_NAMED = partial(SourceName, options={})
+
+
 @dataclass(frozen=True)
 class Reach:
     """Which other files a file may refer to, and how files are read.
 
     `roots` are directories (or files) that may be read, wherever the file lies. Missing sources of
     a virtual dataset are an error, unless `missing_is_fill`. `room` limits the memory for declared
-    sizes; `consulted` records which files were used; `options` are those of clients of far sources.
+    sizes; `consulted` records which files were used; `named` adds the options of clients to names.
     """
 
     roots: tuple[FileName, ...] = ()
@@ -99,7 +103,7 @@ class Reach:
     io: IoMode = "auto"
     room: Room = field(default_factory=Room, compare=False, repr=False)
     consulted: Consulted = field(default=_NotRecorded(), compare=False, repr=False)
-    options: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    named: Callable[[str], SourceName] = field(default=_NAMED, compare=False, repr=False)
 
     def find(self, name: str, holder: str, variable: str, where: str) -> FileName | None:
         """Return the file that `holder` refers to as `name`, or None if there is none.
@@ -160,7 +164,7 @@ class Reach:
                 f"{where} refers to {target}, which is not beside {holder}; if you trust this,"
                 f" allow it: {named('allow_external', [target.rpartition('/')[0]])}"
             )
-        return SourceName(target, self.options)
+        return self.named(target)
 
     def is_below_root(self, target: str) -> bool:
         """Tell whether a far source is one of the roots, or below one."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,13 +174,13 @@ class SavedIndex:
     """
 
     def __init__(self, path: Path, reach: Reach, owners: Sequence[int]) -> None:
-        self._options = reach.options
+        self._named = reach.named
         header, arrays, forget = read_saved(path, owners=owners, may_map=reach.io != "pread")
         try:
             saved = self._saved = SavedHeader.model_validate(header)
             folder = os.path.dirname(os.path.realpath(path))
             files = (_file(*found, folder=folder) for found in saved.files)
-            self._files = self._here([(_with(reach.options, n), stamp) for n, stamp in files])
+            self._files = self._here([(_with(reach.named, n), stamp) for n, stamp in files])
             named = {*saved.primary, *saved.at_opening, *itertools.chain(*saved.needs.values())}
             if max(named, default=-1) >= len(self._files):
                 raise ValueError("there is no such file")
@@ -259,7 +259,7 @@ class SavedIndex:
         ]
 
     def _absent(self, number: int) -> list[str]:
-        return [_with(self._options, name) for name in self._saved.absent.get(number, ())]
+        return [_with(self._named, name) for name in self._saved.absent.get(number, ())]
 
     def _needed(self, number: int) -> tuple[int, ...]:
         return self._saved.primary[number], *self._saved.needs.get(number, ())
@@ -369,8 +369,8 @@ def _not_sensible(error: Exception) -> Exception:
     return SavedIndexError(f"it makes no sense ({what})")
 
 
-def _with(options: Mapping[str, Any], name: str) -> str:
-    return name if store_of(name).is_local else SourceName(name, options)
+def _with(named: Callable[[str], SourceName], name: str) -> str:
+    return name if store_of(name).is_local else named(name)
 
 
 def _file(name: str, *stamp: int, folder: str) -> tuple[str, FileStamp]:

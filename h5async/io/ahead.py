@@ -122,7 +122,7 @@ class Ahead:
             content = None
             with suppressing(Exception):  # who asks for it tries again, and finds out why
                 content = open_source(self._names[number])
-                content.begin()
+                content.begin_ahead()
             self._opened[number] = content
             self._gate.notify()
             if self._is_closed:

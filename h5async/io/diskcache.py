@@ -13,6 +13,7 @@ changed has another one. `cache_bytes` limits what all mirrors in a folder take.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import logging
 import mmap
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.config.files import Kept, SourceName
 from h5async.errors import ConfigError
 from h5async.io.localfiles import owned
 from h5async.io.shared import map_file
@@ -58,6 +60,25 @@ _SHARE = 2  # the default limit is a half of the room
 _LEAST_NBYTES, _MEASURED_PARTS, _MEASURED_SECONDS = 1 << 20, 8, 1.0
 
 _log = logging.getLogger("h5async.reader")
+
+
+def keeping(name: str, source: Source) -> Source:
+    """Return a source that keeps what is read of another one, if its name says where.
+
+    If that fails, the other one is closed.
+    """
+    kept = name.kept if isinstance(name, SourceName) else None
+    try:
+        return source if kept is None else disk_cache(kept).keeping(name, source)
+    except BaseException:
+        source.close()
+        raise
+
+
+@functools.cache
+def disk_cache(kept: Kept) -> DiskCache:
+    """Return this process's cache in a folder; raises as `DiskCache`."""
+    return DiskCache(*kept)
 
 
 class DiskCache:
@@ -200,7 +221,7 @@ class KeptSource(Source):
         ]
         if mirror is None or not mirror.has(offsets, lengths):
             return self._source.get_ranges(offsets, lengths)
-        for bring in (mirror.compare, self._fetch):
+        for bring in (mirror.compare, functools.partial(self._fetch, mirror)):
             absent = [n for n, (a, b) in enumerate(blocks) if mirror.lacks(a, b)]
             if not absent:
                 break
@@ -217,11 +238,8 @@ class KeptSource(Source):
                 found[n] = one
         return found
 
-    def _fetch(self, blocks: Iterable[tuple[int, int]]) -> None:
+    def _fetch(self, mirror: Mirror, blocks: Iterable[tuple[int, int]]) -> None:
         """Read what is missing of some ranges of blocks from the source, and write it."""
-        mirror = self._mirror
-        if mirror is None:  # closed meanwhile
-            return
         runs = mirror.missing(blocks)
         # A run's checksums may take a block, too.
         if not self._cache.take(sum(b - a + 1 for a, b in runs) * BLOCK):

@@ -26,10 +26,11 @@ _BLOCK_NBYTES = 1 << 16  # fetched at first, and where no guess says what is nee
 _MOST_BLOCK_NBYTES = 1 << 20  # when reading goes on behind the last block
 _GAP_NBYTES = 1 << 14  # between ranges that are fetched as one
 _RANGE_NBYTES = 1 << 20
-_FEW_RANGES, _FEW_NBYTES = 4, 1 << 15  # so few ranges have at least so many bytes
+_FEW_RANGES, _FEW_NBYTES = 4, 1 << 15  # so few have at least so many bytes; twice next time
 _ROUND_NBYTES = 1 << 25  # of guesses,
 _ROUND_PLACES = 1 << 14
 _WALK_NBYTES = 1 << 26  # and until HDF5 gets what it asked for
+_AHEAD_NBYTES = 1 << 20  # of guesses, before HDF5 comes to a file
 _MOST_PLACES = 1 << 18  # that are remembered
 _NEXT_OBJECTS = 32  # of a group, after the second one
 _SUPERBLOCK_NBYTES = 128
@@ -49,6 +50,7 @@ class MetadataFile(io.RawIOBase):
         self._has_begun = False
         self._pages: dict[int, bytes] = {}  # the one that was used last comes last
         self._block_nbytes, self._block_end = _BLOCK_NBYTES, 0
+        self._few_nbytes = _FEW_NBYTES
         self._form = Format()
         self._todo: list[tuple[Place, bool]] = []  # the next one comes last; with all below it?
         self._seen: set[tuple[int, int]] = set()
@@ -111,7 +113,7 @@ class MetadataFile(io.RawIOBase):
         self._block_end = at + max(nbytes, self._block_nbytes)
         return at, self._block_end - at
 
-    def _fetch(self, pages: Iterable[int]) -> None:
+    def _fetch(self, pages: Iterable[int], *, is_guess: bool = False) -> None:
         """Fetch pages in one round, with small gaps between them."""
         runs: list[list[int]] = []
         gap, most = _GAP_NBYTES // PAGE_NBYTES, _RANGE_NBYTES // PAGE_NBYTES
@@ -122,9 +124,10 @@ class MetadataFile(io.RawIOBase):
                 runs.append([page, page + 1])
         if not runs:
             return
-        if len(runs) <= _FEW_RANGES:  # what they refer to often lies behind
+        if is_guess and len(runs) <= _FEW_RANGES:  # what they refer to often lies behind
             for run in runs:
-                run[1] = max(run[1], run[0] + _FEW_NBYTES // PAGE_NBYTES)
+                run[1] = max(run[1], run[0] + self._few_nbytes // PAGE_NBYTES)
+            self._few_nbytes = min(2 * self._few_nbytes, _MOST_BLOCK_NBYTES)
         offsets = [first * PAGE_NBYTES for first, _ in runs]
         ends = [min(end * PAGE_NBYTES, self._nbytes) for _, end in runs]
         lengths = [end - begin for begin, end in zip(offsets, ends, strict=True)]
@@ -143,6 +146,13 @@ class MetadataFile(io.RawIOBase):
                 del self._pages[page]
 
     # --- guesses ---------------------------------------------------------------------------------
+
+    def begin_ahead(self) -> None:
+        """Fetch what HDF5 may read of a small file: all objects, as far as they are few."""
+        self.begin()
+        self._todo += [(one, True) for one in self._objects.values()]
+        self._walk([], _AHEAD_NBYTES)
+        self._todo = [(one, False) for one, _ in self._todo if one.group < 0]
 
     def begin(self) -> None:
         """Fetch the beginning of the source, and what is known of the root group. Idempotent."""
@@ -182,17 +192,16 @@ class MetadataFile(io.RawIOBase):
             self._todo += [(one, True) for one in reversed(following)]
         return bool(found) or visits == 2
 
-    def _walk(self, pages: Sequence[int]) -> None:
-        """Fetch pages, and follow guesses, level by level."""
-        left = _WALK_NBYTES
+    def _walk(self, pages: Sequence[int], left: int = _WALK_NBYTES) -> None:
+        """Fetch pages, and follow guesses, level by level, until no bytes are left for more."""
         while pages or (self._todo and left > 0):
-            batch, nbytes = self._next_places()
+            batch, nbytes = self._next_places(min(left, _ROUND_NBYTES))
             left -= nbytes
             wanted = {*pages}
             for place, _ in batch:
                 wanted.update(self._missing(place.offset, place.nbytes))
             pages = ()
-            self._fetch(wanted)
+            self._fetch(wanted, is_guess=bool(batch))
             below: list[tuple[Place, bool]] = []
             for place, is_deep in batch:
                 data = self._kept(place.offset, place.nbytes) if place.find else b""
@@ -204,11 +213,11 @@ class MetadataFile(io.RawIOBase):
             room = max(0, _MOST_PLACES - len(self._todo))
             self._todo += reversed(below[:room])
 
-    def _next_places(self) -> tuple[list[tuple[Place, bool]], int]:
+    def _next_places(self, most_nbytes: int) -> tuple[list[tuple[Place, bool]], int]:
         """Take the places of the next round, that are not known yet; return their bytes, too."""
         found: list[tuple[Place, bool]] = []
         nbytes = 0
-        while self._todo and len(found) < _ROUND_PLACES and nbytes < _ROUND_NBYTES:
+        while self._todo and len(found) < _ROUND_PLACES and nbytes < most_nbytes:
             place, is_deep = self._todo.pop()
             key = place[:2]
             room = self._nbytes - place.offset

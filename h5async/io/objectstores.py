@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h5async.config.files import SourceName, scheme_of
 from h5async.errors import ConfigError, H5AsyncError, ReadError
+from h5async.io.diskcache import keeping
 from h5async.io.obstoreclient import WEB, Client, client_of, failure
 from h5async.io.sidebyside import SideBySide
 from h5async.io.stamps import FileStamp, replaced
@@ -186,8 +187,11 @@ class RemoteSource(Source):
 class RemoteStore(Store):
     """Object stores and the web."""
 
-    def open(self, name: str) -> RemoteSource:
+    def open(self, name: str) -> Source:
         """Open an object, in one request."""
+        return keeping(name, self._opened(name))
+
+    def _opened(self, name: str) -> RemoteSource:
         place = Place.of(name)
         if not place.key and scheme_of(name) not in WEB:
             raise ConfigError(f"{name} names a bucket; add the key of an object, or a glob")

@@ -195,7 +195,7 @@ def _open_kinds(
 def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:
     """Raise ConfigError for options that do not go together with samples of differing lengths."""
     kind = next((kind for kind in kinds.values() if kind.is_ragged), None)
-    if kind is None or config.cache is None:
+    if kind is None or not config.keeps_rows:
         return
     if config.cache == "device":
         option, remedy = 'cache="device"', 'set cache="host"'

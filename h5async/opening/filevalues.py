@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.config.files import FileName
+from h5async.config.files import FileName, SourceName
 from h5async.core.binding import mapping_mode
 from h5async.errors import DatasetError
 from h5async.index.groupfields import Column, category_names, column, union_of
@@ -134,8 +135,8 @@ def reach_of(config: ReaderConfig) -> Reach:
     """Return which files the options permit, and how they are read."""
     mode = mapping_mode(config.io)
     room = Room(config.max_batch_bytes)
-    options = config.storage_options
-    return Reach(config.allow_external, config.allow_missing, mode, room, options=options)
+    named = partial(SourceName, options=config.storage_options, kept=config.kept)
+    return Reach(config.allow_external, config.allow_missing, mode, room, named=named)
 
 
 def read_names(reach: Reach, file: FileName, path: str) -> list[str]:

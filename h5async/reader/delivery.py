@@ -386,7 +386,7 @@ class Delivery:
                     f"index: these samples have {total:,} values, and a batch of this reader"
                     f" has room for {transform.capacity:,}; give fewer, or use read()"
                 )
-        if config.cache is not None and not setup.samplings.selection.are_in(found).all():
+        if config.keeps_rows and not setup.samplings.selection.are_in(found).all():
             raise ConfigError(
                 "index: with a cache, only samples that `indices` selects can be asked for; use"
                 " read(), or leave out the cache"

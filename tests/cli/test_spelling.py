@@ -66,7 +66,7 @@ SHELL = {
     "--h-dim 1": "give --h-dim and --w-dim together, and --cha-dim only with them\n",
     "--rank 1": "give --rank and --world-size together",
     "--rank 2 --world-size 2": "--rank must be below --world-size 2, found 2\n",
-    "--cache-bytes 5": "--cache-bytes needs --cache host or --cache device\n",
+    "--cache-bytes 5": "--cache-bytes needs --cache host, --cache device or --cache disk\n",
     "--field data=data --labels-field x": "give --field or --labels-field, not both",
     "--pin-memory --device cuda": "--pin-memory leaves batches on the host, found --device cuda",
     "--max-batch-bytes 10": "make --batch-size or --prefetch smaller, or set --max-batch-bytes",
@@ -98,7 +98,9 @@ def test_a_folder_to_be_allowed_is_quoted_for_the_shell(train):
 def test_python_reads_keywords(train):
     with pytest.raises(H5AsyncError, match=r"fill value: allow_missing=True$"):
         AsyncReader(hdf5_path=train, data_field="missing", labels_field=None)
-    with pytest.raises(ConfigError, match=r'^cache_bytes needs cache="host" or cache="device"$'):
+    with pytest.raises(
+        ConfigError, match=r'^cache_bytes needs cache="host", cache="device" or cache="disk"$'
+    ):
         ReaderConfig(hdf5_path=train, cache_bytes=5)
 
 

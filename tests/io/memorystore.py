@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h5async.errors import ReadError
+from h5async.io.diskcache import keeping
 from h5async.io.stamps import FileStamp
 from h5async.io.stores import Source, Store, register
 
@@ -73,10 +74,10 @@ class MemoryStore(Store):
         self.open_sources: set[MemorySource] = set()
         self.rounds = self.reads = self.nbytes = 0
 
-    def open(self, name: str) -> MemorySource:
+    def open(self, name: str) -> Source:
         source = MemorySource(self, name)
         self.open_sources.add(source)
-        return source
+        return keeping(name, source)
 
     def at(self, name: str) -> Held:
         if name not in self.held:

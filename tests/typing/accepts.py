@@ -80,6 +80,7 @@ def forms(path: Path, config: ReaderConfig, options: ReaderOptions, more: dict[s
     AsyncReader(hdf5_path="a.h5", allow_external="/data", allow_missing=True, io="pread")
     AsyncReader(hdf5_path="a.h5", allow_external=["/data", path], index_cache=False)
     AsyncReader(hdf5_path="a.h5", index_cache="/scratch", copy=True, debug_lifetimes=True)
+    AsyncReader(hdf5_path="s3://b/a.h5", cache="disk", cache_dir=path, cache_bytes="1GiB")
     with AsyncReader(hdf5_path="a.h5", prefetch=3) as reader:
         loops(reader)
 

@@ -1,0 +1,158 @@
+"""Readers with cache="disk": bytes of far files are fetched once, also by later readers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from conftest import assert_epoch_is, truth
+from corpus import QUIRKS, Quirk
+from memorystore import MemoryStore, new_store
+
+from h5async import AsyncReader, ConfigError, ReaderConfig
+from h5async.config.files import Kept
+from h5async.io.diskcache import SUFFIX, disk_cache
+
+URL = "memory://bucket/a.h5"
+READABLE = [name for name, quirk in QUIRKS.items() if quirk.way in ("direct", "h5py")]
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    made = new_store()
+    yield made
+    assert not made.open_sources
+    made.held.clear()
+
+
+def reader_of(source: Any, folder: Path, **options: Any) -> AsyncReader:
+    disk_cache.cache_clear()  # as in another process
+    given = {"labels_field": None, "device": "cpu", "batch_size": 7} | options
+    return AsyncReader(hdf5_path=source, cache="disk", cache_dir=folder, **given)
+
+
+def rows_file(path: Path) -> np.ndarray:
+    rows = np.random.default_rng(0).integers(0, 99, (100, 3000), np.uint8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=rows, chunks=(3, 3000), compression="gzip")
+        file["labels"] = np.arange(100)
+    return rows
+
+
+def written(quirk: Quirk, folder: Path) -> Path:
+    try:
+        return quirk.write(folder)
+    except ModuleNotFoundError as error:
+        if error.name != "hdf5plugin" or os.environ.get("H5ASYNC_REQUIRE_EXTRAS") == "1":
+            raise
+        pytest.skip(str(error))
+
+
+def names_a_file(quirk: Quirk, path: Path) -> bool:
+    if quirk.name == "virtual_that_names_its_own_file":
+        return True
+    return any(other.is_file() for other in path.parent.rglob("*") if other != path)
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_every_layout(name, store, tmp_path):
+    quirk = QUIRKS[name]
+    path = written(quirk, tmp_path)
+    if names_a_file(quirk, path):
+        pytest.skip("only local files may name others")
+    expected = truth(path, quirk.names[0], quirk.num_dims[0])
+    url = store.put(path)
+    options = {"data_field": quirk.names[0], "num_dim": quirk.num_dims[0], "index_cache": False}
+    for turn in range(2):
+        reads = store.reads
+        with reader_of(url, tmp_path / "kept", **options) as reader:
+            assert_epoch_is(reader, expected)
+        assert turn == 0 or store.reads == reads, "the second reader has all near"
+
+
+@pytest.mark.parametrize("options", [{}, {"num_threads": 0}])
+def test_later_epochs(store, tmp_path, options):
+    rows = rows_file(tmp_path / "a.h5")
+    url = store.put(tmp_path / "a.h5", URL)
+    with reader_of(url, tmp_path / "kept", shuffle="full", **options) as reader:
+        for epoch in range(3):
+            for batch in reader:
+                assert np.array_equal(batch.data, rows[batch.index])
+            if epoch == 0:
+                reads = store.reads
+        assert store.reads == reads
+        cache = reader.stats().cache
+    (path,) = (tmp_path / "kept").glob(f"*{SUFFIX}")
+    assert cache.startswith("disk: ")
+    assert cache.endswith(f"bytes in {tmp_path / 'kept'}")
+    assert f" {path.stat().st_blocks * 512:,} of " in cache
+
+
+def test_the_index_was_saved(store, tmp_path):
+    rows = rows_file(tmp_path / "a.h5")
+    url, index = store.put(tmp_path / "a.h5", URL), tmp_path / "a.h5idx"
+    for source, options in (
+        (url, {"index_cache": index}),
+        (url, {"index_cache": index}),
+        (index, {}),
+    ):
+        with reader_of(source, tmp_path / "kept", **options) as reader:
+            reads = store.reads
+            assert_epoch_is(reader, rows)
+    assert store.reads == reads
+    assert len(list((tmp_path / "kept").glob(f"*{SUFFIX}"))) == 1
+
+
+def test_what_does_not_fit_is_fetched_each_time(store, tmp_path, caplog):
+    rows = rows_file(tmp_path / "a.h5")
+    url = store.put(tmp_path / "a.h5", URL)
+    with reader_of(url, tmp_path / "kept", cache_bytes=100_000) as reader:
+        for _ in range(2):
+            assert_epoch_is(reader, rows)
+        assert "cache_bytes allows no more" in reader.stats().cache
+    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "kept").iterdir()) <= 100_000
+    assert caplog.text.count("cache_bytes allows no more") == 1
+
+
+def test_the_file_was_changed(store, tmp_path):
+    for turn in range(2):
+        rows = rows_file(tmp_path / "a.h5") + turn
+        with h5py.File(tmp_path / "a.h5", "r+") as file:
+            file["data"][:] = rows
+        url = store.put(tmp_path / "a.h5", URL)
+        with reader_of(url, tmp_path / "kept", index_cache=False) as reader:
+            assert_epoch_is(reader, rows)
+    assert len(list((tmp_path / "kept").glob(f"*{SUFFIX}"))) == 1
+
+
+def test_the_default_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = ReaderConfig(hdf5_path=URL, cache="disk", cache_bytes="1MiB")
+    assert config.kept == Kept(tmp_path / "h5async" / "mirrors", 1 << 20)
+    assert ReaderConfig(hdf5_path=URL).kept is None
+
+
+def test_a_folder_that_cannot_be_used(store, tmp_path):
+    rows_file(tmp_path / "a.h5")
+    url = store.put(tmp_path / "a.h5", URL)
+    with pytest.raises(ConfigError, match=r"^cache_dir: .*a.h5 cannot be used: "):
+        reader_of(url, tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hdf5_path": "a.h5", "cache": "disk"}, r'^cache="disk" keeps .* a.h5 is a local file'),
+        ({"hdf5_path": URL, "cache_dir": "kept"}, r'^cache_dir needs cache="disk"$'),
+        ({"hdf5_path": URL, "cache": "host", "cache_dir": "a"}, r'^cache_dir needs cache="disk"$'),
+        ({"hdf5_path": URL, "cache": "disc"}, "cache"),
+    ],
+)
+def test_refused_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ReaderConfig(**options)
