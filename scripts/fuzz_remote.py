@@ -47,7 +47,7 @@ from httpserver import Rule, Server, serving
 
 from h5async import AsyncReader, ReadError
 
-ROWS = 400
+ROWS = 3000
 ROUND_BATCHES = 500
 SECONDS = 300  # a round
 BAD = ("wrong", "lost", "odd", "slow")

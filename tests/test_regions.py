@@ -15,7 +15,7 @@ from corpus import QUIRKS
 from hdf5files import write_rows
 from rowparts import assert_are_parts
 
-from h5async import AsyncReader, ConfigError, DatasetError, Field, RaggedField, Sequences
+from h5async import ConfigError, DatasetError, Field, RaggedField
 
 READABLE = {name: q for name, q in QUIRKS.items() if q.way in ("direct", "h5py")}
 
@@ -107,23 +107,6 @@ def test_only_the_bytes_of_a_region_are_read(stored: tuple[Path, np.ndarray]):
                 assert reader.stats().read_nbytes == nbytes
 
 
-@each("cache", [None, "host"])
-@each("name", ["contiguous", "chunks", "across", "bands"])
-def test_with_steps_and_transforms(stored: tuple[Path, np.ndarray], name: str, cache: Any):
-    path, rows = stored
-    region = {1: slice(2, 20, 3), -1: slice(30)}
-    options = {"region": region, "axes": (0, 2, 1), "dtype": "f8", "scale": 2.0}
-    fields = {"x": Field(name, steps=(-1, 0, 2), pad="zero", **options)}
-    part = rows[:, 2:20:3, :30].transpose(0, 2, 1).astype("f8") * 2
-    sequences = Sequences(ends="ends")
-    with reader_of(path, fields=fields, sequences=sequences, cache=cache, shuffle=True) as reader:
-        for batch in itertools.chain(reader, reader):
-            for got, sample in zip(batch.x, batch.index.tolist(), strict=True):
-                first, end = (0, 6) if sample < 6 else (6, 17)
-                for one, row in zip(got, (sample - 1, sample, sample + 2), strict=True):
-                    assert np.array_equal(one, part[row] if first <= row < end else 0 * part[0])
-
-
 def test_of_members_pairs_and_compact_values(stored: tuple[Path, np.ndarray]):
     path, rows = stored
     cases = {
@@ -178,16 +161,6 @@ def test_of_several_files_and_virtual_datasets(tmp_path: Path):
             ) as reader:
                 for batch in reader:
                     assert_same_bits(batch.x, cut(expected, region, 0)[batch.index])
-
-
-def test_options_survive_files(tmp_path: Path, stored: tuple[Path, np.ndarray]):
-    path, rows = stored
-    fields = {"x": Field("chunks", region={"lat": slice(3, -2, 2), 2: slice(9, 20)})}
-    with reader_of(path, fields=fields) as reader:
-        (tmp_path / "options.json").write_text(reader.config.model_dump_json())
-    with AsyncReader(tmp_path / "options.json") as again:
-        assert again.config.fields == fields
-        assert_same_bits(again.read([1]).x, rows[[1], 3:-2:2, 9:20])
 
 
 @pytest.mark.parametrize(

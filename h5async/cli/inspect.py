@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain, groupby, islice
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -27,6 +28,7 @@ from h5async.cli.output import Json, plain, print_json, safe
 from h5async.config.files import FileName, is_index
 from h5async.core.binding import why_no_core
 from h5async.index.savedindex import NamedIndex
+from h5async.io.stores import store_of
 from h5async.opening.filevalues import reach_of
 
 BLOCK_SECONDS = 0.5  # for which rows may be held back, to align columns
@@ -85,6 +87,9 @@ def inspect(
     _require_some(bool(printed), path, wanted)
     legend = f"\n{_LEGEND}" + f"\n{_FOLDED}" * (1 in printed)
     typer.echo(legend if printed else f"{safe(path)} holds no datasets")
+    identity = _identity(path)
+    if identity is not None:
+        typer.echo(f"another state of it is told by {identity}")
     reason = why_no_core()
     if reason is not None:
         typer.echo(f"\n{safe(reason)}", err=True)
@@ -112,7 +117,17 @@ def _content(path: FileName, datasets: Sequence[Dataset]) -> dict[str, Any]:
     for facts in every:
         del facts["samples"]
     why = why_no_core()
-    return {"file": path, "core": why is None, "no_core_because": why, "datasets": every}
+    about = {"file": path, "core": why is None, "no_core_because": why}
+    return {**about, "identity": _identity(path), "datasets": every}
+
+
+def _identity(path: FileName) -> str | None:
+    """Say what tells states of a far source apart; None for a local file."""
+    store = store_of(path)
+    if store.is_local:
+        return None
+    with closing(store.open(str(path))) as source:
+        return source.identity
 
 
 # --- folding --------------------------------------------------------------------------------------

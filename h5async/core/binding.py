@@ -44,7 +44,8 @@ _FUNCTIONS = {
     "ppppqqq": "cut_sorted scale_rows",
     "ppppppqqq": "read_ranges",
     "p": "cut_frames open_sources close_sources clear_store free_store free_plan make_dense free"
-    " close_again",
+    " close_again new_http free_http",
+    "pp": "get_http",
     "pq": "open_ahead spin",
     "pqqqqi": "restamp",
     "qq": "new_store",

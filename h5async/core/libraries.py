@@ -1,7 +1,7 @@
-"""Finds the codec libraries that the compiled core calls: libdeflate, zstd, lz4, libaec and others.
+"""Finds the libraries that the compiled core calls: libdeflate, zstd, lz4, libaec and other codecs.
 
 The core calls their public C interfaces. They are the libraries that come with imagecodecs (libaec:
-with h5py), or else those of the environment or the system.
+with h5py), or else those of the environment or the system. So is libcurl, which comes with pycurl.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import importlib
+import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import c_void_p
 from pathlib import Path
 
@@ -33,6 +34,24 @@ LIBRARIES = {
     "aec": ("aec_buffer_decode",),
     "bz2": ("BZ2_bzBuffToBuffDecompress",),
 }
+# Likewise, of src/http.c.
+_CURL = (
+    "curl_global_init",
+    "curl_easy_init",
+    "curl_easy_setopt",
+    "curl_easy_getinfo",
+    "curl_easy_cleanup",
+    "curl_multi_init",
+    "curl_multi_setopt",
+    "curl_multi_add_handle",
+    "curl_multi_remove_handle",
+    "curl_multi_perform",
+    "curl_multi_poll",
+    "curl_multi_info_read",
+    "curl_multi_cleanup",
+    "curl_slist_append",
+    "curl_slist_free_all",
+)
 
 
 def find_functions() -> tuple[dict[str, int], frozenset[str]]:
@@ -40,14 +59,26 @@ def find_functions() -> tuple[dict[str, int], frozenset[str]]:
     found: dict[str, int] = {}
     missing = set(LIBRARIES)
     for name, functions in LIBRARIES.items():
-        for path in _codec_paths(name):
-            with suppressing(OSError, AttributeError):
-                library = ctypes.CDLL(path)
-                pointers = [ctypes.cast(getattr(library, one), c_void_p) for one in functions]
-                found |= {n: p.value or 0 for n, p in zip(functions, pointers, strict=True)}
-                missing.discard(name)
-                break
+        addresses = _load(_codec_paths(name), functions)
+        if addresses is not None:
+            found |= addresses
+            missing.discard(name)
     return found, frozenset(missing)
+
+
+def find_curl() -> dict[str, int] | None:
+    """Return the addresses of libcurl's functions by their names; None if it was not found."""
+    return _load(_curl_paths(), _CURL)
+
+
+def _load(paths: Iterable[str], functions: Sequence[str]) -> dict[str, int] | None:
+    """Return the addresses of functions of the first library that has them all, by their names."""
+    for path in paths:
+        with suppressing(OSError, AttributeError):
+            library = ctypes.CDLL(path)
+            pointers = [ctypes.cast(getattr(library, one), c_void_p) for one in functions]
+            return {n: p.value or 0 for n, p in zip(functions, pointers, strict=True)}
+    return None
 
 
 def _codec_paths(name: str) -> Iterator[str]:
@@ -63,6 +94,19 @@ def _codec_paths(name: str) -> Iterator[str]:
     if name == "bz2":  # part of hdf5plugin's plugin
         for folder in folders_of_hdf5plugin():
             yield from map(str, folder.glob("libh5bzip2*"))
+    yield from _other_paths(name)
+
+
+def _curl_paths() -> Iterator[str]:
+    with suppressing(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("pycurl") or ():
+            if file.name.startswith("libcurl"):
+                yield str(file.locate())
+    yield from _other_paths("curl")
+
+
+def _other_paths(name: str) -> Iterator[str]:
+    """Yield a shared library of the environment, and the system's."""
     for suffix in (".so", ".dylib"):
         path = Path(sys.prefix, "lib", f"lib{name}{suffix}")
         if path.exists():

@@ -358,6 +358,8 @@ class Fetcher(Workers):
         ranges: ByteRanges | None = None
         try:
             ranges = self._plan(request)
+            if ranges is not None and self._far.near(ranges) is not None:
+                ranges = None  # later ones will be near, too, most often
         except Exception:
             ranges = None  # the request itself will have the error
         new = 0

@@ -427,6 +427,11 @@ class BatchReader:
         wanted = union(ByteRanges.joined([before, *listed]))
         return None if wanted.same(before) else wanted
 
+    def near(self, ranges: ByteRanges) -> Held | None:
+        """Return ranges of far sources if none has to be fetched."""
+        assert self.far is not None
+        return self.far.near(ranges)
+
     def hold(self, plans: BatchPlan, found: Held | BaseException) -> None:
         """Have a batch read what was fetched; an error is raised."""
         if isinstance(found, BaseException):

@@ -16,15 +16,18 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.config.files import FileName
 from h5async.index.savedkinds import SavedIndexError, to_json
 from h5async.io.localfiles import open_regular, owned
 from h5async.io.shared import forget_pages, map_file
+from h5async.io.stores import store_of
 from h5async.system.interruptions import suppressing
 
 # Changes with the content, and when the same file would be indexed differently: files with another
@@ -34,6 +37,7 @@ _SIGNATURE = b"\x89h5async\r\n\x1a\n"
 _DIGEST_NBYTES = 16
 _HEAD = struct.Struct(f"<12sIQQ{_DIGEST_NBYTES}s")
 _ALIGNMENT = 64
+_PIECE_NBYTES = 1 << 22
 _LEFT_SECONDS = 3600  # after which an unfinished file is removed
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -137,15 +141,17 @@ def is_saved_index(path: Path) -> bool:
     return False
 
 
-def read_saved(path: Path, *, owners: Sequence[int], may_map: bool) -> SavedFile:
+def read_saved(path: FileName, *, owners: Sequence[int], may_map: bool) -> SavedFile:
     """Read a saved index, and check that it is unchanged since it was written.
 
-    Files of `owners` are trusted. Arrays are read into memory, unless they may be mapped.
+    Local files of `owners` are trusted. Arrays are read into memory, unless they may be mapped.
 
     SavedIndexError if it is damaged, of another format, or may have been written by others; OSError
     if it cannot be opened or read.
     """
-    with open_regular(path) as file:
+    if not store_of(path).is_local:
+        return SavedFile(*_content(np.frombuffer(_fetched(str(path)), np.uint8)))
+    with open_regular(Path(path)) as file:
         status = os.fstat(file.fileno())
         _require_ours(status, owners)
         if status.st_size < _HEAD.size:
@@ -159,6 +165,17 @@ def read_saved(path: Path, *, owners: Sequence[int], may_map: bool) -> SavedFile
     content = _content(data)
     forget_pages(data)  # all of it was read for the checksum
     return SavedFile(*content, forget_pages)
+
+
+def _fetched(name: str) -> bytes:
+    """Return all bytes of a source, fetched side by side, if it begins like a saved index."""
+    with closing(store_of(name).open(name)) as source:
+        if source.read(0, len(_SIGNATURE)) != _SIGNATURE:
+            raise SavedIndexError("it is not a saved index")
+        nbytes = source.stamp().nbytes
+        offsets = range(0, nbytes, _PIECE_NBYTES)
+        lengths = [min(_PIECE_NBYTES, nbytes - offset) for offset in offsets]
+        return b"".join(source.get_ranges(offsets, lengths))
 
 
 def _require_ours(status: os.stat_result, owners: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from h5async.config import Field
-from h5async.config.files import SourceName
+from h5async.config.files import FileName, SourceName
 from h5async.errors import ConfigError, ReadError
 from h5async.index.datasettable import Datasets, table_of
 from h5async.index.layout import DatasetLayout
@@ -25,7 +25,7 @@ from h5async.index.savedfile import read_saved, write_saved
 from h5async.index.savedkinds import NotPortableError, SavedHeader, SavedIndexError
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
 from h5async.io.stamps import FileStamp
-from h5async.io.stores import are_at, is_anything_at, store_of
+from h5async.io.stores import are_at, is_anything_at, real_name, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing, suppressing
 
@@ -173,12 +173,12 @@ class SavedIndex:
     read.
     """
 
-    def __init__(self, path: Path, reach: Reach, owners: Sequence[int]) -> None:
+    def __init__(self, path: FileName, reach: Reach, owners: Sequence[int]) -> None:
         self._named = reach.named
         header, arrays, forget = read_saved(path, owners=owners, may_map=reach.io != "pread")
         try:
             saved = self._saved = SavedHeader.model_validate(header)
-            folder = os.path.dirname(os.path.realpath(path))
+            folder = os.path.dirname(real_name(path))
             files = (_file(*found, folder=folder) for found in saved.files)
             self._files = self._here([(_with(reach.named, n), stamp) for n, stamp in files])
             named = {*saved.primary, *saved.at_opening, *itertools.chain(*saved.needs.values())}
@@ -275,7 +275,7 @@ class NamedIndex(SavedIndex):
     others that `reach` does not permit; ConfigError if it was made with other settings.
     """
 
-    def __init__(self, path: Path, reach: Reach) -> None:
+    def __init__(self, path: FileName, reach: Reach) -> None:
         self._path = path
         with passing():
             try:
@@ -295,7 +295,7 @@ class NamedIndex(SavedIndex):
 
     @property
     def _remedy(self) -> str:
-        return f"make it again: h5async index FILES... -o {self._path.name}"
+        return f"make it again: h5async index FILES... -o {os.path.basename(self._path)}"
 
     def _refusal(self, error: Exception) -> Exception:
         if not isinstance(error, SavedIndexError):
@@ -317,8 +317,15 @@ class NamedIndex(SavedIndex):
         ]
 
     def _require_permitted(self, reach: Reach) -> None:
-        """Check that no file refers to files that it may not refer to; links are followed."""
+        """Check that no file refers to files that it may not refer to; links are followed.
+
+        An index in another store refers to its files like a file there.
+        """
         saved, primary = self._saved, set(self._saved.primary)
+        if not store_of(self._path).is_local:
+            for name in self.paths:
+                require_same_store(str(self._path), name, str(self._path))
+                reach.permitted_source(name, str(self._path), str(self._path))
         for number, others in saved.needs.items():
             holder = self.paths[number]
             for name in (self._files[other][0] for other in set(others) - primary):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from h5async.io.places import NONSENSE, Format, Place, find_places
 from h5async.io.references import read_superblock
+from h5async.io.sidebyside import collecting_later
 
 if TYPE_CHECKING:
     from h5async.io.stores import Source
@@ -69,7 +70,8 @@ class MetadataFile(io.RawIOBase):
         """Read what fits into some memory; return the number of bytes."""
         memory = memoryview(into).cast("B")
         nbytes = max(0, min(memory.nbytes, self._nbytes - self._at))
-        memory[:nbytes] = self._read(self._at, nbytes)
+        with collecting_later():  # HDF5's lock is held
+            memory[:nbytes] = self._read(self._at, nbytes)
         self._at += nbytes
         return nbytes
 

@@ -7,8 +7,10 @@ must have the length, and the tag or the date, that are expected.
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,16 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from h5async.config.files import SourceName, scheme_of
 from h5async.errors import ConfigError, H5AsyncError, ReadError
 from h5async.io.diskcache import keeping
-from h5async.io.obstoreclient import WEB, Client, client_of, failure
+from h5async.io.obstoreclient import SIGNED_SECONDS, WEB, Client, client_of, failure
 from h5async.io.sidebyside import SideBySide
 from h5async.io.stamps import FileStamp, replaced
-from h5async.io.stores import Source, Store, register
+from h5async.io.stores import Source, Store, WebAddress, register
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss", *WEB)
 _BEGINNING_NBYTES = 1 << 16  # comes with the answer to the first request
+_MOST_REDIRECTS = 5
 # Measured, 8 ranges of 150 kB a call, in 4 threads: one call of a pinned store makes 1.8 times the
 # MB/s of calls side by side, and beside a loop of Python 1.7 to 2.5 times.
 _GROUP = 8
@@ -82,6 +85,7 @@ class RemoteSource(Source):
         self._pinned: Any = None  # False if there is none
         self._count = 0
         self._condition = {"if_match": meta["e_tag"]} if has_strong_tag else {}
+        self._address: tuple[WebAddress | None, float] = None, -math.inf  # and when it was made
 
     def stamp(self) -> FileStamp:
         """Return the state that all reads are of."""
@@ -98,6 +102,19 @@ class RemoteSource(Source):
         for part in self._get_all(ranges):
             into[: part.nbytes] = part
             into = into[part.nbytes :]
+
+    def web_address(self) -> WebAddress | None:
+        """Return its URL, signed if need be; None without an ETag, too."""
+        found, made = self._address
+        if time.monotonic() - made > SIGNED_SECONDS / 2:
+            url, tag, found = self._client.url(self._key), self._meta["e_tag"], None
+            if url is not None and tag:
+                headers = ["User-Agent: h5async"]
+                headers += [f"If-Match: {value}" for value in self._condition.values()]
+                is_signed = scheme_of(self._name) not in WEB
+                found = WebAddress(url, headers, tag, 0 if is_signed else _MOST_REDIRECTS)
+            self._address = found, time.monotonic()
+        return found
 
     def close(self) -> None:
         """End calls that wait."""

@@ -27,11 +27,23 @@ from typing import Any, NamedTuple
 
 from h5async.errors import ConfigError, needs_package
 from h5async.spelling import named
-from h5async.system.interruptions import passing
+from h5async.system.interruptions import passing, suppressing
 
 WEB = ("http", "https")
 _PACKAGE = "obstore"
 _ALIASES = {"gcs": "gs"}
+SIGNED_SECONDS = 900
+# Options of clients that other clients can do without.
+_PLAIN_OPTIONS = {
+    "allow_http",
+    "connect_timeout",
+    "http1_only",
+    "http2_only",
+    "pool_idle_timeout",
+    "pool_max_idle_per_host",
+    "read_timeout",
+    "timeout",
+}
 _MOST_PINNED = 32  # stores of one object, of a client
 _DURATIONS = ("retry_timeout", "init_backoff", "max_backoff")
 
@@ -53,8 +65,25 @@ class Client:
         self.library = library
         self._root = root
         self._options = options
+        self._can_sign = not any("skip_signature" in name for name in options)
         self._heeds_tags: bool | None = None
         self.left_to_pin = _MOST_PINNED
+
+    def url(self, key: str) -> str | None:
+        """Return a URL by which any client reads an object, for `SIGNED_SECONDS` at least.
+
+        None if there is none, or other clients would need options that this one has.
+        """
+        if not _PLAIN_OPTIONS.issuperset(self._options.get("client_options") or ()):
+            return None
+        if self._root.partition("://")[0].lower() in WEB:
+            return f"{self._root}/{key}" if key else self._root
+        if self._can_sign:
+            valid = timedelta(seconds=SIGNED_SECONDS)
+            with suppressing(Exception):  # these credentials cannot sign
+                return str(self.library.sign(self.at_opening, "GET", key, valid))
+            self._can_sign = False
+        return None
 
     @cached_property
     def at_opening(self) -> Any:
@@ -250,7 +279,16 @@ _CAUSES = (
         "access was denied: the credentials may not read it, or there is no such object;"
         f" {_CREDENTIALS}",
     ),
-    _Cause("RangeNotSupported", errno.EOPNOTSUPP, "the server does not answer requests of ranges"),
+    _Cause(
+        "RangeNotSupported|non-partial response",
+        errno.EOPNOTSUPP,
+        "the server does not answer requests of ranges",
+    ),
+    _Cause(
+        r"Requested \d+\.\.\d+, got",
+        errno.EIO,
+        "the server sent another range than it was asked for",
+    ),
     _Cause(
         "dns error",
         errno.EIO,
@@ -270,6 +308,7 @@ _CAUSES = (
     ),
     _Cause("ConnectionRefused|kind: Connect", errno.EIO, "the server cannot be reached"),
     _Cause("kind: Timeout|TimedOut", errno.EIO, "the server did not answer in time"),
+    _Cause("body error", errno.EIO, "the connection was lost in the middle of an answer"),
     _Cause(
         "status: (429|503)|SlowDown",
         errno.EIO,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import gc
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +26,22 @@ _EXIT_SECONDS = 1.0
 T = TypeVar("T")
 _Todo = list[tuple[int, Callable[[], Any]]]
 _Answers = queue.SimpleQueue[tuple[int, Any, Exception | None]]  # number, result, error
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Keep the garbage collector from running, as whoever holds HDF5's lock must while it waits.
+
+    It runs in any thread. In one of those that are waited for, it may come to an object of h5py,
+    which is freed under that lock: both would wait for ever.
+    """
+    was_on = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class SideBySide:

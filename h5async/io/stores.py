@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h5py
+import numpy as np
+from numpy.typing import NDArray
 
 from h5async.config.files import FileName, SourceName, expand_with, scheme_of
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
@@ -37,8 +39,25 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
 
+class WebAddress(NamedTuple):
+    """Where a source can be had by HTTP, for some time: by requests with these header lines.
+
+    Answers must have the ETag.
+    """
+
+    url: str
+    headers: Sequence[str]
+    etag: str
+    most_redirects: int
+
+
 class Source(ABC):
-    """An open source. Safe to use from many threads."""
+    """An open source. Safe to use from many threads.
+
+    `identity` says what tells its states apart.
+    """
+
+    identity = "its stamp"
 
     at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
 
@@ -57,6 +76,13 @@ class Source(ABC):
     def close(self) -> None:
         """Close it, and end calls that wait for bytes. Idempotent."""
 
+    def near(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
+        """Return memory that has the bytes of these ranges where they are in the source.
+
+        It is an array, uint8, which stays valid; None if they are not all in memory, or near.
+        """
+        return None
+
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
         """Return ranges, each a buffer of exactly the length asked for, valid while referenced.
 
@@ -66,6 +92,10 @@ class Source(ABC):
         memory = memoryview(bytearray(ends[-1] if ends else 0))
         self.read_ranges(list(zip(offsets, lengths, strict=True)), memory)
         return [memory[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+
+    def web_address(self) -> WebAddress | None:
+        """Return where any other client can have it; None: nowhere."""
+        return None
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return bytes; fewer where the source ends."""
@@ -101,6 +131,7 @@ class Store(ABC):
     and of saved indices: `FileStamp.of_tag` makes one of an ETag.
     """
 
+    is_lasting = True  # whether names lead to the same sources in other processes
     is_local = False  # whether names are paths, which the core opens itself, and links may lead to
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """Computes count, mean, spread and range of groups of values. Pure.
 
-Arrays enter; `Moments` leave, which add up to those of all values. Each block is small enough for a
-cache and is measured in two passes, so that no digits cancel, by the compiled core without the GIL;
-they add up as in Chan, Golub, LeVeque, "Algorithms for Computing the Sample Variance" (1983).
+Arrays enter; `Moments` leave, which add up to those of all values. Blocks are measured in two
+passes, so that no digits cancel, by the compiled core without the GIL; they add up as in Chan,
+Golub, LeVeque, "Algorithms for Computing the Sample Variance" (1983).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from h5async.core.binding import Core, address, load_core
 from h5async.core.structures import VALUE_KINDS
 from h5async.samples.sparse import Csr
-
-_BLOCK_VALUES = 1 << 16  # as float64, half of a usual L2 cache
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -48,10 +46,6 @@ class Moments:
             count, nan, fill, mean, squares, np.full(groups, np.inf), np.full(groups, -np.inf)
         )
 
-    def of_groups(self, groups: slice) -> Moments:
-        """Return the moments of some groups: views."""
-        return Moments(*(getattr(self, name)[groups] for name in self.__slots__))
-
     def add(self, other: Moments) -> None:
         """Add other values of the same groups."""
         total = self.count + other.count
@@ -76,14 +70,12 @@ def moments_of(values: NDArray[Any], fill: Any = None) -> Moments:
 
     `fill` is the value to count in `Moments.fill`; None: nothing is.
     """
-    found = Moments.empty(values.shape[1])
     core = load_core()
     if core is not None:
         values = values.astype(np.float32) if values.dtype == np.float16 else values
         return _by_core(core, np.ascontiguousarray(values), fill)
     with np.errstate(all="ignore"):  # infinite values have an infinite mean
-        _add(values, fill, found)
-    return found
+        return _by_numpy(values, fill)
 
 
 def _by_core(core: Core, values: NDArray[Any], fill: Any) -> Moments:
@@ -96,20 +88,7 @@ def _by_core(core: Core, values: NDArray[Any], fill: Any) -> Moments:
     return Moments(*counts.T.copy(), *numbers.T.copy())
 
 
-def _add(values: NDArray[Any], fill: Any, found: Moments) -> None:
-    """Add values to moments by NumPy, block by block."""
-    if values.size <= _BLOCK_VALUES:
-        if values.size:
-            found.add(_of_block(values, fill))
-        return
-    axis = int(np.argmax(values.shape))
-    half = values.shape[axis] // 2
-    for part in (slice(None, half), slice(half, None)):
-        inside = found.of_groups(part) if axis == 1 else found
-        _add(values[(slice(None),) * axis + (part,)], fill, inside)
-
-
-def _of_block(values: NDArray[Any], fill: Any) -> Moments:
+def _by_numpy(values: NDArray[Any], fill: Any) -> Moments:
     x = np.array(values.swapaxes(0, 1), np.float64, order="C").reshape(values.shape[1], -1)
     is_nan, fills = np.isnan(x), np.zeros(len(x), np.int64)
     nan = is_nan.sum(axis=1)
@@ -118,10 +97,11 @@ def _of_block(values: NDArray[Any], fill: Any) -> Moments:
         fills = (x == np.float64(fill)).sum(axis=1)
     low = x.min(axis=1, where=~is_nan, initial=np.inf)
     high = x.max(axis=1, where=~is_nan, initial=-np.inf)
-    mean = x.sum(axis=1, where=~is_nan) / np.maximum(count, 1)
+    x[is_nan] = 0  # (sums with `where` would not be pairwise)
+    mean = x.sum(axis=1) / np.maximum(count, 1)
     x -= mean[:, np.newaxis]
-    squares = np.square(x, out=x).sum(axis=1, where=~is_nan)
-    return Moments(count, nan, fills, mean, squares, low, high)
+    x[is_nan] = 0
+    return Moments(count, nan, fills, mean, np.square(x, out=x).sum(axis=1), low, high)
 
 
 def moments_of_rows(rows: Csr, *, by_column: bool) -> Moments:

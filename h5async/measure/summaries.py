@@ -27,9 +27,7 @@ from h5async.samples.sparse import Csr
 
 _MOST_CLASSES = 1 << 16
 _MOST_SORTED_GROUPS = 1 << 10
-_KEPT_VALUES = (
-    1 << 22
-)  # for quantiles, of all groups of a field: more would take longer than reading
+_KEPT_VALUES = 1 << 22  # of a field, for quantiles: more would take longer than reading
 _KEPT_OF_GROUP = 1 << 18
 _UNLIKELY = 0.01  # that a quantile is farther off than stated
 _DECODED_PER_BYTE = 10  # values, of an encoded image or recording, about

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
+from h5async.core.http import http_client
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
 from h5async.index.extents import SourceFile
 from h5async.io.stamps import replaced
@@ -43,6 +44,7 @@ class FarSources:
         # (What is not far is not fetched.)
         self.sizes = np.array([one.stamp.nbytes for one in files], np.int64)
         self._files = files
+        self._client = http_client(core)
         self._open: dict[str, Source] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -64,6 +66,23 @@ class FarSources:
             raise ReadError(f"{file.path} cannot be read: its store gave too few bytes")
         return arrays
 
+    def near(self, ranges: ByteRanges) -> Held | None:
+        """Return ranges, sorted, if all are kept in memory, or where the page cache has them."""
+        owners, base = [], np.zeros(ranges.size, np.int64)
+        firsts = [0, *np.flatnonzero(np.diff(ranges.source)) + 1, ranges.size]
+        for first, last in itertools.pairwise(firsts):
+            source = self._open.get(self._files[ranges.source[first]].path) if last else None
+            if source is None:
+                return None
+            memory = source.near(ranges.offset[first:last], ranges.nbytes[first:last])
+            if memory is None:
+                return None
+            owners.append(memory)
+            base[first:last] = address(memory)
+        table = self.table(ranges)
+        table["data"] = base + ranges.offset
+        return Held(ranges, table, owners)
+
     def at_once(self, number: int) -> int:
         """Return how many ranges `get` is best given, of a source."""
         source = self._open.get(self._files[number].path)
@@ -75,6 +94,8 @@ class FarSources:
             return source
         source = store_of(file.path).open(file.path)
         is_it = source.stamp() == file.stamp
+        if self._client is not None:
+            source = self._client.quicker(source, file.path)
         with self._lock:
             if is_it and not self._is_closed and file.path not in self._open:
                 self._open[file.path] = source
@@ -123,6 +144,8 @@ class FarSources:
             self._open.clear()
         for source in sources:
             source.close()
+        if self._client is not None:
+            self._client.close()
 
 
 def _keys(table: NDArray[Any]) -> list[tuple[int, int, int]]:

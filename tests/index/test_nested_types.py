@@ -40,6 +40,7 @@ def compounds(path, request):
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_members_out_of_order_have_a_state(compounds, workers):
     options = {"batch_size": 6, "shuffle": "full", "workers": workers}
@@ -150,7 +151,8 @@ def test_arrays_of_arrays(path, storage, dimensions):
             dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values, stored)
     for num_threads in (0, 2):
         assert_reads_like_h5py(path, num_threads=num_threads)
-    assert first_batch(path, workers="process").data.shape == truth(path).shape
+    if storage == "gzip":  # the type is pickled for a helper, however it is stored
+        assert first_batch(path, workers="process").data.shape == truth(path).shape
 
 
 def test_arrays_of_arrays_in_a_compound(path):

@@ -384,6 +384,7 @@ def test_a_source_with_gaps_of_its_own_fill_value_is_refused(path):
             assert [bytes(one) for one in read(path, "x")] == [b"a", b"b", b"", b""]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_without_the_core(tmp_path, seed):
     """HDF5 reads all, and refuses fill values of a file that it may not write to."""

@@ -47,6 +47,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def server(running: Server) -> Server:
     running.strike()
+    running.heed_tags(True)
     running.log()
     return running
 
@@ -215,6 +216,7 @@ def test_commands(server: Server, command: str, tmp_path: Path):
     typed += [str(tmp_path / one) if "." in one else one for one in more]
     result = CliRunner().invoke(cli.app, typed)
     assert result.exit_code == 0, result.output
+    assert ("its ETag" in result.output) == (command == "inspect")
 
 
 def test_a_saved_index_of_far_files(server: Server, tmp_path: Path):
@@ -253,7 +255,8 @@ def test_a_server_that_does_not_heed_tags(server: Server, monkeypatch: Any):
     server.put("bucket/mine", CONTENT)
     source = opened(server, "mine", "gs")
     source._client._heeds_tags = None
-    server.strike(Rule("unpinned"))
+    server.heed_tags(False)
+    server.strike(Rule("other_version"))
     with pytest.raises(ReadError, match="mine was replaced"):
         source.get_ranges([70_000, 80_000], [5, 5])
     source._client._heeds_tags = None
@@ -276,12 +279,32 @@ def test_an_object_that_changes(server: Server, fault: str):
     assert store_of(name).stamp(name) != source.stamp()
 
 
-@pytest.mark.parametrize("fault", ["short", "wrong_range", "whole", "unpinned"])
+@pytest.mark.parametrize("fault", ["short", "wrong_range", "whole", "other_version"])
 def test_an_answer_that_is_wrong(server: Server, fault: str):
+    server.heed_tags(False)
     source = opened(server, "bytes")
+    server.heed_tags(False)
     server.strike(Rule(fault))
     with pytest.raises(ReadError, match="bucket/bytes"):
         source.read(100_000, 500)
+
+
+# --- other clients -------------------------------------------------------------------------------
+
+
+def test_addresses(server: Server):
+    """The web's are URLs; those that nobody may sign, or whose clients have options, are none."""
+    at = opened(server, "bytes").web_address()
+    assert at is not None
+    assert at.url == server.url("bucket/bytes")
+    assert [f"If-Match: {at.etag}"] == [line for line in at.headers if "agent" not in line.lower()]
+    for scheme in ("s3", "gs", "az"):  # with "skip_signature"
+        assert opened(server, "bytes", scheme).web_address() is None
+    options = {"client_options": {"allow_http": True, "default_headers": {"a": "b"}}}
+    name = SourceName(server.url("bucket/bytes"), options)
+    assert store_of(name).open(name).web_address() is None
+    server.strike(Rule("no_etag"))
+    assert opened(server, "bytes").web_address() is None
 
 
 # --- failures ------------------------------------------------------------------------------------

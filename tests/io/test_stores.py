@@ -231,6 +231,43 @@ def test_an_index_stands_for_its_sources(several, store, tmp_path):
         list(reader)
 
 
+def test_an_index_beside_its_sources(several, store, tmp_path):
+    paths, sources = several
+    index = tmp_path / "all.h5idx"
+    run("index", *sources, "-o", str(index))
+    name, before = store.put(index), store.rounds
+    with reader_of(name, fields=FIELDS) as reader:
+        assert store.rounds - before == 2  # its first bytes, and all
+        assert_epoch_is(reader, rows_of(paths))
+    assert "labels" in run("inspect", name)
+    elsewhere = store.put(index, f"{SCHEME}://other/all.h5idx")
+    with pytest.raises(UnsafeFileError, match=r"all.h5idx refers to .*, which is not beside"):
+        reader_of(elsewhere, fields=FIELDS)
+    with reader_of(elsewhere, fields=FIELDS, allow_external=f"{SCHEME}://bucket") as reader:
+        assert_epoch_is(reader, rows_of(paths))
+
+
+def test_an_index_in_a_store_that_cannot_be_used(several, store, tmp_path):
+    paths, _ = several
+    index = tmp_path / "all.h5idx"
+    run("index", *map(str, paths), "-o", str(index))
+    moved = tmp_path / "elsewhere" / "all.h5idx"
+    moved.parent.mkdir()
+    run("index", *map(str, paths), "-o", str(moved))
+    with pytest.raises(UnsafeFileError, match="which lies in another store"):
+        reader_of(store.put(moved), fields=FIELDS)
+    data = bytearray(index.read_bytes())
+    data[-1] ^= 1
+    index.write_bytes(data)
+    with pytest.raises(ReadError, match=r"all.h5idx cannot be used as a saved index: .*damaged"):
+        reader_of(store.put(index), fields=FIELDS)
+    index.write_bytes(paths[0].read_bytes())
+    with pytest.raises(ReadError, match=r"cannot be used as a saved index: it is not a saved"):
+        reader_of(store.put(index), fields=FIELDS)
+    with pytest.raises(ReadError, match=r"cannot open memory://bucket/none.h5idx: there is no"):
+        reader_of(f"{SCHEME}://bucket/none.h5idx", fields=FIELDS)
+
+
 @pytest.mark.parametrize("command", ["inspect", "read"])
 def test_commands_take_names_of_sources(command, several):
     assert "h5py" not in run(command, several[1][0])

@@ -466,6 +466,7 @@ def test_a_folder_that_is_removed_later(path, tmp_path, monkeypatch):
 # --- limits --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_threads_that_run_out_leave_nothing(path, monkeypatch, workers, count):
@@ -502,6 +503,7 @@ def test_threads_that_run_out_in_the_helper(path, monkeypatch):
         make(path, num_threads=4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("timeout", [1e6, 1e9])
 def test_a_timeout_of_any_length(path, workers, timeout):

@@ -51,6 +51,7 @@
 #include "counts.c"
 #include "moments.c"
 #include "images.c"
+#include "http.c"
 #include "members.c"
 
 PUBLIC void h5async_free(Worker *w)
