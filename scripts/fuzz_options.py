@@ -31,8 +31,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "io")]
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests", "tests/io")]
 
 from bench_common import RESULTS, header, save
 from optioncases import try_case
