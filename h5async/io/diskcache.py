@@ -188,7 +188,7 @@ class KeptSource(Source):
     def __init__(self, cache: DiskCache, name: str, source: Source) -> None:
         self._cache = cache
         self._name = name
-        self._source = source
+        self._source, self.identity = source, source.identity
         self.at_once = source.at_once
         self._stamp = source.stamp()
         self._mirror = cache.open_mirror(name, self._stamp, removes_others=True)
