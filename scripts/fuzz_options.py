@@ -31,7 +31,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests", "tests/io")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from bench_common import RESULTS, header, save
 from optioncases import try_case
