@@ -179,6 +179,7 @@ def test_values_that_do_not_fit_are_cut_short():
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize(
     ("postprocess", "message"),

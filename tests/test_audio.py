@@ -149,6 +149,7 @@ def test_the_first_frames(several):
         assert_same_bits(frames, by_soundfile(data[number])[:310])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_parts_of_one_length_are_an_array(several, stereo, workers):
     for (path, data), how in ((several, {}), (stereo, {"channels": 2}), (stereo, {"mono": True})):
@@ -171,6 +172,7 @@ def place_of(part, whole):
     return found[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dense", [False, True])
 def test_random_parts_depend_on_seed_epoch_and_sample_alone(tmp_path, dense):
     data = [encoded(500, 1, "FLAC" if n % 2 else "WAV", seed=n) for n in range(24)]
@@ -255,6 +257,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("options", [{}, {"dense": True, "frames": 5000}])
 @pytest.mark.parametrize("workers", ["thread", "process"])
@@ -319,6 +322,7 @@ def test_the_error_names_the_recording_that_declares_most(tmp_path):
         reader.get_next_batch()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_flac_whose_header_has_no_number_of_frames(tmp_path, workers):
     """As encoders write it to a pipe."""

@@ -368,6 +368,7 @@ def test_a_name_of_two_columns_is_an_error_where_it_is_chosen(tmp_path):
     np.testing.assert_array_equal(chosen(path, ["e", "c"]), CELLS[:, [4, 2]])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("index_dtype", ["i1", "u1", ">i2", "u4"])
 @pytest.mark.parametrize("more", [{}, {"workers": "process"}])
 def test_more_columns_are_chosen_than_stored_indices_can_count(tmp_path, index_dtype, more):

@@ -144,6 +144,71 @@ def told(**given: Any) -> str:
     return str(ReaderStats(stage_seconds=stages, **{**values, **given}))
 
 
+# Of 10 s, 5 are waited; a batch waits a second for the network, and 32 requests are on their way.
+FAR = {"stages": {"fetch": 11.0, "decode": 3.0}, "_flight_seconds": 320.0}
+
+
+@each(
+    "given, sentence",
+    [
+        (
+            {"requests": 8000, "requested_nbytes": 1_200_000_000},
+            "latency of the network, 0.12 GB/s in 800 requests a second of 150 kB, 40 ms each;"
+            " make requests_in_flight larger (32 now), read larger pieces"
+            ' (shuffle="window" or larger chunks), or use cache="disk"',
+        ),
+        (
+            {"requests": 8000, "requested_nbytes": 1_200_000_000, "_is_scattered": False},
+            "latency of the network, 0.12 GB/s in 800 requests a second of 150 kB, 40 ms each;"
+            " make requests_in_flight larger (32 now), read larger pieces (larger chunks), or use"
+            ' cache="disk"',
+        ),
+        (
+            {"requests": 8000, "requested_nbytes": 1_200_000_000, "filters": ()},
+            "latency of the network, 0.12 GB/s in 800 requests a second of 150 kB, 40 ms each;"
+            " make requests_in_flight larger (32 now), read larger pieces (compressed chunks of"
+            ' several rows), or use cache="disk"',
+        ),
+        (
+            {"requests": 800, "requested_nbytes": 1_200_000_000, "num_threads": 0},
+            "latency of the network, 0.12 GB/s in 80 requests a second of 1.5 MB, 400 ms each; only"
+            " threads fetch ahead: leave out num_threads=0",
+        ),
+        (
+            {"requests": 800, "requested_nbytes": 1_200_000_000, "_flight_seconds": 40.0},
+            "latency of the network, 0.12 GB/s in 80 requests a second of 1.5 MB, 50 ms each; only"
+            " 4.0 of 32 requests were on their way at a time: make prefetch or fetch_bytes larger",
+        ),
+        (
+            {"requests": 800, "requested_nbytes": 1_200_000_000},
+            "bandwidth of the network, 0.12 GB/s in 80 requests a second of 1.5 MB, 400 ms each;"
+            ' read nearer to the data, store them compressed, or use cache="disk"',
+        ),
+        (
+            {"requests": 32000, "requested_nbytes": 128_000_000},
+            "rate of requests, 0.013 GB/s in 3,200 requests a second of 4 kB, 10 ms each; S3"
+            " permits some 5,500 a second for a prefix; read larger pieces"
+            ' (shuffle="window" or larger chunks), or use cache="disk"',
+        ),
+    ],
+)
+def test_sentences_of_far_files(given: dict[str, Any], sentence: str) -> None:
+    sentence = f"data-bound: waited 50 % of the time; the limit is the {sentence}"
+    assert told(**FAR | {"_most_flights": 32} | given) == sentence
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        {"fetch": 2.0, "decode": 7.0, "read": 4.0},  # a batch waits less than the loop does
+        {"fetch": 11.0, "decode": 9.0},  # the threads have work
+    ],
+)
+def test_decoding_is_the_limit_where_fetching_is_not(stages: dict[str, float]) -> None:
+    sentence = told(**FAR | {"stages": stages, "requests": 100, "requested_nbytes": 100})
+    assert "the limit is shuffle+deflate decoding" in sentence
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -35,7 +35,7 @@ from h5async.fill.outcomes import Recorded
 from h5async.observe.chrometrace import write_trace
 from h5async.system.timeline import CORE_STAGES, Event, Recorder, ThreadName, Timeline
 
-CONSUMER = {"wait", "in use", "fetch"}
+CONSUMER = {"wait", "in use", "request"}
 SAMPLES = 600
 
 
@@ -126,7 +126,7 @@ def test_a_trace_has_what_was_done_for_each_batch(path: Path, num_threads: int) 
         assert batches_of(trace, stage) == every
     for stage in ("plan", "decode", "place"):
         assert set(every) <= set(batches_of(trace, stage)), "and those that are read ahead"
-    assert set(every) <= set(batches_of(trace, "fetch"))
+    assert set(every) <= set(batches_of(trace, "request"))
     fields = {event["args"].get("field") for event in complete(trace) if event["name"] == "decode"}
     assert fields == {"data"}
     files = {event["args"].get("file") for event in complete(trace) if event["name"] == "decode"}
@@ -155,7 +155,7 @@ def test_stages_of_a_trace_are_those_of_the_statistics(path: Path) -> None:
         stats = reader.stats()
     found = seconds(trace)
     for stage, taken in stats.stage_seconds.items():
-        if stage == "upload":  # of the host's memory there is none
+        if stage in ("upload", "fetch"):  # of the host's memory, and of local files, is none
             assert stage not in found
             continue
         assert (taken > 0) == (found[stage] > 0), stage
@@ -263,7 +263,7 @@ def test_given_samples_have_no_epoch(path: Path) -> None:
         reader.get_next_batch()
         reader.read([1, 2])
     given = [event for event in complete(trace) if event["args"].get("batch") == "of given samples"]
-    assert {"fetch", "wait", "in use", "decode"} <= {event["name"] for event in given}
+    assert {"request", "wait", "in use", "decode"} <= {event["name"] for event in given}
     assert not any("epoch" in event["args"] for event in given)
 
 
@@ -565,9 +565,9 @@ def test_memory_for_events_may_be_refused(path: Path, monkeypatch: pytest.Monkey
 
 def test_a_batch_is_asked_for_while_another_thread_takes_the_events() -> None:
     timeline = Timeline(100)
-    timeline.fetched(0, [(0, 1, 0, 1)])
-    timeline.fetched(1, [(0, 2, 0, 2)])
-    before = timeline._fetches  # as a thread has it that is about to add one
+    timeline.requested(0, [(0, 1, 0, 1)])
+    timeline.requested(1, [(0, 2, 0, 2)])
+    before = timeline._requests  # as a thread has it that is about to add one
 
     class Batches(dict[int, tuple[int, int]]):
         def __setitem__(self, serial: int, place: tuple[int, int]) -> None:

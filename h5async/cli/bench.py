@@ -89,11 +89,21 @@ def _breakdown(stats: ReaderStats) -> list[str]:
         f"delivered  {decimal(stats.nbytes)}, {stats.samples:,} samples; for them,"
         f" {decimal(stats.read_nbytes)} were read, and {stats.decoded_chunks:,} chunks decoded",
         *(f"{name:<11}{t:8.3f} s of threads {t / total:6.1%}" for name, t in shown.items()),
+        *_fetched(stats),
     ]
 
 
+def _fetched(stats: ReaderStats) -> list[str]:
+    if not stats.requests:
+        return []
+    waited = f"batches waited {stats.stage_seconds['fetch']:.3f} s for them"
+    size = decimal(stats.requested_nbytes)
+    return [f"fetched    {size} in {stats.requests:,} requests; {waited}"]
+
+
 def _times(stats: ReaderStats) -> dict[str, float]:
-    return {**stats.stage_seconds, "GIL": stats.gil_wait_seconds}
+    work = {stage: t for stage, t in stats.stage_seconds.items() if stage != "fetch"}
+    return {**work, "GIL": stats.gil_wait_seconds}
 
 
 def _trial_lines(trials: Sequence[Trial]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from h5async import H5AsyncError
+from h5async.cli.farfacts import FarCost, far_cost
 from h5async.cli.options import spell_in_shell
 from h5async.config.files import FileName
 from h5async.core.binding import load_core
@@ -23,6 +24,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
+from h5async.io.stores import far_names
 from h5async.opening.raggedcolumns import heap_layout
 from h5async.plan.cf import shown_value, unpacking
 from h5async.read.executors import method_of
@@ -68,6 +70,7 @@ class Dataset:
     mean_length: float | None = None
     categories: int | None = None
     samples: int = 0
+    requests: FarCost | None = None
 
     @property
     def likeness(self) -> tuple[object, ...]:
@@ -167,6 +170,7 @@ def _facts(path: str, file: FileName, parts: Sequence[DatasetLayout], **others: 
         sources=methods_of(first)[1] if reason is None else 0,
         reason=reason,
         samples=first.num_samples,
+        requests=far_cost(first) if far_names([file]) and len(parts) == 1 else None,
     )
     return replace(found, **others)
 

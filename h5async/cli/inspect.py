@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain, groupby, islice
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -27,6 +28,7 @@ from h5async.cli.output import Json, plain, print_json, safe
 from h5async.config.files import FileName, is_index
 from h5async.core.binding import why_no_core
 from h5async.index.savedindex import NamedIndex
+from h5async.io.stores import far_names, store_of
 from h5async.opening.filevalues import reach_of
 
 BLOCK_SECONDS = 0.5  # for which rows may be held back, to align columns
@@ -75,6 +77,9 @@ def inspect(
     wanted = patterns or []
     index = NamedIndex(path, reach) if is_index(path) else None
     found = listed(path, reach, wanted) if index is None else listed_in_index(index, reach, wanted)
+    is_far = bool(far_names([path]))
+    if is_far:  # their requests are told below the table
+        found = iter(listing := list(found))
     if as_json:
         datasets = list(found)
         _require_some(bool(datasets), path, wanted)
@@ -85,9 +90,22 @@ def inspect(
     _require_some(bool(printed), path, wanted)
     legend = f"\n{_LEGEND}" + f"\n{_FOLDED}" * (1 in printed)
     typer.echo(legend if printed else f"{safe(path)} holds no datasets")
+    identity = _identity(path)
+    if identity is not None:
+        typer.echo(f"another state of it is told by {identity}")
+    if is_far:
+        typer.echo("\n".join(map(safe, _requests_lines(listing))))
     reason = why_no_core()
     if reason is not None:
         typer.echo(f"\n{safe(reason)}", err=True)
+
+
+def _requests_lines(datasets: Sequence[Dataset]) -> Iterator[str]:
+    """Say what reading samples over the network takes."""
+    several = [(one.path, one.requests) for one in datasets if one.requests is not None]
+    if several:
+        yield from ("", f"requests for a sample, in batches of {several[0][1].batch_size}:")
+    yield from (f"{name}: {requests}" for name, requests in several)
 
 
 def _require_some(found: bool, path: FileName, patterns: Sequence[str]) -> None:
@@ -112,7 +130,17 @@ def _content(path: FileName, datasets: Sequence[Dataset]) -> dict[str, Any]:
     for facts in every:
         del facts["samples"]
     why = why_no_core()
-    return {"file": path, "core": why is None, "no_core_because": why, "datasets": every}
+    about = {"file": path, "core": why is None, "no_core_because": why}
+    return {**about, "identity": _identity(path), "datasets": every}
+
+
+def _identity(path: FileName) -> str | None:
+    """Say what tells states of a far source apart; None for a local file."""
+    store = store_of(path)
+    if store.is_local:
+        return None
+    with closing(store.open(str(path))) as source:
+        return source.identity
 
 
 # --- folding --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WrapValidator
 
 from h5async.errors import ConfigError, ReadError
 from h5async.spelling import Where, named, printable
@@ -21,6 +21,7 @@ Expand = Callable[["SourceName"], "list[str] | None"]
 _HDF5_SUFFIXES = frozenset({".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat"})
 _PATHS = ("hdf5_path", "allow_external", "cache_dir", "index_cache")
 INDEX_SUFFIX = ".h5idx"
+OBJECT_SCHEME = "object"  # of the names of file objects
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _EXPANDERS: dict[str, Expand] = {}  # by the scheme of a name
@@ -62,6 +63,36 @@ class SourceName(str):
         return SourceName, ("".join(self), self.options, self.kept)
 
 
+class ObjectName(SourceName):
+    """The name of a file object of Python, which it carries. Only this process can read it."""
+
+    @classmethod
+    def of(cls, file: Any) -> ObjectName:
+        """Return a name for a file object, or for what `fsspec.open` returns.
+
+        `ValueError` is raised if it does not read bytes at any offset.
+        """
+        if not hasattr(file, "read") and hasattr(file, "fs") and hasattr(file, "open"):
+            file = file.open()
+        try:
+            is_binary = file.seekable() and isinstance(file.read(0), bytes)
+        except (AttributeError, TypeError, ValueError, OSError):  # ValueError: it is closed
+            is_binary = False
+        if not is_binary:
+            raise ValueError("must be a path, or a seekable file object that reads bytes")
+        name = getattr(file, "name", None)
+        text = name if isinstance(name, str) else repr(file).strip("<>")
+        return cls(f"{OBJECT_SCHEME}://{text}", {"file": file})
+
+    @property
+    def file(self) -> Any:
+        """The file object."""
+        return self.options["file"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectName, ("".join(self), self.options)
+
+
 def expand_with(scheme: str, expand: Expand) -> None:
     """Have `expand` find the sources that match names with a scheme; None if one is no glob."""
     _EXPANDERS[scheme] = expand
@@ -69,9 +100,12 @@ def expand_with(scheme: str, expand: Expand) -> None:
 
 def with_options(names: Files, options: Mapping[str, Any], kept: Kept | None = None) -> Files:
     """Return names with the options of a client; paths of local files stay as they are."""
-    if isinstance(names, tuple):
-        return tuple(SourceName(n, options, kept) if isinstance(n, str) else n for n in names)
-    return SourceName(names, options, kept) if isinstance(names, str) else names
+
+    def one(name: FileName) -> FileName:
+        is_url = isinstance(name, str) and not isinstance(name, ObjectName)
+        return SourceName(str(name), options, kept) if is_url else name
+
+    return tuple(map(one, names)) if isinstance(names, tuple) else one(names)
 
 
 def scheme_of(name: FileName) -> str:
@@ -246,6 +280,8 @@ def _file_path(value: object) -> Path:
 
 
 def _file_name(value: object) -> FileName:
+    if hasattr(value, "read") or hasattr(value, "fs"):
+        return ObjectName.of(value)
     return value if isinstance(value, str) and scheme_of(value) else _file_path(value)
 
 
@@ -276,7 +312,10 @@ def _place(value: object) -> bool | Path:
     return path
 
 
-Files = Annotated[FileName | tuple[FileName, ...], BeforeValidator(_file_names)]
+# (pydantic would make a plain `str` of a name that carries more.)
+Files = Annotated[
+    FileName | tuple[FileName, ...], WrapValidator(lambda value, _: _file_names(value))
+]
 Folder = Annotated[Path, BeforeValidator(_file_path)]
 Folders = Annotated[tuple[FileName, ...], BeforeValidator(_folders)]
 Place = Annotated[Path | Literal[False, True], BeforeValidator(_place)]

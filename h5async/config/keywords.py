@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict
 
 from numpy.typing import ArrayLike
 
@@ -33,10 +33,11 @@ class ReaderOptions(TypedDict, total=False):
     29
     """
 
-    hdf5_path: FilePath | Sequence[FilePath]
+    hdf5_path: FilePath | BinaryIO | Sequence[FilePath | BinaryIO]
     """A file, a list of files, or a glob, whose matches are sorted. Several files are concatenated
     in this order. A saved index (`.h5idx`) stands for its files. `~` is the user's home. In a
-    configuration file, paths are relative to that file.
+    configuration file, paths are relative to that file. Also `s3://`, `gs://`, `az://`, `https://`,
+    `http://`, and file objects of Python.
     """
     data_field: DatasetPath
     """Path of the dataset with the data."""

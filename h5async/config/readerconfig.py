@@ -18,6 +18,7 @@ from h5async.config.files import (
     Folder,
     Folders,
     Kept,
+    ObjectName,
     Place,
     is_index,
     kind_of_file,
@@ -167,6 +168,11 @@ class ReaderConfig(Frozen):
             # one per helper and the loop's, two helpers are 1.2 times as fast as one, not 2 times.
             # (`model_fields_set` stays as it is.)
             self.__dict__["prefetch"] = 2 * self.num_helpers + 1
+        if self.workers != "thread" and any(isinstance(one, ObjectName) for one in self._paths):
+            raise ValueError(
+                f"a file object can only be read in this process; use {named('workers', 'thread')},"
+                " or give its path or URL"
+            )
         if "batch_size" not in self.model_fields_set and self.batch_values is not None:
             self.__dict__["batch_size"] = self.batch_values  # only values are limited
         if self.max_skipped is not None and self.on_error == "raise":

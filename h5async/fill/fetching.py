@@ -23,7 +23,8 @@ from h5async.core.binding import address
 from h5async.fill.pool import Work, Workers, do_nothing
 from h5async.order.sampling import FillRequest
 from h5async.plan.fetches import ByteRanges, requests_of
-from h5async.read.farsources import FarSources, Held, extents_of
+from h5async.read.farsources import FarSources, FetchCounts, Held, extents_of
+from h5async.system.timeline import Recorder
 
 Key = tuple[int, int, int]  # of a range
 Then = Callable[["Held | BaseException"], None]
@@ -43,22 +44,25 @@ class FetchLimits(NamedTuple):
     fetch_nbytes: int
 
 
-class FetchCounts(NamedTuple):
-    """What was done so far: requests, their bytes, and those of them that batches read."""
-
-    requests: int = 0
-    asked_nbytes: int = 0
-    used_nbytes: int = 0
-    waited_ns: int = 0  # between the request for a batch, and the last of its ranges
-
-
 class _Request:
     """A range that is fetched at once; it holds one or several that batches read."""
 
-    __slots__ = ("base", "data", "error", "holders", "keys", "nbytes", "offset", "source", "users")
+    __slots__ = (
+        "base",
+        "data",
+        "error",
+        "holders",
+        "keys",
+        "nbytes",
+        "offset",
+        "serial",
+        "source",
+        "users",
+    )
 
-    def __init__(self, source: int, offset: int, nbytes: int, keys: list[Key]) -> None:
+    def __init__(self, source: int, offset: int, nbytes: int, keys: list[Key], serial: int) -> None:
         self.source, self.offset, self.nbytes, self.keys = source, offset, nbytes, keys
+        self.serial = serial  # of the first batch that needs it
         self.users = 0
         self.data: NDArray[np.uint8] | None = None
         self.base = 0  # an offset of the source, plus this, is an address
@@ -86,7 +90,7 @@ class Fetcher(Workers):
 
     `plan` returns what a request will read, None if that is not known, and `following` the request
     after it, in order; None: there is none that is known. `submit` has threads of the pool do some
-    work, in the order of serial numbers.
+    work, in the order of serial numbers; `recorder` is told of requests.
     """
 
     def __init__(
@@ -96,8 +100,10 @@ class Fetcher(Workers):
         plan: Callable[[FillRequest], ByteRanges | None],
         following: Callable[[FillRequest], FillRequest | None],
         submit: Callable[[int, Sequence[Work]], None],
+        recorder: Recorder,
     ) -> None:
         super().__init__()
+        self._recorder = recorder
         self._far, self._limits, self._submit = far, limits, submit
         self._plan, self._following = plan, following
         self._tickets = queue.SimpleQueue[bool]()
@@ -111,7 +117,6 @@ class Fetcher(Workers):
         self._planned_nbytes = 0  # of the last batch that was
         self._is_planning = False
         self._what = ""
-        self.counts = FetchCounts()
 
     def start(self, what: str) -> None:
         """Start threads; see `Workers`. More are started when they are needed."""
@@ -208,7 +213,7 @@ class Fetcher(Workers):
         keys = list(zip(*(column.tolist() for column in ranges), strict=True))
         columns = (column.tolist() for column in extents_of(ranges, bounds))
         for (a, b), source, begin, end in zip(itertools.pairwise(bounds), *columns, strict=True):
-            request = _Request(source, begin, end - begin, keys[a:b])
+            request = _Request(source, begin, end - begin, keys[a:b], serial)
             self._staged.update(dict.fromkeys(keys[a:b], request))
             self._staged_nbytes += request.nbytes
             heapq.heappush(self._pending, (serial, next(self._order), request))
@@ -287,19 +292,18 @@ class Fetcher(Workers):
     def _get(self, group: list[_Request]) -> None:
         found: list[NDArray[np.uint8]] = []
         error: BaseException | None = None
+        first, begin_ns = group[0], time.perf_counter_ns()
         try:
             wanted = [one.offset for one in group], [one.nbytes for one in group]
-            found = self._far.get(group[0].source, *wanted)
+            found = self._far.get(first.source, *wanted)
         except BaseException as raised:
             error = raised
+        if self._recorder.timeline is not None:
+            path = self._far.path(first.source)
+            self._recorder.timeline.put("fetch", begin_ns, first.serial, source=path)
         ready: list[_Holder] = []
         with self._lock:
             self._in_flight -= len(group)
-            done = self.counts
-            nbytes = sum(one.nbytes for one in group)
-            self.counts = done._replace(
-                requests=done.requests + len(group), asked_nbytes=done.asked_nbytes + nbytes
-            )
             for number, one in enumerate(group):
                 if error is None and one.users:
                     one.data = found[number]
@@ -330,11 +334,9 @@ class Fetcher(Workers):
                 base = np.array([one.base for one in holder.by_range], np.int64)
                 table["data"] = base + holder.ranges.offset
                 held = Held(holder.ranges, table, [one.data for one in holder.requests])
-            done = self.counts
-            self.counts = done._replace(
-                used_nbytes=done.used_nbytes + int(holder.ranges.nbytes.sum()),
-                waited_ns=done.waited_ns + time.perf_counter_ns() - holder.begin_ns,
-            )
+            used = int(holder.ranges.nbytes.sum()) if isinstance(held, Held) else 0
+            waited_ns = time.perf_counter_ns() - holder.begin_ns
+        self._far.count(FetchCounts(used_nbytes=used, waited_ns=waited_ns))
         then(held)
 
     # --- ahead of the slots -----------------------------------------------------------------------
@@ -358,6 +360,8 @@ class Fetcher(Workers):
         ranges: ByteRanges | None = None
         try:
             ranges = self._plan(request)
+            if ranges is not None and self._far.near(ranges) is not None:
+                ranges = None  # later ones will be near, too, most often
         except Exception:
             ranges = None  # the request itself will have the error
         new = 0

@@ -32,6 +32,7 @@ from h5async.opening.limits import MemoryPlan
 from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
+from h5async.read.farsources import FetchCounts
 from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.timeline import Recorder, Timeline
 
@@ -136,6 +137,7 @@ class Filler:
                     self._reader.ahead,
                     (lambda request: None) if is_dealt else samplings.following,
                     pool.add,
+                    recorder,
                 )
             # As of the pool.
             self.kick, self.run_next, self.join = pool.kick, pool.run_next, pool.join
@@ -201,6 +203,7 @@ class Filler:
             self._executors.fallback_reads,
             str(self._cache or "none"),
             0 if self._decoder is None else self._decoder.broken_images,
+            FetchCounts() if self._reader.far is None else self._reader.far.counts,
         )
 
     def record(self, timeline: Timeline | None) -> None:

@@ -20,6 +20,7 @@ from h5async.errors import Skipped
 from h5async.fill.pool import do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.order.sampling import FillRequest
+from h5async.read.farsources import FetchCounts
 from h5async.samples.fieldkind import field_of
 from h5async.system.timeline import (
     CORE_STAGES,
@@ -69,7 +70,8 @@ class FillerStats(NamedTuple):
     """What a filler has done so far.
 
     `stage_seconds` has the stages that `counts` has not; `fallback_reads` went through h5py;
-    `cache` says what is kept in memory, or why not; `broken_images` were replaced.
+    `cache` says what is kept in memory, or why not; `broken_images` were replaced; `fetched` is
+    what was done for far sources.
     """
 
     stage_seconds: Mapping[str, float]
@@ -77,6 +79,7 @@ class FillerStats(NamedTuple):
     fallback_reads: int
     cache: str
     broken_images: int = 0
+    fetched: FetchCounts = FetchCounts()
 
     def plus(self, other: FillerStats) -> FillerStats:
         """Return the sum with another filler, which keeps the same in memory."""
@@ -87,6 +90,7 @@ class FillerStats(NamedTuple):
             self.fallback_reads + other.fallback_reads,
             self.cache,
             self.broken_images + other.broken_images,
+            self.fetched.plus(other.fetched),
         )
 
 

@@ -204,11 +204,14 @@ class Phases:
         batch.rounds += 1
         if batch.rounds == 1 and self._fetcher.want_planned(batch.request, then):
             return
-        ranges = self._reader.to_fetch(batch.plans)
-        if ranges is None or batch.rounds > MOST_ROUNDS:
-            self._begin_read(batch)
-            return
-        self._fetcher.want(batch.request, ranges, then)
+        while batch.rounds <= MOST_ROUNDS and (ranges := self._reader.to_fetch(batch.plans)):
+            near = self._reader.near(ranges)
+            if near is None:
+                self._fetcher.want(batch.request, ranges, then)
+                return
+            self._reader.hold(batch.plans, near)
+            batch.rounds += 1
+        self._begin_read(batch)
 
     def _fetched(self, batch: _Fill, found: Held | BaseException) -> None:
         """Go on with what was fetched, in a thread of the pool."""

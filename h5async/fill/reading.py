@@ -142,6 +142,8 @@ class BatchReader:
         self._drawn: tuple[int | None, Uint64s | None] = None, None  # by epoch
         self._num_threads = num_threads
         self._collection = executors.open_collection(self._at_once(slots.memory[0]), self._steps)
+        if self.far is not None:  # ranges that are read for a device are those of files
+            self._plan_columns = None
         self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
         self._batches: list[_Batches] = []
         if self._collection is not None:
@@ -424,6 +426,11 @@ class BatchReader:
             listed = [collection.ranges(y, 0, y.plan.num_items, scratch) for y in batches]
         wanted = union(ByteRanges.joined([before, *listed]))
         return None if wanted.same(before) else wanted
+
+    def near(self, ranges: ByteRanges) -> Held | None:
+        """Return ranges of far sources if none has to be fetched."""
+        assert self.far is not None
+        return self.far.near(ranges)
 
     def hold(self, plans: BatchPlan, found: Held | BaseException) -> None:
         """Have a batch read what was fetched; an error is raised."""

@@ -28,7 +28,7 @@ from h5async.index.links import Consulted, Reach
 from h5async.index.savedfile import is_saved_index, remove_unfinished
 from h5async.index.savedindex import IndexedFile, NamedIndex, SavedIndex, Wanted, write_index
 from h5async.index.savedkinds import NotPortableError, SavedIndexError
-from h5async.io.stores import absolute_name, are_at
+from h5async.io.stores import absolute_name, are_at, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
@@ -53,7 +53,7 @@ def open_cache(
     with suppressing(OSError):  # the current directory may have been removed
         files = [absolute_name(path) for path in paths]
         key = _key(files, [*dict.fromkeys(wanted)], reach)
-    if not key or not folder:
+    if not key or not folder or not all(store_of(path).is_lasting for path in paths):
         return None
     is_entry = place is True or folder.is_dir()
     path = folder / f"{key}{INDEX_SUFFIX}" if is_entry else folder

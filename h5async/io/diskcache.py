@@ -188,7 +188,8 @@ class KeptSource(Source):
     def __init__(self, cache: DiskCache, name: str, source: Source) -> None:
         self._cache = cache
         self._name = name
-        self._source = source
+        self._source, self.identity = source, source.identity
+        self.at_once = source.at_once
         self._stamp = source.stamp()
         self._mirror = cache.open_mirror(name, self._stamp, removes_others=True)
 
@@ -208,6 +209,13 @@ class KeptSource(Source):
             one = memoryview(found)
             into[at : at + one.nbytes] = one
             at += one.nbytes
+
+    def near(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
+        """Return the mirror, if it has all ranges."""
+        mirror = self._mirror
+        if mirror is None or not mirror.has_all(offsets, lengths) or not mirror.is_in_place():
+            return None
+        return mirror.array
 
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
         """Return ranges: parts of the mirror's map if it has all of them."""
@@ -258,7 +266,7 @@ class Mirror:
 
     Attributes
     ----------
-    data
+    array, data
         The source's bytes, mapped for reading; those of missing blocks are no such bytes.
     """
 
@@ -276,8 +284,10 @@ class Mirror:
             status = os.fstat(file.fileno())
             self._file_id = status.st_dev, status.st_ino
             whole: Any = map_file(file.fileno(), self._file_nbytes)
-        self.data = memoryview(whole)[self._data_at : self._data_at + nbytes]
-        self._here = mmap.mmap(-1, self._num_blocks)  # 1: the block is written, and was compared
+        self.array: NDArray[np.uint8] = whole[self._data_at : self._data_at + nbytes]
+        self.data: Any = memoryview(self.array)
+        # 1: the block is written, and was compared. (One more, so that ends are indices.)
+        self._here = mmap.mmap(-1, self._num_blocks + 1)
         self._marks = np.frombuffer(self._here, np.uint8)
 
     def is_in_place(self) -> bool:
@@ -290,6 +300,14 @@ class Mirror:
         """Tell whether ranges lie within the source."""
         pairs = zip(offsets, lengths, strict=True)
         return all(begin >= 0 <= n and begin + n <= self.data.nbytes for begin, n in pairs)
+
+    def has_all(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> bool:
+        """Tell whether ranges, which have bytes, lie in blocks that are known to be here."""
+        ends = offsets + lengths
+        if offsets.min() < 0 or ends.max() > self.data.nbytes:
+            return False
+        blocks = np.stack([offsets // BLOCK, (ends - 1) // BLOCK + 1], axis=1)
+        return bool(np.minimum.reduceat(self._marks, blocks.ravel())[::2].all())
 
     def lacks(self, begin: int, end: int) -> bool:
         """Tell whether any of some blocks is not known to be here."""

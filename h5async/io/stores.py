@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h5py
+import numpy as np
+from numpy.typing import NDArray
 
 from h5async.config.files import FileName, SourceName, expand_with, scheme_of
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
@@ -50,7 +52,12 @@ class WebAddress(NamedTuple):
 
 
 class Source(ABC):
-    """An open source. Safe to use from many threads."""
+    """An open source. Safe to use from many threads.
+
+    `identity` says what tells its states apart.
+    """
+
+    identity = "its stamp"
 
     at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
 
@@ -68,6 +75,13 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close it, and end calls that wait for bytes. Idempotent."""
+
+    def near(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
+        """Return memory that has the bytes of these ranges where they are in the source.
+
+        It is an array, uint8, which stays valid; None if they are not all in memory, or near.
+        """
+        return None
 
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
         """Return ranges, each a buffer of exactly the length asked for, valid while referenced.
@@ -117,6 +131,7 @@ class Store(ABC):
     and of saved indices: `FileStamp.of_tag` makes one of an ETag.
     """
 
+    is_lasting = True  # whether names lead to the same sources in other processes
     is_local = False  # whether names are paths, which the core opens itself, and links may lead to
 
     @abstractmethod

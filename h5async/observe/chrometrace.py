@@ -29,7 +29,7 @@ Numbered = Sequence[tuple[int, Event]]  # with the numbers of their processes
 Threads = Mapping[tuple[int, int], tuple[str, str]]
 
 _CATEGORY = "h5async"
-_CONSUMER = ("fetch", "wait", "in use")  # stages of the caller's thread
+_CONSUMER = ("request", "wait", "in use")  # stages of the caller's thread
 
 
 def write_trace(
@@ -128,16 +128,16 @@ def _arrows(several: Numbered, threads: Threads) -> Iterator[str]:
     """Yield an arrow per batch that has all three: request, work and wait."""
     ends: dict[int, dict[str, tuple[int, Event]]] = {}
     for process, event in several:
-        if event.batch == NO_BATCH or event.stage == "in use":
+        if event.batch == NO_BATCH or event.stage in ("in use", "fetch"):
             continue
         kind = event.stage if event.stage in _CONSUMER else "work"
         of_batch = ends.setdefault(event.batch, {})
         if kind not in of_batch or kind == "wait":  # the last wait: others timed out
             of_batch[kind] = process, event
     for batch, found in ends.items():
-        if len(found) < len(("fetch", "work", "wait")):
+        if len(found) < len(("request", "work", "wait")):
             continue
-        for phase, kind in (("s", "fetch"), ("t", "work"), ("f", "wait")):
+        for phase, kind in (("s", "request"), ("t", "work"), ("f", "wait")):
             process, event = found[kind]
             # An arrow begins and ends within events, and at the end of a wait.
             at = event.end_ns if kind == "wait" else event.begin_ns

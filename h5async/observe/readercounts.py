@@ -85,6 +85,10 @@ class Work(NamedTuple):
     h5py_decoded_nbytes: int = 0
     fallback_reads: int = 0
     broken_images: int = 0
+    requests: int = 0
+    requested_nbytes: int = 0
+    requests_used_nbytes: int = 0
+    flight_ns: int = 0  # as `FetchCounts`
 
     def since(self, earlier: Work) -> Work:
         """Return the work done since."""
@@ -143,7 +147,10 @@ class ReaderCounts:
         leaves = [leaf for layout in layouts.values() for leaf, _ in kinds_of(layout)]
         self._filters = tuple(dict.fromkeys(entry.label for y in leaves for entry in y.filters))
         # Batches that may be filled but not delivered.
-        self._ahead = max(0, samplings.config.prefetch - 1)
+        config = samplings.config
+        self._ahead = max(0, config.prefetch - 1)
+        self._is_scattered = config.shuffle == "full"
+        self._most_flights = config.requests_in_flight * max(1, config.num_helpers)
         self.waits = Waits()
         self.upload_times = StageTimes()
         self.last: tuple[int, int] | None = None  # epoch and number of the last batch of an epoch
@@ -221,6 +228,8 @@ class ReaderCounts:
         stages["read"] += counts.read_ns / 1e9
         stages["decode"] += counts.decode_ns / 1e9
         stages["place"] += counts.place_ns / 1e9
+        fetched = filler.fetched
+        stages["fetch"] += fetched.waited_ns / 1e9
         return Work(
             stages,
             counts.gil_wait_ns / 1e9,
@@ -230,6 +239,10 @@ class ReaderCounts:
             counts.h5py_decoded_nbytes,
             filler.fallback_reads,
             filler.broken_images,
+            fetched.requests,
+            fetched.requested_nbytes,
+            fetched.used_nbytes,
+            fetched.flight_ns,
         )
 
     def stats(
@@ -313,6 +326,7 @@ class ReaderCounts:
         raw_nbytes = work.read_nbytes - encoded_nbytes
         of_work = work._asdict()  # most have the names of statistics
         by_h5py = of_work.pop("h5py_decoded_nbytes")
+        requests_used, flight_ns = of_work.pop("requests_used_nbytes"), of_work.pop("flight_ns")
         return ReaderStats(
             batches=batches,
             samples=end.samples - begin.samples,
@@ -326,12 +340,16 @@ class ReaderCounts:
             filters=self._filters,
             decoded_per_used=_ratio(work.decoded_nbytes, used.encoded),
             read_per_used=_ratio(raw_nbytes, used.raw),
+            requested_per_used=_ratio(work.requested_nbytes, requests_used),
             epoch=span.epoch,
             first_batch=begin.batches,
             _least_decoded=_ratio(work.decoded_nbytes - self._kept_nbytes, used.encoded),
             _least_read=_ratio(raw_nbytes - self._kept_nbytes, used.raw),
             _h5py_per_used=_ratio(by_h5py, used.by_h5py),
             _encoded_share=_ratio(encoded_nbytes, work.read_nbytes),
+            _flight_seconds=flight_ns / 1e9,
+            _most_flights=self._most_flights,
+            _is_scattered=self._is_scattered,
             _waits=end.waits.number - begin.waits.number,
             _advice=self._facts.advice,
             _moment=end,

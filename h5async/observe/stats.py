@@ -1,7 +1,8 @@
 """Defines `ReaderStats`: times and counts of a reader, and its bottleneck in a sentence.
 
 A stage is one step of delivering a batch, in the threads of the pool: plan, read, decode, place
-(copying samples from decoded chunks into the batch), transform, postprocess, upload.
+(copying samples from decoded chunks into the batch), transform, postprocess, upload. Only in the
+stage fetch they do nothing: batches wait for bytes of object stores and the web.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ _STARVED = 0.25  # share of the threads' time spent waiting for the GIL
 _BUSY = 0.4  # minimum share of working time of threads with enough to do
 _DECODES = 0.25  # share of the threads' time from which decoding is mentioned
 _WASTED = 1.5  # samples decoded per used one, from which waste is mentioned
+_WAITS_FOR_BYTES = 0.5  # seconds that a batch waits for them, per second that the loop waits
+_FULL = 0.5  # share of `requests_in_flight` from which that is what holds requests up
+_MOST_RATE = 5500  # GETs a second that S3 permits for a prefix
+_LARGE_NBYTES = 1 << 20  # a request that takes longer for its bytes than for the way there
 _WORK = {  # names of stages in the sentence
     "plan": "planning",
+    "fetch": "fetching",
     "read": "reading",
     "decode": "decoding",
     "place": "copying samples out of chunks",
@@ -70,6 +76,8 @@ class ReaderStats:
     stage_seconds
         Time that threads spent in each stage (plan, read, decode, place, transform, postprocess,
         upload), for all filled batches. If h5py reads a dataset, all of it counts as ``"read"``.
+        ``"fetch"`` is the time that requested batches waited for object stores and the web, each
+        from its request to its last byte; it is no work of a thread, and no part of `busy_seconds`.
     gil_wait_seconds
         Time that threads waited for the GIL after calls of the compiled core; no stage contains it.
     read_nbytes, decoded_chunks, decoded_nbytes
@@ -79,6 +87,12 @@ class ReaderStats:
         each chunk was decoded once and used whole. Batches on their way count as used.
     read_per_used
         Bytes read per used one, of fields that are not encoded.
+    requests, requested_nbytes
+        Requests to object stores and the web, and their bytes, without those of metadata. A batch
+        that ``cache="disk"`` has whole needs none.
+    requested_per_used
+        Bytes requested for each byte that a batch reads; less than 1 if several batches read bytes
+        that were requested once.
     fallback_reads
         Reads through h5py: one per batch and field that needs it.
     direct_share
@@ -116,7 +130,7 @@ class ReaderStats:
     >>> stats.samples, stats.fallback_reads, stats.direct_share
     (1797, 0, 1.0)
     >>> sorted(stats.stage_seconds)
-    ['decode', 'place', 'plan', 'postprocess', 'read', 'transform', 'upload']
+    ['decode', 'fetch', 'place', 'plan', 'postprocess', 'read', 'transform', 'upload']
     """
 
     batches: int
@@ -144,6 +158,9 @@ class ReaderStats:
     decoded_nbytes: int = 0
     decoded_per_used: float = 0.0
     read_per_used: float = 0.0
+    requests: int = 0
+    requested_nbytes: int = 0
+    requested_per_used: float = 0.0
     epoch: int | None = None
     first_batch: int = 0
     # The same without decoded chunks that are kept and may be used later: certain waste.
@@ -151,6 +168,9 @@ class ReaderStats:
     _least_read: float = 0.0
     _h5py_per_used: float = 0.0
     _encoded_share: float = 0.0  # of the bytes read: those of decoded chunks
+    _flight_seconds: float = 0.0  # that requests were on their way, summed up
+    _most_flights: int = 1  # requests at a time
+    _is_scattered: bool = True  # whether samples of a chunk are far from each other in the order
     _waits: int = 0  # for batches whose time is known
     _advice: ChunkAdvice = field(default=ChunkAdvice(), compare=False)
     _moment: object = field(default=None, compare=False)  # where statistics since these begin
@@ -163,7 +183,16 @@ class ReaderStats:
     @property
     def busy_seconds(self) -> float:
         """Time that all threads worked."""
-        return sum(self.stage_seconds.values())
+        return sum(self._work.values())
+
+    @property
+    def _work(self) -> Mapping[str, float]:
+        """The stages that are work of threads."""
+        return {stage: taken for stage, taken in self.stage_seconds.items() if stage != "fetch"}
+
+    @property
+    def _worked_share(self) -> float:
+        return self.busy_seconds / (self.elapsed_seconds * max(1, self.num_threads) or 1.0)
 
     @property
     def headroom(self) -> float:
@@ -175,8 +204,17 @@ class ReaderStats:
 
     @property
     def limit(self) -> str:
-        """The stage that takes most of the threads' time."""
-        return max(self.stage_seconds, key=lambda stage: self.stage_seconds[stage])
+        """The stage that takes most of the threads' time; "fetch" if they wait for the network."""
+        return "fetch" if self._is_far else max(self._work, key=lambda one: self._work[one])
+
+    @property
+    def _is_far(self) -> bool:
+        """Whether batches wait for the network while the loop waits, and threads have no work."""
+        if not self._says_something or self.waited_share < _DATA_BOUND:
+            return False
+        of_batch = self.stage_seconds.get("fetch", 0.0) / self.batches
+        waits = of_batch > _WAITS_FOR_BYTES * self.wait_seconds / self._waits
+        return waits and self._worked_share < _BUSY
 
     @property
     def bottleneck(self) -> str:
@@ -229,9 +267,14 @@ class ReaderStats:
         busy, gil, longest = self.busy_seconds, self.gil_wait_seconds, self.wait_p99_seconds
         bars = [
             (stage, seconds / busy, f"{_percent(seconds / busy)} %, {seconds_text(seconds)}")
-            for stage, seconds in self.stage_seconds.items()
+            for stage, seconds in self._work.items()
             if seconds and busy
         ]
+        if self.requests:
+            fetched, size = self.stage_seconds["fetch"], size_text(self.requested_nbytes)
+            share = fetched / (busy + fetched or 1.0)
+            requests = counted(self.requests, "request")
+            bars.append(("fetch", share, f"{seconds_text(fetched)} more: {size}, {requests}"))
         if gil and busy:
             share = gil / (busy + gil)
             bars.append(("GIL", share, f"{_percent(share)} %, {seconds_text(gil)} more"))
@@ -263,15 +306,17 @@ def loop_sentence(stats: ReaderStats) -> str:
             f" {100 * starved:.0f} % of their time waiting for the GIL: the loop holds it; call"
             " less Python in it, or make batches larger"
         )
-    return f"data-bound{stats._span}: {waited}; {_limit(stats)}"
+    limit = _limit_of_fetching(stats) if stats._is_far else _limit(stats)
+    return f"data-bound{stats._span}: {waited}; {limit}"
 
 
 def reader_sentence(stats: ReaderStats) -> str:
     """Say what limits the reader, regardless of the loop; options are marked."""
     if not stats._says_something:
         return f"nothing to tell{stats._span or ' yet'}: fewer than two batches were delivered"
-    threads = max(1, stats.num_threads)
-    worked = stats.busy_seconds / (stats.elapsed_seconds * threads or 1.0)
+    worked = stats._worked_share
+    if stats._is_far:
+        return _limit_of_fetching(stats)
     if worked < _BUSY and stats.waited_share >= _DATA_BOUND and stats.num_threads:
         return (
             f"the threads worked {_percent(worked)} % of the time: batches are too small to keep"
@@ -298,6 +343,39 @@ def _limit(stats: ReaderStats) -> str:
     return f"the limit is {work}, {speed:.2g} GB/s on {on}{_waste(stats)}"
 
 
+def _limit_of_fetching(stats: ReaderStats) -> str:
+    """Say what holds up requests, and what to do."""
+    seconds, most = stats.elapsed_seconds or 1.0, stats._most_flights
+    rate, count = stats.requests / seconds, max(1, stats.requests)
+    size, takes = stats.requested_nbytes / count, stats._flight_seconds / count
+    flights, disk = stats._flight_seconds / seconds, named("cache", "disk")
+    larger = "larger chunks" if stats.filters else "compressed chunks of several rows"
+    if stats.filters and stats._is_scattered:
+        larger = f"{named('shuffle', 'window')} or {larger}"
+    fewer = f"read larger pieces ({larger}), or use {disk}"
+    if rate >= _FULL * _MOST_RATE:
+        limit = "the rate of requests"
+        advice = f"S3 permits some {_MOST_RATE:,} a second for a prefix; {fewer}"
+    elif not stats.num_threads:
+        limit = "the latency of the network"
+        advice = f"only threads fetch ahead: leave out {named('num_threads', 0)}"
+    elif flights < _FULL * most:
+        limit = "the latency of the network"
+        advice = (
+            f"only {flights:.1f} of {most} requests were on their way at a time: make"
+            f" {named('prefetch')} or {named('fetch_bytes')} larger"
+        )
+    elif size < _LARGE_NBYTES:
+        limit = "the latency of the network"
+        advice = f"make {named('requests_in_flight')} larger ({most} now), {fewer}"
+    else:
+        limit = "the bandwidth of the network"
+        advice = f"read nearer to the data, store them compressed, or use {disk}"
+    told = f"{rate:,.0f} requests a second of {size_text(round(size))}, {seconds_text(takes)} each"
+    speed = stats.requested_nbytes / seconds / 1e9
+    return f"the limit is {limit}, {speed:.2g} GB/s in {told}; {advice}{_waste(stats)}"
+
+
 def _waste(stats: ReaderStats) -> str:
     """Say what chunks were decoded or read in vain, if that is much of the limiting work."""
     if stats.cache.startswith(("host", "device")):
@@ -305,7 +383,7 @@ def _waste(stats: ReaderStats) -> str:
     advice, limit = stats._advice, stats.limit
     reads = stats.stage_seconds.get("read", 0.0) * stats._encoded_share
     decodes = (stats.stage_seconds.get("decode", 0.0) + reads) / stats.busy_seconds
-    if limit in ("decode", "place", "read") and decodes >= _DECODES:
+    if limit == "fetch" or (limit in ("decode", "place", "read") and decodes >= _DECODES):
         if stats._least_decoded >= _WASTED:
             return _told(stats._least_decoded, advice.decoded)
     if limit != "read":

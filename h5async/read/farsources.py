@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Sequence
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +33,20 @@ class Held(NamedTuple):
     owners: Sequence[object]
 
 
+class FetchCounts(NamedTuple):
+    """What was done so far, summed over all requests, and over all batches."""
+
+    requests: int = 0
+    requested_nbytes: int = 0
+    used_nbytes: int = 0  # that batches read, each byte once a batch
+    flight_ns: int = 0  # that requests were on their way
+    waited_ns: int = 0  # between the request for a batch, and the last of its bytes
+
+    def plus(self, other: FetchCounts) -> FetchCounts:
+        """Return the sum of all counts."""
+        return FetchCounts(*map(add, self, other))
+
+
 def is_far(file: SourceFile) -> bool:
     """Tell whether a source is neither a local file nor memory."""
     return file.values is None and not store_of(file.path).is_local
@@ -48,12 +64,13 @@ class FarSources:
         self._open: dict[str, Source] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        self.counts = FetchCounts()
 
     def get(
         self, number: int, offsets: Sequence[int], lengths: Sequence[int]
     ) -> list[NDArray[np.uint8]]:
         """Return ranges of a source; `ReadError` if they cannot be had, or it was replaced."""
-        file = self._files[number]
+        file, begin_ns = self._files[number], time.perf_counter_ns()
         try:
             found = self._source(file).get_ranges(offsets, lengths)
         except H5AsyncError:
@@ -61,10 +78,39 @@ class FarSources:
         except OSError as error:
             text = f"{file.path} cannot be read: {error.strerror or error}"
             raise failed_read(text, error, file.path) from error
+        finally:
+            flight_ns = len(offsets) * (time.perf_counter_ns() - begin_ns)
+            self.count(FetchCounts(len(offsets), sum(lengths), flight_ns=flight_ns))
         arrays = [np.frombuffer(memoryview(one), np.uint8) for one in found]
         if [array.size for array in arrays] != list(lengths):
             raise ReadError(f"{file.path} cannot be read: its store gave too few bytes")
         return arrays
+
+    def count(self, done: FetchCounts) -> None:
+        """Add to the counts."""
+        with self._lock:
+            self.counts = self.counts.plus(done)
+
+    def path(self, number: int) -> str:
+        """Return the name of a source."""
+        return str(self._files[number].path)
+
+    def near(self, ranges: ByteRanges) -> Held | None:
+        """Return ranges, sorted, if all are kept in memory, or where the page cache has them."""
+        owners, base = [], np.zeros(ranges.size, np.int64)
+        firsts = [0, *np.flatnonzero(np.diff(ranges.source)) + 1, ranges.size]
+        for first, last in itertools.pairwise(firsts):
+            source = self._open.get(self._files[ranges.source[first]].path) if last else None
+            if source is None:
+                return None
+            memory = source.near(ranges.offset[first:last], ranges.nbytes[first:last])
+            if memory is None:
+                return None
+            owners.append(memory)
+            base[first:last] = address(memory)
+        table = self.table(ranges)
+        table["data"] = base + ranges.offset
+        return Held(ranges, table, owners)
 
     def at_once(self, number: int) -> int:
         """Return how many ranges `get` is best given, of a source."""
@@ -93,7 +139,7 @@ class FarSources:
 
     def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
         """Get ranges, sorted and not overlapping, in the calling thread; some are `held` before."""
-        table = self.table(ranges)
+        begin_ns, table = time.perf_counter_ns(), self.table(ranges)
         before = (
             {} if held is None else dict(zip(_keys(held.table), held.table["data"], strict=True))
         )
@@ -110,6 +156,8 @@ class FarSources:
                 arrays += self.get(int(source[first]), begins[first:last].tolist(), lengths)
         base = np.array([address(array) for array in arrays], np.int64) - begins
         table["data"][new] = np.repeat(base, np.diff(bounds)) + wanted.offset
+        waited_ns, nbytes = time.perf_counter_ns() - begin_ns, int(wanted.nbytes.sum())
+        self.count(FetchCounts(used_nbytes=nbytes, waited_ns=waited_ns))
         return Held(ranges, table, [held, arrays])
 
     def table(self, ranges: ByteRanges) -> NDArray[Any]:

@@ -135,7 +135,7 @@ class Delivery:
         begin_ns = 0 if timeline is None else time.perf_counter_ns()
         requests = self._position.requests(assignments)
         if timeline is not None and requests:
-            timeline.fetched(begin_ns, requests)
+            timeline.requested(begin_ns, requests)
         return requests
 
     # --- filled slots -----------------------------------------------------------------------------

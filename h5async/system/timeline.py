@@ -20,7 +20,7 @@ from threading import get_ident
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
 
-STAGES = ("plan", "read", "decode", "place", "transform", "postprocess", "upload")
+STAGES = ("plan", "fetch", "read", "decode", "place", "transform", "postprocess", "upload")
 # Names of the core's stages, by its numbers.
 CORE_STAGES = ("plan", "read", "decode", "place", "transform")
 
@@ -30,10 +30,10 @@ NO_BATCH, NO_FIELD = -1, -1
 OpenRange = Callable[[str], Callable[[], object]]
 
 # A request: begin and end (ns), thread, and the batch's serial number, epoch and number.
-_FETCH = Struct("=6q")
+_REQUEST = Struct("=6q")
 # A wait: begin and end (s), thread, the batch, and whether it was delivered.
 _WAIT = Struct("=ddqq?")
-_pack_fetch, _pack_wait = _FETCH.pack, _WAIT.pack
+_pack_request, _pack_wait = _REQUEST.pack, _WAIT.pack
 
 _OFF = nullcontext()
 _RANGE = "h5async: "  # prefix of stages in other tools
@@ -112,11 +112,11 @@ class Timeline:
         self.threads: dict[int, ThreadName] = {}
         self.batches: dict[int, tuple[int, int]] = {}
         self._events: list[tuple[Any, ...]] = []  # the members of an `Event`
-        self._fetches, self._waits = bytearray(), bytearray()
+        self._requests, self._waits = bytearray(), bytearray()
         self._waiting = ExitStack()
         # Per thread: the batch, field and source that it works on.
         self._here: dict[int, tuple[int, int, int | str]] = {}
-        self._fetches_nbytes = max_events * _FETCH.size
+        self._requests_nbytes = max_events * _REQUEST.size
         self._waits_nbytes = max_events * _WAIT.size
         self._lock = threading.RLock()
 
@@ -152,12 +152,14 @@ class Timeline:
         else:
             self._drop()
 
-    def fetched(self, begin_ns: int, requests: Sequence[tuple[Any, ...]]) -> None:
+    def requested(self, begin_ns: int, requests: Sequence[tuple[Any, ...]]) -> None:
         """Note that this thread has requested batches (`FillRequest`) since `begin_ns`."""
-        fetches, end_ns, thread = self._fetches, perf_counter_ns(), get_ident()
+        packed, end_ns, thread = self._requests, perf_counter_ns(), get_ident()
         for request in requests:
-            if len(fetches) < self._fetches_nbytes:
-                fetches += _pack_fetch(begin_ns, end_ns, thread, request[1], request[2], request[3])
+            if len(packed) < self._requests_nbytes:
+                packed += _pack_request(
+                    begin_ns, end_ns, thread, request[1], request[2], request[3]
+                )
             else:
                 self._drop()
 
@@ -203,15 +205,15 @@ class Timeline:
         events = list(map(Event._make, self._events[:count]))
         del self._events[:count]
         # (Copied: a recording thread may be about to add one, and iterating would lock the buffer.)
-        fetches, self._fetches = bytes(self._fetches), bytearray()
-        for when, several in groupby(_FETCH.iter_unpack(fetches), key=lambda one: one[:3]):
+        requests, self._requests = bytes(self._requests), bytearray()
+        for when, several in groupby(_REQUEST.iter_unpack(requests), key=lambda one: one[:3]):
             begin_ns, last_ns, thread = when
             asked = list(several)  # at once
             share = (last_ns - begin_ns) // len(asked)
             for number, (*_, serial, epoch, batch) in enumerate(asked):
                 self.batches[serial] = epoch, batch
                 at = begin_ns + number * share
-                events.append(Event("fetch", at, at + share, thread, serial))
+                events.append(Event("request", at, at + share, thread, serial))
         waits, self._waits = list(_WAIT.iter_unpack(bytes(self._waits))), bytearray()
         ends = [_ns(wait[0]) for wait in waits[1:]]
         for wait, next_ns in zip(waits, [*ends, end_ns], strict=False):

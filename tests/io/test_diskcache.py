@@ -77,6 +77,12 @@ def places(nbytes):
     return st.lists(begins.flatmap(lambda a: st.tuples(st.just(a), st.integers(0, nbytes - a))))
 
 
+def near(source, ranges):
+    columns = np.array([one for one in ranges if one[1]], np.int64).reshape(-1, 2)
+    memory = source.near(columns[:, 0], columns[:, 1])
+    return memory if memory is None else [bytes(memory[a : a + n]) for a, n in columns]
+
+
 @given(st.data(), st.integers(1, 9 * BLOCK))
 def test_any_ranges(data, nbytes):
     store = MemoryStore()
@@ -86,6 +92,8 @@ def test_any_ranges(data, nbytes):
         wanted = [data.draw(places(nbytes)) for _ in range(3)]
         for ranges in wanted:
             assert taken(source, ranges) == expected(ranges, CONTENT[:nbytes])
+            if some := [one for one in ranges if one[1]]:
+                assert near(source, some) == expected(some, CONTENT[:nbytes])
         reads = store.reads
         for ranges in wanted:
             assert taken(source, ranges) == expected(ranges, CONTENT[:nbytes])
@@ -106,6 +114,19 @@ def test_each_block_is_read_once(store, folder):
     assert store.reads == 3
     assert_reads(source, [*RANGES, *ALL])
     assert store.reads == 3
+
+
+def test_what_is_near(store, folder):
+    source = opened(store, folder)
+    assert near(source, [(0, 1)]) is None
+    taken(source, [(0, 1), (2 * BLOCK, 3 * BLOCK)])
+    some = [(5, BLOCK - 5), (2 * BLOCK, 10), (3 * BLOCK - 1, 2 * BLOCK + 1)]
+    assert near(source, some) == expected(some)
+    for begin, nbytes in (0, BLOCK + 1), (BLOCK, 1), (2 * BLOCK - 1, 2), (4 * BLOCK, BLOCK + 1):
+        assert near(source, [(0, 1), (begin, nbytes)]) is None
+    assert near(source, [(0, 1), (10 * BLOCK, BLOCK)]) is None  # it is longer than the source
+    mirror_of(folder).unlink()
+    assert near(source, some) is None
 
 
 def test_bytes_remain_valid_when_the_source_is_closed(store, folder):

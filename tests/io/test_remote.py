@@ -216,6 +216,7 @@ def test_commands(server: Server, command: str, tmp_path: Path):
     typed += [str(tmp_path / one) if "." in one else one for one in more]
     result = CliRunner().invoke(cli.app, typed)
     assert result.exit_code == 0, result.output
+    assert ("its ETag" in result.output) == (command == "inspect")
 
 
 def test_a_saved_index_of_far_files(server: Server, tmp_path: Path):
