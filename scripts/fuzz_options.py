@@ -39,12 +39,12 @@ from optioncases import try_case
 SECONDS = 60
 
 
-def outcome_of(seed: int, number: int, base: Path | None) -> tuple[str, str]:
+def outcome_of(seed: int, number: int, base: Path | None, far: bool) -> tuple[str, str]:
     """Return the outcome of a case, and the message, or what went wrong."""
     signal.alarm(SECONDS)
     try:
         with tempfile.TemporaryDirectory(dir=base) as folder:
-            refusal = try_case(seed, number, Path(folder))
+            refusal = try_case(seed, number, Path(folder), far=far)
         return ("refused", refusal) if refusal else ("right", "")
     except TimeoutError:
         return "slow", traceback.format_exc()
@@ -71,7 +71,8 @@ def work(options: argparse.Namespace, job: int, base: Path | None, out: Path) ->
     signal.signal(signal.SIGALRM, _too_slow)
     with out.open("w", buffering=1) as file:
         for number in range(options.first + job, options.first + options.cases, options.jobs):
-            file.write(json.dumps([number, *outcome_of(options.seed, number, base)]) + "\n")
+            found = outcome_of(options.seed, number, base, options.far)
+            file.write(json.dumps([number, *found]) + "\n")
 
 
 def in_jobs(options: argparse.Namespace, base: Path | None) -> list[list[str]]:
@@ -99,17 +100,18 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--far", action="store_true", help="out of a store that is no local one")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--again", type=int, help="run this case alone, and show what comes of it")
     options = parser.parse_args()
     base = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     signal.signal(signal.SIGALRM, _too_slow)
     if options.again is not None:
-        print(*outcome_of(options.seed, options.again, base), sep="\n")
+        print(*outcome_of(options.seed, options.again, base, options.far), sep="\n")
         return 0
     begin = time.monotonic()
     found = [
-        (number, *outcome_of(options.seed, number, base))
+        (number, *outcome_of(options.seed, number, base, options.far))
         if outcome == "slow"
         else (number, outcome, text)
         for number, outcome, text in sorted(in_jobs(options, base))
@@ -127,7 +129,7 @@ def main() -> int:
         "refusals": dict(refusals.most_common()),
         "faults": faults,
     }
-    save(result, options.out / "fuzz_options.json")
+    save(result, options.out / f"fuzz_options{'_far' if options.far else ''}.json")
     print(
         f"{result['seconds']:.0f} s",
         dict(counts.most_common()),

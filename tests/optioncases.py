@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 from conftest import poison
+from memorystore import MemoryStore, new_store
 from optioncolumns import KINDS, Column, Packed, Plain, same
 
-from h5async import AsyncReader, ConfigError, DatasetError, Sequences
+from h5async import AsyncReader, ConfigError, DatasetError, H5AsyncError, Sequences
 
 KINDS_OF_SEQUENCES = ("ends", "starts", "lengths", "ids", "last", "groups", "across", "pairs")
 
@@ -33,6 +34,10 @@ class Part(NamedTuple):
     file: int
     group: str
     count: int
+
+
+def far_name(path: Path | str) -> str:
+    return f"memory://bucket{path}"
 
 
 def renamed(*arrays: Any, index: Any) -> dict[str, Any]:
@@ -294,6 +299,16 @@ class Case:
         self.world_size = choose([1, 1, 2, 3])
         return options
 
+    def put_in(self, store: MemoryStore) -> None:
+        """Have the files lie in a store, by names that end in their paths."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                store.put(path, far_name(path))
+        self.options["hdf5_path"] = list(map(far_name, self.paths))
+        self.options["allow_external"] = far_name(self.folder)
+        self.options |= {"fetch_bytes": self.chance.choice([1, 500, 1 << 20])}
+        self.lost = set(map(far_name, self.lost))
+
     # --- checks ----------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -432,15 +447,27 @@ class Case:
             assert same(got, self._without_bad(self.samples)[: got.size]), "another order"
 
 
-def try_case(seed: int, number: int, folder: Path, *, helpers: bool = True) -> str:
-    """Run a case; return an empty text, or the reason for which its options are refused."""
-    case = Case(seed, number, folder, helpers=helpers)
+def try_case(
+    seed: int, number: int, folder: Path, *, helpers: bool = True, far: bool = False
+) -> str:
+    """Run a case; return an empty text, or the reason for which its options are refused.
+
+    `far`: its files are read out of a store that is no local one.
+    """
+    case = Case(seed, number, folder, helpers=helpers and not far)
+    if far:
+        case.put_in(new_store())
     try:
+        if far and case.skips:  # what only HDF5 can read is refused, not damaged
+            paths = [path for path in case.options["hdf5_path"] if path not in case.lost]
+            AsyncReader(**case.options | {"on_error": "raise", "hdf5_path": paths}).close()
         case.run()
     except ConfigError as error:
         return str(error)
     except Exception as error:
         if isinstance(error, DatasetError) and "an epoch has no batch" in str(error):
+            return str(error)
+        if far and isinstance(error, H5AsyncError) and "which opens no other files" in str(error):
             return str(error)
         options = [f"{name}={value!r}" for name, value in case.options.items()]
         found = f"samples={case.samples.tolist()}, ranks={case.world_size}, runs={case.runs}"

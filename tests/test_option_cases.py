@@ -12,3 +12,9 @@ from optioncases import try_case
 @pytest.mark.parametrize("number", range(600))
 def test_what_is_delivered_is_right(number: int, tmp_path: Path):
     try_case(1, number, tmp_path, helpers=False)
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("number", range(600))
+def test_what_is_delivered_of_far_files_is_right(number: int, tmp_path: Path):
+    try_case(2, number, tmp_path, far=True)

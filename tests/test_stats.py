@@ -164,6 +164,17 @@ FAR = {"stages": {"fetch": 11.0, "decode": 3.0}, "_flight_seconds": 320.0}
             ' cache="disk"',
         ),
         (
+            {"requests": 8000, "requested_nbytes": 1_200_000_000, "filters": ()},
+            "latency of the network, 0.12 GB/s in 800 requests a second of 150 kB, 40 ms each;"
+            " make requests_in_flight larger (32 now), read larger pieces (compressed chunks of"
+            ' several rows), or use cache="disk"',
+        ),
+        (
+            {"requests": 800, "requested_nbytes": 1_200_000_000, "num_threads": 0},
+            "latency of the network, 0.12 GB/s in 80 requests a second of 1.5 MB, 400 ms each; only"
+            " threads fetch ahead: leave out num_threads=0",
+        ),
+        (
             {"requests": 800, "requested_nbytes": 1_200_000_000, "_flight_seconds": 40.0},
             "latency of the network, 0.12 GB/s in 80 requests a second of 1.5 MB, 50 ms each; only"
             " 4.0 of 32 requests were on their way at a time: make prefetch or fetch_bytes larger",

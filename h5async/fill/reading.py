@@ -142,6 +142,8 @@ class BatchReader:
         self._drawn: tuple[int | None, Uint64s | None] = None, None  # by epoch
         self._num_threads = num_threads
         self._collection = executors.open_collection(self._at_once(slots.memory[0]), self._steps)
+        if self.far is not None:  # ranges that are read for a device are those of files
+            self._plan_columns = None
         self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
         self._batches: list[_Batches] = []
         if self._collection is not None:

@@ -349,11 +349,16 @@ def _limit_of_fetching(stats: ReaderStats) -> str:
     rate, count = stats.requests / seconds, max(1, stats.requests)
     size, takes = stats.requested_nbytes / count, stats._flight_seconds / count
     flights, disk = stats._flight_seconds / seconds, named("cache", "disk")
-    larger = f"{named('shuffle', 'window')} or larger chunks" * stats._is_scattered
-    fewer = f"read larger pieces ({larger or 'larger chunks'}), or use {disk}"
+    larger = "larger chunks" if stats.filters else "compressed chunks of several rows"
+    if stats.filters and stats._is_scattered:
+        larger = f"{named('shuffle', 'window')} or {larger}"
+    fewer = f"read larger pieces ({larger}), or use {disk}"
     if rate >= _FULL * _MOST_RATE:
         limit = "the rate of requests"
         advice = f"S3 permits some {_MOST_RATE:,} a second for a prefix; {fewer}"
+    elif not stats.num_threads:
+        limit = "the latency of the network"
+        advice = f"only threads fetch ahead: leave out {named('num_threads', 0)}"
     elif flights < _FULL * most:
         limit = "the latency of the network"
         advice = (

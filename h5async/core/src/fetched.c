@@ -20,17 +20,17 @@ static void use_fetched(File *file, const BatchPlan *plan, int64_t source)
     file->failed_at = -1;
 }
 
-static int piece_is_kept(const Work *work, const Item *item, int32_t cross)
+/* Whether a piece, with its chunk at `extent`, is kept where it is looked for when it is read. */
+static int piece_is_kept(const Field *f, const Item *item, int32_t cross, const Call *call,
+                         const Runs *runs, int64_t extent)
 {
-    const Field *f = &work->fields[item->field];
-    const Layer *l = &f->layers[item->layer];
     const Shape *shape = shape_of(f, item);
-    int are_rows = shape->keeps == KEEPS_ROWS;
-    if (!shape->keeps || f->store == NULL)
+    if (f->store == NULL)
         return 0;
-    int64_t key = are_rows ? key_of_rows(f, l, item->segment, item->number)
-                           : find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);
-    return key >= 0 && is_ready(f->store, (uint64_t)key, are_rows ? cross : 0);
+    if (shape->keeps != KEEPS_ROWS)
+        return is_looked_up(f, shape, call, runs, extent) && is_ready(f->store, (uint64_t)extent, 0);
+    int64_t key = key_of_rows(f, &f->layers[item->layer], item->segment, item->number);
+    return key >= 0 && is_ready(f->store, (uint64_t)key, cross);
 }
 
 /* The lines of some samples that lie one after the other as they are. */
@@ -63,7 +63,7 @@ static void ask_for_piece(const Work *work, const Item *item, int32_t cross, Spa
     int64_t extent;
     if (!locate_piece(work, f, item, &runs, cross, NULL, &call, &extent) || !call.is_stored ||
         call.offset < 0 || call.stored < 0 || call.offset > INT64_MAX - call.stored ||
-        piece_is_kept(work, item, cross))
+        piece_is_kept(f, item, cross, &call, &runs, extent))
         return;
     const Dataset *d = &call.d;
     int are_apart = d->sample_stride * d->chunk_samples == d->chunk_nbytes;
@@ -75,11 +75,12 @@ static void ask_for_piece(const Work *work, const Item *item, int32_t cross, Spa
         ask_later(work->file, span, call.offset, call.stored);
 }
 
-/* Elements of variable length. Those of collections that were fetched are found first. */
+/* Elements of variable length. Those of collections that were fetched are found first; the others are
+   asked for, also by elements without values, which are checked, too. */
 static void ask_for_values(Work *work, const Item *item, Span *span)
 {
     HeapCall call = heap_call(work, &work->fields[item->field], &work->targets[item->field], item);
-    if (call.scratch != NULL && work->file->num_fetched > 0 && call.count <= BLOCK_SEQUENCES) {
+    if (call.scratch != NULL && call.count <= BLOCK_SEQUENCES) {
         call.asks = span;
         resolve_all(&call);
     }

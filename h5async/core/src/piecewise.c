@@ -60,6 +60,17 @@ static int read_located(Work *work, const Shape *shape, Call *call, int64_t exte
     return 0;
 }
 
+/* Whether a chunk is taken out of the store, or put there. */
+static int is_looked_up(const Field *f, const Shape *shape, const Call *call, const Runs *runs,
+                        int64_t extent)
+{
+    const Dataset *d = &call->d;
+    int is_whole = d->rows_are_whole && runs->count == 1 && runs->length[0] == d->chunk_samples &&
+                   f->steps == NULL; /* else other samples need it, too */
+    return shape->keeps == KEEPS_CHUNKS && extent >= 0 &&
+           (is_small(shape) || (!is_whole && !is_raw(d, call->mask)));
+}
+
 static enum Outcome read_piece(Work *work, const Field *f, const Target *target, const Item *item,
                                int32_t cross)
 {
@@ -69,13 +80,9 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
     int64_t extent;
     if (!locate_piece(work, f, item, &runs, cross, target->raw, &call, &extent))
         return FAILED;
-    int is_whole = call.d.rows_are_whole && runs.count == 1 &&
-                   runs.length[0] == call.d.chunk_samples &&
-                   f->steps == NULL; /* else other samples need it, too */
     Kept *kept = NULL;
     enum Claim claim = UNKEPT;
-    if (shape->keeps == KEEPS_CHUNKS && extent >= 0 &&
-        (is_small(shape) || (!is_whole && !is_raw(&call.d, call.mask)))) {
+    if (is_looked_up(f, shape, &call, &runs, extent)) {
         if (work->num_claims == MAX_CLAIMS)
             return IS_BUSY;
         claim = claim_chunk(f->store, (uint64_t)extent, call.d.chunk_nbytes,
