@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -222,13 +223,13 @@ def work(options: argparse.Namespace, job: int, folder: Path, out: Path) -> None
     signal.signal(signal.SIGALRM, _too_slow)
     (folder / "bucket").mkdir(parents=True)
     truth = write(folder / "bucket")
-    rounds = -(-options.batches // ROUND_BATCHES)
-    begin = time.monotonic()
+    begin, done = time.monotonic(), 0
     with serving(folder) as server, out.open("w", buffering=1) as file:
-        for number in range(job, rounds, options.jobs):
-            if time.monotonic() > begin + options.seconds:
+        for number in itertools.count(job, options.jobs):
+            if done * options.jobs >= options.batches or time.monotonic() > begin + options.seconds:
                 break
             one = play(server, truth, options.seed, number, ROUND_BATCHES)
+            done += one.outcomes.total() - one.outcomes["unopened"]
             entry = [number, one.outcomes, one.faults, one.requests, one.found]
             file.write(json.dumps(entry) + "\n")
 
