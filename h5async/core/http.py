@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
 from h5async.core.libraries import find_curl
+from h5async.io.source import Source, WebAddress
 from h5async.io.stamps import FileStamp, replaced
-from h5async.io.stores import Source, WebAddress
 from h5async.system.interruptions import call_when_gone, suppressing
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from h5async.errors import (
 )
 from h5async.index.layout import Indexed
 from h5async.index.storedtypes import describe
-from h5async.io.stores import Source
+from h5async.io.source import Source
 from h5async.system.interruptions import suppressing
 
 Extents = tuple[int, ...]

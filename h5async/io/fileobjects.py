@@ -14,8 +14,9 @@ from typing import Any
 
 from h5async.config.files import OBJECT_SCHEME, ObjectName
 from h5async.errors import ReadError
+from h5async.io.source import Source
 from h5async.io.stamps import FileStamp, changed
-from h5async.io.stores import Source, Store, register
+from h5async.io.stores import Store, register
 
 _PROCESS = secrets.token_hex(8)  # stamps of file objects mean nothing elsewhere
 

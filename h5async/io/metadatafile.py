@@ -19,7 +19,7 @@ from h5async.io.references import read_superblock
 from h5async.io.sidebyside import collecting_later
 
 if TYPE_CHECKING:
-    from h5async.io.stores import Source
+    from h5async.io.source import Source
 
 PAGE_NBYTES = 1 << 10
 _MOST_PAGES = 1 << 18  # that are kept, 256 MiB

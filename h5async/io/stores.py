@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import functools
 import io
-import itertools
 import os
 import stat
 from abc import ABC, abstractmethod
@@ -19,11 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h5py
-import numpy as np
-from numpy.typing import NDArray
 
 from h5async.config.files import FileName, SourceName, expand_with, scheme_of
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
@@ -32,76 +28,9 @@ from h5async.io.localfiles import open_regular
 from h5async.io.metadatafile import MetadataFile
 from h5async.io.openfailure import directory_reason, reason_unopened
 from h5async.io.sidebyside import SideBySide
+from h5async.io.source import Source
 from h5async.io.stamps import FileStamp, settled
 from h5async.system.interruptions import suppressing
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
-
-
-class WebAddress(NamedTuple):
-    """Where a source can be had by HTTP, for some time: by requests with these header lines.
-
-    Answers must have the ETag.
-    """
-
-    url: str
-    headers: Sequence[str]
-    etag: str
-    most_redirects: int
-
-
-class Source(ABC):
-    """An open source. Safe to use from many threads.
-
-    `identity` says what tells its states apart.
-    """
-
-    identity = "its stamp"
-
-    at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
-
-    @abstractmethod
-    def stamp(self) -> FileStamp:
-        """Return the state of what is open."""
-
-    @abstractmethod
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
-        """Read ranges, each an offset and a number of bytes, to `into`, one after the other.
-
-        `ReadError` is raised if the source ends before, or is not what was opened any more.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close it, and end calls that wait for bytes. Idempotent."""
-
-    def near(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
-        """Return memory that has the bytes of these ranges where they are in the source.
-
-        It is an array, uint8, which stays valid; None if they are not all in memory, or near.
-        """
-        return None
-
-    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
-        """Return ranges, each a buffer of exactly the length asked for, valid while referenced.
-
-        `ReadError` is raised as by `read_ranges`. Called from many threads, without any lock.
-        """
-        ends = list(itertools.accumulate(lengths))
-        memory = memoryview(bytearray(ends[-1] if ends else 0))
-        self.read_ranges(list(zip(offsets, lengths, strict=True)), memory)
-        return [memory[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-
-    def web_address(self) -> WebAddress | None:
-        """Return where any other client can have it; None: nowhere."""
-        return None
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes; fewer where the source ends."""
-        found = bytearray(max(0, min(nbytes, self.stamp().nbytes - offset)))
-        self.read_ranges([(offset, len(found))], memoryview(found))
-        return bytes(found)
 
 
 class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)

@@ -19,8 +19,9 @@ from h5async.core.binding import Core, address
 from h5async.core.http import http_client
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
 from h5async.index.extents import SourceFile
+from h5async.io.source import Source
 from h5async.io.stamps import replaced
-from h5async.io.stores import Source, store_of
+from h5async.io.stores import store_of
 from h5async.plan.fetches import ByteRanges, requests_of
 from h5async.read.scratch import CLOSED
 
