@@ -41,7 +41,7 @@ def make_file(path: Path, nbytes: int, row_nbytes: int, **storage: Any) -> None:
 @contextlib.contextmanager
 def readers(bench: Bench, name: str, latency: float = 0.0) -> Iterator[dict[str, AsyncReader]]:
     """Open a reader of a local file, of the same as a far one, and one that keeps it."""
-    kept = bench.options.cache_dir / name
+    kept = (bench.options.cache_dir or bench.folder) / f"{name}-kept"
     with serving(bench.folder) as server, contextlib.ExitStack() as stack:
         server.delay(latency)
         url = server.url(f"{name}.h5")
@@ -85,7 +85,7 @@ def ranks(bench: Bench) -> None:
     spawning = multiprocessing.get_context("spawn")
     found, barrier = spawning.Queue(), spawning.Barrier(RANKS)
     with serving(bench.folder) as server:
-        kept = str(bench.options.cache_dir / "ranks")
+        kept = str((bench.options.cache_dir or bench.folder) / "ranks-kept")
         arguments = server.url("ranks.h5"), kept, found, barrier
         several = [spawning.Process(target=_rank, args=(r, *arguments)) for r in range(RANKS)]
         for process in several:
@@ -133,7 +133,7 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=[*CASES])
-    parser.add_argument("--cache-dir", type=Path, default=Path("/dev/shm/h5async-bench"))
+    parser.add_argument("--cache-dir", type=Path, help="(beside the file)")
     parser.add_argument("--nbytes", type=int, default=600_000_000)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=7)
@@ -142,7 +142,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.nbytes, options.seconds, options.repeats = 20_000_000, 0.05, 2
-    run_cases("disk_cache", CASES, options)
+    run_cases("bench_disk_cache", CASES, options)
 
 
 if __name__ == "__main__":

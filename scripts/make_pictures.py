@@ -262,7 +262,7 @@ def life_of_a_batch() -> str:
 STAGE_COLOURS = {
     "wait": "#cf222e",
     "in use": "#1a7f37",
-    "fetch": "#8250df",
+    "request": "#8250df",
     "plan": "#bf3989",
     "read": "#bf8700",
     "decode": "#1f6feb",
@@ -289,7 +289,7 @@ def timeline() -> str:
     for event in sorted(done, key=lambda event: -event["dur"]):
         x, width = 136 + (event["ts"] - begin) * scale, event["dur"] * scale
         if width >= LEAST_WIDTH:
-            is_inner = event["name"] == "fetch"
+            is_inner = event["name"] == "request"
             y = 56 + 46 * lanes[event["tid"]] + (24 if is_inner else 0)
             shapes.append(_coloured(event["name"], x, y, width, 8 if is_inner else 32))
             if width > 24 and event["name"] in ("in use", "decode"):

@@ -139,6 +139,9 @@ class FarSources:
 
     def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
         """Get ranges, sorted and not overlapping, in the calling thread; some are `held` before."""
+        near = self.near(ranges)
+        if near is not None:
+            return near
         begin_ns, table = time.perf_counter_ns(), self.table(ranges)
         before = (
             {} if held is None else dict(zip(_keys(held.table), held.table["data"], strict=True))
