@@ -170,7 +170,7 @@ def test_an_object_without_a_strong_tag(server: Server, path: Path, fault: str) 
     """Its date and its size tell that it was replaced."""
     expected = truth(path)
     server.strike(Rule(fault))
-    with reader_of(server) as reader:
+    with reader_of(server, fetch_bytes=1 << 14) as reader:  # so that it is asked for again
         read(reader, expected, 2)
         server.strike(Rule("replaced", times=1), Rule(fault))
         with pytest.raises(ReadError, match=r"bucket/a\.h5"):
