@@ -387,7 +387,7 @@ def test_many_threads(store, folder):
 
 _PROCESSES = """
 import os, random, signal, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + '/..']
 from pathlib import Path
 from test_diskcache import CONTENT, NAME, Held, MemoryStore, opened, taken, expected, ALL
 

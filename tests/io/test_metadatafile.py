@@ -335,7 +335,7 @@ def test_what_is_left_open_does_no_harm_at_exit(how: str, tmp_path: Path):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         file["data"] = np.full((3, 2), 7)
-    code = UNCLOSED.format(folder=str(Path(__file__).parent))
+    code = UNCLOSED.format(folder=str(Path(__file__).parents[1]))
     ended = subprocess.run(
         [sys.executable, "-c", code, str(path), how], capture_output=True, text=True, timeout=120
     )
