@@ -195,6 +195,8 @@ FAR = {"stages": {"fetch": 11.0, "decode": 3.0}, "_flight_seconds": 320.0}
 def test_sentences_of_far_files(given: dict[str, Any], sentence: str) -> None:
     sentence = f"data-bound: waited 50 % of the time; the limit is the {sentence}"
     assert told(**FAR | {"_most_flights": 32} | given) == sentence
+    kept = told(**FAR | {"_most_flights": 32, "cache": "disk: 1 of at most 2 bytes"} | given)
+    assert kept == sentence.replace(', or use cache="disk"', "")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,9 @@ _PLAIN_OPTIONS = {
     "timeout",
 }
 _MOST_PINNED = 32  # stores of one object, of a client
-_DURATIONS = ("retry_timeout", "init_backoff", "max_backoff")
+_TIMEOUTS = ("connect_timeout", "pool_idle_timeout", "read_timeout", "timeout")
+_DURATIONS = ("retry_timeout", "init_backoff", "max_backoff", *_TIMEOUTS)
+_ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT")
 
 # When a source is opened, what is wrong is told within seconds; later, a fault may pass.
 _AT_OPENING: dict[str, Mapping[str, Any]] = {
@@ -126,13 +128,13 @@ class Client:
     ) -> Any:
         given = dict(self._options)
         own = {name: {**defaults[name], **(given.pop(name, None) or {})} for name in defaults}
-        values = [self._root, *given.values()]
+        values = [self._root, *given.values(), *map(os.environ.get, _ENDPOINTS)]
         if any(str(value).startswith("http://") for value in values):
             own["client_options"].setdefault("allow_http", True)
         if headers is not None:
             of_user = own["client_options"].get("default_headers") or {}
             own["client_options"]["default_headers"] = {**of_user, **headers}
-        own["retry_config"] = _with_durations(own["retry_config"])
+        own = _with_durations(own)
         store, scheme = self.library.store, self._root.partition("://")[0].lower()
         root = _ALIASES.get(scheme, scheme) + self._root[len(scheme) :]
         try:
@@ -249,6 +251,7 @@ class _Cause(NamedTuple):
 
 
 _CREDENTIALS = f"give them as {named('storage_options')}, or log in as the cloud's own tools do"
+_NETWORK = "check the name, the endpoint and the network"
 _CAUSES = (
     _Cause(
         r"169\.254\.|metadata\.google|token request",
@@ -292,7 +295,7 @@ _CAUSES = (
     _Cause(
         "dns error",
         errno.EIO,
-        "its host is not known; check the name, the endpoint and the network",
+        f"its host is not known; {_NETWORK}",
     ),
     _Cause(
         "InvalidCertificate|InvalidMessage|[Cc]ertificate",
@@ -306,7 +309,9 @@ _CAUSES = (
         "its endpoint is http://, which needs"
         f" {named('storage_options', {'client_options': {'allow_http': True}})}",
     ),
-    _Cause("ConnectionRefused|kind: Connect", errno.EIO, "the server cannot be reached"),
+    _Cause(
+        "ConnectionRefused|kind: Connect", errno.EIO, f"the server cannot be reached; {_NETWORK}"
+    ),
     _Cause("kind: Timeout|TimedOut", errno.EIO, "the server did not answer in time"),
     _Cause("body error", errno.EIO, "the connection was lost in the middle of an answer"),
     _Cause(

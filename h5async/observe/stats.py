@@ -348,11 +348,12 @@ def _limit_of_fetching(stats: ReaderStats) -> str:
     seconds, most = stats.elapsed_seconds or 1.0, stats._most_flights
     rate, count = stats.requests / seconds, max(1, stats.requests)
     size, takes = stats.requested_nbytes / count, stats._flight_seconds / count
-    flights, disk = stats._flight_seconds / seconds, named("cache", "disk")
+    flights = stats._flight_seconds / seconds
+    disk = "" if stats.cache.startswith("disk") else f", or use {named('cache', 'disk')}"
     larger = "larger chunks" if stats.filters else "compressed chunks of several rows"
     if stats.filters and stats._is_scattered:
         larger = f"{named('shuffle', 'window')} or {larger}"
-    fewer = f"read larger pieces ({larger}), or use {disk}"
+    fewer = f"read larger pieces ({larger}){disk}"
     if rate >= _FULL * _MOST_RATE:
         limit = "the rate of requests"
         advice = f"S3 permits some {_MOST_RATE:,} a second for a prefix; {fewer}"
@@ -370,7 +371,7 @@ def _limit_of_fetching(stats: ReaderStats) -> str:
         advice = f"make {named('requests_in_flight')} larger ({most} now), {fewer}"
     else:
         limit = "the bandwidth of the network"
-        advice = f"read nearer to the data, store them compressed, or use {disk}"
+        advice = f"read nearer to the data, store them compressed{disk}"
     told = f"{rate:,.0f} requests a second of {size_text(round(size))}, {seconds_text(takes)} each"
     speed = stats.requested_nbytes / seconds / 1e9
     return f"the limit is {limit}, {speed:.2g} GB/s in {told}; {advice}{_waste(stats)}"

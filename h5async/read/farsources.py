@@ -64,6 +64,7 @@ class FarSources:
         self._client = http_client(core)
         self._open: dict[str, Source] = {}
         self._lock = threading.Lock()
+        self._opening: dict[str, threading.Lock] = {}  # one thread opens a source, others wait
         self._is_closed = False
         self.counts = FetchCounts()
 
@@ -122,21 +123,26 @@ class FarSources:
         source = self._open.get(file.path)
         if source is not None:
             return source
+        with self._lock:
+            opening = self._opening.setdefault(file.path, threading.Lock())
+        with opening:
+            return self._open.get(file.path) or self._opened(file)
+
+    def _opened(self, file: SourceFile) -> Source:
+        if self._is_closed:
+            raise ReaderClosedError(CLOSED)
         source = store_of(file.path).open(file.path)
         is_it = source.stamp() == file.stamp
         if self._client is not None:
             source = self._client.quicker(source, file.path)
         with self._lock:
-            if is_it and not self._is_closed and file.path not in self._open:
+            is_kept = is_it and not self._is_closed
+            if is_kept:
                 self._open[file.path] = source
-            kept = self._open.get(file.path)
-        if kept is not source:
-            source.close()
-        if not is_it:
-            raise replaced(file.path)
-        if kept is None:
-            raise ReaderClosedError(CLOSED)
-        return kept
+        if is_kept:
+            return source
+        source.close()
+        raise ReaderClosedError(CLOSED) if is_it else replaced(file.path)
 
     def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
         """Get ranges, sorted and not overlapping, in the calling thread; some are `held` before."""

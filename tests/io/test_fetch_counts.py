@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from memorystore import MemoryStore, new_store
+from memorystore import MemorySource, MemoryStore, new_store
 
 from h5async import AsyncReader
 from h5async.core.binding import load_core
 from h5async.fill.fetching import Fetcher, FetchLimits
 from h5async.fill.outcomes import FillerStats
 from h5async.index.extents import SourceFile
+from h5async.io.source import Source
 from h5async.io.stores import store_of
 from h5async.order.sampling import FillRequest
 from h5async.plan.fetches import ByteRanges
@@ -141,6 +145,27 @@ def test_the_fetcher_counts_requests_and_what_batches_read(path: Path, store: Me
     finally:
         fetcher.stop(far.close)
         fetcher.join(None)
+
+
+def test_a_source_is_opened_once_for_all_threads(path: Path, store: MemoryStore, monkeypatch: Any):
+    name = store.put(path)
+    file = SourceFile(name, store_of(name).stamp(name))
+    opened: list[str] = []
+    second = threading.Barrier(2)
+
+    def opening(self: MemoryStore, name: str) -> Source:
+        opened.append(name)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            second.wait(0.2)  # for a second thread that opens it
+        return MemorySource(self, name)
+
+    monkeypatch.setattr(MemoryStore, "open", opening)
+    far = FarSources(load_core(), [file])
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda at: bytes(far.get(0, [at], [8])[0]), range(4)))
+    far.close()
+    assert found == [path.read_bytes()[at : at + 8] for at in range(4)]
+    assert opened == [name]
 
 
 def test_counts_of_fillers_add_up():

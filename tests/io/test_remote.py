@@ -307,6 +307,19 @@ def test_addresses(server: Server):
     assert opened(server, "bytes").web_address() is None
 
 
+def test_timeouts_are_numbers_of_seconds_or_texts(server: Server):
+    for timeout in (5, 0.5, "1min"):
+        own = {"allow_http": True, "timeout": timeout, "connect_timeout": timeout}
+        name = SourceName(server.url("bucket/bytes"), {"client_options": own})
+        assert store_of(name).open(name).read(100_000, 5) == CONTENT[100_000:100_005]
+
+
+def test_an_endpoint_of_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url().rstrip("/"))
+    name = SourceName("s3://bucket/bytes", {"skip_signature": True, "region": "of-this-test"})
+    assert store_of(name).open(name).read(100_000, 5) == CONTENT[100_000:100_005]
+
+
 # --- failures ------------------------------------------------------------------------------------
 
 
@@ -323,6 +336,7 @@ class Failed(Exception):
         ("Received redirect ... inner: BareRedirect", "the bucket is in another region"),
         ("GET http://169.254.169.254/latest/api/token", "no credentials were found"),
         ('ConnectError("dns error")', "its host is not known"),
+        ("ConnectionRefused", "the server cannot be reached; check the name, the endpoint"),
         ("InvalidCertificate(UnknownIssuer)", "the server's certificate is not trusted"),
         ("status: 503 SlowDown", "the server is overloaded"),
         ("status: 418", "the server answers with status 418"),
