@@ -32,6 +32,7 @@ Then = Callable[["Held | BaseException"], None]
 _GROUP_NBYTES = 1 << 20  # that a thread asks the client for at once
 _FIRST_THREADS = 4
 _MOST_AHEAD = 1024  # batches that are planned ahead
+_MOST_BEHIND = 64
 
 
 class FetchLimits(NamedTuple):
@@ -144,6 +145,9 @@ class Fetcher(Workers):
             if holder is None or not _are_alike(expected, request):
                 return False
             del self._ahead[request.serial]
+            if holder.error is not None:  # it may pass
+                self._release(holder)
+                return False
         self._give(request, holder, then)
         return True
 
@@ -177,11 +181,12 @@ class Fetcher(Workers):
         ahead = self._ahead.pop(request.serial, None)
         if ahead is not None and not _are_alike(ahead[0], request):
             self._forget_ahead()
-        for serial in [serial for serial in self._ahead if serial < request.serial]:
+        # (Batches that are requested together come here in any order.)
+        for serial in [one for one in self._ahead if one < request.serial - _MOST_BEHIND]:
             self._release(self._ahead.pop(serial)[1])
         if ahead is not None:
             self._release(ahead[1])
-        if self._next is None or not self._ahead or self._next.serial <= request.serial:
+        if self._next is None or self._next.serial <= request.serial:
             self._next = self._following(request)
 
     def _forget_ahead(self) -> None:
@@ -243,7 +248,7 @@ class Fetcher(Workers):
         more = min(most - have, count - idle)
         if more > 0 and self._what:
             self._start_threads(more)
-        for _ in range(min(max(1, count), have)):
+        for _ in range(min(count, have)):
             self._tickets.put(True)
 
     def _start_threads(self, count: int) -> None:
