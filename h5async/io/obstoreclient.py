@@ -143,7 +143,18 @@ class Client:
             return store.from_url(root, **own, **given)
         except (ValueError, TypeError, self.library.exceptions.BaseError) as error:
             first = str(error).partition("\n")[0]
-            raise ConfigError(f"{named('storage_options')} for {self._root}: {first}") from error
+            for value in _texts(self._options):  # (one may be a secret in the wrong place)
+                first = first.replace(value, "...")
+            raise ConfigError(f"{named('storage_options')} for {self._root}: {first}") from None
+
+
+def _texts(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts among the values of options, however deep."""
+    for value in options.values():
+        if isinstance(value, Mapping):
+            yield from _texts(value)
+        elif isinstance(value, str) and len(value) > 1:
+            yield value
 
 
 def _with_durations(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,8 @@ def test_no_text_shows_the_options(server: Server, tmp_path: Path):
         batch = reader.get_next_batch()
         texts = [reader, reader.config, reader.layouts, reader.state_dict(), batch, reader.stats()]
         assert "hidden" not in repr(texts)
-    for wrong in ({**options, "aws_nonsense": "1"}, ["hidden"], {1: "hidden"}):
+    misplaced = {**options, "client_options": {"timeout": "hidden"}}
+    for wrong in ({**options, "aws_nonsense": "1"}, misplaced, ["hidden"], {1: "hidden"}):
         with pytest.raises(ConfigError) as caught:
             AsyncReader(hdf5_path="s3://bucket/a.h5", storage_options=wrong)
         assert "hidden" not in str(caught.value)
