@@ -569,6 +569,7 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--decode host": {"decode": "host"},
     "--cache host": {"cache": "host"},
     "--cache-bytes 5": {"cache_bytes": "5"},
+    "--cache-dir there": {"cache_dir": "there"},
     "--debug-lifetimes": {"debug_lifetimes": True},
     "--rank 1 --world-size 2": {"rank": 1, "world_size": 2},
     "--allow-external a --allow-external b/c": {"allow_external": [Path("a"), Path("b/c")]},
