@@ -33,6 +33,7 @@ _GROUP_NBYTES = 1 << 20  # that a thread asks the client for at once
 _FIRST_THREADS = 4
 _MOST_AHEAD = 1024  # batches that are planned ahead
 _MOST_BEHIND = 64
+_LITTLE_NBYTES, _MOST_AT_ONCE = 512 * 1024, 64  # of batches that are planned together
 
 
 class FetchLimits(NamedTuple):
@@ -199,13 +200,8 @@ class Fetcher(Workers):
 
     def _hold(self, serial: int, holder: _Holder) -> None:
         """Find what a batch needs among what is there, and request the rest. Holds the lock."""
-        keys = list(zip(*(column.tolist() for column in holder.ranges), strict=True))
-        found = [self._staged.get(key) for key in keys]
-        new = np.array([one is None for one in found], np.bool_)
-        if new.any():
-            self._request(serial, ByteRanges(*(column[new] for column in holder.ranges)))
-            found = [self._staged.get(key) for key in keys]
-        holder.by_range = found  # type: ignore[assignment]  # (all are there now)
+        self._request(serial, holder.ranges)
+        holder.by_range = [self._staged[key] for key in _keys(holder.ranges)]
         holder.requests = list(dict.fromkeys(holder.by_range))
         for one in holder.requests:
             one.users += 1
@@ -214,8 +210,10 @@ class Fetcher(Workers):
                 holder.missing += 1
 
     def _request(self, serial: int, ranges: ByteRanges) -> None:
-        bounds = requests_of(ranges)
-        keys = list(zip(*(column.tolist() for column in ranges), strict=True))
+        """Request those of some ranges, sorted and apart, that are not there. Holds the lock."""
+        new = np.array([key not in self._staged for key in _keys(ranges)], np.bool_)
+        ranges = ByteRanges(*(column[new] for column in ranges))
+        bounds, keys = requests_of(ranges), _keys(ranges)
         columns = (column.tolist() for column in extents_of(ranges, bounds))
         for (a, b), source, begin, end in zip(itertools.pairwise(bounds), *columns, strict=True):
             request = _Request(source, begin, end - begin, keys[a:b], serial)
@@ -361,29 +359,44 @@ class Fetcher(Workers):
         self._submit(request.serial, [partial(self._plan_ahead, request)])
 
     def _plan_ahead(self, request: FillRequest) -> None:
-        """Request what a batch will read."""
-        ranges: ByteRanges | None = None
+        """Request what a batch will read, and if that is little, the batches after it, too."""
+        planned: list[tuple[FillRequest, ByteRanges]] = []
+        nbytes, following = 0, self._following
+        then: FillRequest | None = request
         try:
-            ranges = self._plan(request)
-            if ranges is not None and self._far.near(ranges) is not None:
-                ranges = None  # later ones will be near, too, most often
+            while then is not None and nbytes < _LITTLE_NBYTES and len(planned) < _MOST_AT_ONCE:
+                ranges = self._plan(then)
+                if ranges is None or self._far.near(ranges) is not None:
+                    then = None  # later ones will be near, too, most often
+                    break
+                planned.append((then, ranges))
+                nbytes += int(ranges.nbytes.sum())
+                then = following(then)
         except Exception:
-            ranges = None  # the request itself will have the error
+            then = None  # the request itself will have the error
         new = 0
         with self._lock:
             self._is_planning = False
-            is_next = self._next is request and not self.is_stopped
-            if is_next:
-                self._next = None if ranges is None else self._following(request)
-            if is_next and ranges is not None and request.serial not in self._holders:
-                holder, before = _Holder(ranges), self._staged_nbytes
-                self._hold(request.serial, holder)
+            if self._next is request and not self.is_stopped:
+                self._next, before = then, self._staged_nbytes
+                self._stage(planned)
                 self._planned_nbytes = self._staged_nbytes - before
-                self._ahead[request.serial] = request, holder
                 new = len(self._pending)
         if new:
             self._wake_for(new)
         self._plan_next()
+
+    def _stage(self, planned: Sequence[tuple[FillRequest, ByteRanges]]) -> None:
+        """Request what batches will read, of several what lies together. Holds the lock."""
+        planned = [one for one in planned if one[0].serial not in self._holders]
+        if len(planned) > 1:
+            several = ByteRanges.joined([ranges for _, ranges in planned]).apart()
+            if several is not None:
+                self._request(planned[0][0].serial, several)
+        for request, ranges in planned:
+            holder = _Holder(ranges)
+            self._hold(request.serial, holder)
+            self._ahead[request.serial] = request, holder
 
     def _end(self) -> None:
         super()._end()
@@ -391,6 +404,10 @@ class Fetcher(Workers):
         self._holders.clear()
         self._ahead.clear()
         self._plan = self._following = self._submit = do_nothing  # whose owners hold this object
+
+
+def _keys(ranges: ByteRanges) -> list[Key]:
+    return list(zip(*(column.tolist() for column in ranges), strict=True))
 
 
 def _are_alike(expected: FillRequest, request: FillRequest) -> bool:

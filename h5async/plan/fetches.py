@@ -37,6 +37,15 @@ class ByteRanges(NamedTuple):
         chosen = nbytes > 0
         return ByteRanges(self.source[chosen], self.offset[chosen], nbytes[chosen])
 
+    def apart(self) -> ByteRanges | None:
+        """Return the ranges sorted, each once; None if some overlap."""
+        several = np.unique(np.stack(self, axis=1), axis=0)
+        source, offset, nbytes = several.T
+        goes_on = source[1:] == source[:-1]
+        if (goes_on & (offset[1:] < offset[:-1] + nbytes[:-1])).any():
+            return None
+        return ByteRanges(source, offset, nbytes)
+
     def same(self, other: ByteRanges) -> bool:
         """Tell whether two of these are equal."""
         return self.size == other.size and all(map(np.array_equal, self, other))
