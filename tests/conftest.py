@@ -21,6 +21,7 @@ import h5py
 import hypothesis
 import numpy as np
 import pytest
+from memorystore import MemoryStore, new_store
 
 from h5async import AsyncReader
 from h5async.core.binding import Core, load_core
@@ -138,6 +139,15 @@ def require_extra(name: str) -> Any:
     if os.environ.get("H5ASYNC_REQUIRE_EXTRAS") == "1":
         return importlib.import_module(name)
     return pytest.importorskip(name)
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    """A store in memory, of which nothing may be left open."""
+    made = new_store()
+    yield made
+    assert not made.open_sources
+    made.held.clear()
 
 
 @pytest.fixture(scope="session")

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from memorystore import MemoryStore, new_store
+from memorystore import MemoryStore
 from typer.testing import CliRunner
 
 from h5async.cli import app
 from h5async.core.binding import load_core
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="far sources need the core")
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    made = new_store()
-    yield made
-    assert not made.open_sources
-    made.held.clear()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from conftest import assert_epoch_is, truth
 from corpus import QUIRKS, Quirk
-from memorystore import MemoryStore, new_store
 
 from h5async import AsyncReader, ConfigError, ReaderConfig
 from h5async.config.files import Kept
@@ -20,14 +18,6 @@ from h5async.io.diskcache import SUFFIX, disk_cache
 
 URL = "memory://bucket/a.h5"
 READABLE = [name for name, quirk in QUIRKS.items() if quirk.way in ("direct", "h5py")]
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    made = new_store()
-    yield made
-    assert not made.open_sources
-    made.held.clear()
 
 
 def reader_of(source: Any, folder: Path, **options: Any) -> AsyncReader:

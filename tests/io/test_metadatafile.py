@@ -7,7 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from memorystore import MemorySource, MemoryStore, new_store
+from memorystore import MemorySource, MemoryStore
 
 from h5async import AsyncReader, H5AsyncError, ReaderConfig, ReadError
 from h5async.config import Field
@@ -36,14 +36,6 @@ from h5async.io.stores import open_hdf5
 from h5async.opening.dataset import open_dataset
 
 CHUNKS, ROW_NBYTES = 5000, 1200
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    made = new_store()
-    yield made
-    assert not made.open_sources
-    made.held.clear()
 
 
 # --- chunk indices -------------------------------------------------------------------------------

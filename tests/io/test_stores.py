@@ -7,7 +7,6 @@ import io
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import assert_epoch_is, assert_same_bits, truth
 from corpus import QUIRKS, Quirk
-from memorystore import SCHEME, MemoryStore, new_store
+from memorystore import SCHEME, MemoryStore
 from raggedcorpus import RAGGED, RaggedQuirk
 from typer.testing import CliRunner
 
@@ -34,14 +33,6 @@ from h5async.samples.sparse import Csr
 
 READABLE = {name: q for name, q in QUIRKS.items() if q.way in ("direct", "h5py")}
 OTHERS = {name: q for name, q in QUIRKS.items() if name not in READABLE}
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    made = new_store()
-    yield made
-    assert not made.open_sources
-    made.held.clear()
 
 
 def written(quirk: Quirk, folder: Path) -> Path:
