@@ -39,8 +39,11 @@ class ByteRanges(NamedTuple):
 
     def apart(self) -> ByteRanges | None:
         """Return the ranges sorted, each once; None if some overlap."""
-        several = np.unique(np.stack(self, axis=1), axis=0)
-        source, offset, nbytes = several.T
+        order = np.lexsort(self[::-1])
+        source, offset, nbytes = (column[order] for column in self)
+        is_new = np.append(True, (np.diff(source) != 0) | (np.diff(offset) != 0))
+        is_new[1:] |= np.diff(nbytes) != 0
+        source, offset, nbytes = source[is_new], offset[is_new], nbytes[is_new]
         goes_on = source[1:] == source[:-1]
         if (goes_on & (offset[1:] < offset[:-1] + nbytes[:-1])).any():
             return None
