@@ -39,6 +39,8 @@ class ByteRanges(NamedTuple):
 
     def apart(self) -> ByteRanges | None:
         """Return the ranges sorted, each once; None if some overlap."""
+        if not self.size:
+            return self
         order = np.lexsort(self[::-1])
         source, offset, nbytes = (column[order] for column in self)
         is_new = np.append(True, (np.diff(source) != 0) | (np.diff(offset) != 0))
