@@ -52,7 +52,6 @@ class _Request:
     __slots__ = (
         "base",
         "data",
-        "error",
         "holders",
         "keys",
         "nbytes",
@@ -68,7 +67,6 @@ class _Request:
         self.users = 0
         self.data: NDArray[np.uint8] | None = None
         self.base = 0  # an offset of the source, plus this, is an address
-        self.error: BaseException | None = None
         self.holders: list[_Holder] = []
 
 

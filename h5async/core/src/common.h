@@ -74,6 +74,14 @@
      : (size) == 8 ? function(__VA_ARGS__, 8)                                                     \
                    : function(__VA_ARGS__, (int64_t)(size)))
 
+/* Find the last of the numbers `low` to `high` - 1 for which a condition holds, which does for `low`,
+   and for none behind one for which it does not. The variable `low` has it then. */
+#define FIND_LAST(low, high, at, condition)                                                       \
+    while ((low) + 1 < (high)) {                                                                  \
+        int64_t at = (low) + ((high) - (low)) / 2;                                                \
+        *((condition) ? &(low) : &(high)) = at;                                                   \
+    }
+
 /* A list, from its `newest` to its `oldest`: take one out, or put one to its front. */
 #define UNLINK(list, one)                                                                         \
     (*((one)->newer ? &(one)->newer->older : &(list)->newest) = (one)->older,                     \

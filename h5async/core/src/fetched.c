@@ -6,15 +6,10 @@
 static void use_fetched(File *file, const BatchPlan *plan, int64_t source)
 {
     const Fetched *all = plan->fetched;
-    int64_t low = 0, high = plan->num_fetched, first, end;
-    while (low < high) {
-        int64_t middle = low + (high - low) / 2;
-        if (all[middle].source < source)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    for (first = end = low; end < plan->num_fetched && all[end].source == source;)
+    int64_t low = -1, high = plan->num_fetched;
+    FIND_LAST(low, high, at, all[at].source < source)
+    int64_t first = low + 1, end = first;
+    for (; end < plan->num_fetched && all[end].source == source;)
         end++;
     file->fetched = all + first, file->num_fetched = end - first;
     file->failed_at = -1;

@@ -119,17 +119,11 @@ static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbyt
 /* Where the bytes at an offset are that were fetched, and how many follow; 0: none were. */
 static int64_t find_fetched(const File *file, int64_t offset, const uint8_t **at)
 {
-    int64_t low = 0, high = file->num_fetched;
-    while (low < high) {
-        int64_t middle = low + (high - low) / 2;
-        if (file->fetched[middle].offset <= offset)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    if (low == 0)
+    int64_t low = -1, high = file->num_fetched;
+    FIND_LAST(low, high, middle, file->fetched[middle].offset <= offset)
+    if (low < 0)
         return 0;
-    const Fetched *found = &file->fetched[low - 1];
+    const Fetched *found = &file->fetched[low];
     int64_t inside = offset - found->offset;
     *at = found->data + (inside < found->nbytes ? inside : 0);
     return inside < found->nbytes ? found->nbytes - inside : 0;

@@ -340,7 +340,8 @@ static int read_heap_item(Work *work, const Field *f, const Target *target, cons
     HeapCall call = heap_call(work, f, target, item);
     if (call.scratch == NULL || call.count > BLOCK_SEQUENCES)
         return fail(work->w, NO_ROOM, -1, 0, (int64_t)sizeof(HeapScratch));
-    int is_good = (call.available > 0 || work->file->fd >= 0 || work->file->is_far) && resolve_all(&call) && copy_all(&call);
+    int can_read = call.available > 0 || work->file->fd >= 0 || work->file->is_far;
+    int is_good = can_read && resolve_all(&call) && copy_all(&call);
     end_stage(work->w, READING, &work->last_ns);
     return is_good;
 }

@@ -90,15 +90,7 @@ typedef struct {
     int64_t limit; /* of indices, of 4 or 8 bytes: each must be from 0 on and below it; 0: any may be */
 } Field;
 
-/* Find the last of the numbers `low` to `high` - 1 for which a condition holds, which does for `low`,
-   and for none behind one for which it does not. The variable `low` has it then. */
-#define FIND_LAST(low, high, at, condition)                                                       \
-    while ((low) + 1 < (high)) {                                                                  \
-        int64_t at = (low) + ((high) - (low)) / 2;                                                \
-        *((condition) ? &(low) : &(high)) = at;                                                   \
-    }
-
-/* The same, sooner where it is near `low`. */
+/* FIND_LAST, sooner where it is near `low`. */
 #define FIND_LAST_NEAR(low, high, at, condition)                                                  \
     for (int64_t step = 1, at; (at = (low) + step) < (high); step *= 2) {                         \
         *((condition) ? &(low) : &(high)) = at;                                                   \
