@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from h5async.codec.encoders import find_encoder
 from h5async.index.chunks import filters_of
 from h5async.pack.safefile import SafeFile
+from h5async.system.interruptions import Gate, Patience, join_threads, start_threads
 from h5async.system.resources import usable_cores
-from h5async.system.waiting import Gate, Patience, join_threads, start_threads
 
 Offset = tuple[int, ...]
 _Chunk = tuple[Offset, Any, int]  # where it is, its bytes, the mask of filters left out
