@@ -130,14 +130,15 @@ class DatasetWriter:
             self._encode = find_encoder(filters_of(dataset.id.get_create_plist()))
             self._fill = dataset.fillvalue
 
-    def write(self, offset: Offset, values: NDArray[Any]) -> None:
-        """Write values in a block of the dataset that begins at `offset`.
+    def write(self, offset: Offset, values: NDArray[Any], nbytes: int | None = None) -> None:
+        """Write values in a block of the dataset that begins at `offset`; `nbytes` if it is known.
 
         It begins and ends with chunks, or at the end of the dataset, unless HDF5 encodes them
         (`is_by_hdf5`).
         """
         if self._encode is None:
-            size = _ELEMENT_NBYTES * values.size if self._dtype.hasobject else values.nbytes
+            of_objects = _ELEMENT_NBYTES * values.size if nbytes is None else nbytes
+            size = of_objects if self._dtype.hasobject else values.nbytes
             self._writer.call(partial(self._write_by_hdf5, offset, values), size)
             return
         assert self._chunks is not None
