@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from h5async.errors import DamagedError
-from h5async.io.localfiles import owned
 from h5async.pack.partialfile import PartialFile, Piece
 
 _FORMAT = b"h5async journal 1 "
@@ -82,5 +81,8 @@ def read_journal(path: Path) -> Journal | None:
 
 def synchronize_folder(folder: Path) -> None:
     """Wait until the names of files in a folder are on the disk."""
-    with owned(os.open, folder, os.O_RDONLY | os.O_CLOEXEC) as opened:
-        os.fsync(opened.fileno())
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
