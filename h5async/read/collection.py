@@ -26,18 +26,19 @@ from h5async.order.rows import numbers_in
 from h5async.plan.fetches import NO_RANGES, ByteRanges, union
 from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
-from h5async.read.failures import (
+from h5async.read.farsources import Held, is_far
+from h5async.read.queue import SlotBatch
+from h5async.read.rereading import (
     Chunk,
     Extent,
+    FileEventError,
     Place,
     Reason,
+    Rereader,
     error_of,
     error_of_element,
     find_chunk,
 )
-from h5async.read.farsources import Held, is_far
-from h5async.read.queue import SlotBatch
-from h5async.read.rereading import FileEventError, Rereader
 from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
