@@ -21,8 +21,7 @@ from h5async.errors import DamagedError, DatasetError
 from h5async.index.changes import FileChanges
 from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
-from h5async.index.room import files_of
+from h5async.index.links import Reach, files_of
 from h5async.index.units import unit_nbytes
 from h5async.io.keptfiles import affordable_files
 from h5async.io.localfiles import IoMode
