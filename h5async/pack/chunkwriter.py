@@ -204,6 +204,11 @@ class DatasetWriter:
 
     def _write_by_hdf5(self, offset: Offset, values: NDArray[Any]) -> None:
         self._grow(offset[0] + len(values))
+        if self._dtype.hasobject:  # which h5py might take for arrays of more dimensions
+            space, memory = self._dataset.id.get_space(), h5py.h5s.create_simple(values.shape)
+            space.select_hyperslab(offset, values.shape)
+            self._dataset.id.write(memory, space, values, h5py.h5t.py_create(self._dtype))
+            return
         ends = map(sum, zip(offset, values.shape, strict=True))
         self._dataset[tuple(map(slice, offset, ends))] = values
 

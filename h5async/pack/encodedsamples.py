@@ -164,7 +164,8 @@ def headers_of(contents: Sequence[bytes]) -> list[tuple[ImageHeader | None, Byte
         rows = header_rows(values, offsets)
     else:
         rows = np.empty((len(contents), len(ImageHeader._fields)), np.int64)
-        core.image_headers(*(address(one) for one in (values, offsets, rows)), values.size, len(contents))
+        places = [address(one) for one in (values, offsets, rows)]
+        core.image_headers(*places, values.size, len(contents))
     several = [values[begin:end] for begin, end in itertools.pairwise(offsets.tolist())]
     return [
         (ImageHeader._make(row) if row[1] else None, data)

@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, Unpack
 import h5py
 import imagecodecs
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.codec.encoders import parse_filters, spell_filters
 from h5async.codec.filters import Filter
@@ -32,6 +34,7 @@ from h5async.pack.schema import Block, Column, Values, column_of, fitted
 from h5async.pack.sources.finding import open_source
 from h5async.pack.sources.source import Source, Work, digest_of
 from h5async.spelling import named
+from h5async.system.interruptions import suppressing
 
 Progress = Callable[[int, int | None, int], None]  # samples done, all of them, bytes done
 ABOUT = "h5async-pack"  # an attribute of the file: JSON
@@ -150,21 +153,35 @@ class _Output:
         self._texts: dict[str, str] = {}
         self._classes: list[str] = []
         self.nbytes = 0
-        self._safe = SafeFile(
-            path,
-            resume=options.resume,
-            append=options.append,
-            overwrite=options.overwrite,
-            digest=digest,
-        )
-        self.is_finished = self._safe.is_finished
         self.taken = self.count = self.converted = 0
         self.bad: list[tuple[str, str]] = []
+        self.is_finished = options.append and options.resume and self._was_finished()
+        self._opened = ExitStack()
+
+    def __enter__(self) -> _Output:
+        with self._opened as opened:
+            if not self.is_finished:
+                self._open(opened)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._opened.__exit__(*raised)
+
+    def _open(self, opened: ExitStack) -> None:
+        path, options, digest = self._path, self._options, self._digest
+        flags = {name: getattr(options, name) for name in ("resume", "append", "overwrite")}
+        self._safe = opened.enter_context(SafeFile(path, digest=digest, **flags))
+        self.is_finished = self._safe.is_finished
         if self.is_finished:
-            with h5py.File(path) as file:
-                self._read_about(file)
+            if not self._was_finished():
+                raise ConfigError(
+                    f"{path} was packed from other sources, or with other options; write another"
+                    f" file, or replace it by {named('overwrite', True)}"
+                )
             return
-        self._writer = ChunkWriter(self._safe, threads=options.threads, memory=options.memory // 2)
+        writer = ChunkWriter(self._safe, threads=options.threads, memory=options.memory // 2)
+        self._writer = opened.enter_context(writer)
         state = self._safe.state or {}
         self.taken, self.converted = state.get("taken", 0), state.get("converted", 0)
         self.bad = [(name, reason) for name, reason in state.get("bad", [])]
@@ -177,18 +194,20 @@ class _Output:
         elif options.append:
             raise ConfigError(f"{path} was not made by pack, which only appends to its own files")
 
-    def __enter__(self) -> _Output:
-        return self
+    def _was_finished(self) -> bool:
+        """Return whether the file has all of these samples; read what it says of itself."""
+        with suppressing(OSError, KeyError), h5py.File(self._path) as file:
+            about = self._read_about(file)
+            return bool(about["digest"] == self._digest and about["is_whole"])
+        return False
 
-    def __exit__(self, *_: object) -> None:
-        if not self.is_finished:
-            self._writer.close()
-        self._safe.close()
-
-    def _read_about(self, file: h5py.File) -> None:
+    def _read_about(self, file: h5py.File) -> Any:
         about = json.loads(file.attrs[ABOUT])
+        if "classes" in file:
+            self._classes = file["classes"].asstr()[:].tolist()
         self.count, self._texts = about["samples"], about["stored"]
         self._columns = {one["name"]: Column.of_json(one) for one in about["columns"]}
+        return about
 
     def add(self, block: Block) -> None:
         """Append a block of samples, and commit now and then."""
@@ -224,15 +243,25 @@ class _Output:
             )
         for name, column in self._columns.items():
             values = fitted(column, block.columns[name], self.count)
+            if name == "labels" and self._classes and isinstance(values, np.ndarray):
+                values = self._united()[1][values]
             self._appenders[name].append(values)
         self.count += block.kept
 
-    def _commit(self) -> None:
+    def _united(self) -> tuple[list[str], NDArray[Any]]:
+        """Return the classes of the file and the source, and the numbers of the latter's."""
+        own = list(self._source.once.get("classes", ()))
+        every = list(dict.fromkeys([*self._classes, *own]))
+        return every, np.array([every.index(name) for name in own], np.int64)
+
+    def _commit(self, *, is_whole: bool = False) -> None:
         for one in self._appenders.values():
             one.flush()
         about = json.dumps(
             {
                 "version": _VERSION,
+                "digest": self._digest,
+                "is_whole": is_whole,
                 "samples": self.count,
                 "stored": self._texts,
                 "columns": [column.as_json() for column in self._columns.values()],
@@ -246,11 +275,13 @@ class _Output:
         """Write what there is once, and give the file its name."""
         if not self.count:
             raise DatasetError(f"{self._source.name} has no samples that can be packed")
-        for name, values in {**self._source.once, **self._source.finish()}.items():
+        once = {**self._source.once, **self._source.finish()}
+        if "classes" in once:
+            once["classes"] = self._united()[0]
+        for name, values in once.items():
             self._writer.call(partial(_put_once, self._safe.file, name, values))
-        self._commit()
+        self._commit(is_whole=True)
         self._writer.flush()
-        self._writer.close()
         self._safe.finish()
 
     def packed(self, seconds: float) -> Packed:
