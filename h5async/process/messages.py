@@ -22,7 +22,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from h5async import errors
 from h5async.errors import H5AsyncError, ReadError, Skipped
 from h5async.fill.outcomes import FillerStats, Recorded
-from h5async.index.fingerprint import fingerprint
+from h5async.index.changes import fingerprint
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.io.shared import ArraySpec
 from h5async.opening.limits import MemoryPlan
