@@ -30,6 +30,7 @@ from h5async.errors import (
     ReadError,
     Skipped,
     UnsafeFileError,
+    WriteError,
 )
 from h5async.observe.stats import ReaderStats
 from h5async.observe.tracing import Trace
@@ -41,6 +42,7 @@ from h5async.samples.sparse import Csr
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
     from h5async.measure.statistics import statistics
+    from h5async.pack.packing import pack
 
 # If the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -112,6 +114,8 @@ __all__ = [
     "Statistics",
     "Trace",
     "UnsafeFileError",
+    "WriteError",
     "__version__",
+    "pack",
     "statistics",
 ]

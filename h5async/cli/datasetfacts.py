@@ -17,7 +17,6 @@ from h5async.cli.options import spell_in_shell
 from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError
-from h5async.index.cost import read_cost
 from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.groupfields import column, sparse_group
 from h5async.index.layout import DatasetLayout
@@ -25,10 +24,20 @@ from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.io.stores import far_names
+from h5async.observe.chunkuse import read_cost
 from h5async.opening.raggedcolumns import heap_layout
 from h5async.plan.cf import shown_value, unpacking
 from h5async.read.executors import method_of
-from h5async.samples.fieldkind import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, values_of
+from h5async.samples.fieldkind import (
+    AUDIO,
+    CATEGORIES,
+    IMAGE,
+    NULLABLE,
+    ROWS,
+    SHAPE,
+    TEXTS,
+    values_of,
+)
 from h5async.spelling import printable
 from h5async.system.interruptions import suppressing
 
@@ -347,7 +356,7 @@ def _known(
             yield _group_dataset(path, file, parts, "nullable")
         else:
             yield _group_dataset(path, file, parts, "categorical", categories=layout.sample_count)
-    elif kind not in (ROWS, TEXTS):
+    elif kind not in (ROWS, TEXTS, IMAGE, AUDIO):
         of_path = _ragged_in_index if layout.is_ragged else _dataset_of
         yield of_path(path, file, layout)
 

@@ -36,9 +36,8 @@ from h5async.process.child import HelperDied, HelperProcess
 from h5async.process.messages import Answer, Failed, Opened, Record, Started, Starting, received
 from h5async.process.outstanding import Outstanding
 from h5async.process.sharedslots import ReaderSlots
-from h5async.system.interruptions import suppressing
+from h5async.system.interruptions import Gate, Patience, suppressing
 from h5async.system.timeline import STAGES, ThreadCounts
-from h5async.system.waiting import Gate, Patience
 
 _log = logging.getLogger("h5async.process")
 _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
@@ -308,8 +307,7 @@ class Supervisor:
                 arrays = slots.arrays(answer)
         except BaseException as raised:
             error = raised
-        done = answer.is_resident, answer.busy_seconds, answer.warnings, answer.names
-        self._on_done(request, FillOutcome(index, arrays, error, *done, answer.skipped))
+        self._on_done(request, FillOutcome(index, arrays, error, *answer.others))
         del error  # its traceback may have this frame
 
     def _keep(self, several: Sequence[Recorded]) -> None:

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
 from h5async.core.structures import IO_MODES, MAX_RANK
-from h5async.index.extents import TableBuilder
-from h5async.index.keeping import Keeps, what_to_keep
+from h5async.index.extents import Keeps, TableBuilder, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape
 from h5async.io.keptfiles import affordable_maps
@@ -87,8 +86,10 @@ class CoreTables:
         for number, source in enumerate(self.files):
             if source.values is None:
                 self._numbers.setdefault((source.path, source.is_heap), []).append(number)
-        self.far = FarSources(core, self.files) if any(map(is_far, self.files)) else None
         self.sources = self._open_sources()
+        self.far: FarSources | None = None
+        if any(map(is_far, self.files)):
+            self.far = FarSources(core, self.files, self._table)
         self.fields = (core.Field * len(layouts))()
         share = 1.0 if samples is None else samples / max(1, self.num_samples)
         made: dict[Any, Any] = {}  # structures of equal rows are shared

@@ -24,12 +24,10 @@ from h5async.errors import DamagedError, DatasetError
 from h5async.index.composition import join_layouts, joined_cf
 from h5async.index.datasettable import shared
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
-from h5async.index.room import files_of
+from h5async.index.links import Reach, files_of
 from h5async.index.savedindex import Wanted
 from h5async.io.stamps import FileStamp
-from h5async.order.packing import Packing
-from h5async.order.rows import SpanRows, StepRows, StepSpans
+from h5async.order.rows import Packing, SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
 from h5async.samples.parts import Places, parts_of_rows
 from h5async.samples.ragged import Ragged, put_padded
@@ -45,10 +43,11 @@ DecodingWork = Callable[[], bool]  # decodes a sample; returns False if it was b
 INDICES = "\0indices"  # suffix of a field's name: its column of indices
 
 # Kinds of facts, as in `Wanted`: elements of variable length, the rows, the shape and the names of
-# a sparse matrix, what codes of a column stand for, that a column has a mask, values as codes, and
-# what these stand for.
+# a sparse matrix, what codes of a column stand for, that a column has a mask, values as codes, what
+# these stand for, and that elements of variable length are encoded images or audio.
 HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
 CATEGORIES, NULLABLE, LABELS, LABEL_NAMES = "categories", "nullable", "labels", "label-names"
+IMAGE, AUDIO = "image", "audio"
 
 
 class Categories(NamedTuple):
