@@ -20,12 +20,11 @@ from h5async.index.groupfields import SparseGroup, row_offsets, sparse_group
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, files_of, open_index
 from h5async.index.metadata import indexer_at, references, value_layout
+from h5async.index.segments import Int64s
 from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.stamps import FileStamp
 from h5async.read.whole import read_blocks
 from h5async.spelling import named
-
-Int64s = NDArray[np.int64]
 
 _MOST_OFFSETS = 1 << 33  # or elements of variable length, read as a reader is made
 _OBJECTS = 4096  # elements of variable length that h5py reads at a time
