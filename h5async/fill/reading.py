@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import CoreTrace
 from h5async.errors import DamagedError, is_lack_of_memory, out_of_memory, taking_memory
-from h5async.fill.damage import KnownDamage
-from h5async.fill.resident import HostCache, Residency
+from h5async.fill.resident import HostCache, KnownDamage, Residency
 from h5async.io.shared import plain_memory
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
@@ -42,10 +41,10 @@ from h5async.plan.records import (
 from h5async.plan.transform import NativeTransform, RowTransform, transformer
 from h5async.read.collection import Collection
 from h5async.read.executors import Executors
-from h5async.read.failures import Place
 from h5async.read.farsources import FarSources, Held
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import BatchQueue, SlotBatch
+from h5async.read.rereading import Place
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
@@ -172,7 +171,7 @@ class BatchReader:
         core, collection = self.core, self._collection
         if core is None or collection is None or self._plan_columns:
             return None
-        if not all(collection.tables.reads) or collection.tables.far is not None:
+        if not all(collection.tables.reads) or (self.far is not None and not self.far.are_kept):
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
@@ -426,11 +425,6 @@ class BatchReader:
             listed = [collection.ranges(y, 0, y.plan.num_items, scratch) for y in batches]
         wanted = union(ByteRanges.joined([before, *listed]))
         return None if wanted.same(before) else wanted
-
-    def near(self, ranges: ByteRanges) -> Held | None:
-        """Return ranges of far sources if none has to be fetched."""
-        assert self.far is not None
-        return self.far.near(ranges)
 
     def hold(self, plans: BatchPlan, found: Held | BaseException) -> None:
         """Have a batch read what was fetched; an error is raised."""

@@ -162,21 +162,14 @@ class SentField(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The outcome of a request; with `stats` of the helper's filler so far.
-
-    `is_resident`, `busy_seconds`, `warnings`, `names` and `skipped` are those of `FillOutcome`.
-    """
+    """The outcome of a request; with `stats` of the helper's filler so far."""
 
     request: tuple[Any, ...]  # the `FillRequest`
     size: int  # samples in the batch
     fields: tuple[SentField, ...]
     rooms: Rooms  # memory beside the slot that was added for them
     error: tuple[bytes, ...]  # from `portable`, if any
-    is_resident: bool
-    busy_seconds: float
-    warnings: tuple[str, ...]
-    names: tuple[str, ...]
-    skipped: tuple[Skipped, ...]
+    others: tuple[Any, ...]  # the members of the `FillOutcome` behind its error
     stats: FillerStats
     recorded: Sequence[Recorded] = ()  # since the last answer
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import IO_MODES, REFUSED, Event
+from h5async.core.structures import REFUSED, Event
 from h5async.errors import DamagedError, ReaderClosedError, ReadError
 from h5async.index.changes import FileChanges
 from h5async.index.shapes import Kind
@@ -26,18 +26,19 @@ from h5async.order.rows import numbers_in
 from h5async.plan.fetches import NO_RANGES, ByteRanges, union
 from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
-from h5async.read.failures import (
+from h5async.read.farsources import Held, is_far
+from h5async.read.queue import SlotBatch
+from h5async.read.rereading import (
     Chunk,
     Extent,
+    FileEventError,
     Place,
     Reason,
+    Rereader,
     error_of,
     error_of_element,
     find_chunk,
 )
-from h5async.read.farsources import Held, is_far
-from h5async.read.queue import SlotBatch
-from h5async.read.rereading import FileEventError, Rereader
 from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
@@ -137,20 +138,26 @@ class Collection:
         """
         if start >= stop:
             return 0
+        refused = self._call("read_batch", batch, self.tables.sources, scratch, start, stop)
+        if refused < 0:
+            raise ReaderClosedError(CLOSED)
+        return refused
+
+    def _call(
+        self, name: str, batch: SlotBatch, sources: Any, scratch: Scratch, *arguments: int
+    ) -> int:
+        """Call a function of the core for a plan and its sources; return its result."""
         worker = scratch.worker(self._core)
-        refused = self._core.read_batch(
+        done: int = getattr(self._core, name)(
             ctypes.byref(batch.plan),
             self.tables.fields,
             batch.targets,
-            self.tables.sources,
+            sources,
             ctypes.byref(worker.struct),
-            start,
-            stop,
+            *arguments,
         )
         worker.note_return()
-        if refused < 0:
-            raise ReaderClosedError(CLOSED)
-        return int(refused)
+        return done
 
     def planned(self, batch: SlotBatch) -> Planned:
         """Return the plan of a batch."""
@@ -195,21 +202,11 @@ class Collection:
         """
         far = self.tables.far
         assert far is not None
-        worker, room = scratch.worker(self._core), 2 * (stop - start) + 64
+        room, sources = 2 * (stop - start) + 64, self.tables.sources
         while True:
             found = np.zeros(room, far.fetched)
-            count = self._core.list_ranges(
-                ctypes.byref(batch.plan),
-                self.tables.fields,
-                batch.targets,
-                self.tables.sources,
-                ctypes.byref(worker.struct),
-                start,
-                stop,
-                address(found),
-                room,
-            )
-            worker.note_return()
+            given = start, stop, address(found), room
+            count = self._call("list_ranges", batch, sources, scratch, *given)
             if count <= room:
                 names = ByteRanges._fields
                 listed = ByteRanges(*(found[name][:count] for name in names))
@@ -300,13 +297,19 @@ class Collection:
         damage: list[DamagedError] | None,
     ) -> None:
         """Fetch items of a source that is no local file, and read them."""
+        far = self.tables.far
+        assert far is not None
         for number in numbers:
             self.fetch(batch, scratch, (number, number + 1))
-            nbytes = self.tables.files[int(self._items(batch)["source"][number])].stamp.nbytes
-            file = self._core.File(fd=-1, io=IO_MODES["pread"], is_far=True, map_nbytes=nbytes)
+            file, source = self._core.File(), int(self._items(batch)["source"][number])
+            self._core.open_again(self.tables.sources, source, ctypes.byref(file))
             file.fetched, file.num_fetched = batch.plan.fetched, batch.plan.num_fetched
             found: list[DamagedError] | None = None if damage is None else []
-            self._read_again(batch, [number], scratch, found, file, False)
+            try:
+                self._read_again(batch, [number], scratch, found, file, False)
+            except FileEventError:  # its mirror was removed meanwhile
+                far.use_mirror(source, None)
+                self._read_far_again(batch, [number], scratch, found)
             if damage is not None:
                 damage += found or ()
         self.hold(batch, None)
@@ -350,16 +353,8 @@ class Collection:
     ) -> bool:
         worker = scratch.worker(self._core)
         worker.struct.least_nbytes = least_nbytes
-        done = self._core.read_again(
-            ctypes.byref(batch.plan),
-            self.tables.fields,
-            batch.targets,
-            ctypes.byref(file),
-            ctypes.byref(worker.struct),
-            number,
-        )
+        done = self._call("read_again", batch, ctypes.byref(file), scratch, number)
         worker.struct.least_nbytes = 0
-        worker.note_return()
         if file.event == Event.STOPPED:
             raise ReaderClosedError(CLOSED)
         if file.event != Event.NONE:

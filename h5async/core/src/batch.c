@@ -3,7 +3,7 @@
    Threads take ranges of a plan's items, each in one call. First come pieces that are kept decoded,
    for which no file is needed (kept.c); then what is read, source by source. An item that cannot be
    done is marked: Python opens its file, checks it where it was changed, and has it read again out of
-   that, so that it learns the reason (read/failures.py). */
+   that, so that it learns the reason (read/rereading.py). */
 
 /* Where a piece of an item lies; -1: nowhere, or it is not asked for. */
 static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross, int64_t *nbytes)
@@ -104,6 +104,8 @@ static void do_section(void *data)
         if (item->status != TO_DO)
             continue;
         set_traced(work->w, item->field, item->source);
+        if (work->file->mirror != NULL)
+            look_into_mirror(work, item);
         if (item->kind == ROWS) {
             outcome = read_row_item(work, f, target, item) ? READ : FAILED;
         } else if (item->kind == HEAP) {
@@ -222,6 +224,9 @@ PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Ta
     int64_t refused = 0;
     if (start < 0 || stop > plan->num_items)
         return -1;
+    for (int64_t i = start; i < stop; i++)
+        if (plan->items[i].status == REFUSED)
+            plan->items[i].status = TO_DO; /* what it lacked was fetched meanwhile */
     install_guard();
     begin_tracing(w);
     read_kept(&work, sources, start, stop);
