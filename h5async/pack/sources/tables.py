@@ -158,7 +158,8 @@ def _unit(kind: Any) -> str:
         return f"{'days' if types.is_date32(kind) else 'milliseconds'} since 1970-01-01"
     if not types.is_temporal(kind):
         return ""
-    return _UNITS[kind.unit] + " since 1970-01-01" * types.is_timestamp(kind)
+    unit = _UNITS[kind.unit]
+    return f"{unit} since 1970-01-01" if types.is_timestamp(kind) else unit
 
 
 def _columns(name: str, array: Any, fill: Fill, where: str) -> Iterable[tuple[str, Values]]:
