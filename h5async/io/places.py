@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
-NONSENSE = (IndexError, ValueError, OverflowError)  # raised for bytes that are no such structure
+NONSENSE = (IndexError, ValueError, OverflowError, struct.error)  # raised for bytes that are no such structure
 _PIECE_NBYTES = 1 << 20  # of large tables
 
 
@@ -48,10 +49,11 @@ class Cursor:
 
     def take(self, nbytes: int) -> bytes:
         """Return the next bytes."""
-        if not 0 <= nbytes <= self.rest:
+        begin, end = self.at, self.at + nbytes
+        if not begin <= end <= len(self.data):
             raise IndexError("the structure ends before")
-        self.at += nbytes
-        return self.data[self.at - nbytes : self.at]
+        self.at = end
+        return self.data[begin:end]
 
     def number(self, nbytes: int = 1) -> int:
         """Return the next number, which has no sign."""

@@ -7,6 +7,7 @@ checks everything itself. So bytes that make no sense give no guess, and never a
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -27,6 +28,7 @@ _CONTINUATION = 0x10
 IS_SHARED = 2  # a flag of a message, which lies elsewhere
 _LEAST_HEADER_NBYTES, _MOST_BLOCKS = 64, 64
 _HEAD_V1_NBYTES = 8  # of a message; in version 2 there are 4 or 6
+_HEAD_V1, _HEAD_V2 = struct.Struct("<HHB"), struct.Struct("<BHB")  # type, size, flags
 
 
 def read_superblock(data: bytes, at: int) -> tuple[Format, Place]:
@@ -97,26 +99,26 @@ def _continuation(found: Cursor, head_nbytes: int, owner: int) -> Iterator[Place
 
 def _messages(found: Cursor, nbytes: int, head_nbytes: int) -> Iterator[tuple[int, int, bytes]]:
     """Yield type, flags and body of messages."""
+    head = _HEAD_V1 if head_nbytes == _HEAD_V1_NBYTES else _HEAD_V2
     end = found.at + nbytes
     while found.at + head_nbytes <= end:
-        head = found.take(head_nbytes)
-        if head_nbytes == _HEAD_V1_NBYTES:
-            kind, size, flags = head[0] | head[1] << 8, head[2] | head[3] << 8, head[4]
-        else:
-            kind, size, flags = head[0], head[1] | head[2] << 8, head[3]
+        kind, size, flags = head.unpack_from(found.data, found.at)
+        found.at += head_nbytes
         yield kind, flags, found.take(size)
 
 
 def _named(found: Cursor, nbytes: int, head_nbytes: int, owner: int) -> Iterator[Place]:
     """Yield what the messages of the object header at `owner` refer to."""
     for kind, flags, body in _messages(found, nbytes, head_nbytes):
+        if kind != _CONTINUATION and kind not in _MESSAGES:
+            continue
         message = Cursor(body, found.form, Place(owner, len(body)))
         try:
             if kind == _CONTINUATION:
                 offset, length = message.address(), min(message.length(), _MOST_HEADER_NBYTES)
                 find = partial(_continuation, head_nbytes=head_nbytes, owner=owner)
                 yield Place(offset, length, find)
-            elif kind in _MESSAGES and not flags & IS_SHARED:
+            elif not flags & IS_SHARED:
                 yield from _MESSAGES[kind](message)
         except NONSENSE:
             continue
