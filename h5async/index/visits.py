@@ -14,7 +14,6 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
-import functools
 import itertools
 import math
 import threading

@@ -6,14 +6,20 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
-NONSENSE = (IndexError, ValueError, OverflowError, struct.error)  # raised for bytes that are no such structure
+NONSENSE = (
+    IndexError,
+    ValueError,
+    OverflowError,
+    struct.error,
+)  # raised for bytes that are no such structure
 _PIECE_NBYTES = 1 << 20  # of large tables
 
 
 class Format(NamedTuple):
     """What the superblock of a file says: the sizes of numbers, and of nodes of B-trees.
 
-    `base` is where addresses count from. A node has up to twice as many entries as its ``k``.
+    `base` is where addresses count from, `end` what the file is said to have, -1 if that is
+    undefined. A node has up to twice as many entries as its ``k``.
     """
 
     base: int = 0
@@ -22,6 +28,7 @@ class Format(NamedTuple):
     chunk_k: int = 32
     group_k: int = 16
     leaf_k: int = 4
+    end: int = -1
 
 
 class Place(NamedTuple):

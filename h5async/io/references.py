@@ -21,6 +21,9 @@ from h5async.io.indexreferences import (
 )
 from h5async.io.places import NONSENSE, Cursor, Find, Format, Place
 
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+SUPERBLOCK_NBYTES = 128  # at most
+_LEAST_USER_BLOCK = 512
 _HEADER_NBYTES = 2048  # of an object header whose size is not known yet
 _MOST_HEADER_NBYTES = 1 << 20
 _MOST_HEAP_NBYTES = 1 << 24
@@ -37,7 +40,7 @@ def read_superblock(data: bytes, at: int) -> tuple[Format, Place]:
     Raises one of `NONSENSE` if there is none.
     """
     found = Cursor(data, Format(), Place(at, len(data)))
-    found.expect(b"\x89HDF\r\n\x1a\n")
+    found.expect(SIGNATURE)
     version = found.number()
     if version > 3:
         raise ValueError("a superblock of another version")
@@ -45,10 +48,19 @@ def read_superblock(data: bytes, at: int) -> tuple[Format, Place]:
     found.form = form
     found.take(1 if version > 1 else 0)
     base = found.address()
-    found.form = form._replace(base=base)
-    found.take((3 if version < 2 else 2) * form.offset_nbytes)  # what lies where; the name
-    found.take(form.offset_nbytes if version < 2 else 0)
+    found.address()  # of free space, or the extension
+    end = found.address()
+    found.form = form._replace(base=base, end=end)
+    found.take(2 * form.offset_nbytes if version < 2 else 0)  # of the driver; the name
     return found.form, Place(found.address(), _HEADER_NBYTES, object_header)
+
+
+def superblock_offsets(nbytes: int) -> Iterator[int]:
+    """Yield where HDF5 looks for the superblock in a file, with or without a user block."""
+    at = 0
+    while at + len(SIGNATURE) <= nbytes:
+        yield at
+        at = 2 * at or _LEAST_USER_BLOCK
 
 
 def _old_sizes(found: Cursor, version: int) -> Format:
