@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,20 @@ class WebAddress(NamedTuple):
     most_redirects: int
 
 
+class MappedMirror(NamedTuple):
+    """A file with blocks of a source in their places, and behind them a checksum of each.
+
+    `path` and `file_id` tell whether it lies there still. `weights` of words are what checksums
+    are made with; `marks` note which blocks this process has compared.
+    """
+
+    path: Path
+    file_id: tuple[int, int]
+    memory: NDArray[np.uint8]
+    marks: NDArray[np.uint8]
+    weights: NDArray[np.uint64]
+
+
 class Source(ABC):
     """An open source. Safe to use from many threads.
 
@@ -35,40 +49,33 @@ class Source(ABC):
     """
 
     identity = "its stamp"
-
     at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
+    retries = 0  # requests that were repeated, as far as it can tell
 
     @abstractmethod
     def stamp(self) -> FileStamp:
         """Return the state of what is open."""
 
     @abstractmethod
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
-        """Read ranges, each an offset and a number of bytes, to `into`, one after the other.
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
+        """Return ranges, each a buffer of exactly the length asked for, valid while referenced.
 
-        `ReadError` is raised if the source ends before, or is not what was opened any more.
+        `ReadError` is raised if the source ends before, or is not what was opened any more. Called
+        from many threads, without any lock.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Close it, and end calls that wait for bytes. Idempotent."""
 
-    def near(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
-        """Return memory that has the bytes of these ranges where they are in the source.
-
-        It is an array, uint8, which stays valid; None if they are not all in memory, or near.
-        """
+    @property
+    def mirror(self) -> MappedMirror | None:
+        """What is kept of it on a local disk; None: nothing is."""
         return None
 
-    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
-        """Return ranges, each a buffer of exactly the length asked for, valid while referenced.
-
-        `ReadError` is raised as by `read_ranges`. Called from many threads, without any lock.
-        """
-        ends = list(itertools.accumulate(lengths))
-        memory = memoryview(bytearray(ends[-1] if ends else 0))
-        self.read_ranges(list(zip(offsets, lengths, strict=True)), memory)
-        return [memory[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+    def over(self, change: Callable[[Source], Source]) -> Source:
+        """Return the source that `change` makes of this one, or of the one that this one keeps."""
+        return change(self)
 
     def web_address(self) -> WebAddress | None:
         """Return where any other client can have it; None: nowhere."""
@@ -76,6 +83,26 @@ class Source(ABC):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return bytes; fewer where the source ends."""
-        found = bytearray(max(0, min(nbytes, self.stamp().nbytes - offset)))
-        self.read_ranges([(offset, len(found))], memoryview(found))
-        return bytes(found)
+        there = max(0, min(nbytes, self.stamp().nbytes - offset))
+        return bytes(self.get_ranges([offset], [there])[0])
+
+
+class SourceOver(Source):
+    """A source that has its bytes of another one, which is closed with it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.identity, self.at_once = source.identity, source.at_once
+
+    def stamp(self) -> FileStamp:
+        """Return the state of what is open."""
+        return self.source.stamp()
+
+    @property
+    def retries(self) -> int:  # type: ignore[override]
+        """Those of the other source."""
+        return self.source.retries
+
+    def close(self) -> None:
+        """Close it, and end calls that wait for bytes. Idempotent."""
+        self.source.close()

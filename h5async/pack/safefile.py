@@ -128,6 +128,7 @@ class SafeFile:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), os.stat(self._partial)):
                 return file
+        file.close()
         raise WriteError(
             f"{self._partial} is in use by another process", filename=str(self._partial)
         )
