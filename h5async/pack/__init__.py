@@ -1,0 +1,1 @@
+"""Makes HDF5 files: of other formats, and of HDF5 files that are stored unsuitably."""
