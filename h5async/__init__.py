@@ -30,6 +30,7 @@ from h5async.errors import (
     ReadError,
     Skipped,
     UnsafeFileError,
+    WriteError,
 )
 from h5async.observe.stats import ReaderStats
 from h5async.observe.tracing import Trace
@@ -112,6 +113,7 @@ __all__ = [
     "Statistics",
     "Trace",
     "UnsafeFileError",
+    "WriteError",
     "__version__",
     "statistics",
 ]

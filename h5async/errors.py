@@ -7,6 +7,7 @@
     ├── DatasetError (KeyError)            a dataset is missing or cannot make batches
     ├── ReadError (OSError)                bytes could not be read or decoded
     │   └── DamagedError                   ... as they are damaged, or missing
+    ├── WriteError (OSError)               a file could not be written
     ├── UnsafeFileError (PermissionError)  a file reaches outside itself
     ├── OutOfMemoryError (MemoryError)     the system refused memory, or has too little
     │   └── BudgetError (also ConfigError)  ... for what the options ask for
@@ -135,6 +136,22 @@ class DamagedError(ReadError):
 
     # The field, and its rows in the memory of a batch, that are damaged, until `samples` is known.
     place: Any = None
+
+
+class WriteError(H5AsyncError, OSError):
+    """A file could not be written: the disk is full, or another process writes it.
+
+    Attributes
+    ----------
+    filename
+        The file; None if it is not known.
+    """
+
+    filename: str | None = None
+
+    def __init__(self, *args: object, filename: str | None = None) -> None:
+        super().__init__(*args)
+        self.filename = filename
 
 
 class Skipped(NamedTuple):

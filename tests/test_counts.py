@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from h5async import AsyncReader, ConfigError, Csr, DatasetError, SparseField
 from h5async.core.structures import VALUE_KINDS
-from h5async.samples import counts
+from h5async.samples import sparsekind
 
 ROWS, COLUMNS, NAMES = 61, 40, [f"gene {n}" for n in range(40)]
 
@@ -114,13 +114,13 @@ def test_the_core_and_numpy_agree(lengths, kind, target_sum, log1p, data):
     drawn = data.draw(st.lists(numbers, min_size=int(offsets[-1]), max_size=int(offsets[-1])))
     values = np.array(drawn, np.float64).astype(dtype)
     found = []
-    for core in (counts.load_core(), None):
+    for core in (sparsekind.load_core(), None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(counts, "load_core", lambda core=core: core)
-            totals = counts.row_sums(values, offsets)
+            patch.setattr(sparsekind, "load_core", lambda core=core: core)
+            totals = sparsekind.row_sums(values, offsets)
             with np.errstate(all="ignore"):
                 found.append(
-                    (totals, counts.scaled_rows(values, offsets, totals, target_sum, log1p))
+                    (totals, sparsekind.scaled_rows(values, offsets, totals, target_sum, log1p))
                 )
     (sums, scaled), (other_sums, other) = found
     np.testing.assert_allclose(sums, other_sums, rtol=1e-12, atol=1e-12)
@@ -136,7 +136,7 @@ def test_logarithms_are_those_of_numpy():
     with np.errstate(under="ignore"):
         for some in (values, np.append(values, 1e300)):  # the latter one by one
             offsets = np.array([0, some.size])
-            found = counts.scaled_rows(some, offsets, None, None, True)
+            found = sparsekind.scaled_rows(some, offsets, None, None, True)
             assert np.array_equal(found, np.log1p(some).astype(np.float32))
 
 

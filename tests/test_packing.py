@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import AsyncReader, ConfigError, DatasetError, RaggedField
-from h5async.order.packing import Packing
+from h5async.order.rows import Packing
 
 LENGTHS = ([5, 0, 0, 31, 2, 7, 1], [], [0], [3, 64, 0], [17, 17])
 

@@ -73,6 +73,11 @@ def find_plugin(number: int) -> int | None:
     return _find(number, _folders()) if number >= _FIRST_REGISTERED else None
 
 
+def is_safe_in_threads(number: int) -> bool:
+    """Tell whether a plugin may be called in several threads at once."""
+    return not _TRAITS.get(number, _TAKES_TURNS) & _TAKES_TURNS
+
+
 def has_hdf5(number: int) -> bool:
     """Tell whether HDF5 can undo a filter in this process; imports hdf5plugin if necessary."""
     if not h5py.h5z.filter_avail(number) and folders_of_hdf5plugin():

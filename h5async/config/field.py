@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from h5async.config import rowparts, values
+from h5async.config import values
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.hints import hint_for
 from h5async.config.statistics import Statistics
@@ -90,23 +90,23 @@ class PartOptions(StepsOptions, total=False):
     """Deliver strings, or numbers, as int64 codes, whose names `reader.categories` has. True: of
     all values, in order. A list: of these names. A path: of the names in that dataset of each file.
     """
-    region: rowparts.RegionLike | None
+    region: values.RegionLike | None
     """The part of each row to read: a slice for each dimension, by number or by name if the file
     names its dimensions. Other dimensions are read whole.
     """
-    crop: rowparts.CropLike | None
+    crop: values.CropLike | None
     """A part of each row, of the region if there is one: a number of elements for each dimension,
     by number or name; or one number for the last two dimensions. The batch also has `NAME_crop`,
     int64 (samples, dimensions): where each part begins.
     """
-    crop_at: rowparts.CropAt
+    crop_at: values.CropAt
     """Where it is. `random`: at a place drawn for each sample and epoch. `center`: in the middle.
     """
     crop_group: str | None
     """Fields of one group are cropped at the same places, and flipped together; None is a group,
     too.
     """
-    flip: rowparts.FlipLike
+    flip: values.FlipLike
     """Reverse parts at random, half of them on average, along the last dimension of the crop; or
     along each of some dimensions, independently.
     """
@@ -173,11 +173,11 @@ class Field(Frozen):
     pad: Literal["drop", "edge", "zero"] = "drop"
     pad_mask: values.Name | None = None
     per: Per | None = None
-    region: rowparts.Region = None
-    crop: rowparts.Crop = None
-    crop_at: rowparts.CropAt = "random"
+    region: values.Region = None
+    crop: values.Crop = None
+    crop_at: values.CropAt = "random"
     crop_group: str | None = None
-    flip: rowparts.Flip = False
+    flip: values.Flip = False
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
@@ -17,7 +16,6 @@ from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.values import DatasetPath, Int, Integer, Name, Natural, Positive, shown
 from h5async.errors import ConfigError
 
-_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 _WORDS = (
     "must be a slice, a range, an array of integers or of bools, a path in the file, the path of a"
     " .npy file, or a Split"
@@ -150,13 +148,6 @@ def _of_slice(value: slice) -> str:
     except TypeError as error:
         raise ValueError(_WORDS) from error
     return ":".join(ends if ends[2] else ends[:2])
-
-
-def slice_of(text: str) -> slice | None:
-    """Return the slice in a text such as ``"100:200"``; None if it is none."""
-    if not _SLICE.fullmatch(text):
-        return None
-    return slice(*(int(end) if end else None for end in text.split(":")))
 
 
 def _weights(value: object) -> object:

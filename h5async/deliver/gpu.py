@@ -27,8 +27,7 @@ from h5async.errors import DeviceError
 from h5async.fill.pool import THREAD_NAME, start_all
 from h5async.io.shared import call_before_unmap
 from h5async.spelling import named
-from h5async.system.interruptions import suppressing
-from h5async.system.waiting import Flag, Patience, join_threads
+from h5async.system.interruptions import Flag, Patience, join_threads, suppressing
 
 _MEMORY_ALLOCATION = 2  # of cudaError_t
 

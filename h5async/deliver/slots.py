@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
-from h5async.system.waiting import Patience
+from h5async.system.interruptions import Patience
 
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.spelling import named
-from h5async.system.waiting import Once, Patience, join_threads, start_threads
+from h5async.system.interruptions import Once, Patience, join_threads, start_threads
 
 T = TypeVar("T")
 Work = Callable[[], None]

@@ -338,7 +338,7 @@ class DatasetLayout:
 
     @cached_property
     def is_repeated(self) -> bool:
-        """Whether neighbouring samples have the same row; see `index/repeating.py`."""
+        """Whether neighbouring samples have the same row; see `opening/oncefields.py`."""
         return self.segments is not None and not self.segments.step.all()
 
     @property

@@ -45,11 +45,11 @@ from h5async.index.links import (
     Located,
     Reach,
     below,
+    files_of,
     locate,
     metadata_cache,
     open_index,
 )
-from h5async.index.room import files_of
 from h5async.index.segments import Piece, Slab
 from h5async.index.variablelength import Forms, variable_length
 from h5async.io.stores import HDF5File

@@ -210,10 +210,15 @@ def region_key(region: Region) -> Any:
     return None if region is None else tuple((s.start, s.stop, s.step) for s in region)
 
 
+def ranges_of(region: Region, shape: tuple[int, ...]) -> list[range]:
+    """Return the indices along each dimension of a region of rows of a shape."""
+    pieces = region or (slice(None),) * len(shape)
+    return [range(n)[one] for n, one in zip(shape, pieces, strict=True)]
+
+
 def extents_of(region: Region, shape: tuple[int, ...]) -> list[int]:
     """Return the extents of a region of rows of a shape."""
-    pieces = region or (slice(None),) * len(shape)
-    return [len(range(n)[one]) for n, one in zip(shape, pieces, strict=True)]
+    return list(map(len, ranges_of(region, shape)))
 
 
 class Piece(NamedTuple):

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
 from h5async.index.chunktable import ChunkTable
+from h5async.index.datasettable import part_shape
 from h5async.index.layout import DatasetLayout
-from h5async.index.regions import part_shape
-from h5async.index.segments import WHOLE, Piece, Region
+from h5async.index.segments import WHOLE, Piece, Region, ranges_of
 
 Int64s = NDArray[np.int64]
 
@@ -228,7 +228,7 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
 
 def _of_parts(shape: Shape, whole: DatasetLayout, region: Region, axes: Sequence[Cells]) -> Shape:
     """Return how rows lie of which parts are delivered; `axes` are the dimensions of its rows."""
-    ours = _ranges(whole, region)
+    ours = ranges_of(region, whole.row_shape)
     strides = _strides(whole.part_shape, whole.dtype.itemsize)
     partners = iter([a for a, one in enumerate(ours) if len(one) != 1])
     axis = [-1 if one.total == 1 else next(partners) for one in axes]
@@ -251,11 +251,6 @@ def _of_parts(shape: Shape, whole: DatasetLayout, region: Region, axes: Sequence
         num_cells=np.array([begin.size for begin in begins], np.int64),
         cell_begin=np.concatenate([*begins, np.zeros(0, np.int64)]),
     )
-
-
-def _ranges(whole: DatasetLayout, region: Region) -> list[range]:
-    region = region or (slice(None),) * len(whole.row_shape)
-    return [range(size)[one] for size, one in zip(whole.row_shape, region, strict=True)]
 
 
 def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
@@ -337,7 +332,7 @@ def _row_strides(
     The offset is that of the first byte. The dimensions of both are in the same order, except for
     those of extent 1.
     """
-    pieces = _ranges(whole, region)
+    pieces = ranges_of(region, whole.row_shape)
     strides = _strides(whole.row_shape, whole.dtype.itemsize)
     begin = sum(piece.start * stride for piece, stride in zip(pieces, strides, strict=True))
     ours = [(len(p), n * p.step) for p, n in zip(pieces, strides, strict=True) if len(p) != 1]

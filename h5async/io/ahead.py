@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from h5async.io.metadatafile import MetadataFile
-from h5async.system.interruptions import suppressing
-from h5async.system.waiting import Gate, Patience, join_threads, start_threads
+from h5async.system.interruptions import Gate, Patience, join_threads, start_threads, suppressing
 
 _THREADS = 32
 _MOST_AHEAD = 64  # files

@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from h5async.errors import ReadError
-from h5async.system.interruptions import suppressing
-from h5async.system.waiting import Gate
+from h5async.system.interruptions import Gate, suppressing
 
 _MOST = 64  # at a time, of one call
 _EXIT_SECONDS = 1.0

@@ -16,9 +16,8 @@ from h5async.errors import DatasetError
 from h5async.index.groupfields import Column, category_names, column, union_of
 from h5async.index.hdf5 import OtherKindError
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach, open_index
+from h5async.index.links import Reach, Room, open_index
 from h5async.index.metadata import value_layout
-from h5async.index.room import Room
 from h5async.read.whole import read_whole
 from h5async.spelling import name_text, named
 

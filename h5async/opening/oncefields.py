@@ -23,13 +23,13 @@ from h5async.index.attributes import cf_attributes
 from h5async.index.chunks import left_to_hdf5
 from h5async.index.contents import Grouping, what_is_there
 from h5async.index.datasets import Indexer
+from h5async.index.datasettable import shared, table_of
 from h5async.index.hdf5 import reading
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Located, Reach, below, locate, open_index
+from h5async.index.links import Located, Reach, below, files_of, locate, open_index
 from h5async.index.metadata import Further, layout_at
-from h5async.index.repeating import repeated
-from h5async.index.room import files_of
 from h5async.index.savedindex import Wanted
+from h5async.index.segments import Segments
 from h5async.index.storedtypes import without_metadata
 from h5async.io.stamps import settled
 from h5async.io.stores import absolute_name
@@ -272,3 +272,48 @@ def _value(field: Field, layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
     out = np.empty((1, *transform.row), transform.dtype)
     transform.apply(raw, out)
     return out.reshape(transform.row)
+
+
+Int64s = NDArray[np.int64]
+
+
+def repeated(
+    layout: DatasetLayout, starts: Int64s, ends: Int64s, like: DatasetLayout
+) -> DatasetLayout:
+    """Return the layout in which samples ``starts[i]`` to ``ends[i]`` have row i of another.
+
+    Parameters
+    ----------
+    layout
+        Its rows, as many as there are starts.
+    starts, ends
+        int64 (n,), non-decreasing. Samples in none of the ranges have the fill value.
+    like
+        A field whose rows are samples.
+    """
+    segments, datasets = table_of(layout)
+    counts, columns = ends - starts, []
+    wanted = np.flatnonzero(counts > 0)
+    for _, layer in segments.layers if segments.size else ():
+        at = np.searchsorted(layer.first, wanted, side="right") - 1
+        is_held = (at >= 0) & (wanted < layer.end[at])
+        at, rows = at[is_held], wanted[is_held]
+        row = layer.row[at] + (rows - layer.first[at]) * layer.step[at]
+        step = np.zeros_like(row)
+        columns.append((starts[rows], counts[rows], row, step, layer.dataset[at], layer.piece[at]))
+    shape = list(layout.shape)
+    shape[layout.sample_axis] = like.sample_count
+    found = [np.concatenate(column) for column in zip(*columns, strict=True)]
+    even = ((0, like.sample_count, 0),)
+    first_of = [int(starts[min(first, starts.size - 1)]) if first else 0 for first, _ in layout.cf]
+    return shared(
+        layout.without_place(
+            "files",
+            shape=tuple(shape),
+            segments=Segments.of(found, segments.pieces, even) if found else None,
+            datasets=datasets,
+            file_samples=like.file_samples,
+            sequences=like.sequences and like.sequences._replace(held=like.sequences.room),
+            cf=tuple(zip(first_of, (how for _, how in layout.cf), strict=True)),
+        )
+    )

@@ -18,9 +18,8 @@ from h5async.index.composition import with_lengths
 from h5async.index.datasettable import table_of
 from h5async.index.groupfields import SparseGroup, row_offsets, sparse_group
 from h5async.index.layout import DatasetLayout, HeapFile
-from h5async.index.links import Reach, open_index
+from h5async.index.links import Reach, files_of, open_index
 from h5async.index.metadata import indexer_at, references, value_layout
-from h5async.index.room import files_of
 from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.stamps import FileStamp
 from h5async.read.whole import read_blocks

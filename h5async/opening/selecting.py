@@ -15,10 +15,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from h5async.config import Field, ReaderConfig, Sequences, Split
 from h5async.config.files import FileName
-from h5async.config.parts import Values, slice_of
+from h5async.config.parts import Values
+from h5async.config.values import slice_of
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
-from h5async.index.room import files_of
+from h5async.index.links import files_of
 from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.permutation import part_of

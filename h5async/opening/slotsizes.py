@@ -10,7 +10,7 @@ import numpy as np
 from h5async.config import ReaderConfig
 from h5async.core.structures import KEPT_OVERHEAD_NBYTES
 from h5async.index.datasettable import kinds_of, pieces_read
-from h5async.index.keeping import kept_whole_nbytes
+from h5async.index.extents import kept_whole_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings

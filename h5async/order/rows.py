@@ -2,14 +2,15 @@
 
 A sample is a row of the dataset, or a run of rows of any length (`SpanRows`). A field with steps
 (`StepRows`) delivers rows around it, at fixed offsets, which never leave the sample's sequence: an
-episode, a trajectory, a recording (`SequenceTable`).
+episode, a trajectory, a recording (`SequenceTable`). Consecutive samples of any length, documents,
+are packed into windows of one length (`Packing`).
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from h5async.order.selection import Selection
 Int64s = NDArray[np.int64]
 Pad = Literal["drop", "edge", "zero"]
 
-NO_ROW = -1  # instead of a row number: zeros
+NO_ROW = -1  # instead of the number of a row, or of its document
 _BLOCK = 1 << 20  # samples at a time, to bound memory
 
 
@@ -331,3 +332,52 @@ class SequenceTable:
             found.update(name.encode(errors="surrogateescape") + b"\0")
             found.update(lengths.astype("<i8").tobytes())
         return found.hexdigest()
+
+
+class Packing:
+    """Windows of `length` rows, which have all rows of all documents once. Thread-safe.
+
+    `documents` is int64 (n + 1,), non-decreasing: document i is rows ``documents[i]`` to
+    ``documents[i + 1]``. `counts` are the documents of each file; the last window of a file is
+    short, unless its rows happen to fit. `windows`, int64 (m + 1,), are likewise.
+    """
+
+    def __init__(self, documents: Int64s, length: int, counts: Iterable[int]) -> None:
+        self._documents, self.length = documents, length
+        edges = documents[starts_of(np.array([*counts], np.int64))]
+        self.counts = -(-np.diff(edges) // length)
+        self.windows = np.append(
+            numbers_in(0, self.counts) * length + np.repeat(edges[:-1], self.counts), edges[-1]
+        )
+        longest = int(np.diff(documents).max(initial=0))
+        self._dtype: type[np.signedinteger[Any]] = np.int64 if longest >> 31 else np.int32
+
+    def documents(self, samples: Int64s) -> NDArray[Any]:
+        """Return the document of each row of some windows: int64 (samples, length)."""
+        number, _, lengths = self._runs(samples)
+        return self._windowed(samples, np.repeat(number, lengths))
+
+    def positions(self, samples: Int64s) -> NDArray[Any]:
+        """Return the place of each row in its document: int32 (samples, length), if that fits."""
+        _, begins, lengths = self._runs(samples)
+        return self._windowed(samples, numbers_in(begins, lengths).astype(self._dtype))
+
+    def _runs(self, samples: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+        """Return documents in windows, by number, place of the first row, and number of rows."""
+        begin, end = self.windows[samples], self.windows[samples + 1]
+        first = np.searchsorted(self._documents, begin, side="right") - 1
+        counts = np.searchsorted(self._documents, end, side="left") - first
+        number = numbers_in(first, counts)
+        start = self._documents[number]
+        place = np.maximum(np.repeat(begin, counts) - start, 0)
+        stop = np.minimum(self._documents[number + 1], np.repeat(end, counts))
+        return number, place, stop - start - place
+
+    def _windowed(self, samples: Int64s, rows: NDArray[Any]) -> NDArray[Any]:
+        shape = samples.size, self.length
+        if rows.size == samples.size * self.length:
+            return rows.reshape(shape)
+        sizes = self.windows[samples + 1] - self.windows[samples]
+        found = np.full(shape, NO_ROW, rows.dtype)
+        found[np.arange(self.length) < sizes[:, np.newaxis]] = rows
+        return found

@@ -1,1 +1,1 @@
-"""Makes HDF5 files: of other formats, and of HDF5 files that are stored unsuitably."""
+"""Writes HDF5 files for training: into HDF5, and into the right HDF5."""

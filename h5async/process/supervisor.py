@@ -36,9 +36,8 @@ from h5async.process.child import HelperDied, HelperProcess
 from h5async.process.messages import Answer, Failed, Opened, Record, Started, Starting, received
 from h5async.process.outstanding import Outstanding
 from h5async.process.sharedslots import ReaderSlots
-from h5async.system.interruptions import suppressing
+from h5async.system.interruptions import Gate, Patience, suppressing
 from h5async.system.timeline import STAGES, ThreadCounts
-from h5async.system.waiting import Gate, Patience
 
 _log = logging.getLogger("h5async.process")
 _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
 from h5async.core.structures import IO_MODES, MAX_RANK
-from h5async.index.extents import TableBuilder
-from h5async.index.keeping import Keeps, what_to_keep
+from h5async.index.extents import Keeps, TableBuilder, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape
 from h5async.io.keptfiles import affordable_maps

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DamagedError
-from h5async.index.datasettable import table_of
+from h5async.index.datasettable import cut_piece, part_shape, table_of
 from h5async.index.layout import DatasetLayout, HeapFile
-from h5async.index.regions import cut_piece, part_shape
 from h5async.index.segments import Region
 from h5async.index.variablelength import DAMAGED
 from h5async.plan.records import Int64s, SamplesPlan

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
-from h5async.index.room import files_of
+from h5async.index.links import Reach, files_of
 from h5async.index.units import unit_nbytes
 from h5async.io.localfiles import IoMode
 from h5async.plan.records import SamplesPlan

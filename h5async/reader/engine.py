@@ -39,9 +39,8 @@ from h5async.reader.delivery import Delivery
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
 from h5async.spelling import named, printable
-from h5async.system.interruptions import passing
+from h5async.system.interruptions import Flag, passing
 from h5async.system.timeline import Recorder
-from h5async.system.waiting import Flag
 
 if TYPE_CHECKING:
     from h5async.process.helper import HelperFiller

@@ -18,6 +18,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.order.rows import LengthRows, SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
 from h5async.samples.audiokind import AudioKind
+from h5async.samples.codeskind import LabelsKind
 from h5async.samples.fieldkind import (
     CanTransform,
     FieldKind,
@@ -28,7 +29,6 @@ from h5async.samples.fieldkind import (
     field_of,
 )
 from h5async.samples.imagekind import ImageKind
-from h5async.samples.labelskind import LabelsKind
 from h5async.samples.sparsekind import SparseKind
 
 T = TypeVar("T")

@@ -24,12 +24,10 @@ from h5async.errors import DamagedError, DatasetError
 from h5async.index.composition import join_layouts, joined_cf
 from h5async.index.datasettable import shared
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
-from h5async.index.room import files_of
+from h5async.index.links import Reach, files_of
 from h5async.index.savedindex import Wanted
 from h5async.io.stamps import FileStamp
-from h5async.order.packing import Packing
-from h5async.order.rows import SpanRows, StepRows, StepSpans
+from h5async.order.rows import Packing, SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
 from h5async.samples.parts import Places, parts_of_rows
 from h5async.samples.ragged import Ragged, put_padded

@@ -20,9 +20,8 @@ from h5async.cli import app
 from h5async.index import datasettable
 from h5async.index.contents import Grouping
 from h5async.index.datasettable import Columns, kinds_of
-from h5async.index.extents import TableBuilder
+from h5async.index.extents import SMALL_NBYTES, TableBuilder, kept_whole_nbytes
 from h5async.index.fingerprint import fingerprint
-from h5async.index.keeping import SMALL_NBYTES, kept_whole_nbytes
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.units import unit_bounds, unit_nbytes

@@ -352,7 +352,7 @@ def test_many_runs_are_bounded_by_what_files_store(path, monkeypatch):
     with h5py.File(path, "w") as file:
         file.create_virtual_dataset("x", layout)
     assert len(heap_layout("x", path, Reach()).heaps) == 1 << 12
-    monkeypatch.setattr("h5async.index.room._LEAST_NBYTES", 1 << 20)
+    monkeypatch.setattr("h5async.index.links._LEAST_NBYTES", 1 << 20)
     with pytest.raises(BudgetError, match="its runs of samples"):
         heap_layout("x", path, Reach())
 

@@ -21,8 +21,8 @@ from test_collection import read_in_threads
 
 from h5async import AsyncReader, Field
 from h5async import core as core_module
-from h5async.index import keeping
-from h5async.index.keeping import Keeps
+from h5async.index import extents
+from h5async.index.extents import Keeps
 from h5async.index.metadata import read_layouts
 from h5async.opening import slotsizes
 from h5async.read.coretables import CoreTables
@@ -84,7 +84,7 @@ def test_each_chunk_is_decoded_once(tmp_path, core, threads, dtype):
 @each("kept_nbytes", [0, 1000, 5000, ALL])
 def test_any_budget(tmp_path, core, threads, kept_nbytes, monkeypatch):
     """Where there is no room for more rows, each piece goes straight to where it is wanted."""
-    monkeypatch.setattr(keeping, "_LEAST_GROUPS", 0)
+    monkeypatch.setattr(extents, "_LEAST_GROUPS", 0)
     values, layouts = split_dataset(tmp_path / "data.h5", chunks=(4, 5, 6, 2))
     rng = np.random.default_rng(SEED)
     with Collected(core, layouts, 30, kept_nbytes=kept_nbytes) as read:
@@ -101,7 +101,7 @@ def test_any_budget(tmp_path, core, threads, kept_nbytes, monkeypatch):
 @each("kept_nbytes", [0, 1500, ALL])
 @each("forgets", [False, True])
 def test_many_threads_share_rows(tmp_path, core, kept_nbytes, forgets, monkeypatch):
-    monkeypatch.setattr(keeping, "_LEAST_GROUPS", 0)
+    monkeypatch.setattr(extents, "_LEAST_GROUPS", 0)
     values, layouts = split_dataset(tmp_path / "data.h5")
     with Collected(core, layouts, 25, kept_nbytes=kept_nbytes) as collected:
 

@@ -13,8 +13,7 @@ from conftest import assert_same_bits
 
 from h5async import AsyncReader, Field
 from h5async.index.composition import join_layouts
-from h5async.index.extents import TableBuilder
-from h5async.index.keeping import MANY, SMALL_NBYTES, kept_whole_nbytes
+from h5async.index.extents import MANY, SMALL_NBYTES, TableBuilder, kept_whole_nbytes
 from h5async.index.shapes import Kind
 from h5async.read import coretables
 

@@ -452,9 +452,9 @@ ONLY = {
     "os.dup": set(),
     "os.memfd_create": set(),
     "fcntl.fcntl": {"io/shared.py"},  # in `duplicate`, for threads
-    "thread.start": {"system/waiting.py"},
-    "thread.join": {"system/waiting.py"},
-    "thread.is_alive": {"system/waiting.py"},
+    "thread.start": {"system/interruptions.py"},
+    "thread.join": {"system/interruptions.py"},
+    "thread.is_alive": {"system/interruptions.py"},
 }
 
 

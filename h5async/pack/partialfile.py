@@ -1,0 +1,171 @@
+"""The file object that HDF5 writes a file through, of which a part is committed.
+
+What is written behind the committed size goes to the file; what overwrites committed bytes is held
+in memory, and read back from there, until `apply`. It never raises into HDF5, whose state would be
+unknown then: after a failure, everything is held in memory, and nothing is written any more.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+Piece = tuple[int, bytes | bytearray]  # where it begins, and its bytes
+
+
+class PartialFile(io.RawIOBase):
+    """A file that is open for reading and writing at a descriptor, which it owns.
+
+    Attributes
+    ----------
+    size
+        The committed bytes.
+    end
+        Where the file ends for HDF5.
+    held_nbytes, written_nbytes
+        The bytes in memory, and those written to the file since `apply`.
+    direct
+        Ranges of bytes that are written to the file although they are committed.
+    failure
+        The first error, if there was any.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.size = self.end = os.fstat(descriptor).st_size
+        self.held_nbytes = self.written_nbytes = 0
+        self.direct: list[tuple[int, int]] = []
+        self.failure: BaseException | None = None
+        self._is_stopped = False
+        self._position = 0
+        self._starts: list[int] = []  # of pieces in memory, ascending; they do not overlap
+        self._held: list[bytearray] = []
+
+    def begin(self, size: int, pieces: Sequence[Piece] = ()) -> None:
+        """Begin with a committed size, and pieces that are not yet in the file."""
+        self.size = self.end = size
+        if not size:
+            os.ftruncate(self._descriptor, 0)
+        for offset, data in pieces:
+            self._hold(offset, memoryview(data))
+
+    def pieces(self, size: int) -> list[Piece]:
+        """Return what is held in memory of the first `size` bytes."""
+        held = zip(self._starts, self._held, strict=True)
+        return [(at, data[: size - at]) for at, data in held if at < size]
+
+    def apply(self) -> None:
+        """Write what is held in memory to the file, end it there, and hold nothing any more."""
+        for offset, data in self.pieces(self.end):
+            self._write_file(offset, memoryview(data))
+        os.ftruncate(self._descriptor, self.end)
+        self._starts, self._held = [], []
+        self.size, self.held_nbytes, self.written_nbytes = self.end, 0, 0
+
+    def synchronize(self) -> None:
+        """Wait until everything that was written to the file is on the disk."""
+        os.fsync(self._descriptor)
+
+    def stop(self) -> None:
+        """Write nothing to the file any more."""
+        self._is_stopped = True
+
+    # What HDF5 calls.
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place."""
+        self._position = offset + (0, self._position, self.end)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._position
+
+    def readinto(self, into: Any) -> int:
+        """Read bytes; those that were never written are zero."""
+        view, offset = memoryview(into).cast("B"), self._position
+        self._position = end = offset + len(view)
+        try:
+            done = 0
+            while done < len(view):
+                count = os.preadv(self._descriptor, [view[done:]], offset + done)
+                if not count:
+                    view[done:] = bytes(len(view) - done)
+                    break
+                done += count
+        except OSError as error:
+            self._fail(error)
+        for k in range(*self._overlapping(offset, end)):
+            start, data = self._starts[k], memoryview(self._held[k])
+            begin, stop = max(start, offset), min(start + len(data), end)
+            view[begin - offset : stop - offset] = data[begin - start : stop - start]
+        return len(view)
+
+    def write(self, data: Any) -> int:
+        """Write bytes to the file, or hold them."""
+        view, offset = memoryview(data).cast("B"), self._position
+        self._position = end = offset + len(view)
+        self.end = max(self.end, end)
+        held = len(view) if self._is_stopped else max(0, min(len(view), self.size - offset))
+        if held and any(begin <= offset and end <= stop for begin, stop in self.direct):
+            held = 0
+        if held:
+            self._hold(offset, view[:held])
+        if held < len(view):
+            try:
+                self._write_file(offset + held, view[held:])
+            except OSError as error:
+                self._fail(error)
+                self._hold(offset + held, view[held:])
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        """End the file at `size`; really, when this is applied."""
+        self.end = self._position if size is None else size
+        return self.end
+
+    def flush(self) -> None:
+        """Do nothing: nothing waits to be written but what is held."""
+
+    def close(self) -> None:
+        """Close the descriptor, and with it release its lock. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        super().close()
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self.stop()
+
+    def _write_file(self, offset: int, view: memoryview) -> None:
+        self.written_nbytes += len(view)
+        while len(view):
+            count = os.pwrite(self._descriptor, view, offset)
+            offset, view = offset + count, view[count:]
+
+    def _overlapping(self, begin: int, end: int) -> tuple[int, int]:
+        """Return which of the pieces in memory a range overlaps, as a range of their numbers."""
+        first = bisect_right(self._starts, begin)
+        if first and self._starts[first - 1] + len(self._held[first - 1]) > begin:
+            first -= 1
+        return first, bisect_left(self._starts, end, first)
+
+    def _hold(self, offset: int, view: memoryview) -> None:
+        first, last = self._overlapping(offset, offset + len(view))
+        begin, end, old = offset, offset + len(view), self._held[first:last]
+        if old:
+            begin = min(begin, self._starts[first])
+            end = max(end, self._starts[last - 1] + len(old[-1]))
+        if len(old) == 1 and len(old[0]) == end - begin:
+            piece = old[0]
+        else:
+            piece = bytearray(end - begin)
+            for start, data in zip(self._starts[first:last], old, strict=True):
+                piece[start - begin : start - begin + len(data)] = data
+            self._starts[first:last], self._held[first:last] = [begin], [piece]
+            self.held_nbytes += len(piece) - sum(map(len, old))
+        piece[offset - begin : offset - begin + len(view)] = view
