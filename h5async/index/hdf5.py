@@ -219,8 +219,7 @@ class Opened:
         """
         if all(n % c == 0 for n, c in zip(self.extents, self.chunks, strict=True)):
             return False
-        flags = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, self.plist)
-        return bool(flags & _DONT_FILTER_PARTIAL_CHUNKS)
+        return edges_are_raw(self.plist)
 
     @property
     def offset(self) -> int:
@@ -240,6 +239,12 @@ class Opened:
     def end(self) -> int:
         """The current size of the file."""
         return self.source.stamp().nbytes
+
+
+def edges_are_raw(plist: h5py.h5p.PropDCID) -> bool:
+    """Return whether chunks that reach over the edge of a dataset with chunks are not filtered."""
+    flags = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
+    return bool(flags & _DONT_FILTER_PARTIAL_CHUNKS)
 
 
 def file_properties(dataset: h5py.h5d.DatasetID) -> h5py.h5p.PropFCID:

@@ -13,9 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import h5py
-from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
 from h5py import h5 as library
+from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
 
 from h5async.errors import DatasetError
 from h5async.pack.rawvalues import (
@@ -83,13 +82,15 @@ class Making(NamedTuple):
     """How a dataset is made in the other file.
 
     `space`, `kind` and `plist` are its dataspace, datatype (None: as it was) and creation
-    properties. `has_values` says that its values are written later.
+    properties. `has_values` says that its values are written later; `same_filters`, that chunks
+    may be copied as they are stored.
     """
 
     space: h5s.SpaceID
     kind: h5t.TypeID | None
     plist: h5p.PropDCID
     has_values: bool = True
+    same_filters: bool = True
 
 
 class ObjectCopy:
@@ -210,7 +211,7 @@ class ObjectCopy:
         new_kind = self._type(kind, where) if making.kind is None else making.kind
         try:
             new = h5d.create(group, entry.name, new_kind, making.space, making.plist, properties)
-            if making.kind is None and _filters(new.get_create_plist()) != _filters(making.plist):
+            if making.same_filters and _filters(new.get_create_plist()) != _filters(making.plist):
                 raise ValueError("HDF5 gives its filters other parameters now")
         except ValueError as error:
             if making.plist is not plist or is_apart:

@@ -32,7 +32,9 @@ def call_hdf5(name: str, where: str, *arguments: Any, result: Any = ctypes.c_int
     for one in arguments:
         is_text, is_pointer = isinstance(one, bytes), isinstance(one, np.ndarray)
         types.append(_TEXT if is_text else _POINTER if is_pointer else _ID)
-        values.append(one if is_text else one.ctypes.data if is_pointer else getattr(one, "id", one))
+        values.append(
+            one if is_text else one.ctypes.data if is_pointer else getattr(one, "id", one)
+        )
     function = hdf5_function(name, *types[1:], result=result)
     if function is None:
         raise ReadError(f"{where}: {name} is not found in the HDF5 library of h5py")
@@ -73,6 +75,23 @@ class RawValues:
         call_hdf5("H5Dwrite", self._where, dataset, self.kind, memory, selected, 0, self.bytes)
 
 
+def write_raw(dataset: h5d.DatasetID, offset: tuple[int, ...], values: NDArray[Any]) -> None:
+    """Write a block of elements of fixed size, as they are stored; `values` are of a void dtype."""
+    memory, selected = h5s.create_simple(values.shape), dataset.get_space()
+    selected.select_hyperslab(offset, values.shape)
+    data = np.ascontiguousarray(values)
+    where = f"dataset {h5i.get_name(dataset)!r}"
+    call_hdf5("H5Dwrite", where, dataset, dataset.get_type(), memory, selected, 0, data)
+
+
+def raw_fill(dataset: h5d.DatasetID, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the fill value of elements of fixed size, as they are stored; of a void dtype."""
+    fill, plist = np.zeros(1, dtype), dataset.get_create_plist()
+    if plist.fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED:
+        call_hdf5("H5Pget_fill_value", "a fill value", plist, dataset.get_type(), fill)
+    return fill
+
+
 def copy_attribute(
     attribute: h5a.AttrID,
     target: h5py._objects.ObjectID,
@@ -83,9 +102,7 @@ def copy_attribute(
     """Copy an attribute to an object of another file, where its datatype is `kind`."""
     stored, space = attribute.get_type(), attribute.get_space()
     plist = call_hdf5("H5Aget_create_plist", where, attribute, result=_ID)
-    made = call_hdf5(
-        "H5Acreate2", where, target, attribute.name, kind, space, plist, 0, result=_ID
-    )
+    made = call_hdf5("H5Acreate2", where, target, attribute.name, kind, space, plist, 0, result=_ID)
     call_hdf5("H5Pclose", where, plist)
     try:
         with RawValues(stored, int(space.get_select_npoints()), where) as values:
@@ -160,7 +177,7 @@ class References:
         found = h5i.wrap_identifier(
             call_hdf5("H5Rdereference2", where, source, 0, _REGION, reference, result=_ID)
         )
-        region = h5i.wrap_identifier(
+        region = h5s.SpaceID(
             call_hdf5("H5Rget_region", where, source, _REGION, reference, result=_ID)
         )
         twin = self._twins.get(h5o.get_info(found).addr)

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
-import h5py
 import numpy as np
 from h5py import h5d, h5s
 
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName, home_path
 from h5async.errors import ConfigError, DatasetError, ReadError
-from h5async.index.hdf5 import Opened
 from h5async.index.links import open_index
 from h5async.io.stores import HDF5File
 from h5async.opening.dataset import Samplings, open_dataset
@@ -117,13 +115,19 @@ class Repacking:
     def _plan(self) -> None:
         axis, options = self._options.num_dim, self._options
         chosen = {path.strip("/") for path in options.fields or ()}
-        with_rows = {p: one for p, one in self._datasets.items() if one.rank > axis and _has_shape(one)}
+        with_rows = {
+            p: one for p, one in self._datasets.items() if one.rank > axis and _has_shape(one)
+        }
         if not self.joins:
             for path, one in with_rows.items():
                 if self._is_outside(one) and options.virtual == "keep":
                     continue
                 nbytes = int(np.prod(one.shape)) * one.get_type().get_size()
-                if path in chosen or (not chosen and nbytes >= _LEAST_NBYTES) or self._is_named(path):
+                if (
+                    path in chosen
+                    or (not chosen and nbytes >= _LEAST_NBYTES)
+                    or self._is_named(path)
+                ):
                     source = RowSource(self._files, path, axis)
                     every = Selection(0, 1, source.counts[0])
                     self._add(path, source, every, is_chosen=True)
@@ -144,7 +148,9 @@ class Repacking:
         plist = one.get_create_plist()
         return plist.get_layout() == h5d.VIRTUAL or plist.get_external_count() > 0
 
-    def _sampled(self, with_rows: Mapping[str, h5d.DatasetID], chosen: set[str]) -> dict[str, RowSource]:
+    def _sampled(
+        self, with_rows: Mapping[str, h5d.DatasetID], chosen: set[str]
+    ) -> dict[str, RowSource]:
         """Return the datasets whose rows are samples: as many as in those that are named, or the largest."""
         axis = self._options.num_dim
         sizes = {p: int(np.prod(o.shape)) * o.get_type().get_size() for p, o in with_rows.items()}
@@ -171,7 +177,9 @@ class Repacking:
                     f" files: {source.counts} and {counts}"
                 )
             if len(self._files) > 1 and has_references(source.kind):
-                raise DatasetError(f"{source.where}: references cannot be joined with those of others")
+                raise DatasetError(
+                    f"{source.where}: references cannot be joined with those of others"
+                )
             found[path] = source
         return found
 
@@ -209,27 +217,35 @@ class Repacking:
             itemsize = source.itemsize if dtype is None else dtype.itemsize
             chunks = chunks_of_rows(shape, axis, options.chunk_samples, itemsize)
         elif not chunks and filters:
-            chunks = chunks_of_rows(shape, axis, max(1, _CHUNK_NBYTES // max(1, source.row_nbytes)), source.itemsize)
+            chunks = chunks_of_rows(
+                shape, axis, max(1, _CHUNK_NBYTES // max(1, source.row_nbytes)), source.itemsize
+            )
         if chunks and most[axis] is not None:
             chunks = (*chunks[:axis], min(chunks[axis], max(1, shape[axis])), *chunks[axis + 1 :])
         stays = shape == first.extents and chunks == first.chunks and dtype is None
         if stays and (filters is None or not chunks) and selection.is_prefix:
             if len(self._files) == 1 and not self._is_outside(first.id):
                 return
-        self.rewrites[path] = Rewrite(source, selection, shape, chunks, filters if chunks else None, dtype)
+        self.rewrites[path] = Rewrite(
+            source, selection, shape, chunks, filters if chunks else None, dtype
+        )
 
     def _chunks(self, path: str, shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
         if len(given) != len(shape):
             raise ConfigError(
                 f'{named("chunks")}: "{path}" has {len(shape)} dimensions, and {given} has {len(given)}'
             )
-        return tuple(max(1, min(n or extent, extent)) for n, extent in zip(given, shape, strict=True))
+        return tuple(
+            max(1, min(n or extent, extent)) for n, extent in zip(given, shape, strict=True)
+        )
 
     def copying(self, path: str) -> Rewrite:
         """Return the plan for a dataset that stays as it is."""
         source = RowSource(self._files[:1], path, 0)
         first = source.first
-        return Rewrite(source, Selection(0, 1, source.counts[0]), first.extents, first.chunks, None, None)
+        return Rewrite(
+            source, Selection(0, 1, source.counts[0]), first.extents, first.chunks, None, None
+        )
 
     @property
     def reader_options(self) -> dict[str, Any]:
@@ -261,7 +277,9 @@ class Repacking:
                 missing = [name_text(one).strip("/") for one in copy.make()]
                 safe.commit({"missing": missing, "done": 0})
             state = dict(safe.state or {})
-            with ChunkWriter(safe, threads=self._options.num_threads, memory=self.memory // 4) as writer:
+            with ChunkWriter(
+                safe, threads=self._options.num_threads, memory=self.memory // 4
+            ) as writer:
                 for done in self._move(safe, copy, writer, state, progress):
                     writer.commit({**state, "done": done})
             self.require_unchanged()
@@ -272,7 +290,11 @@ class Repacking:
         return None if rewrite is None else rewrite.making()
 
     def _move(
-        self, safe: SafeFile, copy: ObjectCopy, writer: ChunkWriter, state: Mapping[str, Any],
+        self,
+        safe: SafeFile,
+        copy: ObjectCopy,
+        writer: ChunkWriter,
+        state: Mapping[str, Any],
         progress: Progress | None,
     ) -> Iterator[int]:
         """Move the values of all datasets; yield the number of pieces that are done."""
@@ -289,7 +311,9 @@ class Repacking:
             pieces: list[Piece] = pieces_of(rewrite, self.piece_nbytes)
             here = min(len(pieces), max(0, skipped - done))
             done += here
-            transfer = Transfer(rewrite, target, writer, lambda: copy.references, self.reader_options)
+            transfer = Transfer(
+                rewrite, target, writer, lambda: copy.references, self.reader_options
+            )
             for _ in transfer.move(pieces[here:]):
                 done += 1
                 self.require_unchanged()

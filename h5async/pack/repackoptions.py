@@ -13,7 +13,17 @@ from h5async.codec.encoders import parse_filters
 from h5async.codec.filters import Filter
 from h5async.config.frozen import Frozen, documented, option
 from h5async.config.parts import Indices
-from h5async.config.values import Bool, Int, Integer, Names, Natural, Positive, Shuffle, Size, Threads
+from h5async.config.values import (
+    Bool,
+    Int,
+    Integer,
+    Names,
+    Natural,
+    Positive,
+    Shuffle,
+    Size,
+    Threads,
+)
 from h5async.spelling import name_text
 
 
@@ -150,5 +160,3 @@ class RepackOptions(Frozen):
         aside = {"memory", "num_threads", "verify", "resume", "overwrite", "allow_external"}
         found = self.model_dump(exclude=aside)
         return {name: repr(value) for name, value in found.items()}
-
-

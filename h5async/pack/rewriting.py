@@ -1,9 +1,11 @@
-"""Plans what becomes of a dataset: its rows, shape and chunks enter; how it is written leaves. Pure,
-except that the target's creation properties are made.
+"""Plans what becomes of a dataset: its rows, shape and chunks enter; how it is written leaves.
+
+Pure, except that the creation properties of the new dataset are made.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +25,7 @@ from h5async.pack.rowsource import Block, Extents, RowSource
 
 _BLOCK_NBYTES = 16 << 20  # of rows in order: more would be no faster
 _LEAST_CHUNK_NBYTES = 16 << 10  # of narrow rows
-# Properties that do not say where or how values are stored.
-_KEPT = ("fill_value", "object header flags", "max compact attr", "min dense attr")
+_ALL_FILTERS = 0  # H5Z_FILTER_ALL
 
 
 class Run(NamedTuple):
@@ -70,6 +71,12 @@ class Rewrite:
         """Whether HDF5 reads and writes elements, which it alone understands."""
         return has_pointers(self.source.kind)
 
+    @property
+    def keeps_chunks(self) -> bool:
+        """Whether chunks of the same rows are the same bytes."""
+        is_same = bool(self.chunks) and self.chunks == self.source.first.chunks
+        return is_same and self.filters is None and self.dtype is None
+
     def making(self) -> Making:
         """Return how the target is made."""
         first, axis = self.source.first, self.axis
@@ -81,42 +88,38 @@ class Rewrite:
             most = list(self.shape)
         space = h5s.create_simple(self.shape, tuple(most))
         kind = None if self.dtype is None else h5t.py_create(self.dtype, logical=True)
-        return Making(space, kind, self._properties(first))
+        return Making(space, kind, self._properties(first), same_filters=self.keeps_chunks)
 
     def _properties(self, first: Opened) -> h5p.PropDCID:
-        same_chunks = self.chunks and self.chunks == first.chunks
-        if same_chunks and self.filters is None and self.dtype is None:
-            plist = first.plist.copy()
-        else:
+        plist, source = first.plist.copy(), self.source
+        if plist.get_external_count():  # which a list of properties cannot forget
             plist = h5p.create(h5p.DATASET_CREATE)
-            kept = _KEPT if self.dtype is None else _KEPT[1:]
-            for name in kept:
-                call_hdf5("H5Pcopy_prop", self.source.where, plist, first.plist, name.encode())
-            if self.chunks:
-                plist.set_chunk(self.chunks)
-                if self.filters is not None:
-                    set_filters(plist, self.filters)
-                else:
-                    for i in range(first.plist.get_nfilters()):
-                        number, flags, values, _ = first.plist.get_filter(i)
-                        plist.set_filter(number, flags, values)
-        if not self.chunks and self.nbytes:
+            if first.plist.fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED:
+                fill = np.zeros(source.itemsize, np.uint8)
+                call_hdf5("H5Pget_fill_value", source.where, first.plist, source.kind, fill)
+                call_hdf5("H5Pset_fill_value", source.where, plist, source.kind, fill)
+        if not self.chunks:
             plist.set_layout(h5d.CONTIGUOUS)
-            plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+            plist.set_alloc_time(h5d.ALLOC_TIME_EARLY if self.nbytes else h5d.ALLOC_TIME_LATE)
+        elif self.chunks != first.chunks:
+            plist.set_chunk(self.chunks)
+        if not self.chunks or self.filters is not None:
+            if plist.get_nfilters():
+                plist.remove_filter(_ALL_FILTERS)
+            set_filters(plist, self.filters or ())
         return plist
 
     def runs(self) -> list[Run]:
         """Return the runs of rows, in order."""
-        count, first = self.shape[self.axis], self.source.first
-        same = self.chunks and self.chunks == first.chunks and self.dtype is None
-        if not same or self.filters is not None or self.source.tables is None:
+        count = self.shape[self.axis]
+        if not self.keeps_chunks or self.source.tables is None:
             return [Run(0, count, False)] if count else []
         whole = self.source_chunks() >= 0
         bounds = [0, *(np.flatnonzero(np.diff(whole)) + 1).tolist(), len(whole)]
         rows = self.chunks[self.axis]
         return [
             Run(begin * rows, min(stop * rows, count), bool(whole[begin]))
-            for begin, stop in zip(bounds, bounds[1:], strict=False)
+            for begin, stop in itertools.pairwise(bounds)
             if begin < stop
         ]
 

@@ -6,6 +6,7 @@ own form.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -165,7 +166,7 @@ class RowSource:
         breaks = np.flatnonzero((np.diff(samples) != 1) | (np.diff(which) != 0)) + 1
         bounds = [0, *breaks.tolist(), len(samples)] if len(samples) else [0]
         memory = h5s.create_simple(shape)
-        for begin, stop in zip(bounds, bounds[1:], strict=False):
+        for begin, stop in itertools.pairwise(bounds):
             dataset, row = self.datasets[which[begin]], samples[begin] - self.starts[which[begin]]
             count = (*shape[:axis], stop - begin, *shape[axis + 1 :])
             memory.select_hyperslab(tuple(begin * (d == axis) for d in range(len(shape))), count)

@@ -97,9 +97,10 @@ class Transfer:
         found = table.find(np.ravel_multi_index(tuple(cells), grid).astype(np.int64))
         corners, found = corners[found >= 0], found[found >= 0]
         ranges = table.offset[found].tolist(), table.nbytes[found].tolist()
-        self._writer.wait_for_room(sum(ranges[1]))
         stored = self._source.files[file].source.get_ranges(*ranges)
-        for corner, data, mask in zip(corners.tolist(), stored, table.filter_mask[found].tolist(), strict=True):
+        for corner, data, mask in zip(
+            corners.tolist(), stored, table.filter_mask[found].tolist(), strict=True
+        ):
             writer.write_stored(tuple(corner), data, self._mask(file, mask))
 
     def _mask(self, file: int, mask: int) -> int:
@@ -126,7 +127,6 @@ class Transfer:
         arrays = self._source.blocks(rewrite.selection, blocks, rewrite.dtype, self._options)
         for block, array in zip(blocks, arrays, strict=True):
             offset, shape = block.offset(rewrite.axis), block.shape(rewrite.axis)
-            self._writer.wait_for_room(math.prod(shape) * rewrite.itemsize)
             copied = np.array(array, order="C").reshape(-1).view(stored).reshape(shape)
             writer.write(offset, copied)
             yield block
@@ -152,5 +152,3 @@ def move_scalar(
         values.read(source, space, space)
         references.change(kind, values.bytes, where)
         values.write(target, space, space)
-
-
