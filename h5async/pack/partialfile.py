@@ -17,7 +17,7 @@ Piece = tuple[int, bytes | bytearray]  # where it begins, and its bytes
 
 
 class PartialFile(io.RawIOBase):
-    """A file that is open for reading and writing at a descriptor, which it owns.
+    """A file whose descriptor is open for reading and writing.
 
     Attributes
     ----------
@@ -33,9 +33,9 @@ class PartialFile(io.RawIOBase):
         The first error, if there was any.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.size = self.end = os.fstat(descriptor).st_size
+    def __init__(self, file: io.FileIO) -> None:
+        self._file, self._descriptor = file, file.fileno()
+        self.size = self.end = os.fstat(self._descriptor).st_size
         self.held_nbytes = self.written_nbytes = 0
         self.direct: list[tuple[int, int]] = []
         self.failure: BaseException | None = None
@@ -132,9 +132,7 @@ class PartialFile(io.RawIOBase):
 
     def close(self) -> None:
         """Close the descriptor, and with it release its lock. Idempotent."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._file.close()
         super().close()
 
     def _fail(self, error: BaseException) -> None:

@@ -15,12 +15,14 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import h5py
 
 from h5async.errors import ConfigError, DamagedError, H5AsyncError, WriteError
+from h5async.io.localfiles import owned
 from h5async.pack.journal import (
     Journal,
     fingerprint,
@@ -117,22 +119,18 @@ class SafeFile:
         if not self.is_finished:
             self.file = h5py.File(raw, "r+", libver=_FORMAT, meta_block_size=_METADATA_BLOCK_NBYTES)
 
-    def _lock(self) -> int:
+    def _lock(self) -> FileIO:
         """Open the file to write to, which only one writer may at a time."""
         with self._writing():
             flags = os.O_RDWR | os.O_CLOEXEC | (0 if self._in_place else os.O_CREAT)
-            descriptor = os.open(self._partial, flags, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = os.path.samestat(os.fstat(descriptor), os.stat(self._partial))
-        except OSError:  # locked, or renamed meanwhile by a writer that has finished
-            is_ours = False
-        if not is_ours:
-            os.close(descriptor)
-            raise WriteError(
-                f"{self._partial} is in use by another process", filename=str(self._partial)
-            )
-        return descriptor
+            file = owned(os.open, self._partial, flags, 0o666)
+        with suppressing(OSError):  # it is locked, or a writer that has finished renames it
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(self._partial)):
+                return file
+        raise WriteError(
+            f"{self._partial} is in use by another process", filename=str(self._partial)
+        )
 
     def _begin(self, raw: PartialFile) -> None:
         if self._in_place:
