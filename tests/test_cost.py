@@ -17,11 +17,9 @@ NEEDED_LATER = (
     "cupy",
     "torch",
     "h5async.deliver.cuda",
-    "h5async.deliver.cudaslot",
     "h5async.deliver.devicedecode",
     "h5async.deliver.gpu",
     "h5async.deliver.kernels",
-    "h5async.deliver.pinned",
     "h5async.order.window",
     "h5async.process",
 )

@@ -242,9 +242,9 @@ def test_no_slot_is_overwritten_while_a_slow_stream_uses_it(
 @pytest.mark.wrong_on_purpose
 @pytest.mark.parametrize("guard", ["release", "wait_writable", "acquire"])
 def test_these_tests_see_a_missing_guard(cupy, spin, path, guard, monkeypatch):
-    import h5async.deliver.cudaslot
+    import h5async.deliver.cuda
 
-    monkeypatch.setattr(h5async.deliver.cudaslot.CudaSlot, guard, lambda self: None)
+    monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, guard, lambda self: None)
     stream = cupy.cuda.Stream(non_blocking=True)
     fields = {"x": "X", "values": RAGGED["values"], "dense": SPARSE["dense"]}
     with (

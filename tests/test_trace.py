@@ -32,7 +32,7 @@ from h5async import (
 )
 from h5async.core.binding import CoreTrace, load_core
 from h5async.fill.outcomes import Recorded
-from h5async.observe.chrometrace import write_trace
+from h5async.observe.tracing import write_trace
 from h5async.system.timeline import CORE_STAGES, Event, Recorder, ThreadName, Timeline
 
 CONSUMER = {"wait", "in use", "request"}

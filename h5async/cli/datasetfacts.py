@@ -17,7 +17,6 @@ from h5async.cli.options import spell_in_shell
 from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError
-from h5async.index.cost import read_cost
 from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.groupfields import column, sparse_group
 from h5async.index.layout import DatasetLayout
@@ -25,6 +24,7 @@ from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.io.stores import far_names
+from h5async.observe.chunkuse import read_cost
 from h5async.opening.raggedcolumns import heap_layout
 from h5async.plan.cf import shown_value, unpacking
 from h5async.read.executors import method_of

@@ -14,39 +14,330 @@ The caller's streams are CuPy's current one and, if PyTorch uses the GPU, PyTorc
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.cudafield import cupy_has
-from h5async.deliver.cudaslot import CudaSlot, SharedBySlots
-from h5async.deliver.device import Device, DeviceSlot, SlotContents
-from h5async.deliver.devicedecode import DeviceDecoder
+from h5async.deliver.cudafield import CudaField, cupy_has
+from h5async.deliver.decodeplan import EncodedPlan, NotDecoded
+from h5async.deliver.device import Device, DeviceSlot, LaidOut, PinnedPart, SlotContents, host_slot
+from h5async.deliver.devicedecode import DeviceDecoder, Staging
 from h5async.deliver.gpu import Gpu, in_own_thread
-from h5async.deliver.kernels import can_transform
+from h5async.deliver.kernels import Kernels, RowChange, can_transform
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
+from h5async.fill.outcomes import FillOutcome
 from h5async.fill.resident import Budget, Residency
+from h5async.io.shared import page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
-from h5async.samples.fieldkind import field_of
+from h5async.samples.fieldkind import Outline, field_of
 from h5async.samples.samplearrays import memory_of, native, with_memory
 from h5async.spelling import named
 
 _CACHE_SHARE = 0.8  # of the device's free memory, if no budget is given
 
 
-class CudaDevice(SharedBySlots, Device):
+class _Rows(NamedTuple):
+    """A column with a row per sample, on the GPU: as uploaded, as delivered, and from one to other.
+
+    `change` is None if both are the same memory.
+    """
+
+    raw: Any
+    delivered: Any
+    change: RowChange | None
+
+
+class CudaSlot(DeviceSlot):
+    """Pinned host arrays, and device arrays of the same batch."""
+
+    def __init__(self, device: CudaDevice, contents: SlotContents) -> None:
+        gpu, cupy = device.gpu, device.gpu.cupy
+        rows, transforms = contents.rows, list(contents.transforms.values())
+        self._device, self._gpu = device, gpu
+        # By column: memory for encoded chunks, and those that are read for the current batch, in
+        # place of rows; set before they are read.
+        self.staging = {
+            column: Staging(gpu, decoder.form) for column, decoder in device.decoders.items()
+        }
+        self.staged: Mapping[int, EncodedPlan] = {}
+        # The uploaded data of all columns with a row per sample are contiguous, on both sides, to
+        # be sent at once. Of other columns only the batch's values are sent.
+        self.num_rows = rows
+        on_host = [
+            not can_transform(one) or (contents.has_postprocess and not one.is_identity)
+            for one in transforms
+        ]
+        shared = contents.shared  # else fields that vary get pages, of which parts are pinned
+        laid_out = host_slot(
+            rows,
+            transforms,
+            on_host,
+            contents.outlines,
+            empty=page_memory if shared is None else shared.empty,
+            block=gpu.pinned_memory if shared is None else None,
+            encoded=plain_memory if shared is None else shared.empty,
+        )
+        if shared is not None and laid_out.block.nbytes:
+            gpu.pin(laid_out.block)
+        super().__init__(laid_out.memory)
+        self._host_block = laid_out.block
+        self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
+        # By column; None for those that are not in the block. (Not made by a comprehension: if it
+        # fails, its closure would keep this object.)
+        self._rows: list[_Rows | None] = []
+        # By the name of a field or of a result of `postprocess`, or the number of a mask: what is
+        # not in the block. The memory of results and masks is allocated when they come.
+        self._others: dict[int | str, CudaField] = {}
+        self._columns: dict[str, int] = {}
+        several = zip(laid_out.begins, self.memory.out, transforms, on_host, strict=True)
+        for begin, own, todo, done in several:
+            is_in = todo.capacity is None
+            self._rows.append(self._new_rows(begin, own, todo, done) if is_in else None)
+        made = [
+            PinnedPart(array.reshape(-1).view(np.uint8), gpu.pin, array.nbytes)
+            for array in self.memory.made
+            if array is not None
+        ]
+        for outline in contents.outlines:
+            column = outline.columns[0]
+            name = list(contents.transforms)[column]
+            self._columns[name] = column
+            if outline.is_varying:
+                self._others[name] = self._new_field(
+                    outline, contents, laid_out, made, is_done=on_host[column]
+                )
+        # Sample numbers, for the cache.
+        self._index = gpu.pinned_memory(8 * rows).view(np.int64)
+        self._index_on_device = cupy.empty(rows, np.int64)
+        self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
+        self._uploaded = gpu.event(blocks=True)
+        self._ready = gpu.event()
+        self._decoded = gpu.event(blocks=True)
+        self._done = gpu.event(blocks=True, is_timed=True)
+        self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # the upload, and the kernels
+        self._sent = gpu.event(is_timed=True)
+        self._released = [gpu.event()]
+
+    def _new_rows(
+        self, begin: int, own: NDArray[Any], transform: RowTransform, done: bool
+    ) -> _Rows:
+        raw = self._device_block[begin : begin + own.nbytes].view(own.dtype).reshape(own.shape)
+        if done or transform.is_identity:
+            return _Rows(raw, raw, None)
+        delivered = self._gpu.cupy.empty((len(own), *transform.row), transform.dtype)
+        return _Rows(raw, delivered, self._device.kernels.row_change(transform))
+
+    def _new_field(
+        self,
+        outline: Outline,
+        contents: SlotContents,
+        laid_out: LaidOut,
+        made: Sequence[PinnedPart],
+        *,
+        is_done: bool,
+    ) -> CudaField:
+        """Return a field that is not in the block."""
+        gpu, kernels = self._gpu, self._device.kernels
+        if outline.is_encoded:  # decoded images have pinned memory of their own
+            is_pinned = contents.shared is None and not contents.has_postprocess
+            return CudaField(gpu, kernels, self.num_rows, outline, is_pinned=is_pinned)
+        transforms = list(contents.transforms.values())
+        own = [transforms[column] for column in outline.columns]
+        parts = [
+            PinnedPart(
+                laid_out.varying[column], gpu.pin, one.likely * self.memory.out[column][:1].nbytes
+            )
+            for column, one in zip(outline.columns, own, strict=True)
+        ]
+        parts += made
+        return CudaField(gpu, kernels, self.num_rows, outline, own, parts, is_done=is_done)
+
+    def warm_up(self) -> None:
+        """Run each kernel of a transform, on the current stream, and wait for it.
+
+        CuPy compiles one for a single row, one for more, and, from 2 GiB on, one for larger arrays.
+        """
+        cache = self._device.cache
+        for i, found in enumerate(self._rows):
+            if found is None or (change := found.change) is None:
+                continue
+            raw, delivered = found.raw, found.delivered
+            for rows in sorted({1, min(2, len(raw)), len(raw)}):
+                index, out = self._every[:rows], delivered[:rows]
+                change.change(raw[:rows], index, out)
+                if cache and change.gathers:
+                    change.change(cache[i].view(raw.dtype), index, out)
+        for field in self._others.values():
+            field.warm_up()
+        self._gpu.cupy.cuda.get_current_stream().synchronize()
+
+    def wait_writable(self) -> None:
+        """Block until the last upload out of the host arrays is done."""
+        with self._gpu.working("an upload failed"):
+            self._uploaded.synchronize()
+
+    def upload(self, outcome: FillOutcome, masks: Sequence[NDArray[Any]] = ()) -> tuple[Any, ...]:
+        """Upload on the copy stream; permute, cast and scale in one kernel on the work stream."""
+        device = self._device
+        staged = {} if outcome.is_resident else self.staged
+        with self._gpu.working("a batch could not be uploaded"):
+            with device.copy_stream as stream:
+                for event in (self._ready, *self._released):
+                    event.hold(stream.ptr)
+                self._begun[0].record(stream.ptr)
+                try:
+                    for i, plan in staged.items():
+                        device.decoders[i].upload(plan, self.staging[i], stream)
+                    fields = self._upload_fields(outcome, masks, staged, stream)
+                    self._sent.record(stream.ptr)
+                finally:  # the next fill waits for all that was put on the stream
+                    self._uploaded.record(stream.ptr)
+            with device.work_stream as stream:
+                self._uploaded.hold(stream.ptr)
+                self._begun[1].record(stream.ptr)
+                try:
+                    self._decode(staged, stream)
+                    delivered = tuple(
+                        self._transformed(field, outcome)
+                        if isinstance(field, int)
+                        else field.deliver()
+                        for field in fields
+                    )
+                finally:  # the next upload waits for all that was put on the stream
+                    self._ready.record(stream.ptr)
+                    self._done.record(stream.ptr)
+        return delivered
+
+    def transfer_seconds(self) -> float:
+        """Wait for the last upload; return the time of the slower of link and kernels."""
+        with self._gpu.working("an upload failed"):
+            self._done.synchronize()
+            sent = self._sent.seconds_since(self._begun[0])
+            return max(sent, self._done.seconds_since(self._begun[1]))
+
+    def _upload_fields(
+        self,
+        outcome: FillOutcome,
+        masks: Sequence[NDArray[Any]],
+        staged: Mapping[int, EncodedPlan],
+        stream: Any,
+    ) -> list[CudaField | int]:
+        """Upload rows; return, per array and mask, its `CudaField`, or the column of its rows."""
+        size, out = outcome.index.size, self.memory.out
+        if self._device.cache:
+            self._index[:size] = self._device.cached.positions(outcome.index)
+            self._gpu.upload(self._index_on_device[:size], self._index[:size], stream)
+        found: list[CudaField | int] = []
+        mine: list[tuple[Any, NDArray[Any]]] = []
+        arrays = outcome.arrays
+        if outcome.is_resident:
+            found, arrays = list(self._columns.values()), ()
+        for name, array in zip(outcome.names or self._columns, arrays, strict=False):
+            column = self._columns.get(name)
+            rows = None if column is None else self._rows[column]
+            if column is not None and column in staged:
+                found.append(column)
+            elif column is not None and rows and _is_same(array, out[column][:size]):
+                mine.append((rows.raw[:size], array))
+                found.append(column)
+            else:
+                found.append(self._uploaded_other(name, array, stream))
+        for number, mask in enumerate(masks):
+            found.append(self._uploaded_other(number, mask, stream))
+        if size == self.num_rows and len(mine) == len(self._rows) - self._rows.count(None):
+            mine = [(self._device_block, self._host_block)] if self._host_block.nbytes else []
+        for target, source in mine:
+            self._gpu.upload(target, source, stream)
+        return found
+
+    def _uploaded_other(self, key: int | str, array: Any, stream: Any) -> CudaField:
+        """Upload an array that is not the slot's rows: that of a name, or a mask by its number."""
+        field = self._others.get(key)
+        if field is None:
+            field = self._others[key] = CudaField(self._gpu, self._device.kernels, self.num_rows)
+        field.upload(array, stream)
+        return field
+
+    def _decode(self, staged: Mapping[int, EncodedPlan], stream: Any) -> None:
+        """Decode chunks on the work stream, wait, and check them before anything is cached."""
+        for i, plan in staged.items():
+            rows, decoder = self._rows[i], self._device.decoders[i]
+            assert rows is not None
+            with self._device.decoding:
+                decoder.decode(plan, self.staging[i], rows.raw.view(np.uint8), stream)
+        if staged:
+            self._decoded.record(stream.ptr)
+            self._decoded.synchronize()
+        if any(self.staging[i].is_bad[0] for i in staged):
+            raise NotDecoded("a block, or its checksum, is not what it should be")
+
+    def acquire(self) -> None:
+        """Make the caller's current streams wait for the batch."""
+        with self._gpu.working("a batch could not be handed over"):
+            for stream in self._gpu.streams():
+                self._ready.hold(stream)
+
+    def release(self) -> None:
+        """Record the caller's current streams: the next upload will wait for them."""
+        with self._gpu.working("a batch could not be handed back"):
+            streams = self._gpu.streams()
+            while len(self._released) < len(streams):
+                self._released.append(self._gpu.event())
+            with contextlib.ExitStack() as stack:  # all are tried, even if one fails
+                for event, stream in zip(self._released, streams, strict=False):
+                    stack.callback(event.record, stream)
+
+    def _transformed(self, i: int, outcome: FillOutcome) -> Any:
+        found, device, size = self._rows[i], self._device, outcome.index.size
+        assert found is not None
+        raw, out, change = found.raw[:size], found.delivered[:size], found.change
+        index, rows = self._every[:size], raw
+        if device.cache:
+            kept, numbers = device.cache[i], self._index_on_device[:size]
+            if not outcome.is_resident:
+                device.kernels.copy_rows(raw, numbers, kept, scatters=True)
+            elif change is not None and change.gathers:
+                index, rows = numbers, kept.view(raw.dtype)
+            else:
+                device.kernels.copy_rows(kept, numbers, raw, scatters=False)
+        if change is not None:
+            change.change(rows, index, out)
+        return out
+
+
+def _is_same(array: Any, own: NDArray[Any]) -> bool:
+    return (
+        isinstance(array, np.ndarray)
+        and array.ctypes.data == own.ctypes.data
+        and (array.dtype, array.shape, array.strides) == (own.dtype, own.shape, own.strides)
+    )
+
+
+class CudaDevice(Device):
     """Delivers CuPy arrays, uploaded from pinned memory; `DeviceError` if the GPU is unusable."""
 
     def __init__(self, gpu: Gpu) -> None:
-        Device.__init__(self)
-        SharedBySlots.__init__(self, gpu)
+        super().__init__()
+        self.gpu, self.name = gpu, gpu.name
         self.is_writable_at_once = False  # uploads from a slot have to be waited for
-        self.name = gpu.name
+        with gpu.working("no stream can be made"):
+            # For uploads, and for kernels.
+            self.copy_stream, self.work_stream = gpu.stream(), gpu.stream()
+        self.kernels = Kernels(gpu)
+        # The rows of samples `cached`, one array per field, as uploaded; empty if none are kept.
+        self.cache: list[Any] = []
+        self.cached = Selection(0, 1, 0)
+        self.decoders: dict[int, DeviceDecoder] = {}  # by column
+        # Held while a batch's decoding is put on the work stream. Decoders have memory of their
+        # own, so the work of two batches must not be mixed there.
+        self.decoding = threading.Lock()
         self.slots: list[CudaSlot] = []
 
     def open_slots(self, count: int, contents: SlotContents) -> list[DeviceSlot]:

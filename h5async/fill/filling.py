@@ -17,14 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import load_core, mapping_mode
-from h5async.fill.damage import KnownDamage
 from h5async.fill.fetching import Fetcher, FetchLimits
 from h5async.fill.finishing import BatchDecoder, Postprocess
 from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, Recorded, Recording
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool, do_nothing
 from h5async.fill.reading import BatchReader, OnDevice, Slots
-from h5async.fill.resident import Budget, HostCache, KeptChunks, Residency, open_host_cache
+from h5async.fill.resident import (
+    Budget,
+    HostCache,
+    KeptChunks,
+    KnownDamage,
+    Residency,
+    open_host_cache,
+)
 from h5async.fill.submissions import Submissions
 from h5async.io.diskcache import DiskCache, disk_cache
 from h5async.opening.dataset import OpenedDataset, Samplings

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import CoreTrace
 from h5async.errors import DamagedError, is_lack_of_memory, out_of_memory, taking_memory
-from h5async.fill.damage import KnownDamage
-from h5async.fill.resident import HostCache, Residency
+from h5async.fill.resident import HostCache, KnownDamage, Residency
 from h5async.io.shared import plain_memory
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
@@ -42,10 +41,10 @@ from h5async.plan.records import (
 from h5async.plan.transform import NativeTransform, RowTransform, transformer
 from h5async.read.collection import Collection
 from h5async.read.executors import Executors
-from h5async.read.failures import Place
 from h5async.read.farsources import FarSources, Held
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import BatchQueue, SlotBatch
+from h5async.read.rereading import Place
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named

@@ -1,4 +1,4 @@
-"""Keeps rows in memory for later epochs.
+"""Keeps rows in memory for later epochs, and remembers damaged samples, which are left out then.
 
 Rows that were read enter; they leave again when their samples come next. If a dataset fits a budget
 (`cache="host"` or `"device"`), the rows of each batch are kept, as read, on first use; of ragged
@@ -8,19 +8,22 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
+from h5async.errors import Skipped
 from h5async.index.segments import Segments
 from h5async.order.rows import SpanRows
+from h5async.order.sampling import NO_SAMPLES
 from h5async.order.selection import Selection
 from h5async.plan.records import GatherPlan, Int64s
 from h5async.samples.fieldkind import Rows
 
+_MOST_KNOWN = 10_000  # others are found anew by each batch that has them
 _HOST_SHARE = 0.5  # of free memory, if no budget is given
 
 
@@ -224,3 +227,37 @@ def _flat(raw: NDArray[Any]) -> NDArray[np.uint8]:
 
 def _gb(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2g} GB" if nbytes < 1e12 else f"{nbytes / 1e12:.3g} TB"
+
+
+class KnownDamage:
+    """Samples that were found damaged. Safe to use from many threads.
+
+    Unless it `lasts`, none are remembered: other parts of them are read in another epoch.
+    """
+
+    def __init__(self) -> None:
+        self.lasts = True
+        self._known: tuple[Int64s, dict[int, Skipped]] = NO_SAMPLES, {}
+
+    def add(self, found: Mapping[int, Skipped]) -> None:
+        """Remember damaged samples, by number."""
+        known = {**self._known[1], **found}
+        if self.lasts and len(known) <= _MOST_KNOWN:
+            # Replaced as a whole; of two threads at once, one may lose what it has found.
+            self._known = np.array(sorted(known), np.int64), known
+
+    def left_out(self, samples: Int64s) -> tuple[Int64s, list[Skipped]]:
+        """Return the samples of a batch without those that are known to be damaged, and these."""
+        numbers, known = self._known
+        if not numbers.size:
+            return samples, []
+        at = np.minimum(np.searchsorted(numbers, samples), numbers.size - 1)
+        is_known = numbers[at] == samples
+        return samples[~is_known], [known[one] for one in samples[is_known].tolist()]
+
+    def forget(self) -> None:
+        """Forget all of them: a file has changed."""
+        self._known = NO_SAMPLES, {}
+
+    def __bool__(self) -> bool:
+        return bool(self._known[1])

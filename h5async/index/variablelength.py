@@ -13,7 +13,7 @@ they are read out of the object header.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,14 +25,12 @@ from h5async.core.binding import Core, address
 from h5async.errors import DamagedError
 from h5async.index.hdf5 import NotDirectError, Opened, file_properties, uses_fill_value
 from h5async.index.storedtypes import describe, without_metadata
-from h5async.io.source import Source
+from h5async.io.places import NONSENSE, Format
+from h5async.io.references import IS_SHARED, header_messages
 
 _SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes
 DAMAGED = "; the file is damaged"
-_FILL_VALUE, _LAYOUT, _CONTINUATION = 0x0005, 0x0008, 0x0010  # types of messages
-_IS_SHARED = 2  # a flag: the message lies elsewhere
-_MOST_BLOCKS, _MOST_NBYTES = 64, 1 << 26
-_HAS_TIMES, _HAS_PHASES, _HAS_ORDER = 32, 16, 4  # flags of a header of version 2
+_FILL_VALUE, _LAYOUT = 0x0005, 0x0008  # types of messages
 _UNKNOWN = "an object header of an unknown form"
 
 
@@ -212,65 +210,15 @@ def _counted(body: bytes, at: int, width: int) -> bytes:
 
 
 def _message(dataset: Opened, kind: int) -> bytes:
+    """Return the body of the only message of a kind in the object header of a dataset."""
     created = file_properties(dataset.id)
-    base, widths = int(created.get_userblock()), created.get_sizes()
-    address = base + int(h5py.h5o.get_info(dataset.id).addr)
-    listed = messages(dataset.source, address, base, widths)
-    found = [(body, flags) for one, flags, body in listed if one == kind]
-    if len(found) != 1 or found[0][1] & _IS_SHARED or len(found[0][0]) < 4:
+    form = Format(int(created.get_userblock()), *created.get_sizes())
+    address, read = form.base + int(h5py.h5o.get_info(dataset.id).addr), dataset.source.read
+    try:
+        listed = header_messages(read, address, form)
+        found = [(body, flags) for one, flags, body in listed if one == kind]
+    except NONSENSE as error:
+        raise NotDirectError(_UNKNOWN) from error
+    if len(found) != 1 or found[0][1] & IS_SHARED or len(found[0][0]) < 4:
         raise NotDirectError(_UNKNOWN)
     return found[0][0]
-
-
-def messages(
-    source: Source, address: int, base: int, widths: tuple[int, int]
-) -> Iterator[tuple[int, int, bytes]]:
-    """Yield type, flags and body of each message of a header.
-
-    See "Data Object Headers" of the HDF5 file format specification. HDF5 has read the header
-    before, so it is a valid one.
-    """
-    head = _read(source, address, 64)
-    is_second = head[:4] == b"OHDR"
-    extra = 0  # bytes between the head of a message and its body
-    if is_second:
-        flags = head[5]
-        at = 6 + 16 * bool(flags & _HAS_TIMES) + 4 * bool(flags & _HAS_PHASES)
-        width = 1 << (flags & 3)
-        nbytes = int.from_bytes(head[at : at + width], "little")
-        extra = 2 * bool(flags & _HAS_ORDER)
-        blocks = [(address + at + width, nbytes)]
-    elif head[0] == 1:
-        blocks = [(address + 16, int.from_bytes(head[8:12], "little"))]
-    else:
-        raise NotDirectError(_UNKNOWN)
-    head_nbytes = 4 + extra if is_second else 8
-    for number, (begin, nbytes) in enumerate(blocks):  # (which grows)
-        if number == _MOST_BLOCKS:
-            raise NotDirectError(_UNKNOWN)
-        block, at = _read(source, begin, nbytes), 0
-        while at + head_nbytes <= len(block):
-            wide = 1 if is_second else 2  # bytes of a type
-            kind = int.from_bytes(block[at : at + wide], "little")
-            size = int.from_bytes(block[at + wide : at + wide + 2], "little")
-            flags = block[at + wide + 2]
-            body = block[at + head_nbytes : at + head_nbytes + size]
-            if len(body) < size:
-                raise NotDirectError(_UNKNOWN)
-            if kind == _CONTINUATION:
-                follows = base + int.from_bytes(body[: widths[0]], "little")
-                length = int.from_bytes(body[widths[0] : sum(widths)], "little")
-                # A signature and a checksum enclose those of version 2.
-                blocks.append((follows + 4, length - 8) if is_second else (follows, length))
-            else:
-                yield kind, flags, body
-            at += head_nbytes + size
-
-
-def _read(source: Source, offset: int, nbytes: int) -> bytes:
-    if not (0 <= offset < 1 << 63 and 0 <= nbytes <= _MOST_NBYTES):
-        raise NotDirectError(_UNKNOWN)
-    found = source.read(offset, nbytes)
-    if len(found) < min(nbytes, 16):
-        raise NotDirectError(_UNKNOWN)
-    return found

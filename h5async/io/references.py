@@ -24,6 +24,8 @@ _HEADER_NBYTES = 2048  # of an object header whose size is not known yet
 _MOST_HEADER_NBYTES = 1 << 20
 _MOST_HEAP_NBYTES = 1 << 24
 _CONTINUATION = 0x10
+IS_SHARED = 2  # a flag of a message, which lies elsewhere
+_LEAST_HEADER_NBYTES, _MOST_BLOCKS = 64, 64
 _HEAD_V1_NBYTES = 8  # of a message; in version 2 there are 4 or 6
 
 
@@ -63,23 +65,26 @@ def _old_sizes(found: Cursor, version: int) -> Format:
 
 def object_header(found: Cursor, *, is_whole: bool = False) -> Iterator[Place]:
     """Yield what an object header refers to: its continuations, and what its messages name."""
-    if found.data[:4] == b"OHDR":
-        found.take(5)
-        flags = found.number()
-        found.take((16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0))
-        nbytes = found.number(1 << (flags & 3))
-        head_nbytes = 6 if flags & 4 else 4
-    else:
-        found.expect(b"\x01\0")
-        found.take(6)
-        nbytes = found.number(4)
-        found.take(4)
-        head_nbytes = _HEAD_V1_NBYTES
+    nbytes, head_nbytes = _beginning(found)
     if found.rest < nbytes <= _MOST_HEADER_NBYTES and not is_whole:
         again = partial(object_header, is_whole=True)
         yield Place(found.place.offset, found.at + nbytes, again)
     else:
-        yield from _messages(found, nbytes, head_nbytes, found.place.offset)
+        yield from _named(found, nbytes, head_nbytes, found.place.offset)
+
+
+def _beginning(found: Cursor) -> tuple[int, int]:
+    """Read up to the first message; return the bytes of all messages, and of the head of each."""
+    if found.data[:4] != b"OHDR":
+        found.expect(b"\x01\0")
+        found.take(6)
+        nbytes = found.number(4)
+        found.take(4)
+        return nbytes, _HEAD_V1_NBYTES
+    found.take(5)
+    flags = found.number()
+    found.take((16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0))
+    return found.number(1 << (flags & 3)), 6 if flags & 4 else 4
 
 
 def _continuation(found: Cursor, head_nbytes: int, owner: int) -> Iterator[Place]:
@@ -87,11 +92,11 @@ def _continuation(found: Cursor, head_nbytes: int, owner: int) -> Iterator[Place
     if head_nbytes != _HEAD_V1_NBYTES:
         found.expect(b"OCHK")
         nbytes -= 8
-    yield from _messages(found, nbytes, head_nbytes, owner)
+    yield from _named(found, nbytes, head_nbytes, owner)
 
 
-def _messages(found: Cursor, nbytes: int, head_nbytes: int, owner: int) -> Iterator[Place]:
-    """Yield what the messages of the object header at `owner` refer to."""
+def _messages(found: Cursor, nbytes: int, head_nbytes: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield type, flags and body of messages."""
     end = found.at + nbytes
     while found.at + head_nbytes <= end:
         head = found.take(head_nbytes)
@@ -99,16 +104,48 @@ def _messages(found: Cursor, nbytes: int, head_nbytes: int, owner: int) -> Itera
             kind, size, flags = head[0] | head[1] << 8, head[2] | head[3] << 8, head[4]
         else:
             kind, size, flags = head[0], head[1] | head[2] << 8, head[3]
-        message = Cursor(found.take(size), found.form, Place(owner, size))
+        yield kind, flags, found.take(size)
+
+
+def _named(found: Cursor, nbytes: int, head_nbytes: int, owner: int) -> Iterator[Place]:
+    """Yield what the messages of the object header at `owner` refer to."""
+    for kind, flags, body in _messages(found, nbytes, head_nbytes):
+        message = Cursor(body, found.form, Place(owner, len(body)))
         try:
             if kind == _CONTINUATION:
                 offset, length = message.address(), min(message.length(), _MOST_HEADER_NBYTES)
                 find = partial(_continuation, head_nbytes=head_nbytes, owner=owner)
                 yield Place(offset, length, find)
-            elif kind in _MESSAGES and not flags & 2:  # those are shared, and lie elsewhere
+            elif kind in _MESSAGES and not flags & IS_SHARED:
                 yield from _MESSAGES[kind](message)
         except NONSENSE:
             continue
+
+
+def header_messages(
+    read: Callable[[int, int], bytes], at: int, form: Format
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield type, flags and body of each message of an object header that HDF5 has read before.
+
+    `read` is given an offset in the file and a number of bytes. One of `NONSENSE` is raised if it
+    is of an unknown form.
+    """
+    head = Cursor(read(at, _LEAST_HEADER_NBYTES), form, Place(at, _LEAST_HEADER_NBYTES))
+    nbytes, head_nbytes = _beginning(head)
+    blocks = [(at + head.at, nbytes)]
+    for number, (begin, nbytes) in enumerate(blocks):  # (which grows)
+        if number == _MOST_BLOCKS or not (begin >= 0 and 0 <= nbytes <= _MOST_HEAP_NBYTES):
+            raise ValueError("an object header of an unknown form")
+        block = Cursor(read(begin, nbytes), form, Place(begin, nbytes))
+        for kind, flags, body in _messages(block, nbytes, head_nbytes):
+            if kind != _CONTINUATION:
+                yield kind, flags, body
+                continue
+            message = Cursor(body, form, block.place)
+            offset, length = message.address(), message.length()
+            is_first = head_nbytes == _HEAD_V1_NBYTES
+            # A signature and a checksum enclose those of version 2.
+            blocks.append((offset, length) if is_first else (offset + 4, length - 8))
 
 
 def _layout(found: Cursor) -> Iterator[Place]:

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from h5async.errors import ConfigError
 from h5async.fill.outcomes import FillerStats
-from h5async.index.cost import direct_share
 from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
-from h5async.observe.chunkuse import ChunkFacts, Used
+from h5async.observe.chunkuse import ChunkFacts, Used, direct_share
 from h5async.observe.stats import ReaderStats
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows

@@ -43,7 +43,7 @@ from h5async.io.stores import absolute_name, settled_stamp
 from h5async.opening.filevalues import categories_of, column_at, small_values
 from h5async.opening.oncefields import read_once, wanted_once
 from h5async.opening.raggedcolumns import heap_layout, sparse_rows, with_spans
-from h5async.read.whole import read_whole
+from h5async.read.executors import read_whole
 from h5async.samples.assembly import field_kinds
 from h5async.samples.fieldkind import (
     CATEGORIES,

@@ -18,7 +18,7 @@ from h5async.index.hdf5 import OtherKindError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, Room, open_index
 from h5async.index.metadata import value_layout
-from h5async.read.whole import read_whole
+from h5async.read.executors import read_whole
 from h5async.spelling import name_text, named
 
 _MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few per sample

@@ -37,7 +37,7 @@ from h5async.opening.filevalues import FileValues
 from h5async.opening.selecting import sequences_of
 from h5async.order.rows import starts_of
 from h5async.plan.transform import row_transform
-from h5async.read.whole import read_rows
+from h5async.read.executors import read_rows
 from h5async.samples.fieldkind import join_values, layout_of_values
 from h5async.spelling import name_bytes, name_text
 

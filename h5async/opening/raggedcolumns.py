@@ -22,7 +22,7 @@ from h5async.index.links import Reach, files_of, open_index
 from h5async.index.metadata import indexer_at, references, value_layout
 from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.stamps import FileStamp
-from h5async.read.whole import read_blocks
+from h5async.read.executors import read_blocks
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]

@@ -26,7 +26,7 @@ from h5async.order.permutation import part_of
 from h5async.order.rows import SequenceTable, StepRows
 from h5async.order.sampling import DrawnOffsets
 from h5async.order.selection import Selection
-from h5async.read.whole import read_whole
+from h5async.read.executors import read_whole
 from h5async.samples.fieldkind import are_same
 from h5async.spelling import named
 

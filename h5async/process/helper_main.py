@@ -195,11 +195,7 @@ class _Helper:
             fields,
             rooms,
             error,
-            outcome.is_resident,
-            outcome.busy_seconds,
-            outcome.warnings,
-            outcome.names,
-            outcome.skipped,
+            outcome[3:],
             self._filler.stats(),
             self._filler.recorded(),
         )

@@ -22,7 +22,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from h5async import errors
 from h5async.errors import H5AsyncError, ReadError, Skipped
 from h5async.fill.outcomes import FillerStats, Recorded
-from h5async.index.fingerprint import fingerprint
+from h5async.index.changes import fingerprint
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.io.shared import ArraySpec
 from h5async.opening.limits import MemoryPlan
@@ -162,21 +162,14 @@ class SentField(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The outcome of a request; with `stats` of the helper's filler so far.
-
-    `is_resident`, `busy_seconds`, `warnings`, `names` and `skipped` are those of `FillOutcome`.
-    """
+    """The outcome of a request; with `stats` of the helper's filler so far."""
 
     request: tuple[Any, ...]  # the `FillRequest`
     size: int  # samples in the batch
     fields: tuple[SentField, ...]
     rooms: Rooms  # memory beside the slot that was added for them
     error: tuple[bytes, ...]  # from `portable`, if any
-    is_resident: bool
-    busy_seconds: float
-    warnings: tuple[str, ...]
-    names: tuple[str, ...]
-    skipped: tuple[Skipped, ...]
+    others: tuple[Any, ...]  # the members of the `FillOutcome` behind its error
     stats: FillerStats
     recorded: Sequence[Recorded] = ()  # since the last answer
 

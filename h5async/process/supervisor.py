@@ -307,8 +307,7 @@ class Supervisor:
                 arrays = slots.arrays(answer)
         except BaseException as raised:
             error = raised
-        done = answer.is_resident, answer.busy_seconds, answer.warnings, answer.names
-        self._on_done(request, FillOutcome(index, arrays, error, *done, answer.skipped))
+        self._on_done(request, FillOutcome(index, arrays, error, *answer.others))
         del error  # its traceback may have this frame
 
     def _keep(self, several: Sequence[Recorded]) -> None:

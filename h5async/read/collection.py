@@ -26,18 +26,19 @@ from h5async.order.rows import numbers_in
 from h5async.plan.fetches import NO_RANGES, ByteRanges, union
 from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
-from h5async.read.failures import (
+from h5async.read.farsources import Held, is_far
+from h5async.read.queue import SlotBatch
+from h5async.read.rereading import (
     Chunk,
     Extent,
+    FileEventError,
     Place,
     Reason,
+    Rereader,
     error_of,
     error_of_element,
     find_chunk,
 )
-from h5async.read.farsources import Held, is_far
-from h5async.read.queue import SlotBatch
-from h5async.read.rereading import FileEventError, Rereader
 from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
@@ -137,20 +138,26 @@ class Collection:
         """
         if start >= stop:
             return 0
+        refused = self._call("read_batch", batch, self.tables.sources, scratch, start, stop)
+        if refused < 0:
+            raise ReaderClosedError(CLOSED)
+        return refused
+
+    def _call(
+        self, name: str, batch: SlotBatch, sources: Any, scratch: Scratch, *arguments: int
+    ) -> int:
+        """Call a function of the core for a plan and its sources; return its result."""
         worker = scratch.worker(self._core)
-        refused = self._core.read_batch(
+        done: int = getattr(self._core, name)(
             ctypes.byref(batch.plan),
             self.tables.fields,
             batch.targets,
-            self.tables.sources,
+            sources,
             ctypes.byref(worker.struct),
-            start,
-            stop,
+            *arguments,
         )
         worker.note_return()
-        if refused < 0:
-            raise ReaderClosedError(CLOSED)
-        return int(refused)
+        return done
 
     def planned(self, batch: SlotBatch) -> Planned:
         """Return the plan of a batch."""
@@ -195,21 +202,11 @@ class Collection:
         """
         far = self.tables.far
         assert far is not None
-        worker, room = scratch.worker(self._core), 2 * (stop - start) + 64
+        room, sources = 2 * (stop - start) + 64, self.tables.sources
         while True:
             found = np.zeros(room, far.fetched)
-            count = self._core.list_ranges(
-                ctypes.byref(batch.plan),
-                self.tables.fields,
-                batch.targets,
-                self.tables.sources,
-                ctypes.byref(worker.struct),
-                start,
-                stop,
-                address(found),
-                room,
-            )
-            worker.note_return()
+            given = start, stop, address(found), room
+            count = self._call("list_ranges", batch, sources, scratch, *given)
             if count <= room:
                 names = ByteRanges._fields
                 listed = ByteRanges(*(found[name][:count] for name in names))
@@ -350,16 +347,8 @@ class Collection:
     ) -> bool:
         worker = scratch.worker(self._core)
         worker.struct.least_nbytes = least_nbytes
-        done = self._core.read_again(
-            ctypes.byref(batch.plan),
-            self.tables.fields,
-            batch.targets,
-            ctypes.byref(file),
-            ctypes.byref(worker.struct),
-            number,
-        )
+        done = self._call("read_again", batch, ctypes.byref(file), scratch, number)
         worker.struct.least_nbytes = 0
-        worker.note_return()
         if file.event == Event.STOPPED:
             raise ReaderClosedError(CLOSED)
         if file.event != Event.NONE:

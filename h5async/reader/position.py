@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from h5async.config.files import paths_text
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import ConfigError, ReadError
-from h5async.index.fingerprint import fingerprint
+from h5async.index.changes import fingerprint
 from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings, digest
 from h5async.order.ranks import Rank, Source, find_source, may_change

@@ -17,7 +17,7 @@ from h5async.index.groupfields import union_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.savedindex import Wanted
-from h5async.read.whole import read_blocks, read_whole
+from h5async.read.executors import read_blocks, read_whole
 from h5async.samples.fieldkind import (
     CATEGORIES,
     LABEL_NAMES,

@@ -36,7 +36,6 @@ from hypothesis import strategies as st
 from pythondecoders import FilterPipeline
 
 from h5async import AsyncReader, Field
-from h5async.codec.corefilters import CoreKind
 from h5async.codec.filters import (
     BITSHUFFLE,
     DEFLATE,
@@ -46,6 +45,7 @@ from h5async.codec.filters import (
     NBIT,
     SCALEOFFSET,
     SHUFFLE,
+    CoreKind,
     Filter,
 )
 from h5async.core import binding as core_module

@@ -15,8 +15,8 @@ import pytest
 from cases import each
 from gpus import use_fake_gpu, use_gpu
 
-import h5async.deliver.cudaslot
-import h5async.deliver.finddevice
+import h5async.deliver.cuda
+import h5async.deliver.device
 from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
 
 pytestmark = pytest.mark.any_gpu
@@ -84,7 +84,7 @@ def test_every_allowed_order_gives_the_right_batches(
 @pytest.mark.wrong_on_purpose
 @pytest.mark.parametrize("guard", ["acquire", "release", "wait_writable"])
 def test_without_a_guard_some_order_gives_wrong_ones(images, monkeypatch, guard):
-    monkeypatch.setattr(h5async.deliver.cudaslot.CudaSlot, guard, lambda self: None)
+    monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, guard, lambda self: None)
     results = [run(images, monkeypatch, seed, prefetch=1, num_threads=0) for seed in range(20)]
     assert not all(results)
 
@@ -133,7 +133,7 @@ def test_no_cupy(images, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(h5async.deliver.finddevice.importlib, "import_module", missing)
+    monkeypatch.setattr(h5async.deliver.device.importlib, "import_module", missing)
     with pytest.raises(DeviceError, match=r"CuPy is not installed.*pip install 'h5async\[cuda13\]"):
         AsyncReader(hdf5_path=images, device="cuda")
 

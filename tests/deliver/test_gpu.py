@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import require_extra
 
-import h5async.deliver.cudaslot
+import h5async.deliver.cuda
 import h5async.deliver.gpu
 from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
 
@@ -145,7 +145,7 @@ def test_several_readers_at_once(cupy, spin, images):
 @pytest.mark.wrong_on_purpose
 @pytest.mark.parametrize("guard", ["release", "wait_writable", "acquire"])
 def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, monkeypatch):
-    monkeypatch.setattr(h5async.deliver.cudaslot.CudaSlot, guard, lambda self: None)
+    monkeypatch.setattr(h5async.deliver.cuda.CudaSlot, guard, lambda self: None)
     stream = cupy.cuda.Stream(non_blocking=True)
     with AsyncReader(hdf5_path=images, batch_size=BATCH, prefetch=1, device="cuda") as reader:
         poison(reader)

@@ -18,10 +18,10 @@ from test_saved_layouts import ODD, places
 from h5async import AsyncReader, Field, H5AsyncError, Sequences
 from h5async.cli import app
 from h5async.index import datasettable
+from h5async.index.changes import fingerprint
 from h5async.index.contents import Grouping
 from h5async.index.datasettable import Columns, kinds_of
 from h5async.index.extents import SMALL_NBYTES, TableBuilder, kept_whole_nbytes
-from h5async.index.fingerprint import fingerprint
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.units import unit_bounds, unit_nbytes

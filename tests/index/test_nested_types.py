@@ -15,7 +15,7 @@ import pytest
 from cases import each
 from conftest import assert_reads_like_h5py, assert_same_bits, first_batch, reader_of, truth
 
-from h5async.index.fingerprint import fingerprint
+from h5async.index.changes import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.io.stamps import FileStamp
 from h5async.process.child import HelperDied

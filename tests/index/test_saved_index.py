@@ -34,8 +34,8 @@ from h5async import (
 from h5async.cli import app
 from h5async.config import Field
 from h5async.index import indexcache
+from h5async.index.changes import fingerprint
 from h5async.index.datasettable import Datasets
-from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
 from h5async.index.metadata import read_layouts

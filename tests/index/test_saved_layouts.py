@@ -19,9 +19,9 @@ from test_saved_index import assert_same, make, rewrite, rows_of, save, saved_co
 from h5async import H5AsyncError
 from h5async.codec.filters import Filter
 from h5async.config import Field
+from h5async.index.changes import fingerprint
 from h5async.index.chunktable import ChunkTable, grid_of
 from h5async.index.composition import Part, with_parts
-from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout, Indexed
 from h5async.index.links import Consulted, Reach
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index

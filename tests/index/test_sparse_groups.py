@@ -16,7 +16,7 @@ from h5async.errors import DatasetError, ReadError, UnsafeFileError
 from h5async.index.groupfields import category_names, column, row_offsets, sparse_group, union_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
-from h5async.read.whole import read_whole
+from h5async.read.executors import read_whole
 
 SEED = 20160704
 

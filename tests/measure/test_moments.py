@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from h5async import Csr
-from h5async.measure import moments
-from h5async.measure.moments import Moments, moments_of, moments_of_rows
+from h5async.measure import summaries
+from h5async.measure.summaries import Moments, moments_of, moments_of_rows
 
 # (The fixture changes nothing between examples.)
 OF_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -21,7 +21,7 @@ KINDS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"]
 @pytest.fixture(autouse=True, params=["core", "NumPy"])
 def way(request, monkeypatch):
     if request.param == "NumPy":
-        monkeypatch.setattr(moments, "load_core", lambda: None)
+        monkeypatch.setattr(summaries, "load_core", lambda: None)
 
 
 def expect(found, values, over, fill=None):

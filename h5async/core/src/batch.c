@@ -3,7 +3,7 @@
    Threads take ranges of a plan's items, each in one call. First come pieces that are kept decoded,
    for which no file is needed (kept.c); then what is read, source by source. An item that cannot be
    done is marked: Python opens its file, checks it where it was changed, and has it read again out of
-   that, so that it learns the reason (read/failures.py). */
+   that, so that it learns the reason (read/rereading.py). */
 
 /* Where a piece of an item lies; -1: nowhere, or it is not asked for. */
 static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross, int64_t *nbytes)

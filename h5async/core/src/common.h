@@ -106,7 +106,7 @@ enum Io { IO_AUTO = 0, IO_PREAD = 1, IO_MAP = 2 };
 /* Why a call did not do its work, or why its work is worthless: the file is not what was indexed; a
    page of its map cannot be read; the reader is being closed. */
 enum Event { NO_EVENT = 0, CHANGED = 1, FAULTED = 2, STOPPED = 3 };
-/* Why an item cannot be done; read/failures.py has the words. */
+/* Why an item cannot be done; read/rereading.py has the words. */
 enum Reason { UNREADABLE = 1, WRONG_SIZE, DAMAGED, NO_ROOM, NOT_MAPPED, ABOVE_LIMIT, HEAP_NOWHERE,
               HEAP_BEHIND, HEAP_SIGNATURE, HEAP_VERSION, HEAP_SIZE, HEAP_FREE, HEAP_ENDS, HEAP_TWICE,
               HEAP_MISSING, HEAP_LENGTH, HEAP_NUL };

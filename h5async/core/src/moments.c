@@ -1,4 +1,4 @@
-/* Count, mean, sum of squares and range of groups of values: measure/moments.py.
+/* Count, mean, sum of squares and range of groups of values: measure/summaries.py.
 
    A tile of values of one group, or of some neighbours, is converted to doubles in the cache, and
    measured in two passes, so that no digits cancel. */
