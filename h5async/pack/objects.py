@@ -109,6 +109,9 @@ class ObjectCopy:
         self._source, self._target, self._change = source, target, change
         self._names = names
         self._types: dict[int, h5t.TypeID] = {}  # committed ones of the target
+        # HDF5 copies no object to a file with addresses of another length.
+        sizes = [file.get_create_plist().get_sizes() for file in (source, target)]
+        self._can_copy = sizes[0] == sizes[1]
 
     @cached_property
     def twins(self) -> dict[int, Twin]:
@@ -201,7 +204,8 @@ class ObjectCopy:
         plist = dataset.get_create_plist()
         is_outside = plist.get_layout() == h5d.VIRTUAL or plist.get_external_count() > 0
         is_apart = kind.committed() or has_references(kind) or is_outside
-        if making is None and not is_apart and dataset.get_storage_size() <= SMALL_NBYTES:
+        is_small = dataset.get_storage_size() <= SMALL_NBYTES
+        if making is None and is_small and self._can_copy and not is_apart:
             self._copy_whole(entry, group, properties)
             return False
         if making is None:
@@ -214,7 +218,7 @@ class ObjectCopy:
             if making.same_filters and _filters(new.get_create_plist()) != _filters(making.plist):
                 raise ValueError("HDF5 gives its filters other parameters now")
         except ValueError as error:
-            if making.plist is not plist or is_apart:
+            if making.plist is not plist or is_apart or not self._can_copy:
                 raise DatasetError(f"{where}: it cannot be made ({error})") from error
             if group.links.exists(entry.name):
                 group.unlink(entry.name)

@@ -269,7 +269,7 @@ class Repacking:
         overwrite = self._options.overwrite or is_in_place
         first = self._files[0]
         how = {"resume": self._options.resume, "overwrite": overwrite and not self._options.resume}
-        with SafeFile(path, digest=self.digest(), **how) as safe:
+        with SafeFile(path, digest=self.digest(), like=first, **how) as safe:
             if safe.is_finished:
                 return
             copy = ObjectCopy(first.id, safe.file.id, (Path(first.filename), path), self._making)
