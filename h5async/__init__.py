@@ -42,6 +42,8 @@ from h5async.samples.sparse import Csr
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
     from h5async.measure.statistics import statistics
+    from h5async.pack.packing import pack
+    from h5async.pack.repacking import repack
 
 # If the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -61,6 +63,10 @@ def __getattr__(name: str) -> Any:
         from h5async.measure.statistics import statistics
 
         return statistics
+    if name == "repack":
+        from h5async.pack.repacking import repack
+
+        return repack
     import importlib.util
 
     path = f"{__name__}.{name}"
@@ -115,5 +121,7 @@ __all__ = [
     "UnsafeFileError",
     "WriteError",
     "__version__",
+    "pack",
+    "repack",
     "statistics",
 ]

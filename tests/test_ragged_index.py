@@ -123,7 +123,7 @@ def test_the_core_reads_what_was_indexed_without_it(mixed, tmp_path, monkeypatch
     paths, truths = mixed
     index = tmp_path / "all.h5idx"
     with monkeypatch.context() as patched:
-        patched.setattr("h5async.opening.raggedcolumns.load_core", lambda: None)
+        patched.setattr("h5async.opening.filevalues.load_core", lambda: None)
         run("index", *paths, "-o", index, *typed(fields_of(truths)))
     check_all(index, truths)
 

@@ -45,37 +45,31 @@ _WITHOUT_SAVING = frozenset({SHUFFLE, FLETCHER32})  # filters that do not compre
 
 
 class _Spelling(NamedTuple):
-    """A filter as users name it: its number, its client data, and where in these a level is."""
+    """A filter as users name it."""
 
     number: int
-    parameters: tuple[int, ...] = ()
+    parameters: tuple[int, ...] = ()  # the last of its client data, of which HDF5 may add others
     levels: range = range(0)
     level_at: int = 0
-    given_at: int = 0  # where HDF5 puts client data that it is given
+    told_by: tuple[int, ...] = ()  # the places in these that tell it from others of its number
 
     def at_level(self, level: int) -> tuple[int, ...]:
         """Return the client data for a level."""
         at = self.level_at
         return (*self.parameters[:at], level, *self.parameters[at + 1 :])
 
-    def find_level(self, stored: tuple[int, ...]) -> int | None:
-        """Return the level of client data as HDF5 stores them; None if it is another filter."""
-        stored, wanted = stored[self.given_at :], self.parameters
-        if not self.levels:
-            return 0 if stored[: len(wanted)] == wanted else None
-        if len(stored) <= self.level_at or stored[self.level_at] not in self.levels:
+    def spell(self, name: str, stored: tuple[int, ...]) -> str | None:
+        """Return how client data are spelled; None if they are not of this filter."""
+        last = stored[max(0, len(stored) - len(self.parameters)) :]
+        if len(last) < len(self.parameters):
             return None
-        # HDF5 puts values of its own in the places of zeros before the level.
-        kept = (
-            range(self.level_at + 1, len(wanted))
-            if self.number in _BLOSCS
-            else range(self.level_at)
-        )
-        is_same = all(stored[at : at + 1] == wanted[at : at + 1] for at in kept)
-        return stored[self.level_at] if is_same else None
+        if any(last[at] != self.parameters[at] for at in self.told_by):
+            return None
+        if not self.levels:
+            return name
+        return f"{name}:{last[self.level_at]}" if last[self.level_at] in self.levels else None
 
 
-_BLOSCS = {BLOSC: "blosc", BLOSC2: "blosc2"}
 _BLOSC_CODES = {"lz": 0, "lz4": 1, "lz4hc": 2, "zlib": 4, "zstd": 5}
 _ZSTD_LEVELS = range(1, 23)
 _SPELLINGS = {
@@ -86,12 +80,12 @@ _SPELLINGS = {
     "bzip2": _Spelling(BZIP2, (9,), range(1, 10)),
     "shuffle": _Spelling(SHUFFLE),
     "fletcher32": _Spelling(FLETCHER32),
-    "bitshuffle": _Spelling(BITSHUFFLE, (0, 0), given_at=3),
-    "bitshuffle-lz4": _Spelling(BITSHUFFLE, (0, 2), given_at=3),
-    "bitshuffle-zstd": _Spelling(BITSHUFFLE, (0, 3, 3), _ZSTD_LEVELS, 2, given_at=3),
+    "bitshuffle": _Spelling(BITSHUFFLE, (0, 0), told_by=(0, 1)),
+    "bitshuffle-lz4": _Spelling(BITSHUFFLE, (0, 2), told_by=(0, 1)),
+    "bitshuffle-zstd": _Spelling(BITSHUFFLE, (0, 3, 3), _ZSTD_LEVELS, 2, told_by=(0, 1)),
     **{
-        f"{name}-{codec}": _Spelling(number, (0, 0, 0, 0, 5, 1, code), range(10), 4)
-        for number, name in _BLOSCS.items()
+        f"{name}-{codec}": _Spelling(number, (0, 0, 0, 0, 5, 1, code), range(10), 4, told_by=(5, 6))
+        for name, number in (("blosc", BLOSC), ("blosc2", BLOSC2))
         for codec, code in _BLOSC_CODES.items()
     },
 }
@@ -113,8 +107,8 @@ def _parse_filter(word: str, text: str) -> Filter:
         )
     if has_level and (not level.isdigit() or int(level) not in spelling.levels):
         levels = spelling.levels
-        has = f"from {levels[0]} to {levels[-1]}" if levels else "which it does not have"
-        raise ConfigError(f"{named('filter', text)}: {level!r} is no level of {name}, {has}")
+        has = f"has levels from {levels[0]} to {levels[-1]}" if levels else "has none"
+        raise ConfigError(f"{named('filter', text)}: {level!r} is no level of {name}, which {has}")
     parameters = spelling.at_level(int(level)) if has_level else spelling.parameters
     return Filter(spelling.number, parameters, name)
 
@@ -125,12 +119,9 @@ def spell_filters(filters: Sequence[Filter]) -> str:
 
 
 def _spell_filter(entry: Filter) -> str:
-    for name, spelling in _SPELLINGS.items():
-        if spelling.number == entry.number:
-            level = spelling.find_level(entry.parameters)
-            if level is not None:
-                return f"{name}:{level}" if spelling.levels else name
-    return entry.label
+    same = ((name, one) for name, one in _SPELLINGS.items() if one.number == entry.number)
+    found = (one.spell(name, entry.parameters) for name, one in same)
+    return next(filter(None, found), entry.label)
 
 
 def set_filters(plist: h5py.h5p.PropDCID, filters: Sequence[Filter]) -> None:

@@ -34,6 +34,7 @@ from h5async.index.hdf5 import (
     function_address,
     stored_nbytes,
 )
+from h5async.index.segments import Int64s
 from h5async.system.interruptions import suppressing
 
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
@@ -45,8 +46,6 @@ _PYTHON_FUNCTIONS = {
 }
 MISREPORTED = "only dimension {} is unlimited: HDF5 misreports chunks"
 _MOST_POSITIONS = 1 << 40  # an array has at most 2 ** 32 (H5D_EARRAY_MAX_NELMTS_BITS)
-
-Int64s = NDArray[np.int64]
 
 
 class Visited(NamedTuple):

@@ -29,7 +29,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach, below, files_of, locate, open_index
 from h5async.index.metadata import Further, layout_at
 from h5async.index.savedindex import Wanted
-from h5async.index.segments import Segments
+from h5async.index.segments import Int64s, Segments
 from h5async.index.storedtypes import without_metadata
 from h5async.io.stamps import settled
 from h5async.io.stores import absolute_name
@@ -272,9 +272,6 @@ def _value(field: Field, layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
     out = np.empty((1, *transform.row), transform.dtype)
     transform.apply(raw, out)
     return out.reshape(transform.row)
-
-
-Int64s = NDArray[np.int64]
 
 
 def repeated(

@@ -1,4 +1,4 @@
-"""Writes HDF5 files anew: files and options enter; a file with other chunks, filters or samples leaves."""
+"""Writes HDF5 files anew: files enter; one with other chunks, filters or samples leaves."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from h5async.pack.rawvalues import has_references
 from h5async.pack.repackoptions import RepackKeywords, RepackOptions
 from h5async.pack.rewriting import Rewrite, chunks_of_rows
 from h5async.pack.rowsource import RowSource
-from h5async.pack.safefile import SafeFile
-from h5async.pack.transfer import Piece, Transfer, move_scalar, pieces_of
+from h5async.pack.safefile import SafeFile, partial_of
+from h5async.pack.transfer import Transfer, move_scalar, pieces_of
 from h5async.spelling import name_text, named
 from h5async.system.resources import free_memory
 
@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 
 class Planned(NamedTuple):
-    """What becomes of a dataset, for people: how it is moved, its chunks, and its decoded bytes."""
+    """What becomes of a dataset: how its values are moved, its chunks, its decoded bytes."""
 
     path: str
     how: str
@@ -47,13 +47,18 @@ class Planned(NamedTuple):
     nbytes: int
 
 
-class Repacked(NamedTuple):
-    """The result of `repack`: the files written, their bytes, and the datasets that were changed."""
+class Plan(NamedTuple):
+    """What `repack` will do: the datasets that change, and the bytes of rows in memory."""
 
-    paths: tuple[Path, ...]
-    nbytes: int
     datasets: tuple[Planned, ...]
     memory_nbytes: int
+
+
+class Repacked(NamedTuple):
+    """The result of `repack`: the files written, and what became of datasets."""
+
+    paths: tuple[Path, ...]
+    plan: Plan
 
 
 class Repacking:
@@ -146,12 +151,15 @@ class Repacking:
 
     def _is_outside(self, one: h5d.DatasetID) -> bool:
         plist = one.get_create_plist()
-        return plist.get_layout() == h5d.VIRTUAL or plist.get_external_count() > 0
+        return bool(plist.get_layout() == h5d.VIRTUAL or plist.get_external_count())
 
     def _sampled(
         self, with_rows: Mapping[str, h5d.DatasetID], chosen: set[str]
     ) -> dict[str, RowSource]:
-        """Return the datasets whose rows are samples: as many as in those that are named, or the largest."""
+        """Return the datasets whose rows are samples.
+
+        They have as many as those that are chosen, or as the largest dataset.
+        """
         axis = self._options.num_dim
         sizes = {p: int(np.prod(o.shape)) * o.get_type().get_size() for p, o in with_rows.items()}
         pool = {p: n for p, n in sizes.items() if p in chosen} or sizes
@@ -167,7 +175,7 @@ class Repacking:
                 if path in chosen:
                     raise DatasetError(
                         f'{self._files[0].filename}: dataset "{path}" has {one.shape[axis]:,}'
-                        f' samples, and "{largest}" has {counts[0]:,}; name datasets with equally many'
+                        f' samples, and "{largest}" has {counts[0]:,}; name datasets with as many'
                     )
                 continue
             source = RowSource(self._files, path, axis)
@@ -207,7 +215,7 @@ class Repacking:
             raise ConfigError(f"{source.where}: {named('dtype')} is for datasets of numbers")
         if dtype is not None and dtype == first.dtype:
             dtype = None
-        chunks, filters = first.chunks, options.filter if is_chosen else None
+        chunks, filters = first.chunks, options.filters if is_chosen else None
         most = first.maxshape
         if chunks and not all(shape):
             pass
@@ -233,19 +241,29 @@ class Repacking:
     def _chunks(self, path: str, shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
         if len(given) != len(shape):
             raise ConfigError(
-                f'{named("chunks")}: "{path}" has {len(shape)} dimensions, and {given} has {len(given)}'
+                f'{named("chunks")}: "{path}" has {len(shape)} dimensions, found {given}'
             )
         return tuple(
             max(1, min(n or extent, extent)) for n, extent in zip(given, shape, strict=True)
         )
 
-    def copying(self, path: str) -> Rewrite:
-        """Return the plan for a dataset that stays as it is."""
+    def copying(self, path: str) -> Rewrite | None:
+        """Return the plan for a dataset that stays as it is; None if it has no dimensions."""
+        if not self._datasets[path].rank:
+            return None
         source = RowSource(self._files[:1], path, 0)
         first = source.first
         return Rewrite(
             source, Selection(0, 1, source.counts[0]), first.extents, first.chunks, None, None
         )
+
+    def plan(self) -> Plan:
+        """Return what will be done, for people."""
+        datasets = [
+            Planned(path, one.how, one.shape, one.chunks, one.nbytes)
+            for path, one in self.rewrites.items()
+        ]
+        return Plan(tuple(datasets), self.memory)
 
     @property
     def reader_options(self) -> dict[str, Any]:
@@ -265,22 +283,23 @@ class Repacking:
 
     def write(self, path: Path, progress: Progress | None) -> None:
         """Write the new file."""
+        options, first = self._options, self._files[0]
         is_in_place = any(path.exists() and path.samefile(file.filename) for file in self._files)
-        overwrite = self._options.overwrite or is_in_place
-        first = self._files[0]
-        how = {"resume": self._options.resume, "overwrite": overwrite and not self._options.resume}
-        with SafeFile(path, digest=self.digest(), like=first, **how) as safe:
+        resume = options.resume and not (is_in_place and not partial_of(path).exists())
+        overwrite = (options.overwrite or is_in_place) and not resume
+        how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "like": first}
+        with SafeFile(path, digest=self.digest(), **how) as safe:
             if safe.is_finished:
                 return
-            copy = ObjectCopy(first.id, safe.file.id, (Path(first.filename), path), self._making)
+            names = Path(first.filename), path
+            copy = ObjectCopy(first.id, safe.file.id, names, self._making)
             if safe.state is None:
                 missing = [name_text(one).strip("/") for one in copy.make()]
                 safe.commit({"missing": missing, "done": 0})
             state = dict(safe.state or {})
-            with ChunkWriter(
-                safe, threads=self._options.num_threads, memory=self.memory // 4
-            ) as writer:
-                for done in self._move(safe, copy, writer, state, progress):
+            memory = self.memory // 4
+            with ChunkWriter(safe, threads=options.num_threads, memory=memory) as writer:
+                for done in self._move(copy, writer, safe, progress):
                     writer.commit({**state, "done": done})
             self.require_unchanged()
             safe.finish()
@@ -290,33 +309,33 @@ class Repacking:
         return None if rewrite is None else rewrite.making()
 
     def _move(
-        self,
-        safe: SafeFile,
-        copy: ObjectCopy,
-        writer: ChunkWriter,
-        state: Mapping[str, Any],
-        progress: Progress | None,
+        self, copy: ObjectCopy, writer: ChunkWriter, safe: SafeFile, progress: Progress | None
     ) -> Iterator[int]:
         """Move the values of all datasets; yield the number of pieces that are done."""
-        skipped, done = int(state["done"]), 0
-        for path in state["missing"]:
+        assert safe.state is not None
+        skipped, done, moved = int(safe.state["done"]), 0, 0
+        missing: list[str] = safe.state["missing"]
+        rewrites = {p: self.rewrites.get(p) or self.copying(p) for p in missing}
+        total = sum(0 if one is None else one.nbytes for one in rewrites.values())
+        for path, rewrite in rewrites.items():
             target = safe.file[path]
-            if not target.shape:
+            if rewrite is None:
                 where = f'{self._files[0].filename}: dataset "{path}"'
                 move_scalar(self._datasets[path], target.id, copy.references, where)
                 continue
-            rewrite = self.rewrites.get(path) or self.copying(path)
             if not target.chunks:
                 safe.write_directly(target)
-            pieces: list[Piece] = pieces_of(rewrite, self.piece_nbytes)
+            pieces = pieces_of(rewrite, self.piece_nbytes)
             here = min(len(pieces), max(0, skipped - done))
             done += here
-            transfer = Transfer(
-                rewrite, target, writer, lambda: copy.references, self.reader_options
-            )
-            for _ in transfer.move(pieces[here:]):
+            options = self.reader_options
+            transfer = Transfer(rewrite, target, writer, lambda: copy.references, options)
+            for piece in transfer.move(pieces[here:]):
                 done += 1
+                moved += rewrite.nbytes_of(piece)
                 self.require_unchanged()
+                if progress is not None:
+                    progress(moved, total)
                 yield done
             writer.flush()
 
@@ -329,10 +348,50 @@ def repack(
     sources: FileName | Sequence[FileName],
     output: str | os.PathLike[str],
     *,
+    dry_run: bool = False,
+    planned: Callable[[Plan], None] | None = None,
     progress: Progress | None = None,
     **options: Unpack[RepackKeywords],
 ) -> Repacked:
-    """Write HDF5 files anew."""
+    """Write HDF5 files anew, with other chunks, filters or samples; several files become one.
+
+    All else stays as it is in the first file: groups, attributes, links, references, dimension
+    scales, datatypes. Chunks about which nothing changes are copied as they are stored. The new
+    file has its name as soon as it is whole; `output` may be the file itself.
+
+    Parameters
+    ----------
+    sources
+        A file, several, or a glob: what `hdf5_path` of `AsyncReader` takes.
+    output
+        The file to write.
+    dry_run
+        Only plan.
+    planned
+        Called with the plan before anything is written.
+    progress
+        Called with the bytes of values that are done, and with those of all.
+    **options
+        As in `RepackOptions`.
+
+    Raises
+    ------
+    ConfigError
+        If an option is invalid, or does not fit the files.
+    DatasetError
+        If a dataset is missing, or cannot be copied.
+    ReadError
+        If a file cannot be read, or changes meanwhile.
+    WriteError
+        If the new file cannot be written: the disk is full.
+
+    Examples
+    --------
+    >>> found = h5async.repack("sample_data/digits.h5", "digits.h5", filter="lzf")
+    >>> with h5py.File("digits.h5") as file:
+    ...     print(file["data"].chunks, file["data"].compression)
+    (1024, 8, 8) lzf
+    """
     chosen = RepackOptions(**options)
     config = ReaderConfig(
         hdf5_path=sources,
@@ -342,9 +401,13 @@ def repack(
         allow_external=chosen.allow_external,
         device="cpu",
     )
+    path = Path(home_path(os.fspath(output)))
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open_index(file)) for file in config.files]
         work = Repacking(files, config, chosen)
-        path = Path(home_path(os.fspath(output)))
-        work.write(path, progress)
-    return Repacked((path,), path.stat().st_size, (), work.memory)
+        found = Repacked((path,), work.plan())
+        if planned is not None:
+            planned(found.plan)
+        if not dry_run:
+            work.write(path, progress)
+    return found

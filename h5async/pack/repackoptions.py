@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 import numpy as np
-from pydantic import BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from h5async.codec.encoders import parse_filters
 from h5async.codec.filters import Filter
@@ -39,7 +39,7 @@ class RepackKeywords(TypedDict, total=False):
     num_dim: Integer
     """The dimension that counts the samples."""
     chunk_samples: Integer | None
-    """Samples in a chunk. Datasets of narrow rows get a multiple: 16 KiB, at least, are in a chunk."""
+    """Samples in a chunk. Where a row has less than 1 KiB, a multiple: 16 KiB are in a chunk."""
     chunks: Mapping[str, Any] | None
     """The chunk shape of a dataset, by its path; 0 means the whole dimension. It wins over
     `chunk_samples`.
@@ -60,12 +60,8 @@ class RepackKeywords(TypedDict, total=False):
     """How to treat virtual datasets and external storage. `keep`: they refer to the same files.
     `copy`: their values are copied into the new file.
     """
-    shards: int | str | None
-    """Write files of about this size, such as `1GB`: `OUT-00000.h5`, ...; and OUT over them, a file
-    with virtual datasets.
-    """
     memory: int | str | None
-    """The bytes of rows that may be in memory at a time. None: 1 GiB, or a quarter of what is free."""
+    """The bytes of rows that may be in memory. None: 1 GiB, or a quarter of what is free."""
     num_threads: Integer | None
     """Threads that decode, and threads that encode."""
     allow_external: list[str]
@@ -115,13 +111,18 @@ def _dtypes(value: object) -> object:
     return dtypes
 
 
-def _filters(value: object) -> object:
-    return parse_filters(value) if isinstance(value, str) else value
+def _filter(text: str) -> str:
+    parse_filters(text)
+    return text
 
 
 @documented(RepackKeywords)
 class RepackOptions(Frozen):
     """The options of `repack`, validated once."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[RepackKeywords]) -> None: ...
 
     fields: Names | None = option(None, default_text="all with samples")
     only_fields: Bool = False
@@ -130,13 +131,12 @@ class RepackOptions(Frozen):
     chunks: Annotated[Mapping[str, tuple[int, ...]], BeforeValidator(_shapes)] = option(
         {}, values="PATH=N,N,N"
     )
-    filter: Annotated[tuple[Filter, ...] | None, BeforeValidator(_filters)] = None
+    filter: Annotated[str, AfterValidator(_filter)] | None = option(None, default_text="as before")
     dtype: Annotated[Mapping[str, Any], BeforeValidator(_dtypes)] = option({}, values="PATH=DTYPE")
     indices: Indices | None = option(None, values="A:B|PATH|{...}")
     shuffle: Shuffle = False
     seed: Int = 0
     virtual: Literal["keep", "copy"] = "keep"
-    shards: Size | None = option(None, values="SIZE")
     memory: Size | None = option(None, values="SIZE")
     num_threads: Threads | None = None
     allow_external: tuple[Path, ...] = ()
@@ -154,6 +154,11 @@ class RepackOptions(Frozen):
     def selects(self) -> bool:
         """Whether samples are left out, or come in another order."""
         return self.indices is not None or self.shuffle is not False
+
+    @property
+    def filters(self) -> tuple[Filter, ...] | None:
+        """The filters that are asked for, if any."""
+        return None if self.filter is None else parse_filters(self.filter)
 
     def digested(self) -> dict[str, Any]:
         """Return the options on which the content of the file depends, as JSON can hold them."""

@@ -24,7 +24,7 @@ from h5async.pack.rawvalues import call_hdf5, has_pointers
 from h5async.pack.rowsource import Block, Extents, RowSource
 
 _BLOCK_NBYTES = 16 << 20  # of rows in order: more would be no faster
-_LEAST_CHUNK_NBYTES = 16 << 10  # of narrow rows
+_NARROW_NBYTES, _LEAST_CHUNK_NBYTES = 1 << 10, 16 << 10  # of rows, and of a chunk of such
 _ALL_FILTERS = 0  # H5Z_FILTER_ALL
 
 
@@ -70,6 +70,24 @@ class Rewrite:
     def is_by_hdf5(self) -> bool:
         """Whether HDF5 reads and writes elements, which it alone understands."""
         return has_pointers(self.source.kind)
+
+    @property
+    def how(self) -> str:
+        """How values are moved, for people."""
+        copied = sum(run.stop - run.begin for run in self.runs() if run.is_copied)
+        count = self.shape[self.axis]
+        if copied == count:
+            return "stored chunks are copied"
+        kept = f", but {copied:,} of {count:,} rows are copied as stored" if copied else ""
+        return ("cut into other chunks" if self.chunks else "values are copied") + kept
+
+    def nbytes_of(self, piece: Run | Block) -> int:
+        """Return the decoded bytes of some rows."""
+        share = (piece.stop - piece.begin) / max(1, self.shape[self.axis])
+        if isinstance(piece, Block):
+            others = [d for d in range(len(self.shape)) if d != self.axis]
+            share *= math.prod(piece.sizes[d] / max(1, self.shape[d]) for d in others)
+        return round(share * self.nbytes)
 
     @property
     def keeps_chunks(self) -> bool:
@@ -178,6 +196,6 @@ def _tiles(shape: Extents, sizes: list[int], axis: int) -> Iterator[tuple[Extent
 def chunks_of_rows(shape: Extents, axis: int, rows: int, itemsize: int) -> Extents:
     """Return chunks of so many rows; of narrow rows, a multiple that is worth a chunk."""
     nbytes = max(1, math.prod(n for d, n in enumerate(shape) if d != axis) * itemsize)
-    if rows * nbytes < _LEAST_CHUNK_NBYTES:
+    if nbytes < _NARROW_NBYTES and rows * nbytes < _LEAST_CHUNK_NBYTES:
         rows *= -(-_LEAST_CHUNK_NBYTES // (rows * nbytes))
     return tuple(min(max(1, n), rows) if d == axis else max(1, n) for d, n in enumerate(shape))

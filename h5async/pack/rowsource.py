@@ -89,7 +89,7 @@ class RowSource:
     @property
     def row_nbytes(self) -> int:
         """Bytes of a row."""
-        return math.prod(self._row(self.first)) * self.itemsize
+        return math.prod(self._row(self.first)) * int(self.itemsize)
 
     @cached_property
     def tables(self) -> list[ChunkTable] | None:
@@ -143,7 +143,7 @@ class RowSource:
             rows = first.stop - first.begin
             while end < len(blocks) and blocks[end].corner == first.corner:
                 end += 1
-            region = {
+            region: dict[Any, slice | str] = {
                 d: slice(corner, corner + size)
                 for d, (corner, size) in enumerate(zip(first.corner, first.sizes, strict=True))
                 if d != axis and size != shape[d]

@@ -87,7 +87,7 @@ class SafeFile:
         self.state: Mapping[str, Any] | None = None
         self.is_finished = False
         self._digest, self._in_place = digest, append
-        self._partial = self.path if append else _beside(self.path, "partial")
+        self._partial = self.path if append else partial_of(self.path)
         self._journal = _beside(self.path, "journal")
         self._raw: PartialFile | None = None
         self._committed_at = time.monotonic()
@@ -134,6 +134,7 @@ class SafeFile:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), os.stat(self._partial)):
                 return file
+        file.close()
         raise WriteError(
             f"{self._partial} is in use by another process", filename=str(self._partial)
         )
@@ -293,6 +294,11 @@ class SafeFile:
                 f"cannot write {self._partial}: {reason}{left if self.state else ''}",
                 filename=str(self._partial),
             ) from error
+
+
+def partial_of(path: Path) -> Path:
+    """Return the path of what is written of a file before it is whole."""
+    return _beside(path, "partial")
 
 
 def _beside(path: Path, ending: str) -> Path:

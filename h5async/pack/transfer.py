@@ -6,7 +6,6 @@ written as chunks that threads encode.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ Piece = Run | Block
 
 
 def pieces_of(rewrite: Rewrite, most_nbytes: int) -> list[Piece]:
-    """Return what is moved at a time: some rows of stored chunks, or a block. The same every time."""
+    """Return what is moved at a time: rows of stored chunks, or a block. The same every time."""
     pieces: list[Piece] = []
     for run in rewrite.runs():
         if not run.is_copied:

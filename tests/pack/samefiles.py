@@ -33,9 +33,7 @@ def nodes(file):
         plist = group.get_create_plist()
         tracked = plist.get_link_creation_order() & TRACKED
         names = []
-        group.links.iterate(
-            names.append, idx_type=h5.INDEX_CRT_ORDER if tracked else h5.INDEX_NAME
-        )
+        group.links.iterate(names.append, idx_type=h5.INDEX_CRT_ORDER if tracked else h5.INDEX_NAME)
         for name in names:
             path = parent.rstrip(b"/") + b"/" + name
             info = group.links.get_info(name)
