@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Unpack
 
 from h5async.errors import DatasetError
 from h5async.pack.options import PackKeywords, PackOptions
-from h5async.pack.packing import Blocks, chunks_of
+from h5async.pack.packedfile import chunks_of
+from h5async.pack.packing import Blocks
 from h5async.pack.sources.finding import open_source
 
 _PROBE_SECONDS = 1.0
@@ -37,7 +38,7 @@ def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
     source = open_source(sources, chosen)
     first, began = None, perf_counter()
     probed = nbytes = 0
-    with Blocks(source.work(0, None), chosen) as blocks:
+    with Blocks(source, chosen, 0, None) as blocks:
         for block in blocks:
             if block.kept and first is None:
                 first = block
@@ -47,7 +48,9 @@ def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
     seconds = perf_counter() - began
     if first is None:
         raise DatasetError(f"{source.name} has no samples that can be packed")
-    columns = {name: chunks.text for name, chunks in chunks_of(first, source, chosen).items()}
+    columns = {
+        name: chunks.text for name, chunks in chunks_of(first, blocks.encoded or {}, chosen).items()
+    }
     if source.count is None:
         return Estimate(None, None, None, probed, columns)
     share = source.count / probed
