@@ -29,7 +29,7 @@ def _no_waiting_for_disks(monkeypatch):
 
 @pytest.fixture
 def images(tmp_path):
-    """A file with encoded images, their labels, names of variable length, and what refers to them."""
+    """A file with images in compressed chunks, their labels and names, and references to them."""
     path = tmp_path / "images.h5"
     rng = np.random.default_rng(0)
     with h5py.File(path, "w", track_order=True) as file:
