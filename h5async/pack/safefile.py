@@ -42,6 +42,11 @@ _SUPERBLOCK = ("v108", "v108")
 _METADATA_BLOCK_NBYTES = 1 << 16  # so that metadata lie together
 
 
+def is_begun(path: Path) -> bool:
+    """Return whether there is a file, whole or not."""
+    return path.exists() or _beside(path, "partial").exists()
+
+
 class SafeFile:
     """An HDF5 file that is being written. For one thread at a time.
 
