@@ -44,6 +44,11 @@ _SUPERBLOCK = (h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18)
 _METADATA_BLOCK_NBYTES = 1 << 16  # so that metadata lie together
 
 
+def is_begun(path: Path) -> bool:
+    """Return whether there is a file, whole or not."""
+    return path.exists() or _beside(path, "partial").exists()
+
+
 class SafeFile:
     """An HDF5 file that is being written. For one thread at a time.
 
