@@ -178,6 +178,7 @@ class HttpSource(SourceOver):
         self._failures = self._failures + 1 if len(missing) == len(parts) else 0
         if self._failures >= _MOST_FAILURES:
             self._failures, self._left_until = 0, time.monotonic() + _LEFT_SECONDS
+        self.source.retries += len(missing)
         where = [offsets[i] for i in missing], [lengths[i] for i in missing]
         others = dict(zip(missing, self.source.get_ranges(*where), strict=True))
         return [others.get(i, part) for i, part in enumerate(parts)]

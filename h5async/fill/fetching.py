@@ -59,6 +59,7 @@ class _Request:
     source: int
     offset: int
     users: int = 0
+    is_alone: bool = False  # asked for by itself, since others may have failed
     data: NDArray[np.uint8] | None = None
     base: int = 0  # a place, plus this, is an address
     holders: list[_Holder] = field(default_factory=list)
@@ -309,7 +310,9 @@ class Fetcher(Workers):
                 request = self._pending[0][2]
                 most = self._far.at_once(request.source)
                 if group and (
-                    request.source != group[0].source
+                    request.is_alone
+                    or group[0].is_alone
+                    or request.source != group[0].source
                     or nbytes > _GROUP_NBYTES
                     or len(group) >= most
                 ):
@@ -333,6 +336,9 @@ class Fetcher(Workers):
         if self._recorder.timeline is not None:
             path = self._far.path(first.source)
             self._recorder.timeline.put("fetch", begin_ns, first.serial, source=path)
+        if error is not None and len(group) > 1 and not self.is_stopped:
+            self._get_each(group)
+            return
         ready: list[_Holder] = []
         with self._lock:
             self._in_flight -= len(group)
@@ -354,6 +360,16 @@ class Fetcher(Workers):
         for holder in ready:
             self._finish(holder)
         self._plan_next()
+
+    def _get_each(self, group: Sequence[_Request]) -> None:
+        """Request each by itself, so that only the batches of one that fails have an error."""
+        with self._lock:
+            self._in_flight -= len(group)
+            for one in group:
+                one.is_alone = True
+                heapq.heappush(self._pending, (one.serial, next(self._order), one))
+        self._far.count(FetchCounts(retries=len(group)))
+        self._wake_for(len(group))
 
     def _finish(self, holder: _Holder) -> None:
         """Give a batch what it has waited for."""

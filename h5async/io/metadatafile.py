@@ -82,9 +82,7 @@ class MetadataFile(io.RawIOBase):
         self.begin()
         missing = self._missing(at, nbytes)
         if missing and nbytes > _BLOCK_NBYTES:  # most often values
-            values = memoryview(bytearray(nbytes))
-            self.source.read_ranges([(at, nbytes)], values)
-            return values
+            return memoryview(self.source.get_ranges([at], [nbytes])[0])
         is_new = self._visit(at, nbytes)
         if missing and not is_new:
             missing = self._missing(*self._block_at(at, nbytes))

@@ -87,7 +87,9 @@ class Work(NamedTuple):
     requests: int = 0
     requested_nbytes: int = 0
     requests_used_nbytes: int = 0
+    retries: int = 0
     flight_ns: int = 0  # as `FetchCounts`
+    quickest_ns: int = 0  # of all time
 
     def since(self, earlier: Work) -> Work:
         """Return the work done since."""
@@ -96,7 +98,8 @@ class Work(NamedTuple):
             for stage, seconds in self.stage_seconds.items()
         }
         counts = (max(0, new - old) for new, old in zip(self[2:], earlier[2:], strict=True))
-        return Work(stages, max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds), *counts)
+        found = Work(stages, max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds), *counts)
+        return found._replace(quickest_ns=self.quickest_ns)
 
 
 class _Moment(NamedTuple):
@@ -241,7 +244,9 @@ class ReaderCounts:
             fetched.requests,
             fetched.requested_nbytes,
             fetched.used_nbytes,
+            fetched.retries,
             fetched.flight_ns,
+            fetched.quickest_ns,
         )
 
     def stats(
@@ -326,6 +331,7 @@ class ReaderCounts:
         of_work = work._asdict()  # most have the names of statistics
         by_h5py = of_work.pop("h5py_decoded_nbytes")
         requests_used, flight_ns = of_work.pop("requests_used_nbytes"), of_work.pop("flight_ns")
+        quickest_ns = of_work.pop("quickest_ns")
         return ReaderStats(
             batches=batches,
             samples=end.samples - begin.samples,
@@ -347,6 +353,7 @@ class ReaderCounts:
             _h5py_per_used=_ratio(by_h5py, used.by_h5py),
             _encoded_share=_ratio(encoded_nbytes, work.read_nbytes),
             _flight_seconds=flight_ns / 1e9,
+            _quickest_seconds=quickest_ns / 1e9,
             _most_flights=self._most_flights,
             _is_scattered=self._is_scattered,
             _waits=end.waits.number - begin.waits.number,

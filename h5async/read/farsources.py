@@ -50,10 +50,13 @@ class FetchCounts(NamedTuple):
     used_nbytes: int = 0  # that batches read, each byte once a batch
     flight_ns: int = 0  # that requests were on their way
     waited_ns: int = 0  # between the request for a batch, and the last of its bytes
+    retries: int = 0  # requests that were repeated, as far as the client tells
+    quickest_ns: int = 0  # of any call; 0: there was none
 
     def plus(self, other: FetchCounts) -> FetchCounts:
-        """Return the sum of all counts."""
-        return FetchCounts(*map(add, self, other))
+        """Return the sum of all counts, and the quickest call."""
+        quickest_ns = min(filter(None, (self.quickest_ns, other.quickest_ns)), default=0)
+        return FetchCounts(*map(add, self, other))._replace(quickest_ns=quickest_ns)
 
 
 class _Counted(SourceOver):
@@ -69,8 +72,9 @@ class _Counted(SourceOver):
         try:
             return self.source.get_ranges(offsets, lengths)
         finally:
-            flight_ns = len(offsets) * (time.perf_counter_ns() - begin_ns)
-            self._count(FetchCounts(len(offsets), sum(lengths), flight_ns=flight_ns))
+            taken_ns, count = time.perf_counter_ns() - begin_ns, len(offsets)
+            done = FetchCounts(count, sum(lengths), flight_ns=count * taken_ns)
+            self._count(done._replace(quickest_ns=taken_ns))
 
 
 def is_far(file: SourceFile) -> bool:
@@ -94,7 +98,7 @@ class FarSources:
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}  # one thread opens a source, others wait
         self._is_closed = False
-        self.counts = FetchCounts()
+        self._counts = FetchCounts()
 
     def get(
         self, number: int, offsets: Sequence[int], lengths: Sequence[int]
@@ -119,7 +123,14 @@ class FarSources:
     def count(self, done: FetchCounts) -> None:
         """Add to the counts."""
         with self._lock:
-            self.counts = self.counts.plus(done)
+            self._counts = self._counts.plus(done)
+
+    @property
+    def counts(self) -> FetchCounts:
+        """What was done so far."""
+        with self._lock:
+            retries = sum(source.retries for source in self._open.values())
+            return self._counts.plus(FetchCounts(retries=retries))
 
     def path(self, number: int) -> str:
         """Return the name of a source."""
@@ -142,7 +153,7 @@ class FarSources:
     def _opened(self, file: SourceFile) -> Source:
         if self._is_closed:
             raise ReaderClosedError(CLOSED)
-        source = store_of(file.path).open(file.path)
+        source = store_of(file.path).open(file.path, is_patient=True)
         is_it = source.stamp() == file.stamp
         source = source.over(partial(self._quicker, file.path))
         with self._lock:

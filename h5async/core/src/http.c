@@ -112,7 +112,7 @@ static size_t take_header(const char *bytes, size_t unused, size_t nbytes, void 
         lane->has_range = is_range(value, range, lane->call->object_nbytes);
     } else if ((value = header_value(line, "etag:")) != NULL) {
         lane->has_etag = strcmp(value, lane->call->etag) == 0;
-        if (range->status == 206 && !lane->has_etag)
+        if (range->status == 206 && !lane->has_etag && strncmp(value, "W/", 2) != 0)
             range->got = GOT_CHANGED;
     }
     return nbytes;
