@@ -165,7 +165,7 @@ def _find(entry: Filter) -> _EncodeOne | None:
     level = parameters[0] if parameters else None
     if number == DEFLATE:
         return lambda chunk: imagecodecs.deflate_encode(chunk, level)
-    if number == SHUFFLE:
+    if number == SHUFFLE and parameters:
         return partial(_shuffle, parameters[0])
     if number == FLETCHER32:
         return _fletcher32
