@@ -250,10 +250,12 @@ def _options() -> dict[str, Option]:
     return {one.name: one for model in (PackOptions, ReaderConfig) for one in options_of(model)}
 
 
-def typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
+def typed_options(
+    typed: Mapping[str, Any], model: type[BaseModel] = ReaderConfig
+) -> dict[str, Any]:
     """Return the options that the user typed; in paths, ~ and variables are resolved."""
     options: dict[str, Any] = {}
-    for option in options_of(ReaderConfig):
+    for option in options_of(model):
         value = typed.get(option.name)
         if value is None or value in ([], ()):
             continue

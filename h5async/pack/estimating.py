@@ -38,10 +38,11 @@ def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
     source = open_source(sources, chosen)
     first, began = None, perf_counter()
     probed = nbytes = 0
-    with Blocks(source, chosen, 0, None) as blocks:
-        for block in blocks:
-            if block.kept and first is None:
-                first = block
+    with Blocks(source, chosen) as blocks:
+        blocks.begin(0, None)
+        while blocks.following is not None:
+            block = blocks.take()
+            first = block if first is None and block.kept else first
             probed, nbytes = probed + block.taken, nbytes + block.nbytes
             if perf_counter() - began > _PROBE_SECONDS and first is not None:
                 break
@@ -49,7 +50,7 @@ def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
     if first is None:
         raise DatasetError(f"{source.name} has no samples that can be packed")
     columns = {
-        name: chunks.text for name, chunks in chunks_of(first, blocks.encoded or {}, chosen).items()
+        name: chunks.text for name, chunks in chunks_of(first, blocks.encoded, chosen).items()
     }
     if source.count is None:
         return Estimate(None, None, None, probed, columns)

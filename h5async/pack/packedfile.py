@@ -48,7 +48,7 @@ class PackedFile:
     bad
         Names of samples that were left out, and why.
     encoded
-        Columns of encoded samples, and their kinds; None if it is not known yet.
+        Columns of encoded samples, and their kinds; None if that is not known yet.
     is_finished
         Whether all was there before.
     """
@@ -59,16 +59,15 @@ class PackedFile:
         source: Source,
         options: PackOptions,
         digest: str,
-        *,
-        first: int = 0,
-        names: Mapping[str, Sequence[str]] | None = None,
+        last: PackedFile | None = None,
     ) -> None:
         self.path, self._source, self._options, self._digest = path, source, options, digest
         self._columns: dict[str, Chunks] = {}
         self._appenders: dict[str, Appender] = {}
         self._classes: dict[str, list[str]] = {}
-        self._names = names or {}
-        self.taken, self.count, self.nbytes, self.converted = first, 0, 0, 0
+        self._last = last
+        self.taken: int = 0 if last is None else last.taken
+        self.count = self.nbytes = self.converted = 0
         self.bad: list[tuple[str, str]] = []
         self.encoded: dict[str, str] | None = None
         self.is_finished = options.append and options.resume and self._was_finished()
@@ -122,7 +121,8 @@ class PackedFile:
         about = json.loads(file.attrs[ABOUT])
         self._columns = {one["column"]["name"]: Chunks.of_json(one) for one in about["columns"]}
         self._classes = about["classes"]
-        self.taken, self.count, self.converted = about["taken"], about["count"], about["converted"]
+        self.taken, self.count = about["taken"], about["count"]
+        self.nbytes, self.converted = about["nbytes"], about["converted"]
         self.bad = [(name, reason) for name, reason in about["bad"]]
         self.encoded = about["encoded"]
         return about
@@ -156,8 +156,11 @@ class PackedFile:
         encoded = self.encoded or {}
         for name, chunks in chunks_of(block, encoded, self._options).items():
             create(self._safe.file, chunks.column, chunks.rows, chunks.filters)
-            if chunks.column.form == "codes":
-                append_names(self._safe.file[name]["categories"], self._names.get(name, ()))
+            if chunks.column.form == "codes" and self._last is not None:
+                with h5py.File(self._last.path) as last:
+                    names = last[f"{name}/categories"][:]
+                self._safe.file[f"{name}/categories"].resize(len(names), 0)
+                self._safe.file[f"{name}/categories"][:] = names
             self._columns[name] = chunks
             self._appenders[name] = appender(self._safe.file, chunks.column, self._writer, 0)
 
@@ -194,6 +197,7 @@ class PackedFile:
             "is_whole": is_whole,
             "taken": self.taken,
             "count": self.count,
+            "nbytes": self.nbytes,
             "converted": self.converted,
             "bad": self.bad,
             "encoded": self.encoded,
@@ -286,12 +290,6 @@ def put_once(
     for number, (name, several) in enumerate(classes.items()):
         _put(file, f"{name}_classes" if number else "classes", several)
         file[name].attrs["classes"] = np.array(several, h5py.string_dtype())
-
-
-def append_names(dataset: h5py.Dataset, names: Sequence[str]) -> None:
-    """Write the first names of categories."""
-    dataset.resize(len(names), 0)
-    dataset[:] = np.array(names, object)
 
 
 def _put(file: h5py.File, name: str, values: Iterable[Any]) -> None:

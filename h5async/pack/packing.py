@@ -6,6 +6,8 @@ file (`packedfile.py`).
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +17,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Unpack
 
+from h5async.config.files import is_index
 from h5async.errors import ConfigError
 from h5async.order.permutation import permute
-from h5async.pack.encodedsamples import encoded_columns, made_block, samples_of
+from h5async.pack.encodedsamples import Samples, encoded_columns, made_block, samples_of
 from h5async.pack.options import PackKeywords, PackOptions
 from h5async.pack.packedfile import VERSION, PackedFile
+from h5async.pack.safefile import is_begun
 from h5async.pack.schema import Block
+from h5async.pack.shards import join_shards, shard_path
 from h5async.pack.sources.finding import open_source
 from h5async.pack.sources.source import Source, Work, digest_of
 from h5async.spelling import named
@@ -75,49 +80,90 @@ def pack(
         was written can be gone on with, by ``resume=True``.
     """
     chosen, began = PackOptions(**options), perf_counter()
-    source = open_source(sources, chosen)
-    path = Path(out)
+    source, path = open_source(sources, chosen), Path(out)
     digest = digest_of([VERSION, source.digest(), sorted(chosen.digested().items())])
-    with PackedFile(path, source, chosen, digest) as file:
-        if not file.is_finished:
-            with Blocks(source, chosen, file.taken, file.encoded) as blocks:
-                for block in blocks:
+    _require_new(path, chosen)
+    files = _pack(source, path, chosen, digest, progress or (lambda *_: None))
+    paths = [file.path for file in files]
+    if chosen.shards is not None:
+        columns = [*files[-1].stored]
+        join_shards(path, paths, columns, overwrite=chosen.overwrite)
+        for number in itertools.count(len(paths)) if chosen.overwrite else ():
+            if not shard_path(path, number).exists():
+                break
+            shard_path(path, number).unlink()
+        paths.append(path)
+    return Packed(
+        path,
+        sum(file.count for file in files),
+        sum(one.stat().st_size for one in paths),
+        perf_counter() - began,
+        files[-1].stored,
+        [one for file in files for one in file.bad],
+        sum(file.converted for file in files),
+    )
+
+
+def _require_new(path: Path, options: PackOptions) -> None:
+    if options.shards is None and is_index(path):
+        raise ConfigError(f"{path}: only {named('shards')} are packed into a saved index")
+    if options.shards is not None and path.exists() and not (options.resume or options.overwrite):
+        raise ConfigError(
+            f"{path} exists; write another file, or replace it by {named('overwrite', True)}"
+        )
+
+
+def _pack(
+    source: Source, path: Path, options: PackOptions, digest: str, progress: Progress
+) -> list[PackedFile]:
+    """Pack the samples into one file, or into shards."""
+    files: list[PackedFile] = []
+    nbytes, most = 0, math.inf if options.shards is None else options.shards
+    with Blocks(source, options) as blocks:
+        while True:
+            last = files[-1] if files else None
+            at = path if options.shards is None else shard_path(path, len(files))
+            if last is not None and (options.overwrite or not is_begun(at)):
+                blocks.begin(last.taken, last.encoded)
+                if blocks.following is None:
+                    return files
+            with PackedFile(at, source, options, f"{digest} {len(files)}", last) as file:
+                files.append(file)
+                if not file.is_finished:
+                    blocks.begin(file.taken, file.encoded)
                     file.encoded = blocks.encoded
-                    file.add(block)
-                    if progress is not None:
-                        progress(file.taken, source.count, file.nbytes)
-            source.files.check()
-            file.finish()
-    seconds, nbytes = perf_counter() - began, path.stat().st_size
-    return Packed(path, file.count, nbytes, seconds, file.stored, file.bad, file.converted)
-
-
-def _permuted(source: Source, seed: int, positions: Any) -> Any:
-    if source.count is None:
-        raise ConfigError(f"{source.name} can only be read in order; leave out {named('shuffle')}")
-    return permute(positions, source.count, seed, 0)
+                    while file.nbytes < most and blocks.following is not None:
+                        file.add(blocks.take())
+                        progress(file.taken, source.count, nbytes + file.nbytes)
+                    source.files.check()
+                    file.finish()
+            if options.shards is None:
+                return files
+            nbytes += file.nbytes
 
 
 class Blocks:
-    """Makes the blocks of a source in threads, ahead of their use; iterates over them in order.
+    """Makes the blocks of a source in threads, ahead of their use.
 
-    So many are made ahead that they take half of the memory. `encoded` are columns of encoded
-    samples, with their kinds: given, or found in the first block.
+    So many are made ahead that they take half of the memory.
+
+    Attributes
+    ----------
+    following
+        The next block, or None if there is no other.
+    encoded
+        Columns of encoded samples, with their kinds: given, or found in the first block.
     """
 
-    def __init__(
-        self, source: Source, options: PackOptions, start: int, encoded: Mapping[str, str] | None
-    ) -> None:
-        order = partial(_permuted, source, options.seed) if options.shuffle else None
-        if source.count and source.nbytes:
-            fitting = options.memory // _BLOCKS_AT_A_TIME * source.count // source.nbytes
-            source.rows = max(1, min(source.rows, fitting))
-        self._works, self._most_nbytes = source.work(start, order), options.memory // 2
+    def __init__(self, source: Source, options: PackOptions) -> None:
         self._source, self._options = source, options
-        self._most = 2 * options.threads + 2
+        self._most, self._most_nbytes = 2 * options.threads + 2, options.memory // 2
         self._pool = ThreadPoolExecutor(options.threads, "h5async-pack")
         self._waiting: deque[Future[Block]] = deque()
-        self.encoded = None if encoded is None else dict(encoded)
+        self._works: Iterator[Work] | None = None
+        self._samples: dict[str, Samples] = {}
+        self.following: Block | None = None
+        self.encoded: dict[str, str] = {}
 
     def __enter__(self) -> Blocks:
         """Return itself."""
@@ -127,29 +173,41 @@ class Blocks:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def __iter__(self) -> Iterator[Block]:
-        """Yield the blocks."""
-        ahead = 1
-        work = next(self._works, None)
-        if work is not None and self.encoded is None:
-            block = work()
-            self.encoded = encoded_columns(block, self._source.kinds)
-            work = partial(_same, block)
-        samples = samples_of(self.encoded or {}, self._options)
-        while True:
-            while work is not None and len(self._waiting) < ahead:
-                self._waiting.append(self._pool.submit(_made, work, samples))
-                work = next(self._works, None)
-            if not self._waiting:
-                return
-            block = self._waiting.popleft().result()
-            ahead = max(1, min(self._most, self._most_nbytes // max(1, block.nbytes)))
-            yield block
+    def begin(self, start: int, encoded: Mapping[str, str] | None) -> None:
+        """Begin at a position of the source, unless it has begun."""
+        if self._works is not None:
+            return
+        source, options = self._source, self._options
+        if source.count and source.nbytes:
+            fitting = options.memory // _BLOCKS_AT_A_TIME * source.count // source.nbytes
+            source.rows = max(1, min(source.rows, fitting))
+        order = partial(_permuted, source, options.seed) if options.shuffle else None
+        self._works = source.work(start, order)
+        first = next(self._works, None)
+        if first is None:
+            return
+        block = first()
+        self.encoded = encoded_columns(block, source.kinds) if encoded is None else dict(encoded)
+        self._samples = samples_of(self.encoded, options)
+        self.following = made_block(block, self._samples)
+
+    def take(self) -> Block:
+        """Return the following block, after which there is another one or none."""
+        block, self.following = self.following, None
+        assert block is not None
+        assert self._works is not None
+        ahead = max(1, min(self._most, self._most_nbytes // max(1, block.nbytes)))
+        for work in itertools.islice(self._works, max(0, ahead - len(self._waiting))):
+            self._waiting.append(self._pool.submit(self._make, work))
+        if self._waiting:
+            self.following = self._waiting.popleft().result()
+        return block
+
+    def _make(self, work: Work) -> Block:
+        return made_block(work(), self._samples)
 
 
-def _same(block: Block) -> Block:
-    return block
-
-
-def _made(work: Work, samples: Any) -> Block:
-    return made_block(work(), samples)
+def _permuted(source: Source, seed: int, positions: Any) -> Any:
+    if source.count is None:
+        raise ConfigError(f"{source.name} can only be read in order; leave out {named('shuffle')}")
+    return permute(positions, source.count, seed, 0)
