@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, address
-from h5async.core.structures import REFUSED, Event
+from h5async.core.binding import REFUSED, Core, Event, address
 from h5async.errors import DamagedError, ReaderClosedError, ReadError
 from h5async.index.changes import FileChanges
 from h5async.index.shapes import Kind
