@@ -123,7 +123,7 @@ def _pack(
         while True:
             last = files[-1] if files else None
             at = path if options.shards is None else shard_path(path, len(files))
-            if last is not None and not is_begun(at):
+            if last is not None and (options.overwrite or not is_begun(at)):
                 blocks.begin(last.taken, last.encoded)
                 if blocks.following is None:
                     return files
