@@ -66,9 +66,11 @@ def batches(rows: int) -> Iterator[np.ndarray]:
         yield from rng.permutation(rows)[: rows // BATCH * BATCH].reshape(-1, BATCH)
 
 
-def ours(urls: str | list[str], **more: Any) -> contextlib.AbstractContextManager[AsyncReader]:
+def ours(urls: str | list[str]) -> contextlib.AbstractContextManager[AsyncReader]:
+    # So much is fetched ahead as is on its way, and no row is kept for the next epoch.
+    flights = {"requests_in_flight": FLIGHTS, "fetch_bytes": 2 * FLIGHTS * ROW_NBYTES}
     given = {"labels_field": None, "shuffle": "full", "batch_size": BATCH, "device": "cpu"}
-    return AsyncReader(hdf5_path=urls, index_cache=False, **given, **more)
+    return AsyncReader(hdf5_path=urls, index_cache=False, **given, **flights)
 
 
 # --- peers ---------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def peers(bench: Bench) -> None:
     path = bench.folder / "rows.h5"
     rows = bench.options.rows
     write(path, rows, ROW_NBYTES, 1)
-    with serving_file(path, DELAY_MS) as url, ours(url, requests_in_flight=FLIGHTS) as reader:
+    with serving_file(path, DELAY_MS) as url, ours(url) as reader:
         cache = best_cache(url, bench)
         ways: dict[str, Way] = {
             "h5async": paced(reader_sizes(reader)),
@@ -192,7 +194,7 @@ def objects(bench: Bench) -> None:
             write(path, rows * count // number, SMALL_NBYTES, 10)
             url = stack.enter_context(serving_file(path, DELAY_MS))
             urls = [f"{url}/{one}" for one in range(number)]
-            reader = stack.enter_context(ours(urls, requests_in_flight=FLIGHTS))
+            reader = stack.enter_context(ours(urls))
             ways[name] = paced(reader_sizes(reader))
         bench.measure("objects", ways, [Target(*ways, 0.5)])
 
@@ -216,7 +218,7 @@ def demand(bench: Bench) -> None:
     path = bench.folder / "rows.h5"
     if not path.exists():
         write(path, bench.options.rows, ROW_NBYTES, 1)
-    with serving_file(path, DELAY_MS) as url, ours(url, requests_in_flight=FLIGHTS) as reader:
+    with serving_file(path, DELAY_MS) as url, ours(url) as reader:
         ways = {
             "h5async": demanding(reader_sizes(reader), DEMAND),
             "demand": demanding(itertools.repeat(BATCH), DEMAND),

@@ -13,8 +13,7 @@ import numpy as np
 from collecting import made_up
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, address
-from h5async.core.structures import INDEX_BITS, MOST_ADDRESS
+from h5async.core.binding import INDEX_BITS, MOST_ADDRESS, Core, address
 from h5async.errors import ReadError
 from h5async.index.layout import HeapFile
 from h5async.index.variablelength import DAMAGED, Sequences, VariableLength

@@ -21,7 +21,8 @@ from h5async import (
     ReadError,
     SparseField,
 )
-from h5async.cli import app, measuring
+from h5async.cli import app
+from h5async.cli import bench as measuring
 from h5async.index import indexcache
 from h5async.index.savedfile import read_saved, write_saved
 from h5async.opening import dataset, fieldkinds, filefacts

@@ -30,9 +30,10 @@ from h5async.codec.filters import (
     SHUFFLE,
     ZSTD,
     Filter,
+    find_plugin,
     is_known_to_hdf5,
+    is_safe_in_threads,
 )
-from h5async.codec.plugins import find_plugin, is_safe_in_threads
 from h5async.errors import ConfigError, MissingPackageError
 from h5async.spelling import named
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.structures import KEPT_OVERHEAD_NBYTES
+from h5async.core.binding import KEPT_OVERHEAD_NBYTES
 from h5async.index.chunktable import ChunkTable
 from h5async.index.datasettable import Datasets, pieces_read, table_of
 from h5async.index.layout import DatasetLayout

@@ -116,7 +116,7 @@ Positive = Annotated[Natural, Bound(ge=1)]
 Place = tuple[Natural, Natural]  # among the arrays of its name: where it begins, and its length
 DType = Annotated[np.dtype[Any], PlainValidator(_dtype)]
 Bytes = Annotated[bytes, PlainValidator(bytes.fromhex)]
-# (-1 is `corefilters.CONVERSION`.)
+# (-1 is `filters.CONVERSION`.)
 SavedFilter = Annotated[Filter, _of(tuple[Literal[-1] | Natural, Naturals, str])]
 SavedText = Annotated[Text, _of(tuple[Natural, Natural, StrictBool])]
 SavedAttribute = Annotated[CfAttribute, _of(tuple[str, str, Bytes]), AfterValidator(_require_whole)]

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.config.files import FileName, SourceName
-from h5async.core.binding import load_core, mapping_mode
-from h5async.core.structures import NOWHERE
+from h5async.core.binding import NOWHERE, load_core, mapping_mode
 from h5async.errors import DatasetError, failed_read
 from h5async.index.composition import with_lengths
 from h5async.index.datasettable import table_of

@@ -6,31 +6,32 @@ Byte ranges enter; they leave in memory, where the core finds them by a table.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config.files import SourceName
+from h5async.config.files import Kept
 from h5async.core.binding import Core, address
 from h5async.core.http import http_client
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
 from h5async.index.extents import SourceFile
+from h5async.io.diskcache import disk_cache
 from h5async.io.source import MappedMirror, Source, SourceOver
 from h5async.io.stamps import replaced
-from h5async.io.stores import store_of
-from h5async.plan.fetches import ByteRanges, requests_of
+from h5async.io.stores import LocalState, store_of
+from h5async.plan.fetches import NO_RANGES, ByteRanges, Places, extents_of, requests_of
 from h5async.read.scratch import CLOSED
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
+
+Int64s = NDArray[np.int64]
 
 
 class Held(NamedTuple):
@@ -52,10 +53,11 @@ class FetchCounts(NamedTuple):
     retries: int = 0  # requests that were repeated, as far as the client tells
     quickest_ns: int = 0  # of any call; 0: there was none
 
-    def plus(self, other: FetchCounts) -> FetchCounts:
-        """Return the sum of all counts, and the quickest call."""
+    def plus(self, other: FetchCounts, times: int = 1) -> FetchCounts:
+        """Return the sum of all counts, of `other` so often, and the quickest call."""
         quickest_ns = min(filter(None, (self.quickest_ns, other.quickest_ns)), default=0)
-        return FetchCounts(*map(add, self, other))._replace(quickest_ns=quickest_ns)
+        sums = (mine + times * others for mine, others in zip(self, other, strict=True))
+        return FetchCounts(*sums)._replace(quickest_ns=quickest_ns)
 
 
 class _Counted(SourceOver):
@@ -76,22 +78,30 @@ class _Counted(SourceOver):
             self._count(done._replace(quickest_ns=taken_ns))
 
 
-def is_far(file: SourceFile) -> bool:
-    """Tell whether a source is neither a local file nor memory."""
-    return file.values is None and not store_of(file.path).is_local
+def is_far(file: SourceFile, kept: Kept | None) -> bool:
+    """Tell whether a source is no memory, and no local file whose bytes are not `kept`."""
+    return file.values is None and (kept is not None or not store_of(file.path).is_local)
 
 
 class FarSources:
-    """Sources by their numbers in the core's `table`, opened when first needed. Thread-safe."""
+    """Sources by their numbers in the core's `table`, opened when first needed. Thread-safe.
 
-    def __init__(self, core: Core, files: Sequence[SourceFile], table: NDArray[Any]) -> None:
+    `kept` says where their bytes are kept, if they are.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        files: Sequence[SourceFile],
+        table: NDArray[Any],
+        kept: Kept | None = None,
+    ) -> None:
         self._core, self._table = core, table
         self._mirrors: dict[int, MappedMirror | None] = {}
         self._kept: list[Any] = []  # what rows of the table point to
-        self.fetched = np.dtype(core.Fetched)
         # (What is not far is not fetched.)
-        self.sizes = np.array([one.stamp.nbytes for one in files], np.int64)
-        self.are_kept = any(isinstance(y.path, SourceName) and y.path.kept for y in files)
+        self.places = Places(np.array([one.stamp.nbytes for one in files], np.int64))
+        self.kept = kept
         self._files = files
         self._client = http_client(core)
         self._open: dict[str, Source] = {}
@@ -153,7 +163,12 @@ class FarSources:
     def _opened(self, file: SourceFile) -> Source:
         if self._is_closed:
             raise ReaderClosedError(CLOSED)
-        source = store_of(file.path).open(file.path, is_patient=True)
+        store, path = store_of(file.path), file.path
+        if store.is_local and self.kept is not None:
+            name = os.path.realpath(path)
+            source = disk_cache(self.kept).keeping(name, LocalState(path, file.stamp))
+        else:
+            source = store.open(path, is_patient=True)
         is_it = source.stamp() == file.stamp
         source = source.over(partial(self._quicker, file.path))
         with self._lock:
@@ -183,7 +198,7 @@ class FarSources:
                 path=ctypes.addressof(text),
                 device=device,
                 inode=inode,
-                nbytes=self.sizes[number],
+                nbytes=self._files[number].stamp.nbytes,
             )
             self._kept.append((mirror, text, found))  # threads may be using those before, too
         with self._lock:
@@ -191,34 +206,39 @@ class FarSources:
             self._table[number]["mirror"] = 0 if found is None else ctypes.addressof(found)
 
     def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
-        """Get ranges, sorted and not overlapping, in the calling thread; some are `held` before."""
-        begin_ns, table = time.perf_counter_ns(), self.table(ranges)
-        before = (
-            {} if held is None else dict(zip(_keys(held.table), held.table["data"], strict=True))
-        )
-        table["data"] = [before.get(key, 0) for key in _keys(table)]
-        new = np.flatnonzero(table["data"] == 0)
-        wanted = ByteRanges(*(column[new] for column in ranges))
-        bounds = requests_of(wanted)
-        source, begins, ends = extents_of(wanted, bounds)
-        arrays: list[NDArray[np.uint8]] = []
-        firsts = [0, *np.flatnonzero(np.diff(source)) + 1, len(source)]
-        for first, last in itertools.pairwise(firsts):
-            if first < last:
-                lengths = (ends[first:last] - begins[first:last]).tolist()
-                arrays += self.get(int(source[first]), begins[first:last].tolist(), lengths)
-        base = np.array([address(array) for array in arrays], np.int64) - begins
-        table["data"][new] = np.repeat(base, np.diff(bounds)) + wanted.offset
-        waited_ns, nbytes = time.perf_counter_ns() - begin_ns, int(wanted.nbytes.sum())
-        self.count(FetchCounts(used_nbytes=nbytes, waited_ns=waited_ns))
-        return Held(ranges, table, [held, arrays])
+        """Get ranges in the calling thread; some of them may be `held` before."""
+        begin_ns, data = time.perf_counter_ns(), np.zeros(ranges.size, np.int64)
+        found = ranges.find(*(NO_RANGES if held is None else held.ranges))
+        here, new = found >= 0, ranges.chosen(found < 0)
+        if held is not None:
+            at = found[here]
+            data[here] = held.table["data"][at] + ranges.begins[here] - held.ranges.begins[at]
+        bounds = requests_of(new)
+        wanted = extents_of(new, bounds)
+        arrays = self.get_all(wanted)
+        base = np.array([address(array) for array in arrays], np.int64) - wanted.begins
+        data[~here] = np.repeat(base, np.diff(bounds)) + new.begins
+        waited_ns = time.perf_counter_ns() - begin_ns
+        self.count(FetchCounts(used_nbytes=new.nbytes, waited_ns=waited_ns))
+        return self.held(ranges, data, [held, arrays])
 
-    def table(self, ranges: ByteRanges) -> NDArray[Any]:
-        """Return the core's table of ranges, where their bytes are left out."""
-        table = np.zeros(ranges.size, self.fetched)
-        for name, column in zip(ByteRanges._fields, ranges, strict=True):
-            table[name] = column
-        return table
+    def get_all(self, ranges: ByteRanges) -> list[NDArray[np.uint8]]:
+        """Return ranges of several sources; see `get`."""
+        arrays: list[NDArray[np.uint8]] = []
+        source, offsets = self.places.sources(ranges.begins)
+        lengths = ranges.ends - ranges.begins
+        for some in np.split(np.arange(source.size), np.flatnonzero(np.diff(source)) + 1):
+            if some.size:
+                of_one = offsets[some].tolist(), lengths[some].tolist()
+                arrays += self.get(int(source[some[0]]), *of_one)
+        return arrays
+
+    def held(self, ranges: ByteRanges, data: Int64s, owners: Sequence[object]) -> Held:
+        """Return ranges whose bytes are at some addresses, in memory of these owners."""
+        table = np.zeros(ranges.size, self._core.Fetched)
+        table["source"], table["offset"] = self.places.sources(ranges.begins)
+        table["nbytes"], table["data"] = ranges.ends - ranges.begins, data
+        return Held(ranges, table, owners)
 
     def close(self) -> None:
         """Close all sources, and end calls that wait for them. Idempotent."""
@@ -230,16 +250,3 @@ class FarSources:
             source.close()
         if self._client is not None:
             self._client.close()
-
-
-def _keys(table: NDArray[Any]) -> list[tuple[int, int, int]]:
-    keys: list[tuple[int, int, int]] = table[list(ByteRanges._fields)].tolist()
-    return keys
-
-
-def extents_of(
-    ranges: ByteRanges, bounds: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source, begin and end of each request of some ranges."""
-    first, last = bounds[:-1], bounds[1:] - 1
-    return ranges.source[first], ranges.offset[first], ranges.offset[last] + ranges.nbytes[last]

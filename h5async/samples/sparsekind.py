@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field, ReaderConfig, SparseField
-from h5async.core.binding import address, load_core
-from h5async.core.structures import VALUE_KINDS
+from h5async.core.binding import VALUE_KINDS, address, load_core
 from h5async.errors import ConfigError, DatasetError
 from h5async.index.chunks import left_to_hdf5
 from h5async.index.composition import join_layouts

@@ -24,7 +24,6 @@ from h5async.index.extents import SourceFile
 from h5async.io.source import Source
 from h5async.io.stores import store_of
 from h5async.order.sampling import FillRequest
-from h5async.plan.fetches import ByteRanges
 from h5async.read.farsources import FarSources, FetchCounts, Held
 from h5async.system.timeline import STAGES, Recorder, ThreadCounts
 
@@ -124,7 +123,7 @@ def test_the_fetcher_counts_requests_and_what_batches_read(path: Path, store: Me
     def want(serial: int, *ranges: tuple[int, int]) -> None:
         offset, nbytes = np.array(ranges, np.int64).T
         request = FillRequest(0, serial, 0, serial, 0)
-        fetcher.want(request, ByteRanges(np.zeros_like(offset), offset, nbytes), answers.put)
+        fetcher.want(request, far.places.ranges(0 * offset, offset, nbytes), answers.put)
         held = answers.get(timeout=30)
         assert isinstance(held, Held)
         assert far.counts.waited_ns > 0
@@ -167,7 +166,7 @@ def test_a_request_that_fails_fails_only_its_batch(path: Path, store: MemoryStor
             where = np.array([offset], np.int64), np.array([100], np.int64)
             answers[serial] = queue.SimpleQueue()
             request = FillRequest(0, serial, 0, serial, 0)
-            ranges = ByteRanges(np.zeros(1, np.int64), *where)
+            ranges = far.places.ranges(np.zeros(1, np.int64), *where)
             fetcher.want(request, ranges, answers[serial].put)
         fetcher.start("a.h5")  # one thread takes all four
         found = {serial: one.get(timeout=30) for serial, one in answers.items()}

@@ -17,7 +17,8 @@ import pytest
 from httpserver import Rule, Server, serving
 
 from h5async import ReadError
-from h5async.core import http, libraries
+from h5async.core import binding as libraries
+from h5async.core import http
 from h5async.core.binding import Core
 from h5async.core.http import HttpClient, http_client
 from h5async.io.source import Source, WebAddress

@@ -283,7 +283,6 @@ def test_the_next_sources_are_opened_meanwhile(tmp_path: Path, store: MemoryStor
         return open_source(name, **how)
 
     monkeypatch.setattr(store, "open", opens)
-    monkeypatch.setattr("h5async.io.ahead._THREADS", 8)
     opened = open_dataset(ReaderConfig(hdf5_path=sources, labels_field=None))
     assert [one.file for one in opened.layouts["data"].datasets] == sources
 

@@ -27,7 +27,7 @@ from h5async.index.links import Consulted, Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.savedindex import IndexedFile, Wanted, write_index
 from h5async.io.metadatafile import MetadataFile
-from h5async.io.openfailure import SIGNATURE
+from h5async.io.references import SIGNATURE
 from h5async.io.stores import LOCAL, absolute_name, settled_stamp, store_of
 from h5async.samples.sparse import Csr
 
