@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hdf5plugin  # noqa: F401  (h5py compares by it)
 import numpy as np
 from PIL import Image
 
