@@ -42,6 +42,7 @@ from h5async.samples.sparse import Csr
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
     from h5async.measure.statistics import statistics
+    from h5async.pack.packing import pack
 
 # If the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -115,5 +116,6 @@ __all__ = [
     "UnsafeFileError",
     "WriteError",
     "__version__",
+    "pack",
     "statistics",
 ]

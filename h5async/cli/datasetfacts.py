@@ -28,7 +28,16 @@ from h5async.observe.chunkuse import read_cost
 from h5async.opening.raggedcolumns import heap_layout
 from h5async.plan.cf import shown_value, unpacking
 from h5async.read.executors import method_of
-from h5async.samples.fieldkind import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, values_of
+from h5async.samples.fieldkind import (
+    AUDIO,
+    CATEGORIES,
+    IMAGE,
+    NULLABLE,
+    ROWS,
+    SHAPE,
+    TEXTS,
+    values_of,
+)
 from h5async.spelling import printable
 from h5async.system.interruptions import suppressing
 
@@ -347,7 +356,7 @@ def _known(
             yield _group_dataset(path, file, parts, "nullable")
         else:
             yield _group_dataset(path, file, parts, "categorical", categories=layout.sample_count)
-    elif kind not in (ROWS, TEXTS):
+    elif kind not in (ROWS, TEXTS, IMAGE, AUDIO):
         of_path = _ragged_in_index if layout.is_ragged else _dataset_of
         yield of_path(path, file, layout)
 

@@ -23,11 +23,12 @@ from h5async.io.ahead import opening_ahead
 from h5async.io.stores import absolute_name, far_names
 from h5async.opening.dataset import grouping_of, on_indexed
 from h5async.opening.fieldkinds import with_kinds
-from h5async.opening.filefacts import Need, list_known, needs_of, read_known
+from h5async.opening.filefacts import Need, encoded_kind, list_known, needs_of, read_known
 from h5async.opening.filevalues import reach_of
-from h5async.samples.fieldkind import CATEGORIES, NULLABLE, SHAPE, TEXTS
+from h5async.samples.fieldkind import AUDIO, CATEGORIES, HEAP, IMAGE, NULLABLE, SHAPE, TEXTS
 
-_FACTS = (SHAPE, TEXTS, CATEGORIES, NULLABLE)  # kinds of entries beside datasets' layouts
+# Kinds of entries beside datasets' layouts.
+_FACTS = (SHAPE, TEXTS, CATEGORIES, NULLABLE, IMAGE, AUDIO)
 
 _Files = Annotated[
     list[str] | None, typer.Argument(metavar="FILES...", help="HDF5 files, or globs.")
@@ -116,6 +117,8 @@ def _indexed(config: ReaderConfig, reach: Reach, left_out: list[str]) -> Iterato
         if needs:
             found = read_known(path, needs, recorded, grouping)
             layouts = {need.wanted: found[name] for name, need in needs.items()}
+            for wanted in [one for one in layouts if one.kind == HEAP]:
+                layouts |= encoded_kind(path, wanted, recorded, grouping)
         else:
             layouts = {}
             for wanted, layout in list_known(path, recorded, config.num_dim, grouping):

@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 from h5async import ConfigError, ReaderConfig
 from h5async.config.files import kind_of_file, load_file, map_paths, with_variables
 from h5async.config.frozen import Words, descriptions
+from h5async.pack.options import PackOptions
 from h5async.spelling import as_keyword, in_file, named, shell_word, spelled
 
 _CONFIG = typer.Option(
@@ -97,6 +98,11 @@ def takes_options(names: Iterable[str]) -> Callable[[Command], Command]:
     """Give a command some options of `ReaderConfig`, passed as ``**typed``."""
     found = reader_options(ReaderConfig)
     return lambda command: _with_parameters(command, {name: found[name] for name in names})
+
+
+def takes_model(model: type[BaseModel]) -> Callable[[Command], Command]:
+    """Give a command the options of a configuration, passed as ``**typed``."""
+    return lambda command: _with_parameters(command, reader_options(model))
 
 
 def takes_reader(command: Command) -> Command:
@@ -241,7 +247,7 @@ def spell_in_shell(name: str, value: tuple[Any, ...]) -> str:
 
 @functools.cache
 def _options() -> dict[str, Option]:
-    return {option.name: option for option in options_of(ReaderConfig)}
+    return {one.name: one for model in (PackOptions, ReaderConfig) for one in options_of(model)}
 
 
 def typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:

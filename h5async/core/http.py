@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
 from h5async.core.libraries import find_curl
-from h5async.io.source import Source, WebAddress
+from h5async.io.source import Source, SourceOver, WebAddress
 from h5async.io.stamps import FileStamp, replaced
 from h5async.system.interruptions import call_when_gone, suppressing
 
@@ -148,37 +148,28 @@ class HttpClient:
         return lent
 
 
-class HttpSource(Source):
+class HttpSource(SourceOver):
     """A source whose ranges come by libcurl; all else is the store's."""
 
-    at_once = 16
-
     def __init__(self, client: HttpClient, source: Source, name: str) -> None:
+        super().__init__(source)
+        self.at_once = 16
         self._client = client
-        self._source = source
         self._name = name
         self._stop = ctypes.c_int32(0)
         self._failures = 0
         self._left_until = 0.0  # the store gets all ranges
-
-    def stamp(self) -> FileStamp:
-        """Return the state of what is open."""
-        return self._source.stamp()
-
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
-        """Read ranges by the store's own client."""
-        self._source.read_ranges(ranges, into)
 
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
         """Return ranges; see `Source.get_ranges`. Those that libcurl cannot get, the store does."""
         at = None
         # In the main thread signal handlers could not run meanwhile.
         if threading.current_thread() is not threading.main_thread() and min(lengths, default=0):
-            at = self._source.web_address()
+            at = self.source.web_address()
         if at is None or time.monotonic() < self._left_until:
-            return self._source.get_ranges(offsets, lengths)
+            return self.source.get_ranges(offsets, lengths)
         ranges, parts = self._client.new_ranges(offsets, lengths)
-        if not self._client.get(at, self._source.stamp(), ranges, self._stop):
+        if not self._client.get(at, self.source.stamp(), ranges, self._stop):
             self._failures = 0
             return parts
         if (ranges["got"] == _CHANGED).any():
@@ -188,13 +179,13 @@ class HttpSource(Source):
         if self._failures >= _MOST_FAILURES:
             self._failures, self._left_until = 0, time.monotonic() + _LEFT_SECONDS
         where = [offsets[i] for i in missing], [lengths[i] for i in missing]
-        others = dict(zip(missing, self._source.get_ranges(*where), strict=True))
+        others = dict(zip(missing, self.source.get_ranges(*where), strict=True))
         return [others.get(i, part) for i, part in enumerate(parts)]
 
     def close(self) -> None:
         """Close it, and end calls that wait for bytes. Idempotent."""
         self._stop.value = 1
-        self._source.close()
+        super().close()
 
 
 def http_client(core: Core) -> HttpClient | None:

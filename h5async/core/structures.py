@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 21  # counts changes of the core's structures and functions
+ABI = 22  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error

@@ -135,7 +135,7 @@ class Fetcher(Workers):
             if self.is_stopped:
                 return
             self._hold(request.serial, holder)
-        self._give(request, holder, then)
+        self._give(request, holder, then, is_new=True)
 
     def want_planned(self, request: FillRequest, then: Then) -> bool:
         """Do the same if it is known what the batch reads; return False if it is not."""
@@ -147,10 +147,10 @@ class Fetcher(Workers):
             if holder.error is not None:  # it may pass
                 self._release(holder)
                 return False
-        self._give(request, holder, then)
+        self._give(request, holder, then, is_new=False)
         return True
 
-    def _give(self, request: FillRequest, holder: _Holder, then: Then) -> None:
+    def _give(self, request: FillRequest, holder: _Holder, then: Then, is_new: bool) -> None:
         with self._lock:
             before = self._holders.get(request.serial)
             self._holders[request.serial] = holder
@@ -158,13 +158,17 @@ class Fetcher(Workers):
             if before is not None:
                 self._release(before)
             else:
-                self._follow(request)
+                self._follow(request, is_new)
             is_there = holder.missing == 0
             new = len(self._pending)
         self._wake_for(new)
         self._plan_next()
         if is_there:
             self._finish(holder)
+
+    def has(self, serial: int) -> bool:
+        """Tell whether a batch is fetched ahead, so that it has to be asked for."""
+        return serial in self._ahead
 
     def end(self, serial: int) -> None:
         """Let go of what a batch has read. Never blocks; extra calls are harmless."""
@@ -175,8 +179,8 @@ class Fetcher(Workers):
         if holder is not None:
             self._plan_next()
 
-    def _follow(self, request: FillRequest) -> None:
-        """Go on planning after a request, if it is the one that was expected. Holds the lock."""
+    def _follow(self, request: FillRequest, is_new: bool) -> None:
+        """Go on planning after a request, or begin there if it `is_new`. Holds the lock."""
         ahead = self._ahead.pop(request.serial, None)
         if ahead is not None and not _are_alike(ahead[0], request):
             self._forget_ahead()
@@ -185,7 +189,8 @@ class Fetcher(Workers):
             self._release(self._ahead.pop(serial)[1])
         if ahead is not None:
             self._release(ahead[1])
-        if self._next is None or self._next.serial <= request.serial:
+        is_behind = is_new if self._next is None else self._next.serial <= request.serial
+        if is_behind:
             self._next = self._following(request)
 
     def _forget_ahead(self) -> None:
@@ -364,12 +369,12 @@ class Fetcher(Workers):
         try:
             while then is not None and nbytes < _LITTLE_NBYTES and len(planned) < _MOST_AT_ONCE:
                 ranges = self._plan(then)
-                if ranges is None or self._far.near(ranges) is not None:
-                    then = None  # later ones will be near, too, most often
+                if ranges is None:
                     break
                 planned.append((then, ranges))
                 nbytes += int(ranges.nbytes.sum())
                 then = following(then)
+            then = then if nbytes else None  # all is kept, and mostly of later batches, too
         except Exception:
             then = None  # the request itself will have the error
         new = 0
@@ -392,9 +397,10 @@ class Fetcher(Workers):
             if several is not None:
                 self._request(planned[0][0].serial, several)
         for request, ranges in planned:
-            holder = _Holder(ranges)
-            self._hold(request.serial, holder)
-            self._ahead[request.serial] = request, holder
+            if ranges.size:
+                holder = _Holder(ranges)
+                self._hold(request.serial, holder)
+                self._ahead[request.serial] = request, holder
 
     def _end(self) -> None:
         super()._end()

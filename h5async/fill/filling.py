@@ -162,6 +162,8 @@ class Filler:
             )
             if self.submissions is not None:
                 self.submissions.resume = self._phases.resume
+                if self._fetcher is not None:
+                    self.submissions.is_fetched = self._fetcher.has
         except BaseException:
             self._executors.close()  # it has no other owner yet
             raise

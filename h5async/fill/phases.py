@@ -121,7 +121,7 @@ class Phases:
             return
         batch = _Fill(request, skipped=[*skipped])
         batch.samples, batch.plans = index, self._reader.planned(request.slot)
-        self._go_on(batch, self._begin_left)
+        self._go_on(batch, self._begin_left if self._reader.far is None else self._begin_fetch)
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> FillOutcome:
         """Read samples in the calling thread."""
@@ -204,14 +204,11 @@ class Phases:
         batch.rounds += 1
         if batch.rounds == 1 and self._fetcher.want_planned(batch.request, then):
             return
-        while batch.rounds <= MOST_ROUNDS and (ranges := self._reader.to_fetch(batch.plans)):
-            near = self._reader.near(ranges)
-            if near is None:
-                self._fetcher.want(batch.request, ranges, then)
-                return
-            self._reader.hold(batch.plans, near)
-            batch.rounds += 1
-        self._begin_read(batch)
+        ranges = self._reader.to_fetch(batch.plans) if batch.rounds <= MOST_ROUNDS else None
+        if ranges is None:
+            self._begin_read(batch)
+        else:
+            self._fetcher.want(batch.request, ranges, then)
 
     def _fetched(self, batch: _Fill, found: Held | BaseException) -> None:
         """Go on with what was fetched, in a thread of the pool."""

@@ -171,7 +171,7 @@ class BatchReader:
         core, collection = self.core, self._collection
         if core is None or collection is None or self._plan_columns:
             return None
-        if not all(collection.tables.reads) or collection.tables.far is not None:
+        if not all(collection.tables.reads) or (self.far is not None and not self.far.are_kept):
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
@@ -425,11 +425,6 @@ class BatchReader:
             listed = [collection.ranges(y, 0, y.plan.num_items, scratch) for y in batches]
         wanted = union(ByteRanges.joined([before, *listed]))
         return None if wanted.same(before) else wanted
-
-    def near(self, ranges: ByteRanges) -> Held | None:
-        """Return ranges of far sources if none has to be fetched."""
-        assert self.far is not None
-        return self.far.near(ranges)
 
     def hold(self, plans: BatchPlan, found: Held | BaseException) -> None:
         """Have a batch read what was fetched; an error is raised."""

@@ -43,6 +43,7 @@ class _Submission(NamedTuple):
 
     request: FillRequest
     numbers: _Numbers
+    needs_python: bool = False
     skipped: Sequence[Skipped] = ()
     error: BaseException | None = None
 
@@ -72,6 +73,7 @@ class Submissions:
         self._latest: list[_Submission | None] = [None] * len(self._slots.memory)
         self._lock = threading.RLock()
         self.resume: Resume = do_nothing  # continues a batch of which something is left
+        self.is_fetched: Callable[[int], bool] = _never  # ahead, so that Python has to take it
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -87,15 +89,16 @@ class Submissions:
                 latest = self._latest[slot] = self._new(request)
             if latest.error is None:
                 draw = self._reader.draw(request.epoch)
-                self._queue.submit(slot, serial, *latest.numbers, draw, self._needs_python)
+                self._queue.submit(slot, serial, *latest.numbers, draw, latest.needs_python)
 
     def _new(self, request: FillRequest) -> _Submission:
         try:
             reader = self._reader
+            needs_python = self._needs_python or self.is_fetched(request.serial)
             if not reader.damage:
-                return _Submission(request, self._numbers(request))
+                return _Submission(request, self._numbers(request), needs_python)
             kept, skipped = reader.damage.left_out(reader.samplings.samples(request))
-            return _Submission(request, (0, kept.size, None, kept), skipped)
+            return _Submission(request, (0, kept.size, None, kept), needs_python, skipped)
         except Exception as error:
             if interruption(error) is not None:
                 raise
@@ -120,7 +123,7 @@ class Submissions:
             return None
         if latest.error is not None:
             return FillOutcome(NO_SAMPLES, (), latest.error)
-        if self._needs_python:
+        if latest.needs_python:
             return None
         count, slots = latest.numbers[1], self._slots.memory
         try:
@@ -180,5 +183,9 @@ class Submissions:
     def close(self) -> None:
         """Release memory and functions. No thread is at work. Idempotent."""
         self._queue.close()
-        self.resume = do_nothing
+        self.resume, self.is_fetched = do_nothing, _never
         self._latest = [None] * len(self._latest)
+
+
+def _never(serial: int) -> bool:
+    return False

@@ -29,6 +29,7 @@ from h5async.spelling import name_text, shell_word
 
 _FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
 _MOST_CATEGORIES = 1 << 24
+KIND, ENCODED = "h5async-kind", ("image", "audio")  # an attribute of datasets, and its values
 _NULLABLE = ("nullable-integer", "nullable-boolean")
 
 
@@ -146,6 +147,16 @@ def text_attribute(node: h5py.Group | h5py.Dataset, name: str) -> str | None:
     """Return an attribute that is a string, or None."""
     value = node.attrs.get(name)
     return name_text(value) if isinstance(value, str | bytes) else None
+
+
+def kind_attribute(file: HDF5File, path: str, reach: Reach = BESIDE) -> str | None:
+    """Return what a dataset's own attribute says that its elements encode, or None.
+
+    Raises like `sparse_group`.
+    """
+    with _opened(file, path, reach, "dataset") as found:
+        kind = None if found is None else text_attribute(found.node, KIND)
+        return kind if kind in ENCODED else None
 
 
 def _form_of(group: h5py.Group, where: str) -> tuple[str | None, tuple[int, int]]:

@@ -12,17 +12,17 @@ changed has another one. `cache_bytes` limits what all mirrors in a folder take.
 
 from __future__ import annotations
 
+import bisect
 import errno
 import functools
 import hashlib
 import logging
-import mmap
 import os
 import stat
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -35,7 +35,7 @@ from h5async.config.files import Kept, SourceName
 from h5async.errors import ConfigError
 from h5async.io.localfiles import owned
 from h5async.io.shared import map_file
-from h5async.io.source import Source
+from h5async.io.source import MappedMirror, Source, SourceOver
 from h5async.io.stamps import FileStamp
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
@@ -51,9 +51,7 @@ if TYPE_CHECKING:
 BLOCK = 4096  # bytes
 SUFFIX = ".mirror"
 _HEAD = struct.Struct("<16sIIQ32s")  # signature, format, bytes of a block and of the source, key
-_SIGNATURE, _FORMAT = b"\x89h5async-mirror\n", 1
-_SUMS_AT = 4096
-_ALIGNMENT = 1 << 16  # of the data: no page of any machine has also checksums
+_SIGNATURE, _FORMAT = b"\x89h5async-mirror\n", 2
 # Odd, so that a single different word shows; the same in all processes.
 _WEIGHTS = np.frombuffer(hashlib.shake_128(b"h5async").digest(BLOCK), "<u8") | np.uint64(1)
 _SHARE = 2  # the default limit is a half of the room
@@ -178,28 +176,32 @@ class DiskCache:
         return found
 
 
-class KeptSource(Source):
+class KeptSource(SourceOver):
     """A source whose bytes are also kept in a mirror, or come from there.
 
-    Bytes are read in whole blocks. What does not fit, or cannot be kept, is read from the source as
-    it is asked for, each time.
+    Bytes are fetched in whole blocks. What does not fit, or cannot be kept, is read from the source
+    each time.
     """
 
     def __init__(self, cache: DiskCache, name: str, source: Source) -> None:
-        self._cache = cache
-        self._name = name
-        self._source, self.identity = source, source.identity
-        self.at_once = source.at_once
-        self._stamp = source.stamp()
+        super().__init__(source)
+        self._cache, self._name, self._stamp = cache, name, source.stamp()
         self._mirror = cache.open_mirror(name, self._stamp, removes_others=True)
 
-    def stamp(self) -> FileStamp:
-        """Return the state of the source."""
-        return self._source.stamp()
+    @property
+    def mirror(self) -> MappedMirror | None:
+        """The mirror, as the core reads it."""
+        return None if self._mirror is None else self._mirror.mapped
+
+    def over(self, change: Callable[[Source], Source]) -> Source:
+        """Have what is missing come from the source that `change` makes."""
+        self.source = change(self.source)
+        self.at_once = self.source.at_once
+        return self
 
     def close(self) -> None:
         """Close the source; what was returned remains valid."""
-        self._source.close()
+        super().close()
         self._mirror = None
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
@@ -210,85 +212,67 @@ class KeptSource(Source):
             into[at : at + one.nbytes] = one
             at += one.nbytes
 
-    def near(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
-        """Return the mirror, if it has all ranges."""
-        mirror = self._mirror
-        if mirror is None or not mirror.has_all(offsets, lengths) or not mirror.is_in_place():
-            return None
-        return mirror.array
-
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
-        """Return ranges: parts of the mirror's map if it has all of them."""
+        """Return ranges out of the mirror, or fetch them, and keep them there."""
         mirror = self._mirror
-        if mirror is not None and not mirror.is_in_place():
-            # Someone has removed it, or cut it short: its pages must not be touched then.
+        if mirror is not None and not mirror.is_in_place():  # removed, or cut short
             mirror = self._mirror = self._cache.open_mirror(self._name, self._stamp)
-        blocks = [
-            (begin // BLOCK, -(-(begin + nbytes) // BLOCK) if nbytes else 0)
-            for begin, nbytes in zip(offsets, lengths, strict=True)
-        ]
-        if mirror is None or not mirror.has(offsets, lengths):
-            return self._source.get_ranges(offsets, lengths)
-        for bring in (mirror.compare, functools.partial(self._fetch, mirror)):
-            absent = [n for n, (a, b) in enumerate(blocks) if mirror.lacks(a, b)]
-            if not absent:
-                break
-            bring([blocks[n] for n in absent])
-        else:
-            absent = [n for n in absent if mirror.lacks(*blocks[n])]
-        found: list[Any] = [
-            mirror.data[begin : begin + nbytes]
-            for begin, nbytes in zip(offsets, lengths, strict=True)
-        ]
+        ends = [begin + nbytes for begin, nbytes in zip(offsets, lengths, strict=True)]
+        if mirror is None or min(offsets, default=0) < 0 or max(ends, default=0) > mirror.nbytes:
+            return self.source.get_ranges(offsets, lengths)
+        found = mirror.read(offsets, ends)
+        absent = [i for i, one in enumerate(found) if one is None]
         if absent:
-            rest = [offsets[n] for n in absent], [lengths[n] for n in absent]
-            for n, one in zip(absent, self._source.get_ranges(*rest), strict=True):
-                found[n] = one
-        return found
+            wanted = [offsets[i] for i in absent], [ends[i] for i in absent]
+            for i, one in zip(absent, self._fetched(mirror, *wanted), strict=True):
+                found[i] = one
+        return found  # type: ignore[return-value]  # (nothing is absent any more)
 
-    def _fetch(self, mirror: Mirror, blocks: Iterable[tuple[int, int]]) -> None:
-        """Read what is missing of some ranges of blocks from the source, and write it."""
-        runs = mirror.missing(blocks)
-        # A run's checksums may take a block, too.
-        if not self._cache.take(sum(b - a + 1 for a, b in runs) * BLOCK):
-            return
-        begins = [a * BLOCK for a, _ in runs]
-        ends = [min(b * BLOCK, self._stamp.nbytes) for _, b in runs]
-        found = self._source.get_ranges(begins, [b - a for a, b in zip(begins, ends, strict=True)])
-        try:
-            mirror.write([a for a, _ in runs], found)
-        except OSError as error:
-            self._cache.give_up(f"it cannot be written to: {error}")
+    def _fetched(
+        self, mirror: Mirror, begins: Sequence[int], ends: Sequence[int]
+    ) -> Iterator[Buffer]:
+        """Fetch the blocks of ranges that are missing, keep them, and yield the ranges."""
+        firsts, lasts = mirror.missing(begins, ends)
+        lengths = [last - first for first, last in zip(firsts, lasts, strict=True)]
+        data = [memoryview(one) for one in self.source.get_ranges(firsts, lengths)]
+        # (Checksums of a run may take a block, too.)
+        if self._cache.take(sum(lengths) + 2 * BLOCK * len(lengths)):
+            try:
+                mirror.write(firsts, data)
+            except OSError as error:
+                self._cache.give_up(f"it cannot be written to: {error}")
+        for begin, end in zip(begins, ends, strict=True):
+            run = bisect.bisect(firsts, begin) - 1
+            if run >= 0 and end <= lasts[run]:
+                yield data[run][begin - firsts[run] : end - firsts[run]]
+            else:  # some of its blocks were here, most often all that were missing are, too
+                (one,) = mirror.read([begin], [end])
+                yield self.source.get_ranges([begin], [end - begin])[0] if one is None else one
 
 
 class Mirror:
     """The file that holds parts of a source, at a path. Made anew if it is not what it has to be.
 
-    Attributes
-    ----------
-    array, data
-        The source's bytes, mapped for reading; those of missing blocks are no such bytes.
+    `mapped` is what the core reads it by.
     """
 
     def __init__(self, path: Path, nbytes: int, key: bytes) -> None:
+        self.nbytes = nbytes
         self._path = path
-        self._num_blocks = -(-nbytes // BLOCK)
-        self._data_at = -(-(_SUMS_AT + 8 * self._num_blocks) // _ALIGNMENT) * _ALIGNMENT
-        self._file_nbytes = self._data_at + self._num_blocks * BLOCK
+        num_blocks = -(-nbytes // BLOCK)
+        self._sums_at, head_at = num_blocks * BLOCK, num_blocks * (BLOCK + 8)
+        self._file_nbytes = head_at + _HEAD.size
         head = _HEAD.pack(_SIGNATURE, _FORMAT, BLOCK, nbytes, key)
         try:
-            file = self._opened_as(head)
+            file = self._opened_as(head, head_at)
         except OSError:  # another file, a link, or what a killed process left
-            file = self._made_as(head)
+            file = self._made_as(head, head_at)
         with file:
             status = os.fstat(file.fileno())
             self._file_id = status.st_dev, status.st_ino
-            whole: Any = map_file(file.fileno(), self._file_nbytes)
-        self.array: NDArray[np.uint8] = whole[self._data_at : self._data_at + nbytes]
-        self.data: Any = memoryview(self.array)
-        # 1: the block is written, and was compared. (One more, so that ends are indices.)
-        self._here = mmap.mmap(-1, self._num_blocks + 1)
-        self._marks = np.frombuffer(self._here, np.uint8)
+            memory = map_file(file.fileno(), self._file_nbytes)
+        marks = np.zeros(num_blocks, np.uint8)
+        self.mapped = MappedMirror(path, self._file_id, memory, marks, _WEIGHTS)
 
     def is_in_place(self) -> bool:
         """Tell whether this file lies at its path, and has all of its length."""
@@ -296,59 +280,45 @@ class Mirror:
             return self._is(os.stat(self._path, follow_symlinks=False))
         return False
 
-    def has(self, offsets: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Tell whether ranges lie within the source."""
-        pairs = zip(offsets, lengths, strict=True)
-        return all(begin >= 0 <= n and begin + n <= self.data.nbytes for begin, n in pairs)
-
-    def has_all(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> bool:
-        """Tell whether ranges, which have bytes, lie in blocks that are known to be here."""
-        ends = offsets + lengths
-        if offsets.min() < 0 or ends.max() > self.data.nbytes:
-            return False
-        blocks = np.stack([offsets // BLOCK, (ends - 1) // BLOCK + 1], axis=1)
-        return bool(np.minimum.reduceat(self._marks, blocks.ravel())[::2].all())
-
-    def lacks(self, begin: int, end: int) -> bool:
-        """Tell whether any of some blocks is not known to be here."""
-        return self._here.find(b"\0", begin, end) >= 0
-
-    def missing(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the runs of blocks of some ranges that are not known to be here, each once."""
-        runs, at = [], 0
-        for begin, end in sorted(blocks):
-            at = max(at, begin)
-            while (first := self._here.find(b"\0", at, end)) >= 0:
-                at = self._here.find(b"\1", first, end)
-                at = end if at < 0 else at
-                runs.append((first, at))
-        return runs
-
-    def compare(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Compare blocks that others, or former processes, have written with their checksums."""
+    def read(self, begins: Sequence[int], ends: Sequence[int]) -> list[Buffer | None]:
+        """Return ranges; None for those that are not here as they were written."""
+        found: list[Buffer | None] = [None] * len(begins)
         with suppressing(OSError), self._opened(os.O_RDONLY) as descriptor:
-            for begin, end in self.missing(blocks):
-                wanted = self._sums_of(descriptor, begin, end)
-                if not wanted.any():
-                    continue
-                nbytes = (end - begin) * BLOCK
-                data = os.pread(descriptor, nbytes, self._data_at + begin * BLOCK)
-                if len(data) == nbytes:
-                    self._marks[begin:end][_sums(_whole_blocks(data)) == wanted] = 1
+            for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+                found[number] = self._read(descriptor, begin, end)
+        return found
+
+    def _read(self, descriptor: int, begin: int, end: int) -> Buffer | None:
+        first, last = begin // BLOCK, max(-(-end // BLOCK), begin // BLOCK)
+        found = os.pread(descriptor, 8 * (last - first), self._sums_at + 8 * first)
+        sums = np.frombuffer(found, "<u8")
+        if sums.all():
+            data = os.pread(descriptor, (last - first) * BLOCK, first * BLOCK)
+            if np.array_equal(_sums(_whole_blocks(data)), sums):
+                self.mapped.marks[first:last] = 1
+                return memoryview(data)[begin - first * BLOCK : end - first * BLOCK]
+        return None
+
+    def missing(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return where runs of blocks of ranges begin and end that are not here, each once."""
+        firsts, lasts, behind = list[int](), list[int](), 0
+        for begin, end in sorted(zip(begins, ends, strict=True)):
+            first, behind = max(begin // BLOCK, behind), max(-(-end // BLOCK), behind)
+            absent = np.pad(self.mapped.marks[first:behind] == 0, 1).astype(np.int8)
+            edges = (first + np.flatnonzero(np.diff(absent))) * BLOCK
+            firsts += edges[::2].tolist()
+            lasts += np.minimum(edges[1::2], self.nbytes).tolist()
+        return firsts, lasts
 
     def write(self, begins: Iterable[int], found: Iterable[Buffer]) -> None:
-        """Write data, each from the first byte of a block; `OSError` if that fails."""
+        """Write data, each from the beginning of a block; `OSError` if that fails."""
         with self._opened(os.O_WRONLY) as descriptor:
             for begin, one in zip(begins, found, strict=True):
-                data = _whole_blocks(one)
+                data, first = _whole_blocks(one), begin // BLOCK
                 sums = _sums(data)
-                _write(descriptor, data, self._data_at + begin * BLOCK)
-                _write(descriptor, sums, _SUMS_AT + 8 * begin)
-                self._marks[begin : begin + sums.size] = 1
-
-    def _sums_of(self, descriptor: int, begin: int, end: int) -> NDArray[np.uint64]:
-        found = os.pread(descriptor, 8 * (end - begin), _SUMS_AT + 8 * begin)
-        return np.frombuffer(found.ljust(8 * (end - begin), b"\0"), "<u8")
+                _write(descriptor, data, begin)
+                _write(descriptor, sums, self._sums_at + 8 * first)
+                self.mapped.marks[first : first + sums.size] = 1
 
     def _is(self, status: os.stat_result) -> bool:
         is_same = (status.st_dev, status.st_ino) == self._file_id
@@ -362,7 +332,7 @@ class Mirror:
                 raise OSError(errno.ESTALE, "it is another file now", str(self._path))
             yield file.fileno()
 
-    def _opened_as(self, head: bytes) -> FileIO:
+    def _opened_as(self, head: bytes, at: int) -> FileIO:
         """Open the file; `OSError` unless it is this user's, and has a head and a length."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = owned(os.open, self._path, flags)
@@ -374,20 +344,20 @@ class Mirror:
             is_ours
             and stat.S_ISREG(status.st_mode)
             and status.st_size == self._file_nbytes
-            and os.pread(file.fileno(), len(head), 0) == head
+            and os.pread(file.fileno(), len(head), at) == head
         ):
             return file
         file.close()
         raise OSError(errno.EINVAL, "it is no mirror of this source", str(self._path))
 
-    def _made_as(self, head: bytes) -> FileIO:
+    def _made_as(self, head: bytes, at: int) -> FileIO:
         with suppressing(FileNotFoundError):
             self._path.unlink()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         file = owned(os.open, self._path, flags, 0o600)
         try:
             os.ftruncate(file.fileno(), self._file_nbytes)
-            _write(file.fileno(), head, 0)
+            _write(file.fileno(), head, at)
         except BaseException:
             file.close()
             raise

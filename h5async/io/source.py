@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,20 @@ class WebAddress(NamedTuple):
     most_redirects: int
 
 
+class MappedMirror(NamedTuple):
+    """A file with blocks of a source in their places, and behind them a checksum of each.
+
+    `path` and `file_id` tell whether it lies there still. `weights` of words are what checksums
+    are made with; `marks` note which blocks this process has compared.
+    """
+
+    path: Path
+    file_id: tuple[int, int]
+    memory: NDArray[np.uint8]
+    marks: NDArray[np.uint8]
+    weights: NDArray[np.uint64]
+
+
 class Source(ABC):
     """An open source. Safe to use from many threads.
 
@@ -35,7 +50,6 @@ class Source(ABC):
     """
 
     identity = "its stamp"
-
     at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
 
     @abstractmethod
@@ -53,13 +67,6 @@ class Source(ABC):
     def close(self) -> None:
         """Close it, and end calls that wait for bytes. Idempotent."""
 
-    def near(self, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
-        """Return memory that has the bytes of these ranges where they are in the source.
-
-        It is an array, uint8, which stays valid; None if they are not all in memory, or near.
-        """
-        return None
-
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
         """Return ranges, each a buffer of exactly the length asked for, valid while referenced.
 
@@ -70,6 +77,15 @@ class Source(ABC):
         self.read_ranges(list(zip(offsets, lengths, strict=True)), memory)
         return [memory[end - n : end] for end, n in zip(ends, lengths, strict=True)]
 
+    @property
+    def mirror(self) -> MappedMirror | None:
+        """What is kept of it on a local disk; None: nothing is."""
+        return None
+
+    def over(self, change: Callable[[Source], Source]) -> Source:
+        """Return the source that `change` makes of this one, or of the one that this one keeps."""
+        return change(self)
+
     def web_address(self) -> WebAddress | None:
         """Return where any other client can have it; None: nowhere."""
         return None
@@ -79,3 +95,23 @@ class Source(ABC):
         found = bytearray(max(0, min(nbytes, self.stamp().nbytes - offset)))
         self.read_ranges([(offset, len(found))], memoryview(found))
         return bytes(found)
+
+
+class SourceOver(Source):
+    """A source that has its bytes of another one, which is closed with it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.identity, self.at_once = source.identity, source.at_once
+
+    def stamp(self) -> FileStamp:
+        """Return the state of what is open."""
+        return self.source.stamp()
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
+        """Read ranges; see `Source.read_ranges`."""
+        self.source.read_ranges(ranges, into)
+
+    def close(self) -> None:
+        """Close it, and end calls that wait for bytes. Idempotent."""
+        self.source.close()

@@ -12,13 +12,21 @@ from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName, is_index
 from h5async.errors import ConfigError, DatasetError, H5AsyncError
 from h5async.index.contents import Grouping
-from h5async.index.groupfields import column, sparse_group
+from h5async.index.groupfields import column, kind_attribute, sparse_group
 from h5async.index.links import Reach, below, open_index
 from h5async.index.metadata import may_be_variable_length
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.samples.assembly import FOUND_AS, field_kinds
 from h5async.samples.codeskind import CodesKind
-from h5async.samples.fieldkind import CATEGORIES, HEAP, NULLABLE, SHAPE, FieldKind
+from h5async.samples.fieldkind import (
+    AUDIO,
+    CATEGORIES,
+    HEAP,
+    IMAGE,
+    NULLABLE,
+    SHAPE,
+    FieldKind,
+)
 from h5async.system.interruptions import suppressing
 
 _WORDS = {
@@ -27,6 +35,8 @@ _WORDS = {
     HEAP: "dataset of variable length (strings, say)",
     CATEGORIES: "categorical column",
     NULLABLE: "column with a mask of missing values",
+    IMAGE: "dataset of encoded images",
+    AUDIO: "dataset of encoded audio",
 }
 
 
@@ -71,7 +81,7 @@ def with_kinds(
     for name, field in fields.items():
         kind, values = known[name]
         options = {key: getattr(field, key) for key in field.model_fields_set}
-        if field.categories is not None and kind in (HEAP, NULLABLE):
+        if field.categories is not None and kind in (HEAP, IMAGE, AUDIO, NULLABLE):
             continue
         if kind in FOUND_AS:
             found[name] = FOUND_AS[kind](**options)
@@ -116,7 +126,7 @@ def _in_index(
     known = {(one.path, one.kind) for one in datasets if one.groups == groups}
     for name, typed in paths.items():
         path = Wanted.at(typed).path
-        for kind in (SHAPE, CATEGORIES, NULLABLE, HEAP, ""):
+        for kind in (SHAPE, CATEGORIES, NULLABLE, IMAGE, AUDIO, HEAP, ""):
             if (path, kind) in known:
                 member = "values" if kind == NULLABLE else "codes"
                 is_group = kind in (CATEGORIES, NULLABLE) and (f"{path}/{member}", "") in known
@@ -142,7 +152,8 @@ def _in_file(
                 kind = CATEGORIES if of_table.mask is None else NULLABLE
                 found[name] = _Found(kind, of_table.values.path.removeprefix(prefix))
             elif may_be_variable_length(file, at, reach):
-                found[name] = _Found(HEAP)
+                encoded = kind_attribute(file, at, reach)
+                found[name] = _Found(HEAP if encoded is None else encoded)
     return found
 
 

@@ -14,6 +14,7 @@ a layout: also names and shapes, whose values lie in memory. What a `Wanted` of 
                           its columns; 0 if they have none
 `TEXTS`                   the names of the columns of the sparse matrix at its path
 `CATEGORIES`, `NULLABLE`  what the codes of a column stand for; that a column has a mask
+`IMAGE`, `AUDIO`          that elements of variable length are encoded images, or audio
 `LABELS`, `LABEL_NAMES`   the values as codes; what these stand for. Both may be followed by the
                           path of the names
 ========================  ======================================================================
@@ -33,7 +34,13 @@ from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.composition import join_groups
 from h5async.index.contents import Grouping
-from h5async.index.groupfields import Column, category_names, index_of_table, names_beside
+from h5async.index.groupfields import (
+    Column,
+    category_names,
+    index_of_table,
+    kind_attribute,
+    names_beside,
+)
 from h5async.index.hdf5 import OtherKindError
 from h5async.index.layout import DatasetLayout, SequenceLengths
 from h5async.index.links import Reach, below, open_index
@@ -377,9 +384,22 @@ def list_known(
         needs = {"": Need(FieldKind("", Field(heap.path)), heap)}
         found = _tried(read_known, path, needs, reach, grouping)
         yield (wanted, layout) if found is None else (heap, found[""])
+        yield from encoded_kind(path, heap, reach, grouping).items()
     if grouping is None:
         for parent, member in (name.rpartition("/")[::2] for name in paths):
             yield from _list_group(path, parent, member, reach)
+
+
+def encoded_kind(
+    path: FileName, heap: Wanted, reach: Reach, grouping: Grouping | None
+) -> dict[Wanted, DatasetLayout]:
+    """Return the fact that elements of variable length are encoded, if an attribute says so."""
+    with open_index(path) as file:
+        group = "" if grouping is None else grouping.find(path, file, reach)[0]
+        kind = kind_attribute(file, below(group, heap.path), reach)
+    if kind is None:
+        return {}
+    return {heap._replace(kind=kind): _in_memory(path, heap.path, np.zeros(0, np.uint8), reach)}
 
 
 def _list_group(

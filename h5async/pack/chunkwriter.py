@@ -130,14 +130,15 @@ class DatasetWriter:
             self._encode = find_encoder(filters_of(dataset.id.get_create_plist()))
             self._fill = dataset.fillvalue
 
-    def write(self, offset: Offset, values: NDArray[Any]) -> None:
-        """Write values in a block of the dataset that begins at `offset`.
+    def write(self, offset: Offset, values: NDArray[Any], nbytes: int | None = None) -> None:
+        """Write values in a block of the dataset that begins at `offset`; `nbytes` if it is known.
 
         It begins and ends with chunks, or at the end of the dataset, unless HDF5 encodes them
         (`is_by_hdf5`).
         """
         if self._encode is None:
-            size = _ELEMENT_NBYTES * values.size if self._dtype.hasobject else values.nbytes
+            of_objects = _ELEMENT_NBYTES * values.size if nbytes is None else nbytes
+            size = of_objects if self._dtype.hasobject else values.nbytes
             self._writer.call(partial(self._write_by_hdf5, offset, values), size)
             return
         assert self._chunks is not None
@@ -203,6 +204,11 @@ class DatasetWriter:
 
     def _write_by_hdf5(self, offset: Offset, values: NDArray[Any]) -> None:
         self._grow(offset[0] + len(values))
+        if self._dtype.hasobject:  # which h5py might take for arrays of more dimensions
+            space, memory = self._dataset.id.get_space(), h5py.h5s.create_simple(values.shape)
+            space.select_hyperslab(offset, values.shape)
+            self._dataset.id.write(memory, space, values, h5py.h5t.py_create(self._dtype))
+            return
         ends = map(sum, zip(offset, values.shape, strict=True))
         self._dataset[tuple(map(slice, offset, ends))] = values
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import IO_MODES, REFUSED, Event
+from h5async.core.structures import REFUSED, Event
 from h5async.errors import DamagedError, ReaderClosedError, ReadError
 from h5async.index.changes import FileChanges
 from h5async.index.shapes import Kind
@@ -297,13 +297,19 @@ class Collection:
         damage: list[DamagedError] | None,
     ) -> None:
         """Fetch items of a source that is no local file, and read them."""
+        far = self.tables.far
+        assert far is not None
         for number in numbers:
             self.fetch(batch, scratch, (number, number + 1))
-            nbytes = self.tables.files[int(self._items(batch)["source"][number])].stamp.nbytes
-            file = self._core.File(fd=-1, io=IO_MODES["pread"], is_far=True, map_nbytes=nbytes)
+            file, source = self._core.File(), int(self._items(batch)["source"][number])
+            self._core.open_again(self.tables.sources, source, ctypes.byref(file))
             file.fetched, file.num_fetched = batch.plan.fetched, batch.plan.num_fetched
             found: list[DamagedError] | None = None if damage is None else []
-            self._read_again(batch, [number], scratch, found, file, False)
+            try:
+                self._read_again(batch, [number], scratch, found, file, False)
+            except FileEventError:  # its mirror was removed meanwhile
+                far.use_mirror(source, None)
+                self._read_far_again(batch, [number], scratch, found)
             if damage is not None:
                 damage += found or ()
         self.hold(batch, None)

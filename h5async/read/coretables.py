@@ -86,8 +86,10 @@ class CoreTables:
         for number, source in enumerate(self.files):
             if source.values is None:
                 self._numbers.setdefault((source.path, source.is_heap), []).append(number)
-        self.far = FarSources(core, self.files) if any(map(is_far, self.files)) else None
         self.sources = self._open_sources()
+        self.far: FarSources | None = None
+        if any(map(is_far, self.files)):
+            self.far = FarSources(core, self.files, self._table)
         self.fields = (core.Field * len(layouts))()
         share = 1.0 if samples is None else samples / max(1, self.num_samples)
         made: dict[Any, Any] = {}  # structures of equal rows are shared

@@ -5,25 +5,32 @@ Byte ranges enter; they leave in memory, where the core finds them by a table.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import add
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.config.files import SourceName
 from h5async.core.binding import Core, address
 from h5async.core.http import http_client
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
 from h5async.index.extents import SourceFile
-from h5async.io.source import Source
+from h5async.io.source import MappedMirror, Source, SourceOver
 from h5async.io.stamps import replaced
 from h5async.io.stores import store_of
 from h5async.plan.fetches import ByteRanges, requests_of
 from h5async.read.scratch import CLOSED
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
 
 class Held(NamedTuple):
@@ -48,18 +55,39 @@ class FetchCounts(NamedTuple):
         return FetchCounts(*map(add, self, other))
 
 
+class _Counted(SourceOver):
+    """A source whose requests are counted."""
+
+    def __init__(self, source: Source, count: Callable[[FetchCounts], None]) -> None:
+        super().__init__(source)
+        self._count = count
+
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
+        """Return ranges; see `Source.get_ranges`."""
+        begin_ns = time.perf_counter_ns()
+        try:
+            return self.source.get_ranges(offsets, lengths)
+        finally:
+            flight_ns = len(offsets) * (time.perf_counter_ns() - begin_ns)
+            self._count(FetchCounts(len(offsets), sum(lengths), flight_ns=flight_ns))
+
+
 def is_far(file: SourceFile) -> bool:
     """Tell whether a source is neither a local file nor memory."""
     return file.values is None and not store_of(file.path).is_local
 
 
 class FarSources:
-    """Sources by their numbers in the core's table, opened when first needed. Thread-safe."""
+    """Sources by their numbers in the core's `table`, opened when first needed. Thread-safe."""
 
-    def __init__(self, core: Core, files: Sequence[SourceFile]) -> None:
+    def __init__(self, core: Core, files: Sequence[SourceFile], table: NDArray[Any]) -> None:
+        self._core, self._table = core, table
+        self._mirrors: dict[int, MappedMirror | None] = {}
+        self._kept: list[Any] = []  # what rows of the table point to
         self.fetched = np.dtype(core.Fetched)
         # (What is not far is not fetched.)
         self.sizes = np.array([one.stamp.nbytes for one in files], np.int64)
+        self.are_kept = any(isinstance(y.path, SourceName) and y.path.kept for y in files)
         self._files = files
         self._client = http_client(core)
         self._open: dict[str, Source] = {}
@@ -72,17 +100,17 @@ class FarSources:
         self, number: int, offsets: Sequence[int], lengths: Sequence[int]
     ) -> list[NDArray[np.uint8]]:
         """Return ranges of a source; `ReadError` if they cannot be had, or it was replaced."""
-        file, begin_ns = self._files[number], time.perf_counter_ns()
+        file = self._files[number]
         try:
-            found = self._source(file).get_ranges(offsets, lengths)
+            source = self._source(file)
+            found = source.get_ranges(offsets, lengths)
         except H5AsyncError:
             raise
         except OSError as error:
             text = f"{file.path} cannot be read: {error.strerror or error}"
             raise failed_read(text, error, file.path) from error
-        finally:
-            flight_ns = len(offsets) * (time.perf_counter_ns() - begin_ns)
-            self.count(FetchCounts(len(offsets), sum(lengths), flight_ns=flight_ns))
+        if source.mirror is not self._mirrors.get(number, None):
+            self.use_mirror(number, source.mirror)
         arrays = [np.frombuffer(memoryview(one), np.uint8) for one in found]
         if [array.size for array in arrays] != list(lengths):
             raise ReadError(f"{file.path} cannot be read: its store gave too few bytes")
@@ -96,23 +124,6 @@ class FarSources:
     def path(self, number: int) -> str:
         """Return the name of a source."""
         return str(self._files[number].path)
-
-    def near(self, ranges: ByteRanges) -> Held | None:
-        """Return ranges, sorted, if all are kept in memory, or where the page cache has them."""
-        owners, base = [], np.zeros(ranges.size, np.int64)
-        firsts = [0, *np.flatnonzero(np.diff(ranges.source)) + 1, ranges.size]
-        for first, last in itertools.pairwise(firsts):
-            source = self._open.get(self._files[ranges.source[first]].path) if last else None
-            if source is None:
-                return None
-            memory = source.near(ranges.offset[first:last], ranges.nbytes[first:last])
-            if memory is None:
-                return None
-            owners.append(memory)
-            base[first:last] = address(memory)
-        table = self.table(ranges)
-        table["data"] = base + ranges.offset
-        return Held(ranges, table, owners)
 
     def at_once(self, number: int) -> int:
         """Return how many ranges `get` is best given, of a source."""
@@ -133,8 +144,7 @@ class FarSources:
             raise ReaderClosedError(CLOSED)
         source = store_of(file.path).open(file.path)
         is_it = source.stamp() == file.stamp
-        if self._client is not None:
-            source = self._client.quicker(source, file.path)
+        source = source.over(partial(self._quicker, file.path))
         with self._lock:
             is_kept = is_it and not self._is_closed
             if is_kept:
@@ -144,11 +154,33 @@ class FarSources:
         source.close()
         raise ReaderClosedError(CLOSED) if is_it else replaced(file.path)
 
+    def _quicker(self, path: str, source: Source) -> Source:
+        client = self._client
+        return _Counted(source if client is None else client.quicker(source, path), self.count)
+
+    def use_mirror(self, number: int, mirror: MappedMirror | None) -> None:
+        """Have the core read what is kept of a source."""
+        found = None
+        if mirror is not None:
+            path, (device, inode), memory, marks, weights = mirror
+            text = ctypes.create_string_buffer(os.fsencode(path))
+            found = self._core.Mirror(
+                map=address(memory),
+                map_nbytes=memory.nbytes,
+                marks=address(marks),
+                weights=address(weights),
+                path=ctypes.addressof(text),
+                device=device,
+                inode=inode,
+                nbytes=self.sizes[number],
+            )
+            self._kept.append((mirror, text, found))  # threads may be using those before, too
+        with self._lock:
+            self._mirrors[number] = mirror
+            self._table[number]["mirror"] = 0 if found is None else ctypes.addressof(found)
+
     def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
         """Get ranges, sorted and not overlapping, in the calling thread; some are `held` before."""
-        near = self.near(ranges)
-        if near is not None:
-            return near
         begin_ns, table = time.perf_counter_ns(), self.table(ranges)
         before = (
             {} if held is None else dict(zip(_keys(held.table), held.table["data"], strict=True))

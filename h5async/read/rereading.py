@@ -299,7 +299,7 @@ def _unreadable(path: str, file: Any, extent: Extent) -> str:
         why = os.strerror(file.error)
         return f"{path}: reading at byte {file.failed_at} failed: {why}"
     at = file.failed_at if file.failed_at >= 0 else extent.offset + extent.nbytes
-    size = file.map_nbytes if file.is_far else FileStamp.of(file.fd).nbytes
+    size = file.nbytes if file.is_far else FileStamp.of(file.fd).nbytes
     return (
         f"{path} ends at byte {size}, before byte {at}: it was cut short after it had been opened"
     )

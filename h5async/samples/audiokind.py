@@ -19,7 +19,14 @@ from h5async.core.binding import Core
 from h5async.errors import DamagedError, ReadError, needs_package
 from h5async.index.layout import DatasetLayout
 from h5async.plan.crops import random_start
-from h5async.samples.fieldkind import DecodingWork, EncodedBatch, EncodedKind, FieldDecoder, Rows
+from h5async.samples.fieldkind import (
+    AUDIO,
+    DecodingWork,
+    EncodedBatch,
+    EncodedKind,
+    FieldDecoder,
+    Rows,
+)
 from h5async.samples.ragged import Ragged
 from h5async.system.interruptions import suppressing
 
@@ -31,6 +38,7 @@ class AudioKind(EncodedKind):
     """Encoded audio."""
 
     of: ClassVar[type[Field]] = AudioField
+    found_as = AUDIO
     field: AudioField
 
     def decoded_nbytes(self, rows: int) -> int:

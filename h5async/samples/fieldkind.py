@@ -43,10 +43,11 @@ DecodingWork = Callable[[], bool]  # decodes a sample; returns False if it was b
 INDICES = "\0indices"  # suffix of a field's name: its column of indices
 
 # Kinds of facts, as in `Wanted`: elements of variable length, the rows, the shape and the names of
-# a sparse matrix, what codes of a column stand for, that a column has a mask, values as codes, and
-# what these stand for.
+# a sparse matrix, what codes of a column stand for, that a column has a mask, values as codes, what
+# these stand for, and that elements of variable length are encoded images or audio.
 HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
 CATEGORIES, NULLABLE, LABELS, LABEL_NAMES = "categories", "nullable", "labels", "label-names"
+IMAGE, AUDIO = "image", "audio"
 
 
 class Categories(NamedTuple):

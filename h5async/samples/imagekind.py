@@ -34,6 +34,7 @@ from h5async.plan.crops import are_flipped, center_boxes, random_boxes
 from h5async.plan.records import Int64s
 from h5async.plan.transform import RowTransform, Transformer, factor_of, transformer
 from h5async.samples.fieldkind import (
+    IMAGE,
     CanTransform,
     DecodingWork,
     EncodedBatch,
@@ -55,6 +56,7 @@ class ImageKind(EncodedKind):
     """Encoded images."""
 
     of: ClassVar[type[Field]] = ImageField
+    found_as = IMAGE
     field: ImageField
 
     def outline(self, transforms: Transforms, can_transform: CanTransform) -> Outline:

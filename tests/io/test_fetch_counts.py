@@ -46,6 +46,13 @@ def open_reader(name: str, **options: Any) -> AsyncReader:
     return AsyncReader(hdf5_path=name, **given | options)
 
 
+def far_sources(name: str) -> FarSources:
+    core = load_core()
+    return FarSources(
+        core, [SourceFile(name, store_of(name).stamp(name))], np.zeros(1, core.Source)
+    )
+
+
 def test_requests_in_order_are_one_a_batch_of_just_its_bytes(path: Path, store: MemoryStore):
     with open_reader(store.put(path), data_field="raw", num_threads=0) as reader:
         reads, nbytes = store.reads, store.nbytes
@@ -107,7 +114,7 @@ def test_a_trace_has_the_requests_in_the_threads_that_fetch(path: Path, store: M
 
 def test_the_fetcher_counts_requests_and_what_batches_read(path: Path, store: MemoryStore):
     name = store.put(path)
-    far = FarSources(load_core(), [SourceFile(name, store_of(name).stamp(name))])
+    far = far_sources(name)
     answers = queue.SimpleQueue[Held | BaseException]()
     limits = FetchLimits(requests_in_flight=4, fetch_nbytes=1 << 20)
     nothing = {"plan": lambda request: None, "following": lambda request: None}
@@ -140,7 +147,6 @@ def test_the_fetcher_counts_requests_and_what_batches_read(path: Path, store: Me
 
 def test_a_source_is_opened_once_for_all_threads(path: Path, store: MemoryStore, monkeypatch: Any):
     name = store.put(path)
-    file = SourceFile(name, store_of(name).stamp(name))
     opened: list[str] = []
     second = threading.Barrier(2)
 
@@ -150,8 +156,8 @@ def test_a_source_is_opened_once_for_all_threads(path: Path, store: MemoryStore,
             second.wait(0.2)  # for a second thread that opens it
         return MemorySource(self, name)
 
+    far = far_sources(name)
     monkeypatch.setattr(MemoryStore, "open", opening)
-    far = FarSources(load_core(), [file])
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda at: bytes(far.get(0, [at], [8])[0]), range(4)))
     far.close()

@@ -14,7 +14,9 @@ from corpus import QUIRKS, Quirk
 
 from h5async import AsyncReader, ConfigError, ReaderConfig
 from h5async.config.files import Kept
+from h5async.fill.phases import Phases
 from h5async.io.diskcache import SUFFIX, disk_cache
+from h5async.order.sampling import FillRequest
 
 URL = "memory://bucket/a.h5"
 READABLE = [name for name, quirk in QUIRKS.items() if quirk.way in ("direct", "h5py")]
@@ -81,6 +83,53 @@ def test_later_epochs(store, tmp_path, options):
     assert cache.startswith("disk: ")
     assert cache.endswith(f"bytes in {tmp_path / 'kept'}")
     assert f" {path.stat().st_blocks * 512:,} of " in cache
+
+
+def test_later_epochs_need_no_python(store, tmp_path, monkeypatch):
+    rows = rows_file(tmp_path / "a.h5")
+    url = store.put(tmp_path / "a.h5", URL)
+    resumed: list[FillRequest] = []
+    resume = Phases.resume
+    monkeypatch.setattr(Phases, "resume", lambda *of: (resumed.append(of[1]), resume(*of))[1])
+    for turn in range(2):
+        with reader_of(url, tmp_path / "kept", shuffle="full", fetch_bytes=1) as reader:
+            for _ in range(12):
+                for batch in reader:
+                    assert np.array_equal(batch.data, rows[batch.index])
+            stats = reader.stats()
+        last = max((request.epoch for request in resumed), default=0)
+        assert last <= (9 if turn == 0 else 0), "only what was fetched ahead, or before it was open"
+        assert (stats.requests > 0) == (turn == 0), "what is there is not asked for"
+        resumed.clear()
+
+
+def _overwritten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"\1" * path.stat().st_size)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: os.truncate(path, 5000), _overwritten])
+@pytest.mark.parametrize("storage", [{}, {"chunks": (3, 3000), "compression": "gzip"}])
+def test_a_mirror_that_is_spoiled(store, tmp_path, spoil, storage):
+    rows = np.random.default_rng(0).integers(0, 99, (100, 3000), np.uint8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("data", data=rows, **storage)
+    url = store.put(tmp_path / "a.h5", URL)
+    options = {"shuffle": "full", "fetch_bytes": 1}
+    with reader_of(url, tmp_path / "kept", **options) as reader:
+        (mirror,) = (tmp_path / "kept").glob(f"*{SUFFIX}")
+        for epoch in range(4):
+            for batch in reader:
+                assert np.array_equal(batch.data, rows[batch.index])
+            if epoch == 1 and spoil is not _overwritten:  # blocks are compared once
+                spoil(mirror)
+    for path in (tmp_path / "kept").glob(f"*{SUFFIX}"):
+        spoil(path)
+    with reader_of(url, tmp_path / "kept", **options) as reader:
+        for _ in range(2):
+            for batch in reader:
+                assert np.array_equal(batch.data, rows[batch.index])
+        assert reader.stats().requests > 0
 
 
 def test_the_index_was_saved(store, tmp_path):

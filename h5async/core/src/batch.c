@@ -104,6 +104,8 @@ static void do_section(void *data)
         if (item->status != TO_DO)
             continue;
         set_traced(work->w, item->field, item->source);
+        if (work->file->mirror != NULL)
+            look_into_mirror(work, item);
         if (item->kind == ROWS) {
             outcome = read_row_item(work, f, target, item) ? READ : FAILED;
         } else if (item->kind == HEAP) {
@@ -222,6 +224,9 @@ PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Ta
     int64_t refused = 0;
     if (start < 0 || stop > plan->num_items)
         return -1;
+    for (int64_t i = start; i < stop; i++)
+        if (plan->items[i].status == REFUSED)
+            plan->items[i].status = TO_DO; /* what it lacked was fetched meanwhile */
     install_guard();
     begin_tracing(w);
     read_kept(&work, sources, start, stop);

@@ -91,7 +91,7 @@
     ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
      *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
 
-enum { ABI = 21 }; /* counts changes of the structures and functions that Python uses */
+enum { ABI = 22 }; /* counts changes of the structures and functions that Python uses */
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -184,6 +184,17 @@ typedef struct {
     int64_t count, room; /* more may be counted than there is room for */
 } Asked;
 
+/* Where bytes of a far source are kept; see mirror.c. Python makes it. */
+typedef struct {
+    const uint8_t *map; /* of the whole file, guarded as maps of sources are */
+    int64_t map_nbytes;
+    uint8_t *marks; /* by block: 1, if it was compared with its checksum */
+    const uint64_t *weights;
+    const char *path;
+    int64_t device, inode;
+    int64_t nbytes; /* of the source */
+} Mirror;
+
 typedef struct {
     int32_t fd, io;
     const uint8_t *map; /* NULL: not mapped */
@@ -192,7 +203,8 @@ typedef struct {
     int64_t event;                                          /* out: enum Event */
     const char *path; /* fd below 0: by which its state is asked for; NULL: it is memory */
     int64_t failed_at, error; /* out: where a read failed; what errno said, 0: the file ended */
-    int64_t is_far; /* it lies elsewhere: there is nothing but what was fetched of it */
+    int64_t is_far; /* it lies elsewhere: there is nothing but what was fetched of it, or is kept */
+    const Mirror *mirror; /* NULL: nothing is; else `path`, `device` and `inode` are the mirror's */
     const Fetched *fetched;
     int64_t num_fetched;
     Asked *asked; /* where ranges to be fetched are listed, if they are */

@@ -10,6 +10,7 @@
 
 #include "common.h"
 #include "trace.c"
+#include "mirror.c"
 #include "file.c"
 #include "guard.c"
 #include "pieces.c"

@@ -82,35 +82,73 @@ static void ask_for_values(Work *work, const Item *item, Span *span)
     ask_for_elements(work, item, span);
 }
 
+static void list_item(Work *work, const Item *item)
+{
+    Span span = {0, 0, 0};
+    if (item->kind == ROWS)
+        ask_for_rows(work, item, &span);
+    if (item->kind == HEAP)
+        ask_for_values(work, item, &span);
+    for (int32_t c = item->cross; item->kind == CHUNKS && c < item->cross_end; c++)
+        ask_for_piece(work, item, c, &span);
+}
+
+/* Read an item as out of a map where all that it needs is kept. */
+static void look_into_mirror(Work *work, const Item *item)
+{
+    Asked missing = {NULL, 0, 0};
+    File *file = work->file;
+    Failure before = work->w->failure;
+    file->map = NULL, work->available = work->mappable = 0;
+    file->asked = &missing;
+    list_item(work, item);
+    file->asked = NULL, work->w->failure = before;
+    if (missing.count == 0)
+        file->map = file->mirror->map, work->available = work->mappable = file->nbytes;
+}
+
+/* The items at hand, but those that were read. */
+static void list_section(void *data)
+{
+    Work *work = data;
+    Asked *asked = work->file->asked;
+    for (; work->at < work->end; work->at++) {
+        const Item *item = &work->plan->items[work->at];
+        int64_t before = asked->count;
+        if (item->status != DONE)
+            list_item(work, item);
+        for (; before < asked->count && before < asked->room; before++)
+            asked->ranges[before].source = item->source;
+    }
+}
+
 /* List what items `start` to `stop` of a plan read of sources that lie elsewhere, by source, with
-   repetitions. Returns how many ranges that are; only `room` of them are written. */
+   repetitions; not what is kept here. Returns how many ranges that are; only `room` of them are written. */
 PUBLIC int64_t h5async_list_ranges(BatchPlan *plan, const Field *fields, const Target *targets,
                                    Sources *sources, Worker *w, int64_t start, int64_t stop,
                                    Fetched *ranges, int64_t room)
 {
     Work work = {.plan = plan, .fields = fields, .targets = targets, .w = w, .last_ns = now_ns()};
     Asked asked = {ranges, 0, room};
-    Span span = {0, 0, 0};
     File file;
-    for (int64_t i = start < 0 ? 0 : start; i < stop && i < plan->num_items; i++) {
-        const Item *item = &plan->items[i];
-        Source *source = item->source < 0 ? NULL : acquire_source(sources, item->source, &file);
+    install_guard();
+    start = start < 0 ? 0 : start;
+    stop = stop < plan->num_items ? stop : plan->num_items;
+    for (int64_t end; start < stop; start = end) {
+        int32_t number = plan->items[start].source;
+        Source *source = number < 0 ? NULL : acquire_source(sources, number, &file);
         int64_t before = asked.count;
+        for (end = start + 1; end < stop && plan->items[end].source == number;)
+            end++;
         if (source == NULL)
             continue;
-        release_source(sources, source, NO_EVENT);
-        if (!file.is_far)
-            continue;
-        use_fetched(&file, plan, item->source);
-        file.asked = &asked, work.file = &file;
-        if (item->kind == ROWS)
-            ask_for_rows(&work, item, &span);
-        if (item->kind == HEAP)
-            ask_for_values(&work, item, &span);
-        for (int32_t c = item->cross; item->kind == CHUNKS && c < item->cross_end; c++)
-            ask_for_piece(&work, item, c, &span);
-        for (; before < asked.count && before < room; before++)
-            ranges[before].source = item->source;
+        if (file.is_far) {
+            use_fetched(&file, plan, number);
+            file.asked = &asked, work.file = &file, work.at = start, work.end = end;
+            if (!read_guarded(&file, list_section, &work) && file.event != STOPPED)
+                end = start, asked.count = before; /* again, without the mirror */
+        }
+        release_source(sources, source, file.event);
     }
     w->failure = (Failure){.filter = -1, .extent = -1, .at = -1};
     w->returned_ns = now_ns();

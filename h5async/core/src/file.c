@@ -28,7 +28,9 @@ static int is_as_indexed(File *file)
     if (file->nbytes < 0 || (file->fd < 0 && file->path == NULL))
         return 1;
     int is_there = file->fd < 0 ? stat(file->path, &status) : fstat(file->fd, &status);
-    if (is_there == 0 && IS_SAME_STATE(file, status))
+    if (is_there == 0 &&
+        (file->mirror ? IS_SAME_FILE(file, status) && status.st_size == file->map_nbytes
+                      : IS_SAME_STATE(file, status)))
         return 1;
     file->event = CHANGED;
     return 0;
@@ -99,9 +101,10 @@ static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbyt
 {
     if (file->asked != NULL) {
         Asked *asked = file->asked;
-        if (nbytes > 0 && asked->count < asked->room)
+        int is_missing = nbytes > 0 && !mirror_has(file->mirror, offset, nbytes);
+        if (is_missing && asked->count < asked->room)
             asked->ranges[asked->count] = (Fetched){.offset = offset, .nbytes = nbytes};
-        asked->count += nbytes > 0;
+        asked->count += is_missing;
         return;
     }
     if (nbytes > 0 && offset > INT64_MAX - nbytes)
@@ -129,25 +132,27 @@ static int64_t find_fetched(const File *file, int64_t offset, const uint8_t **at
     return inside < found->nbytes ? found->nbytes - inside : 0;
 }
 
-/* Some bytes that lie together, as they were fetched; NULL: not so. */
+/* Some bytes that lie together, as they are kept or were fetched; NULL: not so. */
 static const uint8_t *fetched_at(const File *file, int64_t offset, int64_t nbytes)
 {
     const uint8_t *at = NULL;
+    if (mirror_has(file->mirror, offset, nbytes))
+        return file->mirror->map + offset;
     return file->is_far && find_fetched(file, offset, &at) >= nbytes ? at : NULL;
 }
 
 static int read_fetched(File *file, int64_t offset, uint8_t *out, int64_t nbytes)
 {
-    const uint8_t *at;
+    const uint8_t *at = fetched_at(file, offset, nbytes);
     while (nbytes > 0) {
-        int64_t count = find_fetched(file, offset, &at);
+        int64_t count = at ? nbytes : find_fetched(file, offset, &at);
         if (count == 0) {
             file->failed_at = offset, file->error = 0;
             return 0;
         }
         count = count < nbytes ? count : nbytes;
         memcpy(out, at, (size_t)count);
-        offset += count, out += count, nbytes -= count;
+        offset += count, out += count, nbytes -= count, at = NULL;
     }
     return 1;
 }

@@ -125,8 +125,9 @@ static void install_guard(void)
    lock, and allocate no memory that would be lost. This thread has installed the guard. */
 static NOINLINE int guarded(const File *file, void (*work)(void *), void *data)
 {
-    Guard guard = {.begin = file->map, .end = file->map + file->map_nbytes};
-    if (file->map == NULL) {
+    const uint8_t *map = file->mirror ? file->mirror->map : file->map;
+    Guard guard = {.begin = map, .end = map + file->map_nbytes};
+    if (map == NULL) {
         work(data);
         return 1;
     }

@@ -45,8 +45,9 @@ static const Structure ALL_STRUCTURES[] = {
             read_ns, decode_ns, place_ns, read_nbytes, decoded_chunks, decoded_nbytes, returned_ns,
             stop, transform_ns, batch, failure, least_nbytes)
     MEMBERS(Fetched, source, offset, nbytes, data)
+    MEMBERS(Mirror, map, map_nbytes, marks, weights, path, device, inode, nbytes)
     MEMBERS(File, fd, io, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, event,
-            path, failed_at, error, is_far, fetched, num_fetched)
+            path, failed_at, error, is_far, mirror, fetched, num_fetched)
     MEMBERS(Filter, kind, element, block, values, num_values, function)
     MEMBERS(Crop, extents, sizes, drawn, flipped, group, rank, first, rows_of_sample)
     MEMBERS(Dataset, filters, chunk_strides, row_strides, extents, row_begin, piece_begin, fill,
@@ -66,7 +67,7 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Heap, length, place, count, base, value_nbytes, address_nbytes, size_nbytes, is_text,
             padding)
     MEMBERS(Source, path, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, may_map,
-            fd, is_far)
+            fd, is_far, mirror)
     MEMBERS(Shape, dataset, cross_number, number_stride, kind, source_row_nbytes, keeps, swaps)
     MEMBERS(Layer, first, row, step, shape, source, begin, count, is_sparse, num_segments)
     MEMBERS(StepRows, offsets, starts, ends, run_end, num_offsets, num_sequences, pad)

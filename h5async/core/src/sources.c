@@ -16,6 +16,7 @@ typedef struct Source {
     int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed */
     int32_t may_map, fd;
     int64_t is_far; /* it is no file here; `path` and `map` are NULL */
+    _Atomic(const Mirror *) mirror; /* of a far one; Python keeps all that it has set */
     int32_t is_open, users, has_swmr_writer, is_stale;
     _Atomic int32_t was_cached, uses; /* was_cached: how often in turn; below 0: it was not */
     _Atomic int64_t checked_ns; /* when it was last found to be what was indexed; 0: it may not be */
@@ -183,8 +184,13 @@ static Source *acquire_source(Sources *all, int64_t number, File *file)
         return NULL;
     s = &all->sources[number];
     if (s->path == NULL) {
+        const Mirror *m = s->mirror;
         *file = (File){.fd = PATH_CHECKED, .io = s->is_far ? IO_PREAD : IO_MAP, .map = s->map,
                        .map_nbytes = s->is_far ? s->nbytes : s->map_nbytes, .is_far = s->is_far};
+        file->nbytes = s->is_far ? s->nbytes : -1;
+        if (m != NULL)
+            file->mirror = m, file->map_nbytes = m->map_nbytes, file->path = m->path,
+            file->device = m->device, file->inode = m->inode;
         return s;
     }
     pthread_mutex_lock(&all->lock);
@@ -199,11 +205,14 @@ static Source *acquire_source(Sources *all, int64_t number, File *file)
 
 /* After an event, what was read is worth nothing. A file that has changed stays open, because it may
    have another name by now, or none: see the function below. One of which a page cannot be had, or
-   whose writer has ended, is opened anew when it is needed again. */
+   whose writer has ended, is opened anew when it is needed again. A mirror is not used any more. */
 static void release_source(Sources *all, Source *s, int64_t event)
 {
-    if (s->path == NULL)
+    if (s->path == NULL) {
+        if (event == CHANGED || event == FAULTED)
+            s->mirror = NULL;
         return;
+    }
     pthread_mutex_lock(&all->lock);
     if (event != NO_EVENT)
         s->checked_ns = 0;
@@ -258,8 +267,13 @@ enum { IS_REPLACED = -1, CANNOT_MAP = -2 };
 PUBLIC int64_t h5async_open_again(Sources *all, int64_t number, File *file)
 {
     struct stat status;
-    if (number < 0 || number >= all->count || all->sources[number].path == NULL)
+    if (number < 0 || number >= all->count || (all->sources[number].path == NULL &&
+                                               !all->sources[number].is_far))
         return EINVAL;
+    if (all->sources[number].is_far) {
+        acquire_source(all, number, file); /* of which there is nothing to be released */
+        return 0;
+    }
     pthread_mutex_lock(&all->lock);
     Source s;
     memcpy(&s, &all->sources[number], sizeof s);

@@ -1,0 +1,31 @@
+/* Tells which bytes of a far source are kept on a local disk: io/diskcache.py writes them.
+
+   A mirror is a file with blocks of the source in their places, and behind all of them a checksum for
+   each; 0: that block is not there. A block is trusted once this process has compared the two. */
+
+enum { MIRROR_BLOCK = 4096, BLOCK_WORDS = MIRROR_BLOCK / 8 };
+
+static int is_intact(const Mirror *m, int64_t block)
+{
+    const uint64_t *words = (const void *)(m->map + block * MIRROR_BLOCK), *sums;
+    int64_t num_blocks = (m->nbytes + MIRROR_BLOCK - 1) / MIRROR_BLOCK;
+    uint64_t sum = 0;
+    sums = (const void *)(m->map + num_blocks * MIRROR_BLOCK);
+    if (sums[block] == 0)
+        return 0;
+    for (int i = 0; i < BLOCK_WORDS; i++)
+        sum += (words[i] ^ words[i] >> 32) * m->weights[i];
+    if ((sum | 1) == sums[block])
+        __atomic_store_n(&m->marks[block], 1, __ATOMIC_RELEASE);
+    return (sum | 1) == sums[block];
+}
+
+static int mirror_has(const Mirror *m, int64_t offset, int64_t nbytes)
+{
+    if (m == NULL || offset < 0 || nbytes <= 0 || offset > m->nbytes - nbytes)
+        return 0;
+    for (int64_t at = offset / MIRROR_BLOCK; at <= (offset + nbytes - 1) / MIRROR_BLOCK; at++)
+        if (!__atomic_load_n(&m->marks[at], __ATOMIC_ACQUIRE) && !is_intact(m, at))
+            return 0;
+    return 1;
+}

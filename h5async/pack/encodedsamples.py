@@ -1,0 +1,207 @@
+"""Makes what is stored of encoded samples: bytes of files enter; bytes or pixels leave.
+
+Bytes are kept if a reader decodes them: JPEG and PNG, or what libsndfile reads. Other images are
+converted by Pillow to RGB, as torchvision's ``ImageFolder`` does, and stored as PNG. All functions
+are called by many threads.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codec.imageformats import ImageHeader, decode_rgb, header_rows
+from h5async.core.binding import address, load_core
+from h5async.errors import needs_package
+from h5async.io.shared import Growing, plain_memory
+from h5async.pack.schema import Values
+from h5async.plan.crops import center_boxes
+
+Bytes = NDArray[np.uint8]
+_MOST_PIXELS = 178_956_970  # as Pillow's own limit, beyond which it takes an image for an attack
+_PNG_LEVEL = 3
+_OF_GREY = (0, 4)  # PNG's colour types of grey, with and without transparency
+_COLOR_TYPE = 25  # position of that byte
+_AREA_ABOVE = 2.0  # as ImageField(interpolation="auto")
+
+
+class Made(NamedTuple):
+    """What is stored of samples, without the bad ones; why these are bad, by place.
+
+    Pillow `converted` some of them.
+    """
+
+    values: Values
+    refused: dict[int, str]
+    converted: int = 0
+
+
+class Samples:
+    """Encoded samples of some kind: `kind` is that of the field, and `what` is one in messages."""
+
+    kind, what, rows = "", "sample", 64
+    digest = ""
+
+    def made(self, contents: Sequence[bytes]) -> Made:
+        """Return what is stored of samples, without the bad ones, and why these are bad."""
+        raise NotImplementedError
+
+
+class Recordings(Samples):
+    """Encoded audio, whose bytes are kept."""
+
+    kind, what, digest = "audio", "recording", "audio"
+
+    def __init__(self) -> None:
+        with needs_package("soundfile", "recordings that are packed"):
+            import soundfile
+        self._soundfile: Any = soundfile
+
+    def made(self, contents: Sequence[bytes]) -> Made:
+        """Return the bytes of recordings that libsndfile can open."""
+        refused: dict[int, str] = {}
+        for number, content in enumerate(contents):
+            try:
+                self._soundfile.SoundFile(io.BytesIO(content)).close()
+            except Exception as error:
+                refused[number] = f"libsndfile cannot open it: {error}"
+        return Made([one for n, one in enumerate(contents) if n not in refused], refused)
+
+
+class KeptImages(Samples):
+    """Encoded images, whose bytes are kept if a reader decodes them.
+
+    If it `verifies`, they are decoded to see whether they are whole; else their headers and ends
+    are looked at.
+    """
+
+    kind, what = "image", "image"
+
+    def __init__(self, *, verifies: bool = False) -> None:
+        self._verifies = verifies
+        self._own = _Scratch()
+        self.digest = f"kept {verifies}"
+
+    def made(self, contents: Sequence[bytes]) -> Made:
+        """Return the bytes of images, or of PNGs that they were converted to."""
+        refused: dict[int, str] = {}
+        found: list[Any] = []
+        converted = 0
+        for number, (header, data) in enumerate(headers_of(contents)):
+            try:
+                if header is None or _has_grey_of_16_bits(header, data):
+                    data = _as_png(_by_pillow(data))
+                    converted += 1
+                elif self._verifies:
+                    _decoded(data, header, self._own)
+            except ValueError as error:
+                refused[number] = str(error)
+                continue
+            found.append(data)
+        return Made(found, refused, converted)
+
+
+class ResizedImages(Samples):
+    """Images that are decoded, cut in the middle, and resized to `size`: height and width.
+
+    The pixels are those of ``ImageField(size=size)``.
+    """
+
+    what, rows = "image", 16
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        with needs_package("opencv-python-headless", "images that are resized"):
+            import cv2
+        self._cv2: Any = cv2
+        self._size = size
+        self._own = _Scratch()
+        self.digest = f"resized {size}"
+
+    def made(self, contents: Sequence[bytes]) -> Made:
+        """Return pixels, uint8 (images, height, width, 3)."""
+        refused: dict[int, str] = {}
+        out = np.empty((len(contents), *self._size, 3), np.uint8)
+        count = 0
+        for number, (header, data) in enumerate(headers_of(contents)):
+            try:
+                pixels = _by_pillow(data) if header is None else _decoded(data, header, self._own)
+            except ValueError as error:
+                refused[number] = str(error)
+                continue
+            self._resize(pixels, out[count])
+            count += 1
+        return Made(out[:count], refused)
+
+    def _resize(self, pixels: Bytes, out: Bytes) -> None:
+        height, width = (np.array([one], np.int64) for one in pixels.shape[:2])
+        (box,) = center_boxes(height, width, self._size).tolist()
+        top, left, h, w = box
+        shrink = max(h / self._size[0], w / self._size[1])
+        how = self._cv2.INTER_AREA if shrink > _AREA_ABOVE else self._cv2.INTER_LINEAR
+        part = pixels[top : top + h, left : left + w]
+        self._cv2.resize(part, self._size[::-1], out, 0, 0, how)
+
+
+class _Scratch(threading.local):
+    """Memory of the calling thread, for pixels."""
+
+    def __init__(self) -> None:
+        self.memory = Growing(plain_memory)
+
+
+def headers_of(contents: Sequence[bytes]) -> list[tuple[ImageHeader | None, Bytes]]:
+    """Return, per image, its header, None if it is no whole JPEG or PNG, and its bytes."""
+    values = np.frombuffer(b"".join(contents), np.uint8)
+    offsets = np.cumsum([0, *map(len, contents)], dtype=np.int64)
+    core = load_core()
+    if core is None:
+        rows = header_rows(values, offsets)
+    else:
+        rows = np.empty((len(contents), len(ImageHeader._fields)), np.int64)
+        places = [address(one) for one in (values, offsets, rows)]
+        core.image_headers(*places, values.size, len(contents))
+    several = [values[begin:end] for begin, end in itertools.pairwise(offsets.tolist())]
+    return [
+        (ImageHeader._make(row) if row[1] else None, data)
+        for row, data in zip(rows.tolist(), several, strict=True)
+    ]
+
+
+def _has_grey_of_16_bits(header: ImageHeader, data: Bytes) -> bool:
+    return header.is_png and header.depth == 16 and int(data[_COLOR_TYPE]) in _OF_GREY
+
+
+def _decoded(data: Bytes, header: ImageHeader, own: _Scratch) -> Bytes:
+    """Return the pixels of an image, in memory of the thread; by Pillow if our decoder refuses."""
+    if header.height * header.width > _MOST_PIXELS:
+        raise ValueError(f"it has {header.height:,} x {header.width:,} pixels, which are too many")
+    pixels: Bytes = own.memory.of(header.height * header.width * 3).reshape(header.shape)
+    try:
+        decode_rgb(data, header, pixels)
+    except ValueError:
+        return _by_pillow(data)
+    return pixels
+
+
+def _by_pillow(data: Bytes) -> Bytes:
+    """Return pixels as ``convert("RGB")`` gives them; ValueError if Pillow cannot."""
+    with needs_package("pillow", "images that are neither JPEG nor PNG, or unusual ones,"):
+        from PIL import Image
+    try:
+        with Image.open(io.BytesIO(data.tobytes())) as image:
+            return np.asarray(image.convert("RGB"))
+    except Exception as error:
+        first = data[:8].tobytes().hex(" ") or "none"
+        raise ValueError(f"Pillow: {error} (the first bytes are {first})") from error
+
+
+def _as_png(pixels: Bytes) -> Bytes:
+    import imagecodecs
+
+    return np.frombuffer(imagecodecs.png_encode(pixels, level=_PNG_LEVEL), np.uint8)

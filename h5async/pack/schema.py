@@ -1,0 +1,187 @@
+"""Describes the columns of a packed file: samples enter; how they are stored leaves.
+
+A block of samples is a mapping of column names to values: an array (samples, ...); a list, if
+samples vary in length; or `Coded`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.errors import DatasetError
+
+Form = Literal["array", "varying", "text", "codes"]
+_NO_NUMBERS = (
+    "numbers, strings, bytes, arrays of numbers, or one-dimensional arrays of any length can be"
+    " packed"
+)
+
+
+class Coded(NamedTuple):
+    """Categories as codes, int (samples,), with -1 for no value."""
+
+    codes: NDArray[Any]
+    categories: Sequence[str]
+
+
+Values = NDArray[Any] | list[Any] | Coded
+
+
+class Block(NamedTuple):
+    """A run of samples of a source: `taken` of them, without the bad ones.
+
+    `bad` are names and reasons of samples that cannot be packed; `converted` is the number of
+    images that were converted to others.
+    """
+
+    columns: Mapping[str, Values]
+    taken: int
+    bad: Sequence[tuple[str, str]] = ()
+    converted: int = 0
+
+    @property
+    def kept(self) -> int:
+        """The number of samples that can be packed."""
+        return self.taken - len(self.bad)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all values, about."""
+        return sum(map(nbytes_of, self.columns.values()))
+
+
+class Column(NamedTuple):
+    """How a column is stored.
+
+    `form` is ``array`` for samples of one `shape`; ``varying`` for one-dimensional samples of any
+    length, and ``text`` for strings, which have a variable-length datatype; ``codes`` for
+    categories. `kind` is that of the field that a reader makes of it: ``image``, ``audio`` or none.
+    """
+
+    name: str
+    form: Form
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] = ()
+    kind: str = ""
+    attributes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def row_nbytes(self) -> int:
+        """The bytes of a sample as it is stored in chunks; references for variable lengths."""
+        if self.form in ("varying", "text"):
+            return 16
+        return int(self.dtype.itemsize * np.prod(self.shape, dtype=np.int64))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can hold of it."""
+        return {**self._asdict(), "dtype": self.dtype.str, "shape": list(self.shape)}
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Column:
+        """Return the column that `as_json` described."""
+        attributes = tuple((name, value) for name, value in found["attributes"])
+        dtype, shape = np.dtype(found["dtype"]), tuple(found["shape"])
+        return cls(found["name"], found["form"], dtype, shape, found["kind"], attributes)
+
+
+def column_of(name: str, values: Values) -> Column:
+    """Return how values of the first block are stored; DatasetError if they cannot be."""
+    if isinstance(values, Coded):
+        return Column(name, "codes", np.dtype(np.int32))
+    if isinstance(values, list):
+        return _of_list(name, values)
+    if values.dtype.kind not in "biufc":
+        raise DatasetError(f'column "{name}" has dtype {values.dtype}; {_NO_NUMBERS}')
+    return Column(name, "array", values.dtype.newbyteorder("="), values.shape[1:])
+
+
+def _of_list(name: str, values: list[Any]) -> Column:
+    if all(isinstance(one, str) for one in values):
+        return Column(name, "text", np.dtype(object))
+    if all(isinstance(one, bytes | memoryview) for one in values):
+        return Column(name, "varying", np.dtype(np.uint8))
+    arrays = [np.asarray(one) for one in values]
+    dtype = np.result_type(*{one.dtype for one in arrays})
+    if dtype.kind not in "biufc" or any(one.ndim != 1 for one in arrays):
+        found = sorted({f"{one.dtype}{list(one.shape)}" for one in arrays})
+        raise DatasetError(f'column "{name}" has {", ".join(found[:4])}; {_NO_NUMBERS}')
+    return Column(name, "varying", dtype.newbyteorder("="))
+
+
+def fitted(column: Column, values: Values, first: int) -> Values:
+    """Return values as a column stores them; `first` is the number of their first sample.
+
+    DatasetError if they would have to be changed.
+    """
+    if column.form == "array":
+        array = np.asarray(values) if isinstance(values, list) else values
+        if isinstance(array, Coded) or not _fits(array.dtype, column.dtype, array):
+            raise _unlike(column, values, first)
+        if array.shape[1:] != column.shape:
+            raise _unlike(column, values, first)
+        return np.ascontiguousarray(array, column.dtype)
+    if column.form == "codes":
+        if not isinstance(values, Coded):
+            raise _unlike(column, values, first)
+        return values
+    if isinstance(values, Coded):
+        raise _unlike(column, values, first)
+    several = list(values)
+    if column.form == "text":
+        if not all(isinstance(one, str) for one in several):
+            raise _unlike(column, values, first)
+        return several
+    is_bytes = column.dtype == np.uint8
+    arrays = [
+        np.frombuffer(one, np.uint8)
+        if is_bytes and isinstance(one, bytes | memoryview)
+        else np.asarray(one)
+        for one in several
+    ]
+    for number, one in enumerate(arrays):
+        if one.ndim != 1 or not (one.size == 0 or _fits(one.dtype, column.dtype, one)):
+            raise _unlike(column, [one], first + number)
+    return [np.ascontiguousarray(one, column.dtype) for one in arrays]
+
+
+def _fits(given: np.dtype[Any], wanted: np.dtype[Any], values: NDArray[Any]) -> bool:
+    """Return whether values can be stored exactly."""
+    if given == wanted or np.can_cast(given, wanted, "safe"):
+        return True
+    if given.kind not in "iu" or wanted.kind not in "iu" or not values.size:
+        return False
+    limits = np.iinfo(wanted)
+    return bool(int(values.min()) >= limits.min and int(values.max()) <= limits.max)
+
+
+def _unlike(column: Column, values: Values, first: int) -> DatasetError:
+    if isinstance(values, Coded):
+        found = "categories"
+    elif isinstance(values, list):
+        one = values[0]
+        found = type(one).__name__ if isinstance(one, str | bytes) else _described(np.asarray(one))
+    else:
+        found = f"{values.dtype}{list(values.shape[1:])}"
+    forms = {"text": "strings", "codes": "categories", "varying": f"{column.dtype}[any length]"}
+    expected = forms.get(column.form, f"{column.dtype}{list(column.shape)}")
+    return DatasetError(
+        f'sample {first:,}: column "{column.name}" has {found}, and {expected} before; all samples'
+        " must be alike: convert them, or give arrays of differing shapes as one-dimensional ones"
+    )
+
+
+def _described(array: NDArray[Any]) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def nbytes_of(values: Values) -> int:
+    """Return the bytes that values take, about."""
+    if isinstance(values, Coded):
+        return values.codes.nbytes
+    if isinstance(values, list):
+        return sum(getattr(one, "nbytes", 0) or len(one) for one in values) + 64 * len(values)
+    return values.nbytes

@@ -1,0 +1,1 @@
+"""Sources of samples to pack, a module each."""
