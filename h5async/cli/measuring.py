@@ -102,7 +102,7 @@ def compare(
         # Each round begins with another trial, so that none always follows the same.
         start = number % len(trials)
         for trial in (*trials[start:], *trials[:start]):
-            trial.speeds.append(_speed(config, trial.changed, seconds / rounds))
+            trial.speeds.append(speed_of(config, trial.changed, seconds / rounds))
             tell()
     given = trials[0].speeds
     for trial in trials:
@@ -111,7 +111,8 @@ def compare(
     return trials
 
 
-def _speed(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> float:
+def speed_of(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> float:
+    """Return the decoded bytes per second that are read with changed options, for some seconds."""
     with AsyncReader(config, **changed) as reader:
         require_batches(reader)
         warm_up = reader.config.prefetch + 1  # batches, read before the first is taken
