@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
     from h5async.measure.statistics import statistics
     from h5async.pack.packing import pack
+    from h5async.pack.repacking import repack
 
 # If the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -62,6 +63,10 @@ def __getattr__(name: str) -> Any:
         from h5async.measure.statistics import statistics
 
         return statistics
+    if name == "repack":
+        from h5async.pack.repacking import repack
+
+        return repack
     import importlib.util
 
     path = f"{__name__}.{name}"
@@ -117,5 +122,6 @@ __all__ = [
     "WriteError",
     "__version__",
     "pack",
+    "repack",
     "statistics",
 ]

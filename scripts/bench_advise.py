@@ -19,9 +19,20 @@ import h5py
 import numpy as np
 
 from h5async import ReaderConfig
-from h5async.cli.advise import ORDERS, advised, samples_per_second
+from h5async.cli.advise import MEMORY_SHARE, ORDERS, samples_per_second, trial_of
 from h5async.cli.picture import Picture, tidy
-from h5async.pack.advising import DATASET, best_of, write_sample
+from h5async.index.layout import DatasetLayout
+from h5async.index.metadata import list_layouts
+from h5async.pack.advising import (
+    DATASET,
+    Finding,
+    best_of,
+    layouts_to_try,
+    rows_of_sample,
+    stored_nbytes,
+    write_sample,
+)
+from h5async.system.resources import free_memory
 
 Make = Callable[[np.random.Generator, int], tuple[np.ndarray, dict[str, Any]]]
 
@@ -58,52 +69,58 @@ def codes(rng: np.random.Generator, nbytes: int) -> tuple[np.ndarray, dict[str, 
     return values, {"chunks": (16, 4096), "compression": "lzf"}
 
 
+KEYS = ("measured", "predicted")
 SETS: dict[str, Make] = {one.__name__: one for one in (images, features, small_rows, good, codes)}
 
 
 def measure(name: str, nbytes: int, folder: Path, seconds: float, rounds: int) -> dict[str, Any]:
-    """Compare what is predicted of a dataset with what all of it gives."""
+    """Compare what samples of a dataset predict with what all of it gives, in turns."""
     values, options = SETS[name](np.random.default_rng(1), nbytes)
     path = folder / f"{name}.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset(DATASET, data=values, **options)
-    found = advised(ReaderConfig(hdf5_path=path, labels_field=None), rounds * seconds, rounds)
-    configs = []
-    for one in found.findings:
-        whole = path if one.layout.is_current else write_sample(folder, values, one.layout)
-        configs.append(ReaderConfig(hdf5_path=whole, fields={"x": DATASET}, device="cpu"))
-    row_nbytes = found.layout.row_nbytes
-    truth: list[dict[str, list[float]]] = [{order: [] for order in ORDERS} for _ in configs]
+    config = ReaderConfig(hdf5_path=path, fields={DATASET: DATASET}, device="cpu")
+    layout = next(one for _, one in list_layouts(path) if isinstance(one, DatasetLayout))
+    rows, in_memory = (
+        rows_of_sample(layout, in_chunks=False),
+        MEMORY_SHARE * free_memory()[0].nbytes,
+    )
+    pairs, whole_folder = [], folder / "whole"
+    whole_folder.mkdir()
+    for one in layouts_to_try(layout):
+        trial = trial_of(config, layout, values[rows], folder, one)
+        whole = path if one.is_current else write_sample(whole_folder, values, one)
+        truth = Finding(one, float(stored_nbytes(whole)))
+        truth.cold = dict.fromkeys(("in order", "shuffled"), math.inf)
+        pairs.append((trial, config.model_copy(update={"hdf5_path": whole}), truth))
     for _ in range(rounds):
-        for config, speeds in zip(configs, truth, strict=True):
+        for trial, whole_config, truth in pairs:
             for order, shuffle in ORDERS.items():
-                changed = {"shuffle": shuffle}
-                found_now = samples_per_second(config, changed, seconds, row_nbytes, math.inf)
-                speeds[order].append(found_now)
-    layouts = []
-    for one, config, speeds in zip(found.findings, configs, truth, strict=True):
-        size = sum(path.stat().st_size for path in map(Path, config.files))
-        layouts.append(
-            {
-                "layout": f"{one.layout.rows} {one.layout.filter}",
-                "is_best": one is found.best,
-                "size": one.stored_nbytes / size,
-                "predicted": {order: one.warm(order) for order in ORDERS},
-                "measured": {order: max(speeds[order]) for order in ORDERS},
-            }
-        )
-    fastest = max(one["measured"][found.order] for one in layouts)
-    best = next(one for one in layouts if one["is_best"])
-    for one in found.findings:
-        one.speeds = truth[found.findings.index(one)]
-    really = best_of(found.findings, found.order, found.memory_nbytes)
+                for one, read_by, changed in (
+                    (trial.finding, trial.config, trial.changes[order]),
+                    (truth, whole_config, {"shuffle": shuffle}),
+                ):
+                    speed = samples_per_second(read_by, changed, seconds, layout.row_nbytes, 1e9)
+                    one.speeds.setdefault(order, []).append(speed)
+    found = best_of([trial.finding for trial, _, _ in pairs], "shuffled", in_memory)
+    truths = [truth for _, _, truth in pairs]
+    truth_of_best = next(one for one in truths if one.layout == found.layout)
+    really = best_of(truths, "shuffled", in_memory)
     return {
         "set": name,
         "nbytes": values.nbytes,
-        "best": best["layout"],
+        "best": f"{found.layout.rows} {found.layout.filter}",
         "best_by_all": f"{really.layout.rows} {really.layout.filter}",
-        "best_of_fastest": best["measured"][found.order] / fastest,
-        "layouts": layouts,
+        "of_fastest": truth_of_best.warm("shuffled") / max(o.warm("shuffled") for o in truths),
+        "layouts": [
+            {
+                "layout": f"{truth.layout.rows} {truth.layout.filter}",
+                "size": trial.finding.stored_nbytes / truth.stored_nbytes,
+                "predicted": trial.finding.speeds,
+                "measured": truth.speeds,
+            }
+            for trial, _, truth in pairs
+        ],
     }
 
 
@@ -114,8 +131,8 @@ def draw(path: str, results: list[dict[str, Any]]) -> None:
     panels = picture.figure.subplots(1, len(results), squeeze=False)[0]
     for panel, result in zip(panels, results, strict=True):
         for order in ORDERS:
-            pairs = [(one["measured"][order], one["predicted"][order]) for one in result["layouts"]]
-            panel.loglog(*zip(*pairs, strict=True), "o", label=order, alpha=0.7)
+            both = [[max(one[key][order]) for one in result["layouts"]] for key in KEYS]
+            panel.loglog(*both, "o", label=order, alpha=0.7)
         ends = np.array(panel.get_xlim())
         panel.fill_between(ends, ends / 1.2, ends * 1.2, color="#8c959f", alpha=0.3)
         panel.set_xlabel("measured, samples a second")

@@ -14,8 +14,9 @@ import json
 import os
 import platform
 import re
+import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,6 +179,22 @@ def header() -> dict[str, Any]:
     """Return what every bench's results begin with."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {"date": today, "machine": machine(), "versions": versions()}
+
+
+@contextlib.contextmanager
+def serving_file(file: Path, delay_ms: int) -> Iterator[str]:
+    """Serve a file on the loopback by `rangeserver.c`, by any name; yield one of its URLs."""
+    program = file.parent / "rangeserver"
+    if not program.exists():
+        source = Path(__file__).with_name("rangeserver.c")
+        subprocess.run(["cc", "-O2", "-o", program, source], check=True)
+    command = [program, file, str(1000 * delay_ms)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}/{file.name}"
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def parse_case_options(about: str, rows: int, plural: str, case: str) -> argparse.Namespace:

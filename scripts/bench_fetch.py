@@ -21,7 +21,6 @@ import ctypes
 import itertools
 import resource
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
@@ -32,7 +31,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import obstore
-from bench_common import RESULTS, header, save
+from bench_common import RESULTS, header, save, serving_file
 from obstore.store import HTTPStore
 
 from h5async.config.files import SourceName
@@ -55,21 +54,12 @@ CASES = [
 Get = Callable[[list[int], list[int]], Any]
 
 
-@contextlib.contextmanager
-def serving(folder: Path, delay_ms: int) -> Iterator[str]:
+def serving(folder: Path, delay_ms: int) -> contextlib.AbstractContextManager[str]:
     """Serve a file of random bytes; yield its URL."""
-    program, file = folder / "rangeserver", folder / "file.bin"
-    if not program.exists():
-        source = Path(__file__).with_name("rangeserver.c")
-        subprocess.run(["cc", "-O2", "-o", program, source], check=True)
+    file = folder / "file.bin"
+    if not file.exists():
         file.write_bytes(np.random.default_rng(0).bytes(FILE_NBYTES))
-    command = [program, file, str(1000 * delay_ms)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
-        assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}/file.bin"
-        assert process.stdin is not None
-        process.stdin.close()
+    return serving_file(file, delay_ms)
 
 
 def curl_alone(client: HttpClient, source: Source, nbytes: int) -> Get:

@@ -47,7 +47,7 @@ from scdataset import BlockShuffling, scDataset
 from torch.utils.data import DataLoader
 
 from h5async import AsyncReader
-from h5async.core.libraries import find_functions
+from h5async.core.binding import find_functions
 
 GENES, DEPTH = 20_000, 1_900  # counts of a cell in the median: some 1,320 values
 THREADS = 2

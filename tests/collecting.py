@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from h5async import Field
 from h5async.codec.filters import Filter
-from h5async.core.binding import Core, address
-from h5async.core.structures import REFUSED
+from h5async.core.binding import REFUSED, Core, address
 from h5async.index.chunktable import ChunkTable
 from h5async.index.composition import join_layouts
 from h5async.index.layout import DatasetLayout

@@ -13,8 +13,8 @@ import os
 import fake_cupy
 import fake_nvcomp
 
-import h5async.deliver.device
 import h5async.deliver.devicedecode
+import h5async.deliver.devicepolicy
 
 
 class _OnCupy:
@@ -54,6 +54,6 @@ def use_fake_gpu(monkeypatch, seed, damage=None):
     """Have readers use the stand-in for CuPy in any case; else as `use_gpu`."""
     cupy, simulation = fake_cupy.make(seed)
     nvcomp = fake_nvcomp.FakeNvcomp(cupy, simulation, damage)
-    monkeypatch.setattr(h5async.deliver.device, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(h5async.deliver.devicepolicy, "import_cupy", lambda: cupy)
     monkeypatch.setattr(h5async.deliver.devicedecode, "load_nvcomp", lambda: nvcomp)
     return cupy, simulation, nvcomp

@@ -13,14 +13,13 @@ import numpy as np
 from collecting import made_up
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, address
-from h5async.core.structures import INDEX_BITS, MOST_ADDRESS
+from h5async.core.binding import INDEX_BITS, MOST_ADDRESS, Core, address
 from h5async.errors import ReadError
 from h5async.index.layout import HeapFile
 from h5async.index.variablelength import DAMAGED, Sequences, VariableLength
 from h5async.io.localfiles import IoMode
 from h5async.io.stamps import FileStamp
-from h5async.opening.raggedcolumns import _with_heaps
+from h5async.opening.filevalues import _with_heaps
 from h5async.read.collection import Collection
 from h5async.read.coretables import CoreTables
 from h5async.read.scratch import Scratch, ScratchSize

@@ -40,18 +40,18 @@ class MemorySource(Source):
         held = self._store.at(self._name)
         return FileStamp.of_tag(held.tag, len(held.data))
 
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
-        held, at = self._store.at(self._name), 0
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[bytes]:
+        held, found = self._store.at(self._name), []
         self._store.rounds += 1
-        for offset, nbytes in ranges:
+        for offset, nbytes in zip(offsets, lengths, strict=True):
             if held.tag != self._tag:
                 raise ReadError(f"{self._name} was changed while it was open")
             if nbytes and offset + nbytes > len(held.data):
                 raise ReadError(f"{self._name} ends before byte {offset + nbytes}")
-            into[at : at + nbytes] = held.data[offset : offset + nbytes]
-            at += nbytes
+            found.append(held.data[offset : offset + nbytes])
             self._store.reads += 1
             self._store.nbytes += nbytes
+        return found
 
     def close(self) -> None:
         self._store.open_sources.discard(self)
@@ -75,7 +75,7 @@ class MemoryStore(Store):
         self.open_sources: set[MemorySource] = set()
         self.rounds = self.reads = self.nbytes = 0
 
-    def open(self, name: str) -> Source:
+    def open(self, name: str, *, is_patient: bool = False) -> Source:
         source = MemorySource(self, name)
         self.open_sources.add(source)
         return keeping(name, source)

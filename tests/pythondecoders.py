@@ -38,8 +38,8 @@ from h5async.codec.filters import (
     SZIP,
     ZSTD,
     Filter,
+    find_plugin,
 )
-from h5async.codec.plugins import find_plugin
 from h5async.read.scratch import Bytes, Scratch, encoded_room
 
 Decode = Callable[[Bytes, Bytes, Bytes], Bytes]

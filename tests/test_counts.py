@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import AsyncReader, ConfigError, Csr, DatasetError, SparseField
-from h5async.core.structures import VALUE_KINDS
+from h5async.core.binding import VALUE_KINDS
 from h5async.samples import sparsekind
 
 ROWS, COLUMNS, NAMES = 61, 40, [f"gene {n}" for n in range(40)]

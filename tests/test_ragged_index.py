@@ -21,7 +21,8 @@ from h5async import (
     ReadError,
     SparseField,
 )
-from h5async.cli import app, measuring
+from h5async.cli import app
+from h5async.cli import bench as measuring
 from h5async.index import indexcache
 from h5async.index.savedfile import read_saved, write_saved
 from h5async.opening import dataset, fieldkinds, filefacts
@@ -123,7 +124,7 @@ def test_the_core_reads_what_was_indexed_without_it(mixed, tmp_path, monkeypatch
     paths, truths = mixed
     index = tmp_path / "all.h5idx"
     with monkeypatch.context() as patched:
-        patched.setattr("h5async.opening.raggedcolumns.load_core", lambda: None)
+        patched.setattr("h5async.opening.filevalues.load_core", lambda: None)
         run("index", *paths, "-o", index, *typed(fields_of(truths)))
     check_all(index, truths)
 

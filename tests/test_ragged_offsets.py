@@ -20,7 +20,7 @@ from h5async import (
     RaggedField,
     Sequences,
 )
-from h5async.core.structures import HEAP_SCRATCH_NBYTES
+from h5async.core.binding import HEAP_SCRATCH_NBYTES
 from h5async.errors import BudgetError
 from h5async.opening.limits import MemoryBudget
 

@@ -34,7 +34,7 @@ from h5async import (
 )
 from h5async.errors import failed_read
 from h5async.fill.reading import BatchReader
-from h5async.reader import skipping
+from h5async.observe import readercounts as skipping
 
 N, CHUNK, BAD = 120, 10, (3, 8)  # samples, and of a chunk; the damaged chunks
 DAMAGED = np.concatenate([np.arange(CHUNK * k, CHUNK * (k + 1)) for k in BAD])

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from rich.filesize import decimal
 
 from h5async import AsyncReader, ReaderConfig
+from h5async.cli.bench import speed_of
 from h5async.cli.datasetfacts import Dataset, listed
 from h5async.cli.farfacts import FarCost, far_cost
-from h5async.cli.measuring import speed_of
 from h5async.cli.options import reader_config, takes_reader
 from h5async.cli.output import Json, print_json, progress_bar, safe
 from h5async.cli.picture import Picture, tidy
@@ -43,7 +43,7 @@ from h5async.spelling import printable, shell_word
 from h5async.system.resources import free_memory
 
 ORDERS: Mapping[str, Any] = {"in order": False, "window": "window", "shuffled": "full"}
-_MEMORY_SHARE = 0.5  # of the free memory, in which a file may stay
+MEMORY_SHARE = 0.5  # of the free memory, in which a file may stay
 _COLD_SECONDS = 0.5
 _HEAD: tuple[str, ...] = (
     "samples a chunk",
@@ -123,7 +123,7 @@ def advised(config: ReaderConfig, seconds: float = 0.75, rounds: int = 3) -> Adv
         values = np.concatenate([batch[DATASET].copy() for batch in reader])
     with tempfile.TemporaryDirectory(prefix="h5async-") as folder:
         findings = _measured(config, found, values, Path(folder), seconds / rounds, rounds)
-    memory = _MEMORY_SHARE * free_memory()[0].nbytes
+    memory = MEMORY_SHARE * free_memory()[0].nbytes
     order = "window" if config.shuffle == "window" else "shuffled"
     requests = [far_cost(whole_layout(found, one.layout, one.stored_nbytes)) for one in findings]
     best = best_of(findings, order, memory)
@@ -171,7 +171,7 @@ def _options(config: ReaderConfig, file: FileName, path: str) -> ReaderConfig:
     return ReaderConfig(hdf5_path=file, fields={DATASET: path}, device="cpu", **kept)
 
 
-class _Trial(NamedTuple):
+class Trial(NamedTuple):
     """A layout that is measured: the options that read it, and what changes in each order."""
 
     finding: Finding
@@ -188,11 +188,11 @@ def _measured(
     rounds: int,
 ) -> list[Finding]:
     """Return what each layout costs and gives; all of them take turns."""
-    layouts, trials = layouts_to_try(found), list[_Trial]()
+    layouts, trials = layouts_to_try(found), list[Trial]()
     with progress_bar("measured") as progress:
         task = progress.add_task("", total=len(layouts) * (1 + rounds))
         for layout in layouts:
-            trials.append(_trial_of(config, found, values, folder, layout))
+            trials.append(trial_of(config, found, values, folder, layout))
             progress.update(task, advance=1, refresh=True)
         for _ in range(rounds):
             for one, trial, changes in trials:
@@ -203,13 +203,13 @@ def _measured(
     return [trial.finding for trial in trials]
 
 
-def _trial_of(
+def trial_of(
     config: ReaderConfig,
     found: DatasetLayout,
     values: NDArray[Any],
     folder: Path,
     layout: Layout,
-) -> _Trial:
+) -> Trial:
     """Write a sample, unless it is there; read it once from the disk, and once from memory."""
     one, rows, indices = Finding(layout, found.stored_nbytes), np.arange(len(values)), {}
     if layout.is_current:
@@ -230,7 +230,7 @@ def _trial_of(
     with AsyncReader(trial, **changes["in order"]) as reader:
         for _ in reader:
             pass
-    return _Trial(one, trial, changes)
+    return Trial(one, trial, changes)
 
 
 def samples_per_second(
@@ -242,18 +242,18 @@ def samples_per_second(
 ) -> float:
     """Return how many samples a second are read in an order, for some seconds.
 
-    In a window, whole epochs are read, unless that takes `most_times` as long: the first batches
-    cost more.
+    In a window, first epochs are read, whole unless that takes `most_times` as long: the first
+    batches cost more, and later epochs of a sample find its chunks decoded.
     """
     if changed.get("shuffle") != "window":
         return speed_of(config, changed, seconds) / row_nbytes
     samples, spent = 0, 0.0
-    with AsyncReader(config, **changed) as reader:
-        begin = perf_counter()
-        while spent < seconds:
+    while spent <= seconds:
+        with AsyncReader(config, **changed) as reader:
+            before, begin = spent, perf_counter()
             for batch in reader:
                 samples += batch.size
-                spent = perf_counter() - begin
+                spent = before + perf_counter() - begin
                 if spent > most_times * seconds:
                     break
     return samples / spent

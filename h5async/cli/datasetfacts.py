@@ -25,7 +25,7 @@ from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.io.stores import far_names
 from h5async.observe.chunkuse import read_cost
-from h5async.opening.raggedcolumns import heap_layout
+from h5async.opening.filevalues import heap_layout
 from h5async.plan.cf import shown_value, unpacking
 from h5async.read.executors import method_of
 from h5async.samples.fieldkind import (

@@ -17,8 +17,7 @@ from h5async.config.readerconfig import ReaderConfig
 from h5async.index.layout import DatasetLayout
 from h5async.order.permutation import permute
 from h5async.order.window import window_order
-from h5async.plan.fetches import ByteRanges, requests_of, union
-from h5async.read.farsources import extents_of
+from h5async.plan.fetches import ByteRanges, extents_of, requests_of
 
 MOST_RATE = 5500  # GETs a second that S3 permits for a prefix; an assumption
 _MOST_SAMPLES = 1 << 16  # for which requests are computed
@@ -106,18 +105,15 @@ def _requests(
 ) -> Requests:
     first = (count - min(count, _MOST_SAMPLES)) // 2
     stop = min(count, first + _MOST_SAMPLES)
-    before = ranges_of(order(max(0, first - _MOST_SAMPLES), first)).offset if keeps else ()
+    before = ranges_of(order(max(0, first - _MOST_SAMPLES), first)).begins if keeps else ()
     seen, requests, nbytes = set(np.asarray(before).tolist()), 0, 0
     for start in range(first, stop, batch):
-        ranges = union(ranges_of(order(start, min(stop, start + batch))))
+        ranges = ranges_of(order(start, min(stop, start + batch)))
         if keeps:
-            is_new = np.array([one not in seen for one in ranges.offset.tolist()], np.bool_)
-            ranges = ByteRanges(*(column[is_new] for column in ranges))
-            seen.update(ranges.offset.tolist())
-        if ranges.size:
-            bounds = requests_of(ranges)
-            _, begins, ends = extents_of(ranges, bounds)
-            requests, nbytes = requests + begins.size, nbytes + int((ends - begins).sum())
+            ranges = ranges.chosen(np.array([y not in seen for y in ranges.begins.tolist()], bool))
+            seen.update(ranges.begins.tolist())
+        found = extents_of(ranges, requests_of(ranges))
+        requests, nbytes = requests + found.size, nbytes + found.nbytes
     return Requests(requests / (stop - first), nbytes / (stop - first))
 
 
@@ -146,4 +142,5 @@ def _ranges(layout: DatasetLayout) -> Callable[[Int64s], ByteRanges]:
 
 
 def _made(offset: Int64s, nbytes: Int64s) -> ByteRanges:
-    return ByteRanges(np.zeros(offset.size, np.int64), offset.astype(np.int64), nbytes)
+    begins = offset.astype(np.int64)
+    return ByteRanges.of(begins, begins + nbytes)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,17 +14,13 @@ from h5async.cli.options import spell_in_shell, takes_options, typed_options
 from h5async.cli.output import Json, opening, print_json, safe
 from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.index.indexcache import cache_folder, clear_cache
-from h5async.index.layout import DatasetLayout
-from h5async.index.links import Consulted, Reach
-from h5async.index.savedindex import IndexedFile, write_index
+from h5async.index.savedindex import write_index
 from h5async.index.savedkinds import NotPortableError
 from h5async.io.ahead import opening_ahead
-from h5async.io.stores import absolute_name, far_names
-from h5async.opening.dataset import grouping_of, on_indexed
-from h5async.opening.fieldkinds import with_kinds
-from h5async.opening.filefacts import Need, encoded_kind, list_known, needs_of, read_known
+from h5async.io.stores import far_names
 from h5async.opening.filevalues import reach_of
-from h5async.samples.fieldkind import AUDIO, CATEGORIES, HEAP, IMAGE, NULLABLE, SHAPE, TEXTS
+from h5async.opening.indexing import index_files
+from h5async.samples.fieldkind import AUDIO, CATEGORIES, IMAGE, NULLABLE, SHAPE, TEXTS
 
 # Kinds of entries beside datasets' layouts.
 _FACTS = (SHAPE, TEXTS, CATEGORIES, NULLABLE, IMAGE, AUDIO)
@@ -70,9 +65,10 @@ def index(
         raise ConfigError(f"the name of a saved index ends in {INDEX_SUFFIX}, found {output!r}")
     config = _config(files, typed)
     reach = reach_of(config)
-    left_out: list[str] = []
+    refused: list[H5AsyncError] = []
     with opening(), opening_ahead(far_names(config.files)):
-        found = list(_indexed(config, reach, left_out))
+        found = list(index_files(config, reach, refused))
+    left_out = [error.spelled(spell_in_shell) for error in refused]
     datasets = sum(
         len({one.path for one in file.layouts if one.kind not in _FACTS}) for file in found
     )
@@ -102,33 +98,6 @@ def _config(files: Sequence[str], typed: Mapping[str, Any]) -> ReaderConfig:
             for name, field in given["fields"].items()
         }
     return ReaderConfig.load(given)
-
-
-def _indexed(config: ReaderConfig, reach: Reach, left_out: list[str]) -> Iterator[IndexedFile]:
-    """Yield the index of each file; add datasets without a layout, and why, to `left_out`."""
-    tell = on_indexed.get()
-    grouping = grouping_of(config, reach)
-    needs: dict[str, Need] = {}
-    if config.fields is not None:
-        needs = needs_of(with_kinds(config, reach, grouping, {})[1], grouping, config)
-    for number, path in enumerate(config.files, 1):
-        consulted = Consulted()
-        recorded = replace(reach, consulted=consulted)
-        if needs:
-            found = read_known(path, needs, recorded, grouping)
-            layouts = {need.wanted: found[name] for name, need in needs.items()}
-            for wanted in [one for one in layouts if one.kind == HEAP]:
-                layouts |= encoded_kind(path, wanted, recorded, grouping)
-        else:
-            layouts = {}
-            for wanted, layout in list_known(path, recorded, config.num_dim, grouping):
-                if isinstance(layout, DatasetLayout):
-                    layouts[wanted] = layout
-                else:
-                    left_out.append(layout.spelled(spell_in_shell))
-        yield IndexedFile(absolute_name(path), layouts, consulted)
-        if tell is not None:
-            tell(number, len(config.files))
 
 
 def _clear() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from h5async import DatasetError
 from h5async.cli.datasetfacts import Dataset, cells, listed, listed_in_index
 from h5async.cli.options import reader_config, takes_options
 from h5async.cli.output import Json, plain, print_json, safe
-from h5async.config.files import FileName, is_index
+from h5async.config.files import FileName, is_index, matching_files
 from h5async.core.binding import why_no_core
 from h5async.index.savedindex import NamedIndex
 from h5async.io.stores import far_names, store_of
@@ -53,7 +53,8 @@ COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 @takes_options(["allow_external", "allow_missing", "storage_options"])
 def inspect(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="The HDF5 file, or a saved index (.h5idx).")
+        str,
+        typer.Argument(metavar="FILE", help="The HDF5 file, a glob, or a saved index (.h5idx)."),
     ],
     patterns: Annotated[
         list[str] | None,
@@ -71,41 +72,49 @@ def inspect(
 ) -> None:
     """List the datasets of FILE, how each is stored and read, and what a sample costs."""
     config = reader_config({**typed, "hdf5_path": [file]})
-    path = config.hdf5_path
-    assert not isinstance(path, tuple)
+    given = config.hdf5_path
+    assert not isinstance(given, tuple)
     reach = reach_of(config)
     wanted = patterns or []
-    index = NamedIndex(path, reach) if is_index(path) else None
-    found = listed(path, reach, wanted) if index is None else listed_in_index(index, reach, wanted)
+    path, *others = paths = matching_files([given])
+    index = NamedIndex(path, reach) if is_index(path) and not others else None
+    found: Iterator[Dataset] = chain.from_iterable(listed(one, reach, wanted) for one in paths)
+    if index is not None:
+        found = listed_in_index(index, reach, wanted)
     is_far = bool(far_names([path]))
     if is_far:  # their requests are told below the table
         found = iter(listing := list(found))
     if as_json:
         datasets = list(found)
-        _require_some(bool(datasets), path, wanted)
-        print_json("inspect", _content(path, datasets))
+        _require_some(bool(datasets), given, wanted)
+        print_json("inspect", _content(given, path, datasets))
         return
-    has_several = index is not None and len(index.paths) > 1
+    has_several = len(paths if index is None else index.paths) > 1
     printed = _print_table(_rows(found, fold, has_several))
-    _require_some(bool(printed), path, wanted)
+    _require_some(bool(printed), given, wanted)
     legend = f"\n{_LEGEND}" + f"\n{_FOLDED}" * (1 in printed)
-    typer.echo(legend if printed else f"{safe(path)} holds no datasets")
+    typer.echo(legend if printed else f"{safe(given)} holds no datasets")
     identity = _identity(path)
     if identity is not None:
         typer.echo(f"another state of it is told by {identity}")
     if is_far:
-        typer.echo("\n".join(map(safe, _requests_lines(listing))))
+        typer.echo("\n".join(map(safe, _requests_lines(listing, has_several))))
     reason = why_no_core()
     if reason is not None:
         typer.echo(f"\n{safe(reason)}", err=True)
 
 
-def _requests_lines(datasets: Sequence[Dataset]) -> Iterator[str]:
+def _requests_lines(datasets: Sequence[Dataset], has_several_files: bool) -> Iterator[str]:
     """Say what reading samples over the network takes."""
-    several = [(one.path, one.requests) for one in datasets if one.requests is not None]
+    several = [(one, one.requests) for one in datasets if one.requests is not None]
     if several:
         yield from ("", f"requests for a sample, in batches of {several[0][1].batch_size}:")
-    yield from (f"{name}: {requests}" for name, requests in several)
+    for one, requests in several:
+        yield (
+            f"{one.file}: {one.path}: {requests}"
+            if has_several_files
+            else f"{one.path}: {requests}"
+        )
 
 
 def _require_some(found: bool, path: FileName, patterns: Sequence[str]) -> None:
@@ -125,12 +134,12 @@ def _rows(found: Iterator[Dataset], fold: bool, has_several_files: bool) -> Iter
             yield tuple(map(safe, cells(name, datasets) if datasets else (name,)))
 
 
-def _content(path: FileName, datasets: Sequence[Dataset]) -> dict[str, Any]:
+def _content(given: FileName, path: FileName, datasets: Sequence[Dataset]) -> dict[str, Any]:
     every = [plain(dataset) for dataset in datasets]
     for facts in every:
         del facts["samples"]
     why = why_no_core()
-    about = {"file": path, "core": why is None, "no_core_because": why}
+    about = {"file": given, "core": why is None, "no_core_because": why}
     return {**about, "identity": _identity(path), "datasets": every}
 
 

@@ -22,6 +22,7 @@ from h5async.cli.options import spell_in_shell
 from h5async.cli.output import safe
 from h5async.cli.pack import pack
 from h5async.cli.read import read
+from h5async.cli.repack import repack
 from h5async.cli.stats import stats
 from h5async.config.hints import hint_for
 
@@ -116,3 +117,4 @@ app.command()(advise)
 app.command()(index)
 app.command()(stats)
 app.command()(pack)
+app.command()(repack)

@@ -250,15 +250,17 @@ def _options() -> dict[str, Option]:
     return {one.name: one for model in (PackOptions, ReaderConfig) for one in options_of(model)}
 
 
-def typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
+def typed_options(
+    typed: Mapping[str, Any], model: type[BaseModel] = ReaderConfig
+) -> dict[str, Any]:
     """Return the options that the user typed; in paths, ~ and variables are resolved."""
     options: dict[str, Any] = {}
-    for option in options_of(ReaderConfig):
+    for option in options_of(model):
         value = typed.get(option.name)
         if value is None or value in ([], ()):
             continue
         if option.is_mapping:
-            value = _mapping_of(value, flag(option), option.values)
+            value = mapping_of(value, flag(option), option.values)
         elif option.name == "sequences" or (option.name in _TABLES and value.startswith("{")):
             value = _table(value, flag(option))
         elif option.takes_names and re.fullmatch(r"[-+]?\d+", value):
@@ -283,7 +285,7 @@ def _table(text: str, name: str) -> object:
         raise typer.BadParameter(f"is not a table of TOML: {error}", param_hint=name) from error
 
 
-def _mapping_of(entries: Iterable[str], name: str, form: str) -> dict[str, Any]:
+def mapping_of(entries: Iterable[str], name: str, form: str) -> dict[str, Any]:
     """Parse NAME=VALUE, or NAME= and a table of options; `form` is what users know this as."""
     pairs = [entry.partition("=") for entry in entries]
     if not all(key and value for key, _, value in pairs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
@@ -10,10 +11,11 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from h5async.cli.options import takes_model
+from h5async.cli.options import mapping_of, takes_model
 from h5async.cli.output import REFRESH_SECONDS, Json, print_json, progress_bar, safe
 from h5async.config.files import home_path, with_variables
 from h5async.pack.options import PackOptions
+from h5async.system.interruptions import suppressing
 
 _SHOWN_BAD = 20
 
@@ -47,7 +49,10 @@ def pack(
     from h5async.pack.estimating import estimate
     from h5async.pack.packing import pack as pack_sources
 
-    options = {name: value for name, value in typed.items() if value is not None}
+    options = {name: value for name, value in typed.items() if value not in (None, [])}
+    if "fill" in options:
+        filled = mapping_of(options["fill"], "--fill", "NAME=VALUE")
+        options["fill"] = {name: _value(text) for name, text in filled.items()}
     paths = [home_path(with_variables(one)) for one in sources]
     out = Path(home_path(with_variables(output)))
     if dry_run:
@@ -87,6 +92,13 @@ def pack(
         typer.echo(f"left out: {safe(name)}: {safe(reason)}", err=True)
     if len(packed.bad) > _SHOWN_BAD:
         typer.echo(f"left out: {len(packed.bad) - _SHOWN_BAD:,} more (--json has all)", err=True)
+
+
+def _value(text: str) -> object:
+    """Return a number, true or false, or else the text itself."""
+    with suppressing(ValueError):
+        return json.loads(text)
+    return text
 
 
 def _print_columns(columns: Mapping[str, str]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import imagecodecs
 import numpy as np
 
-from h5async.codec.corefilters import Parameters
 from h5async.codec.filters import (
     BITSHUFFLE,
     BLOSC,
@@ -31,6 +30,7 @@ from h5async.codec.filters import (
     SZIP,
     ZSTD,
     Filter,
+    Parameters,
 )
 
 _CHECKSUM_NBYTES = 4  # of Fletcher-32, which HDF5 verifies

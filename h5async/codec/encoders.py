@@ -30,9 +30,10 @@ from h5async.codec.filters import (
     SHUFFLE,
     ZSTD,
     Filter,
+    find_plugin,
     is_known_to_hdf5,
+    is_safe_in_threads,
 )
-from h5async.codec.plugins import find_plugin, is_safe_in_threads
 from h5async.errors import ConfigError, MissingPackageError
 from h5async.spelling import named
 
@@ -164,7 +165,7 @@ def _find(entry: Filter) -> _EncodeOne | None:
     level = parameters[0] if parameters else None
     if number == DEFLATE:
         return lambda chunk: imagecodecs.deflate_encode(chunk, level)
-    if number == SHUFFLE:
+    if number == SHUFFLE and parameters:
         return partial(_shuffle, parameters[0])
     if number == FLETCHER32:
         return _fletcher32

@@ -1,28 +1,283 @@
 """The registry of HDF5 filters, one entry per filter, with how the compiled core undoes it.
 
 docs/architecture.md explains how to add one.
+
+One filter is of this package: it converts stored elements to NumPy's. It stands first in a
+pipeline, so that it is undone last, and gives the results of HDF5's conversion. Its parameters are
+the bytes of an element in NumPy and as stored, then `Step`s. The core alone undoes it.
+
+Other filters are undone by HDF5's plugins: shared libraries whose `H5PLget_plugin_info` returns a
+filter's number and function (H5PLextern.h, H5Zdevelop.h of the HDF5 reference). The compiled core
+calls that function, without HDF5 and its lock. Plugins come from the folders where HDF5 itself
+looks for them (HDF5_PLUGIN_PATH), else from hdf5plugin: as for HDF5 after ``import hdf5plugin``.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_uint, c_void_p
+from enum import IntEnum
 from functools import lru_cache
+from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
-from h5async.codec.corefilters import (
-    CONVERSION,
-    NOTHING,
-    CoreFilter,
-    CoreKind,
-    Parameters,
-    stored_filter,
-)
-from h5async.codec.plugins import has_hdf5, plugin_filter
+import h5py
+
+from h5async.system.interruptions import suppressing
 
 DEFLATE, SHUFFLE, FLETCHER32, SZIP, NBIT, SCALEOFFSET = 1, 2, 3, 4, 5, 6
 BZIP2, LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD, BLOSC2 = 307, 32000, 32001, 32004, 32008, 32015, 32026
+ZFP, SZ3, SPERR = 32013, 32024, 32028
+CONVERSION = -1  # HDF5's numbers of filters are not negative, so no file can name it
+MOST_STEPS = 1024
+_STEP_VALUES = 13
 _LARGEST = 1 << 31  # element sizes of the core are 32-bit numbers
+_MANTISSAS = {2: 10, 4: 23, 8: 52}  # bits, by the bytes of a float of NumPy's
+
+# A filter's client data, as HDF5 calls them: its numbers in the pipeline message.
+Parameters = tuple[int, ...]
+
+
+class CoreKind(IntEnum):
+    """Numbers of the filters that the compiled core undoes: ``enum Kind`` of core/src/common.h."""
+
+    DEFLATE = 1
+    SHUFFLE = 2
+    FLETCHER32 = 3
+    LZF = 4
+    ZSTD = 5
+    LZ4 = 6
+    BLOSC = 7
+    BITSHUFFLE = 8
+    BITSHUFFLE_LZ4 = 9
+    BITSHUFFLE_ZSTD = 10
+    NOTHING = 11
+    PLUGIN = 12
+    SZIP = 13
+    NBIT = 14
+    SCALEOFFSET = 15
+    BZIP2 = 16
+    STORED = 17
+
+
+class CoreFilter(NamedTuple):
+    """A filter as the compiled core takes it."""
+
+    kind: CoreKind
+    element_nbytes: int = 0  # for filters that shuffle; the traits of a plugin; else 0
+    block: int = 0  # elements of a block, for bitshuffle; 0 means the default
+    library: str | None = None  # the codec library that the core calls; see core/binding.py
+    values: Parameters = ()  # the client data, if the core reads them
+    function: int = 0  # for a plugin, the address of the function that undoes the filter
+
+
+# For a filter that does not change elements of some types.
+NOTHING = CoreFilter(CoreKind.NOTHING)
+
+
+class StepKind(IntEnum):
+    """What a step does: ``enum StepKind`` of core/src/stored.c."""
+
+    COPY = 0
+    ENDED = 1  # a string terminated by NUL
+    PADDED = 2  # a string padded with spaces
+    BITS = 3  # an integer among other bits
+    FLOAT = 4  # a float of a format that NumPy lacks
+
+
+class Step(NamedTuple):
+    """Makes some values of an element."""
+
+    kind: StepKind
+    start: int  # where values begin in the stored element,
+    to: int  # and in NumPy's
+    stored_nbytes: int  # of one value as stored,
+    nbytes: int  # and in NumPy
+    repeats: int = 1  # adjacent values
+    is_big: bool = False  # both are big-endian
+    # For bits: their offset and number, and whether they have a sign. For a float: the bit of the
+    # sign, the first bit and the number of bits of exponent and mantissa, and the exponent's bias.
+    given: tuple[int, ...] = ()
+
+    def moved(self, start: int, to: int) -> Step:
+        """Return the same step for values that lie further on by `start` and `to` bytes."""
+        return self._replace(start=self.start + start, to=self.to + to)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the core can do it."""
+        if self.kind <= StepKind.PADDED:
+            return 0 < self.nbytes == self.stored_nbytes
+        if not (0 < self.stored_nbytes <= 8 and self.nbytes in (1, 2, 4, 8)):
+            return False
+        bits = 8 * self.stored_nbytes
+        if self.kind == StepKind.BITS:
+            offset, precision, _ = self.given[:3]
+            return 0 < precision <= 8 * self.nbytes and offset + precision <= bits
+        sign, power, power_bits, mantissa, mantissa_bits, bias = self.given
+        room, powers = _MANTISSAS.get(self.nbytes, 0), 8 * self.nbytes - 1
+        return (
+            max(sign + 1, power + power_bits, mantissa + mantissa_bits) <= bits
+            and 0 < mantissa_bits <= room
+            and 0 < power_bits <= powers - room
+            and (1 << power_bits) - 2 - bias <= (1 << (powers - room - 1)) - 1
+            and bias + mantissa_bits <= (1 << (powers - room - 1)) - 1 + room
+        )
+
+
+def parameters_of(nbytes: int, stored_nbytes: int, steps: list[Step]) -> Parameters | None:
+    """Return the parameters of the filter, or None if the core cannot undo it."""
+    flat = (
+        (*step[:-1], *step.given, *(0,) * (_STEP_VALUES - len(step) + 1 - len(step.given)))
+        for step in steps
+    )
+    found = tuple(map(int, (nbytes, stored_nbytes, *chain.from_iterable(flat))))
+    return found if _are_valid(found) else None
+
+
+def stored_filter(parameters: Parameters) -> CoreFilter | None:
+    """Return the filter as the core takes it; None if the parameters are invalid."""
+    return CoreFilter(CoreKind.STORED, values=parameters) if _are_valid(parameters) else None
+
+
+def _are_valid(parameters: Parameters) -> bool:
+    nbytes, stored_nbytes, *rest = (*parameters, 0, 0)[: max(2, len(parameters))]
+    is_sized = 0 < stored_nbytes <= nbytes < _LARGEST  # so no chunk grows as it is stored
+    if not is_sized or len(rest) % _STEP_VALUES or len(rest) > MOST_STEPS * _STEP_VALUES:
+        return False
+    for at in range(0, len(rest), _STEP_VALUES):
+        kind, *numbers = rest[at : at + _STEP_VALUES]
+        if kind not in set(StepKind) or not all(0 <= n < _LARGEST for n in numbers):
+            return False
+        start, to, one, each, count, is_big, *given = numbers
+        step = Step(StepKind(kind), start, to, one, each, count, bool(is_big), tuple(given))
+        is_within = (
+            step.start + step.repeats * step.stored_nbytes <= stored_nbytes
+            and step.to + step.repeats * step.nbytes <= nbytes
+        )
+        if not (is_within and step.is_valid):
+            return False
+    return True
+
+
+# --- plugins --------------------------------------------------------------------------------------
+
+_FIRST_REGISTERED = 256  # smaller numbers are HDF5's own filters
+_FILTER_TYPE, _CLASS_VERSION = 0, 1
+_FILTERS_MAY_BE_LOADED = 1  # of H5PLget_loading_state
+_TAKES_TURNS, _CHECKS_ITS_INPUT, _IS_BLOSC2 = 1, 2, 4  # enum PluginTrait of core/src/plugin.c
+
+# Plugins that gave h5py's values in several threads at once (tests/read/test_plugins.py), and their
+# other traits. All others take turns.
+_TRAITS = {
+    BLOSC: _CHECKS_ITS_INPUT,
+    LZ4: 0,
+    BITSHUFFLE: 0,
+    ZFP: 0,
+    ZSTD: _CHECKS_ITS_INPUT,
+    SZ3: 0,
+    BLOSC2: _CHECKS_ITS_INPUT | _IS_BLOSC2,
+    SPERR: 0,
+}
+_ZFP_MAGIC = int.from_bytes(b"zfp", "little")
+
+
+class _FilterClass(Structure):
+    """``H5Z_class2_t``."""
+
+    _fields_ = [
+        ("version", c_int),
+        ("id", c_int),
+        ("encoder_present", c_uint),
+        ("decoder_present", c_uint),
+        ("name", c_char_p),
+        ("can_apply", c_void_p),
+        ("set_local", c_void_p),
+        ("filter", c_void_p),
+    ]
+
+
+def plugin_filter(number: int, parameters: Parameters) -> CoreFilter | None:
+    """Return a filter that the core undoes by calling its plugin; None if there is none."""
+    if number == ZFP and (len(parameters) < 2 or parameters[1] & 0xFFFFFF != _ZFP_MAGIC):
+        return None  # from a big-endian machine: the plugin would ask HDF5 to swap its bytes
+    function = find_plugin(number)
+    if function is None:
+        return None
+    traits = _TRAITS.get(number, _TAKES_TURNS)
+    return CoreFilter(CoreKind.PLUGIN, traits, values=parameters, function=function)
+
+
+def find_plugin(number: int) -> int | None:
+    """Return the address of the plugin function that undoes a filter; None if there is none."""
+    return _find(number, _folders()) if number >= _FIRST_REGISTERED else None
+
+
+def is_safe_in_threads(number: int) -> bool:
+    """Tell whether a plugin may be called in several threads at once."""
+    return not _TRAITS.get(number, _TAKES_TURNS) & _TAKES_TURNS
+
+
+def has_hdf5(number: int) -> bool:
+    """Tell whether HDF5 can undo a filter in this process; imports hdf5plugin if necessary."""
+    if not h5py.h5z.filter_avail(number) and folders_of_hdf5plugin():
+        import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
+    return bool(h5py.h5z.filter_avail(number))
+
+
+def _folders() -> tuple[Path, ...]:
+    """Return the folders where HDF5 looks for plugins, in its order, then that of hdf5plugin."""
+    found = []
+    state = c_uint(_FILTERS_MAY_BE_LOADED)
+    # HDF5_PLUGIN_PRELOAD may disable plugins. Only one thread at a time may call HDF5.
+    with h5py._objects.phil, suppressing(OSError, AttributeError):
+        ctypes.CDLL(h5py.h5z.__file__).H5PLget_loading_state(byref(state))
+    if state.value & _FILTERS_MAY_BE_LOADED:
+        paths = (h5py.h5pl.get(index) for index in range(h5py.h5pl.size()))
+        found = [Path(path.decode("utf-8", "surrogateescape")) for path in paths]
+    return (*found, *folders_of_hdf5plugin())
+
+
+@lru_cache(maxsize=1)
+def folders_of_hdf5plugin() -> tuple[Path, ...]:
+    """Return the folder with the plugins of hdf5plugin; empty if it is not installed."""
+    spec = importlib.util.find_spec("hdf5plugin")
+    return () if spec is None or spec.origin is None else (Path(spec.origin).with_name("plugins"),)
+
+
+@lru_cache(maxsize=256)
+def _find(number: int, folders: tuple[Path, ...]) -> int | None:
+    found = (_plugin(path) for folder in folders for path in _libraries(folder))
+    return next((function for filter_number, function in found if filter_number == number), None)
+
+
+def _libraries(folder: Path) -> Iterator[Path]:
+    """Yield the shared libraries of a folder with names that HDF5 expects of plugins."""
+    with suppressing(OSError):
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("lib") and (".so" in path.name or ".dylib" in path.name):
+                yield path
+
+
+@lru_cache(maxsize=256)
+def _plugin(path: Path) -> tuple[int, int | None]:
+    """Return the number of a library's filter, and the address of the function that undoes it."""
+    with suppressing(OSError, AttributeError):
+        library = ctypes.CDLL(str(path))  # never unloaded
+        library.H5PLget_plugin_info.restype = POINTER(_FilterClass)
+        if library.H5PLget_plugin_type() == _FILTER_TYPE:
+            found = library.H5PLget_plugin_info()
+            if found and found[0].version == _CLASS_VERSION:
+                return int(found[0].id), found[0].filter
+    return -1, None
+
+
+# --- the registry ---------------------------------------------------------------------------------
+
 # Of client data, as in H5Zscaleoffset.c and H5Znbit.c.
 _NBYTES_DECODED = (1, 2, 4, 8)
 _SCALEOFFSET_PARAMETERS, _NBIT_PARAMETERS = 20, 8
@@ -126,13 +381,13 @@ _ENTRIES = (
     FilterEntry(BLOSC, "blosc", _same(CoreKind.BLOSC, "blosc")),
     FilterEntry(LZ4, "lz4", _same(CoreKind.LZ4, "lz4")),
     FilterEntry(BITSHUFFLE, "bitshuffle", _bitshuffle),
-    FilterEntry(32013, "zfp"),
+    FilterEntry(ZFP, "zfp"),
     FilterEntry(ZSTD, "zstd", _same(CoreKind.ZSTD, "zstd")),
     FilterEntry(32017, "sz"),
     FilterEntry(32018, "fcidecomp"),
-    FilterEntry(32024, "sz3"),
+    FilterEntry(SZ3, "sz3"),
     FilterEntry(BLOSC2, "blosc2"),
-    FilterEntry(32028, "sperr"),
+    FilterEntry(SPERR, "sperr"),
     FilterEntry(CONVERSION, "conversion", stored_filter),
 )
 REGISTRY = {entry.number: entry for entry in _ENTRIES}

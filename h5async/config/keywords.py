@@ -185,7 +185,7 @@ class ReaderOptions(TypedDict, total=False):
     """A file may refer to other files beside it, and below these folders."""
     allow_missing: bool
     """Fill missing parts of a virtual dataset with its fill value, instead of raising an error."""
-    storage_options: Mapping[str, Any]
+    storage_options: Mapping[str, Any] | None
     """Options of the client that reads object stores and the web, such as `aws_region`,
     `aws_endpoint`, `google_service_account` and `azure_storage_account_name`, and the tables
     `client_options` and `retry_config`: those of obstore. Credentials that are not given are found

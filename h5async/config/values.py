@@ -235,6 +235,8 @@ def _several(value: object) -> object:
 
 def _storage_options(value: object) -> Mapping[str, Any]:
     """Take a mapping of names to values; errors do not show these, which may be secret."""
+    if value is None:
+        return {}
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ConfigError("must map names to values")
     return dict(value)

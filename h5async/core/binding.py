@@ -4,29 +4,228 @@
 called by ctypes, and is built with the package if there is a C compiler. Without it, everything is
 read through h5py. The environment variable ``H5ASYNC_CORE`` names another build of it, and
 ``H5ASYNC_CORE=0`` switches it off.
+
+The core calls the public C interfaces of libdeflate, zstd, lz4, libaec and other codecs. They are
+the libraries that come with imagecodecs (libaec: with h5py), or else those of the environment or
+the system. So is libcurl, which comes with pycurl.
 """
 
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 import functools
+import importlib
+import importlib.metadata
+import itertools
 import os
+import sys
 import time
-from ctypes import Structure, c_int32, c_int64, c_uint64, c_void_p
+from collections.abc import Iterable, Iterator, Sequence
+from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import h5py
+import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.filters import Filter
-from h5async.core import structures
-from h5async.core.libraries import find_functions
-from h5async.core.structures import MAX_FILTERS, structures_of
+from h5async.codec.filters import Filter, folders_of_hdf5plugin
 from h5async.errors import ConfigError
 from h5async.io.localfiles import IoMode
-from h5async.system.interruptions import call_when_gone, interruption
+from h5async.system.interruptions import call_when_gone, interruption, suppressing
 from h5async.system.timeline import ThreadCounts
+
+# Libraries and their functions, in the order of the structure in src/common.h.
+LIBRARIES = {
+    "deflate": (
+        "libdeflate_alloc_decompressor",
+        "libdeflate_free_decompressor",
+        "libdeflate_zlib_decompress",
+    ),
+    "zstd": ("ZSTD_createDCtx", "ZSTD_freeDCtx", "ZSTD_decompressDCtx", "ZSTD_isError"),
+    "lz4": ("LZ4_decompress_safe",),
+    "blosc": ("blosc_decompress_ctx",),
+    "aec": ("aec_buffer_decode",),
+    "bz2": ("BZ2_bzBuffToBuffDecompress",),
+}
+# Likewise, of src/http.c.
+_CURL = (
+    "curl_global_init",
+    "curl_easy_init",
+    "curl_easy_setopt",
+    "curl_easy_getinfo",
+    "curl_easy_cleanup",
+    "curl_multi_init",
+    "curl_multi_setopt",
+    "curl_multi_add_handle",
+    "curl_multi_remove_handle",
+    "curl_multi_perform",
+    "curl_multi_poll",
+    "curl_multi_info_read",
+    "curl_multi_cleanup",
+    "curl_slist_append",
+    "curl_slist_free_all",
+)
+
+
+def find_functions() -> tuple[dict[str, int], frozenset[str]]:
+    """Return the addresses of functions by their names, and the libraries that were not found."""
+    found: dict[str, int] = {}
+    missing = set(LIBRARIES)
+    for name, functions in LIBRARIES.items():
+        addresses = _load(_codec_paths(name), functions)
+        if addresses is not None:
+            found |= addresses
+            missing.discard(name)
+    return found, frozenset(missing)
+
+
+def find_curl() -> dict[str, int] | None:
+    """Return the addresses of libcurl's functions by their names; None if it was not found."""
+    return _load(_curl_paths(), _CURL)
+
+
+def _load(paths: Iterable[str], functions: Sequence[str]) -> dict[str, int] | None:
+    """Return the addresses of functions of the first library that has them all, by their names."""
+    for path in paths:
+        with suppressing(OSError, AttributeError):
+            library = ctypes.CDLL(path)
+            pointers = [ctypes.cast(getattr(library, one), c_void_p) for one in functions]
+            return {n: p.value or 0 for n, p in zip(functions, pointers, strict=True)}
+    return None
+
+
+def _codec_paths(name: str) -> Iterator[str]:
+    """Yield the shared libraries of a codec: imagecodecs', the environment's, the system's."""
+    # The extension module loads what the codec's library itself needs.
+    with suppressing(ImportError):
+        importlib.import_module(f"imagecodecs._{name}")
+    # Versions of libaec decode some chunks differently: HDF5's own comes first.
+    for module in (h5py, imagecodecs) if name == "aec" else (imagecodecs,):
+        package = Path(module.__file__).parent
+        for folder in (package.with_name(f"{package.name}.libs"), package / ".dylibs"):
+            yield from map(str, sorted(folder.glob(f"lib{name}[-.]*")))
+    if name == "bz2":  # part of hdf5plugin's plugin
+        for folder in folders_of_hdf5plugin():
+            yield from map(str, folder.glob("libh5bzip2*"))
+    yield from _other_paths(name)
+
+
+def _curl_paths() -> Iterator[str]:
+    with suppressing(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("pycurl") or ():
+            if file.name.startswith("libcurl"):
+                yield str(file.locate())
+    yield from _other_paths("curl")
+
+
+def _other_paths(name: str) -> Iterator[str]:
+    """Yield a shared library of the environment, and the system's."""
+    for suffix in (".so", ".dylib"):
+        path = Path(sys.prefix, "lib", f"lib{name}{suffix}")
+        if path.exists():
+            yield str(path)
+    found = ctypes.util.find_library(name)
+    if found is not None:
+        yield found
+
+
+# --- its numbers and structures, which the comments in `src/` explain -----------------------------
+
+ABI = 22  # counts changes of the core's structures and functions
+MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
+IO_MODES = {"auto": 0, "pread": 1, "map": 2}
+REFUSED = 2  # the status of an item that Python has read again, or reports as an error
+# Parts of the places of elements whose collection was not walked yet; NOWHERE: without an address.
+INDEX_BITS, MOST_ADDRESS = 16, (1 << 47) - 1
+NOWHERE = -1
+
+IS_REPLACED, CANNOT_MAP = -1, -2  # why a source cannot be opened again
+
+
+class Event(IntEnum):
+    """Why a call did not do its work, or why its work is invalid."""
+
+    NONE = 0
+    CHANGED = 1  # the file is not what was indexed
+    FAULTED = 2  # a page of the map cannot be read
+    STOPPED = 3  # the reader is being closed
+
+
+class _Member(Structure):
+    _fields_ = (("name", c_char_p), ("type", c_char_p), ("offset", c_int64), ("nbytes", c_int64))
+
+
+class _Described(Structure):
+    _fields_ = (("name", c_char_p), ("nbytes", c_int64), ("members", POINTER(_Member)))
+
+
+def structures_of(library: Any) -> dict[str, type[Structure]]:
+    """Return the structures of a core by their names in C, as it describes them itself.
+
+    They hold addresses of arrays; their owner keeps the arrays. Members that a structure lacks, or
+    that only the core uses, are an `AttributeError`.
+    """
+    library.h5async_structures.restype = POINTER(_Described)
+    found: dict[str, type[Structure]] = {}
+    types: dict[bytes, Any] = {b"int32": c_int32, b"uint32": c_uint32, b"int64": c_int64}
+    for described in itertools.takewhile(_is_named, library.h5async_structures()):
+        fields: list[tuple[str, Any]] = []
+        at = 0
+        for member in itertools.takewhile(_is_named, described.members):
+            fields += _gap(at, member.offset)
+            kind = types.get(member.type, c_void_p)
+            count = member.nbytes // ctypes.sizeof(kind)
+            fields.append((member.name.decode(), kind if count == 1 else kind * count))
+            at = member.offset + member.nbytes
+        fields += _gap(at, described.nbytes)
+        name = described.name.decode()
+        made = type(name, (Structure,), {"__slots__": (), "_fields_": fields})
+        assert ctypes.sizeof(made) == described.nbytes
+        types[described.name], types[b"*" + described.name] = made, POINTER(made)
+        found[name] = made
+    return found
+
+
+def _is_named(entry: Any) -> bool:
+    return entry.name is not None
+
+
+def _gap(at: int, end: int) -> list[tuple[str, Any]]:
+    return [(f"_{at}", ctypes.c_char * (end - at))] if at < end else []
+
+
+# The maximum that a plan takes per sample (a number and a position, and room to sort them), and per
+# row of a field (an item and a run, too).
+PLANNED_SAMPLE_NBYTES = 3 * 16
+PLANNED_ROW_NBYTES = 64 + 3 * 8 + PLANNED_SAMPLE_NBYTES
+# The memory of a thread that reads elements of variable length: HeapScratch in src/heap.c.
+HEAP_SCRATCH_NBYTES = (1 << 16) * 24 + 5 * 8 + 16 * 1024 + 512 * 16
+KEPT_OVERHEAD_NBYTES = 128  # per kept decoded chunk, beside its bytes: KEPT_OVERHEAD
+
+# Numbers of the kinds of values in sparse matrices; see src/dense.c.
+VALUE_KINDS = {
+    np.dtype(name): kind
+    for kind, name in enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"), 1)
+}
+
+# Numbers of conversions; see src/transform.c.
+_SOURCES = {"uint8": 11, "uint16": 12, "int16": 13, "float32": 14}
+
+
+def transform_source(raw: np.dtype[Any], delivered: np.dtype[Any], is_scaled: bool) -> int | None:
+    """Return the core's number for a conversion, or None if NumPy has to do it."""
+    if not raw.isnative:
+        return None
+    if raw == delivered and not is_scaled:
+        return raw.itemsize if raw.itemsize in (1, 2, 4, 8) and raw.kind in "biufc" else None
+    return _SOURCES.get(raw.name) if delivered == np.float32 else None
+
+
+# --- its functions --------------------------------------------------------------------------------
 
 _COST = "everything is read through h5py, by one thread at a time; values are the same"
 _SAME_CLOCK_NS = 10_000_000  # two readings of one clock are closer together
@@ -83,7 +282,7 @@ class Core:
         self.path = path
         library, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         try:
-            if _function(library, "abi", "")() != structures.ABI:
+            if _function(library, "abi", "")() != ABI:
                 raise OSError(f"{path} was built for another version; install h5async again")
             for name, structure in structures_of(library).items():
                 setattr(self, name, structure)

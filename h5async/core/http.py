@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, address
-from h5async.core.libraries import find_curl
+from h5async.core.binding import Core, address, find_curl
 from h5async.io.source import Source, SourceOver, WebAddress
 from h5async.io.stamps import FileStamp, replaced
 from h5async.system.interruptions import call_when_gone, suppressing
@@ -178,6 +177,7 @@ class HttpSource(SourceOver):
         self._failures = self._failures + 1 if len(missing) == len(parts) else 0
         if self._failures >= _MOST_FAILURES:
             self._failures, self._left_until = 0, time.monotonic() + _LEFT_SECONDS
+        self.source.retries += len(missing)
         where = [offsets[i] for i in missing], [lengths[i] for i in missing]
         others = dict(zip(missing, self.source.get_ranges(*where), strict=True))
         return [others.get(i, part) for i, part in enumerate(parts)]

@@ -17,10 +17,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.corefilters import CoreFilter, CoreKind
-from h5async.codec.filters import Filter, default_block
-from h5async.core.binding import Core
-from h5async.core.structures import MAX_RANK
+from h5async.codec.filters import CoreFilter, CoreKind, Filter, default_block
+from h5async.core.binding import MAX_RANK, Core
 from h5async.index.extents import TableBuilder
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import FieldTable, Kind, Layer, Shape

@@ -13,8 +13,9 @@ import itertools
 import queue
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +23,10 @@ from numpy.typing import NDArray
 from h5async.core.binding import address
 from h5async.fill.pool import Work, Workers, do_nothing
 from h5async.order.sampling import FillRequest
-from h5async.plan.fetches import ByteRanges, requests_of
-from h5async.read.farsources import FarSources, FetchCounts, Held, extents_of
+from h5async.plan.fetches import ByteRanges, Places, extents_of, requests_of, union
+from h5async.read.farsources import FarSources, FetchCounts, Held
 from h5async.system.timeline import Recorder
 
-Key = tuple[int, int, int]  # of a range
 Then = Callable[["Held | BaseException"], None]
 
 _GROUP_NBYTES = 1 << 20  # that a thread asks the client for at once
@@ -46,43 +46,83 @@ class FetchLimits(NamedTuple):
     fetch_nbytes: int
 
 
+@dataclass(eq=False, slots=True)
 class _Request:
-    """A range that is fetched at once; it holds one or several that batches read."""
+    """A range that is fetched at once; it holds one or several that batches read.
 
-    __slots__ = (
-        "base",
-        "data",
-        "holders",
-        "keys",
-        "nbytes",
-        "offset",
-        "serial",
-        "source",
-        "users",
-    )
+    `begin` is a place among all sources. `serial` is that of the first batch that needs it.
+    """
 
-    def __init__(self, source: int, offset: int, nbytes: int, keys: list[Key], serial: int) -> None:
-        self.source, self.offset, self.nbytes, self.keys = source, offset, nbytes, keys
-        self.serial = serial  # of the first batch that needs it
-        self.users = 0
-        self.data: NDArray[np.uint8] | None = None
-        self.base = 0  # an offset of the source, plus this, is an address
-        self.holders: list[_Holder] = []
+    serial: int
+    begin: int
+    nbytes: int
+    source: int
+    offset: int
+    users: int = 0
+    is_alone: bool = False  # asked for by itself, since others may have failed
+    data: NDArray[np.uint8] | None = None
+    base: int = 0  # a place, plus this, is an address
+    holders: list[_Holder] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
 class _Holder:
-    """What a batch needs, by range the request that has it; `then` takes it when all is there."""
+    """What a batch needs, and the requests for it; `then` takes it when all is there.
 
-    __slots__ = ("begin_ns", "by_range", "error", "missing", "ranges", "requests", "then")
+    `which` says for each range which of the requests has it.
+    """
 
-    def __init__(self, ranges: ByteRanges) -> None:
-        self.ranges = ranges
-        self.then: Then | None = None
-        self.by_range: list[_Request] = []
-        self.requests: list[_Request] = []
-        self.missing = 0
-        self.error: BaseException | None = None
-        self.begin_ns = 0
+    ranges: ByteRanges
+    then: Then | None = None
+    requests: list[_Request] = field(default_factory=list)
+    which: NDArray[np.int64] | None = None
+    missing: int = 0
+    error: BaseException | None = None
+    begin_ns: int = 0
+
+
+class _Staged:
+    """Requests, sorted by the places where they begin."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self.requests: NDArray[Any] = np.zeros(0, object)
+        self._begins = self._ends = np.zeros(0, np.int64)
+        self.nbytes = 0
+
+    def find(self, ranges: ByteRanges) -> NDArray[np.int64]:
+        """Return which of the requests has each range; -1: none has."""
+        return ranges.find(self._begins, self._ends)
+
+    def request(self, serial: int, ranges: ByteRanges) -> list[_Request]:
+        """Return new requests for those of some ranges that no request has."""
+        new = ranges.chosen(self.find(ranges) < 0)
+        # Requests that lie between others, and not around them, are found by where they begin.
+        extents = extents_of(new, requests_of(new, np.searchsorted(self._begins, new.begins)))
+        begins, ends = extents
+        columns = begins, ends - begins, *self._places.sources(begins)
+        several = zip(*(column.tolist() for column in columns), strict=True)
+        made = [_Request(serial, *numbers) for numbers in several]
+        at = np.searchsorted(self._begins, begins, "right")
+        self.requests = np.insert(self.requests, at, np.array(made, object))
+        self._begins, self._ends = (
+            np.insert(self._begins, at, begins),
+            np.insert(self._ends, at, ends),
+        )
+        self.nbytes += extents.nbytes
+        return made
+
+    def drop(self, several: Sequence[_Request]) -> None:
+        """Forget those of some requests that no batch needs."""
+        gone = [one for one in several if not one.users]
+        at = np.searchsorted(self._begins, [one.begin for one in gone]).tolist()
+        for i, one in enumerate(gone):
+            self.nbytes -= one.nbytes
+            one.data = None
+            while self.requests[at[i]] is not one:  # several may begin there
+                at[i] += 1
+        self.requests = np.delete(self.requests, at)
+        self._begins, self._ends = np.delete(self._begins, at), np.delete(self._ends, at)
 
 
 class Fetcher(Workers):
@@ -107,9 +147,9 @@ class Fetcher(Workers):
         self._far, self._limits, self._submit = far, limits, submit
         self._plan, self._following = plan, following
         self._tickets = queue.SimpleQueue[bool]()
-        self._idle = self._in_flight = self._staged_nbytes = 0
+        self._idle = self._in_flight = 0
         self._order = itertools.count()
-        self._staged: dict[Key, _Request] = {}
+        self._staged = _Staged(far.places)
         self._pending: list[tuple[int, int, _Request]] = []
         self._holders: dict[int, _Holder] = {}  # of requested batches
         self._ahead: dict[int, tuple[FillRequest, _Holder]] = {}
@@ -204,40 +244,27 @@ class Fetcher(Workers):
     def _hold(self, serial: int, holder: _Holder) -> None:
         """Find what a batch needs among what is there, and request the rest. Holds the lock."""
         self._request(serial, holder.ranges)
-        holder.by_range = [self._staged[key] for key in _keys(holder.ranges)]
-        holder.requests = list(dict.fromkeys(holder.by_range))
+        found, holder.which = np.unique(self._staged.find(holder.ranges), return_inverse=True)
+        assert not found.size or found[0] >= 0
+        holder.requests = self._staged.requests[found].tolist()
         for one in holder.requests:
             one.users += 1
             if one.data is None:
                 one.holders.append(holder)
                 holder.missing += 1
 
-    def _request(self, serial: int, ranges: ByteRanges) -> None:
-        """Request those of some ranges, sorted and apart, that are not there. Holds the lock."""
-        new = np.array([key not in self._staged for key in _keys(ranges)], np.bool_)
-        ranges = ByteRanges(*(column[new] for column in ranges))
-        bounds, keys = requests_of(ranges), _keys(ranges)
-        columns = (column.tolist() for column in extents_of(ranges, bounds))
-        for (a, b), source, begin, end in zip(itertools.pairwise(bounds), *columns, strict=True):
-            request = _Request(source, begin, end - begin, keys[a:b], serial)
-            self._staged.update(dict.fromkeys(keys[a:b], request))
-            self._staged_nbytes += request.nbytes
-            heapq.heappush(self._pending, (serial, next(self._order), request))
+    def _request(self, serial: int, ranges: ByteRanges) -> list[_Request]:
+        requests = self._staged.request(serial, ranges)
+        for one in requests:
+            heapq.heappush(self._pending, (serial, next(self._order), one))
+        return requests
 
     def _release(self, holder: _Holder) -> None:
         """Let go of what a batch needed. Holds the lock."""
         for one in holder.requests:
             one.users -= 1
-            if one.users == 0:
-                self._drop(one)
-        holder.requests, holder.by_range, holder.then = [], [], None
-
-    def _drop(self, request: _Request) -> None:
-        for key in request.keys:
-            if self._staged.get(key) is request:
-                del self._staged[key]
-        self._staged_nbytes -= request.nbytes
-        request.data = None
+        self._staged.drop(holder.requests)
+        holder.requests, holder.then = [], None
 
     # --- threads ----------------------------------------------------------------------------------
 
@@ -283,7 +310,9 @@ class Fetcher(Workers):
                 request = self._pending[0][2]
                 most = self._far.at_once(request.source)
                 if group and (
-                    request.source != group[0].source
+                    request.is_alone
+                    or group[0].is_alone
+                    or request.source != group[0].source
                     or nbytes > _GROUP_NBYTES
                     or len(group) >= most
                 ):
@@ -307,26 +336,40 @@ class Fetcher(Workers):
         if self._recorder.timeline is not None:
             path = self._far.path(first.source)
             self._recorder.timeline.put("fetch", begin_ns, first.serial, source=path)
+        if error is not None and len(group) > 1 and not self.is_stopped:
+            self._get_each(group)
+            return
         ready: list[_Holder] = []
         with self._lock:
             self._in_flight -= len(group)
             for number, one in enumerate(group):
                 if error is None and one.users:
                     one.data = found[number]
-                    one.base = address(found[number]) - one.offset
+                    one.base = address(found[number]) - one.begin
                 for holder in one.holders:
                     holder.missing -= 1
                     holder.error = holder.error or error
                     if holder.missing == 0 and holder.then is not None:
                         ready.append(holder)
                 one.holders = []
-                if error is not None:  # the next batch that needs it tries again
-                    for key in one.keys:
-                        if self._staged.get(key) is one:
-                            del self._staged[key]
+            if error is not None:  # the next batch that needs it tries again
+                failed = [one for one in group if one.users]
+                for one in failed:
+                    one.users = 0
+                self._staged.drop(failed)
         for holder in ready:
             self._finish(holder)
         self._plan_next()
+
+    def _get_each(self, group: Sequence[_Request]) -> None:
+        """Request each by itself, so that only the batches of one that fails have an error."""
+        with self._lock:
+            self._in_flight -= len(group)
+            for one in group:
+                one.is_alone = True
+                heapq.heappush(self._pending, (one.serial, next(self._order), one))
+        self._far.count(FetchCounts(retries=len(group)))
+        self._wake_for(len(group))
 
     def _finish(self, holder: _Holder) -> None:
         """Give a batch what it has waited for."""
@@ -336,11 +379,10 @@ class Fetcher(Workers):
             if then is None:
                 return
             if held is None:
-                table = self._far.table(holder.ranges)
-                base = np.array([one.base for one in holder.by_range], np.int64)
-                table["data"] = base + holder.ranges.offset
-                held = Held(holder.ranges, table, [one.data for one in holder.requests])
-            used = int(holder.ranges.nbytes.sum()) if isinstance(held, Held) else 0
+                base = np.array([one.base for one in holder.requests], np.int64)
+                data = base[holder.which] + holder.ranges.begins
+                held = self._far.held(holder.ranges, data, [y.data for y in holder.requests])
+            used = holder.ranges.nbytes if isinstance(held, Held) else 0
             waited_ns = time.perf_counter_ns() - holder.begin_ns
         self._far.count(FetchCounts(used_nbytes=used, waited_ns=waited_ns))
         then(held)
@@ -352,7 +394,7 @@ class Fetcher(Workers):
         with self._lock:
             request, most = self._next, self._limits
             is_full = (
-                self._staged_nbytes + self._planned_nbytes > most.fetch_nbytes
+                self._staged.nbytes + self._planned_nbytes > most.fetch_nbytes
                 or len(self._pending) > 2 * most.requests_in_flight
                 or len(self._ahead) >= _MOST_AHEAD
             )
@@ -372,7 +414,7 @@ class Fetcher(Workers):
                 if ranges is None:
                     break
                 planned.append((then, ranges))
-                nbytes += int(ranges.nbytes.sum())
+                nbytes += ranges.nbytes
                 then = following(then)
             then = then if nbytes else None  # all is kept, and mostly of later batches, too
         except Exception:
@@ -381,9 +423,9 @@ class Fetcher(Workers):
         with self._lock:
             self._is_planning = False
             if self._next is request and not self.is_stopped:
-                self._next, before = then, self._staged_nbytes
+                self._next, before = then, self._staged.nbytes
                 self._stage(planned)
-                self._planned_nbytes = self._staged_nbytes - before
+                self._planned_nbytes = self._staged.nbytes - before
                 new = len(self._pending)
         if new:
             self._wake_for(new)
@@ -392,26 +434,23 @@ class Fetcher(Workers):
     def _stage(self, planned: Sequence[tuple[FillRequest, ByteRanges]]) -> None:
         """Request what batches will read, of several what lies together. Holds the lock."""
         planned = [one for one in planned if one[0].serial not in self._holders]
-        if len(planned) > 1:
-            several = ByteRanges.joined([ranges for _, ranges in planned]).apart()
-            if several is not None:
-                self._request(planned[0][0].serial, several)
+        if not planned:
+            return
+        together = union(*(ranges for _, ranges in planned))
+        requests = self._request(planned[0][0].serial, together)
         for request, ranges in planned:
             if ranges.size:
                 holder = _Holder(ranges)
                 self._hold(request.serial, holder)
                 self._ahead[request.serial] = request, holder
+        self._staged.drop(requests)  # those that nobody found, since others overlap them
 
     def _end(self) -> None:
         super()._end()
-        self._staged.clear()
+        self._staged = _Staged(self._far.places)
         self._holders.clear()
         self._ahead.clear()
         self._plan = self._following = self._submit = do_nothing  # whose owners hold this object
-
-
-def _keys(ranges: ByteRanges) -> list[Key]:
-    return list(zip(*(column.tolist() for column in ranges), strict=True))
 
 
 def _are_alike(expected: FillRequest, request: FillRequest) -> bool:

@@ -423,7 +423,7 @@ class BatchReader:
         before = held[0].ranges if held else NO_RANGES
         with self._scratch() as scratch:
             listed = [collection.ranges(y, 0, y.plan.num_items, scratch) for y in batches]
-        wanted = union(ByteRanges.joined([before, *listed]))
+        wanted = union(before, *listed)
         return None if wanted.same(before) else wanted
 
     def hold(self, plans: BatchPlan, found: Held | BaseException) -> None:
@@ -455,7 +455,7 @@ class BatchReader:
         with self._scratch() as scratch:
             batches = [plan.batch for plan in plans]
             listed = [collection.ranges(y, 0, y.plan.num_items, scratch) for y in batches]
-        return union(ByteRanges.joined([NO_RANGES, *listed]))
+        return union(*listed)
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are also transformed if that costs no copy.

@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.corefilters import CONVERSION
+from h5async.codec.filters import CONVERSION
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.attributes import cf_attributes
 from h5async.index.chunks import filters_of, read_chunk_table, without_filters

@@ -15,8 +15,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.corefilters import CONVERSION
-from h5async.codec.filters import Filter, is_known_to_hdf5
+from h5async.codec.filters import CONVERSION, Filter, is_known_to_hdf5
 from h5async.core.binding import can_decode
 from h5async.errors import DamagedError, DatasetError
 from h5async.index.chunktable import ChunkTable, grid_of, repeated, shortened

@@ -26,6 +26,7 @@ from h5async.index.segments import (
     MOST_RUNS,
     WHOLE,
     Blocks,
+    Int64s,
     Piece,
     Segments,
     Selection,
@@ -35,8 +36,6 @@ from h5async.index.segments import (
     runs_between,
 )
 from h5async.index.units import bounds_behind, even_bounds, even_ranges, unit_bounds, unit_nbytes
-
-Int64s = NDArray[np.int64]
 
 _UNLIKE_TEXT = "its strings end otherwise than those of other files"
 _UNCHUNKED = "contiguous", "compact"
@@ -306,7 +305,7 @@ def _joined_sequences(layouts: Sequence[DatasetLayout]) -> SequenceLengths | Non
     return SequenceLengths(*map(np.concatenate, zip(*several, strict=True))) if several else None
 
 
-def _joined_spans(layouts: Sequence[DatasetLayout]) -> NDArray[np.int64]:
+def _joined_spans(layouts: Sequence[DatasetLayout]) -> Int64s:
     found, begin = [np.zeros(1, np.int64)], 0
     for layout in layouts:
         assert layout.spans is not None
@@ -405,7 +404,7 @@ def aligned(layouts: Mapping[str, DatasetLayout]) -> dict[str, DatasetLayout]:
     return {name: _with_room(layout, room) for name, layout in layouts.items()}
 
 
-def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
+def _with_room(layout: DatasetLayout, room: Int64s) -> DatasetLayout:
     """Return a layout in which each sequence begins where that of the longest field does."""
     assert layout.sequences is not None
     held = layout.sequences.held
@@ -437,9 +436,7 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
     )
 
 
-def _ragged_with_room(
-    layout: DatasetLayout, room: NDArray[np.int64], shift: NDArray[np.int64]
-) -> DatasetLayout:
+def _ragged_with_room(layout: DatasetLayout, room: Int64s, shift: Int64s) -> DatasetLayout:
     """Do the same if samples are runs of rows: samples outside sequences have no rows."""
     assert layout.sequences is not None
     held = layout.sequences.held
@@ -461,7 +458,7 @@ def _ragged_with_room(
     return layout.changed(sequences=sequences, spans=np.cumsum(counts))
 
 
-def _shifted(first: int, ends: NDArray[np.int64], shift: NDArray[np.int64]) -> int:
+def _shifted(first: int, ends: Int64s, shift: Int64s) -> int:
     """Return the row's position after its sequence was moved."""
     at = min(int(np.searchsorted(ends, first, side="right")), shift.size - 1)
     return first + int(shift[at]) if shift.size else first

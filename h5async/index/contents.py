@@ -22,7 +22,7 @@ import h5py
 from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasets import Indexer
-from h5async.index.links import Located, Reach, components, locate, metadata_cache
+from h5async.index.links import Located, Reach, components, found_at, metadata_cache
 from h5async.io.stores import HDF5File
 from h5async.spelling import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
@@ -319,13 +319,9 @@ def _group_at(
     """Open a group, in this file or another, which `files` closes; None if there is none."""
     if not path:
         return file["/"]
-    try:
-        node = locate(file, path, reach, files).open()
-    except H5AsyncError:
-        raise
-    except Exception:  # it is not there, or damaged
-        return None
-    return h5py.Group(node) if isinstance(node, h5py.h5g.GroupID) else None
+    found = found_at(file, path, reach, files)
+    is_group = found is not None and isinstance(found[1], h5py.h5g.GroupID)
+    return h5py.Group(found[1]) if found is not None and is_group else None
 
 
 def _kind(group: h5py.Group, name: bytes) -> Literal["group", "link", "other"]:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.structures import KEPT_OVERHEAD_NBYTES
+from h5async.core.binding import KEPT_OVERHEAD_NBYTES
 from h5async.index.chunktable import ChunkTable
 from h5async.index.datasettable import Datasets, pieces_read, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Piece
+from h5async.index.segments import Int64s, Piece
 from h5async.index.shapes import (
     FieldTable,
     Kind,
@@ -34,8 +34,6 @@ from h5async.index.shapes import (
     swaps,
 )
 from h5async.io.stamps import FileStamp
-
-Int64s = NDArray[np.int64]
 
 MOST_PIECES = (1 << 31) - 1  # of a sample: the core counts them in 32 bits
 SEGMENT_NBYTES, EXTENT_NBYTES = 53, 28  # of a row in the tables
@@ -338,7 +336,7 @@ def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
     return KeptNbytes(encoded, small + number * KEPT_OVERHEAD_NBYTES)
 
 
-def addresses_of_small(datasets: Datasets) -> NDArray[np.int64]:
+def addresses_of_small(datasets: Datasets) -> Int64s:
     """Return the addresses of small datasets with contiguous rows; -1 for other datasets."""
     columns = datasets.columns
     has_chunks = datasets.by_kind(lambda kind: kind.chunks is not None, np.bool_)
@@ -349,7 +347,7 @@ def addresses_of_small(datasets: Datasets) -> NDArray[np.int64]:
     return found
 
 
-def row_nbytes_of(datasets: Datasets) -> NDArray[np.int64]:
+def row_nbytes_of(datasets: Datasets) -> Int64s:
     """Return the bytes of a row of each dataset; files may declare more than 64 bits hold."""
     return datasets.by_kind(lambda kind: min(kind.row_nbytes, (1 << 63) - 1), np.int64)
 

@@ -78,18 +78,18 @@ def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
 
 def function_address(name: str) -> int:
     """Return the address of a function of h5py's HDF5; 0 if it cannot be found."""
-    function = _hdf5_function(name)
+    function = hdf5_function(name)
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache  # a function of ctypes refers to itself, so only a garbage collection frees it
-def _hdf5_function(name: str, *types: Any) -> Any:
+def hdf5_function(name: str, *types: Any, result: Any = ctypes.c_int) -> Any:
     """Return a function of h5py's HDF5 that takes an identifier and these types, or None."""
     library = _library()
     if not hasattr(library, name):
         return None
     function = library[name]  # (an attribute would be one function for all types)
-    function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
+    function.argtypes, function.restype = (ctypes.c_int64, *types), result
     return function
 
 
@@ -126,7 +126,7 @@ def _ask_hdf5(
     If it does not answer, return `default`, or raise NotDirectError.
     """
     found, status = kind(0), -1
-    call = _hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
+    call = hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
     if call is not None:
         with h5py._objects.phil:
             status = call(identifier.id, *arguments, ctypes.byref(found))
@@ -172,7 +172,7 @@ class Opened:
     def properties(self) -> bytes:
         """Its creation properties as encoded by HDF5 (H5Pencode2); b"" if it cannot."""
         size = ctypes.c_size_t(0)
-        encode = _hdf5_function(
+        encode = hdf5_function(
             "H5Pencode2", ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int64
         )
         with h5py._objects.phil:
@@ -219,8 +219,7 @@ class Opened:
         """
         if all(n % c == 0 for n, c in zip(self.extents, self.chunks, strict=True)):
             return False
-        flags = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, self.plist)
-        return bool(flags & _DONT_FILTER_PARTIAL_CHUNKS)
+        return edges_are_raw(self.plist)
 
     @property
     def offset(self) -> int:
@@ -240,6 +239,12 @@ class Opened:
     def end(self) -> int:
         """The current size of the file."""
         return self.source.stamp().nbytes
+
+
+def edges_are_raw(plist: h5py.h5p.PropDCID) -> bool:
+    """Return whether chunks that reach over the edge of a dataset with chunks are not filtered."""
+    flags = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
+    return bool(flags & _DONT_FILTER_PARTIAL_CHUNKS)
 
 
 def file_properties(dataset: h5py.h5d.DatasetID) -> h5py.h5p.PropFCID:

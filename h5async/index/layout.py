@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.errors import ConfigError
 from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
-from h5async.index.segments import Segments, extents_of
+from h5async.index.segments import Int64s, Segments, extents_of
 from h5async.io.stamps import FileStamp
 from h5async.spelling import printable
 
 _SLICES = 32  # of a contiguous dataset, so that several threads can read it
 
-Int64s = NDArray[np.int64]
 Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files", "heap"]
 
 
@@ -44,8 +43,8 @@ class Indexed(NamedTuple):
 class SequenceLengths(NamedTuple):
     """The lengths of the sequences of a dataset: int64 (n,)."""
 
-    room: NDArray[np.int64]  # the samples reserved per sequence for all fields,
-    held: NDArray[np.int64]  # and those of this field
+    room: Int64s  # the samples reserved per sequence for all fields,
+    held: Int64s  # and those of this field
 
 
 class HeapFile(NamedTuple):
@@ -205,7 +204,7 @@ class DatasetLayout:
     text: tuple[Text, ...] = ()
     heaps: tuple[HeapFile, ...] = ()
     sequences: SequenceLengths | None = None
-    spans: NDArray[np.int64] | None = None
+    spans: Int64s | None = None
     lengths: NDArray[np.uint32] | None = None
     limit: int | None = None
     unused_rows: int = 0
@@ -246,7 +245,7 @@ class DatasetLayout:
         """Whether samples of its field are runs of rows."""
         return self.spans is not None or self.lengths is not None
 
-    def starts(self) -> NDArray[np.int64]:
+    def starts(self) -> Int64s:
         """Return the first row of each sample, and the end of the last: int64 (samples + 1,).
 
         Those of variable-length elements are computed, and take memory while they are held.

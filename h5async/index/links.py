@@ -25,7 +25,7 @@ from urllib.parse import quote
 import h5py
 
 from h5async.config.files import FileName, SourceName, scheme_of
-from h5async.errors import BudgetError, DatasetError, ReadError, UnsafeFileError
+from h5async.errors import BudgetError, DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.index.layout import DatasetLayout
 from h5async.io.localfiles import IoMode
 from h5async.io.obstoreclient import WEB
@@ -358,6 +358,19 @@ def locate(
         last.clear()
         last[tuple(done[:-1])] = group
     return Located(file, "/".join(done) or "/", (), group, at)
+
+
+def found_at(
+    file: HDF5File, path: str, reach: Reach, files: contextlib.ExitStack
+) -> tuple[Located, h5py._objects.ObjectID] | None:
+    """Follow a path like `locate`, and open the object; None if it is not there, or damaged."""
+    try:
+        found = locate(file, path, reach, files)
+        return found, found.open()
+    except (H5AsyncError, MemoryError):
+        raise
+    except Exception:
+        return None
 
 
 def _other_file(

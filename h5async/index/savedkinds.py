@@ -30,10 +30,8 @@ from h5async.codec.filters import Filter
 from h5async.index.chunktable import ChunkTable, grid_of
 from h5async.index.datasettable import Columns
 from h5async.index.layout import CfAttribute, DatasetLayout, Indexed, Storage, Text
-from h5async.index.segments import Piece, Segments
+from h5async.index.segments import Int64s, Piece, Segments
 from h5async.io.stamps import FileStamp
-
-Int64s = NDArray[np.int64]
 
 LARGEST = (1 << 62) - 1  # of bytes, chunks, samples, or a position
 _SUPERBLOCK_NBYTES = 48  # at least
@@ -118,7 +116,7 @@ Positive = Annotated[Natural, Bound(ge=1)]
 Place = tuple[Natural, Natural]  # among the arrays of its name: where it begins, and its length
 DType = Annotated[np.dtype[Any], PlainValidator(_dtype)]
 Bytes = Annotated[bytes, PlainValidator(bytes.fromhex)]
-# (-1 is `corefilters.CONVERSION`.)
+# (-1 is `filters.CONVERSION`.)
 SavedFilter = Annotated[Filter, _of(tuple[Literal[-1] | Natural, Naturals, str])]
 SavedText = Annotated[Text, _of(tuple[Natural, Natural, StrictBool])]
 SavedAttribute = Annotated[CfAttribute, _of(tuple[str, str, Bytes]), AfterValidator(_require_whole)]

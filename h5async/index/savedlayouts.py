@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import is_known_to_hdf5
-from h5async.core.binding import can_decode, load_core
-from h5async.core.structures import NOWHERE
+from h5async.core.binding import NOWHERE, can_decode, load_core
 from h5async.index.chunktable import ChunkTable, repeated
 from h5async.index.datasettable import Columns, Datasets, has_own_extent
 from h5async.index.hdf5 import COLUMNS_REASON

@@ -18,9 +18,7 @@ from h5async.codec.filters import Filter
 from h5async.index.chunktable import ChunkTable
 from h5async.index.datasettable import part_shape
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import WHOLE, Piece, Region, ranges_of
-
-Int64s = NDArray[np.int64]
+from h5async.index.segments import WHOLE, Int64s, Piece, Region, ranges_of
 
 
 class Kind(IntEnum):

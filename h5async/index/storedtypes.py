@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from h5async.codec.corefilters import MOST_STEPS, Step, StepKind, parameters_of
+from h5async.codec.filters import MOST_STEPS, Step, StepKind, parameters_of
 from h5async.errors import DatasetError
 from h5async.index.layout import Text
 from h5async.spelling import name_bytes, name_text
@@ -35,7 +35,7 @@ class StoredType(NamedTuple):
     """The NumPy equivalent of the type of a dataset's elements, or of a member of them.
 
     `conversion` are the parameters of the filter that converts stored elements, including strings
-    (`codec/corefilters.py`); empty if there is none.
+    (`codec/filters.py`); empty if there is none.
     """
 
     dtype: np.dtype[Any]  # as in h5py

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from h5async.index.datasettable import pieces_read, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import PairedRuns, repetitions
-
-Int64s = NDArray[np.int64]
+from h5async.index.segments import Int64s, PairedRuns, repetitions
 
 _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of this size costs little more per byte
 

@@ -34,19 +34,14 @@ from h5async.index.hdf5 import (
     function_address,
     stored_nbytes,
 )
+from h5async.index.segments import Int64s
 from h5async.system.interruptions import suppressing
 
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
 _LEAST_VERSION = (1, 14)  # of HDF5, with a known way of calling a visitor
-_PYTHON_FUNCTIONS = {
-    "save_thread": "PyEval_SaveThread",
-    "restore_thread": "PyEval_RestoreThread",
-    "check_signals": "PyErr_CheckSignals",
-}
+_PYTHON_FUNCTIONS = ("PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals")
 MISREPORTED = "only dimension {} is unlimited: HDF5 misreports chunks"
 _MOST_POSITIONS = 1 << 40  # an array has at most 2 ** 32 (H5D_EARRAY_MAX_NELMTS_BITS)
-
-Int64s = NDArray[np.int64]
 
 
 class Visited(NamedTuple):
@@ -127,9 +122,7 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
         return None
     struct, _extents = _visit_struct(core, dataset, grid)
     struct.iterate = iterate
-    for member, name in _PYTHON_FUNCTIONS.items():
-        function = getattr(ctypes.pythonapi, name)
-        setattr(struct, member, ctypes.cast(function, ctypes.c_void_p).value)
+    struct.save_thread, struct.restore_thread, struct.check_signals = _python_functions()
     capacity = _FIRST_CAPACITY
     while True:
         # One more than the maximum, to detect more.
@@ -151,6 +144,12 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
         number, offset, nbytes, mask = columns
         facts = (getattr(struct, name) for name in Visited._fields[4:])
         return Visited(number[:count], offset[:count], nbytes[:count], mask[:count], *facts)
+
+
+@functools.cache
+def _python_functions() -> list[int | None]:
+    functions = (getattr(ctypes.pythonapi, name) for name in _PYTHON_FUNCTIONS)
+    return [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
 
 
 def _visit_struct(core: Core, dataset: Opened, grid: Sequence[int]) -> tuple[Any, Int64s]:

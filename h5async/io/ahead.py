@@ -1,4 +1,4 @@
-"""Opens far sources in a few threads, in the order in which HDF5 will open them.
+"""Opens far sources in threads, in the order in which HDF5 will open them.
 
 Names enter; what was fetched of each leaves when it is asked for. HDF5 works on one file at a time,
 and each would have it wait for the network. Threads begin with the first file that is asked for.
@@ -8,19 +8,19 @@ What is given back is kept for a moment, since a file is often opened several ti
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 from h5async.io.metadatafile import MetadataFile
-from h5async.system.interruptions import Gate, Patience, join_threads, start_threads, suppressing
+from h5async.io.sidebyside import start
+from h5async.system.interruptions import suppressing
 
-_THREADS = 32
 _MOST_AHEAD = 64  # files
 _MOST_KEPT = 4
-_END_SECONDS = 1.0
 
+_Answer = queue.SimpleQueue[MetadataFile | None]  # None if it was not opened
 Open = Callable[[str], MetadataFile]
 _current: ContextVar[Ahead | None] = ContextVar("_current", default=None)
 
@@ -53,13 +53,9 @@ class Ahead:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(dict.fromkeys(names))
         self._number = {name: number for number, name in enumerate(self._names)}
-        self._due: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers; -1 ends a thread
-        self._next = 0  # all below were asked for, or passed over
-        self._asked: set[int] = set()
-        self._opened: dict[int, MetadataFile | None] = {}  # None if that failed
+        self._next = 0  # all below were begun, or passed over
+        self._begun: dict[str, _Answer] = {}
         self._kept: dict[str, MetadataFile] = {}
-        self._gate = Gate()
-        self._threads: list[threading.Thread] = []
         self._is_closed = False
 
     def take(self, name: str, open_source: Open) -> MetadataFile | None:
@@ -67,17 +63,20 @@ class Ahead:
         if name in self._kept:
             return self._kept.pop(name)
         number = self._number.pop(name, None)
-        if number is None or (not self._threads and not self._start(number, open_source)):
+        if number is None or len(self._names) < 2:
             return None
         self._next = max(self._next, number)
-        while self._next < min(len(self._names), number + _MOST_AHEAD):
-            self._due.put(self._next)
-            self._asked.add(self._next)
-            self._next += 1
-        if number not in self._asked:
+        with suppressing(RuntimeError):  # there are no more threads
+            for one in self._names[self._next : number + _MOST_AHEAD]:
+                answer = _Answer()
+                start(partial(self._open, one, open_source, answer))
+                self._begun[one] = answer
+                self._next += 1
+        if name not in self._begun:
             return None
-        self._gate.wait(lambda: number in self._opened)
-        return self._opened.pop(number)
+        found = self._begun[name].get()
+        del self._begun[name]
+        return found
 
     def give_back(self, name: str, content: MetadataFile) -> None:
         """Take a source that is not used any more."""
@@ -91,43 +90,24 @@ class Ahead:
     def close(self) -> None:
         """Close all sources that were not taken."""
         self._is_closed = True
-        for _ in self._threads:
-            self._due.put(-1)
-        join_threads(self._threads, Patience(_END_SECONDS))
         for content in self._kept.values():
             content.source.close()
-        for number in list(self._opened):
-            self._close(number)
+        for answer in self._begun.values():
+            _close(answer)
 
-    def _start(self, first: int, open_source: Open) -> bool:
-        """Start threads; return whether that was of use."""
-        count = min(_THREADS, len(self._names) - first)
-        if count < 2:
-            return False
-        threads = [
-            threading.Thread(
-                target=self._run, args=(open_source,), name=f"h5async-opening-{n}", daemon=True
-            )
-            for n in range(count)
-        ]
-        with suppressing(RuntimeError):  # there are no more threads
-            start_threads(threads)
-            self._threads = threads
-        return bool(self._threads)
-
-    def _run(self, open_source: Open) -> None:
-        """Open sources, until there are no more, or this is closed."""
-        while (number := self._due.get()) >= 0 and not self._is_closed:
-            content = None
+    def _open(self, name: str, open_source: Open, answer: _Answer) -> None:
+        content = None
+        if not self._is_closed:
             with suppressing(Exception):  # who asks for it tries again, and finds out why
-                content = open_source(self._names[number])
+                content = open_source(name)
                 content.begin_ahead()
-            self._opened[number] = content
-            self._gate.notify()
-            if self._is_closed:
-                self._close(number)
+        answer.put(content)
+        if self._is_closed:
+            _close(answer)
 
-    def _close(self, number: int) -> None:
-        content = self._opened.pop(number, None)
+
+def _close(answer: _Answer) -> None:
+    with suppressing(queue.Empty):  # it comes later, or someone else closes it
+        content = answer.get_nowait()
         if content is not None:
             content.source.close()

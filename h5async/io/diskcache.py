@@ -204,14 +204,6 @@ class KeptSource(SourceOver):
         super().close()
         self._mirror = None
 
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
-        """Read ranges one after the other."""
-        at = 0
-        for found in self.get_ranges([offset for offset, _ in ranges], [n for _, n in ranges]):
-            one = memoryview(found)
-            into[at : at + one.nbytes] = one
-            at += one.nbytes
-
     def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
         """Return ranges out of the mirror, or fetch them, and keep them there."""
         mirror = self._mirror

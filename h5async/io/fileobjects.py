@@ -10,13 +10,16 @@ import os
 import secrets
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h5async.config.files import OBJECT_SCHEME, ObjectName
 from h5async.errors import ReadError
 from h5async.io.source import Source
 from h5async.io.stamps import FileStamp, changed
 from h5async.io.stores import Store, register
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
 _PROCESS = secrets.token_hex(8)  # stamps of file objects mean nothing elsewhere
 
@@ -36,21 +39,23 @@ class FileObjectSource(Source):
         """Return the size, and which object it is."""
         return self._now()
 
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
         """Read ranges one after the other."""
-        for offset, nbytes in ranges:
-            with self._lock:
-                self._file.seek(offset)
-                end = offset + nbytes
-                while offset < end:
-                    found = self._file.read(end - offset)
-                    if not found:
-                        raise changed(self._name, f"it ends before byte {end:,}")
-                    into[: len(found)], into = found, into[len(found) :]
-                    offset += len(found)
+        return list(map(self._get, offsets, lengths))
 
     def close(self) -> None:
         """Leave the file object to its owner."""
+
+    def _get(self, offset: int, nbytes: int) -> bytes:
+        found = b""
+        with self._lock:
+            self._file.seek(offset)
+            while len(found) < nbytes:
+                part = self._file.read(nbytes - len(found))
+                if not part:
+                    raise changed(self._name, f"it ends before byte {offset + nbytes:,}")
+                found += part
+        return found
 
     def _now(self) -> FileStamp:
         with self._lock:
@@ -63,7 +68,7 @@ class FileObjectStore(Store):
 
     is_lasting = False
 
-    def open(self, name: str) -> Source:
+    def open(self, name: str, *, is_patient: bool = False) -> Source:
         """Return a source over the file object of a name."""
         if not isinstance(name, ObjectName):
             raise FileNotFoundError(errno.ENOENT, "a file object cannot be given by its name", name)

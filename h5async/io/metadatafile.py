@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from h5async.io.places import NONSENSE, Format, Place, find_places
-from h5async.io.references import read_superblock
+from h5async.io.references import SUPERBLOCK_NBYTES, read_superblock, superblock_offsets
 from h5async.io.sidebyside import collecting_later
+from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
     from h5async.io.source import Source
@@ -34,7 +35,6 @@ _WALK_NBYTES = 1 << 26  # and until HDF5 gets what it asked for
 _AHEAD_NBYTES = 1 << 20  # of guesses, before HDF5 comes to a file
 _MOST_PLACES = 1 << 18  # that are remembered
 _NEXT_OBJECTS = 32  # of a group, after the second one
-_SUPERBLOCK_NBYTES = 128
 
 
 class MetadataFile(io.RawIOBase):
@@ -82,9 +82,7 @@ class MetadataFile(io.RawIOBase):
         self.begin()
         missing = self._missing(at, nbytes)
         if missing and nbytes > _BLOCK_NBYTES:  # most often values
-            values = memoryview(bytearray(nbytes))
-            self.source.read_ranges([(at, nbytes)], values)
-            return values
+            return memoryview(self.source.get_ranges([at], [nbytes])[0])
         is_new = self._visit(at, nbytes)
         if missing and not is_new:
             missing = self._missing(*self._block_at(at, nbytes))
@@ -162,16 +160,12 @@ class MetadataFile(io.RawIOBase):
             return
         self._fetch(self._missing(0, min(_BLOCK_NBYTES, self._nbytes)))
         self._has_begun = True
-        at = 0
-        while at + _SUPERBLOCK_NBYTES <= min(_BLOCK_NBYTES, self._nbytes):
-            try:
-                self._form, root = read_superblock(self._kept(at, _SUPERBLOCK_NBYTES), at)
-            except NONSENSE:
-                at = 2 * at or 512  # behind a user block
-            else:
+        for at in superblock_offsets(min(_BLOCK_NBYTES, self._nbytes) - SUPERBLOCK_NBYTES):
+            with suppressing(*NONSENSE):
+                self._form, root = read_superblock(self._kept(at, SUPERBLOCK_NBYTES), at)
                 self._todo.append((root, False))
-                self._walk([])
                 break
+        self._walk([])
 
     def _visit(self, at: int, nbytes: int) -> bool:
         """Note that HDF5 comes to objects of groups; return whether that gives new guesses."""

@@ -11,7 +11,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss", *WEB)
 _BEGINNING_NBYTES = 1 << 16  # comes with the answer to the first request
 _MOST_REDIRECTS = 5
+_MOST_TAG = 200  # characters that the core compares
+_TRIES = 3  # of requests whose answers the client takes for good ones
 # Measured, 8 ranges of 150 kB a call, in 4 threads: one call of a pinned store makes 1.8 times the
 # MB/s of calls side by side, and beside a loop of Python 1.7 to 2.5 times.
 _GROUP = 8
@@ -72,10 +74,12 @@ class RemoteSource(Source):
 
     at_once = 8  # 10 are on their way in a call of the client
 
-    def __init__(self, name: str, place: Place, meta: Mapping[str, Any], beginning: bytes) -> None:
+    def __init__(
+        self, name: str, place: Place, use: str, meta: Mapping[str, Any], beginning: bytes
+    ) -> None:
         self._name = name
         self._key = place.key
-        self._client = place.client
+        self._client, self._use = place.client, use
         self._meta = meta
         self._beginning = memoryview(beginning)
         self._waiting = SideBySide()
@@ -96,20 +100,14 @@ class RemoteSource(Source):
         """Return ranges; several are fetched side by side."""
         if len(offsets) == 1 and threading.current_thread() is not threading.main_thread():
             return [self._get(offsets[0], lengths[0])]
-        return self._get_all(zip(offsets, lengths, strict=True))
-
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
-        """Read ranges side by side."""
-        for part in self._get_all(ranges):
-            into[: part.nbytes] = part
-            into = into[part.nbytes :]
+        return self._get_all(list(zip(offsets, lengths, strict=True)))
 
     def web_address(self) -> WebAddress | None:
         """Return its URL, signed if need be; None without an ETag, too."""
         found, made = self._address
         if time.monotonic() - made > SIGNED_SECONDS / 2:
             url, tag, found = self._client.url(self._key), self._meta["e_tag"], None
-            if url is not None and tag:
+            if url is not None and tag and len(tag) < _MOST_TAG:
                 headers = ["User-Agent: h5async"]
                 headers += [f"If-Match: {value}" for value in self._condition.values()]
                 is_signed = scheme_of(self._name) not in WEB
@@ -124,8 +122,7 @@ class RemoteSource(Source):
         if pinned:
             self._client.left_to_pin += 1
 
-    def _get_all(self, ranges: Iterable[tuple[int, int]]) -> list[memoryview]:
-        several = list(ranges)
+    def _get_all(self, several: Sequence[tuple[int, int]]) -> list[memoryview]:
         self._count += len(several)
         if self._count > _UNPINNED and len(several) > 1 and self._pinned is None:
             self._pinned = False  # meanwhile
@@ -140,7 +137,7 @@ class RemoteSource(Source):
         """Return a store that sends the tag; False if there is none."""
         tag = self._condition.get("if_match")
         with self._failures():
-            return (tag and self._client.pinned(self._key, tag)) or False
+            return (tag and self._client.pinned(self._use, self._key, tag)) or False
 
     def _get_group(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Get ranges, in one call of the client if that can be trusted to be of one object."""
@@ -153,9 +150,10 @@ class RemoteSource(Source):
         with self._failures():  # (10 are on their way at a time)
             found = get(self._pinned, self._key, **about, coalesce=0)
         parts = [memoryview(one) for one in found]
-        for part, (offset, nbytes) in zip(parts, ranges, strict=True):
-            self._require_whole(part, offset, nbytes)
-        return parts
+        return [
+            part if part.nbytes == nbytes else self._get(offset, nbytes)
+            for part, (offset, nbytes) in zip(parts, ranges, strict=True)
+        ]
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
         end = offset + nbytes
@@ -165,15 +163,28 @@ class RemoteSource(Source):
             return beginning[offset:end]
         if not nbytes:
             return memoryview(b"")
+        fault = ""
+        for _ in range(_TRIES):
+            found, fault = self._answer(offset, end)
+            if not fault:
+                return found
+            self.retries += 1
+        raise ReadError(f"{self._name} cannot be read: {fault}")
+
+    def _answer(self, offset: int, end: int) -> tuple[memoryview, str]:
+        """Return what the server sends, and what is wrong with it that the client lets pass."""
         client, options = self._client, {"range": (offset, end), **self._condition}
         with self._failures():
-            answer = client.library.get(client.at_reading, self._key, options=options)
+            answer = client.library.get(client.store(self._use), self._key, options=options)
             found = memoryview(answer.bytes())
-        names = ["size", "e_tag"] if self._meta["e_tag"] else ["size", "last_modified"]
-        if any(answer.meta[name] != self._meta[name] for name in names):
+        known, told = self._meta, answer.meta
+        tag = known["e_tag"]
+        if told["size"] == known["size"] and tag and told["e_tag"] in (None, "", f"W/{tag}"):
+            return found, "answers of its server lack the ETag that says whether it was replaced"
+        if any(told[y] != known[y] for y in ("size", "e_tag" if tag else "last_modified")):
             raise replaced(self._name)
-        self._require_whole(found, offset, nbytes)
-        return found
+        sent = f"the server sent {found.nbytes:,} of {end - offset:,} bytes at byte {offset:,}"
+        return found, "" if found.nbytes == end - offset else f"{sent}, without an error"
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -194,29 +205,31 @@ class RemoteSource(Source):
                 f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
             )
 
-    def _require_whole(self, found: memoryview, offset: int, nbytes: int) -> None:
-        if found.nbytes != nbytes:
-            raise ReadError(
-                f"{self._name}: the server sent {found.nbytes:,} of {nbytes:,} bytes at byte"
-                f" {offset:,}, without an error"
-            )
-
 
 class RemoteStore(Store):
     """Object stores and the web."""
 
-    def open(self, name: str) -> Source:
+    def open(self, name: str, *, is_patient: bool = False) -> Source:
         """Open an object, in one request."""
-        return keeping(name, self._opened(name))
+        use = "reading" if is_patient else "indexing"
+        return keeping(name, self._opened(name, use, _BEGINNING_NBYTES))
 
-    def _opened(self, name: str) -> RemoteSource:
+    def stamp(self, name: str) -> FileStamp:
+        """Return the state of an object; raises as `open`."""
+        return self._opened(name, "opening", 1).stamp()
+
+    def _opened(self, name: str, use: str, nbytes: int) -> RemoteSource:
         place = Place.of(name)
-        if not place.key and scheme_of(name) not in WEB:
-            raise ConfigError(f"{name} names a bucket; add the key of an object, or a glob")
+        if scheme_of(name) not in WEB and (not place.key or place.key.endswith("/")):
+            what = "a folder" if place.key else "a bucket"
+            raise ConfigError(
+                f"{name} names {what}; add the key of an object, or a glob:"
+                f" {name.removesuffix('/')}/*.h5"
+            )
         client = place.client
         try:
-            begun = SideBySide().call([partial(_begin, client, place.key)])[0]
-            return RemoteSource(name, place, *begun)
+            begun = SideBySide().call([partial(_begin, client, place.key, nbytes)])[0]
+            return RemoteSource(name, place, use, *begun)
         except (H5AsyncError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -250,21 +263,21 @@ class RemoteStore(Store):
         return [f"{place.root}/{key}" for key in sorted(matches)]
 
 
-def _begin(client: Client, key: str) -> tuple[Mapping[str, Any], bytes]:
+def _begin(client: Client, key: str, nbytes: int) -> tuple[Mapping[str, Any], bytes]:
     """Return what is known of an object, and its first bytes."""
-    library, options = client.library, {"range": (0, _BEGINNING_NBYTES)}
+    library, store, options = client.library, client.store("opening"), {"range": (0, nbytes)}
     try:
-        answer = library.get(client.at_opening, key, options=options)
+        answer = library.get(store, key, options=options)
         return answer.meta, bytes(answer.bytes())
     except library.exceptions.GenericError as error:
         if "status: 416" not in str(error):
             raise
-        return library.head(client.at_opening, key), b""  # it is empty
+        return library.head(store, key), b""  # it is empty
 
 
 def _listed(client: Client, prefix: str, is_flat: bool) -> list[str]:
     """Return the keys below a prefix, or if `is_flat` those right below it."""
-    library, store = client.library, client.at_opening
+    library, store = client.library, client.store("opening")
     if is_flat:
         return [one["path"] for one in library.list_with_delimiter(store, prefix)["objects"]]
     return [one["path"] for part in library.list(store, prefix) for one in part]

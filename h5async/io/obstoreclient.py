@@ -22,7 +22,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from h5async.errors import ConfigError, needs_package
@@ -49,14 +48,21 @@ _TIMEOUTS = ("connect_timeout", "pool_idle_timeout", "read_timeout", "timeout")
 _DURATIONS = ("retry_timeout", "init_backoff", "max_backoff", *_TIMEOUTS)
 _ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT")
 
-# When a source is opened, what is wrong is told within seconds; later, a fault may pass.
-_AT_OPENING: dict[str, Mapping[str, Any]] = {
-    "client_options": {"connect_timeout": "2s", "timeout": "4s"},
-    "retry_config": {"max_retries": 5, "retry_timeout": timedelta(seconds=3)},
-}
-_AT_READING: dict[str, Mapping[str, Any]] = {
-    "client_options": {"connect_timeout": "5s", "read_timeout": "10s", "timeout": "60s"},
-    "retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=60)},
+# By what a store is for. Until a reader is open, what is wrong is told within seconds, but one
+# request of thousands may stall; later, a fault may pass.
+_DEFAULTS: dict[str, dict[str, Mapping[str, Any]]] = {
+    "opening": {
+        "client_options": {"connect_timeout": "2s", "timeout": "4s"},
+        "retry_config": {"max_retries": 5, "retry_timeout": timedelta(seconds=3)},
+    },
+    "indexing": {
+        "client_options": {"connect_timeout": "2s", "read_timeout": "4s", "timeout": "60s"},
+        "retry_config": {"max_retries": 5, "retry_timeout": timedelta(seconds=5)},
+    },
+    "reading": {
+        "client_options": {"connect_timeout": "5s", "read_timeout": "10s", "timeout": "60s"},
+        "retry_config": {"max_retries": 10, "retry_timeout": timedelta(seconds=60)},
+    },
 }
 
 
@@ -69,6 +75,7 @@ class Client:
         self._options = options
         self._can_sign = not any("skip_signature" in name for name in options)
         self._heeds_tags: bool | None = None
+        self._stores: dict[str, Any] = {}
         self.left_to_pin = _MOST_PINNED
 
     def url(self, key: str) -> str | None:
@@ -83,21 +90,16 @@ class Client:
         if self._can_sign:
             valid = timedelta(seconds=SIGNED_SECONDS)
             with suppressing(Exception):  # these credentials cannot sign
-                return str(self.library.sign(self.at_opening, "GET", key, valid))
+                return str(self.library.sign(self.store("opening"), "GET", key, valid))
             self._can_sign = False
         return None
 
-    @cached_property
-    def at_opening(self) -> Any:
-        """The store for first requests, which fail soon."""
-        return self._made(_AT_OPENING)
+    def store(self, use: str) -> Any:
+        """Return the store for a use: "opening", "indexing" or "reading"."""
+        found = self._stores.get(use)
+        return found or self._stores.setdefault(use, self._made(use))
 
-    @cached_property
-    def at_reading(self) -> Any:
-        """The store for all others, which are repeated for some time."""
-        return self._made(_AT_READING)
-
-    def pinned(self, key: str, tag: str) -> Any | None:
+    def pinned(self, use: str, key: str, tag: str) -> Any | None:
         """Return a store all of whose requests have an ETag, for one object, or None.
 
         It has connections of its own, and takes 20 ms to make. So there are few of them, and none
@@ -108,14 +110,14 @@ class Client:
         if self._heeds_tags is None:
             options = {"range": (0, 1), "if_match": '"of no object"'}
             try:
-                self.library.get(self.at_reading, key, options=options)
+                self.library.get(self.store(use), key, options=options)
                 self._heeds_tags = False
             except self.library.exceptions.PreconditionError:
                 self._heeds_tags = True
         if not self._heeds_tags:
             return None
         self.left_to_pin -= 1
-        store = self._made(_AT_READING, {"If-Match": tag})
+        store = self._made(use, {"If-Match": tag})
         try:
             self.library.get_range(store, key, start=0, length=1)
         except self.library.exceptions.PermissionDeniedError:
@@ -123,10 +125,8 @@ class Client:
             return None
         return store
 
-    def _made(
-        self, defaults: Mapping[str, Mapping[str, Any]], headers: Mapping[str, str] | None = None
-    ) -> Any:
-        given = dict(self._options)
+    def _made(self, use: str, headers: Mapping[str, str] | None = None) -> Any:
+        given, defaults = dict(self._options), _DEFAULTS[use]
         own = {name: {**defaults[name], **(given.pop(name, None) or {})} for name in defaults}
         values = [self._root, *given.values(), *map(os.environ.get, _ENDPOINTS)]
         if any(str(value).startswith("http://") for value in values):

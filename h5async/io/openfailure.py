@@ -12,13 +12,12 @@ from io import RawIOBase
 from pathlib import Path
 
 from h5async.config.files import scheme_of
-from h5async.system.interruptions import interruption, suppressing
+from h5async.io.places import NONSENSE
+from h5async.io.references import SIGNATURE, SUPERBLOCK_NBYTES, read_superblock, superblock_offsets
+from h5async.system.interruptions import interruption
 
-SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_LEAST_USER_BLOCK = 512  # the superblock lies at 0, or at a power of 2 of at least this
 _BEGINNING_NBYTES = 512
 _SHOWN_NBYTES = 16
-_SUPERBLOCK_NBYTES = 64  # that include the end-of-file address, in any version
 _FORMATS = (  # offset of the signature, the signature, the format
     (0, b"version https://git-lfs.github.com/", "a Git LFS pointer; run `git lfs pull`"),
     (0, b"\x1f\x8b", "compressed by gzip; gunzip it"),
@@ -104,14 +103,18 @@ def _content_reason(file: RawIOBase) -> str | None:
     size = file.seek(0, os.SEEK_END)
     if not size:
         return "it is empty"
-    at = _superblock_at(file, size)
-    if at is None:
+    for at in superblock_offsets(size):
+        found = _bytes_at(file, at, _BEGINNING_NBYTES)
+        if found.startswith(SIGNATURE):
+            break
+    else:
         return _format_reason(_bytes_at(file, 0, _BEGINNING_NBYTES))
-    superblock = _bytes_at(file, at, _SUPERBLOCK_NBYTES)
-    end = _end_of_file(superblock)
-    if end is None and at + _SUPERBLOCK_NBYTES > size:
-        return f"it is cut short: only {size:,} bytes are there"
-    if end is not None and end > size:
+    try:
+        end = read_superblock(found, at)[0].end
+    except NONSENSE:
+        is_short = len(found) < SUPERBLOCK_NBYTES
+        return f"it is cut short: only {size:,} bytes are there" if is_short else None
+    if end > size:
         return f"it is cut short: {size:,} of {end:,} bytes are there; copy or download it again"
     return None
 
@@ -126,34 +129,6 @@ def _format_reason(beginning: bytes) -> str:
     if SIGNATURE.startswith(beginning):
         return f"it is cut short: only {len(beginning)} bytes are there"
     return f"it is not an HDF5 file: it begins with {shown!r}"
-
-
-def _superblock_at(file: RawIOBase, size: int) -> int | None:
-    """Return where HDF5 would find the superblock, with or without a user block."""
-    at = 0
-    while at + len(SIGNATURE) <= size:
-        if _bytes_at(file, at, len(SIGNATURE)) == SIGNATURE:
-            return at
-        at = 2 * at or _LEAST_USER_BLOCK
-    return None
-
-
-def _end_of_file(superblock: bytes) -> int | None:
-    """Return the end-of-file address in a superblock: the size of the whole file.
-
-    Source: HDF5 File Format Specification, section II.A.
-    """
-    with suppressing(IndexError):
-        version = superblock[8]
-        if version > 3:
-            return None
-        address_nbytes = superblock[13] if version < 2 else superblock[9]
-        addresses_at = {0: 24, 1: 28}.get(version, 12)
-        at = addresses_at + 2 * address_nbytes
-        found = superblock[at : at + address_nbytes]
-        if len(found) == address_nbytes and found.strip(b"\xff"):
-            return int.from_bytes(found, "little")
-    return None
 
 
 def _bytes_at(file: RawIOBase, at: int, nbytes: int) -> bytes:

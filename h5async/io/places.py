@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
-NONSENSE = (IndexError, ValueError, OverflowError)  # raised for bytes that are no such structure
+NONSENSE = (
+    IndexError,
+    ValueError,
+    OverflowError,
+    struct.error,
+)  # raised for bytes that are no such structure
 _PIECE_NBYTES = 1 << 20  # of large tables
 
 
 class Format(NamedTuple):
     """What the superblock of a file says: the sizes of numbers, and of nodes of B-trees.
 
-    `base` is where addresses count from. A node has up to twice as many entries as its ``k``.
+    `base` is where addresses count from, `end` what the file is said to have, -1 if that is
+    undefined. A node has up to twice as many entries as its ``k``.
     """
 
     base: int = 0
@@ -21,6 +28,7 @@ class Format(NamedTuple):
     chunk_k: int = 32
     group_k: int = 16
     leaf_k: int = 4
+    end: int = -1
 
 
 class Place(NamedTuple):
@@ -48,10 +56,11 @@ class Cursor:
 
     def take(self, nbytes: int) -> bytes:
         """Return the next bytes."""
-        if not 0 <= nbytes <= self.rest:
+        begin, end = self.at, self.at + nbytes
+        if not begin <= end <= len(self.data):
             raise IndexError("the structure ends before")
-        self.at += nbytes
-        return self.data[self.at - nbytes : self.at]
+        self.at = end
+        return self.data[begin:end]
 
     def number(self, nbytes: int = 1) -> int:
         """Return the next number, which has no sign."""

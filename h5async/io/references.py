@@ -7,6 +7,7 @@ checks everything itself. So bytes that make no sense give no guess, and never a
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -20,6 +21,9 @@ from h5async.io.indexreferences import (
 )
 from h5async.io.places import NONSENSE, Cursor, Find, Format, Place
 
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+SUPERBLOCK_NBYTES = 128  # at most
+_LEAST_USER_BLOCK = 512
 _HEADER_NBYTES = 2048  # of an object header whose size is not known yet
 _MOST_HEADER_NBYTES = 1 << 20
 _MOST_HEAP_NBYTES = 1 << 24
@@ -27,6 +31,7 @@ _CONTINUATION = 0x10
 IS_SHARED = 2  # a flag of a message, which lies elsewhere
 _LEAST_HEADER_NBYTES, _MOST_BLOCKS = 64, 64
 _HEAD_V1_NBYTES = 8  # of a message; in version 2 there are 4 or 6
+_HEAD_V1, _HEAD_V2 = struct.Struct("<HHB"), struct.Struct("<BHB")  # type, size, flags
 
 
 def read_superblock(data: bytes, at: int) -> tuple[Format, Place]:
@@ -35,7 +40,7 @@ def read_superblock(data: bytes, at: int) -> tuple[Format, Place]:
     Raises one of `NONSENSE` if there is none.
     """
     found = Cursor(data, Format(), Place(at, len(data)))
-    found.expect(b"\x89HDF\r\n\x1a\n")
+    found.expect(SIGNATURE)
     version = found.number()
     if version > 3:
         raise ValueError("a superblock of another version")
@@ -43,10 +48,19 @@ def read_superblock(data: bytes, at: int) -> tuple[Format, Place]:
     found.form = form
     found.take(1 if version > 1 else 0)
     base = found.address()
-    found.form = form._replace(base=base)
-    found.take((3 if version < 2 else 2) * form.offset_nbytes)  # what lies where; the name
-    found.take(form.offset_nbytes if version < 2 else 0)
+    found.address()  # of free space, or the extension
+    end = found.address()
+    found.form = form._replace(base=base, end=end)
+    found.take(2 * form.offset_nbytes if version < 2 else 0)  # of the driver; the name
     return found.form, Place(found.address(), _HEADER_NBYTES, object_header)
+
+
+def superblock_offsets(nbytes: int) -> Iterator[int]:
+    """Yield where HDF5 looks for the superblock in a file, with or without a user block."""
+    at = 0
+    while at + len(SIGNATURE) <= nbytes:
+        yield at
+        at = 2 * at or _LEAST_USER_BLOCK
 
 
 def _old_sizes(found: Cursor, version: int) -> Format:
@@ -97,26 +111,26 @@ def _continuation(found: Cursor, head_nbytes: int, owner: int) -> Iterator[Place
 
 def _messages(found: Cursor, nbytes: int, head_nbytes: int) -> Iterator[tuple[int, int, bytes]]:
     """Yield type, flags and body of messages."""
+    head = _HEAD_V1 if head_nbytes == _HEAD_V1_NBYTES else _HEAD_V2
     end = found.at + nbytes
     while found.at + head_nbytes <= end:
-        head = found.take(head_nbytes)
-        if head_nbytes == _HEAD_V1_NBYTES:
-            kind, size, flags = head[0] | head[1] << 8, head[2] | head[3] << 8, head[4]
-        else:
-            kind, size, flags = head[0], head[1] | head[2] << 8, head[3]
+        kind, size, flags = head.unpack_from(found.data, found.at)
+        found.at += head_nbytes
         yield kind, flags, found.take(size)
 
 
 def _named(found: Cursor, nbytes: int, head_nbytes: int, owner: int) -> Iterator[Place]:
     """Yield what the messages of the object header at `owner` refer to."""
     for kind, flags, body in _messages(found, nbytes, head_nbytes):
+        if kind != _CONTINUATION and kind not in _MESSAGES:
+            continue
         message = Cursor(body, found.form, Place(owner, len(body)))
         try:
             if kind == _CONTINUATION:
                 offset, length = message.address(), min(message.length(), _MOST_HEADER_NBYTES)
                 find = partial(_continuation, head_nbytes=head_nbytes, owner=owner)
                 yield Place(offset, length, find)
-            elif kind in _MESSAGES and not flags & IS_SHARED:
+            elif not flags & IS_SHARED:
                 yield from _MESSAGES[kind](message)
         except NONSENSE:
             continue

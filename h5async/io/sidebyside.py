@@ -80,6 +80,11 @@ class SideBySide:
             answers.put((-1, None, ReadError("the source was closed while it was being read")))
 
 
+def start(function: Callable[[], None]) -> None:
+    """Have a thread call a function, for which the end of the interpreter waits a moment."""
+    _thread.start_new_thread(_work, ([(0, function)], queue.SimpleQueue()))
+
+
 _running: set[object] = set()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_running.clear)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,31 +50,23 @@ class Source(ABC):
 
     identity = "its stamp"
     at_once = 1  # ranges that one call of `get_ranges` is best given, if many threads call it
+    retries = 0  # requests that were repeated, as far as it can tell
 
     @abstractmethod
     def stamp(self) -> FileStamp:
         """Return the state of what is open."""
 
     @abstractmethod
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
-        """Read ranges, each an offset and a number of bytes, to `into`, one after the other.
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
+        """Return ranges, each a buffer of exactly the length asked for, valid while referenced.
 
-        `ReadError` is raised if the source ends before, or is not what was opened any more.
+        `ReadError` is raised if the source ends before, or is not what was opened any more. Called
+        from many threads, without any lock.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Close it, and end calls that wait for bytes. Idempotent."""
-
-    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
-        """Return ranges, each a buffer of exactly the length asked for, valid while referenced.
-
-        `ReadError` is raised as by `read_ranges`. Called from many threads, without any lock.
-        """
-        ends = list(itertools.accumulate(lengths))
-        memory = memoryview(bytearray(ends[-1] if ends else 0))
-        self.read_ranges(list(zip(offsets, lengths, strict=True)), memory)
-        return [memory[end - n : end] for end, n in zip(ends, lengths, strict=True)]
 
     @property
     def mirror(self) -> MappedMirror | None:
@@ -92,9 +83,8 @@ class Source(ABC):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return bytes; fewer where the source ends."""
-        found = bytearray(max(0, min(nbytes, self.stamp().nbytes - offset)))
-        self.read_ranges([(offset, len(found))], memoryview(found))
-        return bytes(found)
+        there = max(0, min(nbytes, self.stamp().nbytes - offset))
+        return bytes(self.get_ranges([offset], [there])[0])
 
 
 class SourceOver(Source):
@@ -108,9 +98,10 @@ class SourceOver(Source):
         """Return the state of what is open."""
         return self.source.stamp()
 
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
-        """Read ranges; see `Source.read_ranges`."""
-        self.source.read_ranges(ranges, into)
+    @property
+    def retries(self) -> int:  # type: ignore[override]
+        """Those of the other source."""
+        return self.source.retries
 
     def close(self) -> None:
         """Close it, and end calls that wait for bytes. Idempotent."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import h5py
 
@@ -31,6 +32,9 @@ from h5async.io.sidebyside import SideBySide
 from h5async.io.source import Source
 from h5async.io.stamps import FileStamp, settled
 from h5async.system.interruptions import suppressing
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
 
 class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
@@ -64,8 +68,11 @@ class Store(ABC):
     is_local = False  # whether names are paths, which the core opens itself, and links may lead to
 
     @abstractmethod
-    def open(self, name: str) -> Source:
-        """Open a source; `OSError` if that fails, `FileNotFoundError` if there is none."""
+    def open(self, name: str, *, is_patient: bool = False) -> Source:
+        """Open a source; `OSError` if that fails, `FileNotFoundError` if there is none.
+
+        If `is_patient`, reads wait for a fault of the network to pass; else they tell it soon.
+        """
 
     def matching(self, name: SourceName) -> list[str] | None:
         """Return the names of the sources that match a glob, sorted; None if it is none."""
@@ -81,7 +88,7 @@ class Store(ABC):
     ) -> HDF5File:
         """Open a source for reading with h5py; see `open_hdf5`."""
         try:
-            content, ahead = take(name, self._open_content)
+            content, ahead = take(name, partial(self._content, metadata_nbytes is None))
         except OSError as error:
             text = f"cannot open {name}: {error.strerror or error}"
             raise failed_read(text, error, name) from error
@@ -104,8 +111,8 @@ class Store(ABC):
         file.give_back = source.close if ahead is None else partial(ahead.give_back, name, content)
         return file
 
-    def _open_content(self, name: str) -> MetadataFile:
-        return MetadataFile(self.open(name))
+    def _content(self, is_patient: bool, name: str) -> MetadataFile:
+        return MetadataFile(self.open(name, is_patient=is_patient))
 
 
 class LocalSource(Source):
@@ -119,14 +126,18 @@ class LocalSource(Source):
         """Return the state of the open file, whatever lies at its path now."""
         return FileStamp.of(self._descriptor)
 
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
         """Read ranges one after the other."""
-        for offset, nbytes in ranges:
-            while nbytes:
-                count = os.preadv(self._descriptor, [into[:nbytes]], offset)
-                if not count:
-                    raise ReadError(f"{nbytes} bytes are missing at byte {offset}")
-                into, offset, nbytes = into[count:], offset + count, nbytes - count
+        return list(map(self._get, offsets, lengths))
+
+    def _get(self, offset: int, nbytes: int) -> bytes:
+        found = b""
+        while len(found) < nbytes:
+            part = os.pread(self._descriptor, nbytes - len(found), offset + len(found))
+            if not part:
+                raise ReadError(f"{nbytes - len(found)} bytes are missing at byte {offset}")
+            found += part
+        return found
 
     def close(self) -> None:
         """Close the file, if this object owns it."""
@@ -139,7 +150,7 @@ class LocalStore(Store):
 
     is_local = True
 
-    def open(self, name: str) -> Source:
+    def open(self, name: str, *, is_patient: bool = False) -> Source:
         """Open a regular file."""
         file = open_regular(name)
         return LocalSource(file.fileno(), file)

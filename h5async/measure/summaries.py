@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from h5async.config.statistics import FieldStatistics, Per
 from h5async.config.values import is_float
-from h5async.core.binding import Core, address, load_core
-from h5async.core.structures import VALUE_KINDS
+from h5async.core.binding import VALUE_KINDS, Core, address, load_core
 from h5async.errors import ConfigError
 from h5async.index.layout import DatasetLayout
 from h5async.plan.transform import RowTransform

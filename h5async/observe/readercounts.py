@@ -1,10 +1,12 @@
 """Counts what a reader does, and makes statistics of all of it, of an epoch, or since others.
 
-Deliveries and the filler's counts enter; `ReaderStats` leaves.
+Deliveries and the filler's counts enter; `ReaderStats` leaves. What a reader has left out as
+damaged is listed, and limited.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import threading
@@ -15,7 +17,8 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import ConfigError
+from h5async.config.files import FileName, paths_text
+from h5async.errors import ConfigError, DamagedError, Skipped
 from h5async.fill.outcomes import FillerStats
 from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
@@ -24,8 +27,11 @@ from h5async.observe.stats import ReaderStats
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
 from h5async.samples.assembly import by_field
+from h5async.spelling import named
 from h5async.system.timeline import STAGES, StageTimes
 
+_MOST_LISTED = 10_000  # left-out samples
+_log = logging.getLogger("h5async.reader")
 _KEPT_EPOCHS = 256
 _KEPT_WAITS = 4096
 
@@ -87,7 +93,9 @@ class Work(NamedTuple):
     requests: int = 0
     requested_nbytes: int = 0
     requests_used_nbytes: int = 0
+    retries: int = 0
     flight_ns: int = 0  # as `FetchCounts`
+    quickest_ns: int = 0  # of all time
 
     def since(self, earlier: Work) -> Work:
         """Return the work done since."""
@@ -96,7 +104,8 @@ class Work(NamedTuple):
             for stage, seconds in self.stage_seconds.items()
         }
         counts = (max(0, new - old) for new, old in zip(self[2:], earlier[2:], strict=True))
-        return Work(stages, max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds), *counts)
+        found = Work(stages, max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds), *counts)
+        return found._replace(quickest_ns=self.quickest_ns)
 
 
 class _Moment(NamedTuple):
@@ -241,7 +250,9 @@ class ReaderCounts:
             fetched.requests,
             fetched.requested_nbytes,
             fetched.used_nbytes,
+            fetched.retries,
             fetched.flight_ns,
+            fetched.quickest_ns,
         )
 
     def stats(
@@ -326,6 +337,7 @@ class ReaderCounts:
         of_work = work._asdict()  # most have the names of statistics
         by_h5py = of_work.pop("h5py_decoded_nbytes")
         requests_used, flight_ns = of_work.pop("requests_used_nbytes"), of_work.pop("flight_ns")
+        quickest_ns = of_work.pop("quickest_ns")
         return ReaderStats(
             batches=batches,
             samples=end.samples - begin.samples,
@@ -347,6 +359,7 @@ class ReaderCounts:
             _h5py_per_used=_ratio(by_h5py, used.by_h5py),
             _encoded_share=_ratio(encoded_nbytes, work.read_nbytes),
             _flight_seconds=flight_ns / 1e9,
+            _quickest_seconds=quickest_ns / 1e9,
             _most_flights=self._most_flights,
             _is_scattered=self._is_scattered,
             _waits=end.waits.number - begin.waits.number,
@@ -378,3 +391,56 @@ def _sample_nbytes(layout: DatasetLayout) -> float:
 
 def _both_ways(one: str, other: str) -> str:
     return " and ".join(sorted({*one.split(" and "), *other.split(" and ")}))
+
+
+class SkippedSamples:
+    """The samples and `files` that a reader has left out; only its consumer notes any.
+
+    `most` is the option `max_skipped`, the limit for an epoch. `path` is for messages.
+    """
+
+    def __init__(
+        self, path: FileName | Sequence[FileName], files: Sequence[Skipped], most: float | None
+    ) -> None:
+        self._what = paths_text(path)
+        self._files, self._most = tuple(files), most
+        self._samples: dict[tuple[str | None, int | None], Skipped] = {}
+        self._epoch = self._last = -1  # and the number of the last batch that had any
+        self._count = 0  # in this epoch
+
+    @property
+    def listed(self) -> tuple[Skipped, ...]:
+        """All files, and the first samples, each once, in the order in which they were found."""
+        return (*self._files, *self._samples.values())
+
+    def note(
+        self, skipped: Sequence[Skipped], epoch: int, number: int, epoch_samples: int
+    ) -> DamagedError | None:
+        """Note the skipped samples of a batch; return an error if its epoch now has too many.
+
+        `epoch_samples` are those of the epoch in this rank.
+        """
+        if not self._samples:
+            text = "%s: damaged samples are left out, and listed in reader.skipped; the first: %s"
+            _log.warning(text, self._what, skipped[0].reason)
+        for one in skipped:
+            if len(self._samples) < _MOST_LISTED:
+                self._samples.setdefault((one.file, one.sample), one)
+        if epoch < 0 or self._most is None:
+            return None
+        is_new = epoch != self._epoch or number < self._last
+        if (epoch, number) != (self._epoch, self._last):  # else it was noted before an interruption
+            self._count = len(skipped) + (0 if is_new else self._count)
+            self._epoch, self._last = epoch, number
+        most = self._most if isinstance(self._most, int) else self._most * epoch_samples
+        if self._count <= most:
+            return None
+        last = skipped[-1]
+        error = DamagedError(
+            f"{self._what}: {self._count:,} samples of epoch {epoch} are damaged, more than"
+            f" {named('max_skipped', self._most)} allows; the last one: {last.reason}",
+            filename=last.file,
+            dataset=last.dataset,
+        )
+        error.samples = tuple(one.sample for one in skipped if one.sample is not None)
+        return error

@@ -22,6 +22,7 @@ _DECODES = 0.25  # share of the threads' time from which decoding is mentioned
 _WASTED = 1.5  # samples decoded per used one, from which waste is mentioned
 _WAITS_FOR_BYTES = 0.5  # seconds that a batch waits for them, per second that the loop waits
 _FULL = 0.5  # share of `requests_in_flight` from which that is what holds requests up
+_QUEUED = 2.5  # times what the quickest took, from which requests wait for each other
 _MOST_RATE = 5500  # GETs a second that S3 permits for a prefix
 _LARGE_NBYTES = 1 << 20  # a request that takes longer for its bytes than for the way there
 _WORK = {  # names of stages in the sentence
@@ -90,6 +91,8 @@ class ReaderStats:
     requests, requested_nbytes
         Requests to object stores and the web, and their bytes, without those of metadata. A batch
         that ``cache="disk"`` has whole needs none.
+    retries
+        Requests that were repeated after a fault; obstore does not tell those of its own.
     requested_per_used
         Bytes requested for each byte that a batch reads; less than 1 if several batches read bytes
         that were requested once.
@@ -161,6 +164,7 @@ class ReaderStats:
     requests: int = 0
     requested_nbytes: int = 0
     requested_per_used: float = 0.0
+    retries: int = 0
     epoch: int | None = None
     first_batch: int = 0
     # The same without decoded chunks that are kept and may be used later: certain waste.
@@ -169,6 +173,7 @@ class ReaderStats:
     _h5py_per_used: float = 0.0
     _encoded_share: float = 0.0  # of the bytes read: those of decoded chunks
     _flight_seconds: float = 0.0  # that requests were on their way, summed up
+    _quickest_seconds: float = 0.0  # that a call for some of them took at least
     _most_flights: int = 1  # requests at a time
     _is_scattered: bool = True  # whether samples of a chunk are far from each other in the order
     _waits: int = 0  # for batches whose time is known
@@ -365,6 +370,13 @@ def _limit_of_fetching(stats: ReaderStats) -> str:
         advice = (
             f"only {flights:.1f} of {most} requests were on their way at a time: make"
             f" {named('prefetch')} or {named('fetch_bytes')} larger"
+        )
+    elif takes > _QUEUED * stats._quickest_seconds > 0:
+        limit = "the bandwidth of the network, or the store"
+        quickest = seconds_text(stats._quickest_seconds)
+        advice = (
+            f"requests wait for each other (the quickest took {quickest}), so more at a time would"
+            f" not help; {fewer}, or read nearer to the data"
         )
     elif size < _LARGE_NBYTES:
         limit = "the latency of the network"

@@ -47,9 +47,15 @@ from h5async.index.links import Reach, below, open_index
 from h5async.index.metadata import list_layouts, may_be_variable_length, read_layouts
 from h5async.index.savedindex import Wanted
 from h5async.io.stores import absolute_name, settled_stamp
-from h5async.opening.filevalues import categories_of, column_at, small_values
+from h5async.opening.filevalues import (
+    categories_of,
+    column_at,
+    heap_layout,
+    small_values,
+    sparse_rows,
+    with_spans,
+)
 from h5async.opening.oncefields import read_once, wanted_once
-from h5async.opening.raggedcolumns import heap_layout, sparse_rows, with_spans
 from h5async.read.executors import read_whole
 from h5async.samples.assembly import field_kinds
 from h5async.samples.fieldkind import (

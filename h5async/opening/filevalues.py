@@ -1,24 +1,40 @@
-"""Reads small datasets of the files: a value per sample, or a list of numbers."""
+"""Reads small datasets of the files: a value per sample, a list of numbers, where samples begin."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
+import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.config.files import FileName, SourceName
-from h5async.core.binding import mapping_mode
-from h5async.errors import DatasetError
-from h5async.index.groupfields import Column, category_names, column, union_of
+from h5async.core.binding import NOWHERE, load_core, mapping_mode
+from h5async.errors import DatasetError, failed_read
+from h5async.index.composition import with_lengths
+from h5async.index.datasettable import table_of
+from h5async.index.groupfields import (
+    Column,
+    SparseGroup,
+    category_names,
+    column,
+    row_offsets,
+    sparse_group,
+    union_of,
+)
 from h5async.index.hdf5 import OtherKindError
-from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach, Room, open_index
-from h5async.index.metadata import value_layout
-from h5async.read.executors import read_whole
+from h5async.index.layout import DatasetLayout, HeapFile
+from h5async.index.links import Reach, Room, files_of, open_index
+from h5async.index.metadata import indexer_at, references, value_layout
+from h5async.index.segments import Int64s
+from h5async.index.variablelength import Sequences, VariableLength
+from h5async.io.stamps import FileStamp
+from h5async.read.executors import read_blocks, read_whole
 from h5async.spelling import name_text, named
 
 _MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few per sample
@@ -179,3 +195,190 @@ def categories_of(of_table: Column, reach: Reach) -> NDArray[Any]:
     values = of_table.categories
     assert values is not None
     return read_whole(values, reach) if isinstance(values, DatasetLayout) else values
+
+
+_MOST_OFFSETS = 1 << 33  # or elements of variable length, read as a reader is made
+_OBJECTS = 4096  # elements of variable length that h5py reads at a time
+_RUN_NBYTES = 1024  # what a run of samples takes whose values lie in one file
+_MOST_OFFSET = (1 << 63) - 1
+
+
+# --- where the samples of ragged and sparse fields begin ------------------------------------------
+
+
+def heap_layout(at: str, path: FileName, reach: Reach) -> DatasetLayout:
+    """Return the layout of the values of a variable-length dataset at a path of a file.
+
+    DatasetError if there is none, it cannot be read, or it has too many elements; ReadError if an
+    element cannot be as long as declared.
+    """
+    layout, forms = references(path, at, reach)
+    where = f'{layout.file}: dataset "{layout.path}"'
+    _require_few(layout.num_samples, where)
+    core, heaps = load_core(), []
+    if core is None or layout.fallback_reason is not None:
+        return _with_heaps(layout, [_elements_by_h5py(at, path, layout, forms[layout.file], reach)])
+    read = read_blocks(layout, reach, may_use_h5py=False)
+    begin, files = _files_of_samples(layout)
+    reach.room.take(begin.size * _RUN_NBYTES, f"{where}: its runs of samples", files_of(layout))
+    blocks = _cut(
+        ((first, block.view(np.uint8).reshape(len(block), -1)) for first, block in read), begin
+    )
+    for run, pieces in itertools.groupby(blocks, key=itemgetter(0)):
+        file, stamp = files[run]
+        first, end = begin[run : run + 2].tolist()
+        own = where if file == layout.file else f"{file}: values of {where}"
+        own += f", from sample {first} on" if first else ""
+        numbered = ((number - first, rows) for _, number, rows in pieces)
+        elements = Sequences.decoded(end - first, numbered, forms[file], stamp.nbytes, own, core)
+        heaps.append(HeapFile(file, stamp, first, elements))
+    if not heaps:
+        none = Sequences.decoded(0, (), forms[layout.file], layout.stamp.nbytes, where, core)
+        heaps.append(HeapFile(layout.file, layout.stamp, 0, none))
+    return _with_heaps(layout, heaps)
+
+
+def _elements_by_h5py(
+    at: str, path: FileName, layout: DatasetLayout, form: VariableLength, reach: Reach
+) -> HeapFile:
+    """Return the elements of a dataset that h5py reads: only their lengths are known."""
+    where = f'{layout.file}: dataset "{layout.path}"'
+    reach.room.take(layout.nbytes, f"{where}: its elements", files_of(layout))
+    length = np.zeros(layout.num_samples, np.uint32)
+    with open_index(path) as file, indexer_at(file, at, reach) as (_, _, node):
+        dataset = h5py.Dataset(node)
+        for first in range(0, length.size, _OBJECTS):
+            try:
+                objects = dataset[first : first + _OBJECTS]
+            except OSError as error:
+                raise failed_read(f"{where}: {error}", error, layout.file, layout.path) from error
+            length[first : first + _OBJECTS] = [len(one) for one in objects]
+    total = int(length.sum(dtype=np.int64))
+    elements = Sequences(form, where, length, np.full(length.size, NOWHERE, np.int64), total)
+    return HeapFile(layout.file, layout.stamp, 0, elements)
+
+
+def _with_heaps(layout: DatasetLayout, heaps: Sequence[HeapFile]) -> DatasetLayout:
+    """Return the layout of the values of elements, by that of their references."""
+    dtype = heaps[0].elements.form.dtype
+    base, inner = dtype.subdtype or (dtype, ())
+    found = layout.without_place(
+        "heap",
+        shape=(sum(heap.elements.total for heap in heaps), *inner),
+        dtype=base,
+        fill=np.zeros((), base),
+        indexed=None,
+    )
+    return with_lengths(found, np.concatenate([heap.elements.length for heap in heaps]), heaps)
+
+
+def _cut(
+    blocks: Iterable[tuple[int, NDArray[np.uint8]]], begin: Int64s
+) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
+    """Cut blocks of samples where runs begin; the number of the run and the first sample lead."""
+    for first, block in blocks:
+        run, end = int(np.searchsorted(begin, first, side="right")) - 1, first + len(block)
+        at = first
+        while at < end:
+            stop = min(end, int(begin[run + 1]))
+            yield run, at, block[at - first : stop - first]
+            at, run = stop, run + 1
+
+
+def _files_of_samples(layout: DatasetLayout) -> tuple[Int64s, list[tuple[str, FileStamp]]]:
+    """Return which file holds the values of each run of samples, by their references.
+
+    The first array has where runs begin, and the number of samples; the list has a file per run.
+    """
+    segments, datasets = table_of(layout)
+    files = [(layout.file, layout.stamp), *datasets.columns.files]
+    # Rows of no dataset are its own; its file may be one of those of the datasets, too.
+    numbers = {file: number for number, file in enumerate(files)}
+    unique = np.array([numbers[file] for file in files], np.int32)
+    number = np.full(layout.num_samples, unique[0])
+    for dataset, _, here, _ in segments.find(np.arange(layout.num_samples)):
+        number[here] = unique[1 + datasets.columns.file[dataset]]
+    first = np.flatnonzero(np.diff(number, prepend=-1))
+    return np.append(first, number.size), [files[one] for one in number[first].tolist()]
+
+
+def with_spans(
+    layout: DatasetLayout, kind: str, offsets: str, path: FileName, reach: Reach
+) -> DatasetLayout:
+    """Return the layout of flat values with the extent of each sample.
+
+    `kind` and `offsets` are the `offsets_kind` of their field, and the path of the dataset of
+    offsets. H5AsyncError if that is missing, does not fit, or cannot be read.
+    """
+    where = f'{path}: dataset "{offsets}" (offsets of "{layout.path}")'
+    found = value_layout(path, offsets, _MOST_OFFSETS, reach)
+    if isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+        raise DatasetError(f"{where} must hold integers, found {found.dtype}")
+    spans = _spans(found, kind, where, reach)
+    if spans[0] < 0 or spans[-1] > layout.num_samples:
+        raise DatasetError(
+            f"{where}: samples begin at value {spans[0]} and end at value {spans[-1]}, and there"
+            f" are {layout.num_samples:,} values"
+        )
+    falls = np.flatnonzero(spans[1:] < spans[:-1])
+    if falls.size:
+        at = int(falls[0])
+        raise DatasetError(
+            f"{where}: sample {at} would begin at value {spans[at]} and end at value"
+            f" {spans[at + 1]}; if it holds how many values each sample has, set"
+            f" {named('offsets_kind', 'lengths')}"
+        )
+    if spans[0] and spans[-1] == layout.num_samples:
+        # (A slice may begin above 0, as in Arrow, and then ends before the last value; see the
+        # log.)
+        raise DatasetError(
+            f"{where} begins with {spans[0]} and ends with the last value, so that the values"
+            f" before would be in no sample: it seems to hold where each sample ends; set"
+            f" {named('offsets_kind', 'ends')} or, where these values are to be left out, store 0"
+            f" in front of it, and leave out sample 0 by {named('indices', '1:')}"
+        )
+    return layout.changed(spans=spans)
+
+
+def _require_few(count: int, where: str) -> None:
+    """Refuse more elements than memory can hold: unallocated chunks may declare any number."""
+    if count > _MOST_OFFSETS:
+        raise DatasetError(f"{where} has {count:,} elements, for {_MOST_OFFSETS:,} at most")
+
+
+def _spans(offsets: DatasetLayout, kind: str, where: str, reach: Reach) -> Int64s:
+    """Read where samples begin, block by block: there may be very many."""
+    count = offsets.num_samples
+    _require_few(count, where)
+    if kind == "offsets" and not count:
+        raise DatasetError(f"{where} is empty; it must hold one number more than there are samples")
+    blocks = read_blocks(offsets, reach, kept_itemsize=8)
+    found = np.zeros(count + (kind != "offsets"), np.int64)
+    own = found[found.size - count :]
+    for first, block in blocks:
+        if block.dtype.kind == "u" and block.dtype.itemsize == 8 and block.max() > _MOST_OFFSET:
+            raise DatasetError(f"{where} has numbers above 2**63; the file is damaged")
+        here = own[first : first + block.size]
+        if kind != "lengths":
+            here[...] = block
+            continue
+        if block.min() < 0:
+            raise DatasetError(f"{where} has a length below 0: {block.min()}")
+        np.cumsum(block, dtype=np.int64, out=here)
+        if here[0] < 0 or (np.diff(here) < 0).any():
+            raise DatasetError(f"{where} has lengths of more than 2**63 in all")
+        here += found[first]
+    return found
+
+
+def sparse_rows(path: FileName, at: str, reach: Reach) -> tuple[SparseGroup, Int64s]:
+    """Return the sparse matrix at a path of a file, and where its rows begin.
+
+    H5AsyncError if there is none, it is damaged, or cannot be read.
+    """
+    with open_index(path) as file:
+        group = sparse_group(file, at, reach)
+    if group is None:
+        raise DatasetError(f'{path}: "{at}" is no group of a sparse matrix')
+    where = f'{group.indptr.file}: dataset "{group.indptr.path}"'
+    return group, row_offsets(_spans(group.indptr, "offsets", where, reach), group)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.core.structures import (
+from h5async.core.binding import (
     HEAP_SCRATCH_NBYTES,
     PLANNED_ROW_NBYTES,
     PLANNED_SAMPLE_NBYTES,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName
-from h5async.errors import ConfigError, DatasetError, H5AsyncError
+from h5async.errors import ConfigError, DatasetError
 from h5async.index.attributes import cf_attributes
 from h5async.index.chunks import left_to_hdf5
 from h5async.index.contents import Grouping, what_is_there
@@ -26,10 +26,10 @@ from h5async.index.datasets import Indexer
 from h5async.index.datasettable import shared, table_of
 from h5async.index.hdf5 import reading
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Located, Reach, below, files_of, locate, open_index
+from h5async.index.links import Located, Reach, below, files_of, found_at, open_index
 from h5async.index.metadata import Further, layout_at
 from h5async.index.savedindex import Wanted
-from h5async.index.segments import Segments
+from h5async.index.segments import Int64s, Segments
 from h5async.index.storedtypes import without_metadata
 from h5async.io.stamps import settled
 from h5async.io.stores import absolute_name
@@ -92,11 +92,11 @@ def read_once(
 
 def _read(indexer: Indexer, path: str, wanted: Wanted) -> DatasetLayout:
     with ExitStack() as files:
-        found = _object_at(indexer, path, files)
+        found = found_at(indexer.file, path, indexer.reach, files)
         if found is not None and isinstance(found[1], h5py.h5d.DatasetID):
             return _of_dataset(indexer, path, *found, wanted)
         parent, mark, name = path.rpartition("@")
-        found = _object_at(indexer, parent, files) if mark else None
+        found = found_at(indexer.file, parent, indexer.reach, files) if mark else None
         if found is None or not h5py.h5a.exists(found[1], name_bytes(name)):
             raise DatasetError(
                 f'{indexer.file.filename}: there is no dataset "{path}"'
@@ -108,18 +108,6 @@ def _read(indexer: Indexer, path: str, wanted: Wanted) -> DatasetLayout:
         with reading(where):
             values = _attribute(node, name, where)
         return _in_memory(located, path, values, wanted, where, indexer.reach)
-
-
-def _object_at(
-    indexer: Indexer, path: str, files: ExitStack
-) -> tuple[Located, h5py._objects.ObjectID] | None:
-    try:
-        found = locate(indexer.file, path, indexer.reach, files)
-        return found, found.open()
-    except (H5AsyncError, MemoryError):
-        raise
-    except Exception:  # it is not there, or damaged
-        return None
 
 
 def _of_dataset(
@@ -272,9 +260,6 @@ def _value(field: Field, layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
     out = np.empty((1, *transform.row), transform.dtype)
     transform.apply(raw, out)
     return out.reshape(transform.row)
-
-
-Int64s = NDArray[np.int64]
 
 
 def repeated(

@@ -20,6 +20,7 @@ from h5async.config.values import slice_of
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import files_of
+from h5async.index.segments import Int64s
 from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.permutation import part_of
@@ -29,8 +30,6 @@ from h5async.order.selection import Selection
 from h5async.read.executors import read_whole
 from h5async.samples.fieldkind import are_same
 from h5async.spelling import named
-
-Int64s = NDArray[np.int64]
 
 _LISTED_NBYTES = 8  # a number for each sample
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from h5async.config import ReaderConfig
-from h5async.core.structures import KEPT_OVERHEAD_NBYTES
+from h5async.core.binding import KEPT_OVERHEAD_NBYTES
 from h5async.index.datasettable import kinds_of, pieces_read
 from h5async.index.extents import kept_whole_nbytes
 from h5async.index.layout import DatasetLayout

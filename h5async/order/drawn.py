@@ -20,13 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, H5AsyncError
+from h5async.order.selection import Int64s
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
-
-Int64s = NDArray[np.int64]
 
 _EPOCHS_KEPT = 3
 _BLOCK = 8192  # numbers that are drawn at a time

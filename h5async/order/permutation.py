@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
+from h5async.order.selection import Int64s
 
-Int64s = NDArray[np.int64]
 Uint64s = NDArray[np.uint64]
 
 _GOLDEN = 0.6180339887498949  # its multiples are spread evenly, modulo 1

@@ -18,9 +18,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.order.selection import Selection
+from h5async.order.selection import Int64s, Selection
 
-Int64s = NDArray[np.int64]
 Pad = Literal["drop", "edge", "zero"]
 
 NO_ROW = -1  # instead of the number of a row, or of its document

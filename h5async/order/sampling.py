@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.order.permutation import SORTED_UP_TO, parameters, permutation, permute, round_keys
-from h5async.order.selection import Selection
+from h5async.order.selection import Int64s, Selection
 
 Shuffle = Literal[False, "full", "window"]
 
@@ -34,7 +34,6 @@ Shuffle = Literal[False, "full", "window"]
 # another batch or world size, with these sizes.
 OrderKey = tuple[int, ...]
 
-Int64s = NDArray[np.int64]
 # Positions from a number on, and what maps them to those of the selection, if anything does:
 # `permutation`, or `WeightedOrder.mapping`.
 Run = tuple[int, NDArray[np.uint64] | None]

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.index.datasettable import kinds_of
@@ -33,9 +32,7 @@ from h5async.index.units import unit_nbytes as unit_nbytes_of
 from h5async.order.permutation import keyed_hash, permute, permute_each, round_keys
 from h5async.order.rows import StepRows, numbers_in
 from h5async.order.sampling import Order, WeightedOrder, dealt
-from h5async.order.selection import Selection
-
-Int64s = NDArray[np.int64]
+from h5async.order.selection import Int64s, Selection
 
 _BLOCK_SAMPLES = 1024  # computed at a time: fewer would cost about as much
 _MISSING_SAMPLES = 1 << 18  # counted at a time

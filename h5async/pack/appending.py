@@ -55,7 +55,8 @@ def create(file: h5py.File, column: Column, chunk_samples: int, filters: Sequenc
         file.id, name_bytes(name), h5py.h5t.py_create(dtype, logical=True), space, created, links
     )
     dataset = h5py.Dataset(made)
-    dataset.attrs.update(dict(column.attributes))
+    if column.units:
+        dataset.attrs["units"] = column.units
     if column.kind:
         dataset.attrs[KIND] = column.kind
 

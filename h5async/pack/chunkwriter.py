@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from h5async.codec.encoders import find_encoder
 from h5async.index.chunks import filters_of
+from h5async.index.hdf5 import edges_are_raw
+from h5async.pack.rawvalues import raw_fill, write_raw
 from h5async.pack.safefile import SafeFile
 from h5async.system.interruptions import Gate, Patience, join_threads, start_threads
 from h5async.system.resources import usable_cores
@@ -57,9 +59,12 @@ class ChunkWriter:
         self._thread = threading.Thread(target=self._write_all, name="h5async writer", daemon=True)
         start_threads([self._thread])
 
-    def open(self, dataset: h5py.Dataset) -> DatasetWriter:
-        """Return what writes to a dataset."""
-        return DatasetWriter(self, dataset)
+    def open(self, dataset: h5py.Dataset, raw: np.dtype[Any] | None = None) -> DatasetWriter:
+        """Return what writes to a dataset.
+
+        `raw`, a void dtype, is that of elements given as they are stored, of any datatype.
+        """
+        return DatasetWriter(self, dataset, raw)
 
     def call(self, function: Callable[[], object], nbytes: int = 0) -> None:
         """Have a function called by the thread that writes, after all that was given before.
@@ -121,14 +126,17 @@ class ChunkWriter:
 class DatasetWriter:
     """Writes to a dataset, which grows as far as it may. Arrays given belong to it."""
 
-    def __init__(self, writer: ChunkWriter, dataset: h5py.Dataset) -> None:
-        self._writer, self._dataset = writer, dataset
+    def __init__(
+        self, writer: ChunkWriter, dataset: h5py.Dataset, raw: np.dtype[Any] | None = None
+    ) -> None:
+        self._writer, self._dataset, self._is_raw = writer, dataset, raw is not None
         self._chunks: tuple[int, ...] | None = dataset.chunks
-        self._dtype, self._rows = dataset.dtype, dataset.shape[0]
+        self._dtype, self._rows = raw or dataset.dtype, dataset.shape[0]
         self._encode = None
-        if self._chunks is not None and not self._dtype.hasobject:
-            self._encode = find_encoder(filters_of(dataset.id.get_create_plist()))
-            self._fill = dataset.fillvalue
+        plist = dataset.id.get_create_plist()
+        if self._chunks is not None and not self._dtype.hasobject and not edges_are_raw(plist):
+            self._encode = find_encoder(filters_of(plist))
+            self._fill = dataset.fillvalue if raw is None else raw_fill(dataset.id, raw)
 
     def write(self, offset: Offset, values: NDArray[Any], nbytes: int | None = None) -> None:
         """Write values in a block of the dataset that begins at `offset`; `nbytes` if it is known.
@@ -204,6 +212,9 @@ class DatasetWriter:
 
     def _write_by_hdf5(self, offset: Offset, values: NDArray[Any]) -> None:
         self._grow(offset[0] + len(values))
+        if self._is_raw:
+            write_raw(self._dataset.id, offset, values)
+            return
         if self._dtype.hasobject:  # which h5py might take for arrays of more dimensions
             space, memory = self._dataset.id.get_space(), h5py.h5s.create_simple(values.shape)
             space.select_hyperslab(offset, values.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,12 +20,14 @@ from h5async.codec.imageformats import ImageHeader, decode_rgb, header_rows
 from h5async.core.binding import address, load_core
 from h5async.errors import needs_package
 from h5async.io.shared import Growing, plain_memory
-from h5async.pack.schema import Values
+from h5async.pack.options import PackOptions
+from h5async.pack.schema import Block, Values
 from h5async.plan.crops import center_boxes
 
 Bytes = NDArray[np.uint8]
 _MOST_PIXELS = 178_956_970  # as Pillow's own limit, beyond which it takes an image for an attack
 _PNG_LEVEL = 3
+_IMAGES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 _OF_GREY = (0, 4)  # PNG's colour types of grey, with and without transparency
 _COLOR_TYPE = 25  # position of that byte
 _AREA_ABOVE = 2.0  # as ImageField(interpolation="auto")
@@ -43,20 +45,59 @@ class Made(NamedTuple):
 
 
 class Samples:
-    """Encoded samples of some kind: `kind` is that of the field, and `what` is one in messages."""
+    """Encoded samples: `kind` is that of the field that a reader makes of what is stored."""
 
-    kind, what, rows = "", "sample", 64
-    digest = ""
+    kind = ""
 
     def made(self, contents: Sequence[bytes]) -> Made:
         """Return what is stored of samples, without the bad ones, and why these are bad."""
         raise NotImplementedError
 
 
+def samples_of(encoded: Mapping[str, str], options: PackOptions) -> dict[str, Samples]:
+    """Return what makes the samples of encoded columns."""
+    return {
+        name: Recordings()
+        if kind == "audio"
+        else KeptImages(verifies=options.verify)
+        if options.size is None
+        else ResizedImages(options.size)
+        for name, kind in encoded.items()
+    }
+
+
+def encoded_columns(block: Block, source: Mapping[str, str]) -> dict[str, str]:
+    """Return which columns are encoded images or audio: those that the source names, and others.
+
+    Others are bytes that all begin as JPEG or PNG do.
+    """
+    found = {name: kind for name, kind in source.items() if name in block.columns}
+    for name, values in block.columns.items():
+        if name not in found and isinstance(values, list) and values:
+            if all(isinstance(one, bytes) and one.startswith(_IMAGES) for one in values):
+                found[name] = "image"
+    return found
+
+
+def made_block(block: Block, samples: Mapping[str, Samples]) -> Block:
+    """Return a block in which encoded samples are as they are stored, without the bad ones."""
+    for name, one in samples.items():
+        names = list(block.columns)
+        made = one.made(block.columns[name])  # type: ignore[arg-type]
+        rest = {other: values for other, values in block.columns.items() if other != name}
+        block = block._replace(columns=rest).without(made.refused)
+        columns = {**block.columns, name: made.values}
+        block = block._replace(
+            columns={other: columns[other] for other in names},
+            converted=block.converted + made.converted,
+        )
+    return block
+
+
 class Recordings(Samples):
     """Encoded audio, whose bytes are kept."""
 
-    kind, what, digest = "audio", "recording", "audio"
+    kind = "audio"
 
     def __init__(self) -> None:
         with needs_package("soundfile", "recordings that are packed"):
@@ -81,12 +122,11 @@ class KeptImages(Samples):
     are looked at.
     """
 
-    kind, what = "image", "image"
+    kind = "image"
 
     def __init__(self, *, verifies: bool = False) -> None:
         self._verifies = verifies
         self._own = _Scratch()
-        self.digest = f"kept {verifies}"
 
     def made(self, contents: Sequence[bytes]) -> Made:
         """Return the bytes of images, or of PNGs that they were converted to."""
@@ -113,15 +153,12 @@ class ResizedImages(Samples):
     The pixels are those of ``ImageField(size=size)``.
     """
 
-    what, rows = "image", 16
-
     def __init__(self, size: tuple[int, int]) -> None:
         with needs_package("opencv-python-headless", "images that are resized"):
             import cv2
         self._cv2: Any = cv2
         self._size = size
         self._own = _Scratch()
-        self.digest = f"resized {size}"
 
     def made(self, contents: Sequence[bytes]) -> Made:
         """Return pixels, uint8 (images, height, width, 3)."""

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Unpack
 
 from h5async.errors import DatasetError
 from h5async.pack.options import PackKeywords, PackOptions
-from h5async.pack.packing import Blocks, chunks_of
+from h5async.pack.packedfile import chunks_of
+from h5async.pack.packing import Blocks
 from h5async.pack.sources.finding import open_source
 
 _PROBE_SECONDS = 1.0
@@ -37,17 +38,20 @@ def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
     source = open_source(sources, chosen)
     first, began = None, perf_counter()
     probed = nbytes = 0
-    with Blocks(source.work(0, None), chosen) as blocks:
-        for block in blocks:
-            if block.kept and first is None:
-                first = block
+    with Blocks(source, chosen) as blocks:
+        blocks.begin(0, None)
+        while blocks.following is not None:
+            block = blocks.take()
+            first = block if first is None and block.kept else first
             probed, nbytes = probed + block.taken, nbytes + block.nbytes
             if perf_counter() - began > _PROBE_SECONDS and first is not None:
                 break
     seconds = perf_counter() - began
     if first is None:
         raise DatasetError(f"{source.name} has no samples that can be packed")
-    columns = {name: chunks.text for name, chunks in chunks_of(first, source, chosen).items()}
+    columns = {
+        name: chunks.text for name, chunks in chunks_of(first, blocks.encoded, chosen).items()
+    }
     if source.count is None:
         return Estimate(None, None, None, probed, columns)
     share = source.count / probed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 from pydantic import PlainValidator, model_validator
 
 from h5async.config.frozen import Frozen, documented, option
-from h5async.config.values import Bool, Integer, Natural, Positive, Size, Threads
+from h5async.config.values import Bool, Integer, Names, Natural, Positive, Size, Threads
 from h5async.system.resources import usable_cores
 
 
@@ -50,6 +51,10 @@ class PackKeywords(TypedDict, total=False):
     """How chunks are compressed: `none`, `lzf`, `gzip:4`, `shuffle+zstd:3`, ... `auto`:
     `shuffle+lzf` for columns of arrays that it shrinks by a third or more, else none.
     """
+    varying: Sequence[str]
+    """Columns of samples in Python that are of any length, if the first samples do not show it."""
+    fill: Mapping[str, Any]
+    """Values that stand for nulls of tables, by column."""
     memory: int | str
     """The bytes of samples that may be in memory at a time, whatever the size of the source."""
     num_threads: Integer | None
@@ -90,6 +95,8 @@ class PackOptions(Frozen):
     seed: Natural = 0
     chunk_samples: Positive | None = None
     filter: str = "auto"
+    varying: Names = ()
+    fill: Mapping[str, Any] = option({}, values="NAME=VALUE")
     memory: Size = option(256 << 20, default_text="256MiB", values="SIZE")
     num_threads: Threads | None = option(None, default_text="usable cores")
 
@@ -103,7 +110,7 @@ class PackOptions(Frozen):
 
     def digested(self) -> dict[str, Any]:
         """Return the options on which the content of the file depends."""
-        names = ("size", "shards", "shuffle", "seed", "chunk_samples", "filter")
+        names = ("size", "shards", "shuffle", "seed", "chunk_samples", "filter", "varying", "fill")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+from h5py import h5p
 
 from h5async.errors import ConfigError, DamagedError, H5AsyncError, WriteError
 from h5async.io.localfiles import owned
+from h5async.io.stores import HDF5File
 from h5async.pack.journal import (
     Journal,
     fingerprint,
@@ -38,8 +40,13 @@ _COMMIT_NBYTES, _COMMIT_SECONDS, _MOST_HELD = 1 << 30, 5.0, 32 << 20
 # Chunk indexes that are read fast, of arrays instead of B-trees: HDF5 1.10 and later read them.
 _FORMAT = ("v110", "latest")
 # With this superblock, HDF5 leaves no mark in a file that was not closed by which it refuses it.
-_SUPERBLOCK = ("v108", "v108")
+_SUPERBLOCK = (h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18)
 _METADATA_BLOCK_NBYTES = 1 << 16  # so that metadata lie together
+
+
+def is_begun(path: Path) -> bool:
+    """Return whether there is a file, whole or not."""
+    return path.exists() or _beside(path, "partial").exists()
 
 
 class SafeFile:
@@ -57,6 +64,8 @@ class SafeFile:
         Begin anew, whatever there is; an existing file is replaced in the end.
     digest
         Says what the file is made of. A file that was begun with another one is not gone on with.
+    like
+        An open file, whose user block a new file gets, and whose root group its own is like.
 
     Attributes
     ----------
@@ -76,12 +85,14 @@ class SafeFile:
         append: bool = False,
         overwrite: bool = False,
         digest: str = "",
+        like: HDF5File | None = None,
     ) -> None:
         self.path = Path(path)
+        self._like = like
         self.state: Mapping[str, Any] | None = None
         self.is_finished = False
         self._digest, self._in_place = digest, append
-        self._partial = self.path if append else _beside(self.path, "partial")
+        self._partial = self.path if append else partial_of(self.path)
         self._journal = _beside(self.path, "journal")
         self._raw: PartialFile | None = None
         self._committed_at = time.monotonic()
@@ -139,8 +150,25 @@ class SafeFile:
         else:
             self._journal.unlink(missing_ok=True)
             raw.begin(0)
-            h5py.File(raw, "w", libver=_SUPERBLOCK).close()
+            self._create(raw)
             self.check()
+
+    def _create(self, raw: PartialFile) -> None:
+        access, properties = h5p.create(h5p.FILE_ACCESS), h5p.create(h5p.FILE_CREATE)
+        access.set_fileobj_driver(h5py.h5fd.fileobj_driver, raw)
+        access.set_libver_bounds(*_SUPERBLOCK)
+        if self._like is None:
+            h5py.h5f.create(b"new", h5py.h5f.ACC_TRUNC, properties, access).close()
+            return
+        root = self._like["/"].id.get_create_plist()
+        properties.set_link_creation_order(root.get_link_creation_order())
+        properties.set_attr_creation_order(root.get_attr_creation_order())
+        nbytes = self._like.userblock_size
+        properties.set_userblock(nbytes)
+        h5py.h5f.create(b"new", h5py.h5f.ACC_TRUNC, properties, access).close()
+        if nbytes:
+            raw.seek(0)
+            raw.write(self._like.source.get_ranges([0], [nbytes])[0])
 
     def _go_on(self, raw: PartialFile, journal: Journal) -> None:
         if journal.digest != self._digest:
@@ -271,6 +299,11 @@ class SafeFile:
                 f"cannot write {self._partial}: {reason}{left if self.state else ''}",
                 filename=str(self._partial),
             ) from error
+
+
+def partial_of(path: Path) -> Path:
+    """Return the path of what is written of a file before it is whole."""
+    return _beside(path, "partial")
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -7,12 +7,14 @@ samples vary in length; or `Coded`. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
+from h5async.spelling import named
 
 Form = Literal["array", "varying", "text", "codes"]
 _NO_NUMBERS = (
@@ -32,15 +34,18 @@ Values = NDArray[Any] | list[Any] | Coded
 
 
 class Block(NamedTuple):
-    """A run of samples of a source: `taken` of them, without the bad ones.
+    """A run of samples of a source: `taken` of them, of which `bad` ones are not in the columns.
 
-    `bad` are names and reasons of samples that cannot be packed; `converted` is the number of
-    images that were converted to others.
+    `bad` are their places, with reasons. `names` are those of the samples, if they have any;
+    `units` are attributes of columns; `converted` is the number of images that were converted to
+    others.
     """
 
     columns: Mapping[str, Values]
     taken: int
-    bad: Sequence[tuple[str, str]] = ()
+    names: Sequence[str] = ()
+    bad: Mapping[int, str] = MappingProxyType({})
+    units: Mapping[str, str] = MappingProxyType({})
     converted: int = 0
 
     @property
@@ -52,6 +57,22 @@ class Block(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of all values, about."""
         return sum(map(nbytes_of, self.columns.values()))
+
+    def without(self, bad: Mapping[int, str]) -> Block:
+        """Return the block without samples: their places among those kept, with reasons."""
+        if not bad:
+            return self
+        places = [place for place in range(self.taken) if place not in self.bad]
+        kept = [at for at in range(self.kept) if at not in bad]
+        columns = {name: _chosen(values, kept) for name, values in self.columns.items()}
+        more = {places[at]: reason for at, reason in bad.items()}
+        return self._replace(columns=columns, bad={**self.bad, **more})
+
+
+def _chosen(values: Values, kept: list[int]) -> Values:
+    if isinstance(values, Coded):
+        return values._replace(codes=values.codes[kept])
+    return [values[at] for at in kept] if isinstance(values, list) else values[kept]
 
 
 class Column(NamedTuple):
@@ -67,7 +88,7 @@ class Column(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...] = ()
     kind: str = ""
-    attributes: tuple[tuple[str, str], ...] = ()
+    units: str = ""
 
     @property
     def row_nbytes(self) -> int:
@@ -83,9 +104,8 @@ class Column(NamedTuple):
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> Column:
         """Return the column that `as_json` described."""
-        attributes = tuple((name, value) for name, value in found["attributes"])
         dtype, shape = np.dtype(found["dtype"]), tuple(found["shape"])
-        return cls(found["name"], found["form"], dtype, shape, found["kind"], attributes)
+        return cls(**{**found, "dtype": dtype, "shape": shape})
 
 
 def column_of(name: str, values: Values) -> Column:
@@ -118,10 +138,15 @@ def fitted(column: Column, values: Values, first: int) -> Values:
     DatasetError if they would have to be changed.
     """
     if column.form == "array":
+        if isinstance(values, list):
+            shapes = [np.shape(one) for one in values]
+            odd = next((n for n, shape in enumerate(shapes) if shape != column.shape), None)
+            if odd is not None:
+                raise _unlike(column, values[odd:], first + odd)
         array = np.asarray(values) if isinstance(values, list) else values
-        if isinstance(array, Coded) or not _fits(array.dtype, column.dtype, array):
+        if isinstance(array, Coded) or array.shape[1:] != column.shape:
             raise _unlike(column, values, first)
-        if array.shape[1:] != column.shape:
+        if not _fits(array.dtype, column.dtype, array):
             raise _unlike(column, values, first)
         return np.ascontiguousarray(array, column.dtype)
     if column.form == "codes":
@@ -134,6 +159,11 @@ def fitted(column: Column, values: Values, first: int) -> Values:
     if column.form == "text":
         if not all(isinstance(one, str) for one in several):
             raise _unlike(column, values, first)
+        if any("\0" in one for one in several):
+            raise DatasetError(
+                f'column "{column.name}", samples from {first:,} on: a string has a NUL character,'
+                " where HDF5 would end it; store it as bytes"
+            )
         return several
     is_bytes = column.dtype == np.uint8
     arrays = [
@@ -170,7 +200,8 @@ def _unlike(column: Column, values: Values, first: int) -> DatasetError:
     expected = forms.get(column.form, f"{column.dtype}{list(column.shape)}")
     return DatasetError(
         f'sample {first:,}: column "{column.name}" has {found}, and {expected} before; all samples'
-        " must be alike: convert them, or give arrays of differing shapes as one-dimensional ones"
+        " must be alike: convert them, or, if they are one-dimensional and of any length, say"
+        f" {named('varying', [column.name])}"
     )
 
 

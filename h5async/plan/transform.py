@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field
-from h5async.core.binding import Core, address
-from h5async.core.structures import transform_source
+from h5async.core.binding import Core, address, transform_source
 from h5async.errors import ConfigError
 from h5async.index.attributes import DimensionNames, numbered_axis
 from h5async.index.layout import DatasetLayout, Text

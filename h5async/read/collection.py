@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, address
-from h5async.core.structures import REFUSED, Event
+from h5async.core.binding import REFUSED, Core, Event, address
 from h5async.errors import DamagedError, ReaderClosedError, ReadError
 from h5async.index.changes import FileChanges
 from h5async.index.shapes import Kind
@@ -196,7 +195,7 @@ class Collection:
     # --- of sources that are no local files -------------------------------------------------------
 
     def ranges(self, batch: SlotBatch, start: int, stop: int, scratch: Scratch) -> ByteRanges:
-        """Return what items of a plan read of far sources, sorted, without overlaps.
+        """Return what items of a plan read of far sources.
 
         Where values of variable length lie is found in what was fetched: call it again then.
         """
@@ -204,13 +203,12 @@ class Collection:
         assert far is not None
         room, sources = 2 * (stop - start) + 64, self.tables.sources
         while True:
-            found = np.zeros(room, far.fetched)
+            found = np.zeros(room, self._core.Fetched)
             given = start, stop, address(found), room
             count = self._call("list_ranges", batch, sources, scratch, *given)
             if count <= room:
-                names = ByteRanges._fields
-                listed = ByteRanges(*(found[name][:count] for name in names))
-                return union(listed.within(far.sizes))
+                columns = (found[name][:count] for name in ("source", "offset", "nbytes"))
+                return far.places.ranges(*columns)
             room = count
 
     def hold(self, batch: SlotBatch, held: Held | None) -> None:
@@ -233,7 +231,7 @@ class Collection:
         start, stop = (0, batch.plan.num_items) if items is None else items
         for _ in range(MOST_ROUNDS):
             listed = self.ranges(batch, start, stop, scratch)
-            more = union(ByteRanges.joined([wanted, listed]))
+            more = union(wanted, listed)
             if more.same(wanted):
                 return
             wanted = more

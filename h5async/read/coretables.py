@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, address
-from h5async.core.structures import IO_MODES, MAX_RANK
+from h5async.core.binding import IO_MODES, MAX_RANK, Core, address
 from h5async.index.extents import Keeps, TableBuilder, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, load_core
-from h5async.core.structures import MAX_RANK
+from h5async.core.binding import MAX_RANK, Core, load_core
 from h5async.errors import DamagedError, DatasetError
 from h5async.index.changes import FileChanges
 from h5async.index.datasettable import kinds_of

@@ -19,9 +19,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.codec.chunklengths import decoded_nbytes, unchecked
 from h5async.codec.filters import is_known_to_hdf5
@@ -55,6 +57,15 @@ _TRIES = 3  # to read while nobody changes a file
 _VARIABLES = "HDF5_EXTFILE_PREFIX", "HDF5_VDS_PREFIX"
 _log = logging.getLogger("h5async.read")
 _told: set[str] = set()  # filters whose chunks nothing checks, in this process
+
+
+class WantedRows(NamedTuple):
+    """Samples of a dataset, int64 (n,), n > 0, of which a region each goes to `rows` of `raw`."""
+
+    sample: Int64s
+    rows: Int64s
+    raw: NDArray[Any]
+    region: Region = None
 
 
 class FallbackReader:
@@ -91,13 +102,12 @@ class FallbackReader:
     def read(
         self,
         layout: DatasetLayout,
-        sample: Int64s,
-        work: Callable[[h5py.Dataset], None],
+        wanted: WantedRows,
+        work: Callable[[WantedRows, h5py.Dataset], None],
         checks: list[ChunkCheck],
         scratch: Scratch,
-        region: Region = None,
     ) -> None:
-        """Read a region of the samples with these numbers, int64 (n,), n > 0, of a dataset.
+        """Read rows of a dataset.
 
         `work` reads them from the open dataset, and is called again if a file was changed
         meanwhile. `checks` run before; those of sources, which are checked whole, are removed.
@@ -110,8 +120,8 @@ class FallbackReader:
             for _ in range(_TRIES):
                 try:
                     self._check_files(layout)
-                    self._check_chunks(layout, sample, region, checks, scratch.require_open)
-                    work(self._dataset(layout))
+                    self._check_chunks(layout, wanted, checks, scratch.require_open)
+                    work(wanted, self._dataset(layout))
                 except (ReaderClosedError, OutOfMemoryError):
                     raise
                 except Exception as error:
@@ -122,7 +132,7 @@ class FallbackReader:
                         raise out_of_memory(f"{where}, read through h5py", error) from error
                     if self._changed_paths(layout) and not isinstance(error, ReadError):
                         continue
-                    raise self._error_of(layout, sample, where, error) from error
+                    raise self._error_of(layout, wanted.sample, where, error) from error
                 if not self._changed_paths(layout):
                     break
             else:  # it is written to all the time, but may hold what was indexed
@@ -160,8 +170,7 @@ class FallbackReader:
     def _check_chunks(
         self,
         layout: DatasetLayout,
-        sample: Int64s,
-        region: Region,
+        wanted: WantedRows,
         checks: list[ChunkCheck],
         require_open: Callable[[], None],
     ) -> None:
@@ -169,7 +178,7 @@ class FallbackReader:
             source = check.layout
             dataset = self._file(source)[name_bytes(source.path)]
             if source is layout:
-                check.run(dataset, sample, region, require_open)
+                check.run(dataset, wanted.sample, wanted.region, require_open)
                 continue
             try:
                 check.run(dataset, _written(source), None, require_open)

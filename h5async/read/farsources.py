@@ -6,7 +6,6 @@ Byte ranges enter; they leave in memory, where the core finds them by a table.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import threading
 import time
@@ -26,11 +25,13 @@ from h5async.index.extents import SourceFile
 from h5async.io.source import MappedMirror, Source, SourceOver
 from h5async.io.stamps import replaced
 from h5async.io.stores import store_of
-from h5async.plan.fetches import ByteRanges, requests_of
+from h5async.plan.fetches import NO_RANGES, ByteRanges, Places, extents_of, requests_of
 from h5async.read.scratch import CLOSED
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
+
+Int64s = NDArray[np.int64]
 
 
 class Held(NamedTuple):
@@ -49,10 +50,13 @@ class FetchCounts(NamedTuple):
     used_nbytes: int = 0  # that batches read, each byte once a batch
     flight_ns: int = 0  # that requests were on their way
     waited_ns: int = 0  # between the request for a batch, and the last of its bytes
+    retries: int = 0  # requests that were repeated, as far as the client tells
+    quickest_ns: int = 0  # of any call; 0: there was none
 
     def plus(self, other: FetchCounts) -> FetchCounts:
-        """Return the sum of all counts."""
-        return FetchCounts(*map(add, self, other))
+        """Return the sum of all counts, and the quickest call."""
+        quickest_ns = min(filter(None, (self.quickest_ns, other.quickest_ns)), default=0)
+        return FetchCounts(*map(add, self, other))._replace(quickest_ns=quickest_ns)
 
 
 class _Counted(SourceOver):
@@ -68,8 +72,9 @@ class _Counted(SourceOver):
         try:
             return self.source.get_ranges(offsets, lengths)
         finally:
-            flight_ns = len(offsets) * (time.perf_counter_ns() - begin_ns)
-            self._count(FetchCounts(len(offsets), sum(lengths), flight_ns=flight_ns))
+            taken_ns, count = time.perf_counter_ns() - begin_ns, len(offsets)
+            done = FetchCounts(count, sum(lengths), flight_ns=count * taken_ns)
+            self._count(done._replace(quickest_ns=taken_ns))
 
 
 def is_far(file: SourceFile) -> bool:
@@ -84,9 +89,8 @@ class FarSources:
         self._core, self._table = core, table
         self._mirrors: dict[int, MappedMirror | None] = {}
         self._kept: list[Any] = []  # what rows of the table point to
-        self.fetched = np.dtype(core.Fetched)
         # (What is not far is not fetched.)
-        self.sizes = np.array([one.stamp.nbytes for one in files], np.int64)
+        self.places = Places(np.array([one.stamp.nbytes for one in files], np.int64))
         self.are_kept = any(isinstance(y.path, SourceName) and y.path.kept for y in files)
         self._files = files
         self._client = http_client(core)
@@ -94,7 +98,7 @@ class FarSources:
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}  # one thread opens a source, others wait
         self._is_closed = False
-        self.counts = FetchCounts()
+        self._counts = FetchCounts()
 
     def get(
         self, number: int, offsets: Sequence[int], lengths: Sequence[int]
@@ -119,7 +123,14 @@ class FarSources:
     def count(self, done: FetchCounts) -> None:
         """Add to the counts."""
         with self._lock:
-            self.counts = self.counts.plus(done)
+            self._counts = self._counts.plus(done)
+
+    @property
+    def counts(self) -> FetchCounts:
+        """What was done so far."""
+        with self._lock:
+            retries = sum(source.retries for source in self._open.values())
+            return self._counts.plus(FetchCounts(retries=retries))
 
     def path(self, number: int) -> str:
         """Return the name of a source."""
@@ -142,7 +153,7 @@ class FarSources:
     def _opened(self, file: SourceFile) -> Source:
         if self._is_closed:
             raise ReaderClosedError(CLOSED)
-        source = store_of(file.path).open(file.path)
+        source = store_of(file.path).open(file.path, is_patient=True)
         is_it = source.stamp() == file.stamp
         source = source.over(partial(self._quicker, file.path))
         with self._lock:
@@ -172,7 +183,7 @@ class FarSources:
                 path=ctypes.addressof(text),
                 device=device,
                 inode=inode,
-                nbytes=self.sizes[number],
+                nbytes=self._files[number].stamp.nbytes,
             )
             self._kept.append((mirror, text, found))  # threads may be using those before, too
         with self._lock:
@@ -180,34 +191,39 @@ class FarSources:
             self._table[number]["mirror"] = 0 if found is None else ctypes.addressof(found)
 
     def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
-        """Get ranges, sorted and not overlapping, in the calling thread; some are `held` before."""
-        begin_ns, table = time.perf_counter_ns(), self.table(ranges)
-        before = (
-            {} if held is None else dict(zip(_keys(held.table), held.table["data"], strict=True))
-        )
-        table["data"] = [before.get(key, 0) for key in _keys(table)]
-        new = np.flatnonzero(table["data"] == 0)
-        wanted = ByteRanges(*(column[new] for column in ranges))
-        bounds = requests_of(wanted)
-        source, begins, ends = extents_of(wanted, bounds)
-        arrays: list[NDArray[np.uint8]] = []
-        firsts = [0, *np.flatnonzero(np.diff(source)) + 1, len(source)]
-        for first, last in itertools.pairwise(firsts):
-            if first < last:
-                lengths = (ends[first:last] - begins[first:last]).tolist()
-                arrays += self.get(int(source[first]), begins[first:last].tolist(), lengths)
-        base = np.array([address(array) for array in arrays], np.int64) - begins
-        table["data"][new] = np.repeat(base, np.diff(bounds)) + wanted.offset
-        waited_ns, nbytes = time.perf_counter_ns() - begin_ns, int(wanted.nbytes.sum())
-        self.count(FetchCounts(used_nbytes=nbytes, waited_ns=waited_ns))
-        return Held(ranges, table, [held, arrays])
+        """Get ranges in the calling thread; some of them may be `held` before."""
+        begin_ns, data = time.perf_counter_ns(), np.zeros(ranges.size, np.int64)
+        found = ranges.find(*(NO_RANGES if held is None else held.ranges))
+        here, new = found >= 0, ranges.chosen(found < 0)
+        if held is not None:
+            at = found[here]
+            data[here] = held.table["data"][at] + ranges.begins[here] - held.ranges.begins[at]
+        bounds = requests_of(new)
+        wanted = extents_of(new, bounds)
+        arrays = self.get_all(wanted)
+        base = np.array([address(array) for array in arrays], np.int64) - wanted.begins
+        data[~here] = np.repeat(base, np.diff(bounds)) + new.begins
+        waited_ns = time.perf_counter_ns() - begin_ns
+        self.count(FetchCounts(used_nbytes=new.nbytes, waited_ns=waited_ns))
+        return self.held(ranges, data, [held, arrays])
 
-    def table(self, ranges: ByteRanges) -> NDArray[Any]:
-        """Return the core's table of ranges, where their bytes are left out."""
-        table = np.zeros(ranges.size, self.fetched)
-        for name, column in zip(ByteRanges._fields, ranges, strict=True):
-            table[name] = column
-        return table
+    def get_all(self, ranges: ByteRanges) -> list[NDArray[np.uint8]]:
+        """Return ranges of several sources; see `get`."""
+        arrays: list[NDArray[np.uint8]] = []
+        source, offsets = self.places.sources(ranges.begins)
+        lengths = ranges.ends - ranges.begins
+        for some in np.split(np.arange(source.size), np.flatnonzero(np.diff(source)) + 1):
+            if some.size:
+                of_one = offsets[some].tolist(), lengths[some].tolist()
+                arrays += self.get(int(source[some[0]]), *of_one)
+        return arrays
+
+    def held(self, ranges: ByteRanges, data: Int64s, owners: Sequence[object]) -> Held:
+        """Return ranges whose bytes are at some addresses, in memory of these owners."""
+        table = np.zeros(ranges.size, self._core.Fetched)
+        table["source"], table["offset"] = self.places.sources(ranges.begins)
+        table["nbytes"], table["data"] = ranges.ends - ranges.begins, data
+        return Held(ranges, table, owners)
 
     def close(self) -> None:
         """Close all sources, and end calls that wait for them. Idempotent."""
@@ -219,16 +235,3 @@ class FarSources:
             source.close()
         if self._client is not None:
             self._client.close()
-
-
-def _keys(table: NDArray[Any]) -> list[tuple[int, int, int]]:
-    keys: list[tuple[int, int, int]] = table[list(ByteRanges._fields)].tolist()
-    return keys
-
-
-def extents_of(
-    ranges: ByteRanges, bounds: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source, begin and end of each request of some ranges."""
-    first, last = bounds[:-1], bounds[1:] - 1
-    return ranges.source[first], ranges.offset[first], ranges.offset[last] + ranges.nbytes[last]

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from h5async.errors import DamagedError
 from h5async.index.datasettable import cut_piece, part_shape, table_of
 from h5async.index.layout import DatasetLayout, HeapFile
-from h5async.index.segments import Region
 from h5async.index.variablelength import DAMAGED
 from h5async.plan.records import Int64s, SamplesPlan
-from h5async.read.fallback import ChunkCheck, FallbackReader
+from h5async.read.fallback import ChunkCheck, FallbackReader, WantedRows
 from h5async.read.scratch import Scratch
 
 _SCRATCH_NBYTES = 1 << 20  # rows that are read at once if only pieces of them are wanted
@@ -54,31 +53,25 @@ class H5pyRows:
         elif layout.heaps:
             self._read_elements(sample, rows, raw, scratch)
         elif layout.segments is None or layout.member:  # h5py itself takes a member of a compound
-            self._read(layout, None, sample, rows, raw, scratch, rows)
+            self._read(layout, WantedRows(sample, rows, raw), rows, scratch)
         else:
             self._read_segments(sample, rows, raw, scratch)
 
     def _read(
-        self,
-        layout: DatasetLayout,
-        region: Region,
-        sample: Int64s,
-        rows: Int64s,
-        raw: NDArray[Any],
-        scratch: Scratch,
-        places: Int64s,
+        self, layout: DatasetLayout, wanted: WantedRows, places: Int64s, scratch: Scratch
     ) -> None:
-        """Read samples to `rows` of some memory, from which they go to `places` of a batch."""
+        """Read rows to some memory, from which they go to `places` of a batch."""
         if layout.values is not None:
             values = np.moveaxis(layout.values, layout.sample_axis, 0).view(layout.raw_dtype)
-            raw[rows] = values[(slice(None), *(region or ()))][sample]
+            of_region = values[(slice(None), *(wanted.region or ()))]
+            wanted.raw[wanted.rows] = of_region[wanted.sample]
             return
         if id(layout) not in self._datasets:  # if two threads make one at once, one is lost
             self._datasets.setdefault(id(layout), DatasetRows(layout, self._reader))
         try:
-            self._datasets[id(layout)].read(sample, rows, raw, scratch, region)
+            self._datasets[id(layout)].read(wanted, scratch)
         except DamagedError as error:
-            if error.place is None and sample.size == 1:
+            if error.place is None and wanted.sample.size == 1:
                 error.place = 0
             error.place = None if error.place is None else np.atleast_1d(places[error.place])
             raise
@@ -93,18 +86,21 @@ class H5pyRows:
         for number, piece, chosen, row in segments.find(sample):
             scratch.require_open()
             source, part = datasets[number], part_shape(datasets[number], piece)
-            read = partial(self._read, source, piece.source_region)
             is_as_whole = piece.region is None and source.raw_dtype == layout.raw_dtype
             if is_as_whole or piece.member is not None:
                 # The shapes may differ in extents of 1.
-                read(row, rows[chosen], raw.reshape(len(raw), *part), scratch, rows[chosen])
+                own = WantedRows(
+                    row, rows[chosen], raw.reshape(len(raw), *part), piece.source_region
+                )
+                self._read(source, own, rows[chosen], scratch)
                 continue
             count = scratch_rows(source)
             for begin in range(0, row.size, count):
                 block = row[begin : begin + count]
                 found = np.empty((block.size, *part), source.raw_dtype)
                 goes_to = rows[chosen[begin : begin + count]]
-                read(block, np.arange(block.size), found, scratch, goes_to)
+                own = WantedRows(block, np.arange(block.size), found, piece.source_region)
+                self._read(source, own, goes_to, scratch)
                 region: Any = piece.region or ()
                 shape = raw[(slice(0, block.size), *region)].shape
                 raw[(goes_to, *region)] = found.reshape(shape)
@@ -127,8 +123,8 @@ class H5pyRows:
                     continue
                 dtype = layout.raw_dtype if piece.member is not None else source.raw_dtype
                 found = np.empty((1, *part_shape(source, own)), dtype)
-                first, goes_to = np.zeros(1, np.int64), np.array([row])
-                self._read(source, own.source_region, at, first, found, scratch, goes_to)
+                wanted_row = WantedRows(at, np.zeros(1, np.int64), found, own.source_region)
+                self._read(source, wanted_row, np.array([row]), scratch)
                 here = part[own.region or ...]
                 here[...] = found.reshape(here.shape)
             raw[row] = part[tuple(slice(None, None, -1 if n < 0 else 1) for n in place)]
@@ -148,9 +144,8 @@ class H5pyRows:
             )
             for begin in range(0, here.size, _OBJECTS):
                 some = here[begin : begin + _OBJECTS]
-                element = sample[some] - heap.first_sample
-                work = partial(_copy_elements, heap, element, places[some], raw)
-                self._reader.read(layout, sample[some], work, [], scratch)
+                wanted = WantedRows(sample[some], places[some], raw)
+                self._reader.read(layout, wanted, partial(_copy_elements, heap), [], scratch)
 
 
 def needs_scratch(layout: DatasetLayout, source: DatasetLayout) -> bool:
@@ -166,12 +161,12 @@ def scratch_rows(source: DatasetLayout) -> int:
     return max(1, _SCRATCH_NBYTES // max(1, source.row_nbytes))
 
 
-def _copy_elements(
-    heap: HeapFile, element: Int64s, places: Int64s, raw: NDArray[Any], dataset: h5py.Dataset
-) -> None:
-    wanted, which = np.unique(element, return_inverse=True)
-    objects, elements = dataset[wanted], heap.elements
-    for number, place, at in zip(element.tolist(), places.tolist(), which.tolist(), strict=True):
+def _copy_elements(heap: HeapFile, wanted: WantedRows, dataset: h5py.Dataset) -> None:
+    element, raw, elements = wanted.sample - heap.first_sample, wanted.raw, heap.elements
+    different, which = np.unique(element, return_inverse=True)
+    objects = dataset[different]
+    columns = (column.tolist() for column in (element, wanted.rows, which))
+    for number, place, at in zip(*columns, strict=True):
         value, count = objects[at], int(elements.length[number])
         if isinstance(value, str | bytes):
             value = np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
@@ -202,46 +197,33 @@ class DatasetRows:
         self._recent: dict[int, None] = {}
         self._counting = threading.Lock()
 
-    def read(
-        self,
-        sample: Int64s,
-        rows: Int64s,
-        raw: NDArray[Any],
-        scratch: Scratch,
-        region: Region = None,
-    ) -> None:
+    def read(self, wanted: WantedRows, scratch: Scratch) -> None:
         """Read a region of samples to rows of a batch; raises as `FallbackReader.read`.
 
         `raw` is (batch, *region), of the dataset's dtype (bool as uint8).
         """
         if self._is_one_sample:
             stored = np.arange(self._layout.num_samples)
+            _, rows, raw, region = wanted
             one = np.empty(self._layout.shape, raw.dtype)
             try:
-                self._read(None, stored, stored, one, scratch)
+                self._read(WantedRows(stored, stored, one), scratch)
             except DamagedError as error:
-                error.place = np.arange(sample.size)
+                error.place = np.arange(rows.size)
                 raise
             raw[rows] = one[region or ...].reshape(raw.shape[1:])
         else:
-            self._read(region, sample, rows, raw, scratch)
+            self._read(wanted, scratch)
 
-    def _read(
-        self,
-        region: Region,
-        sample: Int64s,
-        rows: Int64s,
-        raw: NDArray[Any],
-        scratch: Scratch,
-    ) -> None:
-        if not sample.size:
+    def _read(self, wanted: WantedRows, scratch: Scratch) -> None:
+        if not wanted.sample.size:
             return
         if self._changes_found != self._reader.changes_found:  # or nothing was checked yet
             self._changes_found = self._reader.changes_found
             self._checks = self._reader.checks(self._layout)
-        work = partial(_copy, self._layout, region, sample, rows, raw, scratch.require_open)
-        self._reader.read(self._layout, sample, work, self._checks, scratch, region)
-        scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(sample)
+        work = partial(_copy, self._layout, scratch.require_open)
+        self._reader.read(self._layout, wanted, work, self._checks, scratch)
+        scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(wanted.sample)
 
     def _decoded_nbytes(self, sample: Int64s) -> int:
         """Return the bytes that HDF5 has decoded for some samples: whole chunks, some cached."""
@@ -280,13 +262,11 @@ def _are_same_bytes(some: np.dtype[Any], found: np.dtype[Any]) -> bool:
 
 def _copy(
     layout: DatasetLayout,
-    region: Region,
-    sample: Int64s,
-    rows: Int64s,
-    raw: NDArray[Any],
     require_open: Callable[[], None],
+    wanted: WantedRows,
     dataset: h5py.Dataset,
 ) -> None:
+    sample, rows, raw, region = wanted
     values = dataset.fields(layout.member[0]) if layout.member else dataset
     is_merged = layout.sequences is not None and dataset.shape[:1] != layout.shape[:1]
     # h5py selects along the dimensions of the dataset, and NumPy along those of an array type.

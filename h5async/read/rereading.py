@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
-from h5async.core.binding import Core
-from h5async.core.structures import CANNOT_MAP, IS_REPLACED
+from h5async.core.binding import CANNOT_MAP, IS_REPLACED, Core
 from h5async.errors import DamagedError, H5AsyncError, ReadError
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout, HeapFile

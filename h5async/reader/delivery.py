@@ -28,14 +28,13 @@ from h5async.errors import (
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.submissions import Submissions
-from h5async.observe.readercounts import ReaderCounts, Work
+from h5async.observe.readercounts import ReaderCounts, SkippedSamples, Work
 from h5async.opening.selecting import sample_numbers
 from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
 from h5async.reader.batch import Batch, Life, expire
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
-from h5async.reader.skipping import SkippedSamples
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing
 from h5async.system.timeline import Recorder

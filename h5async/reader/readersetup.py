@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from h5async.config import ReaderConfig
-from h5async.deliver.device import Device, DeviceSlot, SlotContents, find_device
-from h5async.deliver.devicepolicy import DevicePolicy
+from h5async.deliver.device import Device, DeviceSlot, SlotContents
+from h5async.deliver.devicepolicy import DevicePolicy, find_device
 from h5async.errors import DeviceError, taking_memory
 from h5async.fill.finishing import masks_of
 from h5async.fill.outcomes import FillerStats

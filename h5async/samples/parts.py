@@ -6,17 +6,13 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from h5async.config import Field
 from h5async.errors import ConfigError
 from h5async.index.attributes import numbered_axis
 from h5async.index.datasettable import cut_rows
 from h5async.index.layout import Crop, DatasetLayout
+from h5async.index.segments import Int64s
 from h5async.plan.crops import begins, draws_of, epoch_keys
-
-Int64s = NDArray[np.int64]
 
 
 class Places(NamedTuple):

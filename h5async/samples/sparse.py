@@ -286,8 +286,7 @@ class Csr(SampleArrays):
     def _made_by_core(self, out: NDArray[Any]) -> int | None:
         """Have the core make the rows; return the number made, or None for unsupported arrays."""
         # Imported here because it is slow, and not every program makes dense rows.
-        from h5async.core.binding import address, load_core
-        from h5async.core.structures import VALUE_KINDS
+        from h5async.core.binding import VALUE_KINDS, address, load_core
 
         core, data, indices = load_core(), self.data, self.indices
         kinds = VALUE_KINDS.get(data.dtype), VALUE_KINDS.get(out.dtype)

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field, ReaderConfig, SparseField
-from h5async.core.binding import address, load_core
-from h5async.core.structures import VALUE_KINDS
+from h5async.core.binding import VALUE_KINDS, address, load_core
 from h5async.errors import ConfigError, DatasetError
 from h5async.index.chunks import left_to_hdf5
 from h5async.index.composition import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, files_of
 from h5async.index.savedindex import Wanted
+from h5async.index.segments import Int64s
 from h5async.order.rows import SpanRows
 from h5async.samples.fieldkind import (
     INDICES,
@@ -38,8 +38,6 @@ from h5async.samples.fieldkind import (
 )
 from h5async.samples.sparse import Csr
 from h5async.spelling import named
-
-Int64s = NDArray[np.int64]
 
 SHAPE_OF, NAMES_OF = "\0shape", "\0names"  # suffixes of a field's name for its facts
 ID = "\0"  # separates name and id in the names of columns
@@ -396,7 +394,7 @@ def _no_column(
 Float64s = NDArray[np.float64]
 
 
-def row_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> Float64s:
+def row_sums(values: NDArray[Any], offsets: Int64s) -> Float64s:
     """Return the sum of each row: float64 (rows,).
 
     Row i has the values ``offsets[i]`` to ``offsets[i + 1]``.
@@ -414,7 +412,7 @@ def row_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> Float64s:
 
 def scaled_rows(
     values: NDArray[Any],
-    offsets: NDArray[np.int64],
+    offsets: Int64s,
     totals: Float64s | None,
     target_sum: float | None,
     log1p: bool,

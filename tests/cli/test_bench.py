@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig
-from h5async.cli import app, measuring
-from h5async.cli.measuring import compare, judge
+from h5async.cli import app
+from h5async.cli import bench as measuring
+from h5async.cli.bench import compare, judge
 from h5async.config.values import MOST_THREADS
 
 

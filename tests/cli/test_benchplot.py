@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from h5async import ConfigError, MissingPackageError
-from h5async.cli.bench import Plot
-from h5async.cli.measuring import Trial
+from h5async.cli.bench import Plot, Trial
 
 TRIALS = [
     Trial({}, [2.1e9, 2.0e9, 2.4e9], [1.0, 1.0, 1.0]),

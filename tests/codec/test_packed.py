@@ -12,8 +12,7 @@ from coredecoding import DamagedError, Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h5async.codec.corefilters import NOTHING
-from h5async.codec.filters import NBIT, SCALEOFFSET, Filter
+from h5async.codec.filters import NBIT, NOTHING, SCALEOFFSET, Filter
 from h5async.codec.filters import _nbit as nbit_filter
 from h5async.codec.filters import _scaleoffset as scaleoffset_filter
 from h5async.core.binding import load_core

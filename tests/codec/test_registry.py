@@ -7,16 +7,17 @@ import zlib
 import pytest
 
 from h5async.codec.chunklengths import decoded_nbytes, unchecked
-from h5async.codec.corefilters import CoreFilter, CoreKind
 from h5async.codec.filters import (
     _ENTRIES,
     BITSHUFFLE,
     NBIT,
     REGISTRY,
     SZIP,
+    CoreFilter,
+    CoreKind,
     Filter,
 )
-from h5async.core.libraries import LIBRARIES
+from h5async.core.binding import LIBRARIES
 
 # Client data with which every filter is decoded here, where one can be.
 GIVEN = {

@@ -49,9 +49,9 @@ from h5async.codec.filters import (
     Filter,
 )
 from h5async.core import binding as core_module
-from h5async.core import libraries, structures
-from h5async.core.binding import Core, address
-from h5async.core.structures import transform_source
+from h5async.core import binding as libraries
+from h5async.core import binding as structures
+from h5async.core.binding import Core, address, transform_source
 from h5async.errors import ReaderClosedError
 from h5async.fill.reading import BatchReader
 from h5async.index.metadata import read_layouts

@@ -28,7 +28,6 @@ from pythondecoders import FilterPipeline
 from test_core import HUGE, RowFile, damaged, exactly, int64s, some
 
 from h5async import Field
-from h5async.codec.corefilters import CoreKind
 from h5async.codec.filters import (
     BITSHUFFLE,
     BLOSC,
@@ -38,10 +37,10 @@ from h5async.codec.filters import (
     LZF,
     SHUFFLE,
     ZSTD,
+    CoreKind,
     Filter,
 )
-from h5async.core.binding import address
-from h5async.core.structures import IO_MODES
+from h5async.core.binding import IO_MODES, address
 from h5async.deliver.decodeplan import FrameFormat, Unshuffle, frame_format, unshuffles
 from h5async.index.metadata import read_layouts
 from h5async.io.stamps import FileStamp

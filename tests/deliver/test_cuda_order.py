@@ -16,7 +16,7 @@ from cases import each
 from gpus import use_fake_gpu, use_gpu
 
 import h5async.deliver.cuda
-import h5async.deliver.device
+import h5async.deliver.devicepolicy
 from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
 
 pytestmark = pytest.mark.any_gpu
@@ -133,7 +133,7 @@ def test_no_cupy(images, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(h5async.deliver.device.importlib, "import_module", missing)
+    monkeypatch.setattr(h5async.deliver.devicepolicy.importlib, "import_module", missing)
     with pytest.raises(DeviceError, match=r"CuPy is not installed.*pip install 'h5async\[cuda13\]"):
         AsyncReader(hdf5_path=images, device="cuda")
 

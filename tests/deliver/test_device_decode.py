@@ -17,8 +17,8 @@ from cases import each
 from conftest import require_extra
 from gpus import use_fake_gpu, use_gpu
 
-import h5async.deliver.device
 import h5async.deliver.devicedecode
+import h5async.deliver.devicepolicy
 from h5async import AsyncReader, ConfigError, DeviceError, Field, ReadError
 from h5async.core.binding import load_core
 from h5async.deliver.decodeplan import EncodedFormat, encoded_format
@@ -502,9 +502,9 @@ def test_what_needs_rows_on_the_host(tmp_path, monkeypatch, other):
 
 def test_there_is_no_gpu(tmp_path, monkeypatch):
     def missing():
-        raise h5async.deliver.device.MissingGpuError("CuPy is not installed")
+        raise h5async.deliver.devicepolicy.MissingGpuError("CuPy is not installed")
 
-    monkeypatch.setattr(h5async.deliver.device, "import_cupy", missing)
+    monkeypatch.setattr(h5async.deliver.devicepolicy, "import_cupy", missing)
     path = tmp_path / "data.h5"
     make(path, compression="gzip")
     with pytest.raises(DeviceError, match='decode="device" needs a GPU'):

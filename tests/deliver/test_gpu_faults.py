@@ -18,8 +18,8 @@ import pytest
 
 from h5async import AsyncReader, DeviceError, Field, ReadError
 from h5async.deliver.cuda import CudaSlot
-from h5async.deliver.device import find_gpu
 from h5async.deliver.devicedecode import DeviceDecoder
+from h5async.deliver.devicepolicy import find_gpu
 from h5async.io.shared import page_memory
 from h5async.read.collection import Collection
 

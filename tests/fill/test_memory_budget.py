@@ -29,7 +29,7 @@ from h5async import (
     PostprocessError,
     ReaderConfig,
 )
-from h5async.core.structures import KEPT_OVERHEAD_NBYTES
+from h5async.core.binding import KEPT_OVERHEAD_NBYTES
 from h5async.fill.resident import Budget, HostCache, open_host_cache
 from h5async.order.selection import Selection
 from h5async.system.resources import MemoryLeft, cpu_quota, free_memory, local_ranks, memory_left

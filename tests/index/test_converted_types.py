@@ -7,7 +7,7 @@ from h5py import h5t
 from test_saved_index import save
 
 from h5async import AsyncReader, DatasetError, Field
-from h5async.codec.corefilters import stored_filter
+from h5async.codec.filters import stored_filter
 from h5async.core.binding import load_core
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="the core converts")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from h5async import AsyncReader, ReadError
-from h5async.index.hdf5 import _hdf5_function
+from h5async.index.hdf5 import hdf5_function
 
 
 def message(path: Path) -> str:
@@ -46,7 +46,7 @@ def test_cut_short(tmp_path, libver, user_block, left):
 def test_the_superblock_of_version_1_which_other_chunk_b_trees_have(tmp_path):
     path = tmp_path / "a.h5"
     plist = h5py.h5p.create(h5py.h5p.FILE_CREATE)
-    assert _hdf5_function("H5Pset_istore_k", ctypes.c_uint)(plist.id, 64) >= 0
+    assert hdf5_function("H5Pset_istore_k", ctypes.c_uint)(plist.id, 64) >= 0
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_LATEST)
     file = h5py.File(h5py.h5f.create(bytes(path), fcpl=plist, fapl=access))

@@ -25,7 +25,7 @@ from h5async.index.links import Reach
 from h5async.io.places import NONSENSE, Format
 from h5async.io.references import header_messages
 from h5async.io.stores import LocalSource
-from h5async.opening.raggedcolumns import heap_layout
+from h5async.opening.filevalues import heap_layout
 
 TEXT, INTEGERS = h5py.string_dtype(), h5py.vlen_dtype(np.dtype("i4"))
 STORAGES = ("contiguous", "chunked", "gzip", "shuffled", "compact")

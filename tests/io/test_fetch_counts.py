@@ -6,6 +6,7 @@ import contextlib
 import json
 import queue
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from memorystore import MemorySource, MemoryStore
 
-from h5async import AsyncReader
+from h5async import AsyncReader, ReadError
 from h5async.core.binding import load_core
 from h5async.fill.fetching import Fetcher, FetchLimits
 from h5async.fill.outcomes import FillerStats
@@ -23,7 +24,6 @@ from h5async.index.extents import SourceFile
 from h5async.io.source import Source
 from h5async.io.stores import store_of
 from h5async.order.sampling import FillRequest
-from h5async.plan.fetches import ByteRanges
 from h5async.read.farsources import FarSources, FetchCounts, Held
 from h5async.system.timeline import STAGES, Recorder, ThreadCounts
 
@@ -123,7 +123,7 @@ def test_the_fetcher_counts_requests_and_what_batches_read(path: Path, store: Me
     def want(serial: int, *ranges: tuple[int, int]) -> None:
         offset, nbytes = np.array(ranges, np.int64).T
         request = FillRequest(0, serial, 0, serial, 0)
-        fetcher.want(request, ByteRanges(np.zeros_like(offset), offset, nbytes), answers.put)
+        fetcher.want(request, far.places.ranges(0 * offset, offset, nbytes), answers.put)
         held = answers.get(timeout=30)
         assert isinstance(held, Held)
         assert far.counts.waited_ns > 0
@@ -145,12 +145,44 @@ def test_the_fetcher_counts_requests_and_what_batches_read(path: Path, store: Me
         fetcher.join(None)
 
 
+def test_a_request_that_fails_fails_only_its_batch(path: Path, store: MemoryStore, monkeypatch):
+    get_ranges = MemorySource.get_ranges
+
+    def failing(source: MemorySource, offsets: Sequence[int], lengths: Sequence[int]) -> Any:
+        if 100_000 in offsets:
+            raise ReadError("this one")
+        return get_ranges(source, offsets, lengths)
+
+    monkeypatch.setattr(MemorySource, "at_once", 8)
+    monkeypatch.setattr(MemorySource, "get_ranges", failing)
+    far = far_sources(store.put(path))
+    answers = dict[int, queue.SimpleQueue[Held | BaseException]]()
+    limits = FetchLimits(requests_in_flight=8, fetch_nbytes=1 << 20)
+    nothing = {"plan": lambda request: None, "following": lambda request: None}
+    fetcher = Fetcher(far, limits, **nothing, submit=lambda *_: None, recorder=Recorder())
+    far.get(0, [0], [1])
+    try:
+        for serial, offset in enumerate([0, 50_000, 100_000, 150_000]):
+            where = np.array([offset], np.int64), np.array([100], np.int64)
+            answers[serial] = queue.SimpleQueue()
+            request = FillRequest(0, serial, 0, serial, 0)
+            ranges = far.places.ranges(np.zeros(1, np.int64), *where)
+            fetcher.want(request, ranges, answers[serial].put)
+        fetcher.start("a.h5")  # one thread takes all four
+        found = {serial: one.get(timeout=30) for serial, one in answers.items()}
+    finally:
+        fetcher.stop(far.close)
+        fetcher.join(None)
+    assert [serial for serial, one in found.items() if isinstance(one, ReadError)] == [2]
+    assert far.counts.retries == 4
+
+
 def test_a_source_is_opened_once_for_all_threads(path: Path, store: MemoryStore, monkeypatch: Any):
     name = store.put(path)
     opened: list[str] = []
     second = threading.Barrier(2)
 
-    def opening(self: MemoryStore, name: str) -> Source:
+    def opening(self: MemoryStore, name: str, **how: Any) -> Source:
         opened.append(name)
         with contextlib.suppress(threading.BrokenBarrierError):
             second.wait(0.2)  # for a second thread that opens it
@@ -168,7 +200,7 @@ def test_a_source_is_opened_once_for_all_threads(path: Path, store: MemoryStore,
 def test_counts_of_fillers_add_up():
     stages = dict.fromkeys(STAGES, 0.0)
     one, other = (
-        FillerStats(stages, ThreadCounts(), 0, "none", fetched=FetchCounts(n, 2, 3, 4, 5))
+        FillerStats(stages, ThreadCounts(), 0, "none", fetched=FetchCounts(n, 2, 3, 4, 5, 6, n - 1))
         for n in (1, 10)
     )
-    assert one.plus(other).fetched == (11, 4, 6, 8, 10)
+    assert one.plus(other).fetched == (11, 4, 6, 8, 10, 12, 9)

@@ -17,7 +17,8 @@ import pytest
 from httpserver import Rule, Server, serving
 
 from h5async import ReadError
-from h5async.core import http, libraries
+from h5async.core import binding as libraries
+from h5async.core import http
 from h5async.core.binding import Core
 from h5async.core.http import HttpClient, http_client
 from h5async.io.source import Source, WebAddress
@@ -44,11 +45,10 @@ class StoreSource(Source):
         headers = [f"If-Match: {self.tag}"]
         return WebAddress(self.server.url(self.name), headers, self.tag, self.most_redirects)
 
-    def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
-        for offset, nbytes in ranges:
-            self.asked.append((offset, nbytes))
-            into[:nbytes] = DATA[offset : offset + nbytes]
-            into = into[nbytes:]
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[bytes]:
+        ranges = list(zip(offsets, lengths, strict=True))
+        self.asked += ranges
+        return expected(ranges)
 
     def close(self) -> None:
         pass
@@ -129,6 +129,7 @@ FAULTS = {
     "a redirect": Rule("redirect", 307, "/b.bin"),
     "another version": Rule("other_version"),
     "no tag": Rule("no_etag"),
+    "a weak tag": Rule("weak_etag"),
 }
 
 
@@ -147,10 +148,9 @@ def test_the_store_gets_what_fails(server: Server, client: HttpClient, fault: st
     assert len(store.asked) == 2
 
 
-@pytest.mark.parametrize("fault", ["other_version", "weak_etag"])
-def test_another_object_is_an_error(server: Server, client: HttpClient, fault: str) -> None:
+def test_another_object_is_an_error(server: Server, client: HttpClient) -> None:
     server.heed_tags(False)
-    server.strike(Rule(fault, ranged=True, after=2, times=1))
+    server.strike(Rule("other_version", ranged=True, after=2, times=1))
     source = client.quicker(StoreSource(server), "s3://x/a.bin")
     with pytest.raises(ReadError, match=r"s3://x/a\.bin was replaced"):
         got(source, SOME)

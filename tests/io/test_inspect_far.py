@@ -36,6 +36,16 @@ def run(*arguments: Any) -> str:
     return result.stdout
 
 
+def test_a_glob_lists_all_its_files(path: Path, tmp_path: Path) -> None:
+    for name in "xy":
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["data"] = np.zeros(5)
+    found = run(tmp_path / "[xy].h5")
+    assert [f"{tmp_path}/{name}.h5: data" in found for name in "xy"] == [True, True]
+    document = json.loads(run(tmp_path / "[xy].h5", "--json"))
+    assert [Path(one["file"]).name for one in document["datasets"]] == ["x.h5", "y.h5"]
+
+
 def test_requests_are_those_of_the_chunk_table(path: Path, store: MemoryStore) -> None:
     document = json.loads(run(store.put(path), "--json"))
     found = {one["path"]: one["requests"] for one in document["datasets"]}

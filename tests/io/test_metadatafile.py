@@ -278,12 +278,11 @@ def test_the_next_sources_are_opened_meanwhile(tmp_path: Path, store: MemoryStor
     sources = write_several(tmp_path, store, 24)
     together, open_source = threading.Barrier(8), store.open
 
-    def opens(name: str) -> MemorySource:
+    def opens(name: str, **how: Any) -> MemorySource:
         together.wait(timeout=30)  # as many as that are being opened
-        return open_source(name)
+        return open_source(name, **how)
 
     monkeypatch.setattr(store, "open", opens)
-    monkeypatch.setattr("h5async.io.ahead._THREADS", 8)
     opened = open_dataset(ReaderConfig(hdf5_path=sources, labels_field=None))
     assert [one.file for one in opened.layouts["data"].datasets] == sources
 

@@ -195,7 +195,9 @@ def test_faults_at_opening(server: Server, path: Path) -> None:
         server.put(name, path.read_bytes())
         cases[fault] = server.url(name)
     rules = [rule_of(fault, server, path=f"/bucket/{fault.replace(' ', '_')}*") for fault in cases]
-    server.strike(*rules)
+    server.put("bucket/later.h5", path.read_bytes())
+    cases["later"] = server.url("bucket/later.h5")
+    server.strike(*rules, Rule("stall", path="/bucket/later*", after=1))
     cases["nobody listens"] = "http://127.0.0.1:9/a.h5"
     cases["no such host"] = "http://nowhere.invalid/a.h5"
 
@@ -211,7 +213,8 @@ def test_faults_at_opening(server: Server, path: Path) -> None:
         text, seconds = found[name]
         assert url in text, name
         assert "\n" not in text, name
-        assert seconds < SOON_SECONDS, name
+        # One of many requests for metadata may stall, and is repeated once.
+        assert seconds < SOON_SECONDS * (2 if name == "later" else 1), name
 
 
 # --- waiting -------------------------------------------------------------------------------------

@@ -290,6 +290,50 @@ def test_an_answer_that_is_wrong(server: Server, fault: str):
         source.read(100_000, 500)
 
 
+def _read_again(server: Server, fault: str, times: int | None) -> bytes:
+    source = opened(server, "bytes")
+    server.strike(Rule(fault, times=times))
+    found = source.read(100_000, 500)
+    assert source.retries == times
+    return found
+
+
+@pytest.mark.parametrize("fault", ["short", "no_etag", "weak_etag"])
+def test_an_answer_that_is_wrong_once(server: Server, fault: str):
+    server.heed_tags(True)
+    assert _read_again(server, fault, 2) == CONTENT[100_000:100_500]
+
+
+@pytest.mark.parametrize("fault", ["no_etag", "weak_etag"])
+def test_answers_without_the_tag_do_not_count_as_another_object(server: Server, fault: str):
+    with pytest.raises(ReadError, match=r"bucket/bytes cannot be read: .* lack the ETag"):
+        _read_again(server, fault, None)
+
+
+def test_no_options_are_none(server: Server):
+    assert ReaderConfig(hdf5_path="s3://bucket/a.h5", storage_options=None).storage_options == {}
+
+
+def test_stamps_of_many_files_are_small_requests(server: Server):
+    name = name_of(server, "bytes")
+    server.log()
+    stamp = store_of(name).stamp(name)
+    log = server.log()
+    assert (log.count, log.nbytes) == (1, 1)
+    assert stamp == opened(server, "bytes").stamp()
+
+
+def test_long_tags_are_left_to_the_store(server: Server):
+    source = opened(server, "bytes")
+    source._meta = {**source._meta, "e_tag": f'"{"x" * 300}"'}
+    assert source.web_address() is None
+
+
+def test_a_folder_is_no_file(server: Server):
+    with pytest.raises(ConfigError, match=r"names a folder; .* s3://bucket/some/\*\.h5"):
+        store_of("s3://").open("s3://bucket/some/")
+
+
 # --- other clients -------------------------------------------------------------------------------
 
 

@@ -210,7 +210,6 @@ ORDERS: dict[str, dict[str, Any]] = {
 WAYS: dict[str, dict[str, Any]] = {
     "pread": {"io": "pread"},
     "map": {"io": "map"},
-    "process": {"workers": "process"},
     "index_cache": {"index_cache": False},
     "open_for_writing": {},
     "open_for_writing_pread": {"io": "pread"},
@@ -228,6 +227,8 @@ def written(make: Make, folder: Path, name: str = "f.h5") -> Path:
 def told(path: Path, **options: Any) -> tuple[dict[str, Any], list[list[int]]]:
     """Return the state after a batch, and the samples of all batches of an epoch."""
     given = {"batch_size": 29, "device": "cpu", "num_threads": 0, "allow_external": [path.parent]}
+    if isinstance(options.get("num_dim"), tuple):  # which makes many samples
+        given["batch_size"] = 290
     if "fields" not in options:
         given["labels_field"] = None
     with AsyncReader(hdf5_path=path, **{**given, **options}) as reader:
@@ -250,15 +251,21 @@ def test_states_and_orders_are_the_same(case, tmp_path):
             if way.startswith("open_for_writing"):
                 opened.enter_context(h5py.File(path, "r+"))
             for name, order in ORDERS.items():
-                if way == "process" and name != "window":
-                    continue  # it takes long to start
                 assert told(path, **{**options, **order, **how}) == expected[name], (way, name)
+
+
+@pytest.mark.sampled(4)  # a process takes long to start
+@pytest.mark.parametrize("case", CASES)
+def test_states_and_orders_are_the_same_in_a_helper_process(case, tmp_path):
+    make, options = CASES[case]
+    path, options = written(make, tmp_path / "here"), {**options, **ORDERS["window"]}
+    assert told(path, **options, workers="process") == told(path, **options)
 
 
 def all_told(folder: Path) -> dict[str, Any]:
     """Return what is told of all cases, or a few; files are written if they are not there."""
     found = {}
-    for case in list(CASES)[:: 1 if os.environ.get("H5ASYNC_TESTS") == "all" else 4]:
+    for case in list(CASES)[:: 1 if os.environ.get("H5ASYNC_TESTS") == "all" else 5]:
         make, options = CASES[case]
         path = folder / case / "f.h5"
         if not path.exists():

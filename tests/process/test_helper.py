@@ -28,7 +28,7 @@ from cases import each
 from conftest import SAMPLE
 from hdf5files import type_for_h5py
 
-import h5async.deliver.device
+import h5async.deliver.devicepolicy
 import h5async.process.child
 import h5async.process.helper
 import h5async.process.supervisor
@@ -976,7 +976,7 @@ def test_a_gpu_gets_the_right_batches_in_any_order(path, monkeypatch, num_thread
     fields = {"data": Field("data", axes=(0, 3, 1, 2), scale=0.5), "labels": "labels"}
     options = {"fields": fields, "shuffle": "full", "device": "cuda", "prefetch": prefetch}
     cupy, simulation = fake_cupy.make(seed=prefetch)
-    monkeypatch.setattr(h5async.deliver.device, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(h5async.deliver.devicepolicy, "import_cupy", lambda: cupy)
     kept = []
     with make(path, num_threads=num_threads, cache=cache, **options) as reader:
         assert cupy.cuda.runtime.registered

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from h5async.order.sampling import FillRequest
-from h5async.process.outstanding import MAX_DEATHS, Outstanding
+from h5async.process.supervisor import MAX_DEATHS, Outstanding
 
 
 def request(serial: int, slot: int | None = None) -> FillRequest:

@@ -25,8 +25,7 @@ import h5async.fill.phases
 import h5async.fill.reading
 import h5async.order.sampling
 from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, ReadError
-from h5async.core.binding import load_core
-from h5async.core.structures import REFUSED
+from h5async.core.binding import REFUSED, load_core
 from h5async.fill.reading import BatchReader
 from h5async.read.rereading import Rereader
 

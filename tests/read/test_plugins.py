@@ -17,7 +17,7 @@ import pytest
 from conftest import require_extra
 
 from h5async import AsyncReader, ReadError
-from h5async.codec import plugins
+from h5async.codec import filters as plugins
 from h5async.codec.filters import BZIP2, NBIT, Filter
 from h5async.core.binding import address, can_decode, load_core
 from h5async.index.chunks import filters_of

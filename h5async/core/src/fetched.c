@@ -93,6 +93,33 @@ static void list_item(Work *work, const Item *item)
         ask_for_piece(work, item, c, &span);
 }
 
+enum { BLOCKS_PER_ROW = 64 }; /* that are looked at in the time in which one row is asked for */
+
+/* Whether all from the first of many rows to the last is known to be kept: to ask that of each of them
+   would take as long as to copy small ones. */
+static int span_is_kept(const Work *work, const Item *item)
+{
+    const Field *f = &work->fields[item->field];
+    const Layer *l = &f->layers[item->layer];
+    const Shape *shape = shape_of(f, item);
+    const int64_t segment = item->segment, end = item->first_run + item->num_runs;
+    const Wanted *w = &work->plan->sorted[item->number];
+    int64_t first = INT64_MAX, last = -1;
+    if (item->kind != ROWS || shape->kind != ROWS || l->step[segment] != 1)
+        return 0;
+    for (int64_t rank = item->first_run, behind; rank < end; rank = behind, w++) {
+        int64_t sample = w->sample + rank - w->rank;
+        behind = w[1].rank < end ? w[1].rank : end;
+        first = sample < first ? sample : first;
+        last = sample + behind - rank > last ? sample + behind - rank : last;
+    }
+    int64_t before = l->row[segment] - l->first[segment];
+    int64_t offset = offset_of_row(l, shape, segment, first + before);
+    int64_t nbytes = offset_of_row(l, shape, segment, last + before) - offset;
+    return nbytes / MIRROR_BLOCK < BLOCKS_PER_ROW * item->num_runs &&
+           mirror_is_marked(work->file->mirror, offset, nbytes);
+}
+
 /* Read an item as out of a map where all that it needs is kept. */
 static void look_into_mirror(Work *work, const Item *item)
 {
@@ -101,7 +128,8 @@ static void look_into_mirror(Work *work, const Item *item)
     Failure before = work->w->failure;
     file->map = NULL, work->available = work->mappable = 0;
     file->asked = &missing;
-    list_item(work, item);
+    if (!span_is_kept(work, item))
+        list_item(work, item);
     file->asked = NULL, work->w->failure = before;
     if (missing.count == 0)
         file->map = file->mirror->map, work->available = work->mappable = file->nbytes;

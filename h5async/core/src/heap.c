@@ -32,7 +32,7 @@ typedef struct {
     Ordered ordered[BLOCK_SEQUENCES]; /* used by a call */
 } HeapScratch;
 
-/* HEAP_SCRATCH_NBYTES of structures.py, which counts it. */
+/* HEAP_SCRATCH_NBYTES of core/binding.py, which counts it. */
 _Static_assert(sizeof(HeapScratch) == NUM_INDICES * 24 + 5 * 8 + HEAP_WINDOW + BLOCK_SEQUENCES * 16,
                "the scratch of a thread has another size");
 

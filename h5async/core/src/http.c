@@ -25,7 +25,7 @@ typedef struct { /* struct CURLMsg; its only kind is CURLMSG_DONE */
     } data;
 } CurlMessage;
 
-typedef struct { /* functions of libcurl; core/libraries.py has the same order */
+typedef struct { /* functions of libcurl; core/binding.py has the same order */
     int (*curl_global_init)(long flags);
     void *(*curl_easy_init)(void);
     int (*curl_easy_setopt)(void *easy, int option, ...);
@@ -112,7 +112,7 @@ static size_t take_header(const char *bytes, size_t unused, size_t nbytes, void 
         lane->has_range = is_range(value, range, lane->call->object_nbytes);
     } else if ((value = header_value(line, "etag:")) != NULL) {
         lane->has_etag = strcmp(value, lane->call->etag) == 0;
-        if (range->status == 206 && !lane->has_etag)
+        if (range->status == 206 && !lane->has_etag && strncmp(value, "W/", 2) != 0)
             range->got = GOT_CHANGED;
     }
     return nbytes;

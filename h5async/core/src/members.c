@@ -1,4 +1,4 @@
-/* The structures that Python uses, which makes its own of this description: core/structures.py. */
+/* The structures that Python uses, which makes its own of this description: core/binding.py. */
 
 typedef struct {
     const char *name, *type; /* type: see below; "": another pointer */

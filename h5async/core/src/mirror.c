@@ -20,9 +20,22 @@ static int is_intact(const Mirror *m, int64_t block)
     return (sum | 1) == sums[block];
 }
 
+static int is_within_mirror(const Mirror *m, int64_t offset, int64_t nbytes)
+{
+    return m != NULL && offset >= 0 && nbytes > 0 && offset <= m->nbytes - nbytes;
+}
+
+/* Whether all blocks of a range were compared before. */
+static int mirror_is_marked(const Mirror *m, int64_t offset, int64_t nbytes)
+{
+    int64_t first = offset / MIRROR_BLOCK, last = (offset + nbytes - 1) / MIRROR_BLOCK;
+    return is_within_mirror(m, offset, nbytes) &&
+           memchr(m->marks + first, 0, (size_t)(last - first + 1)) == NULL;
+}
+
 static int mirror_has(const Mirror *m, int64_t offset, int64_t nbytes)
 {
-    if (m == NULL || offset < 0 || nbytes <= 0 || offset > m->nbytes - nbytes)
+    if (!is_within_mirror(m, offset, nbytes))
         return 0;
     for (int64_t at = offset / MIRROR_BLOCK; at <= (offset + nbytes - 1) / MIRROR_BLOCK; at++)
         if (!__atomic_load_n(&m->marks[at], __ATOMIC_ACQUIRE) && !is_intact(m, at))

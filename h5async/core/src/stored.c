@@ -1,4 +1,4 @@
-/* Makes NumPy's elements of stored ones, by the steps that codec/corefilters.py declares, and has
+/* Makes NumPy's elements of stored ones, by the steps that codec/filters.py declares, and has
    checked: each makes some values of each element. */
 
 enum { STEP_VALUES = 13 };

@@ -30,7 +30,7 @@ class Files:
     """Files of a source, which must not change meanwhile."""
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
-        self.paths = [os.fspath(path) for path in paths]
+        self.paths = [os.path.abspath(path) for path in paths]
         self._stamps = [_stamp(path) for path in self.paths]
 
     @property
@@ -54,8 +54,9 @@ class Source(ABC):
 
     `name` is for messages; `count` is the number of samples, or None; `rows` is how many make a
     block; `nbytes` is the size of the samples as they are, about, or None.
-    `kinds` are those of columns, as in `Column`. `once` are datasets that the file has once, by
-    name: arrays, or lists of strings; also as attributes of the datasets that `labelled` names.
+    `kinds` are those of columns of encoded samples: ``image`` or ``audio``. `classes` are the names
+    of integers, by column. `once` are datasets that the file has once, by name: arrays, or lists of
+    strings. `files` must not change meanwhile.
     """
 
     name = ""
@@ -63,7 +64,9 @@ class Source(ABC):
     nbytes: int | None = None
     rows = 64
     kinds: Mapping[str, str] = {}
+    classes: Mapping[str, Sequence[str]] = {}
     once: Mapping[str, Sequence[Any] | NDArray[Any]] = {}
+    files = Files([])
 
     @abstractmethod
     def digest(self) -> str:
@@ -75,12 +78,6 @@ class Source(ABC):
 
         `order` maps positions to samples, if they are not packed in order.
         """
-
-    files = Files([])  # that must not change meanwhile
-
-    def finish(self) -> Mapping[str, Sequence[Any] | NDArray[Any]]:
-        """Return datasets that are known at the end, as `once`."""
-        return {}
 
 
 class ListedSource(Source):

@@ -1,0 +1,208 @@
+"""Moves values of any datatype from file to file as HDF5 has them in memory, without conversion.
+
+References are the exception: they are made to refer to the same objects of the other file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+from h5py import h5a, h5d, h5i, h5o, h5s, h5t
+from numpy.typing import NDArray
+
+from h5async.errors import DatasetError, ReadError
+from h5async.index.hdf5 import hdf5_function
+
+_ID, _POINTER, _TEXT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
+_REGION = 1  # H5R_DATASET_REGION
+_HVL_NBYTES = 16  # hvl_t: a length, and a pointer
+Bytes = NDArray[np.uint8]
+
+
+def call_hdf5(name: str, where: str, *arguments: Any, result: Any = ctypes.c_int) -> int:
+    """Call a function of HDF5 with integers, objects of h5py, bytes, or pointers.
+
+    ReadError, beginning with `where`, if it fails.
+    """
+    types, values = [], []
+    for one in arguments:
+        is_text, is_pointer = isinstance(one, bytes), isinstance(one, np.ndarray)
+        types.append(_TEXT if is_text else _POINTER if is_pointer else _ID)
+        values.append(
+            one if is_text else one.ctypes.data if is_pointer else getattr(one, "id", one)
+        )
+    function = hdf5_function(name, *types[1:], result=result)
+    if function is None:
+        raise ReadError(f"{where}: {name} is not found in the HDF5 library of h5py")
+    try:
+        with h5py._objects.phil:
+            found = function(*values)
+    except SystemError as error:  # an exception of a file object that HDF5 called
+        raise error.__cause__ or error from None
+    if found < 0:
+        raise ReadError(f"{where}: HDF5 failed ({name})")
+    return int(found)
+
+
+class RawValues:
+    """Memory for `count` elements of a datatype; `bytes` are uint8 (count, bytes of an element).
+
+    What HDF5 allocates for elements of variable length is freed on exit.
+    """
+
+    def __init__(self, kind: h5t.TypeID, count: int, where: str) -> None:
+        self.kind, self.count, self._where = kind, count, where
+        self.bytes: Bytes = np.zeros((count, kind.get_size()), np.uint8)
+
+    def __enter__(self) -> RawValues:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.count and has_pointers(self.kind):
+            space = h5s.create_simple((self.count,))
+            call_hdf5("H5Treclaim", self._where, self.kind, space, 0, self.bytes)
+
+    def read(self, dataset: h5d.DatasetID, memory: h5s.SpaceID, selected: h5s.SpaceID) -> None:
+        """Read the selected elements of a dataset to those selected in `memory`."""
+        call_hdf5("H5Dread", self._where, dataset, self.kind, memory, selected, 0, self.bytes)
+
+    def write(self, dataset: h5d.DatasetID, memory: h5s.SpaceID, selected: h5s.SpaceID) -> None:
+        """Write elements selected in `memory` to the selected ones of a dataset."""
+        call_hdf5("H5Dwrite", self._where, dataset, self.kind, memory, selected, 0, self.bytes)
+
+
+def write_raw(dataset: h5d.DatasetID, offset: tuple[int, ...], values: NDArray[Any]) -> None:
+    """Write a block of elements of fixed size, as they are stored; `values` are of a void dtype."""
+    memory, selected = h5s.create_simple(values.shape), dataset.get_space()
+    selected.select_hyperslab(offset, values.shape)
+    data = np.ascontiguousarray(values)
+    where = f"dataset {h5i.get_name(dataset)!r}"
+    call_hdf5("H5Dwrite", where, dataset, dataset.get_type(), memory, selected, 0, data)
+
+
+def raw_fill(dataset: h5d.DatasetID, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the fill value of elements of fixed size, as they are stored; of a void dtype."""
+    fill, plist = np.zeros(1, dtype), dataset.get_create_plist()
+    if plist.fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED:
+        call_hdf5("H5Pget_fill_value", "a fill value", plist, dataset.get_type(), fill)
+    return fill
+
+
+def copy_attribute(
+    attribute: h5a.AttrID,
+    target: h5py._objects.ObjectID,
+    kind: h5t.TypeID,
+    references: References,
+    where: str,
+) -> None:
+    """Copy an attribute to an object of another file, where its datatype is `kind`."""
+    stored, space = attribute.get_type(), attribute.get_space()
+    plist = call_hdf5("H5Aget_create_plist", where, attribute, result=_ID)
+    made = call_hdf5("H5Acreate2", where, target, attribute.name, kind, space, plist, 0, result=_ID)
+    call_hdf5("H5Pclose", where, plist)
+    try:
+        with RawValues(stored, int(space.get_select_npoints()), where) as values:
+            if values.count:
+                call_hdf5("H5Aread", where, attribute, stored, values.bytes)
+                references.change(stored, values.bytes, where)
+                call_hdf5("H5Awrite", where, made, stored, values.bytes)
+    finally:
+        call_hdf5("H5Aclose", where, made)
+
+
+class Twin(NamedTuple):
+    """The object of the other file that an object was copied to: its path and its address."""
+
+    path: bytes
+    address: int
+
+
+class References:
+    """Changes references to objects of one file to those of another; `twins` are by address.
+
+    References to anything else become null, as those of a removed object are.
+    """
+
+    def __init__(
+        self, source: h5py.h5f.FileID, target: h5py.h5f.FileID, twins: Mapping[int, Twin]
+    ) -> None:
+        self._source, self._target, self._twins = source, target, twins
+
+    def change(self, kind: h5t.TypeID, values: Bytes, where: str) -> None:
+        """Change the references in elements (count, bytes of an element), in place."""
+        if not values.size or not has_references(kind):
+            return
+        if isinstance(kind, h5t.TypeReferenceID):
+            self._of_references(kind, values, where)
+        elif isinstance(kind, h5t.TypeCompoundID):
+            for i in range(kind.get_nmembers()):
+                member, begin = kind.get_member_type(i), kind.get_member_offset(i)
+                self.change(member, values[:, begin : begin + member.get_size()], where)
+        elif isinstance(kind, h5t.TypeArrayID):
+            base = kind.get_super()
+            size = base.get_size()
+            for begin in range(0, kind.get_size(), size):
+                self.change(base, values[:, begin : begin + size], where)
+        else:
+            base = kind.get_super()
+            for count, pointer in values[:, :_HVL_NBYTES].copy().view(np.uint64):
+                nbytes = int(count) * base.get_size()
+                if nbytes:
+                    memory = (ctypes.c_uint8 * nbytes).from_address(int(pointer))
+                    elements = np.frombuffer(memory, np.uint8)
+                    self.change(base, elements.reshape(-1, base.get_size()), where)
+
+    def _of_references(self, kind: h5t.TypeReferenceID, values: Bytes, where: str) -> None:
+        if kind.equal(h5t.STD_REF_OBJ):
+            old, which = np.unique(values.copy().view(np.uint64), return_inverse=True)
+            null = Twin(b"", 0)
+            new = np.array([self._twins.get(int(a), null).address for a in old], np.uint64)
+            values[:] = new[which.reshape(-1)].view(np.uint8).reshape(values.shape)
+        elif kind.equal(h5t.STD_REF_DSETREG):
+            for i in range(len(values)):
+                values[i] = self._of_region(values[i].copy(), where)
+        else:
+            raise DatasetError(f"{where}: references of a kind (H5T_STD_REF) that h5py lacks")
+
+    def _of_region(self, reference: Bytes, where: str) -> Bytes:
+        """Return a reference to the same region of the dataset of the other file."""
+        new = np.zeros_like(reference)
+        if not reference.any():
+            return new
+        source = self._source
+        found = h5i.wrap_identifier(
+            call_hdf5("H5Rdereference2", where, source, 0, _REGION, reference, result=_ID)
+        )
+        region = h5s.SpaceID(
+            call_hdf5("H5Rget_region", where, source, _REGION, reference, result=_ID)
+        )
+        twin = self._twins.get(h5o.get_info(found).addr)
+        if twin is not None:
+            call_hdf5("H5Rcreate", where, new, self._target, twin.path, _REGION, region)
+        return new
+
+
+def has_references(kind: h5t.TypeID) -> bool:
+    """Return whether elements of a datatype are references, or hold some."""
+    return _has(kind, h5t.TypeReferenceID)
+
+
+def has_pointers(kind: h5t.TypeID) -> bool:
+    """Return whether elements of a datatype are of variable length, or hold some that are."""
+    return _has(kind, h5t.TypeVlenID)
+
+
+def _has(kind: h5t.TypeID, wanted: type[h5t.TypeID]) -> bool:
+    if isinstance(kind, wanted):
+        return True
+    if isinstance(kind, h5t.TypeStringID):
+        return wanted is h5t.TypeVlenID and bool(kind.is_variable_str())
+    if isinstance(kind, h5t.TypeCompoundID):
+        return any(_has(kind.get_member_type(i), wanted) for i in range(kind.get_nmembers()))
+    if isinstance(kind, h5t.TypeArrayID | h5t.TypeVlenID):
+        return _has(kind.get_super(), wanted)
+    return False

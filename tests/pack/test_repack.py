@@ -1,0 +1,189 @@
+"""`repack`: what it writes is compared with its sources by h5py."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from cases import each
+from corpus import QUIRKS
+from samefiles import assert_same_files
+
+import h5async
+from h5async import ConfigError, DatasetError, ReadError, Split
+from h5async.pack import objects, repacking
+
+DIGITS = Path(__file__).parents[2] / "sample_data" / "digits.h5"
+GIB = 2**30
+LARGE = [name for name in QUIRKS if "behind_" in name or "4_GiB" in name]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_disks(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def images(tmp_path):
+    """A file with images in compressed chunks, their labels and names, and references to them."""
+    path = tmp_path / "images.h5"
+    rng = np.random.default_rng(0)
+    with h5py.File(path, "w", track_order=True) as file:
+        data = rng.integers(0, 30, (100, 20, 20, 3)).astype(np.uint8)
+        file.create_dataset("data", data=data, chunks=(8, 20, 20, 3), compression="gzip")
+        file["labels"] = np.arange(100)
+        names = [f"image {i}" for i in range(100)]
+        file.create_dataset("names", data=names, dtype=h5py.string_dtype())
+        file["labels"].make_scale("label")
+        file["data"].dims[0].attach_scale(file["labels"])
+        file["other"] = np.arange(7)
+        file["again"] = file["data"]
+        file.attrs["which"] = file["data"].ref
+    return path
+
+
+def assert_has(path, source, rows, names=("data", "labels", "names")):
+    with h5py.File(path) as found, h5py.File(source) as expected:
+        for name in names:
+            assert np.array_equal(found[name][...], expected[name][...][rows])
+
+
+@each("name", [name for name in QUIRKS if name not in LARGE and QUIRKS[name].way != "unreadable"])
+@each("small_nbytes", [objects.SMALL_NBYTES, -1])
+@pytest.mark.sampled(60)
+def test_nothing_changes_in_files_with_quirks(tmp_path, monkeypatch, name, small_nbytes):
+    monkeypatch.setattr(objects, "SMALL_NBYTES", small_nbytes)
+    path = QUIRKS[name].write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    h5async.repack(path, tmp_path / "new.h5")
+    assert_same_files(path, tmp_path / "new.h5")
+
+
+def test_other_chunks_and_filters(images, tmp_path):
+    path = tmp_path / "new.h5"
+    h5async.repack(images, path, chunk_samples=3, filter="shuffle+gzip:9")
+    assert_has(path, images, slice(None))
+    with h5py.File(path) as file:
+        assert file["data"].chunks == (3, 20, 20, 3)
+        assert (file["data"].compression_opts, file["data"].shuffle) == (9, True)
+        assert file["again"] == file["data"] == file[file.attrs["which"]]
+        assert file["data"].dims[0][0] == file["labels"]
+        assert file["other"].chunks is None
+    assert_same_files(images, path, changed=[b"/data", b"/again", b"/labels", b"/names"])
+
+
+def test_chunks_and_datatype_of_a_dataset(images, tmp_path):
+    path = tmp_path / "new.h5"
+    h5async.repack(images, path, chunks={"data": "7,0,5,1"}, dtype={"data": "float32"})
+    with h5py.File(path) as file:
+        assert (file["data"].chunks, file["data"].dtype) == ((7, 20, 5, 1), np.float32)
+    assert_has(path, images, slice(None))
+
+
+ROWS = {"10:60": slice(10, 60), "::3": slice(None, None, 3), "8:88": slice(8, 88)}
+
+
+@each("indices", ROWS)
+def test_some_samples(images, tmp_path, indices):
+    path = tmp_path / "new.h5"
+    h5async.repack(images, path, indices=indices, overwrite=True)
+    assert_has(path, images, ROWS[indices])
+    with h5py.File(path) as file:
+        assert file["other"].shape == (7,)
+
+
+def test_samples_of_a_split_are_those_of_a_reader(images, tmp_path):
+    split = Split("train", {"train": 0.8, "val": 0.2})
+    h5async.repack(images, tmp_path / "new.h5", indices=split, shuffle="full", seed=3)
+    options = {"hdf5_path": images, "indices": split, "shuffle": "full", "seed": 3}
+    with h5async.AsyncReader(options, batch_size=80) as reader:
+        rows = reader.get_next_batch().index.copy()
+    assert_has(tmp_path / "new.h5", images, rows)
+
+
+def test_stored_chunks_are_copied(images, tmp_path):
+    found = h5async.repack(images, tmp_path / "new.h5", indices="8:52")
+    assert found.plan.datasets[0].how == (
+        "cut into other chunks, but 40 of 44 rows are copied as stored"
+    )
+    with h5py.File(tmp_path / "new.h5") as new, h5py.File(images) as old:
+        for row in range(0, 40, 8):
+            one = new["data"].id.read_direct_chunk((row, 0, 0, 0))
+            assert one == old["data"].id.read_direct_chunk((row + 8, 0, 0, 0))
+    assert_has(tmp_path / "new.h5", images, slice(8, 52))
+
+
+def test_several_files_become_one(images, tmp_path):
+    first = tmp_path / "first.h5"
+    h5async.repack(images, first, indices=":12")
+    h5async.repack([first, images], tmp_path / "new.h5")
+    assert_has(tmp_path / "new.h5", images, [*range(12), *range(100)])
+
+
+def test_rows_that_are_larger_than_the_memory(tmp_path):
+    path = tmp_path / "wide.h5"
+    with h5py.File(path, "w") as file:
+        data = np.arange(4 * 300 * 1000).reshape(4, 300, 1000)
+        file.create_dataset("data", data=data, chunks=(4, 10, 100), compression="lzf")
+    h5async.repack(path, tmp_path / "new.h5", chunks={"data": (1, 20, 1000)}, memory="8MB")
+    assert_has(tmp_path / "new.h5", path, slice(None), ["data"])
+
+
+def test_a_file_is_replaced_by_its_repack(images, tmp_path):
+    before = shutil.copy(images, tmp_path / "before.h5")
+    h5async.repack(images, images, filter="lzf")
+    assert_has(images, before, slice(None))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["before.h5", "images.h5"]
+
+
+def test_a_plan_writes_nothing(images, tmp_path):
+    h5async.repack(images, tmp_path / "new.h5", filter="lzf", dry_run=True)
+    assert [one.name for one in tmp_path.iterdir()] == ["images.h5"]
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(images, tmp_path):
+    def change(done, count):
+        with open(images, "ab") as file:
+            file.write(b"more")
+
+    with pytest.raises(ReadError, match=r"images\.h5 was changed while it was repacked"):
+        h5async.repack(images, tmp_path / "new.h5", chunk_samples=1, progress=change)
+    assert not (tmp_path / "new.h5").exists()
+
+
+def test_an_interrupted_repack_goes_on(images, tmp_path, monkeypatch):
+    class StopError(Exception):
+        pass
+
+    def stop(done, count):
+        if done >= count / 2:
+            raise StopError
+
+    monkeypatch.setattr(repacking.Repacking, "piece_nbytes", 10_000)
+    path = tmp_path / "new.h5"
+    options = {"chunk_samples": 1, "filter": "lzf"}
+    with pytest.raises(StopError):
+        h5async.repack(images, path, progress=stop, **options)
+    with pytest.raises(ConfigError, match="begun with other sources or options"):
+        h5async.repack(images, path, resume=True, chunk_samples=2)
+    h5async.repack(images, path, resume=True, **options)
+    assert_has(path, images, slice(None))
+
+
+WRONG = {
+    "nothing": ({"fields": ["nothing"]}, DatasetError, 'there is no dataset "nothing"'),
+    "rank": ({"chunks": {"data": (1, 2)}}, ConfigError, '"data" has 4 dimensions'),
+    "filter": ({"filter": "zip"}, ConfigError, "there is no filter 'zip'"),
+    "dtype": ({"dtype": {"names": "f4"}}, ConfigError, "is for datasets of numbers"),
+}
+
+
+@each("name", WRONG)
+def test_options_that_do_not_fit(images, tmp_path, name):
+    options, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        h5async.repack(images, tmp_path / "new.h5", **options)

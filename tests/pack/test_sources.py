@@ -1,0 +1,406 @@
+"""`pack` of every kind of source, whose values are compared by h5py, and read without options."""
+
+import datetime
+import io
+import json
+import tarfile
+
+import h5py
+import numpy as np
+import pytest
+import soundfile
+from pictures import by_pillow, encoded, pixels, sorts, write
+from PIL import Image
+from typer.testing import CliRunner
+
+import h5async
+from h5async import AsyncReader, ConfigError, DatasetError, Field, ReadError, Sequences, cli
+
+pa = pytest.importorskip("pyarrow")
+RNG = np.random.default_rng(1)
+PNGS = [encoded(Image.fromarray(pixels(5, 4 + n % 3, n)), "PNG") for n in range(9)]
+
+
+def opened(sources, tmp_path, **options):
+    """Pack, and return the open file."""
+    out = tmp_path / "out.h5"
+    h5async.pack(sources, out, overwrite=True, **options)
+    return h5py.File(out)
+
+
+def values(dataset):
+    """Return the values of a dataset, strings as str, and arrays of any length as lists."""
+    found = dataset[:] if not h5py.check_string_dtype(dataset.dtype) else dataset.asstr()[:]
+    return [one.tolist() if isinstance(one, np.ndarray) else one for one in found]
+
+
+# --- arrays --------------------------------------------------------------------------------------
+
+ARRAYS = {
+    "data": RNG.normal(size=(300, 7, 3)).astype(np.float32),
+    "labels": RNG.integers(0, 9, 300),
+    "flags": RNG.random(300) < 0.5,
+    "small": RNG.integers(0, 255, (300, 2), np.uint8),
+    "wide": RNG.normal(size=(300, 5000)),
+    "names": np.array([f"name {n}" for n in range(300)]),
+    "swapped": RNG.integers(0, 999, 300).astype(">i4"),
+}
+
+
+@pytest.mark.parametrize("form", ["arrays", "npz", "npy", "torch"])
+def test_arrays(tmp_path, form):
+    expected, sources = dict(ARRAYS), ARRAYS
+    if form == "npz":
+        sources = tmp_path / "in.npz"
+        np.savez(sources, **ARRAYS)
+    elif form == "npy":
+        sources = [tmp_path / f"{name}.npy" for name in ARRAYS]
+        for path in sources:
+            np.save(path, ARRAYS[path.stem])
+    elif form == "torch":
+        torch = pytest.importorskip("torch")
+        del expected["names"], expected["swapped"]
+        sources = {name: torch.from_numpy(array) for name, array in expected.items()}
+    with opened(sources, tmp_path) as file:
+        assert sorted(file) == sorted(expected)
+        for name, array in expected.items():
+            found = file[name][:] if name != "names" else file[name].asstr()[:]
+            np.testing.assert_array_equal(found, array)
+        assert file["wide"].chunks == (1, 5000)
+        assert file["small"].dtype == np.uint8
+
+
+def test_one_array_is_data_and_its_rows_can_be_shuffled(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(5000))
+    with opened(tmp_path / "x.npy", tmp_path, shuffle=True) as file:
+        found = file["data"][:]
+    assert sorted(found) == list(range(5000)) != found.tolist()
+
+
+def test_arrays_of_other_lengths_are_refused(tmp_path):
+    with pytest.raises(DatasetError, match="x has 3, y has 4"):
+        h5async.pack({"x": np.zeros(3), "y": np.zeros(4)}, tmp_path / "out.h5")
+
+
+@pytest.mark.parametrize("name", ["shuffle+gzip:2", "zstd:1", "lzf", "none", "auto"])
+def test_filters(tmp_path, name):
+    with opened({"data": np.arange(90000).reshape(3000, 30)}, tmp_path, filter=name) as file:
+        np.testing.assert_array_equal(file["data"][:], np.arange(90000).reshape(3000, 30))
+        count = file["data"].id.get_create_plist().get_nfilters()
+        assert count == {"none": 0, "auto": 2, "shuffle+gzip:2": 2}.get(name, 1)
+
+
+# --- samples of Python ---------------------------------------------------------------------------
+
+
+def _samples(count):
+    for n in range(count):
+        yield {
+            "x": np.full((2, 3), n, np.int16),
+            "y": n,
+            "z": n / 2,
+            "ok": n % 2 == 0,
+            "text": f"sample {n} ä",
+            "tokens": list(range(n % 5)),
+            "obs": {"image": PNGS[n % 9], "raw": b"\0" * n},
+        }
+
+
+def test_samples_of_python(tmp_path):
+    with opened(_samples(150), tmp_path) as file:
+        for n, sample in enumerate(_samples(150)):
+            np.testing.assert_array_equal(file["x"][n], sample["x"])
+        assert (file["x"].dtype, file["y"].dtype) == (np.int16, np.int64)
+        assert (file["z"].dtype, file["ok"].dtype) == (np.float64, np.bool_)
+        assert values(file["text"]) == [f"sample {n} ä" for n in range(150)]
+        assert values(file["tokens"]) == [list(range(n % 5)) for n in range(150)]
+        assert [one.tobytes() for one in file["obs/image"][:9]] == PNGS
+        assert [len(one) for one in file["obs/raw"][:]] == list(range(150))
+    fields = {"image": "obs/image", "tokens": "tokens"}
+    with AsyncReader(hdf5_path=tmp_path / "out.h5", fields=fields) as reader:
+        batch = reader.get_next_batch()
+        np.testing.assert_array_equal(batch.image[3], by_pillow(PNGS[3]))
+        assert batch.tokens[4].tolist() == [0, 1, 2, 3]
+
+
+def test_images_among_samples_are_resized_and_bad_ones_left_out(tmp_path):
+    samples = [{"image": one, "y": n} for n, one in enumerate([*PNGS, PNGS[0][:40], PNGS[1]])]
+    found = h5async.pack(samples, tmp_path / "out.h5", size=4, on_error="skip")
+    assert [name for name, _ in found.bad] == ["sample 9"]
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert file["image"].shape == (10, 4, 4, 3)
+        assert values(file["y"]) == [*range(9), 10]
+
+
+ODD = {
+    "a shape": ({"x": np.zeros(3)}, {"x": np.zeros((3, 3))}, "has float64.3, 3., and float64.3."),
+    "a type": ({"x": 1}, {"x": 1.5}, "has float64"),
+    "a key": ({"x": 1}, {"x": 1, "y": 2}, 'have "y"'),
+    "none": ({"x": 1}, {"x": None}, '"x" is None'),
+    "text": ({"x": "a"}, {"x": "a\0b"}, "NUL"),
+    "no mapping": ({"x": 1}, [1], "is a list"),
+    "objects": ({"x": object()}, {}, "can be packed"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_samples_that_are_not_alike_are_named(tmp_path, name):
+    first, second, message = ODD[name]
+    with pytest.raises(DatasetError, match=message):
+        h5async.pack([first] * 70 + [second], tmp_path / "out.h5")
+
+
+def test_columns_whose_first_samples_happen_to_be_alike(tmp_path):
+    samples = [{"x": [1, 2]}] * 100 + [{"x": [3]}]
+    with pytest.raises(DatasetError, match=r"sample 100: .*varying=.*x"):
+        h5async.pack(samples, tmp_path / "out.h5")
+    with opened(samples, tmp_path, varying=["x"]) as file:
+        assert values(file["x"])[-2:] == [[1, 2], [3]]
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def _table(rows=5000):
+    count = range(rows)
+    day = datetime.datetime(2024, 5, 1)
+    return pa.table(
+        {
+            "number": pa.array(count, pa.uint16()),
+            "half": pa.array([None if n == 3 else n / 2 for n in count], pa.float32()),
+            "flag": pa.array([n % 3 == 0 for n in count]),
+            "text": pa.array([f"t{n}" for n in count]),
+            "pair": pa.array([[n, n + 1] for n in count], pa.list_(pa.int32(), 2)),
+            "tokens": pa.array([list(range(n % 4)) for n in count], pa.list_(pa.int64())),
+            "kind": pa.array([None if n == 7 else "ab"[n % 2] for n in count]).dictionary_encode(),
+            "time": pa.array([day + datetime.timedelta(n) for n in count], pa.timestamp("us")),
+            "image": pa.array(
+                [{"bytes": PNGS[n % 9], "path": None} for n in count],
+                pa.struct({"bytes": pa.binary(), "path": pa.string()}),
+            ),
+            "pose": pa.array([{"x": n, "y": -n} for n in count]),
+        }
+    )
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "stream"])
+def test_tables(tmp_path, form):
+    import pyarrow.parquet
+
+    table, path = _table(), tmp_path / f"in.{form.replace('stream', 'arrow')}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=700)
+    else:
+        new = pa.ipc.new_file if form == "arrow" else pa.ipc.new_stream
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=900)
+    with opened(path, tmp_path) as file:
+        count = range(5000)
+        assert file["number"].dtype == np.uint16
+        np.testing.assert_array_equal(file["number"][:], np.arange(5000))
+        np.testing.assert_array_equal(file["half"][:], [np.nan if n == 3 else n / 2 for n in count])
+        assert file["flag"][:].tolist() == [n % 3 == 0 for n in count]
+        assert values(file["text"]) == [f"t{n}" for n in count]
+        np.testing.assert_array_equal(file["pair"][:], [[n, n + 1] for n in count])
+        assert values(file["tokens"]) == [list(range(n % 4)) for n in count]
+        assert values(file["kind/categories"]) == ["a", "b"]
+        assert values(file["kind/codes"]) == [-1 if n == 7 else n % 2 for n in count]
+        assert file["time"].attrs["units"] == "microseconds since 1970-01-01"
+        np.testing.assert_array_equal(file["time"][:], table["time"].cast(pa.int64()))
+        assert [one.tobytes() for one in file["image"][:9]] == PNGS
+        np.testing.assert_array_equal(file["pose/y"][:], -np.arange(5000))
+    fields = {name: name for name in ("image", "kind", "tokens")}
+    with AsyncReader(hdf5_path=tmp_path / "out.h5", fields=fields, batch_size=9) as reader:
+        batch = reader.get_next_batch()
+        assert reader.categories["kind"] == ("a", "b")
+        assert batch.kind.tolist() == [0, 1, 0, 1, 0, 1, 0, -1, 0]
+        np.testing.assert_array_equal(batch.image[2], by_pillow(PNGS[2]))
+
+
+def test_csv(tmp_path):
+    (tmp_path / "in.csv").write_text("a,b,c\n" + "".join(f"{n},{n / 4},x{n}\n" for n in range(99)))
+    with opened(tmp_path / "in.csv", tmp_path) as file:
+        assert file["a"][:].tolist() == list(range(99))
+        assert file["b"][:].tolist() == [n / 4 for n in range(99)]
+        assert values(file["c"]) == [f"x{n}" for n in range(99)]
+    (tmp_path / "in.csv").write_text("a\n1\n,\n")
+    with pytest.raises(ReadError, match=r"cannot read .*in\.csv"):
+        h5async.pack(tmp_path / "in.csv", tmp_path / "other.h5")
+
+
+def test_nulls_need_a_value(tmp_path):
+    pa.feather = pytest.importorskip("pyarrow.feather")
+    pa.feather.write_feather(pa.table({"x": [1, None, 3]}), tmp_path / "in.feather")
+    with pytest.raises(DatasetError, match=r"has 1 nulls.*fill=\{'x': 0\}"):
+        h5async.pack(tmp_path / "in.feather", tmp_path / "out.h5")
+    typed = ["pack", tmp_path / "in.feather", "-o", tmp_path / "out.h5", "--fill", "x=-5"]
+    found = CliRunner().invoke(cli.app, list(map(str, [*typed, "--resume"])))
+    assert found.exit_code == 0, found.output
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert file["x"][:].tolist() == [1, -5, 3]
+
+
+# --- tars ----------------------------------------------------------------------------------------
+
+
+def _tar(path, samples):
+    with tarfile.open(path, "w") as tar:
+        for key, files in samples.items():
+            for extension, content in files.items():
+                member = tarfile.TarInfo(f"{key}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def _npy(array):
+    into = io.BytesIO()
+    np.save(into, array)
+    return into.getvalue()
+
+
+def _tarred(n):
+    image = ("jpg", sorts()["plain.jpg"]) if n % 2 else ("png", PNGS[n % 9])
+    return dict([image]) | {
+        "cls": str(n % 7).encode(),
+        "json": json.dumps({"n": n}).encode(),
+        "txt": f"text {n}".encode(),
+        "npy": _npy(np.full(3, n)),
+        "bin": bytes(n),
+    }
+
+
+def test_tars(tmp_path):
+    whole = {f"some/{n:04}": _tarred(n) for n in range(150)}
+    names = list(whole)
+    tars = [
+        _tar(tmp_path / "a.tar", {name: whole[name] for name in names[:90]}),
+        _tar(tmp_path / "b.tar", {name: whole[name] for name in names[90:]}),
+    ]
+    with opened(tars, tmp_path) as file:
+        assert values(file["filenames"]) == names
+        assert file["labels"][:].tolist() == [n % 7 for n in range(150)]
+        for n, (content, data) in enumerate(zip(whole.values(), file["data"][:], strict=True)):
+            assert data.tobytes() == content["jpg" if n % 2 else "png"]
+            assert json.loads(file["json"][n]) == {"n": n}
+            assert file["bin"][n].tobytes() == bytes(n)
+        np.testing.assert_array_equal(file["npy"][:], np.repeat(np.arange(150), 3).reshape(-1, 3))
+        assert values(file["txt"]) == [f"text {n}" for n in range(150)]
+    with AsyncReader(hdf5_path=tmp_path / "out.h5") as reader:
+        data, labels = reader.get_next_batch()
+        np.testing.assert_array_equal(data[1], by_pillow(sorts()["plain.jpg"]))
+        assert labels[:8].tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # unclosed files
+def test_tars_as_webdataset_reads_them(tmp_path):
+    webdataset = pytest.importorskip("webdataset")
+    path = _tar(tmp_path / "a.tar", {f"k{n}": _tarred(n) for n in range(20)})
+    expected = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
+    with opened(path, tmp_path) as file:
+        assert len(expected) == 20
+        for n, sample in enumerate(expected):
+            assert file["filenames"].asstr()[n] == sample["__key__"]
+            assert file["data"][n].tobytes() == sample.get("jpg", sample.get("png"))
+            assert str(file["labels"][n]).encode() == sample["cls"]
+            assert file["txt"][n] == sample["txt"]
+
+
+def test_bad_samples_in_tars(tmp_path):
+    samples = {"a": _tarred(1), "b": _tarred(2) | {"cls": b"x"}, "c": _tarred(3), "d": _tarred(4)}
+    del samples["c"]["txt"]
+    found = h5async.pack(_tar(tmp_path / "a.tar", samples), tmp_path / "out.h5", on_error="skip")
+    assert [(name.rpartition(" ")[2], reason) for name, reason in found.bad] == [
+        ("b", "invalid literal for int() with base 10: b'x'"),
+        ("c", "it has no txt, as other samples have"),
+    ]
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert values(file["filenames"]) == ["a", "d"]
+    (tmp_path / "b.tar").write_bytes(b"\x1f\x8bno tar")
+    with pytest.raises(ReadError, match="not compressed"):
+        h5async.pack(tmp_path / "b.tar", tmp_path / "out2.h5")
+
+
+# --- others --------------------------------------------------------------------------------------
+
+
+def test_datasets_of_hugging_face(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
+    rows = {"image": [{"bytes": one, "path": None} for one in PNGS], "label": [0, 1, 1] * 3}
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    dataset.save_to_disk(tmp_path / "saved", num_proc=None)
+    for source in (dataset, tmp_path / "saved", dataset.select([*range(9)])):
+        with opened(source, tmp_path) as file:
+            assert [one.tobytes() for one in file["image"][:]] == PNGS
+            assert file["label"][:].tolist() == [0, 1, 1] * 3
+            assert file["label"].attrs["classes"].tolist() == ["cat", "dog"]
+            assert values(file["classes"]) == ["cat", "dog"]
+    with pytest.raises(ConfigError, match="splits, train"):
+        h5async.pack(datasets.DatasetDict(train=dataset), tmp_path / "x.h5")
+
+
+def test_episodes(tmp_path):
+    import pyarrow.parquet
+
+    folder, lengths = tmp_path / "robot", [5, 1, 9]
+    (folder / "meta").mkdir(parents=True)
+    (folder / "meta" / "info.json").write_text(json.dumps({"features": {}}))
+    (folder / "meta" / "tasks.jsonl").write_text('{"task_index": 0, "task": "lift"}\n')
+    first = 0
+    for episode, length in enumerate(lengths):
+        rows = range(first, first + length)
+        table = pa.table(
+            {
+                "observation.state": pa.array([[n, n] for n in rows], pa.list_(pa.float32(), 2)),
+                "action": pa.array([[float(n)] for n in rows], pa.list_(pa.float32(), 1)),
+                "episode_index": pa.array([episode] * length),
+            }
+        )
+        path = folder / f"data/chunk-000/episode_{episode:06}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(table, path)
+        first += length
+    with opened(folder, tmp_path) as file:
+        assert file["episode_ends"][:].tolist() == [5, 6, 15]
+        assert values(file["tasks"]) == ["lift"]
+        np.testing.assert_array_equal(file["action"][:, 0], np.arange(15))
+    fields = {"action": Field("action", steps=range(2), pad="edge")}
+    ends = Sequences(ends="episode_ends")
+    with AsyncReader(hdf5_path=tmp_path / "out.h5", fields=fields, sequences=ends) as reader:
+        found = reader.get_next_batch().action[..., 0]
+        assert found[[4, 5, 6]].tolist() == [[4, 4], [5, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("form", ["WAV", "FLAC"])
+def test_audio(tmp_path, form):
+    sounds = {}
+    for n in range(3):
+        into = io.BytesIO()
+        soundfile.write(into, np.linspace(-0.5, 0.5, 100 + n), 8000, format=form)
+        sounds[f"{n}.{form.lower()}"] = into.getvalue()
+    folder = write(tmp_path / "in", {"yes": sounds, "no": sounds})
+    with opened(folder, tmp_path) as file:
+        assert [one.tobytes() for one in file["data"][:]] == [*sounds.values()] * 2
+    with AsyncReader(hdf5_path=tmp_path / "out.h5") as reader:
+        data, labels = reader.get_next_batch()
+        assert [len(one) for one in data] == [100, 101, 102] * 2
+        assert labels.tolist() == [0, 0, 0, 1, 1, 1]
+    (folder / "yes" / "bad.wav").write_bytes(b"RIFF")
+    with pytest.raises(ReadError, match=r"bad\.wav cannot be packed: libsndfile"):
+        h5async.pack(folder, tmp_path / "bad.h5")
+
+
+def test_what_is_no_source_is_refused(tmp_path):
+    for source, error in (
+        (tmp_path / "missing", ReadError),
+        (tmp_path, ConfigError),
+        (3, ConfigError),
+        ([tmp_path, tmp_path], ConfigError),
+        ([], DatasetError),
+    ):
+        with pytest.raises(error):
+            h5async.pack(source, tmp_path / "out.h5")
+    assert not (tmp_path / "out.h5").exists()
