@@ -74,23 +74,23 @@ class FillerStats(NamedTuple):
     what was done for far sources.
     """
 
-    stage_seconds: Mapping[str, float]
-    counts: ThreadCounts
-    fallback_reads: int
-    cache: str
+    stage_seconds: Mapping[str, float] = dict.fromkeys(STAGES, 0.0)
+    counts: ThreadCounts = ThreadCounts()
+    fallback_reads: int = 0
+    cache: str = "none"
     broken_images: int = 0
     fetched: FetchCounts = FetchCounts()
 
-    def plus(self, other: FillerStats) -> FillerStats:
-        """Return the sum with another filler, which keeps the same in memory."""
+    def plus(self, other: FillerStats, times: int = 1) -> FillerStats:
+        """Return the sum with another filler, which keeps the same, counted `times` times."""
         mine, others = self.stage_seconds, other.stage_seconds
         return FillerStats(
-            {stage: mine[stage] + others[stage] for stage in STAGES},
-            self.counts.plus(other.counts),
-            self.fallback_reads + other.fallback_reads,
+            {stage: max(0.0, mine[stage] + times * others[stage]) for stage in STAGES},
+            self.counts.plus(other.counts, times),
+            self.fallback_reads + times * other.fallback_reads,
             self.cache,
-            self.broken_images + other.broken_images,
-            self.fetched.plus(other.fetched),
+            self.broken_images + times * other.broken_images,
+            self.fetched.plus(other.fetched, times),
         )
 
 

@@ -28,6 +28,7 @@ from h5async.spelling import name_text
 
 SMALL_NBYTES = 1 << 20  # stored: such a dataset is copied at once
 _COPY_WITHOUT_ATTRIBUTES = h5o.COPY_WITHOUT_ATTR_FLAG
+LeavesOut = Callable[[bytes, Any], bool]
 
 
 class Entry(NamedTuple):
@@ -49,8 +50,11 @@ class Entry(NamedTuple):
         return self.parent + b"/" + self.name
 
 
-def walk(file: h5f.FileID) -> Iterator[Entry]:
-    """Yield all links of a file, each group's in their order, and groups before their members."""
+def walk(file: h5f.FileID, leaves_out: LeavesOut = lambda path, node: False) -> Iterator[Entry]:
+    """Yield all links of a file, each group's in their order, and groups before their members.
+
+    Of objects, those are left out for which `leaves_out(path, node)` is true.
+    """
     root = h5g.open(file, b"/")
     seen = {h5o.get_info(root).addr}
     groups = deque([(b"", root)])
@@ -62,6 +66,8 @@ def walk(file: h5f.FileID) -> Iterator[Entry]:
                 yield Entry(parent, name, info, None, -1, False)
                 continue
             node = h5o.open(group, name)
+            if leaves_out(parent + b"/" + name, node):
+                continue
             entry = Entry(parent, name, info, node, h5o.get_info(node).addr, False)
             entry = entry._replace(is_first=entry.address not in seen)
             seen.add(entry.address)
@@ -96,7 +102,8 @@ class Making(NamedTuple):
 class ObjectCopy:
     """Copies the objects of `source` into the empty file `target`.
 
-    `change(path, dataset)` says how a dataset is made that differs; None for one that stays.
+    `change(path, dataset)` says how a dataset is made that differs; None for one that stays. Some
+    are left out, as `walk` says.
     """
 
     def __init__(
@@ -105,20 +112,25 @@ class ObjectCopy:
         target: h5f.FileID,
         names: tuple[Path, Path],
         change: Callable[[bytes, h5d.DatasetID], Making | None],
+        leaves_out: LeavesOut,
     ) -> None:
-        self._source, self._target, self._change = source, target, change
-        self._names = names
+        self.source, self._target, self._change = source, target, change
+        self._names, self._leaves_out = names, leaves_out
         self._types: dict[int, h5t.TypeID] = {}  # committed ones of the target
         # HDF5 copies no object to a file with addresses of another length.
         sizes = [file.get_create_plist().get_sizes() for file in (source, target)]
         self._can_copy = sizes[0] == sizes[1]
 
+    def entries(self) -> Iterator[Entry]:
+        """Yield the links that are copied."""
+        return walk(self.source, self._leaves_out)
+
     @cached_property
     def twins(self) -> dict[int, Twin]:
         """Where the objects of the source are in the target, once they are made."""
-        root = h5g.open(self._source, b"/")
+        root = h5g.open(self.source, b"/")
         found = {h5o.get_info(root).addr: Twin(b"/", _address(self._target, b"/"))}
-        for entry in walk(self._source):
+        for entry in self.entries():
             if entry.is_first:
                 found[entry.address] = Twin(entry.path, _address(self._target, entry.path))
         return found
@@ -126,13 +138,13 @@ class ObjectCopy:
     @property
     def references(self) -> References:
         """Changes references to what they become in the target."""
-        return References(self._source, self._target, self.twins)
+        return References(self.source, self._target, self.twins)
 
     def make(self) -> list[bytes]:
         """Make all; return the paths of datasets whose values are missing."""
         missing, parent, group = [], b"", h5g.open(self._target, b"/")
-        paths: dict[int, bytes] = {h5o.get_info(h5g.open(self._source, b"/")).addr: b"/"}
-        for entry in walk(self._source):
+        paths: dict[int, bytes] = {h5o.get_info(h5g.open(self.source, b"/")).addr: b"/"}
+        for entry in self.entries():
             if entry.parent != parent:
                 parent, group = entry.parent, h5g.open(self._target, entry.parent)
             properties = h5p.create(h5p.LINK_CREATE)
@@ -150,12 +162,12 @@ class ObjectCopy:
         return missing
 
     def _link(self, entry: Entry, group: h5g.GroupID, properties: h5p.PropLCID) -> None:
-        source = h5g.open(self._source, entry.parent or b"/")
+        source = h5g.open(self.source, entry.parent or b"/")
         if entry.info.type == h5l.TYPE_SOFT:
             group.links.create_soft(entry.name, source.links.get_val(entry.name), properties)
         elif entry.info.type == h5l.TYPE_EXTERNAL:
             file, path = source.links.get_val(entry.name)
-            group.links.create_external(entry.name, self._moved(file), path, properties)
+            group.links.create_external(entry.name, self.moved(file), path, properties)
         else:
             raise DatasetError(
                 f"{self._where(entry.path)}: a link of a user's own class ({entry.info.type}),"
@@ -165,7 +177,7 @@ class ObjectCopy:
     def _where(self, path: bytes) -> str:
         return f'{self._names[0]}: "{name_text(path)}"'
 
-    def _moved(self, name: bytes) -> bytes:
+    def moved(self, name: bytes) -> bytes:
         """Return the name of another file as the target must have it to lead to the same one."""
         before, after = (path.absolute().parent for path in self._names)
         file = os.fsencode(before) + b"/" + name
@@ -239,19 +251,19 @@ class ObjectCopy:
         new.set_layout(h5d.CONTIGUOUS)  # forgets the mappings
         for i in range(plist.get_virtual_count()):
             space, part = plist.get_virtual_vspace(i), plist.get_virtual_srcspace(i)
-            file = self._moved(os.fsencode(plist.get_virtual_filename(i)))
+            file = self.moved(os.fsencode(plist.get_virtual_filename(i)))
             new.set_virtual(space, os.fsdecode(file), plist.get_virtual_dsetname(i), part)
         return new
 
     def _attributes(self) -> None:
-        references, root = self.references, h5g.open(self._source, b"/")
+        references, root = self.references, h5g.open(self.source, b"/")
         self._attributes_of(b"/", root, references)
-        for entry in walk(self._source):
+        for entry in self.entries():
             if entry.is_first:
                 self._attributes_of(entry.path, entry.node, references)
 
     def _attributes_of(self, path: bytes, node: Any, references: References) -> None:
-        names = _attribute_names(node)
+        names = attribute_names(node)
         if not names:
             return
         target = h5o.open(self._target, path)
@@ -262,7 +274,8 @@ class ObjectCopy:
             copy_attribute(attribute, target, kind, references, where)
 
 
-def _attribute_names(node: Any) -> list[bytes]:
+def attribute_names(node: Any) -> list[bytes]:
+    """Return the names of an object's attributes, in their order."""
     names: list[bytes] = []
     if h5a.get_num_attrs(node):
         tracked = node.get_create_plist().get_attr_creation_order() & h5p.CRT_ORDER_TRACKED

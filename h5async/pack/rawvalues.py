@@ -19,7 +19,7 @@ from h5async.index.hdf5 import hdf5_function
 
 _ID, _POINTER, _TEXT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
 _REGION = 1  # H5R_DATASET_REGION
-_HVL_NBYTES = 16  # hvl_t: a length, and a pointer
+HVL_NBYTES = 16  # hvl_t: a length, and a pointer
 Bytes = NDArray[np.uint8]
 
 
@@ -149,7 +149,7 @@ class References:
                 self.change(base, values[:, begin : begin + size], where)
         else:
             base = kind.get_super()
-            for count, pointer in values[:, :_HVL_NBYTES].copy().view(np.uint64):
+            for count, pointer in values[:, :HVL_NBYTES].copy().view(np.uint64):
                 nbytes = int(count) * base.get_size()
                 if nbytes:
                     memory = (ctypes.c_uint8 * nbytes).from_address(int(pointer))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
-from h5py import h5d, h5s
+from h5py import h5d, h5f, h5s, h5t
 
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName, home_path
@@ -21,6 +21,7 @@ from h5async.io.stores import HDF5File
 from h5async.opening.dataset import Samplings, open_dataset
 from h5async.order.selection import Selection
 from h5async.pack.chunkwriter import ChunkWriter
+from h5async.pack.comparing import Comparison
 from h5async.pack.objects import ObjectCopy, walk
 from h5async.pack.rawvalues import has_references
 from h5async.pack.repackoptions import RepackKeywords, RepackOptions
@@ -33,6 +34,7 @@ from h5async.system.resources import free_memory
 
 _LEAST_NBYTES = 1 << 10  # smaller datasets stay as they are, unless they are named
 _MEMORY_NBYTES, _MEMORY_SHARE = 1 << 30, 4  # by default: this, or the free memory divided by that
+_LEAST_MEMORY_NBYTES = 8 << 20
 _CHUNK_NBYTES = 64 << 10  # of a dataset that had no chunks, and gets a filter
 Progress = Callable[[int, int], None]
 
@@ -68,16 +70,17 @@ class Repacking:
         self._files, self._config, self._options = files, config, options
         self._stamps = [file.source.stamp() for file in files]
         memory = min(_MEMORY_NBYTES, free_memory()[0].nbytes // _MEMORY_SHARE)
-        self.memory = options.memory or memory
+        self.memory = max(_LEAST_MEMORY_NBYTES, options.memory or memory)
         self.rewrites: dict[str, Rewrite] = {}
         found = {
             name_text(entry.path).strip("/"): entry.node
-            for entry in walk(files[0].id)
+            for entry in walk(files[0].id, self._leaves_out)
             if entry.is_first and isinstance(entry.node, h5d.DatasetID)
         }
-        self._datasets: dict[str, h5d.DatasetID] = found
+        self.datasets: dict[str, h5d.DatasetID] = found
         self._require_named()
-        self._plan()
+        if self.joins or options.changes_storage:
+            self._plan()
 
     @property
     def joins(self) -> bool:
@@ -110,8 +113,8 @@ class Repacking:
         options = self._options
         for name in ("fields", "chunks", "dtype"):
             for path in getattr(options, name) or ():
-                if path.strip("/") not in self._datasets:
-                    listed = ", ".join(f'"{one}"' for one in list(self._datasets)[:20])
+                if path.strip("/") not in self.datasets:
+                    listed = ", ".join(f'"{one}"' for one in list(self.datasets)[:20])
                     raise DatasetError(
                         f'{self._files[0].filename}: {named(name)}: there is no dataset "{path}";'
                         f" there are {listed}"
@@ -121,24 +124,18 @@ class Repacking:
         axis, options = self._options.num_dim, self._options
         chosen = {path.strip("/") for path in options.fields or ()}
         with_rows = {
-            p: one for p, one in self._datasets.items() if one.rank > axis and _has_shape(one)
+            p: one for p, one in self.datasets.items() if one.rank > axis and _has_shape(one)
         }
         if not self.joins:
             for path, one in with_rows.items():
-                if self._is_outside(one) and options.virtual == "keep":
-                    continue
+                is_kept = is_outside(one) and options.virtual == "keep"
                 nbytes = int(np.prod(one.shape)) * one.get_type().get_size()
-                if (
-                    path in chosen
-                    or (not chosen and nbytes >= _LEAST_NBYTES)
-                    or self._is_named(path)
-                ):
+                is_chosen = path in chosen or (not chosen and nbytes >= _LEAST_NBYTES)
+                is_chosen = is_chosen or self._is_named(path)
+                if not is_kept and (is_chosen or is_outside(one)):
                     source = RowSource(self._files, path, axis)
                     every = Selection(0, 1, source.counts[0])
-                    self._add(path, source, every, is_chosen=True)
-                elif self._is_outside(one):
-                    source = RowSource(self._files, path, axis)
-                    self._add(path, source, Selection(0, 1, source.counts[0]), is_chosen=False)
+                    self._add(path, source, every, is_chosen=is_chosen)
             return
         sampled = self._sampled(with_rows, chosen)
         selection = self._selection(sampled)
@@ -148,10 +145,6 @@ class Repacking:
 
     def _is_named(self, path: str) -> bool:
         return path in self._options.chunks or path in self._options.dtype
-
-    def _is_outside(self, one: h5d.DatasetID) -> bool:
-        plist = one.get_create_plist()
-        return bool(plist.get_layout() == h5d.VIRTUAL or plist.get_external_count())
 
     def _sampled(
         self, with_rows: Mapping[str, h5d.DatasetID], chosen: set[str]
@@ -232,7 +225,7 @@ class Repacking:
             chunks = (*chunks[:axis], min(chunks[axis], max(1, shape[axis])), *chunks[axis + 1 :])
         stays = shape == first.extents and chunks == first.chunks and dtype is None
         if stays and (filters is None or not chunks) and selection.is_prefix:
-            if len(self._files) == 1 and not self._is_outside(first.id):
+            if len(self._files) == 1 and not is_outside(first.id):
                 return
         self.rewrites[path] = Rewrite(
             source, selection, shape, chunks, filters if chunks else None, dtype
@@ -249,7 +242,7 @@ class Repacking:
 
     def copying(self, path: str) -> Rewrite | None:
         """Return the plan for a dataset that stays as it is; None if it has no dimensions."""
-        if not self._datasets[path].rank:
+        if not self.datasets[path].rank:
             return None
         source = RowSource(self._files[:1], path, 0)
         first = source.first
@@ -281,18 +274,21 @@ class Repacking:
             found["num_threads"] = options.num_threads
         return found
 
+    def replaces(self, path: Path) -> bool:
+        """Tell whether the new file takes the place of a source."""
+        return any(path.exists() and path.samefile(file.filename) for file in self._files)
+
     def write(self, path: Path, progress: Progress | None) -> None:
         """Write the new file."""
         options, first = self._options, self._files[0]
-        is_in_place = any(path.exists() and path.samefile(file.filename) for file in self._files)
+        is_in_place = self.replaces(path)
         resume = options.resume and not (is_in_place and not partial_of(path).exists())
         overwrite = (options.overwrite or is_in_place) and not resume
         how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "like": first}
         with SafeFile(path, digest=self.digest(), **how) as safe:
             if safe.is_finished:
                 return
-            names = Path(first.filename), path
-            copy = ObjectCopy(first.id, safe.file.id, names, self._making)
+            copy = self.objects(safe.file.id, path)
             if safe.state is None:
                 missing = [name_text(one).strip("/") for one in copy.make()]
                 safe.commit({"missing": missing, "done": 0})
@@ -303,6 +299,20 @@ class Repacking:
                     writer.commit({**state, "done": done})
             self.require_unchanged()
             safe.finish()
+
+    def _leaves_out(self, path: bytes, node: Any) -> bool:
+        """Tell whether an object is left out, because it neither is nor has a wanted field."""
+        if not self._options.only_fields or isinstance(node, h5t.TypeID):
+            return False
+        name = name_text(path).strip("/")
+        fields = [field.strip("/") for field in self._options.fields or ()]
+        return not any(f"{field}/".startswith(f"{name}/") for field in fields)
+
+    def objects(self, target: h5f.FileID, path: Path) -> ObjectCopy:
+        """Return what copies the objects to the new file."""
+        first = self._files[0]
+        names = Path(first.filename), path
+        return ObjectCopy(first.id, target, names, self._making, self._leaves_out)
 
     def _making(self, path: bytes, dataset: h5d.DatasetID) -> Any:
         rewrite = self.rewrites.get(name_text(path).strip("/"))
@@ -321,7 +331,7 @@ class Repacking:
             target = safe.file[path]
             if rewrite is None:
                 where = f'{self._files[0].filename}: dataset "{path}"'
-                move_scalar(self._datasets[path], target.id, copy.references, where)
+                move_scalar(self.datasets[path], target.id, copy.references, where)
                 continue
             if not target.chunks:
                 safe.write_directly(target)
@@ -338,6 +348,23 @@ class Repacking:
                     progress(moved, total)
                 yield done
             writer.flush()
+
+
+def verify(work: Repacking, path: Path) -> None:
+    """Compare the new file with its sources; raise `WriteError` if it differs."""
+    with open_index(path) as target:
+        found = Comparison(work.objects(target.id, path), target)
+        for name, dataset in work.datasets.items():
+            rewrite = work.rewrites.get(name)
+            if rewrite is None and not is_outside(dataset):
+                rewrite = work.copying(name)
+            found.compare_values(name, dataset, rewrite, work.piece_nbytes, work.reader_options)
+
+
+def is_outside(dataset: h5d.DatasetID) -> bool:
+    """Tell whether values of a dataset are in other datasets or files."""
+    plist = dataset.get_create_plist()
+    return bool(plist.get_layout() == h5d.VIRTUAL or plist.get_external_count())
 
 
 def _has_shape(dataset: h5d.DatasetID) -> bool:
@@ -383,7 +410,7 @@ def repack(
     ReadError
         If a file cannot be read, or changes meanwhile.
     WriteError
-        If the new file cannot be written: the disk is full.
+        If the new file cannot be written: the disk is full. With `verify`, if it differs.
 
     Examples
     --------
@@ -409,5 +436,12 @@ def repack(
         if planned is not None:
             planned(found.plan)
         if not dry_run:
-            work.write(path, progress)
+            # What replaces a source is verified before.
+            is_beside = chosen.verify and work.replaces(path)
+            written = path.with_name(f"{path.name}.repacked") if is_beside else path
+            work.write(written, progress)
+            if chosen.verify:
+                verify(work, written)
+            if is_beside:
+                os.replace(written, path)
     return found

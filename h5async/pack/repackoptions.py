@@ -156,6 +156,12 @@ class RepackOptions(Frozen):
         return self.indices is not None or self.shuffle is not False
 
     @property
+    def changes_storage(self) -> bool:
+        """Whether datasets are stored in another way."""
+        named = self.chunk_samples, self.chunks, self.filter, self.dtype, self.virtual == "copy"
+        return any(one not in (None, {}, False) for one in named)
+
+    @property
     def filters(self) -> tuple[Filter, ...] | None:
         """The filters that are asked for, if any."""
         return None if self.filter is None else parse_filters(self.filter)

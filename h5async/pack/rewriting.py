@@ -186,7 +186,7 @@ class Rewrite:
 
 def _tiles(shape: Extents, sizes: list[int], axis: int) -> Iterator[tuple[Extents, Extents]]:
     """Yield corners and sizes of the parts of all dimensions but `axis`, which is left whole."""
-    cut = tuple(shape[d] if d == axis else max(1, n) for d, n in enumerate(sizes))
+    cut = tuple(max(1, shape[d] if d == axis else n) for d, n in enumerate(sizes))
     for cell in np.ndindex(grid_of(shape, cut)):
         corner = tuple(i * n for i, n in zip(cell, cut, strict=True))
         ends = zip(corner, cut, shape, strict=True)

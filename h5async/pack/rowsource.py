@@ -150,11 +150,13 @@ class RowSource:
             }
             samples = selection.samples(np.arange(first.begin, blocks[end - 1].stop))
             field = Field(self.path, num_dim=axis, region=region or None, dtype=dtype)
+            stored = describe(self.first.encoded_type).unpacked[0] if dtype is None else dtype
             reading = {**options, "fields": {"values": field}, "batch_size": rows}
             with AsyncReader(indices=samples, **reading) as reader:
                 for batch, one in zip(reader, blocks[at:end], strict=True):
                     assert batch.size == one.stop - one.begin
-                    yield np.moveaxis(batch[0], 0, axis)
+                    # (In the byte order of the file, which batches do not have.)
+                    yield np.moveaxis(batch[0].astype(stored, copy=False), 0, axis)
             at = end
 
     def read(self, selection: Selection, block: Block) -> RawValues:

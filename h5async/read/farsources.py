@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -53,10 +52,11 @@ class FetchCounts(NamedTuple):
     retries: int = 0  # requests that were repeated, as far as the client tells
     quickest_ns: int = 0  # of any call; 0: there was none
 
-    def plus(self, other: FetchCounts) -> FetchCounts:
-        """Return the sum of all counts, and the quickest call."""
+    def plus(self, other: FetchCounts, times: int = 1) -> FetchCounts:
+        """Return the sum of all counts, of `other` so often, and the quickest call."""
         quickest_ns = min(filter(None, (self.quickest_ns, other.quickest_ns)), default=0)
-        return FetchCounts(*map(add, self, other))._replace(quickest_ns=quickest_ns)
+        sums = (mine + times * others for mine, others in zip(self, other, strict=True))
+        return FetchCounts(*sums)._replace(quickest_ns=quickest_ns)
 
 
 class _Counted(SourceOver):

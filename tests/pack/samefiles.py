@@ -145,6 +145,8 @@ def fill_of(dataset):
         fill = np.zeros((), dataset.dtype)
     except TypeError:
         return None
+    if dataset.dtype.subdtype is not None:
+        return None
     if dataset.get_create_plist().fill_value_defined() == h5d.FILL_VALUE_UNDEFINED:
         return None
     dataset.get_create_plist().get_fill_value(fill)

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from cases import each
 from corpus import QUIRKS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from samefiles import assert_same_files
 
 import h5async
-from h5async import ConfigError, DatasetError, ReadError, Split
-from h5async.pack import objects, repacking
+from h5async import ConfigError, DatasetError, ReadError, Split, WriteError
+from h5async.pack import objects, repacking, rowsource
 
 DIGITS = Path(__file__).parents[2] / "sample_data" / "digits.h5"
 GIB = 2**30
@@ -57,15 +59,16 @@ def assert_has(path, source, rows, names=("data", "labels", "names")):
 @pytest.mark.sampled(60)
 def test_nothing_changes_in_files_with_quirks(tmp_path, monkeypatch, name, small_nbytes):
     monkeypatch.setattr(objects, "SMALL_NBYTES", small_nbytes)
+    monkeypatch.setattr(rowsource, "_BY_READER_NBYTES", small_nbytes)
     path = QUIRKS[name].write(tmp_path)
     monkeypatch.chdir(tmp_path)
-    h5async.repack(path, tmp_path / "new.h5")
+    h5async.repack(path, tmp_path / "new.h5", verify=not isinstance(QUIRKS[name].way, type))
     assert_same_files(path, tmp_path / "new.h5")
 
 
 def test_other_chunks_and_filters(images, tmp_path):
     path = tmp_path / "new.h5"
-    h5async.repack(images, path, chunk_samples=3, filter="shuffle+gzip:9")
+    h5async.repack(images, path, chunk_samples=3, filter="shuffle+gzip:9", verify=True)
     assert_has(path, images, slice(None))
     with h5py.File(path) as file:
         assert file["data"].chunks == (3, 20, 20, 3)
@@ -98,9 +101,9 @@ def test_some_samples(images, tmp_path, indices):
 
 def test_samples_of_a_split_are_those_of_a_reader(images, tmp_path):
     split = Split("train", {"train": 0.8, "val": 0.2})
-    h5async.repack(images, tmp_path / "new.h5", indices=split, shuffle="full", seed=3)
-    options = {"hdf5_path": images, "indices": split, "shuffle": "full", "seed": 3}
-    with h5async.AsyncReader(options, batch_size=80) as reader:
+    chosen = {"indices": split, "shuffle": "full", "seed": 3}
+    h5async.repack(images, tmp_path / "new.h5", verify=True, **chosen)
+    with h5async.AsyncReader(chosen, hdf5_path=images, batch_size=80) as reader:
         rows = reader.get_next_batch().index.copy()
     assert_has(tmp_path / "new.h5", images, rows)
 
@@ -133,9 +136,10 @@ def test_rows_that_are_larger_than_the_memory(tmp_path):
     assert_has(tmp_path / "new.h5", path, slice(None), ["data"])
 
 
-def test_a_file_is_replaced_by_its_repack(images, tmp_path):
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_file_is_replaced_by_its_repack(images, tmp_path, verify):
     before = shutil.copy(images, tmp_path / "before.h5")
-    h5async.repack(images, images, filter="lzf")
+    h5async.repack(images, images, filter="lzf", verify=verify)
     assert_has(images, before, slice(None))
     assert sorted(one.name for one in tmp_path.iterdir()) == ["before.h5", "images.h5"]
 
@@ -174,6 +178,51 @@ def test_an_interrupted_repack_goes_on(images, tmp_path, monkeypatch):
     assert_has(path, images, slice(None))
 
 
+def corrupt_value(file):
+    file["names"][3] = "other"
+
+
+def corrupt_rows(file):
+    file["data"][7, 0, 0, 0] += 1
+
+
+def corrupt_attribute(file):
+    file.attrs["which"] = file["labels"].ref
+
+
+def corrupt_link(file):
+    del file["again"]
+    file["again"] = file["labels"]
+
+
+CORRUPTIONS = {
+    'dataset "names" differs': corrupt_value,
+    'dataset "data", rows 0 to 100 differs': corrupt_rows,
+    'attribute "which" differs': corrupt_attribute,
+    'link "/again" differs': corrupt_link,
+}
+
+
+@each("message", CORRUPTIONS)
+def test_verify_finds_differences(images, tmp_path, monkeypatch, message):
+    def write_and_corrupt(work, path, progress):
+        write(work, path, progress)
+        with h5py.File(path, "r+") as file:
+            CORRUPTIONS[message](file)
+
+    write = repacking.Repacking.write
+    monkeypatch.setattr(repacking.Repacking, "write", write_and_corrupt)
+    with pytest.raises(WriteError, match=message):
+        h5async.repack(images, tmp_path / "new.h5", verify=True, overwrite=True)
+
+
+def test_other_datasets_may_be_left_out(images, tmp_path):
+    h5async.repack(images, tmp_path / "new.h5", fields=["labels"], only_fields=True, verify=True)
+    with h5py.File(tmp_path / "new.h5") as file:
+        assert list(file) == ["labels"]
+        assert not file.attrs["which"]
+
+
 WRONG = {
     "nothing": ({"fields": ["nothing"]}, DatasetError, 'there is no dataset "nothing"'),
     "rank": ({"chunks": {"data": (1, 2)}}, ConfigError, '"data" has 4 dimensions'),
@@ -187,3 +236,55 @@ def test_options_that_do_not_fit(images, tmp_path, name):
     options, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         h5async.repack(images, tmp_path / "new.h5", **options)
+
+
+@st.composite
+def stored(draw):
+    """Draw a dataset, how it is to be stored, and which samples."""
+    rank = draw(st.integers(1, 3))
+    shape = draw(st.tuples(*[st.integers(1, 12)] * rank))
+    axis = draw(st.integers(0, rank - 1))
+    chunks = [draw(st.tuples(*(st.integers(1, n) for n in shape))) for _ in range(2)]
+    indices = draw(
+        st.none() | st.lists(st.integers(0, shape[axis] - 1), max_size=15) | st.just("1:")
+    )
+    return {
+        "data": np.arange(np.prod(shape))
+        .reshape(shape)
+        .astype(draw(st.sampled_from(["i2", ">f8"]))),
+        "chunks": draw(st.sampled_from([None, chunks[0]])),
+        "maxshape": draw(st.sampled_from([None, (None,) * rank])),
+        "filter": draw(st.sampled_from([None, "gzip", "lzf"])),
+        "axis": axis,
+        "options": {
+            "num_dim": axis,
+            "fields": ["data"],
+            "chunks": draw(st.sampled_from([{}, {"data": chunks[1]}])),
+            "filter": draw(st.sampled_from([None, "none", "shuffle+gzip:1", "lzf"])),
+            "indices": indices,
+        },
+        "piece_nbytes": draw(st.sampled_from([50, 400, 1 << 20])),
+    }
+
+
+@given(stored())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_any_shape_chunks_and_samples(tmp_path_factory, monkeypatch, case):
+    monkeypatch.setattr(rowsource, "_BY_READER_NBYTES", -1)
+    monkeypatch.setattr(repacking.Repacking, "piece_nbytes", case["piece_nbytes"])
+    folder = tmp_path_factory.mktemp("any")
+    kept = case["chunks"] or case["maxshape"] or case["filter"]
+    storage = {"chunks": case["chunks"], "maxshape": case["maxshape"]}
+    with h5py.File(folder / "old.h5", "w") as file:
+        storage = storage if kept else {}
+        compression = {"compression": case["filter"]} if kept else {}
+        file.create_dataset("data", data=case["data"], **storage, **compression)
+    h5async.repack(folder / "old.h5", folder / "new.h5", verify=True, **case["options"])
+    indices, axis = case["options"]["indices"], case["axis"]
+    rows = slice(1, None) if indices == "1:" else slice(None) if indices is None else indices
+    rows = np.asarray(rows, np.int64) if isinstance(rows, list) else rows
+    with h5py.File(folder / "new.h5") as file:
+        expected = np.moveaxis(np.moveaxis(case["data"], axis, 0)[rows], 0, axis)
+        assert np.array_equal(file["data"][...], expected)
+        assert file["data"].dtype == case["data"].dtype
+    shutil.rmtree(folder)
