@@ -103,6 +103,7 @@ class Filler:
             memory_plan.kept_nbytes,
             partial(_forget, self._residencies),
             samplings.selection.size,
+            config.kept,
         )
         try:
             num_threads = min(config.thread_count, memory_plan.most_threads)

@@ -140,7 +140,7 @@ class BatchReader:
         core, collection = self.core, self._collection
         if core is None or collection is None or self._plan_columns:
             return None
-        if not all(collection.tables.reads) or (self.far is not None and not self.far.are_kept):
+        if not all(collection.tables.reads) or (self.far is not None and self.far.kept is None):
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table

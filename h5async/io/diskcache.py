@@ -160,7 +160,9 @@ class DiskCache:
 
         `removes_others`: those of its other states are removed; who has them open keeps them.
         """
-        of_name, of_state = _digest(name, 16), _digest(repr(tuple(stamp)), 16)
+        # (A network file system has another device each time it is mounted; a new name, or mode, of
+        # a file is no other content.)
+        of_name, of_state = _digest(name, 16), _digest(repr(stamp[1:4]), 16)
         path = self.folder / f"{of_name}-{of_state}{SUFFIX}"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

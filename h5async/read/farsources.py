@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config.files import SourceName
+from h5async.config.files import Kept
 from h5async.core.binding import Core, address
 from h5async.core.http import http_client
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
 from h5async.index.extents import SourceFile
+from h5async.io.diskcache import disk_cache
 from h5async.io.source import MappedMirror, Source, SourceOver
 from h5async.io.stamps import replaced
-from h5async.io.stores import store_of
+from h5async.io.stores import LocalState, store_of
 from h5async.plan.fetches import NO_RANGES, ByteRanges, Places, extents_of, requests_of
 from h5async.read.scratch import CLOSED
 
@@ -77,21 +78,30 @@ class _Counted(SourceOver):
             self._count(done._replace(quickest_ns=taken_ns))
 
 
-def is_far(file: SourceFile) -> bool:
-    """Tell whether a source is neither a local file nor memory."""
-    return file.values is None and not store_of(file.path).is_local
+def is_far(file: SourceFile, kept: Kept | None) -> bool:
+    """Tell whether a source is no memory, and no local file whose bytes are not `kept`."""
+    return file.values is None and (kept is not None or not store_of(file.path).is_local)
 
 
 class FarSources:
-    """Sources by their numbers in the core's `table`, opened when first needed. Thread-safe."""
+    """Sources by their numbers in the core's `table`, opened when first needed. Thread-safe.
 
-    def __init__(self, core: Core, files: Sequence[SourceFile], table: NDArray[Any]) -> None:
+    `kept` says where their bytes are kept, if they are.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        files: Sequence[SourceFile],
+        table: NDArray[Any],
+        kept: Kept | None = None,
+    ) -> None:
         self._core, self._table = core, table
         self._mirrors: dict[int, MappedMirror | None] = {}
         self._kept: list[Any] = []  # what rows of the table point to
         # (What is not far is not fetched.)
         self.places = Places(np.array([one.stamp.nbytes for one in files], np.int64))
-        self.are_kept = any(isinstance(y.path, SourceName) and y.path.kept for y in files)
+        self.kept = kept
         self._files = files
         self._client = http_client(core)
         self._open: dict[str, Source] = {}
@@ -153,7 +163,12 @@ class FarSources:
     def _opened(self, file: SourceFile) -> Source:
         if self._is_closed:
             raise ReaderClosedError(CLOSED)
-        source = store_of(file.path).open(file.path, is_patient=True)
+        store, path = store_of(file.path), file.path
+        if store.is_local and self.kept is not None:
+            name = os.path.realpath(path)
+            source = disk_cache(self.kept).keeping(name, LocalState(path, file.stamp))
+        else:
+            source = store.open(path, is_patient=True)
         is_it = source.stamp() == file.stamp
         source = source.over(partial(self._quicker, file.path))
         with self._lock:
