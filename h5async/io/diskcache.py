@@ -1,10 +1,12 @@
 """Keeps on a local disk what was read from sources: a source enters; one that reads less leaves.
 
-Each source has a mirror: a sparse file with the bytes that were read, in their places, and with a
-checksum for each block of them. All processes of a node map it for reading: so the system keeps one
-copy, in its page cache. It is written by calls, because a store into a map of a full disk ends the
-process. A block is written before its checksum, and a process trusts a block after it has compared
-the two: so nothing depends on how the last writer, or the machine, came to its end.
+Each source has a mirror: a sparse file with the bytes that were read, in their places, and behind
+them a checksum for each block. All processes of a node map it for reading: so the system keeps one
+copy, in its page cache. The core reads rows and chunks out of the map, and asks here only for what
+is missing there; metadata are read here. It is written by calls, because a store into a map of a
+full disk ends the process. A block is written before its checksum, and a process trusts a block
+after it has compared the two: so nothing depends on how the last writer, or the machine, came to
+its end.
 
 The name of a mirror consists of digests of the source's name and of its state: a source that was
 changed has another one. `cache_bytes` limits what all mirrors in a folder take.

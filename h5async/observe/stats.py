@@ -89,8 +89,8 @@ class ReaderStats:
     read_per_used
         Bytes read per used one, of fields that are not encoded.
     requests, requested_nbytes
-        Requests to object stores and the web, and their bytes, without those of metadata. A batch
-        that ``cache="disk"`` has whole needs none.
+        Requests to object stores and the web, and with ``cache="disk"`` to the files that it keeps;
+        and their bytes. Those of metadata do not count, nor what is kept.
     retries
         Requests that were repeated after a fault; obstore does not tell those of its own.
     requested_per_used

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,21 +26,21 @@ from h5async.io.diskcache import disk_cache
 from h5async.io.source import MappedMirror, Source, SourceOver
 from h5async.io.stamps import replaced
 from h5async.io.stores import LocalState, store_of
-from h5async.plan.fetches import NO_RANGES, ByteRanges, Places, extents_of, requests_of
+from h5async.plan.fetches import ByteRanges, Places, extents_of, requests_of
 from h5async.read.scratch import CLOSED
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
-Int64s = NDArray[np.int64]
+Part = tuple[int, NDArray[np.uint8]]  # of a source: its place, and its bytes
 
 
 class Held(NamedTuple):
-    """Ranges in memory: the core's table of them, and what owns their bytes."""
+    """Ranges in memory: the core's table of the parts of sources that have them, and these."""
 
     ranges: ByteRanges
     table: NDArray[Any]
-    owners: Sequence[object]
+    parts: Sequence[Part]
 
 
 class FetchCounts(NamedTuple):
@@ -207,20 +208,15 @@ class FarSources:
 
     def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
         """Get ranges in the calling thread; some of them may be `held` before."""
-        begin_ns, data = time.perf_counter_ns(), np.zeros(ranges.size, np.int64)
-        found = ranges.find(*(NO_RANGES if held is None else held.ranges))
-        here, new = found >= 0, ranges.chosen(found < 0)
-        if held is not None:
-            at = found[here]
-            data[here] = held.table["data"][at] + ranges.begins[here] - held.ranges.begins[at]
-        bounds = requests_of(new)
-        wanted = extents_of(new, bounds)
-        arrays = self.get_all(wanted)
-        base = np.array([address(array) for array in arrays], np.int64) - wanted.begins
-        data[~here] = np.repeat(base, np.diff(bounds)) + new.begins
+        begin_ns, before = time.perf_counter_ns(), [] if held is None else held.parts
+        begins = np.array([begin for begin, _ in before], np.int64)
+        sizes = np.array([array.size for _, array in before], np.int64)
+        new = ranges.chosen(ranges.find(begins, begins + sizes) < 0)
+        wanted = extents_of(new, requests_of(new))
+        parts = zip(wanted.begins.tolist(), self.get_all(wanted), strict=True)
         waited_ns = time.perf_counter_ns() - begin_ns
         self.count(FetchCounts(used_nbytes=new.nbytes, waited_ns=waited_ns))
-        return self.held(ranges, data, [held, arrays])
+        return self.held(ranges, [*before, *parts])
 
     def get_all(self, ranges: ByteRanges) -> list[NDArray[np.uint8]]:
         """Return ranges of several sources; see `get`."""
@@ -233,12 +229,15 @@ class FarSources:
                 arrays += self.get(int(source[some[0]]), *of_one)
         return arrays
 
-    def held(self, ranges: ByteRanges, data: Int64s, owners: Sequence[object]) -> Held:
-        """Return ranges whose bytes are at some addresses, in memory of these owners."""
-        table = np.zeros(ranges.size, self._core.Fetched)
-        table["source"], table["offset"] = self.places.sources(ranges.begins)
-        table["nbytes"], table["data"] = ranges.ends - ranges.begins, data
-        return Held(ranges, table, owners)
+    def held(self, ranges: ByteRanges, parts: Sequence[Part]) -> Held:
+        """Return ranges that lie in parts of sources, each with the place where it begins."""
+        parts = sorted(parts, key=itemgetter(0))
+        table = np.zeros(len(parts), self._core.Fetched)
+        begins = np.array([begin for begin, _ in parts], np.int64)
+        table["source"], table["offset"] = self.places.sources(begins)
+        table["nbytes"] = [array.size for _, array in parts]
+        table["data"] = [address(array) for _, array in parts]
+        return Held(ranges, table, parts)
 
     def close(self) -> None:
         """Close all sources, and end calls that wait for them. Idempotent."""
