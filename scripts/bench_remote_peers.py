@@ -8,7 +8,8 @@ what counts is the ratio of the medians. Peers have the best settings that were 
 - peers: shuffled rows of 150 kB, each a chunk of its own, in the default format. h5py over fsspec's
   HTTP file system, by the cache that reads most; a DataLoader with 8 workers that read so;
   zarr over obstore by VirtualiZarr's references, four batches ahead, 128 requests at a time.
-- objects: 1,000 objects of 100 rows of 4 kB, against one object with the same rows.
+- objects: 1,000 objects of 100 rows of 4 kB, against one object with the same rows; 32 requests at
+  a time, as by default, and 128, which two cores cannot keep busy.
 - demand: a loop that takes 2,000 rows of 150 kB a second, and computes in Python in between.
 """
 
@@ -66,11 +67,11 @@ def batches(rows: int) -> Iterator[np.ndarray]:
         yield from rng.permutation(rows)[: rows // BATCH * BATCH].reshape(-1, BATCH)
 
 
-def ours(urls: str | list[str]) -> contextlib.AbstractContextManager[AsyncReader]:
+def ours(urls: str | list[str], flights: int = FLIGHTS) -> AsyncReader:
     # So much is fetched ahead as is on its way, and no row is kept for the next epoch.
-    flights = {"requests_in_flight": FLIGHTS, "fetch_bytes": 2 * FLIGHTS * ROW_NBYTES}
+    fetching = {"requests_in_flight": flights, "fetch_bytes": 2 * flights * ROW_NBYTES}
     given = {"labels_field": None, "shuffle": "full", "batch_size": BATCH, "device": "cpu"}
-    return AsyncReader(hdf5_path=urls, index_cache=False, **given, **flights)
+    return AsyncReader(hdf5_path=urls, index_cache=False, **given, **fetching)
 
 
 # --- peers ---------------------------------------------------------------------------------------
@@ -188,15 +189,16 @@ def peers(bench: Bench) -> None:
 def objects(bench: Bench) -> None:
     count, rows = bench.options.objects, 100
     with contextlib.ExitStack() as stack:
-        ways: dict[str, Way] = {}
+        urls: dict[str, str | list[str]] = {}
         for name, number in ((f"{count:,} objects", count), ("one object", 1)):
             path = bench.folder / f"{number}.h5"
             write(path, rows * count // number, SMALL_NBYTES, 10)
             url = stack.enter_context(serving_file(path, DELAY_MS))
-            urls = [f"{url}/{one}" for one in range(number)]
-            reader = stack.enter_context(ours(urls))
-            ways[name] = paced(reader_sizes(reader))
-        bench.measure("objects", ways, [Target(*ways, 0.5)])
+            urls[name] = [f"{url}/{one}" for one in range(number)]
+        for flights in (32, FLIGHTS):
+            readers = {n: stack.enter_context(ours(some, flights)) for n, some in urls.items()}
+            ways = {name: paced(reader_sizes(one)) for name, one in readers.items()}
+            bench.measure(f"objects, {flights} requests", ways, [Target(*ways, 0.5)])
 
 
 def demanding(sizes: Iterator[int], rate: float) -> Way:

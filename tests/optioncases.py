@@ -299,6 +299,12 @@ class Case:
         self.world_size = choose([1, 1, 2, 3])
         return options
 
+    def keep(self) -> None:
+        """Have what is read of the files be kept on the disk, now and then."""
+        if self.options["cache"] is None and self.maybe(0.4):
+            self.options |= {"cache": "disk", "cache_dir": self.folder / "kept"}
+            self.options |= {"cache_bytes": self.chance.choice([None, 100_000])}
+
     def put_in(self, store: MemoryStore) -> None:
         """Have the files lie in a store, by names that end in their paths."""
         for path in self.folder.rglob("*"):
@@ -307,6 +313,7 @@ class Case:
         self.options["hdf5_path"] = list(map(far_name, self.paths))
         self.options["allow_external"] = far_name(self.folder)
         self.options |= {"fetch_bytes": self.chance.choice([1, 500, 1 << 20])}
+        self.keep()
         self.lost = set(map(far_name, self.lost))
 
     # --- checks ----------------------------------------------------------------------------------
@@ -455,8 +462,7 @@ def try_case(
     `far`: its files are read out of a store that is no local one.
     """
     case = Case(seed, number, folder, helpers=helpers and not far)
-    if far:
-        case.put_in(new_store())
+    case.put_in(new_store()) if far else case.keep()
     try:
         if far and case.skips:  # what only HDF5 can read is refused, not damaged
             paths = [path for path in case.options["hdf5_path"] if path not in case.lost]

@@ -33,7 +33,7 @@ from h5async import (
     SparseField,
 )
 from h5async.errors import failed_read
-from h5async.fill.reading import BatchReader
+from h5async.fill.resident import Damage
 from h5async.observe import readercounts as skipping
 
 N, CHUNK, BAD = 120, 10, (3, 8)  # samples, and of a chunk; the damaged chunks
@@ -464,7 +464,7 @@ def test_other_errors_are_raised(files, tmp_path, monkeypatch, num_threads):
             def broken(*_, error=error):
                 raise error
 
-            patch.setattr(BatchReader, "locate", broken)
+            patch.setattr(Damage, "locate", broken)
             with pytest.raises(kind):
                 [reader.get_next_batch() for _ in range(4)]
     path = tmp_path / "cut.h5"

@@ -170,9 +170,9 @@ FAR = {"stages": {"fetch": 11.0, "decode": 3.0}, "_flight_seconds": 320.0}
             ' several rows), or use cache="disk"',
         ),
         (
-            {"requests": 8000, "requested_nbytes": 1_200_000_000, "_quickest_seconds": 0.012},
+            {"requests": 8000, "requested_nbytes": 1_200_000_000, "_quickest_seconds": 0.009},
             "bandwidth of the network, or the store, 0.12 GB/s in 800 requests a second of 150 kB,"
-            " 40 ms each; requests wait for each other (the quickest took 12 ms), so more at a time"
+            " 40 ms each; requests wait for each other (the quickest took 9 ms), so more at a time"
             ' would not help; read larger pieces (shuffle="window" or larger chunks), or use'
             ' cache="disk", or read nearer to the data',
         ),

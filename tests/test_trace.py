@@ -551,7 +551,7 @@ def test_memory_for_events_may_be_refused(path: Path, monkeypatch: pytest.Monkey
     trace = path.with_name("t.json")
     with AsyncReader(hdf5_path=path) as reader:
         with monkeypatch.context() as patch:
-            patch.setattr("h5async.fill.outcomes.CoreTrace", refuse)
+            patch.setattr("h5async.fill.filling.CoreTrace", refuse)
             patch.setattr(
                 "h5async.system.timeline.Timeline.note_threads", refuse
             )  # without the core

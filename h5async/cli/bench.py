@@ -1,18 +1,16 @@
 """`h5async bench`: reads at full speed, says where the time goes, and tries faster options.
 
 Options take turns: each reads for a short while in each round, so that changes on the machine
-affect all of them. Matplotlib, which draws the results, is an extra, and imported only for a plot.
+affect all of them.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Annotated, Any, Literal
@@ -23,10 +21,10 @@ from rich.filesize import decimal
 
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
 from h5async.cli.output import Json, files_text, limit_text, opening, print_json, progress_bar, safe
+from h5async.cli.picture import Picture, tidy
 from h5async.config import ReaderConfig
-from h5async.config.files import home_path, with_variables
 from h5async.config.values import MOST_THREADS
-from h5async.errors import BudgetError, ConfigError, MissingPackageError
+from h5async.errors import BudgetError
 from h5async.observe.stats import ReaderStats
 from h5async.reader.asyncreader import AsyncReader
 
@@ -125,7 +123,7 @@ def compare(
         # Each round begins with another trial, so that none always follows the same.
         start = number % len(trials)
         for trial in (*trials[start:], *trials[:start]):
-            trial.speeds.append(_speed(config, trial.changed, seconds / rounds))
+            trial.speeds.append(speed_of(config, trial.changed, seconds / rounds))
             tell()
     given = trials[0].speeds
     for trial in trials:
@@ -134,7 +132,8 @@ def compare(
     return trials
 
 
-def _speed(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> float:
+def speed_of(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> float:
+    """Return the decoded bytes per second that are read with changed options, for some seconds."""
     with AsyncReader(config, **changed) as reader:
         require_batches(reader)
         warm_up = reader.config.prefetch + 1  # batches, read before the first is taken
@@ -197,7 +196,7 @@ def bench(
     The compared options take turns, after a warm-up. If the turns disagree, there is no verdict.
     """
     config, waits = reader_config(typed), list[float]()
-    picture = Plot(Path(home_path(with_variables(plot)))) if plot else None
+    picture = Plot(plot) if plot else None
     with opening():
         stats = run_flat_out(config, seconds, waits)
     if not as_json:
@@ -316,31 +315,8 @@ def _content(
     }
 
 
-class Plot:
-    """A picture to be written; made before measuring, so that errors come first.
-
-    The suffix of `path` decides its format. Raises `MissingPackageError` without Matplotlib, and
-    `ConfigError` for a missing folder or an unknown format.
-    """
-
-    def __init__(self, path: Path) -> None:
-        try:
-            figure = importlib.import_module("matplotlib.figure")
-        except ImportError as error:
-            raise MissingPackageError(
-                f"--plot needs Matplotlib ({error}); install it with: pip install 'h5async[plot]',"
-                " or pip install matplotlib"
-            ) from error
-        self._path = path
-        self._figure: Any = figure.Figure(layout="constrained")
-        kinds = self._figure.canvas.get_supported_filetypes()
-        if path.suffix[1:].lower() not in kinds:
-            raise ConfigError(
-                f"--plot {path}: the name must end in one of:"
-                f" {', '.join(f'.{kind}' for kind in sorted(kinds))}"
-            )
-        if not path.parent.is_dir():
-            raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it first")
+class Plot(Picture):
+    """The picture of a bench."""
 
     def save(
         self,
@@ -349,23 +325,18 @@ class Plot:
         waits: Sequence[float],
         stages: Mapping[str, float],
     ) -> None:
-        """Draw and write the picture, or raise `ConfigError` if it cannot be written.
+        """Draw and write it.
 
         `waits` are the seconds waited for each batch, and `stages` those of threads in each stage.
         """
         height = 0.42 * len(trials)
-        self._figure.set_size_inches(11, 4.2 + height)
-        self._figure.suptitle(title, fontsize=11)
-        grid = self._figure.add_gridspec(2, 2, height_ratios=[1 + height, 3])
-        _draw_speeds(self._figure.add_subplot(grid[0, :]), trials)
-        _draw_waits(self._figure.add_subplot(grid[1, 0]), waits)
-        _draw_stages(self._figure.add_subplot(grid[1, 1]), stages)
-        try:
-            self._figure.savefig(self._path, dpi=120)
-        except OSError as error:
-            raise ConfigError(
-                f"--plot {self._path} cannot be written: {error.strerror or error}"
-            ) from error
+        self.figure.set_size_inches(11, 4.2 + height)
+        self.figure.suptitle(title, fontsize=11)
+        grid = self.figure.add_gridspec(2, 2, height_ratios=[1 + height, 3])
+        _draw_speeds(self.figure.add_subplot(grid[0, :]), trials)
+        _draw_waits(self.figure.add_subplot(grid[1, 0]), waits)
+        _draw_stages(self.figure.add_subplot(grid[1, 1]), stages)
+        self.write()
 
 
 def _draw_speeds(panel: Any, trials: Sequence[Trial]) -> None:
@@ -388,7 +359,7 @@ def _draw_speeds(panel: Any, trials: Sequence[Trial]) -> None:
     panel.set_xlim(0, 1.42 * max((max(trial.speeds) for trial in trials), default=1) / 1e9 or 1)
     rounds = len(trials[0].speeds)
     panel.set_xlabel(f"GB/s, decoded: median of {rounds} rounds, and each round")
-    _tidy(panel, "Throughput by option")
+    tidy(panel, "Throughput by option")
 
 
 def _draw_waits(panel: Any, waits: Sequence[float]) -> None:
@@ -408,7 +379,7 @@ def _draw_waits(panel: Any, waits: Sequence[float]) -> None:
         lines = f" (line: median, {middle:.3g}; dashed: 99 % are below {most:.3g})"
     panel.set_xlabel(f"milliseconds{lines}")
     panel.set_ylabel("batches")
-    _tidy(panel, f"Waits of the loop, for {len(waits):,} batches")
+    tidy(panel, f"Waits of the loop, for {len(waits):,} batches")
 
 
 def _draw_stages(panel: Any, stages: Mapping[str, float]) -> None:
@@ -420,9 +391,4 @@ def _draw_stages(panel: Any, stages: Mapping[str, float]) -> None:
     panel.invert_yaxis()
     panel.set_xlim(0, 1.18 * max(shown.values(), default=1))
     panel.set_xlabel("seconds of threads, as given")
-    _tidy(panel, "Where the time of the threads went")
-
-
-def _tidy(panel: Any, title: str) -> None:
-    panel.set_title(title, fontsize=10, loc="left", fontweight="bold")
-    panel.spines[["top", "right"]].set_visible(False)
+    tidy(panel, "Where the time of the threads went")

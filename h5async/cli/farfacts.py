@@ -15,7 +15,7 @@ from rich.filesize import decimal
 
 from h5async.config.readerconfig import ReaderConfig
 from h5async.index.layout import DatasetLayout
-from h5async.order.permutation import permute
+from h5async.order.selection import permute
 from h5async.order.window import window_order
 from h5async.plan.fetches import ByteRanges, extents_of, requests_of
 

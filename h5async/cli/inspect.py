@@ -30,10 +30,12 @@ from h5async.core.binding import why_no_core
 from h5async.index.savedindex import NamedIndex
 from h5async.io.stores import far_names, store_of
 from h5async.opening.filevalues import reach_of
+from h5async.spelling import shell_word
 
 BLOCK_SECONDS = 0.5  # for which rows may be held back, to align columns
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
 _FOLDED = "groups alike: from the least samples to the most, and the sizes of all together"
+_DEAR, _DEAR_NBYTES = 4.0, 1 << 16  # times what it costs in order, and bytes, of a shuffled sample
 _LEAST_NUMBERED = 3  # similar groups to fold, if their names differ only in numbers
 _LEAST_OTHERS = 10  # ... with any names
 _MOST_HELD = 500  # lines of one group, before they are printed in any case
@@ -90,7 +92,8 @@ def inspect(
         print_json("inspect", _content(given, path, datasets))
         return
     has_several = len(paths if index is None else index.paths) > 1
-    printed = _print_table(_rows(found, fold, has_several))
+    dearest = list[Dataset]()
+    printed = _print_table(_rows(_noting(found, dearest), fold, has_several))
     _require_some(bool(printed), given, wanted)
     legend = f"\n{_LEGEND}" + f"\n{_FOLDED}" * (1 in printed)
     typer.echo(legend if printed else f"{safe(given)} holds no datasets")
@@ -99,9 +102,23 @@ def inspect(
         typer.echo(f"another state of it is told by {identity}")
     if is_far:
         typer.echo("\n".join(map(safe, _requests_lines(listing, has_several))))
+    if dearest and index is None and not is_far:
+        hint = f"h5async advise {shell_word(dearest[0].file)} measures what other chunks would give"
+        of = f"of {safe(dearest[0].path)} above all"
+        typer.echo(f"\nshuffled samples cost much, {of}: {hint}", err=True)
     reason = why_no_core()
     if reason is not None:
         typer.echo(f"\n{safe(reason)}", err=True)
+
+
+def _noting(datasets: Iterable[Dataset], dearest: list[Dataset]) -> Iterator[Dataset]:
+    """Yield datasets; note the one whose shuffled samples cost the most, if it is far too much."""
+    most = 0.0
+    for one in datasets:
+        shuffled, in_order = one.shuffled_nbytes or 0.0, one.in_order_nbytes or 0.0
+        if one.kind == "dataset" and shuffled > max(most, _DEAR * in_order, _DEAR_NBYTES):
+            most, dearest[:] = shuffled, [one]
+        yield one
 
 
 def _requests_lines(datasets: Sequence[Dataset], has_several_files: bool) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 import h5async
 from h5async import H5AsyncError, ReaderConfig
+from h5async.cli.advise import advise
 from h5async.cli.bench import bench
 from h5async.cli.index import index
 from h5async.cli.inspect import inspect
@@ -112,6 +113,7 @@ def _main(
 app.command()(inspect)
 app.command()(read)
 app.command()(bench)
+app.command()(advise)
 app.command()(index)
 app.command()(stats)
 app.command()(pack)

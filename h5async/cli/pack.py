@@ -66,15 +66,16 @@ def pack(
         if found.nbytes is not None:
             typer.echo(f"about {decimal(found.nbytes)}, in about {_duration(found.seconds or 0)}")
         return
-    with progress_bar("samples") as bar:
-        task, shown, began = bar.add_task(""), perf_counter(), perf_counter()
+    with progress_bar("samples, {task.fields[rate]}") as bar:
+        task, shown, began = bar.add_task("", rate=""), perf_counter(), perf_counter()
 
         def show(done: int, count: int | None, nbytes: int) -> None:
             nonlocal shown
             now = perf_counter()
             if now - shown > REFRESH_SECONDS:
                 shown = now
-                bar.update(task, completed=done, total=count, rate=nbytes / (now - began))
+                rate = f"{decimal(round(nbytes / (now - began)))}/s"
+                bar.update(task, completed=done, total=count, rate=rate)
                 bar.refresh()
 
         packed = pack_sources(paths, out, progress=show, **options)

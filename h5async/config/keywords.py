@@ -158,8 +158,9 @@ class ReaderOptions(TypedDict, total=False):
     """
     cache: Literal["host", "device", "disk"] | None
     """What to keep for later epochs. `host`, `device`: all rows, in the memory of the host or of
-    the GPU. `disk`: what was fetched from object stores and the web, in files that all processes of
-    a node share, and that later readers use again.
+    the GPU. `disk`: what was read of files that lie far away, in object stores, on the web or on
+    slow file systems, in files that all processes of a node share, and that later readers use
+    again.
     """
     cache_bytes: SizeLike | None
     """Maximum memory for the cache; with `cache=disk`, maximum size of all that is kept in its

@@ -24,8 +24,6 @@ from h5async.config.files import (
     kind_of_file,
     load_file,
     matching_files,
-    paths_text,
-    scheme_of,
     user_cache,
     with_options,
 )
@@ -219,11 +217,6 @@ class ReaderConfig(Frozen):
             )
         if self.cache_dir is not None and self.cache != "disk":
             raise ValueError(f"{named('cache_dir')} needs {named('cache', 'disk')}")
-        if self.cache == "disk" and not any(scheme_of(p) or is_index(p) for p in self._paths):
-            raise ValueError(
-                f"{named('cache', 'disk')} keeps what is fetched from object stores and the web,"
-                f" and {paths_text(self.hdf5_path)} is a local file; leave it out"
-            )
         if self.num_helpers > 1 and self.keeps_rows:
             raise ValueError(
                 f"each of {self.num_helpers} helper processes would have to keep all rows; leave"

@@ -33,7 +33,8 @@ Bytes = NDArray[np.uint8]
 
 _ALL_OF_CURL = 3  # CURL_GLOBAL_ALL
 _GOT, _CHANGED = 1, 2  # enum Got of src/http.c
-_BLOCK_NBYTES = 1 << 20, 8 << 20  # of memory; pages that are not touched cost nothing
+_BLOCK_NBYTES = 1 << 16, 1 << 20, 8 << 20  # of memory; pages that are not touched cost nothing
+_USUAL_NBYTES = _BLOCK_NBYTES[1]
 _MOST_IDLE_NBYTES = 64 << 20  # of each size
 _MOST_AT_ONCE = 64
 # After so many calls in a row that got nothing, the store gets all ranges for some time.
@@ -45,6 +46,7 @@ class HttpClient:
 
     def __init__(self, core: Core, curl: Any) -> None:
         self._core = core
+        self._range = np.dtype(core.HttpRange)  # which NumPy takes 30 us to make
         self._curl = curl
         self._ca_file = _ca_file()
         self._loops: deque[tuple[int, int]] = deque()  # a process and its loop
@@ -90,19 +92,19 @@ class HttpClient:
         Ranges that follow each other share a block. A block is used again once nothing refers to
         it: the system takes longer to give new memory than to receive as many bytes.
         """
-        ranges = np.zeros(len(lengths), self._core.HttpRange)
+        ranges = np.zeros(len(lengths), self._range)
         ranges["offset"], ranges["nbytes"] = offsets, lengths
-        block, start, at = memoryview(b""), 0, 0
+        block, start, at, left = memoryview(b""), 0, 0, sum(lengths)
         parts: list[Buffer] = []
         starts: list[int] = []
         for nbytes in lengths:
             if at + nbytes > block.nbytes:
-                lent, at = self._lend(nbytes), 0
+                lent, at = self._lend(max(nbytes, min(left, _USUAL_NBYTES))), 0
                 # (A view of the array would not refer to it, but to what it is a view of.)
                 block, start = lent.data, address(lent)
             parts.append(block[at : at + nbytes])
             starts.append(start + at)
-            at += nbytes
+            at, left = at + nbytes, left - nbytes
         ranges["into"] = starts
         return ranges, parts
 

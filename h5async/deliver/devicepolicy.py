@@ -29,8 +29,7 @@ from h5async.config import ReaderConfig
 from h5async.deliver.decodeplan import EncodedFormat, NotDecoded, plan_encoded
 from h5async.deliver.device import Device
 from h5async.errors import DeviceError
-from h5async.fill.outcomes import FillOutcome
-from h5async.fill.reading import PlanColumns
+from h5async.fill.outcomes import FillOutcome, PlanColumns
 from h5async.index.layout import DatasetLayout
 from h5async.order.sampling import FillRequest
 from h5async.plan.records import Ranges

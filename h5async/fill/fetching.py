@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import address
 from h5async.fill.pool import Work, Workers, do_nothing
 from h5async.order.sampling import FillRequest
 from h5async.plan.fetches import ByteRanges, Places, extents_of, requests_of, union
@@ -61,21 +60,16 @@ class _Request:
     users: int = 0
     is_alone: bool = False  # asked for by itself, since others may have failed
     data: NDArray[np.uint8] | None = None
-    base: int = 0  # a place, plus this, is an address
     holders: list[_Holder] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class _Holder:
-    """What a batch needs, and the requests for it; `then` takes it when all is there.
-
-    `which` says for each range which of the requests has it.
-    """
+    """What a batch needs, and the requests for it; `then` takes it when all is there."""
 
     ranges: ByteRanges
     then: Then | None = None
     requests: list[_Request] = field(default_factory=list)
-    which: NDArray[np.int64] | None = None
     missing: int = 0
     error: BaseException | None = None
     begin_ns: int = 0
@@ -223,28 +217,24 @@ class Fetcher(Workers):
         """Go on planning after a request, or begin there if it `is_new`. Holds the lock."""
         ahead = self._ahead.pop(request.serial, None)
         if ahead is not None and not _are_alike(ahead[0], request):
-            self._forget_ahead()
+            for _, holder in self._ahead.values():
+                self._release(holder)
+            self._ahead.clear()
+            self._next = None
         # (Batches that are requested together come here in any order.)
         for serial in [one for one in self._ahead if one < request.serial - _MOST_BEHIND]:
             self._release(self._ahead.pop(serial)[1])
         if ahead is not None:
             self._release(ahead[1])
-        is_behind = is_new if self._next is None else self._next.serial <= request.serial
-        if is_behind:
+        if is_new if self._next is None else self._next.serial <= request.serial:
             self._next = self._following(request)
-
-    def _forget_ahead(self) -> None:
-        for _, holder in self._ahead.values():
-            self._release(holder)
-        self._ahead.clear()
-        self._next = None
 
     # --- requests ---------------------------------------------------------------------------------
 
     def _hold(self, serial: int, holder: _Holder) -> None:
         """Find what a batch needs among what is there, and request the rest. Holds the lock."""
         self._request(serial, holder.ranges)
-        found, holder.which = np.unique(self._staged.find(holder.ranges), return_inverse=True)
+        found = np.unique(self._staged.find(holder.ranges))
         assert not found.size or found[0] >= 0
         holder.requests = self._staged.requests[found].tolist()
         for one in holder.requests:
@@ -254,9 +244,11 @@ class Fetcher(Workers):
                 holder.missing += 1
 
     def _request(self, serial: int, ranges: ByteRanges) -> list[_Request]:
-        requests = self._staged.request(serial, ranges)
+        return self._push(self._staged.request(serial, ranges))
+
+    def _push(self, requests: list[_Request]) -> list[_Request]:
         for one in requests:
-            heapq.heappush(self._pending, (serial, next(self._order), one))
+            heapq.heappush(self._pending, (one.serial, next(self._order), one))
         return requests
 
     def _release(self, holder: _Holder) -> None:
@@ -345,7 +337,6 @@ class Fetcher(Workers):
             for number, one in enumerate(group):
                 if error is None and one.users:
                     one.data = found[number]
-                    one.base = address(found[number]) - one.begin
                 for holder in one.holders:
                     holder.missing -= 1
                     holder.error = holder.error or error
@@ -361,13 +352,13 @@ class Fetcher(Workers):
             self._finish(holder)
         self._plan_next()
 
-    def _get_each(self, group: Sequence[_Request]) -> None:
+    def _get_each(self, group: list[_Request]) -> None:
         """Request each by itself, so that only the batches of one that fails have an error."""
         with self._lock:
             self._in_flight -= len(group)
             for one in group:
                 one.is_alone = True
-                heapq.heappush(self._pending, (one.serial, next(self._order), one))
+            self._push(group)
         self._far.count(FetchCounts(retries=len(group)))
         self._wake_for(len(group))
 
@@ -379,9 +370,8 @@ class Fetcher(Workers):
             if then is None:
                 return
             if held is None:
-                base = np.array([one.base for one in holder.requests], np.int64)
-                data = base[holder.which] + holder.ranges.begins
-                held = self._far.held(holder.ranges, data, [y.data for y in holder.requests])
+                parts = [(one.begin, one.data) for one in holder.requests if one.data is not None]
+                held = self._far.held(holder.ranges, parts)
             used = holder.ranges.nbytes if isinstance(held, Held) else 0
             waited_ns = time.perf_counter_ns() - holder.begin_ns
         self._far.count(FetchCounts(used_nbytes=used, waited_ns=waited_ns))
@@ -433,17 +423,17 @@ class Fetcher(Workers):
 
     def _stage(self, planned: Sequence[tuple[FillRequest, ByteRanges]]) -> None:
         """Request what batches will read, of several what lies together. Holds the lock."""
-        planned = [one for one in planned if one[0].serial not in self._holders]
-        if not planned:
-            return
-        together = union(*(ranges for _, ranges in planned))
-        requests = self._request(planned[0][0].serial, together)
+        known = self._holders.keys() | self._ahead.keys()
+        planned = [one for one in planned if one[0].serial not in known and one[1].size]
+        if len(planned) > 1:
+            together = union(*(ranges for _, ranges in planned))
+            requests = self._request(planned[0][0].serial, together)
         for request, ranges in planned:
-            if ranges.size:
-                holder = _Holder(ranges)
-                self._hold(request.serial, holder)
-                self._ahead[request.serial] = request, holder
-        self._staged.drop(requests)  # those that nobody found, since others overlap them
+            holder = _Holder(ranges)
+            self._hold(request.serial, holder)
+            self._ahead[request.serial] = request, holder
+        if len(planned) > 1:
+            self._staged.drop(requests)  # those that nobody found, since others overlap them
 
     def _end(self) -> None:
         super()._end()

@@ -10,24 +10,27 @@ and reading of rows (`reading.py`).
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import load_core, mapping_mode
+from h5async.core.binding import CoreTrace, load_core, mapping_mode
 from h5async.fill.fetching import Fetcher, FetchLimits
 from h5async.fill.finishing import BatchDecoder, Postprocess
-from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, Recorded, Recording
+from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, OnDevice, Recorded, Slots
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool, do_nothing
-from h5async.fill.reading import BatchReader, OnDevice, Slots
+from h5async.fill.reading import BatchReader
 from h5async.fill.resident import (
     Budget,
+    Damage,
     HostCache,
     KeptChunks,
-    KnownDamage,
     Residency,
     open_host_cache,
 )
@@ -40,7 +43,8 @@ from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
 from h5async.read.farsources import FetchCounts
 from h5async.samples.assembly import Assembly, SlotMemory
-from h5async.system.timeline import Recorder, Timeline
+from h5async.samples.fieldkind import field_of
+from h5async.system.timeline import CORE_STAGES, Event, Recorder, Timeline
 
 
 class Filler:
@@ -89,7 +93,7 @@ class Filler:
         cache = self._cache if isinstance(self._cache, HostCache) else None
         self._resident = device.cache if cache is None else cache
         # Invalid after a change of a file; emptied at the end.
-        self._residencies: list[Residency | KnownDamage] = []
+        self._residencies: list[Residency | Damage] = []
         if self._resident is not None:
             self._residencies.append(self._resident)
         self._executors = Executors(
@@ -99,6 +103,7 @@ class Filler:
             memory_plan.kept_nbytes,
             partial(_forget, self._residencies),
             samplings.selection.size,
+            config.kept,
         )
         try:
             num_threads = min(config.thread_count, memory_plan.most_threads)
@@ -121,10 +126,7 @@ class Filler:
             is_drawn = any(crop is not None and crop.is_drawn for crop in crops)
             is_drawn |= any(field.is_random for field in decoder.fields.values())
             self._reader.damage.lasts = not is_drawn
-            first = next(iter(opened.layouts.values()))
-            counts = [count for _, count in first.file_samples] or [first.sample_count]
-            first_samples = np.cumsum([0, *counts], dtype=np.int64)
-            assembly = Assembly(opened.kinds, samplings.rows, first_samples)
+            assembly = Assembly(opened.kinds, samplings.rows, self._reader.first_samples)
             self.submissions: Submissions | None = None
             queue = self._reader.open_queue() if slots.are_writable else None
             if queue is not None and self._resident is None:
@@ -266,6 +268,67 @@ class Filler:
         self._next_requests = list  # whose owner holds this object
 
 
-def _forget(residencies: Sequence[Residency | KnownDamage]) -> None:
+class Recording:
+    """Events of the threads of a filler, from now on.
+
+    `timeline` records Python's events; `columns` are names.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        reader: BatchReader,
+        columns: Sequence[str],
+    ) -> None:
+        self.timeline = timeline
+        self._fields = list(map(field_of, columns))
+        self._source_path = reader.source_path
+        self._paths: dict[int, int | str] = {-1: -1}
+        self._trace = None
+        if reader.core is not None and timeline.max_events:
+            self._trace = CoreTrace(reader.core, timeline.max_events)
+        self._taken = self._dropped = 0  # events of the core
+        self._lock = threading.RLock()
+        timeline.note_threads()
+        reader.record(self._trace)
+        reader.recorder.timeline = timeline
+
+    def take(self) -> Recorded:
+        """Return what was recorded since the last call. Safe to call from many threads."""
+        timeline = self.timeline
+        with self._lock:
+            events = [self._named(event) for event in timeline.take_events(time.perf_counter_ns())]
+            dropped, timeline.dropped = timeline.dropped, 0
+            if self._trace is not None:
+                events += self._core_events(self._trace)
+                before, self._dropped = self._dropped, self._trace.count - timeline.max_events
+                dropped += max(0, self._dropped) - max(0, before)
+            return Recorded(os.getpid(), dict(timeline.threads), events, dropped)
+
+    def _core_events(self, trace: CoreTrace) -> list[Event]:
+        found = trace.events(self._taken)
+        unfinished = np.flatnonzero(found["end_ns"] == 0)
+        if unfinished.size:  # it, and those after it, are left for the next call
+            found = found[: unfinished[0]]
+        self._taken += found.size
+        names = ("begin_ns", "end_ns", "thread", "batch", "stage", "field", "source")
+        columns = (found[name].tolist() for name in names)
+        return [
+            self._named(Event(CORE_STAGES[stage], begin, end, thread, batch, field, source))
+            for begin, end, thread, batch, stage, field, source in zip(*columns, strict=True)
+        ]
+
+    def _named(self, event: Event) -> Event:
+        field, source = event.field, event.source
+        if isinstance(field, int) and field >= 0:
+            field = self._fields[field]
+        if isinstance(source, int):
+            if source not in self._paths:
+                self._paths[source] = self._source_path(source)
+            source = self._paths[source]
+        return event._replace(field=field, source=source)
+
+
+def _forget(residencies: Sequence[Residency | Damage]) -> None:
     for resident in residencies:
         resident.forget()

@@ -135,7 +135,7 @@ class BatchDecoder:
         damage: list[DamagedError] | None,
         error: DamagedError,
     ) -> None:
-        self._reader.name_samples(error, field.having(error, index))
+        self._reader.damage.name(error, field.having(error, index))
         error.place = None
         if damage is None:
             raise error

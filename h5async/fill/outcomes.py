@@ -6,30 +6,61 @@ answer is picklable.
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection as Names
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import CoreTrace
 from h5async.errors import Skipped
 from h5async.fill.pool import do_nothing
-from h5async.fill.reading import BatchReader
+from h5async.fill.resident import Residency
+from h5async.io.shared import plain_memory
 from h5async.order.sampling import FillRequest
+from h5async.plan.records import Int64s, Ranges
+from h5async.read.collection import Collection
 from h5async.read.farsources import FetchCounts
-from h5async.samples.fieldkind import field_of
+from h5async.read.queue import SlotBatch
+from h5async.samples.assembly import SlotMemory
 from h5async.system.timeline import (
-    CORE_STAGES,
     STAGES,
     Event,
     ThreadCounts,
     ThreadName,
-    Timeline,
 )
+
+# Plans ranges that a device reads of a batch instead of rows, by column. The collection and the
+# batch plan rows if necessary.
+PlanColumns = Callable[[Collection, SlotBatch, FillRequest, Int64s], Mapping[int, Ranges]]
+
+
+@dataclass(eq=False)
+class Slots:
+    """The slots that a filler fills: the `memory` of each, with room for `rows` samples.
+
+    `memory` is empty after the end, as the caller may still hold a batch. `new_memory` returns host
+    memory for pixels, from which a device uploads. If slots `are_writable` at any time,
+    `before_fill` need not be called.
+    """
+
+    memory: Sequence[SlotMemory]
+    rows: int
+    new_memory: Callable[[int], NDArray[np.uint8]] = plain_memory
+    are_writable: bool = False
+
+
+class OnDevice(NamedTuple):
+    """What a device does instead of the filler.
+
+    It assembles the fields `left`; `plan_columns` plans what is read for it instead of rows; the
+    samples in its `cache` need not be read again.
+    """
+
+    left: Names[str] = ()
+    plan_columns: PlanColumns | None = None
+    cache: Residency | None = None
 
 
 class Calls(NamedTuple):
@@ -74,23 +105,23 @@ class FillerStats(NamedTuple):
     what was done for far sources.
     """
 
-    stage_seconds: Mapping[str, float]
-    counts: ThreadCounts
-    fallback_reads: int
-    cache: str
+    stage_seconds: Mapping[str, float] = dict.fromkeys(STAGES, 0.0)
+    counts: ThreadCounts = ThreadCounts()
+    fallback_reads: int = 0
+    cache: str = "none"
     broken_images: int = 0
     fetched: FetchCounts = FetchCounts()
 
-    def plus(self, other: FillerStats) -> FillerStats:
-        """Return the sum with another filler, which keeps the same in memory."""
+    def plus(self, other: FillerStats, times: int = 1) -> FillerStats:
+        """Return the sum with another filler, which keeps the same, counted `times` times."""
         mine, others = self.stage_seconds, other.stage_seconds
         return FillerStats(
-            {stage: mine[stage] + others[stage] for stage in STAGES},
-            self.counts.plus(other.counts),
-            self.fallback_reads + other.fallback_reads,
+            {stage: max(0.0, mine[stage] + times * others[stage]) for stage in STAGES},
+            self.counts.plus(other.counts, times),
+            self.fallback_reads + times * other.fallback_reads,
             self.cache,
-            self.broken_images + other.broken_images,
-            self.fetched.plus(other.fetched),
+            self.broken_images + times * other.broken_images,
+            self.fetched.plus(other.fetched, times),
         )
 
 
@@ -105,64 +136,3 @@ class Recorded(NamedTuple):
     threads: dict[int, ThreadName]
     events: list[Event]
     dropped: int
-
-
-class Recording:
-    """Events of the threads of a filler, from now on.
-
-    `timeline` records Python's events; `columns` are names.
-    """
-
-    def __init__(
-        self,
-        timeline: Timeline,
-        reader: BatchReader,
-        columns: Sequence[str],
-    ) -> None:
-        self.timeline = timeline
-        self._fields = list(map(field_of, columns))
-        self._source_path = reader.source_path
-        self._paths: dict[int, int | str] = {-1: -1}
-        self._trace = None
-        if reader.core is not None and timeline.max_events:
-            self._trace = CoreTrace(reader.core, timeline.max_events)
-        self._taken = self._dropped = 0  # events of the core
-        self._lock = threading.RLock()
-        timeline.note_threads()
-        reader.record(self._trace)
-        reader.recorder.timeline = timeline
-
-    def take(self) -> Recorded:
-        """Return what was recorded since the last call. Safe to call from many threads."""
-        timeline = self.timeline
-        with self._lock:
-            events = [self._named(event) for event in timeline.take_events(time.perf_counter_ns())]
-            dropped, timeline.dropped = timeline.dropped, 0
-            if self._trace is not None:
-                events += self._core_events(self._trace)
-                before, self._dropped = self._dropped, self._trace.count - timeline.max_events
-                dropped += max(0, self._dropped) - max(0, before)
-            return Recorded(os.getpid(), dict(timeline.threads), events, dropped)
-
-    def _core_events(self, trace: CoreTrace) -> list[Event]:
-        found = trace.events(self._taken)
-        unfinished = np.flatnonzero(found["end_ns"] == 0)
-        if unfinished.size:  # it, and those after it, are left for the next call
-            found = found[: unfinished[0]]
-        self._taken += found.size
-        names = ("begin_ns", "end_ns", "thread", "batch", "stage", "field", "source")
-        columns = (found[name].tolist() for name in names)
-        return [
-            self._named(Event(CORE_STAGES[stage], begin, end, thread, batch, field, source))
-            for begin, end, thread, batch, stage, field, source in zip(*columns, strict=True)
-        ]
-
-    def _named(self, event: Event) -> Event:
-        field, source = event.field, event.source
-        if isinstance(field, int) and field >= 0:
-            field = self._fields[field]
-        if isinstance(source, int):
-            if source not in self._paths:
-                self._paths[source] = self._source_path(source)
-            source = self._paths[source]
-        return event._replace(field=field, source=source)

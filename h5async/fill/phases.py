@@ -154,7 +154,7 @@ class Phases:
                 arrays = images.arrays
             return arrays
         except DamagedError as error:
-            self._reader.locate(error, index)
+            self._reader.damage.locate(error, index)
             if not self._skips:
                 raise
             batch.damage.append(error)
@@ -346,7 +346,7 @@ class Phases:
         """Let go of what was fetched, after it was read."""
         if self._fetcher is not None:
             batch.rounds = 0
-            self._reader.let_go(batch.plans)
+            self._reader.hold(batch.plans, None)
             self._fetcher.end(batch.request.serial)
 
     def _deliver(self, batch: _Fill, arrays: tuple[Any, ...], names: tuple[str, ...]) -> None:
@@ -385,7 +385,7 @@ class Phases:
         """Leave the damaged samples out of a batch; `memory` is overwritten."""
         index, found = batch.index, dict[int, Skipped]()
         for error in batch.damage:
-            self._reader.locate(error, index)
+            self._reader.damage.locate(error, index)
             for one in [error] if error.samples else self._damaged_alone(batch, memory):
                 where = one.filename or self._reader.file, one.dataset
                 for sample in one.samples:
@@ -404,7 +404,7 @@ class Phases:
             try:
                 self._reader.read_rows(sample, memory, epoch=batch.request.epoch)
             except DamagedError as error:
-                self._reader.locate(error, sample)
+                self._reader.damage.locate(error, sample)
                 yield error
 
     # --- shares and errors ------------------------------------------------------------------------
@@ -474,7 +474,7 @@ class Phases:
         if interruption(error) is not None:
             raise error  # in the caller's thread, where it belongs
         if isinstance(error, DamagedError):
-            self._reader.locate(error, batch.index)
+            self._reader.damage.locate(error, batch.index)
             if self._skips:
                 batch.damage.append(error)
                 return

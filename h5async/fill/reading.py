@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Names
 from contextlib import ExitStack, contextmanager
 from ctypes import c_int32
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +20,8 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import CoreTrace
 from h5async.errors import DamagedError, is_lack_of_memory, out_of_memory, taking_memory
-from h5async.fill.resident import HostCache, KnownDamage, Residency
-from h5async.io.shared import plain_memory
+from h5async.fill.outcomes import PlanColumns, Slots
+from h5async.fill.resident import Damage, HostCache
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
 from h5async.order.sampling import NO_EPOCH, FillRequest
@@ -54,10 +53,6 @@ BatchPlan = Sequence[ReadPlan]  # of one batch, by field; at the end, of several
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
-# Plans ranges that a device reads of a batch instead of rows, by column. The collection and the
-# batch plan rows if necessary.
-PlanColumns = Callable[[Collection, SlotBatch, FillRequest, Int64s], Mapping[int, Ranges]]
-
 
 class LeftRows(NamedTuple):
     """Rows of a field's memory that the core has left to h5py: int64 (n,), ascending."""
@@ -72,33 +67,6 @@ class _Batches(NamedTuple):
     collection: Collection
     batch: SlotBatch
     of_rows: dict[int, SlotBatch]
-
-
-@dataclass(eq=False)
-class Slots:
-    """The slots that a filler fills: the `memory` of each, with room for `rows` samples.
-
-    `memory` is empty after the end, as the caller may still hold a batch. `new_memory` returns host
-    memory for pixels, from which a device uploads. If slots `are_writable` at any time,
-    `before_fill` need not be called.
-    """
-
-    memory: Sequence[SlotMemory]
-    rows: int
-    new_memory: Callable[[int], NDArray[np.uint8]] = plain_memory
-    are_writable: bool = False
-
-
-class OnDevice(NamedTuple):
-    """What a device does instead of the filler.
-
-    It assembles the fields `left`; `plan_columns` plans what is read for it instead of rows; the
-    samples in its `cache` need not be read again.
-    """
-
-    left: Names[str] = ()
-    plan_columns: PlanColumns | None = None
-    cache: Residency | None = None
 
 
 class BatchReader:
@@ -133,9 +101,10 @@ class BatchReader:
         self._steps = samplings.rows
         self._transforms = [transformer(self.core, one.of_one_row) for one in transforms]
         self._cache, self._plan_columns = cache, plan_columns
-        self._factory, self.damage = executors, KnownDamage()
-        counts = [count for _, count in self._layouts[0].file_samples]
-        self._first_samples = np.cumsum([0, *counts[:-1]], dtype=np.int64)  # of each file
+        first = self._layouts[0]
+        counts = [count for _, count in first.file_samples] or [first.sample_count]
+        self.first_samples = np.cumsum([0, *counts], dtype=np.int64)  # of each file, and the end
+        self._factory, self.damage = executors, Damage(samplings.rows, self.first_samples)
         crops = ((field, layout) for field, layout in enumerate(self._layouts) if layout.crop)
         self._draws = {field: draws_of(y.crop, y.row_shape) for field, y in crops if y.crop}
         self._drawn: tuple[int | None, Uint64s | None] = None, None  # by epoch
@@ -171,7 +140,7 @@ class BatchReader:
         core, collection = self.core, self._collection
         if core is None or collection is None or self._plan_columns:
             return None
-        if not all(collection.tables.reads) or (self.far is not None and not self.far.are_kept):
+        if not all(collection.tables.reads) or (self.far is not None and self.far.kept is None):
             return None
         batches, draws = [one.batch for one in self._batches], self.samplings.draws
         orders = self.samplings.selection, None if draws is None else draws.table
@@ -301,12 +270,10 @@ class BatchReader:
         A `SlotBatch` has items that the core has refused: they are read again, or raise an error.
         """
         found: list[LeftRows | SlotBatch] = []
-        for plan in plans:
-            if self._collection is None or not isinstance(plan, BatchItems):
-                continue
-            if self._collection.refused(plan.batch).size:
-                found.append(plan.batch)
-            for field, rows in self._collection.left(plan.batch):
+        for collection, batch in self._by_core(plans):
+            if collection.refused(batch).size:
+                found.append(batch)
+            for field, rows in collection.left(batch):
                 nbytes = rows.size * self._layouts[field].part_nbytes
                 parts = max(1, min(self._num_threads, rows.size, nbytes // _MIN_SHARE_NBYTES))
                 found += [LeftRows(field, some) for some in np.array_split(rows, parts)]
@@ -341,31 +308,6 @@ class BatchReader:
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
                 run = slice(some[0], some[-1] + 1)
                 self._transform_rows(field, raw[run], out[run], wanted[run])
-
-    def locate(self, error: DamagedError, index: Int64s) -> None:
-        """Have an error name its samples of a batch, if they are known."""
-        place, error.place = error.place, None
-        if isinstance(place, Place):
-            self.name_samples(error, index[self._samples_at(place, index)])
-        elif index.size == 1 and not error.samples:
-            self.name_samples(error, index)
-
-    def name_samples(self, error: DamagedError, samples: Int64s) -> None:
-        """Have an error name these samples."""
-        numbers, first = np.unique(samples), self._first_samples
-        in_file = numbers - first[np.searchsorted(first, numbers, side="right") - 1]
-        error.samples, error.file_samples = tuple(numbers.tolist()), tuple(in_file.tolist())
-
-    def _samples_at(self, place: Place, index: Int64s) -> Int64s:
-        """Return the positions in a batch of samples that have any of some rows of a field."""
-        field, rows, are_runs = place
-        steps = self._steps[field]
-        if steps is None:
-            return rows
-        if isinstance(steps, StepRows):
-            return rows // steps.size
-        runs = rows if are_runs else np.searchsorted(steps.offsets(index), rows, "right") - 1
-        return steps.having(runs, index)
 
     def read_rows(
         self,
@@ -404,42 +346,39 @@ class BatchReader:
 
         `ReadError` is raised if it cannot be had.
         """
-        if self._collection is None or self._collection.tables.far is None:
-            return
-        with self._scratch() as scratch:
-            for plan in plans:
-                if isinstance(plan, BatchItems):
-                    self._collection.fetch(plan.batch, scratch)
+        if self.far is not None:
+            with self._scratch() as scratch:
+                for collection, batch in self._by_core(plans):
+                    collection.fetch(batch, scratch)
 
     def to_fetch(self, plans: BatchPlan) -> ByteRanges | None:
         """Return what the core will read of far sources; None if that is nothing, or all there."""
-        collection = self._collection
-        if collection is None:
-            return None
-        batches = [plan.batch for plan in plans if isinstance(plan, BatchItems)]
-        held = [batch.held for batch in batches if batch.held is not None]
+        held = [batch.held for _, batch in self._by_core(plans) if batch.held is not None]
         if held and not self._has_heaps:
             return None
         before = held[0].ranges if held else NO_RANGES
-        with self._scratch() as scratch:
-            listed = [collection.ranges(y, 0, y.plan.num_items, scratch) for y in batches]
-        wanted = union(before, *listed)
+        wanted = union(before, *self._ranges_of(plans))
         return None if wanted.same(before) else wanted
 
-    def hold(self, plans: BatchPlan, found: Held | BaseException) -> None:
-        """Have a batch read what was fetched; an error is raised."""
-        if isinstance(found, BaseException):
-            raise found
-        assert self._collection is not None
-        for plan in plans:
-            if isinstance(plan, BatchItems):
-                self._collection.hold(plan.batch, found)
+    def _ranges_of(self, plans: BatchPlan) -> list[ByteRanges]:
+        with self._scratch() as scratch:
+            return [
+                collection.ranges(batch, 0, batch.plan.num_items, scratch)
+                for collection, batch in self._by_core(plans)
+            ]
 
-    def let_go(self, plans: BatchPlan) -> None:
-        """Forget what was fetched for a batch."""
+    def _by_core(self, plans: BatchPlan) -> Iterator[tuple[Collection, SlotBatch]]:
+        """Yield what the core has planned of a batch, and what reads it."""
         for plan in plans:
             if self._collection is not None and isinstance(plan, BatchItems):
-                self._collection.hold(plan.batch, None)
+                yield self._collection, plan.batch
+
+    def hold(self, plans: BatchPlan, found: Held | BaseException | None) -> None:
+        """Have a batch read what was fetched; None: forget it. An error is raised."""
+        if isinstance(found, BaseException):
+            raise found
+        for collection, batch in self._by_core(plans):
+            collection.hold(batch, found)
 
     def ahead(self, request: FillRequest) -> ByteRanges | None:
         """Return what a request will read of far sources; None if that is not known."""
@@ -452,10 +391,7 @@ class BatchReader:
         if self._ahead is None:
             self._ahead = self._batches_of(collection.new_batch, memory[0], self.slots.rows)
         plans = self._plan_core(index, self._ahead, {}, self.draw(request.epoch))
-        with self._scratch() as scratch:
-            batches = [plan.batch for plan in plans]
-            listed = [collection.ranges(y, 0, y.plan.num_items, scratch) for y in batches]
-        return union(*listed)
+        return union(*self._ranges_of(plans))
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are also transformed if that costs no copy.

@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
-from h5async.errors import Skipped
+from h5async.errors import DamagedError, Skipped
 from h5async.index.segments import Segments
-from h5async.order.rows import SpanRows
+from h5async.order.rows import SpanRows, StepRows
 from h5async.order.sampling import NO_SAMPLES
 from h5async.order.selection import Selection
 from h5async.plan.records import GatherPlan, Int64s
+from h5async.read.rereading import Place
 from h5async.samples.fieldkind import Rows
 
 _MOST_KNOWN = 10_000  # others are found anew by each batch that has them
@@ -229,14 +230,16 @@ def _gb(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2g} GB" if nbytes < 1e12 else f"{nbytes / 1e12:.3g} TB"
 
 
-class KnownDamage:
+class Damage:
     """Samples that were found damaged. Safe to use from many threads.
 
-    Unless it `lasts`, none are remembered: other parts of them are read in another epoch.
+    `steps` are the rows of each sample, by field, and `first_samples` those of each file, and the
+    end. Unless it `lasts`, no damage is remembered: other parts are read in another epoch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Sequence[StepRows | SpanRows | None], first_samples: Int64s) -> None:
         self.lasts = True
+        self._steps, self._first_samples = steps, first_samples[:-1]
         self._known: tuple[Int64s, dict[int, Skipped]] = NO_SAMPLES, {}
 
     def add(self, found: Mapping[int, Skipped]) -> None:
@@ -258,6 +261,31 @@ class KnownDamage:
     def forget(self) -> None:
         """Forget all of them: a file has changed."""
         self._known = NO_SAMPLES, {}
+
+    def locate(self, error: DamagedError, index: Int64s) -> None:
+        """Have an error name its samples of a batch, if they are known."""
+        place, error.place = error.place, None
+        if isinstance(place, Place):
+            self.name(error, index[self._samples_at(place, index)])
+        elif index.size == 1 and not error.samples:
+            self.name(error, index)
+
+    def name(self, error: DamagedError, samples: Int64s) -> None:
+        """Have an error name these samples."""
+        numbers, first = np.unique(samples), self._first_samples
+        in_file = numbers - first[np.searchsorted(first, numbers, side="right") - 1]
+        error.samples, error.file_samples = tuple(numbers.tolist()), tuple(in_file.tolist())
+
+    def _samples_at(self, place: Place, index: Int64s) -> Int64s:
+        """Return the positions in a batch of samples that have any of some rows of a field."""
+        field, rows, are_runs = place
+        steps = self._steps[field]
+        if steps is None:
+            return rows
+        if isinstance(steps, StepRows):
+            return rows // steps.size
+        runs = rows if are_runs else np.searchsorted(steps.offsets(index), rows, "right") - 1
+        return steps.having(runs, index)
 
     def __bool__(self) -> bool:
         return bool(self._known[1])

@@ -79,8 +79,6 @@ class TableBuilder:
         A small dataset is one chunk if all that can be kept of the field fits into `kept_nbytes`.
         """
         if layout.heaps:
-            if layout.fallback_reason is not None:
-                return FieldTable((), (Shape(Kind.LEFT),), ChunkTable.joined([]), False)
             return self._heap_table(layout)
         nbytes = kept_whole_nbytes(layout)
         keeps_small = 0 < nbytes.small <= kept_nbytes - nbytes.encoded

@@ -401,7 +401,7 @@ class LayoutReader:
         if layout.storage != "heap" or layout.sample_axis:
             raise ValueError("a dataset is not of variable length")
         heaps, end = [], 0
-        is_for_core = layout.fallback_reason is None and load_core() is not None
+        is_for_core = load_core() is not None
         for heap in saved:
             stored = self._array("places", heap.place)
             places = stored.copy()

@@ -1,10 +1,12 @@
 """Keeps on a local disk what was read from sources: a source enters; one that reads less leaves.
 
-Each source has a mirror: a sparse file with the bytes that were read, in their places, and with a
-checksum for each block of them. All processes of a node map it for reading: so the system keeps one
-copy, in its page cache. It is written by calls, because a store into a map of a full disk ends the
-process. A block is written before its checksum, and a process trusts a block after it has compared
-the two: so nothing depends on how the last writer, or the machine, came to its end.
+Each source has a mirror: a sparse file with the bytes that were read, in their places, and behind
+them a checksum for each block. All processes of a node map it for reading: so the system keeps one
+copy, in its page cache. The core reads rows and chunks out of the map, and asks here only for what
+is missing there; metadata are read here. It is written by calls, because a store into a map of a
+full disk ends the process. A block is written before its checksum, and a process trusts a block
+after it has compared the two: so nothing depends on how the last writer, or the machine, came to
+its end.
 
 The name of a mirror consists of digests of the source's name and of its state: a source that was
 changed has another one. `cache_bytes` limits what all mirrors in a folder take.
@@ -160,14 +162,16 @@ class DiskCache:
 
         `removes_others`: those of its other states are removed; who has them open keeps them.
         """
-        of_name, of_state = _digest(name, 16), _digest(repr(tuple(stamp)), 16)
+        # (A network file system has another device each time it is mounted; a new name, or mode, of
+        # a file is no other content.)
+        of_name, of_state = _digest(name, 16), _digest(repr(stamp[1:4]), 16)
         path = self.folder / f"{of_name}-{of_state}{SUFFIX}"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(self.folder):
                 found = Mirror(path, stamp.nbytes, f"{of_name}{of_state}".encode())
-                others = self.folder.glob(f"{of_name}-*{SUFFIX}") if removes_others else ()
-                for other in others:
+                is_to_search = removes_others and found.is_new  # which takes long in a large folder
+                for other in self.folder.glob(f"{of_name}-*{SUFFIX}") if is_to_search else ():
                     if other != path:
                         other.unlink()
         except (OSError, OverflowError) as error:
@@ -249,7 +253,7 @@ class Mirror:
     """
 
     def __init__(self, path: Path, nbytes: int, key: bytes) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.is_new = nbytes, False
         self._path = path
         num_blocks = -(-nbytes // BLOCK)
         self._sums_at, head_at = num_blocks * BLOCK, num_blocks * (BLOCK + 8)
@@ -258,7 +262,7 @@ class Mirror:
         try:
             file = self._opened_as(head, head_at)
         except OSError:  # another file, a link, or what a killed process left
-            file = self._made_as(head, head_at)
+            file, self.is_new = self._made_as(head, head_at), True
         with file:
             status = os.fstat(file.fileno())
             self._file_id = status.st_dev, status.st_ino

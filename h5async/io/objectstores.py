@@ -33,10 +33,6 @@ _BEGINNING_NBYTES = 1 << 16  # comes with the answer to the first request
 _MOST_REDIRECTS = 5
 _MOST_TAG = 200  # characters that the core compares
 _TRIES = 3  # of requests whose answers the client takes for good ones
-# Measured, 8 ranges of 150 kB a call, in 4 threads: one call of a pinned store makes 1.8 times the
-# MB/s of calls side by side, and beside a loop of Python 1.7 to 2.5 times.
-_GROUP = 8
-_UNPINNED = 256  # ranges of a source, before it is worth a store of its own
 _PLAIN = re.compile(r"(?:(?!\.\.?(?:/|$))[\w.~-]+(?:/|$))+", re.ASCII)  # needs no %-escapes
 _MAGIC = re.compile(r"[*?[]")
 
@@ -72,8 +68,6 @@ class RemoteSource(Source):
     range, in another thread than the main one, blocks until the client gives up: it is cheaper.
     """
 
-    at_once = 8  # 10 are on their way in a call of the client
-
     def __init__(
         self, name: str, place: Place, use: str, meta: Mapping[str, Any], beginning: bytes
     ) -> None:
@@ -87,8 +81,6 @@ class RemoteSource(Source):
         self.identity = "its ETag" if tag else "the date and the size that its server tells"
         self._stamp = FileStamp.of_tag(tag or meta["last_modified"].isoformat(), meta["size"])
         has_strong_tag = meta["e_tag"] and not meta["e_tag"].startswith("W/")
-        self._pinned: Any = None  # False if there is none
-        self._count = 0
         self._condition = {"if_match": meta["e_tag"]} if has_strong_tag else {}
         self._address: tuple[WebAddress | None, float] = None, -math.inf  # and when it was made
 
@@ -100,7 +92,8 @@ class RemoteSource(Source):
         """Return ranges; several are fetched side by side."""
         if len(offsets) == 1 and threading.current_thread() is not threading.main_thread():
             return [self._get(offsets[0], lengths[0])]
-        return self._get_all(list(zip(offsets, lengths, strict=True)))
+        wanted = zip(offsets, lengths, strict=True)
+        return self._waiting.call([partial(self._get, *one) for one in wanted])
 
     def web_address(self) -> WebAddress | None:
         """Return its URL, signed if need be; None without an ETag, too."""
@@ -118,42 +111,6 @@ class RemoteSource(Source):
     def close(self) -> None:
         """End calls that wait."""
         self._waiting.stop()
-        pinned, self._pinned = self._pinned, False
-        if pinned:
-            self._client.left_to_pin += 1
-
-    def _get_all(self, several: Sequence[tuple[int, int]]) -> list[memoryview]:
-        self._count += len(several)
-        if self._count > _UNPINNED and len(several) > 1 and self._pinned is None:
-            self._pinned = False  # meanwhile
-            self._pinned = self._waiting.call([self._made_pinned])[0]
-        groups = [several[at : at + _GROUP] for at in range(0, len(several), _GROUP)]
-        if not self._pinned or not all(nbytes for _, nbytes in several):
-            groups = [[one] for one in several]
-        found = self._waiting.call([partial(self._get_group, group) for group in groups])
-        return [one for group in found for one in group]
-
-    def _made_pinned(self) -> Any:
-        """Return a store that sends the tag; False if there is none."""
-        tag = self._condition.get("if_match")
-        with self._failures():
-            return (tag and self._client.pinned(self._use, self._key, tag)) or False
-
-    def _get_group(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Get ranges, in one call of the client if that can be trusted to be of one object."""
-        if len(ranges) == 1 or not self._pinned:
-            return [self._get(*one) for one in ranges]
-        offsets, lengths = zip(*ranges, strict=True)
-        for offset, nbytes in ranges:
-            self._require_within(offset + nbytes)
-        get, about = self._client.library.get_ranges, {"starts": offsets, "lengths": lengths}
-        with self._failures():  # (10 are on their way at a time)
-            found = get(self._pinned, self._key, **about, coalesce=0)
-        parts = [memoryview(one) for one in found]
-        return [
-            part if part.nbytes == nbytes else self._get(offset, nbytes)
-            for part, (offset, nbytes) in zip(parts, ranges, strict=True)
-        ]
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
         end = offset + nbytes

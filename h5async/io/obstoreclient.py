@@ -43,7 +43,6 @@ _PLAIN_OPTIONS = {
     "read_timeout",
     "timeout",
 }
-_MOST_PINNED = 32  # stores of one object, of a client
 _TIMEOUTS = ("connect_timeout", "pool_idle_timeout", "read_timeout", "timeout")
 _DURATIONS = ("retry_timeout", "init_backoff", "max_backoff", *_TIMEOUTS)
 _ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT")
@@ -74,9 +73,7 @@ class Client:
         self._root = root
         self._options = options
         self._can_sign = not any("skip_signature" in name for name in options)
-        self._heeds_tags: bool | None = None
         self._stores: dict[str, Any] = {}
-        self.left_to_pin = _MOST_PINNED
 
     def url(self, key: str) -> str | None:
         """Return a URL by which any client reads an object, for `SIGNED_SECONDS` at least.
@@ -99,41 +96,12 @@ class Client:
         found = self._stores.get(use)
         return found or self._stores.setdefault(use, self._made(use))
 
-    def pinned(self, use: str, key: str, tag: str) -> Any | None:
-        """Return a store all of whose requests have an ETag, for one object, or None.
-
-        It has connections of its own, and takes 20 ms to make. So there are few of them, and none
-        for a server that was seen to send an object whose tag is another one.
-        """
-        if self.left_to_pin <= 0:
-            return None
-        if self._heeds_tags is None:
-            options = {"range": (0, 1), "if_match": '"of no object"'}
-            try:
-                self.library.get(self.store(use), key, options=options)
-                self._heeds_tags = False
-            except self.library.exceptions.PreconditionError:
-                self._heeds_tags = True
-        if not self._heeds_tags:
-            return None
-        self.left_to_pin -= 1
-        store = self._made(use, {"If-Match": tag})
-        try:
-            self.library.get_range(store, key, start=0, length=1)
-        except self.library.exceptions.PermissionDeniedError:
-            self._heeds_tags = False  # a key of Azure signs this header, which comes after that
-            return None
-        return store
-
-    def _made(self, use: str, headers: Mapping[str, str] | None = None) -> Any:
+    def _made(self, use: str) -> Any:
         given, defaults = dict(self._options), _DEFAULTS[use]
         own = {name: {**defaults[name], **(given.pop(name, None) or {})} for name in defaults}
         values = [self._root, *given.values(), *map(os.environ.get, _ENDPOINTS)]
         if any(str(value).startswith("http://") for value in values):
             own["client_options"].setdefault("allow_http", True)
-        if headers is not None:
-            of_user = own["client_options"].get("default_headers") or {}
-            own["client_options"]["default_headers"] = {**of_user, **headers}
         own = _with_durations(own)
         store, scheme = self.library.store, self._root.partition("://")[0].lower()
         root = _ALIASES.get(scheme, scheme) + self._root[len(scheme) :]

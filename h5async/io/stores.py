@@ -30,7 +30,7 @@ from h5async.io.metadatafile import MetadataFile
 from h5async.io.openfailure import directory_reason, reason_unopened
 from h5async.io.sidebyside import SideBySide
 from h5async.io.source import Source
-from h5async.io.stamps import FileStamp, settled
+from h5async.io.stamps import FileStamp, changed, settled
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
@@ -143,6 +143,29 @@ class LocalSource(Source):
         """Close the file, if this object owns it."""
         if self._file is not None:
             self._file.close()
+
+
+class LocalState(Source):
+    """A file of this machine in one state, at a path; it is open only while it is read."""
+
+    def __init__(self, path: str, stamp: FileStamp) -> None:
+        self._path, self._stamp = path, stamp
+
+    def stamp(self) -> FileStamp:
+        """Return the state that all reads are of."""
+        return self._stamp
+
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
+        """Read ranges; `ReadError` if the file has changed."""
+        with open_regular(self._path) as file:
+            source = LocalSource(file.fileno())
+            found = source.get_ranges(offsets, lengths)
+            if not source.stamp().has_content_of(self._stamp):
+                raise changed(self._path, "what is kept of it is of its former state")
+        return found
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class LocalStore(Store):

@@ -117,7 +117,7 @@ class ChunkFacts:
         if rows:
             of = f' "{name}"' if name else ""
             count = f"one {unit}" if rows == 1 else f"{rows:,} {unit}s"
-            remedies.append(Remedy(f"repack{of} with {count} a chunk"))
+            remedies.append(Remedy(f"repack{of} with {count} a chunk (h5async advise measures it)"))
         return Advice(name, unit, tuple(remedies))
 
     def _unit_of(self, culprit: _Column) -> str:

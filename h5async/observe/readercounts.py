@@ -11,7 +11,7 @@ import math
 import operator
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -28,7 +28,7 @@ from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
 from h5async.samples.assembly import by_field
 from h5async.spelling import named
-from h5async.system.timeline import STAGES, StageTimes
+from h5async.system.timeline import StageTimes, ThreadCounts
 
 _MOST_LISTED = 10_000  # left-out samples
 _log = logging.getLogger("h5async.reader")
@@ -76,38 +76,6 @@ class Waits:
         return _percentile(kept, 0.5), _percentile(kept, 0.99)
 
 
-class Work(NamedTuple):
-    """The threads' work so far, as in `ReaderStats`.
-
-    `h5py_decoded_nbytes` is decoded by HDF5, from chunks that only h5py reads.
-    """
-
-    stage_seconds: Mapping[str, float] = dict.fromkeys(STAGES, 0.0)
-    gil_wait_seconds: float = 0.0
-    read_nbytes: int = 0
-    decoded_chunks: int = 0
-    decoded_nbytes: int = 0
-    h5py_decoded_nbytes: int = 0
-    fallback_reads: int = 0
-    broken_images: int = 0
-    requests: int = 0
-    requested_nbytes: int = 0
-    requests_used_nbytes: int = 0
-    retries: int = 0
-    flight_ns: int = 0  # as `FetchCounts`
-    quickest_ns: int = 0  # of all time
-
-    def since(self, earlier: Work) -> Work:
-        """Return the work done since."""
-        stages = {
-            stage: max(0.0, seconds - earlier.stage_seconds[stage])
-            for stage, seconds in self.stage_seconds.items()
-        }
-        counts = (max(0, new - old) for new, old in zip(self[2:], earlier[2:], strict=True))
-        found = Work(stages, max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds), *counts)
-        return found._replace(quickest_ns=self.quickest_ns)
-
-
 class _Moment(NamedTuple):
     """What the consumer has got, and what was done, up to some time, as in `ReaderStats`."""
 
@@ -117,7 +85,7 @@ class _Moment(NamedTuple):
     nbytes: int = 0
     used: Used = Used()  # bytes that these samples need, each read and decoded once
     waits: WaitTotals = WaitTotals()
-    work: Work = Work()
+    work: FillerStats = FillerStats()
     reader: object = None  # whose moment this is
 
 
@@ -170,7 +138,7 @@ class ReaderCounts:
         self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
         self.open_epoch = -1  # whose batches are being delivered
         self._begin = _Moment()  # of that epoch
-        self._rest = Work()  # work at the end of the last epoch
+        self._rest = FillerStats()  # work at the end of the last epoch
         self._warned: set[str] = set()
 
     # --- the consumer's calls ---------------------------------------------------------------------
@@ -190,14 +158,14 @@ class ReaderCounts:
             for rows, count in counts:
                 self._counted[rows] += count
 
-    def begin_epoch(self, epoch: int, work: Work) -> None:
+    def begin_epoch(self, epoch: int, work: FillerStats) -> None:
         """Note that the last wait was for the first batch of an epoch."""
         with self._lock:
             now = self._now(work)._replace(waits=self.waits.before)
             self._end(now)
             self.open_epoch, self._begin = epoch, now._replace(work=self._rest)
 
-    def end_epoch(self, work: Work) -> None:
+    def end_epoch(self, work: FillerStats) -> None:
         """Note the end of the epoch; harmless if none has begun."""
         with self._lock:
             self._end(self._now(work))
@@ -229,37 +197,22 @@ class ReaderCounts:
                 found += int(rows.lengths(selected).sum()) * nbytes * samples // selection.size
         return found
 
-    def work(self, filler: FillerStats, device_chunks: int, device_nbytes: int) -> Work:
-        """Return the work so far of the filler's threads, and of a GPU that has decoded chunks."""
+    def work(self, filler: FillerStats, device_chunks: int, device_nbytes: int) -> FillerStats:
+        """Return the work so far with that of uploads, and of a GPU that has decoded chunks."""
         counts, stages = filler.counts, dict(filler.stage_seconds)
         stages["upload"] += self.upload_times.seconds()["upload"]
         stages["read"] += counts.read_ns / 1e9
         stages["decode"] += counts.decode_ns / 1e9
         stages["place"] += counts.place_ns / 1e9
-        fetched = filler.fetched
-        stages["fetch"] += fetched.waited_ns / 1e9
-        return Work(
-            stages,
-            counts.gil_wait_ns / 1e9,
-            counts.read_nbytes,
-            counts.decoded_chunks + device_chunks,
-            counts.decoded_nbytes + device_nbytes,
-            counts.h5py_decoded_nbytes,
-            filler.fallback_reads,
-            filler.broken_images,
-            fetched.requests,
-            fetched.requested_nbytes,
-            fetched.used_nbytes,
-            fetched.retries,
-            fetched.flight_ns,
-            fetched.quickest_ns,
-        )
+        stages["fetch"] += filler.fetched.waited_ns / 1e9
+        here = ThreadCounts(decoded_chunks=device_chunks, decoded_nbytes=device_nbytes)
+        return filler._replace(stage_seconds=stages, counts=counts.plus(here))
 
     def stats(
         self,
         since: ReaderStats | None,
         epoch: int | None,
-        work: Work,
+        work: FillerStats,
         methods: Sequence[str],
         **how: Any,
     ) -> ReaderStats:
@@ -275,7 +228,7 @@ class ReaderCounts:
         ways = by_field(dict(zip(self._layouts, methods, strict=True)), _both_ways)
         return self._made(span, ways=ways, **how)
 
-    def _now(self, work: Work) -> _Moment:
+    def _now(self, work: FillerStats) -> _Moment:
         """Return the current moment; called under the lock."""
         nbytes, used = 0, Used()
         for rows, (of_each, used_of_each) in self._sizes.items():
@@ -326,18 +279,14 @@ class ReaderCounts:
         raise ConfigError(f"there are no statistics of epoch {epoch}: {kept}")
 
     def _made(self, span: _Span, **how: Any) -> ReaderStats:
-        begin, end, work = span.begin, span.end, span.end.work.since(span.begin.work)
-        batches = end.batches - begin.batches
+        begin, end, work = span.begin, span.end, span.end.work.plus(span.begin.work, -1)
+        batches, counts, fetched = end.batches - begin.batches, work.counts, work.fetched
         # Samples decoded for coming batches are not wasted.
-        ahead = self._ahead if how["num_threads"] and not any(begin.work[2:]) else 0
+        ahead = self._ahead if how["num_threads"] and begin.work.counts == ThreadCounts() else 0
         share = (batches + ahead) / batches if batches else 1.0
         used = Used().plus(end.used.plus(begin.used, -1.0), share)
-        encoded_nbytes = min(work.read_nbytes, work.decoded_nbytes * self._facts.stored_share)
-        raw_nbytes = work.read_nbytes - encoded_nbytes
-        of_work = work._asdict()  # most have the names of statistics
-        by_h5py = of_work.pop("h5py_decoded_nbytes")
-        requests_used, flight_ns = of_work.pop("requests_used_nbytes"), of_work.pop("flight_ns")
-        quickest_ns = of_work.pop("quickest_ns")
+        encoded_nbytes = min(counts.read_nbytes, counts.decoded_nbytes * self._facts.stored_share)
+        raw_nbytes = counts.read_nbytes - encoded_nbytes
         return ReaderStats(
             batches=batches,
             samples=end.samples - begin.samples,
@@ -347,25 +296,34 @@ class ReaderCounts:
             wait_seconds=max(0.0, end.waits.seconds - begin.waits.seconds),
             wait_p50_seconds=span.percentiles[0],
             wait_p99_seconds=span.percentiles[1],
+            stage_seconds=work.stage_seconds,
+            gil_wait_seconds=counts.gil_wait_ns / 1e9,
+            read_nbytes=counts.read_nbytes,
+            decoded_chunks=counts.decoded_chunks,
+            decoded_nbytes=counts.decoded_nbytes,
+            fallback_reads=work.fallback_reads,
+            broken_images=work.broken_images,
+            requests=fetched.requests,
+            requested_nbytes=fetched.requested_nbytes,
+            retries=fetched.retries,
             direct_share=self._direct_share,
             filters=self._filters,
-            decoded_per_used=_ratio(work.decoded_nbytes, used.encoded),
+            decoded_per_used=_ratio(counts.decoded_nbytes, used.encoded),
             read_per_used=_ratio(raw_nbytes, used.raw),
-            requested_per_used=_ratio(work.requested_nbytes, requests_used),
+            requested_per_used=_ratio(fetched.requested_nbytes, fetched.used_nbytes),
             epoch=span.epoch,
             first_batch=begin.batches,
-            _least_decoded=_ratio(work.decoded_nbytes - self._kept_nbytes, used.encoded),
+            _least_decoded=_ratio(counts.decoded_nbytes - self._kept_nbytes, used.encoded),
             _least_read=_ratio(raw_nbytes - self._kept_nbytes, used.raw),
-            _h5py_per_used=_ratio(by_h5py, used.by_h5py),
-            _encoded_share=_ratio(encoded_nbytes, work.read_nbytes),
-            _flight_seconds=flight_ns / 1e9,
-            _quickest_seconds=quickest_ns / 1e9,
+            _h5py_per_used=_ratio(counts.h5py_decoded_nbytes, used.by_h5py),
+            _encoded_share=_ratio(encoded_nbytes, counts.read_nbytes),
+            _flight_seconds=fetched.flight_ns / 1e9,
+            _quickest_seconds=end.work.fetched.quickest_ns / 1e9,
             _most_flights=self._most_flights,
             _is_scattered=self._is_scattered,
             _waits=end.waits.number - begin.waits.number,
             _advice=self._facts.advice,
             _moment=end,
-            **of_work,
             **how,
         )
 

@@ -22,7 +22,7 @@ _DECODES = 0.25  # share of the threads' time from which decoding is mentioned
 _WASTED = 1.5  # samples decoded per used one, from which waste is mentioned
 _WAITS_FOR_BYTES = 0.5  # seconds that a batch waits for them, per second that the loop waits
 _FULL = 0.5  # share of `requests_in_flight` from which that is what holds requests up
-_QUEUED = 2.5  # times what the quickest took, from which requests wait for each other
+_QUEUED = 4  # times what the quickest took, from which requests wait for each other; S3 varies by 3
 _MOST_RATE = 5500  # GETs a second that S3 permits for a prefix
 _LARGE_NBYTES = 1 << 20  # a request that takes longer for its bytes than for the way there
 _WORK = {  # names of stages in the sentence
@@ -89,8 +89,8 @@ class ReaderStats:
     read_per_used
         Bytes read per used one, of fields that are not encoded.
     requests, requested_nbytes
-        Requests to object stores and the web, and their bytes, without those of metadata. A batch
-        that ``cache="disk"`` has whole needs none.
+        Requests to object stores and the web, and with ``cache="disk"`` to the files that it keeps;
+        and their bytes. Those of metadata do not count, nor what is kept.
     retries
         Requests that were repeated after a fault; obstore does not tell those of its own.
     requested_per_used

@@ -216,7 +216,7 @@ def heap_layout(at: str, path: FileName, reach: Reach) -> DatasetLayout:
     where = f'{layout.file}: dataset "{layout.path}"'
     _require_few(layout.num_samples, where)
     core, heaps = load_core(), []
-    if core is None or layout.fallback_reason is not None:
+    if core is None:
         return _with_heaps(layout, [_elements_by_h5py(at, path, layout, forms[layout.file], reach)])
     read = read_blocks(layout, reach, may_use_h5py=False)
     begin, files = _files_of_samples(layout)

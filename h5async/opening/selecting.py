@@ -23,10 +23,9 @@ from h5async.index.links import files_of
 from h5async.index.segments import Int64s
 from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
-from h5async.order.permutation import part_of
 from h5async.order.rows import SequenceTable, StepRows
 from h5async.order.sampling import DrawnOffsets
-from h5async.order.selection import Selection
+from h5async.order.selection import Selection, part_of
 from h5async.read.executors import read_whole
 from h5async.samples.fieldkind import are_same
 from h5async.spelling import named

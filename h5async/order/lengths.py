@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
-from h5async.order.permutation import keyed_hash, round_keys
 from h5async.order.rows import numbers_in, starts_of
 from h5async.order.sampling import Run, Sampling, dealt, dealt_or_repeated
-from h5async.order.selection import Int64s, Selection
+from h5async.order.selection import Int64s, Selection, keyed_hash, round_keys
 from h5async.order.window import DealtOrder
 
 _BLOCK = 1 << 18  # samples that are cut at a time

@@ -1,6 +1,6 @@
 """Computes the samples of a batch from seed, epoch and the batch's number.
 
-Nothing kept grows with the dataset: a keyed permutation of all sample numbers (`permutation.py`) is
+Nothing kept grows with the dataset: a keyed permutation of all sample numbers (`selection.py`) is
 evaluated only at the positions of one batch.
 
 With weights, samples are drawn with replacement instead. A draw takes constant time with an alias
@@ -25,8 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
-from h5async.order.permutation import SORTED_UP_TO, parameters, permutation, permute, round_keys
-from h5async.order.selection import Int64s, Selection
+from h5async.order.selection import (
+    SORTED_UP_TO,
+    Int64s,
+    Selection,
+    parameters,
+    permutation,
+    permute,
+    round_keys,
+)
 
 Shuffle = Literal[False, "full", "window"]
 

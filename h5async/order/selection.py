@@ -1,17 +1,39 @@
-"""Defines `Selection`: the samples of a dataset that make up an epoch.
+"""Selects the samples of an epoch, permutes numbers by keys, and splits samples.
 
-Selected samples are counted from 0 by *positions*; a selection maps these to the sample numbers of
-the dataset.
+Selected samples are counted from 0 by *positions*; a `Selection` maps these to the sample numbers
+of the dataset. `permute` maps positions in an order to the numbers there.
+
+The permutation is the generalized Feistel network of J. Black and P. Rogaway, "Ciphers with
+Arbitrary Finite Domains" (CT-RSA 2002). Numbers below ``a * b`` are pairs; in turn, each half is
+shifted by a keyed hash of the other, modulo `a` or `b`. ``a * b`` exceeds the number of samples by
+less than `a`; results that fall outside are permuted again. Four rounds suffice with random
+functions (M. Luby, C. Rackoff, SIAM J. Comput. 17, 1988); here are six, of two multiplications
+each, because the order must look random but need not resist an adversary. A network over a tiny
+domain does not reach every permutation, so up to `SORTED_UP_TO` samples are shuffled by sorting
+keyed hashes instead.
+
+`part_of` splits *units*: samples, or groups of samples that stay together. The units of each class
+are permuted, then cut where their cumulative number of samples crosses a part's share. So parts are
+complete and disjoint, and each has its share of each class, up to the size of a unit. A
+low-discrepancy sequence over the classes rounds cuts up or down, so that each part also has about
+its share of all samples.
+
+Users rely on this order, and on these parts, to repeat a run: changing them is a breaking change.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from h5async.core.binding import address, load_core
 
 Int64s = NDArray[np.int64]
 
@@ -125,3 +147,186 @@ class Selection:
         if self.numbers is None:
             return f"{self.start}:{self.step}:{self.size}"
         return hashlib.blake2b(self.numbers.astype("<i8").tobytes(), digest_size=16).hexdigest()
+
+
+# --- permutations, and parts ----------------------------------------------------------------------
+
+Uint64s = NDArray[np.uint64]
+
+_GOLDEN = 0.6180339887498949  # its multiples are spread evenly, modulo 1
+_ROUNDING = 1e-9
+_ROUNDS = 6
+SORTED_UP_TO = 1024
+_MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # of splitmix64
+_HALF = np.uint64(32)
+
+
+def permute(positions: Int64s, num_samples: int, seed: int, epoch: int) -> Int64s:
+    """Map positions to samples by the permutation of all samples keyed by seed and epoch.
+
+    `positions` are int64, from 0 to ``num_samples - 1``. Time and memory are proportional to their
+    number, and bounded up to `SORTED_UP_TO` samples.
+    """
+    if num_samples <= SORTED_UP_TO:
+        return _sorted_by_hash(num_samples, seed, epoch)[positions]
+    numbers, result = permutation(num_samples, seed, epoch), positions.astype(np.uint64)
+    core = load_core()
+    if core is None:
+        each = np.broadcast_to(numbers[:, np.newaxis], (numbers.size, result.size))
+        return _permuted(result, each[0], each[1], each[2], each[3:])
+    a, b = int(numbers[1]), int(numbers[2])
+    core.permute(address(result), result.size, num_samples, a, b, address(numbers[3:]))
+    return result.view(np.int64)
+
+
+@functools.lru_cache(maxsize=8)  # each batch asks
+def permutation(num_samples: int, seed: int, epoch: int) -> Uint64s:
+    """Return the parameters of `permute` for more than `SORTED_UP_TO` samples.
+
+    uint64 (9,): the number of samples, the numbers of left and right halves, the round keys.
+    Shared: do not modify.
+    """
+    a = math.isqrt(num_samples - 1) + 1
+    return parameters(num_samples, a, -(-num_samples // a), seed, epoch)
+
+
+@functools.lru_cache(maxsize=8)
+def parameters(count: int, a: int, b: int, seed: int, epoch: int, purpose: str = "") -> Uint64s:
+    """Return what an epoch's positions are mapped by, uint64 (9,). Shared: do not modify."""
+    head = np.array([count, a, b], np.uint64)
+    return np.concatenate((head, round_keys(seed, epoch, purpose)))
+
+
+@functools.lru_cache(maxsize=8)
+def _sorted_by_hash(num_samples: int, seed: int, epoch: int) -> Int64s:
+    keys = round_keys(seed, epoch)
+    hashes = keyed_hash(np.arange(num_samples, dtype=np.uint64), keys[0], keys[1])
+    return np.argsort(hashes, kind="stable")
+
+
+def permute_each(positions: Int64s, counts: Int64s, names: NDArray[Any], keys: Uint64s) -> Int64s:
+    """Map each position by a permutation of its own, of `counts` numbers; all are int64 (n,).
+
+    Equal `names` mean the same permutation, and have equal counts. `keys` are from `round_keys`.
+    """
+    above = counts.astype(np.uint64)
+    a = np.ceil(np.sqrt(counts)).astype(np.uint64)
+    b = (above + a - np.uint64(1)) // a
+    result, names = positions.astype(np.uint64), names.astype(np.uint64)
+    each = keyed_hash(names, keys[0], keys[1]) + keys[:, None]
+    return _permuted(result, above, a, b, each)
+
+
+def _permuted(numbers: Uint64s, above: Uint64s, a: Uint64s, b: Uint64s, keys: Uint64s) -> Int64s:
+    """Permute numbers until each is below its bound in `above`; `keys` are (_ROUNDS, n)."""
+    result = _feistel(numbers, a, b, keys)
+    outside = np.flatnonzero(result >= above)
+    while outside.size:
+        result[outside] = _feistel(result[outside], a[outside], b[outside], keys[:, outside])
+        outside = outside[result[outside] >= above[outside]]
+    return result.astype(np.int64)
+
+
+def round_keys(seed: int, epoch: int, purpose: str = "") -> Uint64s:
+    """Hash (seed, epoch) to `_ROUNDS` keys, the same on every machine."""
+    name = f"h5async {seed} {epoch} {purpose}".rstrip()
+    digest = hashlib.blake2b(name.encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def keyed_hash(numbers: Uint64s, first: np.uint64, second: np.uint64) -> Uint64s:
+    """Hash numbers to pseudorandom ones, in a new array."""
+    return _hash(_hash(numbers + first) ^ second)
+
+
+def _feistel(numbers: Uint64s, a: Uint64s, b: Uint64s, keys: Uint64s) -> Uint64s:
+    """Permute numbers below ``a * b``, where `a` and `b` are below 2**32."""
+    right, left = np.divmod(numbers, a)
+    for i in range(0, _ROUNDS, 2):
+        _shift(left, right, a, keys[i])
+        _shift(right, left, b, keys[i + 1])
+    right *= a
+    right += left
+    return right
+
+
+def _shift(half: Uint64s, other: Uint64s, modulus: Uint64s, key: Uint64s) -> None:
+    """Add a keyed hash of the other half to `half`, modulo `modulus`."""
+    shift = _hash(other + key)
+    shift >>= _HALF
+    shift *= modulus  # a multiply-shift in place of a division
+    shift >>= _HALF
+    half += shift
+    np.minimum(half, half - modulus, out=half)  # a negative difference wraps round
+
+
+def _hash(x: Uint64s) -> Uint64s:
+    """Hash in place; the upper half of the result looks random."""
+    x *= _MULTIPLIERS[0]
+    x ^= x >> _HALF
+    x *= _MULTIPLIERS[1]
+    return x
+
+
+def part_of(
+    number: int,
+    shares: Sequence[float],
+    num_samples: int,
+    seed: int,
+    groups: NDArray[Any] | None = None,
+    classes: NDArray[Any] | None = None,
+) -> Int64s:
+    """Return the samples of part `number`, int64 (n,), ascending; the shares sum up to at most 1.
+
+    `groups` and `classes` are (num_samples,), of any sortable dtype. Equal groups stay together.
+    Each part has its share of each class; a group has the class of most of its samples, and of
+    several such, the smallest.
+    """
+    begin, end = _edge(shares[:number]), _edge(shares[: number + 1])
+    if groups is None and classes is None:
+        cuts = [int(_cut(share, np.array([num_samples]))[0]) for share in (begin, end)]
+        return np.sort(permute(np.arange(*cuts), num_samples, seed, 0))
+    unit, count = _numbered(groups, num_samples)
+    kind, _ = _numbered(classes, 1 if classes is None else num_samples)
+    kind = np.broadcast_to(kind, num_samples)
+    kind_of_unit = kind if groups is None else _most_frequent(unit, count, kind)
+    permuted = permute(np.arange(count), count, seed, 0) if count else np.zeros(0, np.int64)
+    order = permuted[np.argsort(kind_of_unit[permuted], kind="stable")]
+    sizes = np.bincount(unit, minlength=count)
+    kind_sizes = np.bincount(kind_of_unit, sizes).astype(np.int64)
+    before, kinds = np.cumsum(kind_sizes) - kind_sizes, kind_of_unit[order]
+    # A unit belongs to the part that holds its middle (doubled here, to stay with integers).
+    middle = 2 * (np.cumsum(sizes[order]) - before[kinds]) - sizes[order]
+    first, last = (2 * _cut(share, kind_sizes)[kinds] for share in (begin, end))
+    is_in = np.zeros(count, np.bool_)
+    is_in[order] = (middle > first) & (middle <= last)
+    return np.flatnonzero(is_in[unit])
+
+
+def _edge(shares: Sequence[float]) -> float:
+    """Return the sum of some shares, and exactly 1 if only rounding keeps it below."""
+    found = sum(shares)
+    return found if found < 1 - _ROUNDING else 1
+
+
+def _cut(share: float, sizes: Int64s) -> Int64s:
+    """Return a share's number of samples per class; it never falls as the share grows."""
+    offset = (0.5 + _GOLDEN * np.arange(sizes.size)) % 1
+    return np.minimum(np.floor(share * sizes + offset).astype(np.int64), sizes)
+
+
+def _numbered(values: NDArray[Any] | None, num_samples: int) -> tuple[Int64s, int]:
+    """Return each sample's value as a number among all sorted values, and the number of values."""
+    if values is None:
+        return np.arange(num_samples), num_samples
+    found, numbers = np.unique(values, return_inverse=True)
+    return numbers.reshape(-1).astype(np.int64), found.size
+
+
+def _most_frequent(unit: Int64s, count: int, kind: Int64s) -> Int64s:
+    kinds = int(kind.max(initial=0)) + 1
+    pairs, times = np.unique(unit * kinds + kind, return_counts=True)
+    units, kind = np.divmod(pairs, kinds)
+    order = np.lexsort((kind, -times, units))  # the most frequent of each unit comes first
+    first = np.searchsorted(units, np.arange(count))
+    return kind[order][first]

@@ -29,10 +29,9 @@ from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.units import sample_bounds
 from h5async.index.units import unit_nbytes as unit_nbytes_of
-from h5async.order.permutation import keyed_hash, permute, permute_each, round_keys
 from h5async.order.rows import StepRows, numbers_in
 from h5async.order.sampling import Order, WeightedOrder, dealt
-from h5async.order.selection import Int64s, Selection
+from h5async.order.selection import Int64s, Selection, keyed_hash, permute, permute_each, round_keys
 
 _BLOCK_SAMPLES = 1024  # computed at a time: fewer would cost about as much
 _MISSING_SAMPLES = 1 << 18  # counted at a time

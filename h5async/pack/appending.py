@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.encoders import set_filters
-from h5async.codec.filters import Filter
+from h5async.codec.filters import Filter, is_known_to_hdf5
+from h5async.index.chunks import filters_of
 from h5async.index.groupfields import KIND
 from h5async.pack.chunkwriter import ChunkWriter
 from h5async.pack.schema import Coded, Column, Values, nbytes_of
@@ -86,7 +87,10 @@ class _ChunkAppender(Appender):
         super().__init__(node, column, writer, count)
         self._kept = np.empty(node.chunks, column.dtype)
         self._filled = count % len(self._kept)
-        self._kept[: self._filled] = node[count - self._filled : count]
+        if self._filled:
+            for entry in filters_of(node.id.get_create_plist()):
+                is_known_to_hdf5(entry)  # also by a plugin, which this imports
+            self._kept[: self._filled] = node[count - self._filled : count]
 
     def append(self, values: Values) -> None:
         assert isinstance(values, np.ndarray)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
@@ -28,7 +28,7 @@ from h5async.system.interruptions import Gate, Patience, join_threads, start_thr
 from h5async.system.resources import usable_cores
 
 Offset = tuple[int, ...]
-_Chunk = tuple[Offset, Any, int]  # where it is, its bytes, the mask of filters left out
+Chunk = tuple[Offset, Any, int]  # where it is, its bytes, the mask of filters left out
 _TASK_NBYTES = 1 << 20  # small chunks are encoded so many at a time
 _ELEMENT_NBYTES = 256  # a guess, of elements of variable length
 
@@ -75,7 +75,7 @@ class ChunkWriter:
         self._given += nbytes + 1
         self._tasks.put((function, nbytes + 1))
 
-    def encoded(self, encode: Callable[[], list[_Chunk]]) -> Callable[[], list[_Chunk]]:
+    def encoded(self, encode: Callable[[], list[Chunk]]) -> Callable[[], list[Chunk]]:
         """Have chunks encoded by a thread; return what waits for them."""
         return self._encoders.submit(encode).result
 
@@ -141,8 +141,7 @@ class DatasetWriter:
     def write(self, offset: Offset, values: NDArray[Any], nbytes: int | None = None) -> None:
         """Write values in a block of the dataset that begins at `offset`; `nbytes` if it is known.
 
-        It begins and ends with chunks, or at the end of the dataset, unless HDF5 encodes them
-        (`is_by_hdf5`).
+        It begins and ends with chunks, or at the end of the dataset, unless HDF5 encodes them.
         """
         if self._encode is None:
             of_objects = _ELEMENT_NBYTES * values.size if nbytes is None else nbytes
@@ -160,18 +159,13 @@ class DatasetWriter:
                 partial(self._write_chunks, chunks, begin[0] + len(part)), part.nbytes
             )
 
-    def write_stored(self, offset: Offset, data: Any, mask: int = 0) -> None:
-        """Write a chunk as it is stored, with the mask of filters that were left out.
+    def write_stored(self, chunks: Sequence[Chunk]) -> None:
+        """Write chunks as they are stored: each with its offset and the filters left out, a mask.
 
         The dataset does not grow.
         """
-        chunk = (offset, data, mask)
-        self._writer.call(partial(self._write_chunks, lambda: [chunk], 0), len(data))
-
-    @property
-    def is_by_hdf5(self) -> bool:
-        """Whether HDF5 writes the values, so that blocks may begin and end anywhere."""
-        return self._encode is None
+        nbytes = sum(len(data) for _, data, _ in chunks)
+        self._writer.call(partial(self._write_chunks, lambda: chunks, 0), nbytes)
 
     def _require_grid(self, offset: Offset, shape: tuple[int, ...]) -> None:
         assert self._chunks is not None
@@ -182,7 +176,7 @@ class DatasetWriter:
                     f"a block of shape {shape} at {offset} is not one of chunks of {self._chunks}"
                 )
 
-    def _encoded(self, offset: Offset, values: NDArray[Any]) -> list[_Chunk]:
+    def _encoded(self, offset: Offset, values: NDArray[Any]) -> list[Chunk]:
         assert self._encode is not None
         found = []
         for inside, block in self._blocks(values):
@@ -205,7 +199,7 @@ class DatasetWriter:
                 whole[tuple(map(slice, block.shape))] = block
                 yield inside, whole
 
-    def _write_chunks(self, chunks: Callable[[], list[_Chunk]], rows: int) -> None:
+    def _write_chunks(self, chunks: Callable[[], Sequence[Chunk]], rows: int) -> None:
         self._grow(rows)
         for offset, data, mask in chunks():
             self._dataset.id.write_direct_chunk(offset, data, mask)

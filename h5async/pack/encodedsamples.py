@@ -8,7 +8,6 @@ are called by many threads.
 from __future__ import annotations
 
 import io
-import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +48,7 @@ class Samples:
 
     kind = ""
 
-    def made(self, contents: Sequence[bytes]) -> Made:
+    def made(self, contents: Sequence[Any]) -> Made:
         """Return what is stored of samples, without the bad ones, and why these are bad."""
         raise NotImplementedError
 
@@ -104,12 +103,12 @@ class Recordings(Samples):
             import soundfile
         self._soundfile: Any = soundfile
 
-    def made(self, contents: Sequence[bytes]) -> Made:
+    def made(self, contents: Sequence[Any]) -> Made:
         """Return the bytes of recordings that libsndfile can open."""
         refused: dict[int, str] = {}
         for number, content in enumerate(contents):
             try:
-                self._soundfile.SoundFile(io.BytesIO(content)).close()
+                self._soundfile.SoundFile(io.BytesIO(memoryview(content))).close()
             except Exception as error:
                 refused[number] = f"libsndfile cannot open it: {error}"
         return Made([one for n, one in enumerate(contents) if n not in refused], refused)
@@ -128,7 +127,7 @@ class KeptImages(Samples):
         self._verifies = verifies
         self._own = _Scratch()
 
-    def made(self, contents: Sequence[bytes]) -> Made:
+    def made(self, contents: Sequence[Any]) -> Made:
         """Return the bytes of images, or of PNGs that they were converted to."""
         refused: dict[int, str] = {}
         found: list[Any] = []
@@ -160,7 +159,7 @@ class ResizedImages(Samples):
         self._size = size
         self._own = _Scratch()
 
-    def made(self, contents: Sequence[bytes]) -> Made:
+    def made(self, contents: Sequence[Any]) -> Made:
         """Return pixels, uint8 (images, height, width, 3)."""
         refused: dict[int, str] = {}
         out = np.empty((len(contents), *self._size, 3), np.uint8)
@@ -192,22 +191,19 @@ class _Scratch(threading.local):
         self.memory = Growing(plain_memory)
 
 
-def headers_of(contents: Sequence[bytes]) -> list[tuple[ImageHeader | None, Bytes]]:
+def headers_of(contents: Sequence[Any]) -> list[tuple[ImageHeader | None, Bytes]]:
     """Return, per image, its header, None if it is no whole JPEG or PNG, and its bytes."""
-    values = np.frombuffer(b"".join(contents), np.uint8)
-    offsets = np.cumsum([0, *map(len, contents)], dtype=np.int64)
-    core = load_core()
-    if core is None:
-        rows = header_rows(values, offsets)
-    else:
-        rows = np.empty((len(contents), len(ImageHeader._fields)), np.int64)
-        places = [address(one) for one in (values, offsets, rows)]
-        core.image_headers(*places, values.size, len(contents))
-    several = [values[begin:end] for begin, end in itertools.pairwise(offsets.tolist())]
-    return [
-        (ImageHeader._make(row) if row[1] else None, data)
-        for row, data in zip(rows.tolist(), several, strict=True)
-    ]
+    core, rows = load_core(), np.zeros((1, len(ImageHeader._fields)), np.int64)
+    found: list[tuple[ImageHeader | None, Bytes]] = []
+    for content in contents:
+        data, bounds = np.frombuffer(content, np.uint8), np.array([0, len(content)])
+        if core is None:
+            rows = header_rows(data, bounds)
+        else:
+            core.image_headers(address(data), address(bounds), address(rows), data.size, 1)
+        (header,) = rows.tolist()
+        found.append((ImageHeader._make(header) if header[1] else None, data))
+    return found
 
 
 def _has_grey_of_16_bits(header: ImageHeader, data: Bytes) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Unpack
 
 from h5async.config.files import is_index
 from h5async.errors import ConfigError
-from h5async.order.permutation import permute
+from h5async.order.selection import permute
 from h5async.pack.encodedsamples import Samples, encoded_columns, made_block, samples_of
 from h5async.pack.options import PackKeywords, PackOptions
 from h5async.pack.packedfile import VERSION, PackedFile

@@ -122,7 +122,7 @@ def column_of(name: str, values: Values) -> Column:
 def _of_list(name: str, values: list[Any]) -> Column:
     if all(isinstance(one, str) for one in values):
         return Column(name, "text", np.dtype(object))
-    if all(isinstance(one, bytes | memoryview) for one in values):
+    if all(isinstance(one, bytes) for one in values):
         return Column(name, "varying", np.dtype(np.uint8))
     arrays = [np.asarray(one) for one in values]
     dtype = np.result_type(*{one.dtype for one in arrays})
@@ -167,9 +167,7 @@ def fitted(column: Column, values: Values, first: int) -> Values:
         return several
     is_bytes = column.dtype == np.uint8
     arrays = [
-        np.frombuffer(one, np.uint8)
-        if is_bytes and isinstance(one, bytes | memoryview)
-        else np.asarray(one)
+        np.frombuffer(one, np.uint8) if is_bytes and isinstance(one, bytes) else np.asarray(one)
         for one in several
     ]
     for number, one in enumerate(arrays):

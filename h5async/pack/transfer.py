@@ -97,10 +97,8 @@ class Transfer:
         corners, found = corners[found >= 0], found[found >= 0]
         ranges = table.offset[found].tolist(), table.nbytes[found].tolist()
         stored = self._source.files[file].source.get_ranges(*ranges)
-        for corner, data, mask in zip(
-            corners.tolist(), stored, table.filter_mask[found].tolist(), strict=True
-        ):
-            writer.write_stored(tuple(corner), data, self._mask(file, mask))
+        masks = [self._mask(file, mask) for mask in table.filter_mask[found].tolist()]
+        writer.write_stored(list(zip(map(tuple, corners.tolist()), stored, masks, strict=True)))
 
     def _mask(self, file: int, mask: int) -> int:
         """Return the mask as stored: that of chunks at edges that are not filtered says nothing."""

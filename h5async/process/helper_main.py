@@ -22,9 +22,8 @@ from typing import Any, NoReturn
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError
 from h5async.fill.filling import Filler
-from h5async.fill.outcomes import Calls, FillOutcome
+from h5async.fill.outcomes import Calls, FillOutcome, OnDevice, Slots
 from h5async.fill.pool import do_nothing
-from h5async.fill.reading import OnDevice, Slots
 from h5async.fill.resident import Residency
 from h5async.io.shared import SharedMemory
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset

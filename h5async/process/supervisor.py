@@ -37,10 +37,8 @@ from h5async.process.child import HelperDied, HelperProcess
 from h5async.process.messages import Answer, Failed, Opened, Record, Started, Starting, received
 from h5async.process.sharedslots import ReaderSlots
 from h5async.system.interruptions import Gate, Patience, suppressing
-from h5async.system.timeline import STAGES, ThreadCounts
 
 _log = logging.getLogger("h5async.process")
-_NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
 _STEP_SECONDS = 60.0  # the shortest timeout of a step
 MAX_DEATHS = 3  # of helpers that had, or were started for, the same request
 
@@ -176,7 +174,7 @@ class Supervisor:
         self._slots: ReaderSlots | None = None
         self._on_done: Callable[[FillRequest, FillOutcome], None] = do_nothing
         self._outstanding = Outstanding()
-        self._stats = self._former_stats = _NOTHING_DONE
+        self._stats = self._former_stats = FillerStats()
         self._max_events = 0  # the limit of recorded events
         self._recorded: dict[int, Recorded] = {}  # by process
         self._start_error: BaseException | None = None
@@ -322,7 +320,7 @@ class Supervisor:
         finally:
             with self._lock:
                 self._former_stats = self.stats()
-                self._stats = _NOTHING_DONE._replace(cache=self._stats.cache)
+                self._stats = FillerStats(cache=self._stats.cache)
 
     def _serve(self) -> None:
         """Start a helper and take its answers until this is closed, which raises HelperDied too."""
@@ -361,7 +359,7 @@ class Supervisor:
             self._wake_sender()  # this thread must receive, and does not send
         started: Started = _step(process)
         with self._lock:
-            self._stats = _NOTHING_DONE._replace(cache=started.cache)
+            self._stats = FillerStats(cache=started.cache)
             self._outstanding.helper_started()
             if self._post_requests():
                 self._wake_sender()

@@ -25,7 +25,7 @@ from h5async.order.rows import numbers_in
 from h5async.plan.fetches import NO_RANGES, ByteRanges, union
 from h5async.plan.records import Ranges
 from h5async.read.coretables import CoreTables
-from h5async.read.farsources import Held, is_far
+from h5async.read.farsources import Held
 from h5async.read.queue import SlotBatch
 from h5async.read.rereading import (
     Chunk,
@@ -257,7 +257,7 @@ class Collection:
             numbers = refused[sources == number].tolist()
             found: list[DamagedError] | None = None if damage is None else []
             work = partial(self._read_again, batch, numbers, scratch, found)
-            if self.tables.far is not None and is_far(self.tables.files[number]):
+            if self.tables.is_far[number]:
                 self._read_far_again(batch, numbers, scratch, damage)
             else:
                 self.rereader.read(number, work)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.config.files import Kept
 from h5async.core.binding import IO_MODES, MAX_RANK, Core, address
 from h5async.index.extents import Keeps, TableBuilder, what_to_keep
 from h5async.index.layout import DatasetLayout
@@ -40,14 +41,15 @@ class CoreTables:
     At most `most_files` descriptors are open at once; of more files, maps are kept without them.
     The other parameters are by field: `layouts`; `kept_nbytes`, for decoded chunks that later
     batches may need; `transforms`, done while reading, if any; `steps`, the rows of each sample
-    (None: its own; empty: None for all). `samples` are those of an epoch; None: all.
+    (None: its own; empty: None for all). `samples` are those of an epoch; None: all. `kept` says
+    where bytes of files are kept, if they are.
 
     `of_fields` has the table of each field; `fields` and `sources` are the same for the core, and
     `files` those of `sources`. By field, `can_read` says whether the core reads it, at least in
     part; `shares`, whether the rows of a batch have to be given, because samples share runs of
     rows, each read once; `reads`, whether the core reads it and finds its rows; and `transforms`,
-    whether its rows are transformed as they are read. `far` gets what is read of sources that are
-    no local files; None if there are none.
+    whether its rows are transformed as they are read. `far` gets what the core does not read of the
+    files themselves, those that `is_far` tells by file; None if there are none.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class CoreTables:
         transforms: Sequence[NativeTransform | None],
         steps: Sequence[StepRows | SpanRows | None] = (),
         samples: int | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self._core, self._io, self._most_files = core, io, most_files
         self._keep: list[Any] = []  # what structures point to
@@ -85,10 +88,11 @@ class CoreTables:
         for number, source in enumerate(self.files):
             if source.values is None:
                 self._numbers.setdefault((source.path, source.is_heap), []).append(number)
+        self.is_far = [is_far(source, kept) for source in self.files]
         self.sources = self._open_sources()
         self.far: FarSources | None = None
-        if any(map(is_far, self.files)):
-            self.far = FarSources(core, self.files, self._table)
+        if any(self.is_far):
+            self.far = FarSources(core, self.files, self._table, kept)
         self.fields = (core.Field * len(layouts))()
         share = 1.0 if samples is None else samples / max(1, self.num_samples)
         made: dict[Any, Any] = {}  # structures of equal rows are shared
@@ -112,8 +116,8 @@ class CoreTables:
     def _open_sources(self) -> Any:
         table = np.zeros(len(self.files), self._core.Source)
         mapped: dict[int, bool] = {}
-        for row, source in zip(table, self.files, strict=True):
-            if is_far(source):
+        for row, source, far in zip(table, self.files, self.is_far, strict=True):
+            if far:
                 row["is_far"], row["fd"] = True, -1
                 continue
             if source.values is not None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.config.files import Kept
 from h5async.core.binding import MAX_RANK, Core, load_core
 from h5async.errors import DamagedError, DatasetError
 from h5async.index.changes import FileChanges
@@ -57,8 +58,8 @@ class Executors:
 
     By field, `kept_nbytes` is memory for decoded chunks that later batches may need. `on_change` is
     called if a file has changed but still holds what was indexed: rows read from it before are
-    invalid. `samples` are those of an epoch; None: all. `changes` has what was noticed of changed
-    files.
+    invalid. `samples` are those of an epoch; None: all. `kept` says where bytes of files are kept,
+    if they are. `changes` has what was noticed of changed files.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class Executors:
         kept_nbytes: Sequence[int],
         on_change: Callable[[], None],
         samples: int | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        self.core = core
+        self.core, self._kept = core, kept
         self._samples = samples
         self.layouts = layouts
         self._kept_nbytes = kept_nbytes
@@ -122,6 +124,7 @@ class Executors:
             transforms=transforms,
             steps=steps,
             samples=self._samples,
+            kept=self._kept,
         )
         self._collections.append(Collection(self.core, tables, self.changes))
         return self._collections[-1]

@@ -11,35 +11,36 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import add
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config.files import SourceName
+from h5async.config.files import Kept
 from h5async.core.binding import Core, address
 from h5async.core.http import http_client
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
 from h5async.index.extents import SourceFile
+from h5async.io.diskcache import disk_cache
 from h5async.io.source import MappedMirror, Source, SourceOver
 from h5async.io.stamps import replaced
-from h5async.io.stores import store_of
-from h5async.plan.fetches import NO_RANGES, ByteRanges, Places, extents_of, requests_of
+from h5async.io.stores import LocalState, store_of
+from h5async.plan.fetches import ByteRanges, Places, extents_of, requests_of
 from h5async.read.scratch import CLOSED
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
-Int64s = NDArray[np.int64]
+Part = tuple[int, NDArray[np.uint8]]  # of a source: its place, and its bytes
 
 
 class Held(NamedTuple):
-    """Ranges in memory: the core's table of them, and what owns their bytes."""
+    """Ranges in memory: the core's table of the parts of sources that have them, and these."""
 
     ranges: ByteRanges
     table: NDArray[Any]
-    owners: Sequence[object]
+    parts: Sequence[Part]
 
 
 class FetchCounts(NamedTuple):
@@ -53,10 +54,11 @@ class FetchCounts(NamedTuple):
     retries: int = 0  # requests that were repeated, as far as the client tells
     quickest_ns: int = 0  # of any call; 0: there was none
 
-    def plus(self, other: FetchCounts) -> FetchCounts:
-        """Return the sum of all counts, and the quickest call."""
+    def plus(self, other: FetchCounts, times: int = 1) -> FetchCounts:
+        """Return the sum of all counts, of `other` so often, and the quickest call."""
         quickest_ns = min(filter(None, (self.quickest_ns, other.quickest_ns)), default=0)
-        return FetchCounts(*map(add, self, other))._replace(quickest_ns=quickest_ns)
+        sums = (mine + times * others for mine, others in zip(self, other, strict=True))
+        return FetchCounts(*sums)._replace(quickest_ns=quickest_ns)
 
 
 class _Counted(SourceOver):
@@ -77,21 +79,30 @@ class _Counted(SourceOver):
             self._count(done._replace(quickest_ns=taken_ns))
 
 
-def is_far(file: SourceFile) -> bool:
-    """Tell whether a source is neither a local file nor memory."""
-    return file.values is None and not store_of(file.path).is_local
+def is_far(file: SourceFile, kept: Kept | None) -> bool:
+    """Tell whether a source is no memory, and no local file whose bytes are not `kept`."""
+    return file.values is None and (kept is not None or not store_of(file.path).is_local)
 
 
 class FarSources:
-    """Sources by their numbers in the core's `table`, opened when first needed. Thread-safe."""
+    """Sources by their numbers in the core's `table`, opened when first needed. Thread-safe.
 
-    def __init__(self, core: Core, files: Sequence[SourceFile], table: NDArray[Any]) -> None:
+    `kept` says where their bytes are kept, if they are.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        files: Sequence[SourceFile],
+        table: NDArray[Any],
+        kept: Kept | None = None,
+    ) -> None:
         self._core, self._table = core, table
         self._mirrors: dict[int, MappedMirror | None] = {}
         self._kept: list[Any] = []  # what rows of the table point to
         # (What is not far is not fetched.)
         self.places = Places(np.array([one.stamp.nbytes for one in files], np.int64))
-        self.are_kept = any(isinstance(y.path, SourceName) and y.path.kept for y in files)
+        self.kept = kept
         self._files = files
         self._client = http_client(core)
         self._open: dict[str, Source] = {}
@@ -153,7 +164,12 @@ class FarSources:
     def _opened(self, file: SourceFile) -> Source:
         if self._is_closed:
             raise ReaderClosedError(CLOSED)
-        source = store_of(file.path).open(file.path, is_patient=True)
+        store, path = store_of(file.path), file.path
+        if store.is_local and self.kept is not None:
+            name = os.path.realpath(path)
+            source = disk_cache(self.kept).keeping(name, LocalState(path, file.stamp))
+        else:
+            source = store.open(path, is_patient=True)
         is_it = source.stamp() == file.stamp
         source = source.over(partial(self._quicker, file.path))
         with self._lock:
@@ -192,20 +208,15 @@ class FarSources:
 
     def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
         """Get ranges in the calling thread; some of them may be `held` before."""
-        begin_ns, data = time.perf_counter_ns(), np.zeros(ranges.size, np.int64)
-        found = ranges.find(*(NO_RANGES if held is None else held.ranges))
-        here, new = found >= 0, ranges.chosen(found < 0)
-        if held is not None:
-            at = found[here]
-            data[here] = held.table["data"][at] + ranges.begins[here] - held.ranges.begins[at]
-        bounds = requests_of(new)
-        wanted = extents_of(new, bounds)
-        arrays = self.get_all(wanted)
-        base = np.array([address(array) for array in arrays], np.int64) - wanted.begins
-        data[~here] = np.repeat(base, np.diff(bounds)) + new.begins
+        begin_ns, before = time.perf_counter_ns(), [] if held is None else held.parts
+        begins = np.array([begin for begin, _ in before], np.int64)
+        sizes = np.array([array.size for _, array in before], np.int64)
+        new = ranges.chosen(ranges.find(begins, begins + sizes) < 0)
+        wanted = extents_of(new, requests_of(new))
+        parts = zip(wanted.begins.tolist(), self.get_all(wanted), strict=True)
         waited_ns = time.perf_counter_ns() - begin_ns
         self.count(FetchCounts(used_nbytes=new.nbytes, waited_ns=waited_ns))
-        return self.held(ranges, data, [held, arrays])
+        return self.held(ranges, [*before, *parts])
 
     def get_all(self, ranges: ByteRanges) -> list[NDArray[np.uint8]]:
         """Return ranges of several sources; see `get`."""
@@ -218,12 +229,15 @@ class FarSources:
                 arrays += self.get(int(source[some[0]]), *of_one)
         return arrays
 
-    def held(self, ranges: ByteRanges, data: Int64s, owners: Sequence[object]) -> Held:
-        """Return ranges whose bytes are at some addresses, in memory of these owners."""
-        table = np.zeros(ranges.size, self._core.Fetched)
-        table["source"], table["offset"] = self.places.sources(ranges.begins)
-        table["nbytes"], table["data"] = ranges.ends - ranges.begins, data
-        return Held(ranges, table, owners)
+    def held(self, ranges: ByteRanges, parts: Sequence[Part]) -> Held:
+        """Return ranges that lie in parts of sources, each with the place where it begins."""
+        parts = sorted(parts, key=itemgetter(0))
+        table = np.zeros(len(parts), self._core.Fetched)
+        begins = np.array([begin for begin, _ in parts], np.int64)
+        table["source"], table["offset"] = self.places.sources(begins)
+        table["nbytes"] = [array.size for _, array in parts]
+        table["data"] = [address(array) for _, array in parts]
+        return Held(ranges, table, parts)
 
     def close(self) -> None:
         """Close all sources, and end calls that wait for them. Idempotent."""

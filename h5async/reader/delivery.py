@@ -28,7 +28,7 @@ from h5async.errors import (
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.submissions import Submissions
-from h5async.observe.readercounts import ReaderCounts, SkippedSamples, Work
+from h5async.observe.readercounts import ReaderCounts, SkippedSamples
 from h5async.opening.selecting import sample_numbers
 from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
@@ -268,14 +268,15 @@ class Delivery:
     def _note(self, batch: Batch, skipped: int) -> None:
         counts = self._counts
         if batch.epoch not in (-1, counts.open_epoch):
-            counts.begin_epoch(batch.epoch, self.work() if counts.open_epoch >= 0 else Work())
+            before = self.work() if counts.open_epoch >= 0 else FillerStats()
+            counts.begin_epoch(batch.epoch, before)
         counts.note(batch.index, skipped)
         if batch.epoch >= 0:
             counts.last = batch.epoch, batch.number
         if batch.last:
             counts.end_epoch(self.work())
 
-    def work(self, done: FillerStats | None = None) -> Work:
+    def work(self, done: FillerStats | None = None) -> FillerStats:
         """Return the work of all threads so far; `done` is that of the filler, if known."""
         policy = self._setup.device_policy
         done = self._filler.stats() if done is None else done

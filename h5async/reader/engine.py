@@ -23,9 +23,8 @@ from h5async.errors import (
     taking_memory,
 )
 from h5async.fill.filling import Filler
-from h5async.fill.outcomes import Calls, FillOutcome
+from h5async.fill.outcomes import Calls, FillOutcome, OnDevice, Slots
 from h5async.fill.pool import THREAD_NAME
-from h5async.fill.reading import OnDevice, Slots
 from h5async.html import Bar, Cell, box, grid, size_text
 from h5async.index.layout import DatasetLayout
 from h5async.observe import readerlog

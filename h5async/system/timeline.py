@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from operator import add
 from struct import Struct
 from threading import get_ident
 from time import perf_counter, perf_counter_ns
@@ -52,9 +51,10 @@ class ThreadCounts:
     decoded_nbytes: int = 0
     h5py_decoded_nbytes: int = 0  # by HDF5, from chunks that only h5py reads
 
-    def plus(self, other: ThreadCounts) -> ThreadCounts:
-        """Return the sum of all counts."""
-        return ThreadCounts(*map(add, vars(self).values(), vars(other).values()))
+    def plus(self, other: ThreadCounts, times: int = 1) -> ThreadCounts:
+        """Return the sum of all counts; `other` counts `times` times."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return ThreadCounts(*(mine + times * others for mine, others in pairs))
 
 
 class StageTimes:

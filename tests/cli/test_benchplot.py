@@ -27,7 +27,7 @@ def test_pictures_show_what_was_found(tmp_path: Path) -> None:
     plot = Plot(tmp_path / "b.png")
     plot.save("h5async bench: train.h5", TRIALS, WAITS, STAGES)
     assert (tmp_path / "b.png").read_bytes()[1:4] == b"PNG"
-    speeds, waits, stages = plot._figure.axes
+    speeds, waits, stages = plot.figure.axes
     assert [bar.get_width() for bar in speeds.patches] == [2.1, 1.0, 2.5, 3.1], "medians"
     rounds = [list(line.get_xdata()) for line in speeds.lines if line.get_marker() == "o"]
     assert rounds == [[s / 1e9 for s in trial.speeds] for trial in TRIALS]
@@ -42,7 +42,7 @@ def test_no_word_lies_over_another_or_sticks_out(tmp_path: Path) -> None:
     agg = pytest.importorskip("matplotlib.backends.backend_agg")
     plot = Plot(tmp_path / "b.png")
     plot.save("h5async bench: " + "train.h5 " * 5, TRIALS, WAITS, STAGES)
-    figure = plot._figure
+    figure = plot.figure
     canvas = agg.FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()

@@ -44,6 +44,7 @@ COMMANDS = {
     "inspect": [],
     "read": ["--epochs", "2"],
     "bench": ["--seconds", "0", "--rounds", "3"],
+    "advise": ["--seconds", "0", "--rounds", "1"],
     "index": ["-o", "{}.h5idx"],
 }
 

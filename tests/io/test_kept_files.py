@@ -12,7 +12,7 @@ import pytest
 from conftest import assert_epoch_is, truth
 from corpus import QUIRKS, Quirk
 
-from h5async import AsyncReader, ConfigError, ReaderConfig
+from h5async import AsyncReader, ConfigError, ReaderConfig, ReadError
 from h5async.config.files import Kept
 from h5async.fill.phases import Phases
 from h5async.io.diskcache import SUFFIX, disk_cache
@@ -65,6 +65,8 @@ def test_every_layout(name, store, tmp_path):
         with reader_of(url, tmp_path / "kept", **options) as reader:
             assert_epoch_is(reader, expected)
         assert turn == 0 or store.reads == reads, "the second reader has all near"
+    with reader_of(path, tmp_path / "kept", **options) as reader:
+        assert_epoch_is(reader, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_threads": 0}])
@@ -132,6 +134,34 @@ def test_a_mirror_that_is_spoiled(store, tmp_path, spoil, storage):
         assert reader.stats().requests > 0
 
 
+def test_local_files(tmp_path):
+    path, kept = tmp_path / "a.h5", tmp_path / "kept"
+    rows = rows_file(path)
+    for turn in range(2):
+        with reader_of(path, kept, shuffle="full") as reader:
+            for _ in range(2):
+                for batch in reader:
+                    assert np.array_equal(batch.data, rows[batch.index])
+            assert (reader.stats().requests > 0) == (turn == 0)
+        path.chmod(0o600)  # no more than its status changes
+    assert len(list(kept.glob(f"*{SUFFIX}"))) == 1
+
+
+def test_a_local_file_that_is_changed_under_a_reader(tmp_path):
+    path, kept = tmp_path / "a.h5", tmp_path / "kept"
+    rows = rows_file(path)
+    options = {"index_cache": False, "num_threads": 0}  # none fetches ahead
+    with reader_of(path, kept, batch_size=3, **options) as reader:
+        first = next(iter(reader))
+        assert np.array_equal(first.data, rows[first.index])
+        rows_file(path)
+        os.utime(path, (1, 1))
+        with pytest.raises(ReadError, match=r"a.h5 was changed .*; make a new reader"):
+            assert_epoch_is(reader, rows)
+    with reader_of(path, kept, **options) as reader:
+        assert_epoch_is(reader, rows)
+
+
 def test_the_index_was_saved(store, tmp_path):
     rows = rows_file(tmp_path / "a.h5")
     url, index = store.put(tmp_path / "a.h5", URL), tmp_path / "a.h5idx"
@@ -186,7 +216,6 @@ def test_a_folder_that_cannot_be_used(store, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hdf5_path": "a.h5", "cache": "disk"}, r'^cache="disk" keeps .* a.h5 is a local file'),
         ({"hdf5_path": URL, "cache_dir": "kept"}, r'^cache_dir needs cache="disk"$'),
         ({"hdf5_path": URL, "cache": "host", "cache_dir": "a"}, r'^cache_dir needs cache="disk"$'),
         ({"hdf5_path": URL, "cache": "disc"}, "cache"),

@@ -230,37 +230,18 @@ def test_a_saved_index_of_far_files(server: Server, tmp_path: Path):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_source_that_is_read_often(server: Server, scheme: str, monkeypatch: Any):
-    """Its own store sends the tag with ranges that are got in one call."""
-    monkeypatch.setattr("h5async.io.objectstores._UNPINNED", 0)
+def test_several_ranges_of_a_call(server: Server, scheme: str):
     server.put("bucket/mine", CONTENT)
     source = opened(server, "mine", scheme)
     offsets = list(range(70_000, 290_000, 9_999))
     lengths = [1 + at % 5000 for at in offsets]
     expected = [CONTENT[at : at + n] for at, n in zip(offsets, lengths, strict=True)]
-    for _ in range(2):
-        found = source.get_ranges(offsets, lengths)
-        assert [bytes(one) for one in found] == expected
+    assert [bytes(one) for one in source.get_ranges(offsets, lengths)] == expected
     with pytest.raises(ReadError, match="ends before byte 300,001"):
         source.get_ranges([0, 299_999], [1, 2])
-    server.strike(Rule("short", after=3))
-    with pytest.raises(ReadError, match="mine"):
-        source.get_ranges(offsets, lengths)
     server.strike(Rule("replaced", times=1))
     with pytest.raises(ReadError, match="mine was replaced"):
         source.get_ranges(offsets, lengths)
-
-
-def test_a_server_that_does_not_heed_tags(server: Server, monkeypatch: Any):
-    monkeypatch.setattr("h5async.io.objectstores._UNPINNED", 0)
-    server.put("bucket/mine", CONTENT)
-    source = opened(server, "mine", "gs")
-    source._client._heeds_tags = None
-    server.heed_tags(False)
-    server.strike(Rule("other_version"))
-    with pytest.raises(ReadError, match="mine was replaced"):
-        source.get_ranges([70_000, 80_000], [5, 5])
-    source._client._heeds_tags = None
 
 
 # --- identity ------------------------------------------------------------------------------------

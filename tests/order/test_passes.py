@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from orders import N, batch_of, taken, write_numbered
 
 from h5async import AsyncReader, ConfigError, RaggedField
-from h5async.order.permutation import permute
 from h5async.order.sampling import Sampling, dealt
-from h5async.order.selection import Selection
+from h5async.order.selection import Selection, permute
 from h5async.order.window import DealtOrder, WindowOrder
 
 SHUFFLES = (False, "full", "window")

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orders import batch_of
 
-from h5async.order.permutation import permute
 from h5async.order.sampling import Sampling
+from h5async.order.selection import permute
 
 # Both sides of the size up to which samples are sorted by hashes, and squares and non-squares.
 SIZES = (1000, 1024, 1025, 1089, 5000, 65537)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async.order.permutation import part_of
+from h5async.order.selection import part_of
 
 shares_lists = st.lists(st.integers(0, 10), min_size=1, max_size=4).map(
     lambda parts: [part / max(1, sum(parts)) for part in parts]

@@ -61,7 +61,7 @@ def by_batches(order: WindowOrder, num_samples: int, batch_size: int, epoch: int
 def twin() -> Iterator[None]:
     """Compute orders with NumPy."""
     with (
-        mock.patch("h5async.order.permutation.load_core", return_value=None),
+        mock.patch("h5async.order.selection.load_core", return_value=None),
         mock.patch("h5async.order.window.load_core", return_value=None),
     ):
         yield

@@ -95,7 +95,7 @@ def test_stored_chunks(safe, tmp_path):
             for number in range(source["x"].id.get_num_chunks()):
                 offset = source["x"].id.get_chunk_info(number).chunk_offset
                 mask, data = source["x"].id.read_direct_chunk(offset)
-                opened.write_stored(offset, data, mask)
+                opened.write_stored([(offset, data, mask)])
     with finished(safe) as file:
         assert np.array_equal(file["x"], values)
 

@@ -14,6 +14,7 @@ from comparing import contents, samples
 
 import h5async
 from h5async import AsyncReader, ConfigError
+from h5async.pack.chunkwriter import ChunkWriter
 from h5async.pack.safefile import SafeFile
 from h5async.pack.sources.arrays import ArraySource
 
@@ -43,6 +44,13 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("chunk_samples", [None, 100])
 def test_a_stopped_pack_goes_on(tmp_path, monkeypatch, undisturbed, chunk_samples):
     monkeypatch.setattr(SafeFile, "is_due", True)
+    commit = ChunkWriter.commit
+
+    def commit_at_once(self, *arguments, **options):
+        commit(self, *arguments, **options)
+        self.flush()
+
+    monkeypatch.setattr(ChunkWriter, "commit", commit_at_once)
     out, options = tmp_path / "out.h5", {"chunk_samples": chunk_samples}
     for count in (1, 300, 310, 700):
         with pytest.raises(Stop):
@@ -56,7 +64,7 @@ def test_a_stopped_pack_goes_on(tmp_path, monkeypatch, undisturbed, chunk_sample
     found = h5async.pack(
         samples(), out, resume=True, progress=lambda *told: seen.append(told[0]), **options
     )
-    assert seen[0] > 128
+    assert seen[0] > 700
     assert found.samples == 900
     assert contents(out) == undisturbed
     assert h5async.pack(samples(), out, resume=True, **options).samples == 900
@@ -121,6 +129,22 @@ def test_categories_of_shards_have_the_same_codes(tmp_path):
         assert [names[code] for code in file["kind/codes"][:]] == kinds
     with AsyncReader(hdf5_path=tmp_path / "out.h5", fields={"kind": "kind"}) as reader:
         assert reader.categories["kind"] == tuple(f"kind {n}" for n in range(7))
+
+
+def test_a_large_source_takes_little_memory(tmp_path):
+    program = f"""
+import numpy as np, h5async
+def peak():
+    [line] = [one for one in open("/proc/self/status") if one.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
+h5async.pack([{{"data": np.zeros(9)}}], {str(tmp_path / "small.h5")!r})
+before = peak()
+samples = ({{"data": np.full(1 << 18, n, np.float32), "raw": bytes(1 << 16)}} for n in range(300))
+h5async.pack(samples, {str(tmp_path / "out.h5")!r}, memory="32MiB", num_threads=2)
+print(peak() - before)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert float(found.stdout) < 200  # MB, of 330
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):

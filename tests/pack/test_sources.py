@@ -139,7 +139,7 @@ ODD = {
     "none": ({"x": 1}, {"x": None}, '"x" is None'),
     "text": ({"x": "a"}, {"x": "a\0b"}, "NUL"),
     "no mapping": ({"x": 1}, [1], "is a list"),
-    "objects": ({"x": object()}, {}, "can be packed"),
+    "objects": ({"x": object()}, {"x": 1}, "can be packed"),
 }
 
 

@@ -20,7 +20,7 @@ ALWAYS_INLINE double log_of_one_plus(double x)
 }
 
 /* The values of a row, divided, in `out`; whether all of their logarithms are as above. */
-#define SCALE_ROW(Value)                                                                          \
+#define SCALE_ROW(Value, _)                                                                       \
     ALWAYS_INLINE int scale_##Value(const Value *restrict in, int64_t count, double divisor,      \
                                     double *restrict out)                                         \
     {                                                                                             \
@@ -43,22 +43,15 @@ ALWAYS_INLINE double log_of_one_plus(double x)
         return ((sums[0] + sums[1]) + (sums[2] + sums[3])) +                                      \
                ((sums[4] + sums[5]) + (sums[6] + sums[7]));                                       \
     }
-#define EACH_COUNT(DO)                                                                            \
-    DO(int8_t) DO(int16_t) DO(int32_t) DO(int64_t) DO(uint8_t) DO(uint16_t) DO(uint32_t)          \
-    DO(uint64_t) DO(float) DO(double)
-EACH_COUNT(SCALE_ROW)
+EACH_VALUE(SCALE_ROW)
 
-#define OF_KIND(kind, name, in, ...)                                                              \
-    ((kind) == OF_INT8     ? name##_int8_t((const int8_t *)(in), __VA_ARGS__)                     \
-     : (kind) == OF_INT16  ? name##_int16_t((const int16_t *)(in), __VA_ARGS__)                   \
-     : (kind) == OF_INT32  ? name##_int32_t((const int32_t *)(in), __VA_ARGS__)                   \
-     : (kind) == OF_INT64  ? name##_int64_t((const int64_t *)(in), __VA_ARGS__)                   \
-     : (kind) == OF_UINT8  ? name##_uint8_t((const uint8_t *)(in), __VA_ARGS__)                   \
-     : (kind) == OF_UINT16 ? name##_uint16_t((const uint16_t *)(in), __VA_ARGS__)                 \
-     : (kind) == OF_UINT32 ? name##_uint32_t((const uint32_t *)(in), __VA_ARGS__)                 \
-     : (kind) == OF_UINT64 ? name##_uint64_t((const uint64_t *)(in), __VA_ARGS__)                 \
-     : (kind) == OF_FLOAT32 ? name##_float((const float *)(in), __VA_ARGS__)                      \
-                            : name##_double((const double *)(in), __VA_ARGS__))
+/* By the kind of the values, which are counted from 1 on. */
+#define SCALE_OF(Value, _)                                                                        \
+    if (kind == ++number)                                                                         \
+        is_usual = scale_##Value((const Value *)in, count, divisor, scaled);
+#define SUM_OF(Value, _)                                                                          \
+    if (kind == ++number)                                                                         \
+        sums[row] = sum_##Value((const Value *)data + indptr[row], count);
 
 enum { SCALED_AT_ONCE = 512 };
 
@@ -66,7 +59,8 @@ ALWAYS_INLINE void scale_some_inline(const void *in, int64_t kind, int64_t count
                                      int64_t is_log, float *out)
 {
     double scaled[SCALED_AT_ONCE];
-    int is_usual = OF_KIND(kind, scale, in, count, divisor, scaled);
+    int is_usual = 0, number = 0;
+    EACH_VALUE(SCALE_OF)
     if (is_log && is_usual)
         for (int64_t i = 0; i < count; i++)
             scaled[i] = log_of_one_plus(scaled[i]);
@@ -85,12 +79,13 @@ ALSO_FOR_AVX2(scale_some,
 static const int8_t COUNT_NBYTES[] = {0, 1, 2, 4, 8, 1, 2, 4, 8, 4, 8};
 
 /* The sum of the values of each row; `kind` is one of enum ValueKind. */
-PUBLIC int64_t h5async_sum_rows(const uint8_t *data, const int64_t *indptr, double *sums, int64_t rows,
+PUBLIC int64_t h5async_sum_rows(const void *data, const int64_t *indptr, double *sums, int64_t rows,
                                 int64_t kind)
 {
-    for (int64_t row = 0; row < rows; row++)
-        sums[row] = OF_KIND(kind, sum, (const void *)(data + indptr[row] * COUNT_NBYTES[kind]),
-                            indptr[row + 1] - indptr[row]);
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t count = indptr[row + 1] - indptr[row], number = 0;
+        EACH_VALUE(SUM_OF)
+    }
     return rows;
 }
 

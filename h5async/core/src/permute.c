@@ -1,4 +1,4 @@
-/* Maps positions to sample numbers, by the permutations of order/sampling.py. */
+/* Maps positions to sample numbers, by the permutations of order/selection.py. */
 
 enum { ROUNDS = 6, LANES = 4, MAX_LANES = 16 };
 

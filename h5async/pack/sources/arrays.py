@@ -54,6 +54,21 @@ class ArraySource(ListedSource):
         return Block(columns, len(numbers))
 
 
+class _FileRows:
+    """The rows of a .npy file, which is mapped anew for each block: so memory stays bounded."""
+
+    def __init__(self, path: Path, found: Any, member: str | None = None) -> None:
+        self._path, self._member = path, member
+        own = found if member is None else found[member]
+        self.shape, self.dtype, self.nbytes = own.shape, own.dtype, own.nbytes
+
+    def __getitem__(self, chosen: Any) -> Any:
+        found = np.load(self._path, mmap_mode="r", allow_pickle=False)
+        if isinstance(chosen, str):
+            return _FileRows(self._path, found, chosen)
+        return np.array((found if self._member is None else found[self._member])[chosen])
+
+
 def array_files(paths: Sequence[Path], memory: int) -> ArraySource:
     """Return the arrays of .npy and .npz files; one .npy file alone is named ``data``.
 
@@ -65,7 +80,7 @@ def array_files(paths: Sequence[Path], memory: int) -> ArraySource:
             try:
                 found = np.load(path, mmap_mode="r", allow_pickle=False)
                 if isinstance(found, np.ndarray):
-                    arrays["data" if len(paths) == 1 else path.stem] = found
+                    arrays["data" if len(paths) == 1 else path.stem] = _FileRows(path, found)
                     continue
                 if sum(one.file_size for one in found.zip.infolist()) > memory:
                     raise ReadError(

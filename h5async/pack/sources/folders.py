@@ -6,12 +6,17 @@ torchvision's ``ImageFolder``. A folder without folders has no labels.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, ReadError
+from h5async.io.localfiles import owned
 from h5async.pack.schema import Block, Values
 from h5async.pack.sources.source import Int64s, ListedSource, digest_of, reading_file
 
@@ -52,7 +57,7 @@ class FolderSource(ListedSource):
     def read(self, numbers: Int64s) -> Block:
         """Return the bytes of files."""
         entries = [self._entries[number] for number in numbers.tolist()]
-        columns: dict[str, Values] = {"data": [_content(*entry) for entry in entries]}
+        columns: dict[str, Values] = {"data": _contents(entries)}
         if self._labels is not None:
             columns["labels"] = self._labels[numbers]
         columns["filenames"] = [os.path.relpath(path, self.name) for path, _, _ in entries]
@@ -71,12 +76,24 @@ def _listed(folder: str, suffixes: tuple[str, ...]) -> list[tuple[str, int, int]
     return found
 
 
-def _content(path: str, nbytes: int, changed: int) -> bytes:
-    """Return the bytes of a file; ReadError if it is not as it was when it was listed."""
-    with reading_file(path), open(path, "rb", buffering=0) as file:
+def _contents(entries: Sequence[tuple[str, int, int]]) -> list[Any]:
+    """Return the bytes of files, which lie one behind the other; raises like `_read`."""
+    ends = list(itertools.accumulate((size for _, size, _ in entries), initial=0))
+    memory = np.empty(ends[-1], np.uint8)
+    views = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
+    for entry, view in zip(entries, views, strict=True):
+        _read(*entry, view)
+    return views
+
+
+def _read(path: str, nbytes: int, changed: int, view: NDArray[np.uint8]) -> None:
+    """Read a file; ReadError if it is not as it was when it was listed."""
+    with reading_file(path), owned(os.open, path, os.O_RDONLY | os.O_CLOEXEC) as file:
         stat = os.fstat(file.fileno())
         if (stat.st_size, stat.st_mtime_ns) == (nbytes, changed):
-            content = file.read(nbytes + 1)
-            if len(content) == nbytes:
-                return content
+            done = 0
+            while done < nbytes and (count := os.preadv(file.fileno(), [view[done:].data], done)):
+                done += count
+            if done == nbytes:
+                return
     raise ReadError(f"{path} was changed while it was packed; pack it again")

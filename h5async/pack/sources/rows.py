@@ -13,6 +13,8 @@ from h5async.errors import DatasetError
 from h5async.pack.schema import Block, Values
 from h5async.pack.sources.source import StreamedSource, Work, digest_of
 
+_BLOCK_NBYTES = 4 << 20
+
 
 class RowSource(StreamedSource):
     """Samples of an iterable, which must give the same ones again for a pack to be resumed.
@@ -32,11 +34,23 @@ class RowSource(StreamedSource):
 
     def blocks(self, start: int) -> Iterator[Work]:
         """Yield functions that make columns, of the samples behind the first ones."""
-        several = itertools.islice(iter(self._samples), start, None)
-        first = start
-        while rows := list(itertools.islice(several, self.rows)):
+        rows: list[Any] = []
+        nbytes, first = 0, start
+        for row in itertools.islice(iter(self._samples), start, None):
+            rows.append(row)
+            nbytes += _nbytes(row)
+            if len(rows) == self.rows or nbytes > _BLOCK_NBYTES:
+                yield partial(columns_of, rows, first, self._varying)
+                rows, nbytes, first = [], 0, first + len(rows)
+        if rows:
             yield partial(columns_of, rows, first, self._varying)
-            first += len(rows)
+
+
+def _nbytes(value: Any) -> int:
+    """Return the bytes of the arrays, bytes and strings of a sample."""
+    if isinstance(value, Mapping):
+        return sum(map(_nbytes, value.values()))
+    return len(value) if isinstance(value, str | bytes) else getattr(value, "nbytes", 0)
 
 
 def columns_of(rows: list[Any], first: int, varying: Collection[str]) -> Block:
