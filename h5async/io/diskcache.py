@@ -170,8 +170,8 @@ class DiskCache:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(self.folder):
                 found = Mirror(path, stamp.nbytes, f"{of_name}{of_state}".encode())
-                others = self.folder.glob(f"{of_name}-*{SUFFIX}") if removes_others else ()
-                for other in others:
+                is_to_search = removes_others and found.is_new  # which takes long in a large folder
+                for other in self.folder.glob(f"{of_name}-*{SUFFIX}") if is_to_search else ():
                     if other != path:
                         other.unlink()
         except (OSError, OverflowError) as error:
@@ -253,7 +253,7 @@ class Mirror:
     """
 
     def __init__(self, path: Path, nbytes: int, key: bytes) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.is_new = nbytes, False
         self._path = path
         num_blocks = -(-nbytes // BLOCK)
         self._sums_at, head_at = num_blocks * BLOCK, num_blocks * (BLOCK + 8)
@@ -262,7 +262,7 @@ class Mirror:
         try:
             file = self._opened_as(head, head_at)
         except OSError:  # another file, a link, or what a killed process left
-            file = self._made_as(head, head_at)
+            file, self.is_new = self._made_as(head, head_at), True
         with file:
             status = os.fstat(file.fileno())
             self._file_id = status.st_dev, status.st_ino
