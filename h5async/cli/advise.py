@@ -21,6 +21,7 @@ from h5async.cli.farfacts import FarCost, far_cost
 from h5async.cli.options import reader_config, takes_reader
 from h5async.cli.output import Json, print_json, progress_bar, safe
 from h5async.cli.picture import Picture, tidy
+from h5async.cli.read import stopping_by_sigterm
 from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.layout import DatasetLayout
@@ -103,7 +104,8 @@ def advise(
     """
     config = reader_config(typed)
     picture = Picture(plot) if plot else None
-    found = advised(config, seconds, rounds)
+    with stopping_by_sigterm():  # which removes the samples
+        found = advised(config, seconds, rounds)
     if picture is not None:
         _draw(picture, found)
     if as_json:

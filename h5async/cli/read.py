@@ -54,7 +54,7 @@ def read(
         tally, code = Tally(), 0
         noted = reader.trace(home_path(with_variables(trace))) if trace else nullcontext()
         try:
-            with _stopping_by_sigterm(), noted:
+            with stopping_by_sigterm(), noted:
                 stream(reader, epochs, tally)
         except KeyboardInterrupt:
             code = _CTRL_C
@@ -71,7 +71,7 @@ def read(
 
 
 @contextmanager
-def _stopping_by_sigterm() -> Iterator[None]:
+def stopping_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end a block, unless the program already handles it."""
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -189,7 +189,7 @@ class ObjectCopy:
         """Make an object; return whether its values are missing."""
         where, node = self._where(entry.path), entry.node
         if isinstance(node, h5g.GroupID):
-            h5g.create(group, entry.name, lcpl=properties, gcpl=node.get_create_plist())
+            h5g.create(group, entry.name, lcpl=properties, gcpl=_properties_like(node))
         elif isinstance(node, h5t.TypeID):
             h5o.link(self._type(node, where), group, entry.name, lcpl=properties)
         else:
@@ -282,6 +282,19 @@ def attribute_names(node: Any) -> list[bytes]:
         order = library.INDEX_CRT_ORDER if tracked else library.INDEX_NAME
         h5a.iterate(node, names.append, index_type=order)
     return names
+
+
+def _properties_like(group: h5g.GroupID) -> h5p.PropGCID:
+    """Return properties for a group like another one.
+
+    HDF5's own would also say where the links of a large group are, and HDF5 would believe that.
+    """
+    like, new = group.get_create_plist(), h5p.create(h5p.GROUP_CREATE)
+    new.set_link_creation_order(like.get_link_creation_order())
+    new.set_attr_creation_order(like.get_attr_creation_order())
+    new.set_attr_phase_change(*like.get_attr_phase_change())
+    new.set_obj_track_times(like.get_obj_track_times())
+    return new
 
 
 def _address(file: h5f.FileID, path: bytes) -> int:

@@ -79,12 +79,14 @@ class RowSource:
 
     @property
     def is_plain(self) -> bool:
-        """Whether elements are as NumPy has them, so that a reader reads them."""
+        """Whether a reader delivers the very bytes of elements, except their order."""
         try:
             found = describe(self.first.encoded_type)
         except Exception:  # h5py has no dtype for it
             return False
-        return found.is_numpys and not found.text and not found.dtype.hasobject
+        base = found.unpacked[0]
+        changes = base.kind == "b" or base.fields or found.text  # bytes of bools, padding, ends
+        return found.is_numpys and not changes and not base.hasobject
 
     @property
     def row_nbytes(self) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
+import tempfile
 
 import h5py
 import numpy as np
@@ -97,6 +100,16 @@ def test_what_is_not_advised_on(tmp_path):
     result = advise("https://example.org/a.h5")
     assert result.exit_code == 1
     assert "only local files can be measured" in result.stderr
+
+
+def test_sigterm_leaves_no_samples(train, tmp_path, monkeypatch):
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    killing = lambda *_: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    monkeypatch.setattr("h5async.cli.advise.samples_per_second", killing)
+    assert advise(train).exit_code == 128 + signal.SIGTERM
+    assert not list(folder.iterdir())
 
 
 def test_inspect_points_to_it(train):

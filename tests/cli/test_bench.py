@@ -65,7 +65,7 @@ def test_options_are_measured_by_turns(monkeypatch):
         asked.append(changed.get("num_threads", 0))
         return 2.0e9 if changed else 1.0e9
 
-    monkeypatch.setattr(measuring, "_speed", speed)
+    monkeypatch.setattr(measuring, "speed_of", speed)
     config = ReaderConfig(hdf5_path="a.h5")
     told = []
     trials = compare(
@@ -81,7 +81,7 @@ def as_json(monkeypatch, train, speeds):
     """Return what bench says of speeds: by options, round by round."""
     left = {name: iter(values) for name, values in speeds.items()}
     monkeypatch.setattr(
-        measuring, "_speed", lambda config, changed, seconds: next(left[str(dict(changed))])
+        measuring, "speed_of", lambda config, changed, seconds: next(left[str(dict(changed))])
     )
     monkeypatch.setattr(
         "h5async.cli.bench.alternatives", lambda config: [{"shuffle": "window"}, {"num_threads": 2}]

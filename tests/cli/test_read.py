@@ -123,7 +123,7 @@ def test_somebody_elses_handler_of_sigterm_stays(monkeypatch: pytest.MonkeyPatch
 
     before = signal.signal(signal.SIGTERM, theirs)
     try:
-        with command._stopping_by_sigterm():
+        with command.stopping_by_sigterm():
             assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
         signal.signal(signal.SIGTERM, before)

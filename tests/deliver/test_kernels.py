@@ -759,6 +759,7 @@ def compile_with_nvrtc(path, source, architecture, *flags):
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_90"])
 def test_nvrtc_compiles_the_kernels(architecture):
     if not nvrtc_libraries():

@@ -44,6 +44,8 @@ def images(tmp_path):
         file["data"].dims[0].attach_scale(file["labels"])
         file["other"] = np.arange(7)
         file["again"] = file["data"]
+        for number in range(20):  # so many that HDF5 keeps them in a heap
+            file[f"group/{number}"] = number
         file.attrs["which"] = file["data"].ref
     return path
 

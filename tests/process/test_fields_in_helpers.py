@@ -96,6 +96,7 @@ def assert_same_with_helpers(**options):
     return reader
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_they_deliver_the_same(files, case):
     assert_same_with_helpers(hdf5_path=files, **CASES[case])

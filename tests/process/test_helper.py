@@ -638,7 +638,7 @@ def test_killed_at_random_it_loses_nothing(path):
     rng, kills = np.random.default_rng(5), 0
     # No batch is on its way in more than two turns of the loop, so at more than two deaths.
     with make(path, shuffle="full", prefetch=2) as reader:
-        for turn in range((10 if SAMPLE == "all" else 3) * len(reader)):
+        for turn in range((10 if SAMPLE == "all" else 2) * len(reader)):
             if rng.random() < 0.2:
                 with contextlib.suppress(AttributeError, ProcessLookupError):  # none at the moment
                     os.kill(pid_of(reader), signal.SIGKILL)
