@@ -184,29 +184,29 @@ class PackedFile:
         every = list(dict.fromkeys([*self._classes.get(name, ()), *own]))
         return every, np.array([every.index(one) for one in own], np.int64)
 
-    def _commit(self, *, is_whole: bool = False) -> None:
+    def _commit(self) -> None:
+        self._flush()
+        self._writer.commit({}, now=True)
+
+    def _flush(self, classes: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Write what is kept, and what the file says of itself; with all classes if it is whole."""
         for one in self._appenders.values():
             one.flush()
-        classes = self._classes
-        if is_whole:
-            several = (*self._classes, *self._source.classes)
-            classes = {name: self._united(name)[0] for name in several}
         about = {
             "version": VERSION,
             "digest": self._digest,
-            "is_whole": is_whole,
+            "is_whole": classes is not None,
             "taken": self.taken,
             "count": self.count,
             "nbytes": self.nbytes,
             "converted": self.converted,
             "bad": self.bad,
             "encoded": self.encoded,
-            "classes": classes,
+            "classes": self._classes if classes is None else classes,
             "columns": [chunks.as_json() for chunks in self._columns.values()],
         }
         put = self._safe.file.attrs.__setitem__
         self._writer.call(partial(put, ABOUT, json.dumps(about)))
-        self._writer.commit({}, now=True)
 
     def finish(self) -> None:
         """Write what there is once, and give the file its name."""
@@ -215,7 +215,7 @@ class PackedFile:
         several = (*self._classes, *self._source.classes)
         classes = {name: self._united(name)[0] for name in several}
         self._writer.call(partial(put_once, self._safe.file, self._source.once, classes))
-        self._commit(is_whole=True)
+        self._flush(classes)
         self._writer.flush()
         self._safe.finish()
 

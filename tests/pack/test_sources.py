@@ -84,6 +84,12 @@ def test_arrays_of_other_lengths_are_refused(tmp_path):
         h5async.pack({"x": np.zeros(3), "y": np.zeros(4)}, tmp_path / "out.h5")
 
 
+def test_a_filter_that_does_not_exist_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError, match="there is no filter 'zip'"):
+        h5async.pack({"data": np.zeros(3)}, tmp_path / "out.h5", filter="zip")
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["shuffle+gzip:2", "zstd:1", "lzf", "none", "auto"])
 def test_filters(tmp_path, name):
     with opened({"data": np.arange(90000).reshape(3000, 30)}, tmp_path, filter=name) as file:
