@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
+import h5py
 import numpy as np
 from h5py import h5d, h5f, h5s, h5t
 
@@ -28,6 +29,13 @@ from h5async.pack.repackoptions import RepackKeywords, RepackOptions
 from h5async.pack.rewriting import Rewrite, chunks_of_rows
 from h5async.pack.rowsource import RowSource
 from h5async.pack.safefile import SafeFile, partial_of
+from h5async.pack.sparsegroups import (
+    PARTS,
+    SparseRows,
+    may_have_samples,
+    require_same,
+    sparse_paths,
+)
 from h5async.pack.transfer import Transfer, move_scalar, pieces_of
 from h5async.spelling import name_text, named
 from h5async.system.resources import free_memory
@@ -72,6 +80,8 @@ class Repacking:
         memory = min(_MEMORY_NBYTES, free_memory()[0].nbytes // _MEMORY_SHARE)
         self.memory = max(_LEAST_MEMORY_NBYTES, options.memory or memory)
         self.rewrites: dict[str, Rewrite] = {}
+        self.bounds: dict[str, Any] = {}  # of sparse rows, by the path of their dataset
+        self._sparse: dict[str, SparseRows] = {}
         found = {
             name_text(entry.path).strip("/"): entry.node
             for entry in walk(files[0].id, self._leaves_out)
@@ -137,8 +147,22 @@ class Repacking:
                     every = Selection(0, 1, source.counts[0])
                     self._add(path, source, every, is_chosen=is_chosen)
             return
+        self._sparse = {
+            path: SparseRows(self._files, path)
+            for path in sparse_paths(self._files[0], self.datasets)
+            if may_have_samples(self._files[0], f"{path}/data")
+        }
+        in_sparse = {f"{path}/{part}" for path in self._sparse for part in PARTS}
+        for path in in_sparse:
+            with_rows.pop(path, None)
+        with_rows = {p: o for p, o in with_rows.items() if may_have_samples(self._files[0], p)}
         sampled = self._sampled(with_rows, chosen)
+        if len(self._files) > 1:
+            for path in self.datasets.keys() - sampled.keys() - in_sparse:
+                require_same(self._files, path)
         selection = self._selection(sampled)
+        for path, rows in self._sparse.items():
+            self._add_sparse(path, rows, selection)
         for path, source in sampled.items():
             is_chosen = not chosen or path in chosen or self._is_named(path)
             self._add(path, source, selection, is_chosen=is_chosen)
@@ -156,12 +180,16 @@ class Repacking:
         axis = self._options.num_dim
         sizes = {p: int(np.prod(o.shape)) * o.get_type().get_size() for p, o in with_rows.items()}
         pool = {p: n for p, n in sizes.items() if p in chosen} or sizes
+        if not pool and self._sparse:
+            return {}
         if not pool:
             raise DatasetError(
                 f"{self._files[0].filename}: no dataset has a dimension {axis} that counts samples"
             )
         largest = max(pool, key=lambda path: pool[path])
         counts = RowSource(self._files, largest, axis).counts
+        for path, rows in self._sparse.items():
+            largest, counts = path, rows.counts
         found = {}
         for path, one in with_rows.items():
             if one.shape[axis] != counts[0]:
@@ -186,11 +214,14 @@ class Repacking:
 
     def _selection(self, sampled: Mapping[str, RowSource]) -> Selection:
         """Return the samples to write, in their order."""
-        source = max(sampled.values(), key=lambda one: (one.is_plain, one.row_nbytes))
-        count = int(source.starts[-1])
+        if self._sparse:
+            path, rows = next(iter(self._sparse.items()))
+            count, field = sum(rows.counts), Field(path)
+        else:
+            source = max(sampled.values(), key=lambda one: (one.is_plain, one.row_nbytes))
+            count, field = int(source.starts[-1]), Field(source.path, num_dim=source.axis)
         if not self._options.selects:
             return Selection(0, 1, count)
-        field = Field(source.path, num_dim=source.axis)
         config = self._config.with_fields({"data": field})
         opened = open_dataset(config)
         samplings = Samplings(opened.config, opened.layouts)
@@ -198,6 +229,13 @@ class Repacking:
             return samplings.selection
         size = samplings.selection.size
         return Selection.of_numbers(samplings.at((0, 1)).samples(0, 0, size))
+
+    def _add_sparse(self, path: str, rows: SparseRows, selection: Selection) -> None:
+        elements = rows.elements(selection)
+        self.bounds[f"{path}/indptr"] = rows.bounds(selection)
+        for part in PARTS[:2]:
+            source = RowSource(self._files, f"{path}/{part}", 0)
+            self._add(f"{path}/{part}", source, elements, is_chosen=True)
 
     def _add(self, path: str, source: RowSource, selection: Selection, *, is_chosen: bool) -> None:
         """Plan what becomes of a dataset, unless it stays as it is."""
@@ -291,6 +329,7 @@ class Repacking:
             copy = self.objects(safe.file.id, path)
             if safe.state is None:
                 missing = [name_text(one).strip("/") for one in copy.make()]
+                self._write_bounds(safe.file)
                 safe.commit({"missing": missing, "done": 0})
             state = dict(safe.state or {})
             memory = self.memory // 4
@@ -314,7 +353,18 @@ class Repacking:
         names = Path(first.filename), path
         return ObjectCopy(first.id, target, names, self._making, self._leaves_out)
 
+    def _write_bounds(self, file: h5py.File) -> None:
+        """Write where sparse rows begin, and how many there are."""
+        for path, bounds in self.bounds.items():
+            group = path.removesuffix("/indptr")
+            file[path][...] = bounds
+            shape = np.array([len(bounds) - 1, self._sparse[group].columns])
+            file[group].attrs.modify("shape", shape)
+
     def _making(self, path: bytes, dataset: h5d.DatasetID) -> Any:
+        bounds = self.bounds.get(name_text(path).strip("/"))
+        if bounds is not None:
+            return self._sparse[name_text(path).strip("/").removesuffix("/indptr")].making(bounds)
         rewrite = self.rewrites.get(name_text(path).strip("/"))
         return None if rewrite is None else rewrite.making()
 
@@ -353,8 +403,11 @@ class Repacking:
 def verify(work: Repacking, path: Path) -> None:
     """Compare the new file with its sources; raise `WriteError` if it differs."""
     with open_index(path) as target:
-        found = Comparison(work.objects(target.id, path), target)
+        found = Comparison(work.objects(target.id, path), target, set(work.bounds))
         for name, dataset in work.datasets.items():
+            if name in work.bounds:
+                found.require(np.array_equal(target[name][...], work.bounds[name]), name)
+                continue
             rewrite = work.rewrites.get(name)
             if rewrite is None and not is_outside(dataset):
                 rewrite = work.copying(name)

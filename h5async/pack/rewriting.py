@@ -25,6 +25,7 @@ from h5async.pack.rowsource import Block, Extents, RowSource
 
 _BLOCK_NBYTES = 16 << 20  # of rows in order: more would be no faster
 _NARROW_NBYTES, _LEAST_CHUNK_NBYTES = 1 << 10, 16 << 10  # of rows, and of a chunk of such
+_MOST_ROWS = 1 << 20  # of a block: readers plan each
 _ALL_FILTERS = 0  # H5Z_FILTER_ALL
 
 
@@ -174,8 +175,8 @@ class Rewrite:
             wanted = max(_BLOCK_NBYTES, aligned * row_nbytes)
             if self.selection.numbers is not None:
                 wanted = most_nbytes
-            fitting = min(most_nbytes, wanted) // max(1, row_nbytes)
-            rows = fitting // aligned * aligned or fitting // rows * rows
+            fitting = min(_MOST_ROWS, min(most_nbytes, wanted) // max(1, row_nbytes))
+            rows = fitting // aligned * aligned or fitting // rows * rows or rows
         begins = range(run.begin, run.stop, max(1, rows))
         return [
             Block(begin, min(begin + max(1, rows), run.stop), corner, part)

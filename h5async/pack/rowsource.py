@@ -21,10 +21,11 @@ from h5async.config import Field
 from h5async.errors import DatasetError
 from h5async.index.chunks import filters_of, read_chunk_table
 from h5async.index.chunktable import ChunkTable
-from h5async.index.hdf5 import NotDirectError, Opened
+from h5async.index.hdf5 import NotDirectError, Opened, edges_are_raw
 from h5async.index.storedtypes import describe
 from h5async.io.stores import HDF5File
 from h5async.order.selection import Selection
+from h5async.pack.objects import stored_filters
 from h5async.pack.rawvalues import RawValues, has_pointers
 from h5async.reader.asyncreader import AsyncReader
 from h5async.spelling import name_bytes
@@ -93,10 +94,19 @@ class RowSource:
         """Bytes of a row."""
         return math.prod(self._row(self.first)) * int(self.itemsize)
 
+    @property
+    def is_stored_alike(self) -> bool:
+        """Whether the datasets of all files have the same chunks and filters."""
+        kinds = {
+            (one.chunks, one.chunks and edges_are_raw(one.plist), *stored_filters(one.plist))
+            for one in self.datasets
+        }
+        return len(kinds) == 1
+
     @cached_property
     def tables(self) -> list[ChunkTable] | None:
         """Where the chunks of each dataset are; None if they cannot be copied as they are."""
-        if has_pointers(self.kind):
+        if has_pointers(self.kind) or not self.is_stored_alike:
             return None
         tables = []
         try:

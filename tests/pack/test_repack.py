@@ -129,6 +129,13 @@ def test_several_files_become_one(images, tmp_path):
     assert_has(tmp_path / "new.h5", images, [*range(12), *range(100)])
 
 
+def test_chunks_of_another_shape_are_not_copied(images, tmp_path):
+    other = tmp_path / "other.h5"
+    h5async.repack(images, other, chunks={"data": (10, 20, 20, 3)})
+    h5async.repack([images, other], tmp_path / "new.h5", indices=":196", verify=True)
+    assert_has(tmp_path / "new.h5", images, [*range(100), *range(96)])
+
+
 def test_rows_that_are_larger_than_the_memory(tmp_path):
     path = tmp_path / "wide.h5"
     with h5py.File(path, "w") as file:
