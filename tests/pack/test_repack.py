@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -281,6 +282,29 @@ def test_other_datasets_may_be_left_out(images, tmp_path):
     with h5py.File(tmp_path / "new.h5") as file:
         assert list(file) == ["labels"]
         assert not file.attrs["which"]
+
+
+def test_samples_of_any_length_are_refused(images, tmp_path):
+    with h5py.File(images, "r+") as file:
+        file["offsets"] = np.arange(101) * 3
+    with pytest.raises(DatasetError, match='"offsets" says where samples of any length begin'):
+        h5async.repack(images, tmp_path / "new.h5", indices="5:")
+
+
+def test_a_full_disk_is_an_error_and_the_repack_goes_on(images, tmp_path, monkeypatch):
+    def full(descriptor, data, offset):
+        if offset > 20_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(descriptor, data, offset)
+
+    pwrite, path = os.pwrite, tmp_path / "new.h5"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(WriteError, match="No space left on device"):
+            h5async.repack(images, path, chunk_samples=1)
+    assert not path.exists()
+    h5async.repack(images, path, chunk_samples=1, resume=True)
+    assert_has(path, images, slice(None))
 
 
 WRONG = {
