@@ -100,7 +100,7 @@ def measure(name: str, nbytes: int, folder: Path, seconds: float, rounds: int) -
                     (trial.finding, trial.config, trial.changes[order]),
                     (truth, whole_config, {"shuffle": shuffle}),
                 ):
-                    speed = samples_per_second(read_by, changed, seconds, layout.row_nbytes, 1e9)
+                    speed = samples_per_second(read_by, changed, seconds, layout.row_nbytes, 20.0)
                     one.speeds.setdefault(order, []).append(speed)
     found = best_of([trial.finding for trial, _, _ in pairs], "shuffled", in_memory)
     truths = [truth for _, _, truth in pairs]

@@ -122,6 +122,13 @@ def lit(paths: list[Path], out: Path) -> None:
     )
 
 
+PEERS = {
+    "datasets": (hugging_face, "datasets"),
+    "MDSWriter": (mosaic, "streaming.base.format.mds.writer"),
+    "litdata": (lit, "litdata"),
+}
+
+
 def kept(bench: Bench) -> None:
     """Measure what keeps bytes as they are."""
     images, out = bench.folder / "images", bench.folder / "out.h5"
@@ -132,11 +139,8 @@ def kept(bench: Bench) -> None:
         "pack": partial(pack, images, out, None),
     }
     targets = [Target("pack", "tar", 0.5), Target("pack", "tar, and fsync", 0.5)]
-    for name, work, module in (
-        ("datasets", hugging_face, "datasets"),
-        ("MDSWriter", mosaic, "streaming.base.format.mds.writer"),
-        ("litdata", lit, "litdata"),
-    ):
+    for name in bench.options.peers:
+        work, module = PEERS[name]
         try:
             __import__(module)
         except ImportError as error:
@@ -166,6 +170,7 @@ CASES = {"kept": kept, "resized": resized}
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="*", choices=CASES)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -230,7 +230,9 @@ class KeptSource(SourceOver):
         """Fetch the blocks of ranges that are missing, keep them, and yield the ranges."""
         firsts, lasts = mirror.missing(begins, ends)
         lengths = [last - first for first, last in zip(firsts, lasts, strict=True)]
-        data = [memoryview(one) for one in self.source.get_ranges(firsts, lengths)]
+        data = (
+            [memoryview(one) for one in self.source.get_ranges(firsts, lengths)] if firsts else []
+        )
         # (Checksums of a run may take a block, too.)
         if self._cache.take(sum(lengths) + 2 * BLOCK * len(lengths)):
             try:

@@ -19,7 +19,7 @@ from h5async.index.chunks import filters_of
 from h5async.index.groupfields import KIND
 from h5async.pack.chunkwriter import ChunkWriter
 from h5async.pack.schema import Coded, Column, Values, nbytes_of
-from h5async.spelling import name_bytes
+from h5async.spelling import name_bytes, name_text
 
 _REFERENCES = 1024  # elements of variable length in a chunk
 
@@ -66,7 +66,7 @@ class Appender:
     """Appends samples of any length to a dataset of a variable-length datatype."""
 
     def __init__(self, node: Any, column: Column, writer: ChunkWriter, count: int) -> None:
-        self._out, self._column, self.count = writer.open(node), column, count
+        self._out, self.count = writer.open(node), count
 
     def append(self, values: Values) -> None:
         """Append values that fit the column."""
@@ -125,7 +125,7 @@ class _CodesAppender(Appender):
 
     def __init__(self, node: h5py.Group, column: Column, writer: ChunkWriter, count: int) -> None:
         self.count = count
-        names = node["categories"].asstr()[:].tolist()
+        names = [name_text(name) for name in node["categories"][:]]
         self._numbers = {name: number for number, name in enumerate(names)}
         codes = Column(f"{column.name}/codes", "array", column.dtype)
         self._codes = _ChunkAppender(node["codes"], codes, writer, count)
@@ -137,7 +137,7 @@ class _CodesAppender(Appender):
         new = [name for name in dict.fromkeys(names) if name not in self._numbers]
         self._numbers |= {name: len(self._numbers) + n for n, name in enumerate(new)}
         if new:
-            self._names.append(new)
+            self._names.append([name_bytes(name) for name in new])
         united = np.array([*(self._numbers[name] for name in names), -1], np.int32)
         self._codes.append(united[values.codes])
         self.count += len(values.codes)

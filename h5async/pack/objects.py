@@ -227,7 +227,9 @@ class ObjectCopy:
         new_kind = self._type(kind, where) if making.kind is None else making.kind
         try:
             new = h5d.create(group, entry.name, new_kind, making.space, making.plist, properties)
-            if making.same_filters and _filters(new.get_create_plist()) != _filters(making.plist):
+            if making.same_filters and stored_filters(new.get_create_plist()) != stored_filters(
+                making.plist
+            ):
                 raise ValueError("HDF5 gives its filters other parameters now")
         except ValueError as error:
             if making.plist is not plist or is_apart or not self._can_copy:
@@ -301,5 +303,6 @@ def _address(file: h5f.FileID, path: bytes) -> int:
     return int(h5o.get_info(file, path).addr)
 
 
-def _filters(plist: h5p.PropDCID) -> list[tuple[Any, ...]]:
+def stored_filters(plist: h5p.PropDCID) -> list[tuple[Any, ...]]:
+    """Return the filters of a dataset: their numbers, flags and parameters."""
     return [plist.get_filter(i)[:3] for i in range(plist.get_nfilters())]

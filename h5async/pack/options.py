@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 from pydantic import PlainValidator, model_validator
 
+from h5async.codec.encoders import parse_filters
 from h5async.config.frozen import Frozen, documented, option
 from h5async.config.values import Bool, Integer, Names, Natural, Positive, Size, Threads
 from h5async.system.resources import usable_cores
@@ -106,6 +107,8 @@ class PackOptions(Frozen):
             raise ValueError("give append or overwrite, not both")
         if self.append and self.shards is not None:
             raise ValueError("append adds to one file; leave out shards")
+        if self.filter != "auto":
+            parse_filters(self.filter)
         return self
 
     def digested(self) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from h5async.pack.appending import Appender, appender, create
 from h5async.pack.chunkwriter import ChunkWriter
 from h5async.pack.options import PackOptions
 from h5async.pack.safefile import SafeFile
-from h5async.pack.schema import Block, Column, Values, column_of, fitted
+from h5async.pack.schema import Block, Column, Values, column_of, fitted, require_names
 from h5async.pack.sources.source import Source
-from h5async.spelling import named
+from h5async.spelling import name_bytes, named
 from h5async.system.interruptions import suppressing
 
 ABOUT = "h5async-pack"  # an attribute of the file: JSON
@@ -184,29 +184,29 @@ class PackedFile:
         every = list(dict.fromkeys([*self._classes.get(name, ()), *own]))
         return every, np.array([every.index(one) for one in own], np.int64)
 
-    def _commit(self, *, is_whole: bool = False) -> None:
+    def _commit(self) -> None:
+        self._flush()
+        self._writer.commit({}, now=True)
+
+    def _flush(self, classes: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Write what is kept, and what the file says of itself; with all classes if it is whole."""
         for one in self._appenders.values():
             one.flush()
-        classes = self._classes
-        if is_whole:
-            several = (*self._classes, *self._source.classes)
-            classes = {name: self._united(name)[0] for name in several}
         about = {
             "version": VERSION,
             "digest": self._digest,
-            "is_whole": is_whole,
+            "is_whole": classes is not None,
             "taken": self.taken,
             "count": self.count,
             "nbytes": self.nbytes,
             "converted": self.converted,
             "bad": self.bad,
             "encoded": self.encoded,
-            "classes": classes,
+            "classes": self._classes if classes is None else classes,
             "columns": [chunks.as_json() for chunks in self._columns.values()],
         }
         put = self._safe.file.attrs.__setitem__
         self._writer.call(partial(put, ABOUT, json.dumps(about)))
-        self._writer.commit({}, now=True)
 
     def finish(self) -> None:
         """Write what there is once, and give the file its name."""
@@ -215,7 +215,7 @@ class PackedFile:
         several = (*self._classes, *self._source.classes)
         classes = {name: self._united(name)[0] for name in several}
         self._writer.call(partial(put_once, self._safe.file, self._source.once, classes))
-        self._commit(is_whole=True)
+        self._flush(classes)
         self._writer.flush()
         self._safe.finish()
 
@@ -253,6 +253,7 @@ class Chunks(NamedTuple):
 
 def chunks_of(block: Block, encoded: Mapping[str, str], options: PackOptions) -> dict[str, Chunks]:
     """Return how columns are stored, by their names; `block` is the first one of the source."""
+    require_names(block.columns)
     found = {}
     for name, values in block.columns.items():
         column = column_of(name, values)._replace(units=block.units.get(name, ""))
@@ -289,7 +290,8 @@ def put_once(
         _put(file, name, values)
     for number, (name, several) in enumerate(classes.items()):
         _put(file, f"{name}_classes" if number else "classes", several)
-        file[name].attrs["classes"] = np.array(several, h5py.string_dtype())
+        texts = np.array([name_bytes(one) for one in several], object)
+        file[name].attrs.create("classes", texts, dtype=h5py.string_dtype())
 
 
 def _put(file: h5py.File, name: str, values: Iterable[Any]) -> None:
@@ -297,4 +299,5 @@ def _put(file: h5py.File, name: str, values: Iterable[Any]) -> None:
     if name in file:
         del file[name]
     dtype = h5py.string_dtype() if is_text else None
-    file.create_dataset(name, data=np.array(values, object if is_text else None), dtype=dtype)
+    data = [name_bytes(one) for one in values] if is_text else values
+    file.create_dataset(name, data=np.array(data, object if is_text else None), dtype=dtype)

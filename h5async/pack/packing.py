@@ -32,6 +32,7 @@ from h5async.spelling import named
 
 Progress = Callable[[int, int | None, int], None]  # samples done, all of them, bytes done
 _BLOCKS_AT_A_TIME = 8  # so many must fit in the memory
+_DECODED_ROWS = 16
 
 
 class Packed(NamedTuple):
@@ -181,6 +182,8 @@ class Blocks:
         if source.count and source.nbytes:
             fitting = options.memory // _BLOCKS_AT_A_TIME * source.count // source.nbytes
             source.rows = max(1, min(source.rows, fitting))
+        if options.size is not None:  # decoding takes long, and threads are to end together
+            source.rows = min(source.rows, _DECODED_ROWS)
         order = partial(_permuted, source, options.seed) if options.shuffle else None
         self._works = source.work(start, order)
         first = next(self._works, None)
@@ -189,19 +192,23 @@ class Blocks:
         block = first()
         self.encoded = encoded_columns(block, source.kinds) if encoded is None else dict(encoded)
         self._samples = samples_of(self.encoded, options)
-        self.following = made_block(block, self._samples)
+        self._waiting.append(self._pool.submit(made_block, block, self._samples))
+        self._go_on(block.nbytes)
 
     def take(self) -> Block:
         """Return the following block, after which there is another one or none."""
-        block, self.following = self.following, None
+        block = self.following
         assert block is not None
+        self._go_on(block.nbytes)
+        return block
+
+    def _go_on(self, nbytes: int) -> None:
+        """Have as many blocks made as fit, if they have so many bytes; wait for the first one."""
         assert self._works is not None
-        ahead = max(1, min(self._most, self._most_nbytes // max(1, block.nbytes)))
+        ahead = max(1, min(self._most, self._most_nbytes // max(1, nbytes)))
         for work in itertools.islice(self._works, max(0, ahead - len(self._waiting))):
             self._waiting.append(self._pool.submit(self._make, work))
-        if self._waiting:
-            self.following = self._waiting.popleft().result()
-        return block
+        self.following = self._waiting.popleft().result() if self._waiting else None
 
     def _make(self, work: Work) -> Block:
         return made_block(work(), self._samples)

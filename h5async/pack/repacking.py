@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
+import h5py
 import numpy as np
-from h5py import h5d, h5f, h5s, h5t
+from h5py import h5d, h5f, h5t
 
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName, home_path
-from h5async.errors import ConfigError, DatasetError, ReadError
+from h5async.errors import ConfigError, DatasetError, ReadError, WriteError
 from h5async.index.links import open_index
 from h5async.io.stores import HDF5File
 from h5async.opening.dataset import Samplings, open_dataset
@@ -26,10 +27,17 @@ from h5async.pack.objects import ObjectCopy, walk
 from h5async.pack.rawvalues import has_references
 from h5async.pack.repackoptions import RepackKeywords, RepackOptions
 from h5async.pack.rewriting import Rewrite, chunks_of_rows
-from h5async.pack.rowsource import RowSource
+from h5async.pack.rowsource import RowSource, has_shape, is_outside
 from h5async.pack.safefile import SafeFile, partial_of
+from h5async.pack.sparsegroups import (
+    PARTS,
+    SparseRows,
+    may_have_samples,
+    require_same,
+    sparse_paths,
+)
 from h5async.pack.transfer import Transfer, move_scalar, pieces_of
-from h5async.spelling import name_text, named
+from h5async.spelling import name_bytes, name_text, named
 from h5async.system.resources import free_memory
 
 _LEAST_NBYTES = 1 << 10  # smaller datasets stay as they are, unless they are named
@@ -72,6 +80,8 @@ class Repacking:
         memory = min(_MEMORY_NBYTES, free_memory()[0].nbytes // _MEMORY_SHARE)
         self.memory = max(_LEAST_MEMORY_NBYTES, options.memory or memory)
         self.rewrites: dict[str, Rewrite] = {}
+        self.bounds: dict[str, Any] = {}  # of sparse rows, by the path of their dataset
+        self._sparse: dict[str, SparseRows] = {}
         found = {
             name_text(entry.path).strip("/"): entry.node
             for entry in walk(files[0].id, self._leaves_out)
@@ -124,7 +134,7 @@ class Repacking:
         axis, options = self._options.num_dim, self._options
         chosen = {path.strip("/") for path in options.fields or ()}
         with_rows = {
-            p: one for p, one in self.datasets.items() if one.rank > axis and _has_shape(one)
+            p: one for p, one in self.datasets.items() if one.rank > axis and has_shape(one)
         }
         if not self.joins:
             for path, one in with_rows.items():
@@ -137,8 +147,23 @@ class Repacking:
                     every = Selection(0, 1, source.counts[0])
                     self._add(path, source, every, is_chosen=is_chosen)
             return
+        self._sparse = {
+            path: SparseRows(self._files, path)
+            for path in sparse_paths(self._files[0], self.datasets)
+            if may_have_samples(self._files[0], f"{path}/data")
+        }
+        in_sparse = {f"{path}/{part}" for path in self._sparse for part in PARTS}
+        for path in in_sparse:
+            with_rows.pop(path, None)
+        with_rows = {p: o for p, o in with_rows.items() if may_have_samples(self._files[0], p)}
         sampled = self._sampled(with_rows, chosen)
+        if len(self._files) > 1:
+            for path in self.datasets.keys() - sampled.keys() - in_sparse:
+                require_same(self._files, path)
+        self._refuse_offsets(with_rows, sampled)
         selection = self._selection(sampled)
+        for path, rows in self._sparse.items():
+            self._add_sparse(path, rows, selection)
         for path, source in sampled.items():
             is_chosen = not chosen or path in chosen or self._is_named(path)
             self._add(path, source, selection, is_chosen=is_chosen)
@@ -156,12 +181,16 @@ class Repacking:
         axis = self._options.num_dim
         sizes = {p: int(np.prod(o.shape)) * o.get_type().get_size() for p, o in with_rows.items()}
         pool = {p: n for p, n in sizes.items() if p in chosen} or sizes
+        if not pool and self._sparse:
+            return {}
         if not pool:
             raise DatasetError(
                 f"{self._files[0].filename}: no dataset has a dimension {axis} that counts samples"
             )
         largest = max(pool, key=lambda path: pool[path])
         counts = RowSource(self._files, largest, axis).counts
+        for path, rows in self._sparse.items():
+            largest, counts = path, rows.counts
         found = {}
         for path, one in with_rows.items():
             if one.shape[axis] != counts[0]:
@@ -184,13 +213,31 @@ class Repacking:
             found[path] = source
         return found
 
+    def _refuse_offsets(
+        self, with_rows: Mapping[str, h5d.DatasetID], sampled: Mapping[str, RowSource]
+    ) -> None:
+        """Raise `DatasetError` if a dataset says where samples of any length begin."""
+        for count in {source.counts[0] for source in sampled.values()}:
+            for path, one in with_rows.items():
+                if one.shape == (count + 1,) and isinstance(one.get_type(), h5t.TypeIntegerID):
+                    bounds = self._files[0][name_bytes(path)][...]
+                    if not bounds[0] and (bounds[1:] >= bounds[:-1]).all():
+                        raise DatasetError(
+                            f'{self._files[0].filename}: "{path}" says where samples of any length'
+                            " begin, which cannot be selected or joined; leave it out by"
+                            f" {named('fields')} and {named('only_fields', True)}"
+                        )
+
     def _selection(self, sampled: Mapping[str, RowSource]) -> Selection:
         """Return the samples to write, in their order."""
-        source = max(sampled.values(), key=lambda one: (one.is_plain, one.row_nbytes))
-        count = int(source.starts[-1])
+        if self._sparse:
+            path, rows = next(iter(self._sparse.items()))
+            count, field = sum(rows.counts), Field(path)
+        else:
+            source = max(sampled.values(), key=lambda one: (one.is_plain, one.row_nbytes))
+            count, field = int(source.starts[-1]), Field(source.path, num_dim=source.axis)
         if not self._options.selects:
             return Selection(0, 1, count)
-        field = Field(source.path, num_dim=source.axis)
         config = self._config.with_fields({"data": field})
         opened = open_dataset(config)
         samplings = Samplings(opened.config, opened.layouts)
@@ -198,6 +245,13 @@ class Repacking:
             return samplings.selection
         size = samplings.selection.size
         return Selection.of_numbers(samplings.at((0, 1)).samples(0, 0, size))
+
+    def _add_sparse(self, path: str, rows: SparseRows, selection: Selection) -> None:
+        elements = rows.elements(selection)
+        self.bounds[f"{path}/indptr"] = rows.bounds(selection)
+        for part in PARTS[:2]:
+            source = RowSource(self._files, f"{path}/{part}", 0)
+            self._add(f"{path}/{part}", source, elements, is_chosen=True)
 
     def _add(self, path: str, source: RowSource, selection: Selection, *, is_chosen: bool) -> None:
         """Plan what becomes of a dataset, unless it stays as it is."""
@@ -227,9 +281,9 @@ class Repacking:
         if stays and (filters is None or not chunks) and selection.is_prefix:
             if len(self._files) == 1 and not is_outside(first.id):
                 return
-        self.rewrites[path] = Rewrite(
-            source, selection, shape, chunks, filters if chunks else None, dtype
-        )
+        rewrite = Rewrite(source, selection, shape, chunks, filters if chunks else None, dtype)
+        rewrite.require_lossless()
+        self.rewrites[path] = rewrite
 
     def _chunks(self, path: str, shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
         if len(given) != len(shape):
@@ -278,8 +332,8 @@ class Repacking:
         """Tell whether the new file takes the place of a source."""
         return any(path.exists() and path.samefile(file.filename) for file in self._files)
 
-    def write(self, path: Path, progress: Progress | None) -> None:
-        """Write the new file."""
+    def write(self, path: Path, progress: Progress | None) -> bool:
+        """Write the new file; return False if it was finished before."""
         options, first = self._options, self._files[0]
         is_in_place = self.replaces(path)
         resume = options.resume and not (is_in_place and not partial_of(path).exists())
@@ -287,10 +341,11 @@ class Repacking:
         how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "like": first}
         with SafeFile(path, digest=self.digest(), **how) as safe:
             if safe.is_finished:
-                return
+                return False
             copy = self.objects(safe.file.id, path)
             if safe.state is None:
                 missing = [name_text(one).strip("/") for one in copy.make()]
+                self._write_bounds(safe.file)
                 safe.commit({"missing": missing, "done": 0})
             state = dict(safe.state or {})
             memory = self.memory // 4
@@ -299,6 +354,7 @@ class Repacking:
                     writer.commit({**state, "done": done})
             self.require_unchanged()
             safe.finish()
+        return True
 
     def _leaves_out(self, path: bytes, node: Any) -> bool:
         """Tell whether an object is left out, because it neither is nor has a wanted field."""
@@ -314,7 +370,18 @@ class Repacking:
         names = Path(first.filename), path
         return ObjectCopy(first.id, target, names, self._making, self._leaves_out)
 
+    def _write_bounds(self, file: h5py.File) -> None:
+        """Write where sparse rows begin, and how many there are."""
+        for path, bounds in self.bounds.items():
+            group = path.removesuffix("/indptr")
+            file[path][...] = bounds
+            shape = np.array([len(bounds) - 1, self._sparse[group].columns])
+            file[group].attrs.modify("shape", shape)
+
     def _making(self, path: bytes, dataset: h5d.DatasetID) -> Any:
+        bounds = self.bounds.get(name_text(path).strip("/"))
+        if bounds is not None:
+            return self._sparse[name_text(path).strip("/").removesuffix("/indptr")].making(bounds)
         rewrite = self.rewrites.get(name_text(path).strip("/"))
         return None if rewrite is None else rewrite.making()
 
@@ -353,22 +420,15 @@ class Repacking:
 def verify(work: Repacking, path: Path) -> None:
     """Compare the new file with its sources; raise `WriteError` if it differs."""
     with open_index(path) as target:
-        found = Comparison(work.objects(target.id, path), target)
+        found = Comparison(work.objects(target.id, path), target, set(work.bounds))
         for name, dataset in work.datasets.items():
+            if name in work.bounds:
+                found.require(np.array_equal(target[name][...], work.bounds[name]), name)
+                continue
             rewrite = work.rewrites.get(name)
             if rewrite is None and not is_outside(dataset):
                 rewrite = work.copying(name)
             found.compare_values(name, dataset, rewrite, work.piece_nbytes, work.reader_options)
-
-
-def is_outside(dataset: h5d.DatasetID) -> bool:
-    """Tell whether values of a dataset are in other datasets or files."""
-    plist = dataset.get_create_plist()
-    return bool(plist.get_layout() == h5d.VIRTUAL or plist.get_external_count())
-
-
-def _has_shape(dataset: h5d.DatasetID) -> bool:
-    return bool(dataset.get_space().get_simple_extent_type() == h5s.SIMPLE)
 
 
 def repack(
@@ -439,9 +499,17 @@ def repack(
             # What replaces a source is verified before.
             is_beside = chosen.verify and work.replaces(path)
             written = path.with_name(f"{path.name}.repacked") if is_beside else path
-            work.write(written, progress)
-            if chosen.verify:
-                verify(work, written)
+            is_new = work.write(written, progress)
+            try:
+                if chosen.verify or not is_new:
+                    verify(work, written)
+            except WriteError as error:
+                if is_new:
+                    raise
+                raise ConfigError(
+                    f"{written} exists, and is not what these files and options make: {error};"
+                    f" write another file, or replace it by {named('overwrite', True)}"
+                ) from error
             if is_beside:
                 os.replace(written, path)
     return found

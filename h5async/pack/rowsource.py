@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-from h5py import h5s
+from h5py import h5d, h5s
 from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.errors import DatasetError
 from h5async.index.chunks import filters_of, read_chunk_table
 from h5async.index.chunktable import ChunkTable
-from h5async.index.hdf5 import NotDirectError, Opened
+from h5async.index.hdf5 import NotDirectError, Opened, edges_are_raw
 from h5async.index.storedtypes import describe
 from h5async.io.stores import HDF5File
 from h5async.order.selection import Selection
+from h5async.pack.objects import stored_filters
 from h5async.pack.rawvalues import RawValues, has_pointers
 from h5async.reader.asyncreader import AsyncReader
 from h5async.spelling import name_bytes
@@ -48,6 +49,17 @@ class Block(NamedTuple):
     def offset(self, axis: int) -> Extents:
         """Return where the block begins."""
         return (*self.corner[:axis], self.begin, *self.corner[axis + 1 :])
+
+
+def is_outside(dataset: h5d.DatasetID) -> bool:
+    """Tell whether values of a dataset are in other datasets or files."""
+    plist = dataset.get_create_plist()
+    return bool(plist.get_layout() == h5d.VIRTUAL or plist.get_external_count())
+
+
+def has_shape(dataset: h5d.DatasetID) -> bool:
+    """Tell whether a dataset has dimensions, or a single value."""
+    return bool(dataset.get_space().get_simple_extent_type() == h5s.SIMPLE)
 
 
 class RowSource:
@@ -93,10 +105,19 @@ class RowSource:
         """Bytes of a row."""
         return math.prod(self._row(self.first)) * int(self.itemsize)
 
+    @property
+    def is_stored_alike(self) -> bool:
+        """Whether the datasets of all files have the same chunks and filters."""
+        kinds = {
+            (one.chunks, one.chunks and edges_are_raw(one.plist), *stored_filters(one.plist))
+            for one in self.datasets
+        }
+        return len(kinds) == 1
+
     @cached_property
     def tables(self) -> list[ChunkTable] | None:
         """Where the chunks of each dataset are; None if they cannot be copied as they are."""
-        if has_pointers(self.kind):
+        if has_pointers(self.kind) or not self.is_stored_alike:
             return None
         tables = []
         try:

@@ -6,7 +6,7 @@ samples vary in length; or `Coded`. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
-from h5async.spelling import named
+from h5async.spelling import name_bytes, named
 
 Form = Literal["array", "varying", "text", "codes"]
 _NO_NUMBERS = (
@@ -116,6 +116,10 @@ def column_of(name: str, values: Values) -> Column:
         return _of_list(name, values)
     if values.dtype.kind not in "biufc":
         raise DatasetError(f'column "{name}" has dtype {values.dtype}; {_NO_NUMBERS}')
+    if 0 in values.shape[1:]:
+        raise DatasetError(
+            f'column "{name}" has samples of shape {values.shape[1:]}, without values; leave it out'
+        )
     return Column(name, "array", values.dtype.newbyteorder("="), values.shape[1:])
 
 
@@ -146,7 +150,7 @@ def fitted(column: Column, values: Values, first: int) -> Values:
         array = np.asarray(values) if isinstance(values, list) else values
         if isinstance(array, Coded) or array.shape[1:] != column.shape:
             raise _unlike(column, values, first)
-        if not _fits(array.dtype, column.dtype, array):
+        if not fits(array.dtype, column.dtype, array):
             raise _unlike(column, values, first)
         return np.ascontiguousarray(array, column.dtype)
     if column.form == "codes":
@@ -164,26 +168,50 @@ def fitted(column: Column, values: Values, first: int) -> Values:
                 f'column "{column.name}", samples from {first:,} on: a string has a NUL character,'
                 " where HDF5 would end it; store it as bytes"
             )
-        return several
+        try:
+            return list(map(name_bytes, several))
+        except UnicodeEncodeError as error:
+            raise DatasetError(
+                f'column "{column.name}", samples from {first:,} on: a string is no UTF-8 ({error})'
+                "; store it as bytes"
+            ) from error
     is_bytes = column.dtype == np.uint8
     arrays = [
         np.frombuffer(one, np.uint8) if is_bytes and isinstance(one, bytes) else np.asarray(one)
         for one in several
     ]
     for number, one in enumerate(arrays):
-        if one.ndim != 1 or not (one.size == 0 or _fits(one.dtype, column.dtype, one)):
+        if one.ndim != 1 or not (one.size == 0 or fits(one.dtype, column.dtype, one)):
             raise _unlike(column, [one], first + number)
     return [np.ascontiguousarray(one, column.dtype) for one in arrays]
 
 
-def _fits(given: np.dtype[Any], wanted: np.dtype[Any], values: NDArray[Any]) -> bool:
+def fits(given: np.dtype[Any], wanted: np.dtype[Any], values: NDArray[Any]) -> bool:
     """Return whether values can be stored exactly."""
-    if given == wanted or np.can_cast(given, wanted, "safe"):
+    if given == wanted:
         return True
-    if given.kind not in "iu" or wanted.kind not in "iu" or not values.size:
-        return False
-    limits = np.iinfo(wanted)
-    return bool(int(values.min()) >= limits.min and int(values.max()) <= limits.max)
+    if given.kind not in "iu" or wanted.kind not in "iufc" or not values.size:
+        return np.can_cast(given, wanted, "safe")
+    if wanted.kind in "iu":
+        limits = np.iinfo(wanted)
+        least, most = limits.min, limits.max
+    else:  # NumPy calls any integers of 64 bits safe in a float64
+        most = 2 << np.finfo(wanted).nmant
+        least = -most
+    return least <= int(values.min()) and int(values.max()) <= most
+
+
+def require_names(names: Collection[str]) -> None:
+    """Raise DatasetError unless columns of these names can be datasets of a file."""
+    paths = [tuple(filter(None, str(name).split("/"))) for name in names]
+    groups = {path[:end] for path in paths for end in range(len(path))}
+    for name, path in zip(names, paths, strict=True):
+        is_name = isinstance(name, str) and path and "\0" not in name and not {".", ".."} & {*path}
+        if not is_name or path in groups or paths.count(path) > 1:
+            raise DatasetError(
+                f"a column cannot have the name {name!r}: names are not empty, nor '.', and none"
+                " begins another one, as a does a/b; rename it"
+            )
 
 
 def _unlike(column: Column, values: Values, first: int) -> DatasetError:
@@ -212,5 +240,9 @@ def nbytes_of(values: Values) -> int:
     if isinstance(values, Coded):
         return values.codes.nbytes
     if isinstance(values, list):
-        return sum(getattr(one, "nbytes", 0) or len(one) for one in values) + 64 * len(values)
+        return sum(map(_nbytes_of_one, values)) + 64 * len(values)
     return values.nbytes
+
+
+def _nbytes_of_one(value: Any) -> int:
+    return getattr(value, "nbytes", 0) or (len(value) if hasattr(value, "__len__") else 8)

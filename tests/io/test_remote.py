@@ -208,8 +208,9 @@ def test_a_presigned_url(server: Server):
 
 
 @pytest.mark.parametrize("command", ["inspect", "read", "stats", "index"])
-def test_commands(server: Server, command: str, tmp_path: Path):
-    typed = [command, "s3://bucket/train/b.h5"]
+@pytest.mark.parametrize("key", ["b.h5", "*.h5"])
+def test_commands(server: Server, command: str, key: str, tmp_path: Path):
+    typed = [command, f"s3://bucket/train/{key}"]
     for name, value in server.client_options("s3").items():
         text = "{allow_http = true}" if name == "client_options" else str(value).lower()
         typed += ["--storage-option", f"{name}={text}"]

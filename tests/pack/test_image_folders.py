@@ -1,6 +1,7 @@
 """`pack` of folders of images, compared with Pillow, and with torchvision where it is installed."""
 
 import json
+import os
 
 import h5py
 import numpy as np
@@ -94,6 +95,19 @@ def test_a_folder_without_folders_has_no_labels(tmp_path):
     h5async.pack(tmp_path, tmp_path / "out.h5")
     with h5py.File(tmp_path / "out.h5") as file:
         assert sorted(file) == ["data", "filenames"]
+
+
+def test_names_that_are_no_utf8(tmp_path):
+    name, content = b"\xff\n.png", encoded(Image.fromarray(pixels(3, 3, 1)), "PNG")
+    folder = os.fsencode(tmp_path / "in") + b"/\xfe"
+    os.makedirs(folder)
+    with open(folder + b"/" + name, "wb") as file:
+        file.write(content)
+    h5async.pack(tmp_path / "in", tmp_path / "out.h5")
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert file["filenames"][:].tolist() == [b"\xfe/" + name]
+        assert file["classes"][:].tolist() == [b"\xfe"]
+        assert [os.fsencode(one) for one in file["labels"].attrs["classes"]] == [b"\xfe"]
 
 
 def test_order_is_shuffled_by_seed(folder, packed, tmp_path):

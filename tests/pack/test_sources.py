@@ -1,8 +1,10 @@
 """`pack` of every kind of source, whose values are compared by h5py, and read without options."""
 
 import datetime
+import importlib
 import io
 import json
+import re
 import tarfile
 
 import h5py
@@ -82,6 +84,12 @@ def test_arrays_of_other_lengths_are_refused(tmp_path):
         h5async.pack({"x": np.zeros(3), "y": np.zeros(4)}, tmp_path / "out.h5")
 
 
+def test_a_filter_that_does_not_exist_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError, match="there is no filter 'zip'"):
+        h5async.pack({"data": np.zeros(3)}, tmp_path / "out.h5", filter="zip")
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["shuffle+gzip:2", "zstd:1", "lzf", "none", "auto"])
 def test_filters(tmp_path, name):
     with opened({"data": np.arange(90000).reshape(3000, 30)}, tmp_path, filter=name) as file:
@@ -148,6 +156,59 @@ def test_samples_that_are_not_alike_are_named(tmp_path, name):
     first, second, message = ODD[name]
     with pytest.raises(DatasetError, match=message):
         h5async.pack([first] * 70 + [second], tmp_path / "out.h5")
+
+
+LARGE = 2**53 + 1  # which no float64 is
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [0.5, LARGE],
+        [0.5] * 64 + [LARGE],
+        [np.int64(-1), np.uint64(LARGE)],
+        [np.array([0.5]), np.array([1, LARGE])],
+    ],
+)
+def test_integers_do_not_become_floats_without_their_values(tmp_path, samples):
+    with pytest.raises(DatasetError, match=r"sample \d+"):
+        opened(({"x": one} for one in samples), tmp_path)
+    with opened(({"x": one} for one in [0.5, LARGE - 1, 3]), tmp_path) as file:
+        assert file["x"][:].tolist() == [0.5, LARGE - 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("names", "odd"),
+    [(["a", "a/b"], "'a'"), ([""], "''"), (["."], "'.'"), (["/a", "a"], "'/a'"), ([1], "1")],
+)
+def test_names_that_cannot_be_those_of_datasets(tmp_path, names, odd):
+    with pytest.raises(DatasetError, match=f"name {re.escape(odd)}"):
+        opened({name: np.arange(3) for name in names}, tmp_path)
+
+
+def test_strings_that_are_no_utf8_keep_their_bytes(tmp_path):
+    with opened({"data": np.array([b"\xff", b"b"])}, tmp_path) as file:
+        assert file["data"][:].tolist() == [b"\xff", b"b"]
+    with pytest.raises(DatasetError, match='"x", samples from 0 on'):
+        opened([{"x": "\ud800"}], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [({"x": np.zeros((3, 0))}, "without values"), ({"x": [[1], [1, 2]]}, "is no array")],
+)
+def test_arrays_that_cannot_be_packed(tmp_path, sources, message):
+    with pytest.raises(DatasetError, match=message):
+        opened(sources, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("x.npz", b"PK\x03\x04 and no more"), ("x.npz", b""), ("x.npy", b"")]
+)
+def test_damaged_arrays(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ReadError, match=name):
+        opened(tmp_path / name, tmp_path)
 
 
 def test_columns_whose_first_samples_happen_to_be_alike(tmp_path):
@@ -228,6 +289,33 @@ def test_csv(tmp_path):
         h5async.pack(tmp_path / "in.csv", tmp_path / "other.h5")
 
 
+@pytest.mark.parametrize("name", ["x.CSV", "x.Parquet"])
+def test_endings_in_capitals(tmp_path, name):
+    table, path = pa.table({"a": [1, 2]}), str(tmp_path / name)
+    if name == "x.CSV":
+        importlib.import_module("pyarrow.csv").write_csv(table, path)
+    else:
+        importlib.import_module("pyarrow.parquet").write_table(table, path)
+    with opened(path, tmp_path) as file:
+        assert file["a"][:].tolist() == [1, 2]
+
+
+def test_several_columns_of_one_name(tmp_path):
+    (tmp_path / "x.csv").write_text("a,a\n1,2\n")
+    with pytest.raises(DatasetError, match='several columns have the name "a"'):
+        opened(tmp_path / "x.csv", tmp_path)
+
+
+def test_values_for_nulls_within_lists_and_those_that_do_not_fit(tmp_path):
+    path = tmp_path / "x.parquet"
+    table = pa.table({"a": [[1, None], [3]], "b": [1, None]})
+    importlib.import_module("pyarrow.parquet").write_table(table, path)
+    with opened(path, tmp_path, fill={"a": -1, "b": 0}) as file:
+        assert values(file["a"]) == [[1, -1], [3]]
+    with pytest.raises(DatasetError, match='cannot stand for nulls of "b"'):
+        opened(path, tmp_path, fill={"a": -1, "b": "none"})
+
+
 def test_nulls_need_a_value(tmp_path):
     pa.feather = pytest.importorskip("pyarrow.feather")
     pa.feather.write_feather(pa.table({"x": [1, None, 3]}), tmp_path / "in.feather")
@@ -304,6 +392,29 @@ def test_tars_as_webdataset_reads_them(tmp_path):
             assert file["data"][n].tobytes() == sample.get("jpg", sample.get("png"))
             assert str(file["labels"][n]).encode() == sample["cls"]
             assert file["txt"][n] == sample["txt"]
+
+
+def test_a_damaged_header_is_not_the_end_of_a_tar(tmp_path):
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w") as tar:
+        for name in ("a.txt", "b.txt"):
+            tar.addfile(tarfile.TarInfo(name))
+    content = bytearray(path.read_bytes())
+    content[tarfile.BLOCKSIZE + 150] ^= 1  # in the checksum of the second one
+    path.write_bytes(content)
+    with pytest.raises(ReadError, match="the header at byte 512 is damaged"):
+        opened(path, tmp_path)
+
+
+def test_sparse_files_in_tars(tmp_path):
+    path, member = tmp_path / "x.tar", tarfile.TarInfo("a.txt")
+    member.pax_headers = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1"}
+    member.pax_headers |= {"GNU.sparse.map": "0,1", "GNU.sparse.size": "9"}
+    member.size = 1
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(member, io.BytesIO(b"x"))
+    with pytest.raises(ReadError, match=r"a.txt is sparse"):
+        opened(path, tmp_path)
 
 
 def test_bad_samples_in_tars(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ def array_files(paths: Sequence[Path], memory: int) -> ArraySource:
     for path in paths:
         with reading_file(path):
             try:
+                if path.suffix.lower() == ".npz" and not zipfile.is_zipfile(path):
+                    raise ValueError("it is no whole .npz file")
                 found = np.load(path, mmap_mode="r", allow_pickle=False)
                 if isinstance(found, np.ndarray):
                     arrays["data" if len(paths) == 1 else path.stem] = _FileRows(path, found)
@@ -88,7 +91,7 @@ def array_files(paths: Sequence[Path], memory: int) -> ArraySource:
                         " it, and pack the .npy files"
                     )
                 arrays |= found
-            except ValueError as error:
+            except (ValueError, EOFError, zipfile.BadZipFile) as error:
                 raise ReadError(f"cannot read {path}: {error}") from error
     return ArraySource(arrays, str(paths[0]), paths)
 
@@ -97,7 +100,14 @@ def _members(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return arrays, with those of structured dtypes taken apart."""
     found: dict[str, Any] = {}
     for name, given in arrays.items():
-        array = given if hasattr(given, "shape") and hasattr(given, "dtype") else np.asarray(given)
+        try:
+            is_array = hasattr(given, "shape") and hasattr(given, "dtype")
+            array = given if is_array else np.asarray(given)
+        except ValueError as error:
+            raise DatasetError(
+                f"{name} is no array ({error}); lists of any length are packed from an iterable of"
+                " samples, mappings of names to values"
+            ) from error
         if not isinstance(array.dtype, np.dtype):  # PyTorch's
             array = np.asarray(array)
         if not array.shape:

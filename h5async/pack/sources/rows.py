@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from h5async.errors import DatasetError
-from h5async.pack.schema import Block, Values
+from h5async.pack.schema import Block, Values, fits
 from h5async.pack.sources.source import StreamedSource, Work, digest_of
 
 _BLOCK_NBYTES = 4 << 20
@@ -64,7 +64,8 @@ def columns_of(rows: list[Any], first: int, varying: Collection[str]) -> Block:
                 " samples must have the same keys"
             )
     columns = {
-        name: _values([row[name] for row in flat], is_varying=name in varying) for name in flat[0]
+        name: _values([row[name] for row in flat], name, first, is_varying=name in varying)
+        for name in flat[0]
     }
     return Block(columns, len(rows))
 
@@ -83,10 +84,17 @@ def _flat(row: Any, number: int, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def _values(several: list[Any], *, is_varying: bool) -> Values:
+def _values(several: list[Any], name: str, first: int, *, is_varying: bool) -> Values:
     if all(isinstance(one, str | bytes) for one in several):
         return several
     arrays = [np.asarray(one) for one in several]
     if is_varying or len({one.shape for one in arrays}) > 1:
         return arrays
-    return np.stack(arrays)
+    found = np.stack(arrays)
+    for number, one in enumerate(arrays):
+        if not fits(one.dtype, found.dtype, one):
+            raise DatasetError(
+                f'sample {first + number:,}: "{name}" is {one.dtype}; together with those beside it'
+                f" it would be {found.dtype}, which does not have its value: convert them"
+            )
+    return found

@@ -75,9 +75,9 @@ class TableSource(StreamedSource):
 
 def _count(path: Path) -> int | None:
     """Return the number of rows of a file, if it says so."""
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         return None
-    if path.suffix != ".parquet":
+    if path.suffix.lower() != ".parquet":
         return int(sum(batch.num_rows for batch in _arrow_batches(path, 0)))
     import pyarrow.parquet
 
@@ -87,7 +87,8 @@ def _count(path: Path) -> int | None:
 
 def _batches(path: Path, skipped: int) -> Iterator[Any]:
     """Yield the record batches of a file, without the first rows, none of many bytes."""
-    several = {".parquet": _parquet_batches, ".csv": _csv_batches}.get(path.suffix, _arrow_batches)
+    known = {".parquet": _parquet_batches, ".csv": _csv_batches}
+    several = known.get(path.suffix.lower(), _arrow_batches)
     for batch in several(path, skipped):
         rows = max(1, min(_ROWS, batch.num_rows * _BLOCK_NBYTES // max(1, batch.nbytes)))
         for at in range(0, batch.num_rows, rows):
@@ -140,7 +141,11 @@ def _without(batches: Iterable[Any], skipped: int) -> Iterator[Any]:
 def block_of(table: Any, fill: Fill, where: str) -> Block:
     """Return the columns of a record batch, or of a table."""
     columns: dict[str, Values] = {}
-    for name in table.schema.names:
+    names = table.schema.names
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DatasetError(f'{where}: several columns have the name "{twice}"; rename them')
+    for name in names:
         array = table.column(name)
         if hasattr(array, "combine_chunks"):
             array = array.combine_chunks()
@@ -166,8 +171,7 @@ def _columns(name: str, array: Any, fill: Fill, where: str) -> Iterable[tuple[st
     """Yield the columns of an array: several, if it is one of structs."""
     import pyarrow
 
-    if name in fill and array.null_count:
-        array = array.fill_null(fill[name])
+    array = _filled(array, name, fill, where)
     types = pyarrow.types
     if isinstance(array.type, pyarrow.FixedShapeTensorType):
         yield name, array.to_numpy_ndarray()
@@ -184,10 +188,24 @@ def _columns(name: str, array: Any, fill: Fill, where: str) -> Iterable[tuple[st
         for field, part in parts.items():
             yield from _columns(f"{name}/{field}", part, fill, where)
         return
-    yield name, _values(array, name, where)
+    yield name, _values(array, name, fill, where)
 
 
-def _values(array: Any, name: str, where: str) -> Values:
+def _filled(array: Any, name: str, fill: Fill, where: str) -> Any:
+    import pyarrow
+
+    if name not in fill or not array.null_count:
+        return array
+    try:
+        return array.fill_null(fill[name])
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise DatasetError(
+            f'{where}: {named("fill", {name: fill[name]})} cannot stand for nulls of "{name}",'
+            f" {array.type}: {error}"
+        ) from error
+
+
+def _values(array: Any, name: str, fill: Fill, where: str) -> Values:
     import pyarrow
 
     types, kind = pyarrow.types, array.type
@@ -198,11 +216,11 @@ def _values(array: Any, name: str, where: str) -> Values:
         return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
     _require_values(array, name, where)
     if types.is_fixed_size_list(kind):
-        inner = _values(array.flatten(), name, where)
+        inner = _values(_filled(array.flatten(), name, fill, where), name, fill, where)
         if isinstance(inner, np.ndarray):
             return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
     elif types.is_list(kind) or types.is_large_list(kind):
-        inner = _values(array.flatten(), name, where)
+        inner = _values(_filled(array.flatten(), name, fill, where), name, fill, where)
         ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
         if isinstance(inner, np.ndarray) and inner.ndim == 1:
             bounds = itertools.pairwise([0, *ends.tolist()])

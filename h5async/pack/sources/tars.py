@@ -55,11 +55,23 @@ class TarSource(ListedSource):
                         parts = _PARTS.fullmatch(member.name)
                         if not member.isreg() or parts is None or _is_hidden(member.name):
                             continue
+                        if member.issparse():
+                            raise ReadError(
+                                f"cannot read {path}: {member.name} is sparse; make the tar anew"
+                            )
                         if parts[1] != last:
                             last = parts[1]
                             self._keys.append(last)
                             self._tars.append(number)
                         self._add(_column_of(parts[2].lower()), member)
+                    end = tar.offset
+                with open(path, "rb") as file:  # tarfile also ends at a header that is damaged
+                    file.seek(end)
+                    if any(file.read(tarfile.BLOCKSIZE)):
+                        raise ReadError(
+                            f"cannot read {path}: the header at byte {end:,} is damaged; copy or"
+                            " make it anew"
+                        )
             except tarfile.TarError as error:
                 raise ReadError(
                     f"cannot read {path}: {error}; it must be a tar that is not compressed"
@@ -89,7 +101,7 @@ class TarSource(ListedSource):
                         opened[tar] = io.FileIO(self.files.paths[tar])
                 try:
                     values = [self._value(opened[tar], name, number) for name in columns]
-                except ValueError as error:
+                except (ValueError, OverflowError, EOFError) as error:
                     bad[place] = str(error)
                     continue
                 for several, value in zip(columns.values(), values, strict=True):

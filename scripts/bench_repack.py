@@ -1,0 +1,127 @@
+"""Measures `repack`: stored chunks copied, and gzip chunks cut into others, by ways in turns.
+
+- copy: `repack` without options, which copies stored chunks, and `cp`; in memory (`/dev/shm`).
+- cut: chunks of 32 images cut into chunks of one: by `repack`; by decoding and encoding alone, in
+  as many threads, without a file; and by a loop of h5py in one thread, as h5repack works.
+
+Ratios are of each turn, and medians of these; so are those of CPU time, which other processes
+hardly change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import h5py
+import imagecodecs
+import matplotlib as mpl
+import numpy as np
+from bench_common import RESULTS, header, save
+
+import h5async
+from h5async.system.resources import usable_cores
+
+mpl.use("agg")
+import matplotlib.pyplot as plt
+
+SHAPE, ROWS, LEVEL = (224, 224, 3), 32, 4
+
+
+def write_source(path: Path, count: int) -> None:
+    """Write images that gzip makes about a third of."""
+    rng = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        chunks = (ROWS, *SHAPE)
+        data = file.create_dataset("data", (count, *SHAPE), "u1", chunks=chunks, compression="gzip")
+        for at in range(0, count, ROWS):
+            steps = rng.integers(0, 8, (min(ROWS, count - at), *SHAPE)).astype(np.uint8)
+            data[at : at + ROWS] = steps.cumsum(2, dtype=np.uint8)
+
+
+def decode_and_encode(source: Path) -> None:
+    """Do what cutting needs at least, in threads, and keep nothing."""
+    with h5py.File(source) as file:
+        data = file["data"].id
+        count = file["data"].shape[0]
+        stored = [data.read_direct_chunk((at, 0, 0, 0))[1] for at in range(0, count, ROWS)]
+
+    def cut(chunk: bytes) -> int:
+        images = np.frombuffer(imagecodecs.zlib_decode(chunk), np.uint8).reshape(ROWS, -1)
+        return sum(len(imagecodecs.deflate_encode(image, LEVEL)) for image in images)
+
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        list(threads.map(cut, stored))
+
+
+def loop_of_h5py(source: Path, target: Path) -> None:
+    """Cut chunks by HDF5 alone."""
+    with h5py.File(source) as file, h5py.File(target, "w") as new:
+        data = file["data"]
+        made = new.create_dataset(
+            "data", data.shape, data.dtype, chunks=(1, *SHAPE), compression="gzip"
+        )
+        for at in range(0, len(data), ROWS):
+            made[at : at + ROWS] = data[at : at + ROWS]
+
+
+def timed(run: Callable[[], Any]) -> dict[str, float]:
+    began, cpu = time.perf_counter(), time.process_time()
+    run()
+    return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=int, default=2016)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="shows that it runs")
+    given = parser.parse_args()
+    count, turns = (64, 1) if given.quick else (given.images, given.turns)
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        source, target, other = (Path(folder, name) for name in ("a.h5", "b.h5", "c.h5"))
+        write_source(source, count // ROWS * ROWS)
+        cut = {"chunk_samples": 1, "filter": f"gzip:{LEVEL}", "overwrite": True}
+        ways: dict[str, Callable[[], Any]] = {
+            "cp": lambda: shutil.copyfile(source, other),
+            "copy": lambda: h5async.repack(source, target, overwrite=True),
+            "decode and encode": lambda: decode_and_encode(source),
+            "cut": lambda: h5async.repack(source, target, **cut),
+            "h5py": lambda: loop_of_h5py(source, other),
+        }
+        for _ in range(turns + 1):
+            found.append({name: timed(run) for name, run in ways.items()})
+    found = found[1:] or found
+    pairs = {"copy": ["cp"], "cut": ["decode and encode", "h5py"]}
+    ratios = {
+        f"{name} / {other} ({unit})": statistics.median(
+            turn[other][unit] / turn[name][unit] for turn in found
+        )
+        for name, others in pairs.items()
+        for other in others
+        for unit in ("seconds", "cpu")
+    }
+    for name, ratio in ratios.items():
+        print(f"{name:<40}{ratio:.2f}")
+    if given.quick:
+        return
+    path = RESULTS / "bench_repack.json"
+    save({**header(), "images": count, "ratios": ratios, "turns": found}, path)
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    axes.barh(list(ratios), list(ratios.values()))
+    axes.set_xlabel("speed of repack, of the other way's")
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+
+
+if __name__ == "__main__":
+    main()
