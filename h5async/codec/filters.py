@@ -31,7 +31,8 @@ from h5async.system.interruptions import suppressing
 
 DEFLATE, SHUFFLE, FLETCHER32, SZIP, NBIT, SCALEOFFSET = 1, 2, 3, 4, 5, 6
 BZIP2, LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD, BLOSC2 = 307, 32000, 32001, 32004, 32008, 32015, 32026
-ZFP, SZ3, SPERR = 32013, 32024, 32028
+ZFP, SZ, FCIDECOMP, SZ3, SPERR = 32013, 32017, 32018, 32024, 32028
+_OF_INTEGERS = 2  # a kind of scaleoffset
 CONVERSION = -1  # HDF5's numbers of filters are not negative, so no file can name it
 MOST_STEPS = 1024
 _STEP_VALUES = 13
@@ -210,6 +211,13 @@ def plugin_filter(number: int, parameters: Parameters) -> CoreFilter | None:
         return None
     traits = _TRAITS.get(number, _TAKES_TURNS)
     return CoreFilter(CoreKind.PLUGIN, traits, values=parameters, function=function)
+
+
+def is_lossy(entry: Filter) -> bool:
+    """Return whether a filter may change values whenever it encodes them."""
+    if entry.number == SCALEOFFSET:  # exact are integers, in as many bits as they need
+        return entry.parameters[:2] != (_OF_INTEGERS, 0)
+    return entry.number in (ZFP, SZ, FCIDECOMP, SZ3, SPERR)
 
 
 def find_plugin(number: int) -> int | None:

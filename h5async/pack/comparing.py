@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
-from h5py import h5a, h5d, h5l, h5o, h5t
+from h5py import h5a, h5d, h5l, h5o, h5p, h5t
 
 from h5async.errors import WriteError
 from h5async.io.stores import HDF5File
@@ -111,6 +111,8 @@ class Comparison:
                 self._compare_scalars(dataset, target, where)
             return
         self.require(rewrite.shape == target.shape, f"{where}: its shape")
+        layouts = [_layout(plist) for plist in (rewrite.making().plist, target.get_create_plist())]
+        self.require(layouts[0] == layouts[1], f"{where}: its chunks and filters")
         blocks = rewrite.blocks(Run(0, rewrite.shape[rewrite.axis], False), nbytes)
         written = RowSource([self._target], path, rewrite.axis)
         every = Selection(0, 1, written.counts[0])
@@ -133,6 +135,11 @@ class Comparison:
             a.read(one, space, space)
             b.read(other, space, space)
             self._compare_raw(a, b, where)
+
+
+def _layout(plist: h5p.PropDCID) -> tuple[Any, ...]:
+    chunks = plist.get_chunk() if plist.get_layout() == h5d.CHUNKED else ()
+    return chunks, [plist.get_filter(i)[0] for i in range(plist.get_nfilters())]
 
 
 def _bytes(values: np.ndarray[Any, Any]) -> Bytes:

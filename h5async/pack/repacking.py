@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Unpack
 
 import h5py
 import numpy as np
-from h5py import h5d, h5f, h5s, h5t
+from h5py import h5d, h5f, h5t
 
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName, home_path
-from h5async.errors import ConfigError, DatasetError, ReadError
+from h5async.errors import ConfigError, DatasetError, ReadError, WriteError
 from h5async.index.links import open_index
 from h5async.io.stores import HDF5File
 from h5async.opening.dataset import Samplings, open_dataset
@@ -27,7 +27,7 @@ from h5async.pack.objects import ObjectCopy, walk
 from h5async.pack.rawvalues import has_references
 from h5async.pack.repackoptions import RepackKeywords, RepackOptions
 from h5async.pack.rewriting import Rewrite, chunks_of_rows
-from h5async.pack.rowsource import RowSource
+from h5async.pack.rowsource import RowSource, has_shape, is_outside
 from h5async.pack.safefile import SafeFile, partial_of
 from h5async.pack.sparsegroups import (
     PARTS,
@@ -134,7 +134,7 @@ class Repacking:
         axis, options = self._options.num_dim, self._options
         chosen = {path.strip("/") for path in options.fields or ()}
         with_rows = {
-            p: one for p, one in self.datasets.items() if one.rank > axis and _has_shape(one)
+            p: one for p, one in self.datasets.items() if one.rank > axis and has_shape(one)
         }
         if not self.joins:
             for path, one in with_rows.items():
@@ -281,9 +281,9 @@ class Repacking:
         if stays and (filters is None or not chunks) and selection.is_prefix:
             if len(self._files) == 1 and not is_outside(first.id):
                 return
-        self.rewrites[path] = Rewrite(
-            source, selection, shape, chunks, filters if chunks else None, dtype
-        )
+        rewrite = Rewrite(source, selection, shape, chunks, filters if chunks else None, dtype)
+        rewrite.require_lossless()
+        self.rewrites[path] = rewrite
 
     def _chunks(self, path: str, shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
         if len(given) != len(shape):
@@ -332,8 +332,8 @@ class Repacking:
         """Tell whether the new file takes the place of a source."""
         return any(path.exists() and path.samefile(file.filename) for file in self._files)
 
-    def write(self, path: Path, progress: Progress | None) -> None:
-        """Write the new file."""
+    def write(self, path: Path, progress: Progress | None) -> bool:
+        """Write the new file; return False if it was finished before."""
         options, first = self._options, self._files[0]
         is_in_place = self.replaces(path)
         resume = options.resume and not (is_in_place and not partial_of(path).exists())
@@ -341,7 +341,7 @@ class Repacking:
         how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "like": first}
         with SafeFile(path, digest=self.digest(), **how) as safe:
             if safe.is_finished:
-                return
+                return False
             copy = self.objects(safe.file.id, path)
             if safe.state is None:
                 missing = [name_text(one).strip("/") for one in copy.make()]
@@ -354,6 +354,7 @@ class Repacking:
                     writer.commit({**state, "done": done})
             self.require_unchanged()
             safe.finish()
+        return True
 
     def _leaves_out(self, path: bytes, node: Any) -> bool:
         """Tell whether an object is left out, because it neither is nor has a wanted field."""
@@ -430,16 +431,6 @@ def verify(work: Repacking, path: Path) -> None:
             found.compare_values(name, dataset, rewrite, work.piece_nbytes, work.reader_options)
 
 
-def is_outside(dataset: h5d.DatasetID) -> bool:
-    """Tell whether values of a dataset are in other datasets or files."""
-    plist = dataset.get_create_plist()
-    return bool(plist.get_layout() == h5d.VIRTUAL or plist.get_external_count())
-
-
-def _has_shape(dataset: h5d.DatasetID) -> bool:
-    return bool(dataset.get_space().get_simple_extent_type() == h5s.SIMPLE)
-
-
 def repack(
     sources: FileName | Sequence[FileName],
     output: str | os.PathLike[str],
@@ -508,9 +499,17 @@ def repack(
             # What replaces a source is verified before.
             is_beside = chosen.verify and work.replaces(path)
             written = path.with_name(f"{path.name}.repacked") if is_beside else path
-            work.write(written, progress)
-            if chosen.verify:
-                verify(work, written)
+            is_new = work.write(written, progress)
+            try:
+                if chosen.verify or not is_new:
+                    verify(work, written)
+            except WriteError as error:
+                if is_new:
+                    raise
+                raise ConfigError(
+                    f"{written} exists, and is not what these files and options make: {error};"
+                    f" write another file, or replace it by {named('overwrite', True)}"
+                ) from error
             if is_beside:
                 os.replace(written, path)
     return found

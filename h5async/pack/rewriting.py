@@ -15,13 +15,16 @@ import numpy as np
 from h5py import h5d, h5p, h5s, h5t
 
 from h5async.codec.encoders import set_filters
-from h5async.codec.filters import Filter
+from h5async.codec.filters import BLOSC, BLOSC2, Filter, is_lossy
+from h5async.errors import DatasetError
+from h5async.index.chunks import filters_of
 from h5async.index.chunktable import grid_of
 from h5async.index.hdf5 import Opened
 from h5async.order.selection import Selection
 from h5async.pack.objects import Making
 from h5async.pack.rawvalues import call_hdf5, has_pointers
 from h5async.pack.rowsource import Block, Extents, RowSource
+from h5async.spelling import named
 
 _BLOCK_NBYTES = 16 << 20  # of rows in order: more would be no faster
 _NARROW_NBYTES, _LEAST_CHUNK_NBYTES = 1 << 10, 16 << 10  # of rows, and of a chunk of such
@@ -96,6 +99,18 @@ class Rewrite:
         is_same = bool(self.chunks) and self.chunks == self.source.first.chunks
         return is_same and self.filters is None and self.dtype is None
 
+    def require_lossless(self) -> None:
+        """Raise `DatasetError` if a filter that stays would change values once more."""
+        if not self.chunks or self.filters is not None:
+            return
+        lossy = [entry for entry in filters_of(self.source.first.plist) if is_lossy(entry)]
+        if lossy and not all(run.is_copied for run in self.runs()):
+            raise DatasetError(
+                f"{self.source.where}: its filter {lossy[0].label} does not keep values exactly,"
+                " and would change them again in other chunks; choose another one:"
+                f" {named('filter', 'lzf')}"
+            )
+
     def making(self) -> Making:
         """Return how the target is made."""
         first, axis = self.source.first, self.axis
@@ -120,12 +135,15 @@ class Rewrite:
         if not self.chunks:
             plist.set_layout(h5d.CONTIGUOUS)
             plist.set_alloc_time(h5d.ALLOC_TIME_EARLY if self.nbytes else h5d.ALLOC_TIME_LATE)
-        elif self.chunks != first.chunks:
+        elif self.chunks != first.chunks or self.dtype is not None:  # (it knows the size, too)
             plist.set_chunk(self.chunks)
         if not self.chunks or self.filters is not None:
             if plist.get_nfilters():
                 plist.remove_filter(_ALL_FILTERS)
-            set_filters(plist, self.filters or ())
+            filters = self.filters or ()
+            if self.is_by_hdf5:  # which does not tell blosc the size of elements: it crashes
+                filters = tuple(one for one in filters if one.number not in (BLOSC, BLOSC2))
+            set_filters(plist, filters)
         return plist
 
     def runs(self) -> list[Run]:

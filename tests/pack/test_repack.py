@@ -92,6 +92,56 @@ def test_chunks_and_datatype_of_a_dataset(images, tmp_path):
     assert_has(path, images, slice(None))
 
 
+def test_another_datatype_in_the_same_chunks(images, tmp_path):
+    path = tmp_path / "new.h5"
+    h5async.repack(images, path, dtype={"data": "float64"}, verify=True)
+    with h5py.File(path) as file:
+        assert (file["data"].chunks, file["data"].dtype) == ((8, 20, 20, 3), np.float64)
+    assert_has(path, images, slice(None))
+
+
+def test_filters_that_would_change_values_once_more(tmp_path):
+    path, new = tmp_path / "in.h5", tmp_path / "new.h5"
+    with h5py.File(path, "w") as file:
+        rng = np.random.default_rng(0)
+        file.create_dataset("floats", data=rng.normal(size=(99, 9)), chunks=(9, 9), scaleoffset=2)
+        file.create_dataset("numbers", data=rng.integers(9, size=(99, 9)), scaleoffset=0)
+    with pytest.raises(DatasetError, match='"floats": its filter scaleoffset does not keep'):
+        h5async.repack(path, new, chunk_samples=2)
+    h5async.repack(path, new, indices="9:27", verify=True)
+    assert_has(new, path, slice(9, 27), ["floats", "numbers"])
+    h5async.repack(path, new, chunk_samples=2, filter="lzf", verify=True, overwrite=True)
+    assert_has(new, path, slice(None), ["floats", "numbers"])
+
+
+def test_blosc_leaves_out_elements_of_variable_length(images, tmp_path):
+    pytest.importorskip("hdf5plugin")
+    path = tmp_path / "new.h5"
+    h5async.repack(images, path, filter="blosc-zstd", chunk_samples=9, verify=True)
+    assert_has(path, images, slice(None))
+    with h5py.File(path) as file:
+        assert [len(file[name]._filters) for name in ("data", "names")] == [1, 0]
+
+
+def test_what_was_finished_before_is_only_taken_if_it_is_the_same(images, tmp_path):
+    path, other = tmp_path / "new.h5", tmp_path / "other.h5"
+    options = {"chunk_samples": 3, "filter": "lzf"}
+    h5async.repack(images, path, **options)
+    before = path.stat()
+    h5async.repack(images, path, **options, resume=True)
+    assert path.stat() == before
+    with h5py.File(other, "w") as file:
+        file["data"] = 1
+    for files, changed in [
+        (images, {"chunk_samples": 50}),
+        (images, {"indices": "1:"}),
+        (other, {}),
+    ]:
+        with pytest.raises(ConfigError, match="is not what these files and options make"):
+            h5async.repack(files, path, **options | changed, resume=True)
+    assert path.stat() == before
+
+
 ROWS = {"10:60": slice(10, 60), "::3": slice(None, None, 3), "8:88": slice(8, 88)}
 
 
@@ -218,9 +268,10 @@ CORRUPTIONS = {
 @each("message", CORRUPTIONS)
 def test_verify_finds_differences(images, tmp_path, monkeypatch, message):
     def write_and_corrupt(work, path, progress):
-        write(work, path, progress)
+        is_new = write(work, path, progress)
         with h5py.File(path, "r+") as file:
             CORRUPTIONS[message](file)
+        return is_new
 
     write = repacking.Repacking.write
     monkeypatch.setattr(repacking.Repacking, "write", write_and_corrupt)
