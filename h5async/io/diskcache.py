@@ -295,6 +295,7 @@ class Mirror:
             if np.array_equal(_sums(_whole_blocks(data)), sums):
                 self.mapped.marks[first:last] = 1
                 return memoryview(data)[begin - first * BLOCK : end - first * BLOCK]
+        self.mapped.marks[first:last] = 0  # also those that were spoiled since, to be fetched again
         return None
 
     def missing(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[int]]:

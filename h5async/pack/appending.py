@@ -66,7 +66,7 @@ class Appender:
     """Appends samples of any length to a dataset of a variable-length datatype."""
 
     def __init__(self, node: Any, column: Column, writer: ChunkWriter, count: int) -> None:
-        self._out, self._column, self.count = writer.open(node), column, count
+        self._out, self.count = writer.open(node), count
 
     def append(self, values: Values) -> None:
         """Append values that fit the column."""

@@ -293,8 +293,13 @@ class Collection:
         numbers: Sequence[int],
         scratch: Scratch,
         damage: list[DamagedError] | None,
+        *,
+        was_compared: bool = False,
     ) -> None:
-        """Fetch items of a source that is no local file, and read them."""
+        """Fetch items of a source that is no local file, and read them.
+
+        `was_compared`: what its mirror has of them is as it was written.
+        """
         far = self.tables.far
         assert far is not None
         for number in numbers:
@@ -302,14 +307,20 @@ class Collection:
             file, source = self._core.File(), int(self._items(batch)["source"][number])
             self._core.open_again(self.tables.sources, source, ctypes.byref(file))
             file.fetched, file.num_fetched = batch.plan.fetched, batch.plan.num_fetched
-            found: list[DamagedError] | None = None if damage is None else []
+            found: list[DamagedError] = []
+            is_removed = False
             try:
                 self._read_again(batch, [number], scratch, found, file, False)
-            except FileEventError:  # its mirror was removed meanwhile
-                far.use_mirror(source, None)
-                self._read_far_again(batch, [number], scratch, found)
-            if damage is not None:
-                damage += found or ()
+            except FileEventError:
+                is_removed = True
+            if is_removed or (found and file.mirror and not was_compared):
+                far.use_mirror(source, None)  # its bytes are compared with their checksums again
+                again = partial(self._read_far_again, batch, [number], scratch, damage)
+                again(was_compared=was_compared or not is_removed)
+            elif found and damage is None:
+                raise found[0]
+            elif damage is not None:
+                damage += found
         self.hold(batch, None)
 
     def _error_of(

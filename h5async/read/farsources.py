@@ -99,7 +99,7 @@ class FarSources:
     ) -> None:
         self._core, self._table = core, table
         self._mirrors: dict[int, MappedMirror | None] = {}
-        self._kept: list[Any] = []  # what rows of the table point to
+        self._kept: dict[int, tuple[Any, ...]] = {}  # what rows of the table point to, by mirror
         # (What is not far is not fetched.)
         self.places = Places(np.array([one.stamp.nbytes for one in files], np.int64))
         self.kept = kept
@@ -187,24 +187,28 @@ class FarSources:
 
     def use_mirror(self, number: int, mirror: MappedMirror | None) -> None:
         """Have the core read what is kept of a source."""
-        found = None
+        kept = None
         if mirror is not None:
-            path, (device, inode), memory, marks, weights = mirror
-            text = ctypes.create_string_buffer(os.fsencode(path))
-            found = self._core.Mirror(
-                map=address(memory),
-                map_nbytes=memory.nbytes,
-                marks=address(marks),
-                weights=address(weights),
-                path=ctypes.addressof(text),
-                device=device,
-                inode=inode,
-                nbytes=self._files[number].stamp.nbytes,
-            )
-            self._kept.append((mirror, text, found))  # threads may be using those before, too
+            kept = self._kept.get(id(mirror)) or self._described(number, mirror)
         with self._lock:
             self._mirrors[number] = mirror
-            self._table[number]["mirror"] = 0 if found is None else ctypes.addressof(found)
+            self._table[number]["mirror"] = 0 if kept is None else ctypes.addressof(kept[-1])
+
+    def _described(self, number: int, mirror: MappedMirror) -> tuple[Any, ...]:
+        path, (device, inode), memory, marks, weights = mirror
+        text = ctypes.create_string_buffer(os.fsencode(path))
+        found = self._core.Mirror(
+            map=address(memory),
+            map_nbytes=memory.nbytes,
+            marks=address(marks),
+            weights=address(weights),
+            path=ctypes.addressof(text),
+            device=device,
+            inode=inode,
+            nbytes=self._files[number].stamp.nbytes,
+        )
+        # (Threads may be using those before, too.)
+        return self._kept.setdefault(id(mirror), (mirror, text, found))
 
     def get_here(self, ranges: ByteRanges, held: Held | None = None) -> Held:
         """Get ranges in the calling thread; some of them may be `held` before."""

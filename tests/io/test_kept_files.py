@@ -28,10 +28,10 @@ def reader_of(source: Any, folder: Path, **options: Any) -> AsyncReader:
     return AsyncReader(hdf5_path=source, cache="disk", cache_dir=folder, **given)
 
 
-def rows_file(path: Path) -> np.ndarray:
+def rows_file(path: Path, of_chunk: int = 3) -> np.ndarray:
     rows = np.random.default_rng(0).integers(0, 99, (100, 3000), np.uint8)
     with h5py.File(path, "w") as file:
-        file.create_dataset("data", data=rows, chunks=(3, 3000), compression="gzip")
+        file.create_dataset("data", data=rows, chunks=(of_chunk, 3000), compression="gzip")
         file["labels"] = np.arange(100)
     return rows
 
@@ -132,6 +132,23 @@ def test_a_mirror_that_is_spoiled(store, tmp_path, spoil, storage):
             for batch in reader:
                 assert np.array_equal(batch.data, rows[batch.index])
         assert reader.stats().requests > 0
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_chunks_that_are_spoiled_after_they_were_compared(store, tmp_path, on_error):
+    rows = rows_file(tmp_path / "a.h5", 1)  # decoded anew for each batch
+    url, kept = store.put(tmp_path / "a.h5", URL), tmp_path / "kept"
+    with reader_of(url, kept, shuffle="full", fetch_bytes=1, on_error=on_error) as reader:
+        for epoch in range(5):
+            reads, seen = store.reads, 0
+            for batch in reader:
+                assert np.array_equal(batch.data, rows[batch.index])
+                seen += len(batch.index)
+            assert seen == 100
+            if epoch == 1:
+                (mirror,) = kept.glob(f"*{SUFFIX}")
+                _overwritten(mirror)
+        assert store.reads == reads, "they are kept again"
 
 
 def test_local_files(tmp_path):

@@ -15,9 +15,11 @@ from corpus import QUIRKS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samefiles import assert_same_files
+from typer.testing import CliRunner
 
 import h5async
 from h5async import ConfigError, DatasetError, ReadError, Split, WriteError
+from h5async.cli import app
 from h5async.pack import objects, repacking, rowsource
 
 DIGITS = Path(__file__).parents[2] / "sample_data" / "digits.h5"
@@ -384,3 +386,16 @@ def test_any_shape_chunks_and_samples(tmp_path_factory, monkeypatch, case):
         assert np.array_equal(file["data"][...], expected)
         assert file["data"].dtype == case["data"].dtype
     shutil.rmtree(folder)
+
+
+def test_command(images, tmp_path):
+    path = tmp_path / "new.h5"
+    typed = ["repack", images, "-o", path, "--fields", "data,labels", "--chunk", "data=5,0,0,0"]
+    typed += ["--filter", "lzf", "--dtype", "labels=int16", "--verify", "--memory", "100MB"]
+    found = CliRunner().invoke(app, [str(one) for one in typed])
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert "data  cut into other chunks: (100, 20, 20, 3), chunks (5, 20, 20, 3)" in found.stdout
+    assert "at most about 100.0 MB of rows are in memory" in found.stdout
+    assert_has(path, images, slice(None))
+    with h5py.File(path) as file:
+        assert (file["labels"].dtype, file["data"].compression) == (np.int16, "lzf")

@@ -43,11 +43,3 @@ class EpisodeSource(TableSource):
                 lines = map(json.loads, tasks.read_text("utf-8").splitlines())
                 found = sorted((one["task_index"], one["task"]) for one in lines)
             self.once = {**self.once, "tasks": [task for _, task in found]}
-
-
-def videos_of(folder: Path) -> list[str]:
-    """Return the features of episodes that are videos, which are not packed."""
-    with reading_file(folder):
-        info = json.loads((folder / "meta" / "info.json").read_text("utf-8"))
-    features = info.get("features", {}).items()
-    return [name for name, feature in features if feature.get("dtype") == "video"]
