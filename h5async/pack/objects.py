@@ -22,11 +22,13 @@ from h5async.pack.rawvalues import (
     Twin,
     call_hdf5,
     copy_attribute,
+    has_pointers,
     has_references,
 )
 from h5async.spelling import name_text
 
 SMALL_NBYTES = 1 << 20  # stored: such a dataset is copied at once
+_USER_DEFINED = h5d.FILL_VALUE_USER_DEFINED
 _COPY_WITHOUT_ATTRIBUTES = h5o.COPY_WITHOUT_ATTR_FLAG
 LeavesOut = Callable[[bytes, Any], bool]
 
@@ -215,7 +217,9 @@ class ObjectCopy:
         making, kind = self._change(entry.path, dataset), dataset.get_type()
         plist = dataset.get_create_plist()
         is_outside = plist.get_layout() == h5d.VIRTUAL or plist.get_external_count() > 0
-        is_apart = kind.committed() or has_references(kind) or is_outside
+        # HDF5 would copy where such a fill value is in the other file, not the value.
+        has_far_fill = has_pointers(kind) and plist.fill_value_defined() == _USER_DEFINED
+        is_apart = kind.committed() or has_references(kind) or is_outside or has_far_fill
         is_small = dataset.get_storage_size() <= SMALL_NBYTES
         if making is None and is_small and self._can_copy and not is_apart:
             self._copy_whole(entry, group, properties)

@@ -104,6 +104,17 @@ def test_values_of_virtual_datasets_can_be_copied(images, tmp_path):
     assert_has(new, images_moved, slice(None))
 
 
+@pytest.mark.parametrize("options", [{}, {"chunk_samples": 3}])
+def test_fill_values_of_variable_length(tmp_path, options):
+    path, new, kind = tmp_path / "in.h5", tmp_path / "new.h5", h5py.string_dtype()
+    with h5py.File(path, "w") as file:
+        file.create_dataset("texts", (9,), kind, chunks=(9,), fillvalue="none")[1:3] = ["a", "b"]
+    h5async.repack(path, new, fields=["texts"], verify=True, **options)
+    with h5py.File(new) as file:
+        assert file["texts"].fillvalue == b"none"
+        assert file["texts"].asstr()[:4].tolist() == ["none", "a", "b", "none"]
+
+
 def test_another_datatype_in_the_same_chunks(images, tmp_path):
     path = tmp_path / "new.h5"
     h5async.repack(images, path, dtype={"data": "float64"}, verify=True)
