@@ -238,7 +238,8 @@ class ObjectCopy:
                 group.unlink(entry.name)
             self._copy_whole(entry, group, properties)
             return False
-        return making.has_values and dataset.get_storage_size() > 0
+        # (A virtual dataset has no storage until its sources are open.)
+        return making.has_values and (is_outside or dataset.get_storage_size() > 0)
 
     def _copy_whole(self, entry: Entry, group: h5g.GroupID, properties: h5p.PropLCID) -> None:
         how = h5p.create(h5p.OBJECT_COPY)

@@ -73,6 +73,10 @@ class PartialFile(io.RawIOBase):
         self._starts, self._held = [], []
         self.size, self.held_nbytes, self.written_nbytes, self._started = self.end, 0, 0, 0
 
+    def cut(self) -> None:
+        """Remove what was written behind the committed bytes."""
+        os.ftruncate(self._descriptor, self.size)
+
     def synchronize(self) -> None:
         """Wait until everything that was written to the file is on the disk."""
         os.fsync(self._descriptor)

@@ -96,6 +96,7 @@ class SafeFile:
         self._journal = _beside(self.path, "journal")
         self._raw: PartialFile | None = None
         self._committed_at = time.monotonic()
+        self._is_untouched = False  # an existing file, to which nothing is committed yet
         try:
             self._open(resume, overwrite)
         except BaseException:
@@ -147,9 +148,11 @@ class SafeFile:
     def _begin(self, raw: PartialFile) -> None:
         if self._in_place:
             self._write_journal(raw, None, is_finished=False)
+            self._is_untouched = True
         else:
             self._journal.unlink(missing_ok=True)
-            raw.begin(0)
+            with self._writing():
+                raw.begin(0)
             self._create(raw)
             self.check()
 
@@ -158,6 +161,7 @@ class SafeFile:
         access.set_fileobj_driver(h5py.h5fd.fileobj_driver, raw)
         access.set_libver_bounds(*_SUPERBLOCK)
         if self._like is None:
+            properties.set_obj_track_times(False)  # the same bytes at any time
             h5py.h5f.create(b"new", h5py.h5f.ACC_TRUNC, properties, access).close()
             return
         root = self._like["/"].id.get_create_plist()
@@ -242,6 +246,10 @@ class SafeFile:
             # HDF5 writes what it has, to memory; it may complain of what it could not write before.
             with suppressing(Exception):
                 self.file.close()
+            if self._is_untouched:  # so that it can be appended to otherwise
+                with suppressing(OSError):
+                    raw.cut()
+                    self._journal.unlink()
         finally:
             raw.close()
 
@@ -261,6 +269,7 @@ class SafeFile:
 
     def _commit(self, raw: PartialFile, state: Mapping[str, Any] | None, is_finished: bool) -> None:
         self.check()
+        self._is_untouched = False
         with self._writing():
             raw.synchronize()
             self._write_journal(raw, state, is_finished)
@@ -307,4 +316,6 @@ def partial_of(path: Path) -> Path:
 
 
 def _beside(path: Path, ending: str) -> Path:
+    if not path.name:
+        raise ConfigError(f"{path} is a folder; name a file in it")
     return path.with_name(f"{path.name}.{ending}")

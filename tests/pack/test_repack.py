@@ -92,6 +92,18 @@ def test_chunks_and_datatype_of_a_dataset(images, tmp_path):
     assert_has(path, images, slice(None))
 
 
+def test_values_of_virtual_datasets_can_be_copied(images, tmp_path):
+    path, new = tmp_path / "virtual.h5", tmp_path / "new.h5"
+    with h5py.File(path, "w") as file, h5py.File(images) as source:
+        for name in ("data", "labels", "names"):
+            layout = h5py.VirtualLayout(source[name].shape, source[name].dtype)
+            layout[:] = h5py.VirtualSource(images.name, name, source[name].shape)
+            file.create_virtual_dataset(name, layout)
+    h5async.repack(path, new, virtual="copy")
+    images_moved = images.rename(tmp_path / "moved.h5")
+    assert_has(new, images_moved, slice(None))
+
+
 def test_another_datatype_in_the_same_chunks(images, tmp_path):
     path = tmp_path / "new.h5"
     h5async.repack(images, path, dtype={"data": "float64"}, verify=True)

@@ -94,6 +94,25 @@ def test_appending_goes_on(tmp_path, monkeypatch):
         write(tmp_path / "none.h5", append=True)
 
 
+def test_appending_that_failed_at_once_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "out.h5"
+    write(path)
+    before = path.read_bytes()
+    with SafeFile(path, append=True) as safe:
+        safe.file["b"] = np.arange(9)
+        safe.file.flush()
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [path.name]
+    write(path, rows=2 * ROWS, append=True)
+    assert_whole(path, 2 * ROWS)
+
+
+def test_a_name_is_needed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"\. is a folder"):
+        SafeFile(".")
+
+
 @pytest.mark.parametrize("place", [0, 1, 9, 40, 90])
 def test_full_disk(tmp_path, monkeypatch, place):
     """The error says it; once there is space, writing goes on."""
