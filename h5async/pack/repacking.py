@@ -33,11 +33,12 @@ from h5async.pack.sparsegroups import (
     PARTS,
     SparseRows,
     may_have_samples,
+    refuse_offsets,
     require_same,
     sparse_paths,
 )
 from h5async.pack.transfer import Transfer, move_scalar, pieces_of
-from h5async.spelling import name_bytes, name_text, named
+from h5async.spelling import name_text, named
 from h5async.system.resources import free_memory
 
 _LEAST_NBYTES = 1 << 10  # smaller datasets stay as they are, unless they are named
@@ -153,14 +154,13 @@ class Repacking:
             if may_have_samples(self._files[0], f"{path}/data")
         }
         in_sparse = {f"{path}/{part}" for path in self._sparse for part in PARTS}
-        for path in in_sparse:
-            with_rows.pop(path, None)
-        with_rows = {p: o for p, o in with_rows.items() if may_have_samples(self._files[0], p)}
+        rows_of = [p for p in with_rows.keys() - in_sparse if may_have_samples(self._files[0], p)]
+        with_rows = {path: one for path, one in with_rows.items() if path in rows_of}
         sampled = self._sampled(with_rows, chosen)
         if len(self._files) > 1:
             for path in self.datasets.keys() - sampled.keys() - in_sparse:
                 require_same(self._files, path)
-        self._refuse_offsets(with_rows, sampled)
+        refuse_offsets(self._files[0], with_rows, {one.counts[0] for one in sampled.values()})
         selection = self._selection(sampled)
         for path, rows in self._sparse.items():
             self._add_sparse(path, rows, selection)
@@ -212,21 +212,6 @@ class Repacking:
                 )
             found[path] = source
         return found
-
-    def _refuse_offsets(
-        self, with_rows: Mapping[str, h5d.DatasetID], sampled: Mapping[str, RowSource]
-    ) -> None:
-        """Raise `DatasetError` if a dataset says where samples of any length begin."""
-        for count in {source.counts[0] for source in sampled.values()}:
-            for path, one in with_rows.items():
-                if one.shape == (count + 1,) and isinstance(one.get_type(), h5t.TypeIntegerID):
-                    bounds = self._files[0][name_bytes(path)][...]
-                    if not bounds[0] and (bounds[1:] >= bounds[:-1]).all():
-                        raise DatasetError(
-                            f'{self._files[0].filename}: "{path}" says where samples of any length'
-                            " begin, which cannot be selected or joined; leave it out by"
-                            f" {named('fields')} and {named('only_fields', True)}"
-                        )
 
     def _selection(self, sampled: Mapping[str, RowSource]) -> Selection:
         """Return the samples to write, in their order."""

@@ -6,7 +6,7 @@ A matrix of compressed sparse rows (CSR) is a group, as AnnData writes it, with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from h5async.index.hdf5 import Opened
 from h5async.io.stores import HDF5File
 from h5async.order.selection import Int64s, Selection
 from h5async.pack.objects import Making
-from h5async.spelling import name_bytes
+from h5async.spelling import name_bytes, named
 
 PARTS = ("data", "indices", "indptr")
 _OF_SAMPLES = ("X/", "obs/", "obsm/", "layers/", "raw/X/")  # in files of AnnData
@@ -101,6 +101,22 @@ def may_have_samples(file: HDF5File, path: str) -> bool:
             " obsp, and compute it again"
         )
     return f"{path}/".startswith(_OF_SAMPLES)
+
+
+def refuse_offsets(
+    file: HDF5File, datasets: Mapping[str, h5d.DatasetID], counts: Collection[int]
+) -> None:
+    """Raise `DatasetError` if a dataset says where samples of any length begin."""
+    for path, one in datasets.items():
+        is_one_more = one.rank == 1 and one.shape[0] - 1 in counts
+        if is_one_more and isinstance(one.get_type(), h5t.TypeIntegerID):
+            bounds = file[name_bytes(path)][...]
+            if not bounds[0] and (bounds[1:] >= bounds[:-1]).all():
+                raise DatasetError(
+                    f'{file.filename}: "{path}" says where samples of any length begin, which'
+                    f" cannot be selected or joined; leave it out by {named('fields')} and"
+                    f" {named('only_fields', True)}"
+                )
 
 
 def require_same(files: Sequence[HDF5File], path: str) -> None:

@@ -180,7 +180,7 @@ static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end
     if (file.is_far)
         use_fetched(&file, work->plan, work->plan->items[begin].source);
     read_file(work, &file, s, begin, end);
-    release_source(sources, s, file.event);
+    release_source(sources, s, &file);
 }
 
 /* Read one item again that was refused, out of an open file. Returns whether it was read; if not, the

@@ -176,7 +176,7 @@ PUBLIC int64_t h5async_list_ranges(BatchPlan *plan, const Field *fields, const T
             if (!read_guarded(&file, list_section, &work) && file.event != STOPPED)
                 end = start, asked.count = before; /* again, without the mirror */
         }
-        release_source(sources, source, file.event);
+        release_source(sources, source, &file);
     }
     w->failure = (Failure){.filter = -1, .extent = -1, .at = -1};
     w->returned_ns = now_ns();

@@ -205,12 +205,15 @@ static Source *acquire_source(Sources *all, int64_t number, File *file)
 
 /* After an event, what was read is worth nothing. A file that has changed stays open, because it may
    have another name by now, or none: see the function below. One of which a page cannot be had, or
-   whose writer has ended, is opened anew when it is needed again. A mirror is not used any more. */
-static void release_source(Sources *all, Source *s, int64_t event)
+   whose writer has ended, is opened anew when it is needed again. A mirror is not used any more,
+   unless another one took its place meanwhile. */
+static void release_source(Sources *all, Source *s, const File *file)
 {
+    const int64_t event = file->event;
     if (s->path == NULL) {
+        const Mirror *used = file->mirror;
         if (event == CHANGED || event == FAULTED)
-            s->mirror = NULL;
+            atomic_compare_exchange_strong(&s->mirror, &used, NULL);
         return;
     }
     pthread_mutex_lock(&all->lock);
@@ -347,6 +350,6 @@ PUBLIC int64_t h5async_open_ahead(Sources *sources, int64_t number)
     File file;
     Source *s = acquire_source(sources, number, &file);
     if (s != NULL)
-        release_source(sources, s, NO_EVENT);
+        release_source(sources, s, &file);
     return s != NULL;
 }
