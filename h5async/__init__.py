@@ -42,8 +42,8 @@ from h5async.samples.sparse import Csr
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
     from h5async.measure.statistics import statistics
-    from h5async.pack.packing import pack
-    from h5async.pack.repacking import repack
+    from h5async.packing.pack import pack
+    from h5async.packing.repacking import repack
 
 # If the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -63,8 +63,12 @@ def __getattr__(name: str) -> Any:
         from h5async.measure.statistics import statistics
 
         return statistics
+    if name == "pack":
+        from h5async.packing.pack import pack
+
+        return pack
     if name == "repack":
-        from h5async.pack.repacking import repack
+        from h5async.packing.repacking import repack
 
         return repack
     import importlib.util

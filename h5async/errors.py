@@ -145,6 +145,12 @@ class WriteError(H5AsyncError, OSError):
     ----------
     filename
         The file; None if it is not known.
+
+    Examples
+    --------
+    >>> error = WriteError("cannot write train.h5: No space left on device", filename="train.h5")
+    >>> isinstance(error, OSError), error.filename
+    (True, 'train.h5')
     """
 
     filename: str | None = None

@@ -23,7 +23,7 @@ from h5async.cli.advise import MEMORY_SHARE, ORDERS, samples_per_second, trial_o
 from h5async.cli.picture import Picture, tidy
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import list_layouts
-from h5async.pack.advising import (
+from h5async.packing.advising import (
     DATASET,
     Finding,
     best_of,

@@ -23,7 +23,7 @@ from bench_common import CORES, RESULTS
 from bench_turns import Bench, Target, Way, run_cases
 
 import h5async
-from h5async.pack.encodedsamples import ResizedImages
+from h5async.packing.encodedsamples import ResizedImages
 
 SIZE, CLASSES = 224, 10
 

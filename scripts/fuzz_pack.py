@@ -22,13 +22,13 @@ import hdf5plugin  # noqa: F401  (h5py compares by it)
 import numpy as np
 from PIL import Image
 
-TESTS = Path(__file__).resolve().parents[1] / "tests" / "pack"
+TESTS = Path(__file__).resolve().parents[1] / "tests" / "packing"
 sys.path.insert(0, str(TESTS))
 from comparing import contents  # noqa: E402
 
 PROGRAM = """
 import sys, json
-from h5async.pack.safefile import SafeFile
+from h5async.packing.safefile import SafeFile
 if {often}:
     SafeFile.is_due = property(lambda self: True)
 import h5async

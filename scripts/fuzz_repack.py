@@ -22,12 +22,12 @@ from typing import Any
 import h5py
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pack"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "packing"))
 from samefiles import assert_same_files
 
 import h5async
-from h5async.pack import safefile
-from h5async.pack.repacking import Repacking
+from h5async.packing import safefile
+from h5async.packing.repacking import Repacking
 
 OPTIONS: list[dict[str, Any]] = [
     {"chunks": {"data": (7, 40, 40, 3)}, "filter": "lzf", "fields": ["data"]},

@@ -28,7 +28,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import list_layouts
 from h5async.io.stores import far_names
 from h5async.opening.filevalues import reach_of
-from h5async.pack.advising import (
+from h5async.packing.advising import (
     DATASET,
     Finding,
     Layout,

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from h5async.cli.options import mapping_of, takes_model
 from h5async.cli.output import REFRESH_SECONDS, Json, print_json, progress_bar, safe
 from h5async.config.files import home_path, with_variables
-from h5async.pack.options import PackOptions
+from h5async.packing.packoptions import PackOptions
 from h5async.system.interruptions import suppressing
 
 _SHOWN_BAD = 20
@@ -46,8 +46,8 @@ def pack(
 
     Images and audio keep their encoded bytes. The folders that they lie in are their classes.
     """
-    from h5async.pack.estimating import estimate
-    from h5async.pack.packing import pack as pack_sources
+    from h5async.packing.estimating import estimate
+    from h5async.packing.pack import pack as pack_sources
 
     options = {name: value for name, value in typed.items() if value not in (None, [])}
     if "fill" in options:

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from h5async.cli.options import takes_model, typed_options
 from h5async.cli.output import REFRESH_SECONDS, Json, print_json, progress_bar, safe
 from h5async.config.files import home_path, with_variables
-from h5async.pack.repackoptions import RepackOptions
+from h5async.packing.repackoptions import RepackOptions
 
 _Files = Annotated[list[str], typer.Argument(metavar="IN...", help="HDF5 files, or globs.")]
 _Output = Annotated[
@@ -34,7 +34,7 @@ def repack(
     All else stays: groups, attributes, links, references, dimension scales, datatypes. Chunks about
     which nothing changes are copied as they are stored.
     """
-    from h5async.pack.repacking import Plan, repack
+    from h5async.packing.repacking import Plan, repack
 
     options = typed_options(typed, RepackOptions)
     if "fields" in options:

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from h5async.errors import BatchExpiredError, DatasetError, taking_memory
 from h5async.html import counted, table
-from h5async.order.rows import SequenceTable
 from h5async.samples.ragged import preview
 from h5async.spelling import named
 
 if TYPE_CHECKING:
     from h5async.deliver.device import Device
+    from h5async.order.rows import SequenceTable
 
 
 _SHOWN = 6  # sample numbers shown in a notebook

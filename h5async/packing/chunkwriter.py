@@ -1,0 +1,225 @@
+"""Writes blocks of datasets: arrays enter; chunks, encoded by all cores, are in the file.
+
+Threads cut arrays into chunks and encode them; one thread writes them, in the order in which they
+came. What waits is bounded by `memory`: who gives more has to wait. An error is raised at the next
+call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codec.encoders import find_encoder
+from h5async.index.chunks import filters_of
+from h5async.index.hdf5 import edges_are_raw
+from h5async.packing.rawvalues import raw_fill, write_raw
+from h5async.packing.safefile import SafeFile
+from h5async.system.interruptions import Gate, Patience, join_threads, start_threads
+from h5async.system.resources import usable_cores
+
+Offset = tuple[int, ...]
+Chunk = tuple[Offset, Any, int]  # where it is, its bytes, the mask of filters left out
+_TASK_NBYTES = 1 << 20  # small chunks are encoded so many at a time
+_ELEMENT_NBYTES = 256  # a guess, of elements of variable length
+
+
+class ChunkWriter:
+    """Writes to a file. For one thread, which may call h5py meanwhile.
+
+    Parameters
+    ----------
+    safe
+        The file.
+    threads
+        How many threads encode; None: one for each core.
+    memory
+        How many bytes may wait. A block may be larger, alone.
+    """
+
+    def __init__(
+        self, safe: SafeFile, *, threads: int | None = None, memory: int = 256 << 20
+    ) -> None:
+        self._safe, self._memory = safe, memory
+        self._encoders = ThreadPoolExecutor(threads or usable_cores(), "h5async encoder")
+        self._tasks: SimpleQueue[tuple[Callable[[], object], int] | None] = SimpleQueue()
+        self._given = self._done = 0  # bytes, and tasks: the caller counts those, the writer these
+        self._progress = Gate()
+        self._failure: BaseException | None = None
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._write_all, name="h5async writer", daemon=True)
+        start_threads([self._thread])
+
+    def open(self, dataset: h5py.Dataset, raw: np.dtype[Any] | None = None) -> DatasetWriter:
+        """Return what writes to a dataset.
+
+        `raw`, a void dtype, is that of elements given as they are stored, of any datatype.
+        """
+        return DatasetWriter(self, dataset, raw)
+
+    def call(self, function: Callable[[], object], nbytes: int = 0) -> None:
+        """Have a function called by the thread that writes, after all that was given before.
+
+        `nbytes` is the memory that it holds until then.
+        """
+        self._wait_until(min(self._given, self._given + nbytes - self._memory))
+        self._given += nbytes + 1
+        self._tasks.put((function, nbytes + 1))
+
+    def encoded(self, encode: Callable[[], list[Chunk]]) -> Callable[[], list[Chunk]]:
+        """Have chunks encoded by a thread; return what waits for them."""
+        return self._encoders.submit(encode).result
+
+    def commit(self, state: Mapping[str, Any], *, now: bool = False) -> None:
+        """Commit all that was given before, with a state: `now`, or if it is due."""
+        self.call(lambda: self._safe.commit(state) if now or self._safe.is_due else None)
+
+    def flush(self) -> None:
+        """Wait until all that was given is written."""
+        self._wait_until(self._given)
+
+    def close(self) -> None:
+        """End all threads; what is not written by now will not be. Idempotent."""
+        self._is_stopped = True
+        self._tasks.put(None)
+        self._encoders.shutdown(wait=True, cancel_futures=True)
+        join_threads([self._thread], Patience(None))
+
+    def __enter__(self) -> ChunkWriter:
+        """Return the writer itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Flush it, unless there was an error, and close it."""
+        try:
+            if kind is None:
+                self.flush()
+        finally:
+            self.close()
+
+    def _wait_until(self, done: int) -> None:
+        self._progress.wait(lambda: self._done >= done or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+
+    def _write_all(self) -> None:
+        for write, nbytes in iter(self._tasks.get, None):
+            try:
+                if self._failure is None and not self._is_stopped:
+                    write()
+                    self._safe.check()
+            except BaseException as error:
+                self._failure = error
+            self._done += nbytes
+            self._progress.notify()
+
+
+class DatasetWriter:
+    """Writes to a dataset, which grows as far as it may. Arrays given belong to it."""
+
+    def __init__(
+        self, writer: ChunkWriter, dataset: h5py.Dataset, raw: np.dtype[Any] | None = None
+    ) -> None:
+        self._writer, self._dataset, self._is_raw = writer, dataset, raw is not None
+        self._chunks: tuple[int, ...] | None = dataset.chunks
+        self._dtype, self._rows = raw or dataset.dtype, dataset.shape[0]
+        self._encode = None
+        plist = dataset.id.get_create_plist()
+        if self._chunks is not None and not self._dtype.hasobject and not edges_are_raw(plist):
+            self._encode = find_encoder(filters_of(plist))
+            self._fill = dataset.fillvalue if raw is None else raw_fill(dataset.id, raw)
+
+    def write(self, offset: Offset, values: NDArray[Any], nbytes: int | None = None) -> None:
+        """Write values in a block of the dataset that begins at `offset`; `nbytes` if it is known.
+
+        It begins and ends with chunks, or at the end of the dataset, unless HDF5 encodes them.
+        """
+        if self._encode is None:
+            of_objects = _ELEMENT_NBYTES * values.size if nbytes is None else nbytes
+            size = of_objects if self._dtype.hasobject else values.nbytes
+            self._writer.call(partial(self._write_by_hdf5, offset, values), size)
+            return
+        assert self._chunks is not None
+        self._require_grid(offset, values.shape)
+        step = self._chunks[0] * max(1, _TASK_NBYTES // max(1, self._chunks[0] * values[:1].nbytes))
+        for at in range(0, len(values), step):
+            part = values[at : at + step]
+            begin = (offset[0] + at, *offset[1:])
+            chunks = self._writer.encoded(partial(self._encoded, begin, part))
+            self._writer.call(
+                partial(self._write_chunks, chunks, begin[0] + len(part)), part.nbytes
+            )
+
+    def write_stored(self, chunks: Sequence[Chunk]) -> None:
+        """Write chunks as they are stored: each with its offset and the filters left out, a mask.
+
+        The dataset does not grow.
+        """
+        nbytes = sum(len(data) for _, data, _ in chunks)
+        self._writer.call(partial(self._write_chunks, lambda: chunks, 0), nbytes)
+
+    def _require_grid(self, offset: Offset, shape: tuple[int, ...]) -> None:
+        assert self._chunks is not None
+        ends = self._dataset.maxshape
+        for at, count, chunk, end in zip(offset, shape, self._chunks, ends, strict=True):
+            if at % chunk or (count % chunk and end is not None and at + count < end):
+                raise ValueError(
+                    f"a block of shape {shape} at {offset} is not one of chunks of {self._chunks}"
+                )
+
+    def _encoded(self, offset: Offset, values: NDArray[Any]) -> list[Chunk]:
+        assert self._encode is not None
+        found = []
+        for inside, block in self._blocks(values):
+            data, mask = self._encode(block.reshape(-1).view(np.uint8))
+            found.append((tuple(map(sum, zip(offset, inside, strict=True))), data, mask))
+        return found
+
+    def _blocks(self, values: NDArray[Any]) -> Iterator[tuple[Offset, NDArray[Any]]]:
+        """Yield chunks, each with its place in `values`; what is not there has the fill value."""
+        assert self._chunks is not None
+        grid = map(range, [0] * values.ndim, values.shape, self._chunks)
+        for inside in itertools.product(*grid):
+            block = values[
+                tuple(map(slice, inside, map(sum, zip(inside, self._chunks, strict=True))))
+            ]
+            if block.shape == self._chunks:
+                yield inside, np.ascontiguousarray(block, self._dtype)
+            else:
+                whole = np.full(self._chunks, self._fill, self._dtype)
+                whole[tuple(map(slice, block.shape))] = block
+                yield inside, whole
+
+    def _write_chunks(self, chunks: Callable[[], Sequence[Chunk]], rows: int) -> None:
+        self._grow(rows)
+        for offset, data, mask in chunks():
+            self._dataset.id.write_direct_chunk(offset, data, mask)
+
+    def _write_by_hdf5(self, offset: Offset, values: NDArray[Any]) -> None:
+        self._grow(offset[0] + len(values))
+        if self._is_raw:
+            write_raw(self._dataset.id, offset, values)
+            return
+        if self._dtype.hasobject:  # which h5py might take for arrays of more dimensions
+            space, memory = self._dataset.id.get_space(), h5py.h5s.create_simple(values.shape)
+            space.select_hyperslab(offset, values.shape)
+            self._dataset.id.write(memory, space, values, h5py.h5t.py_create(self._dtype))
+            return
+        ends = map(sum, zip(offset, values.shape, strict=True))
+        self._dataset[tuple(map(slice, offset, ends))] = values
+
+    def _grow(self, rows: int) -> None:
+        most = self._dataset.maxshape[0]
+        rows = rows if most is None else min(rows, most)
+        if rows > self._rows:
+            self._dataset.resize(rows, 0)
+            self._rows = rows

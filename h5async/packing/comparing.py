@@ -1,0 +1,175 @@
+"""Compares a new file with its sources: all objects, attributes and values."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Container, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+from h5py import h5a, h5d, h5l, h5o, h5p, h5t
+
+from h5async.errors import WriteError
+from h5async.io.stores import HDF5File
+from h5async.order.selection import Selection
+from h5async.packing.objects import Entry, ObjectCopy, attribute_names, walk
+from h5async.packing.rawvalues import HVL_NBYTES, Bytes, RawValues, call_hdf5, has_pointers
+from h5async.packing.rewriting import Rewrite, Run
+from h5async.packing.rowsource import RowSource
+from h5async.spelling import name_text
+
+
+class Comparison:
+    """Compares links, objects and attributes when it is made, and values then.
+
+    Raises `WriteError` for the first difference. `bounds` are paths of those of sparse rows, whose
+    groups say how many these are.
+    """
+
+    def __init__(self, objects: ObjectCopy, target: HDF5File, bounds: Container[str]) -> None:
+        self._objects, self._target = objects, target
+        self._references = objects.references
+        links = list(walk(target.id))
+        for entry, twin in zip(objects.entries(), links, strict=False):
+            where = f'link "{name_text(entry.path)}"'
+            self.require(entry.path == twin.path, where)
+            self.require(self._described(entry) == self._link(twin), where)
+            is_sparse = f"{name_text(entry.path).strip('/')}/indptr" in bounds
+            if entry.is_first and not is_sparse:
+                self._compare_attributes(entry.node, twin.node, where)
+        self.require(sum(1 for _ in objects.entries()) == len(links), "the number of links")
+        one, other = (h5o.open(file, b"/") for file in (objects.source, target.id))
+        self._compare_attributes(one, other, "the root group")
+
+    def _fail(self, where: str) -> NoReturn:
+        raise WriteError(
+            f"{self._target.filename}: {where} differs from the source; keep the source, and check"
+            " disk and memory",
+            filename=self._target.filename,
+        )
+
+    def require(self, is_same: bool, where: str) -> None:
+        """Raise the error that something differs, unless it is the same."""
+        if not is_same:
+            self._fail(where)
+
+    def _link(self, entry: Entry) -> tuple[Any, ...]:
+        """Return what a link of the target says, without where its object lies."""
+        value = None
+        if entry.node is None:
+            group = h5o.open(self._target.id, entry.parent or b"/")
+            value = group.links.get_val(entry.name)
+        return entry.info.type, entry.info.cset, type(entry.node), entry.address, value
+
+    def _described(self, entry: Entry) -> tuple[Any, ...]:
+        """Return what the twin of a link of the source has to say."""
+        objects, address, value = self._objects, -1, None
+        if entry.node is not None:
+            address = objects.twins[entry.address].address
+        else:
+            group = h5o.open(objects.source, entry.parent or b"/")
+            value = group.links.get_val(entry.name)
+            if entry.info.type == h5l.TYPE_EXTERNAL:
+                value = objects.moved(value[0]), value[1]
+        return entry.info.type, entry.info.cset, type(entry.node), address, value
+
+    def _compare_attributes(self, one: Any, other: Any, where: str) -> None:
+        names = attribute_names(one)
+        self.require(names == attribute_names(other), f"{where}: its attributes")
+        for name in names:
+            text = f'{where}: attribute "{name_text(name)}"'
+            pair = [h5a.open(node, name) for node in (one, other)]
+            kind = pair[0].get_type()
+            self.require(bool(kind.equal(pair[1].get_type())), text)
+            spaces = [attribute.get_space() for attribute in pair]
+            shapes = [space.get_simple_extent_dims() for space in spaces]
+            self.require(shapes[0] == shapes[1], text)
+            count = int(spaces[0].get_select_npoints())
+            if count:
+                with RawValues(kind, count, text) as a, RawValues(kind, count, text) as b:
+                    for attribute, values in zip(pair, (a, b), strict=True):
+                        call_hdf5("H5Aread", text, attribute, kind, values.bytes)
+                    self._compare_raw(a, b, text)
+
+    def _compare_raw(self, one: RawValues, other: RawValues, where: str) -> None:
+        self._references.change(one.kind, one.bytes, where)
+        self.require(content(one.kind, one.bytes) == content(other.kind, other.bytes), where)
+
+    def compare_values(
+        self,
+        path: str,
+        dataset: h5d.DatasetID,
+        rewrite: Rewrite | None,
+        nbytes: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Compare the values of a dataset, as they are to be, in blocks of about `nbytes`."""
+        where, target = f'dataset "{path}"', self._target[path].id
+        if rewrite is None:
+            self.require(dataset.shape == target.shape, f"{where}: its shape")
+            if dataset.rank == 0 and dataset.get_space().get_select_npoints():
+                self._compare_scalars(dataset, target, where)
+            return
+        self.require(rewrite.shape == target.shape, f"{where}: its shape")
+        layouts = [_layout(plist) for plist in (rewrite.making().plist, target.get_create_plist())]
+        self.require(layouts[0] == layouts[1], f"{where}: its chunks and filters")
+        blocks = rewrite.blocks(Run(0, rewrite.shape[rewrite.axis], False), nbytes)
+        written = RowSource([self._target], path, rewrite.axis)
+        every = Selection(0, 1, written.counts[0])
+        if rewrite.is_by_hdf5:
+            for block in blocks:
+                with rewrite.source.read(rewrite.selection, block) as a:
+                    with written.read(every, block) as b:
+                        self._compare_raw(a, b, where)
+            return
+        of_target = {**options, "hdf5_path": self._target.filename}
+        sources = rewrite.source.blocks(rewrite.selection, blocks, rewrite.dtype, dict(options))
+        targets = written.blocks(every, blocks, None, of_target)
+        for block, old, new in zip(blocks, sources, targets, strict=True):
+            rows = f"{where}, rows {block.begin} to {block.stop}"
+            self.require(np.array_equal(_bytes(old), _bytes(new)), rows)
+
+    def _compare_scalars(self, one: h5d.DatasetID, other: h5d.DatasetID, where: str) -> None:
+        kind, space = one.get_type(), one.get_space()
+        with RawValues(kind, 1, where) as a, RawValues(kind, 1, where) as b:
+            a.read(one, space, space)
+            b.read(other, space, space)
+            self._compare_raw(a, b, where)
+
+
+def _layout(plist: h5p.PropDCID) -> tuple[Any, ...]:
+    chunks = plist.get_chunk() if plist.get_layout() == h5d.CHUNKED else ()
+    return chunks, [plist.get_filter(i)[0] for i in range(plist.get_nfilters())]
+
+
+def _bytes(values: np.ndarray[Any, Any]) -> Bytes:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def content(kind: h5t.TypeID, values: Bytes) -> bytes:
+    """Return the bytes of elements (count, bytes of one), with those that pointers lead to."""
+    if not has_pointers(kind):
+        return values.tobytes()
+    if isinstance(kind, h5t.TypeCompoundID):
+        parts = []
+        for i in range(kind.get_nmembers()):
+            member, begin = kind.get_member_type(i), kind.get_member_offset(i)
+            parts.append(content(member, values[:, begin : begin + member.get_size()]))
+        return b"".join(parts)
+    if isinstance(kind, h5t.TypeArrayID):
+        base = kind.get_super()
+        size = base.get_size()
+        starts = range(0, kind.get_size(), size)
+        return b"".join(content(base, values[:, at : at + size]) for at in starts)
+    if isinstance(kind, h5t.TypeStringID):
+        pointers = values[:, :8].copy().view(np.uint64).reshape(-1).tolist()
+        return b"\0".join(ctypes.string_at(one) if one else b"\1" for one in pointers)
+    base, found = kind.get_super(), []
+    for count, pointer in values[:, :HVL_NBYTES].copy().view(np.uint64).tolist():
+        nbytes = count * base.get_size()
+        found.append(count.to_bytes(8, "little"))
+        if nbytes:
+            memory = (ctypes.c_uint8 * nbytes).from_address(pointer)
+            elements = np.frombuffer(memory, np.uint8).reshape(-1, base.get_size())
+            found.append(content(base, elements))
+    return b"".join(found)

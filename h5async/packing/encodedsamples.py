@@ -1,0 +1,240 @@
+"""Makes what is stored of encoded samples: bytes of files enter; bytes or pixels leave.
+
+Bytes are kept if a reader decodes them: JPEG and PNG, or what libsndfile reads. Other images are
+converted by Pillow to RGB, as torchvision's ``ImageFolder`` does, and stored as PNG. All functions
+are called by many threads.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codec.imageformats import ImageHeader, decode_rgb, header_rows
+from h5async.core.binding import address, load_core
+from h5async.errors import needs_package
+from h5async.io.shared import Growing, plain_memory
+from h5async.packing.packoptions import PackOptions
+from h5async.packing.schema import Block, Values
+from h5async.plan.crops import center_boxes
+
+Bytes = NDArray[np.uint8]
+_MOST_PIXELS = 178_956_970  # as Pillow's own limit, beyond which it takes an image for an attack
+_PNG_LEVEL = 3
+_IMAGES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
+_OF_GREY = (0, 4)  # PNG's colour types of grey, with and without transparency
+_COLOR_TYPE = 25  # position of that byte
+_AREA_ABOVE = 2.0  # as ImageField(interpolation="auto")
+
+
+class Made(NamedTuple):
+    """What is stored of samples, without the bad ones; why these are bad, by place.
+
+    Pillow `converted` some of them.
+    """
+
+    values: Values
+    refused: dict[int, str]
+    converted: int = 0
+
+
+class Samples:
+    """Encoded samples: `kind` is that of the field that a reader makes of what is stored."""
+
+    kind = ""
+
+    def made(self, contents: Sequence[Any]) -> Made:
+        """Return what is stored of samples, without the bad ones, and why these are bad."""
+        raise NotImplementedError
+
+
+def samples_of(encoded: Mapping[str, str], options: PackOptions) -> dict[str, Samples]:
+    """Return what makes the samples of encoded columns."""
+    return {
+        name: Recordings()
+        if kind == "audio"
+        else KeptImages(verifies=options.verify)
+        if options.size is None
+        else ResizedImages(options.size)
+        for name, kind in encoded.items()
+    }
+
+
+def encoded_columns(block: Block, source: Mapping[str, str]) -> dict[str, str]:
+    """Return which columns are encoded images or audio: those that the source names, and others.
+
+    Others are bytes that all begin as JPEG or PNG do.
+    """
+    found = {name: kind for name, kind in source.items() if name in block.columns}
+    for name, values in block.columns.items():
+        if name not in found and isinstance(values, list) and values:
+            if all(isinstance(one, bytes) and one.startswith(_IMAGES) for one in values):
+                found[name] = "image"
+    return found
+
+
+def made_block(block: Block, samples: Mapping[str, Samples]) -> Block:
+    """Return a block in which encoded samples are as they are stored, without the bad ones."""
+    for name, one in samples.items():
+        names = list(block.columns)
+        made = one.made(block.columns[name])  # type: ignore[arg-type]
+        rest = {other: values for other, values in block.columns.items() if other != name}
+        block = block._replace(columns=rest).without(made.refused)
+        columns = {**block.columns, name: made.values}
+        block = block._replace(
+            columns={other: columns[other] for other in names},
+            converted=block.converted + made.converted,
+        )
+    return block
+
+
+class Recordings(Samples):
+    """Encoded audio, whose bytes are kept."""
+
+    kind = "audio"
+
+    def __init__(self) -> None:
+        with needs_package("soundfile", "recordings that are packed"):
+            import soundfile
+        self._soundfile: Any = soundfile
+
+    def made(self, contents: Sequence[Any]) -> Made:
+        """Return the bytes of recordings that libsndfile can open."""
+        refused: dict[int, str] = {}
+        for number, content in enumerate(contents):
+            try:
+                self._soundfile.SoundFile(io.BytesIO(memoryview(content))).close()
+            except Exception as error:
+                refused[number] = f"libsndfile cannot open it: {error}"
+        return Made([one for n, one in enumerate(contents) if n not in refused], refused)
+
+
+class KeptImages(Samples):
+    """Encoded images, whose bytes are kept if a reader decodes them.
+
+    If it `verifies`, they are decoded to see whether they are whole; else their headers and ends
+    are looked at.
+    """
+
+    kind = "image"
+
+    def __init__(self, *, verifies: bool = False) -> None:
+        self._verifies = verifies
+        self._own = _Scratch()
+
+    def made(self, contents: Sequence[Any]) -> Made:
+        """Return the bytes of images, or of PNGs that they were converted to."""
+        refused: dict[int, str] = {}
+        found: list[Any] = []
+        converted = 0
+        for number, (header, data) in enumerate(headers_of(contents)):
+            try:
+                if header is None or _has_grey_of_16_bits(header, data):
+                    data = _as_png(_by_pillow(data))
+                    converted += 1
+                elif self._verifies:
+                    _decoded(data, header, self._own)
+            except ValueError as error:
+                refused[number] = str(error)
+                continue
+            found.append(data)
+        return Made(found, refused, converted)
+
+
+class ResizedImages(Samples):
+    """Images that are decoded, cut in the middle, and resized to `size`: height and width.
+
+    The pixels are those of ``ImageField(size=size)``.
+    """
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        with needs_package("opencv-python-headless", "images that are resized"):
+            import cv2
+        self._cv2: Any = cv2
+        self._size = size
+        self._own = _Scratch()
+
+    def made(self, contents: Sequence[Any]) -> Made:
+        """Return pixels, uint8 (images, height, width, 3)."""
+        refused: dict[int, str] = {}
+        out = np.empty((len(contents), *self._size, 3), np.uint8)
+        count = 0
+        for number, (header, data) in enumerate(headers_of(contents)):
+            try:
+                pixels = _by_pillow(data) if header is None else _decoded(data, header, self._own)
+            except ValueError as error:
+                refused[number] = str(error)
+                continue
+            self._resize(pixels, out[count])
+            count += 1
+        return Made(out[:count], refused)
+
+    def _resize(self, pixels: Bytes, out: Bytes) -> None:
+        height, width = (np.array([one], np.int64) for one in pixels.shape[:2])
+        (box,) = center_boxes(height, width, self._size).tolist()
+        top, left, h, w = box
+        shrink = max(h / self._size[0], w / self._size[1])
+        how = self._cv2.INTER_AREA if shrink > _AREA_ABOVE else self._cv2.INTER_LINEAR
+        part = pixels[top : top + h, left : left + w]
+        self._cv2.resize(part, self._size[::-1], out, 0, 0, how)
+
+
+class _Scratch(threading.local):
+    """Memory of the calling thread, for pixels."""
+
+    def __init__(self) -> None:
+        self.memory = Growing(plain_memory)
+
+
+def headers_of(contents: Sequence[Any]) -> list[tuple[ImageHeader | None, Bytes]]:
+    """Return, per image, its header, None if it is no whole JPEG or PNG, and its bytes."""
+    core, rows = load_core(), np.zeros((1, len(ImageHeader._fields)), np.int64)
+    found: list[tuple[ImageHeader | None, Bytes]] = []
+    for content in contents:
+        data, bounds = np.frombuffer(content, np.uint8), np.array([0, len(content)])
+        if core is None:
+            rows = header_rows(data, bounds)
+        else:
+            core.image_headers(address(data), address(bounds), address(rows), data.size, 1)
+        (header,) = rows.tolist()
+        found.append((ImageHeader._make(header) if header[1] else None, data))
+    return found
+
+
+def _has_grey_of_16_bits(header: ImageHeader, data: Bytes) -> bool:
+    return header.is_png and header.depth == 16 and int(data[_COLOR_TYPE]) in _OF_GREY
+
+
+def _decoded(data: Bytes, header: ImageHeader, own: _Scratch) -> Bytes:
+    """Return the pixels of an image, in memory of the thread; by Pillow if our decoder refuses."""
+    if header.height * header.width > _MOST_PIXELS:
+        raise ValueError(f"it has {header.height:,} x {header.width:,} pixels, which are too many")
+    pixels: Bytes = own.memory.of(header.height * header.width * 3).reshape(header.shape)
+    try:
+        decode_rgb(data, header, pixels)
+    except ValueError:
+        return _by_pillow(data)
+    return pixels
+
+
+def _by_pillow(data: Bytes) -> Bytes:
+    """Return pixels as ``convert("RGB")`` gives them; ValueError if Pillow cannot."""
+    with needs_package("pillow", "images that are neither JPEG nor PNG, or unusual ones,"):
+        from PIL import Image
+    try:
+        with Image.open(io.BytesIO(data.tobytes())) as image:
+            return np.asarray(image.convert("RGB"))
+    except Exception as error:
+        first = data[:8].tobytes().hex(" ") or "none"
+        raise ValueError(f"Pillow: {error} (the first bytes are {first})") from error
+
+
+def _as_png(pixels: Bytes) -> Bytes:
+    import imagecodecs
+
+    return np.frombuffer(imagecodecs.png_encode(pixels, level=_PNG_LEVEL), np.uint8)

@@ -1,0 +1,313 @@
+"""Copies the objects of a file: groups, datasets, datatypes, their links and their attributes.
+
+A file and what its datasets are to become enter; a file with all objects leaves, in which only the
+values of those datasets are missing that are copied later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from h5py import h5 as library
+from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
+
+from h5async.errors import DatasetError
+from h5async.packing.rawvalues import (
+    References,
+    Twin,
+    call_hdf5,
+    copy_attribute,
+    has_pointers,
+    has_references,
+)
+from h5async.spelling import name_text
+
+SMALL_NBYTES = 1 << 20  # stored: such a dataset is copied at once
+_USER_DEFINED = h5d.FILL_VALUE_USER_DEFINED
+_COPY_WITHOUT_ATTRIBUTES = h5o.COPY_WITHOUT_ATTR_FLAG
+LeavesOut = Callable[[bytes, Any], bool]
+
+
+class Entry(NamedTuple):
+    """A link: the path of its group, its name, its kind, and what it leads to.
+
+    `node` is None for links that are not hard; `is_first` says whether no earlier link leads there.
+    """
+
+    parent: bytes
+    name: bytes
+    info: h5l.LinkInfo
+    node: Any
+    address: int
+    is_first: bool
+
+    @property
+    def path(self) -> bytes:
+        """The path that the link is."""
+        return self.parent + b"/" + self.name
+
+
+def walk(file: h5f.FileID, leaves_out: LeavesOut = lambda path, node: False) -> Iterator[Entry]:
+    """Yield all links of a file, each group's in their order, and groups before their members.
+
+    Of objects, those are left out for which `leaves_out(path, node)` is true.
+    """
+    root = h5g.open(file, b"/")
+    seen = {h5o.get_info(root).addr}
+    groups = deque([(b"", root)])
+    while groups:
+        parent, group = groups.popleft()
+        for name in _names(group):
+            info = group.links.get_info(name)
+            if info.type != h5l.TYPE_HARD:
+                yield Entry(parent, name, info, None, -1, False)
+                continue
+            node = h5o.open(group, name)
+            if leaves_out(parent + b"/" + name, node):
+                continue
+            entry = Entry(parent, name, info, node, h5o.get_info(node).addr, False)
+            entry = entry._replace(is_first=entry.address not in seen)
+            seen.add(entry.address)
+            yield entry
+            if entry.is_first and isinstance(node, h5g.GroupID):
+                groups.append((entry.path, node))
+
+
+def _names(group: h5g.GroupID) -> list[bytes]:
+    is_tracked = group.get_create_plist().get_link_creation_order() & h5p.CRT_ORDER_TRACKED
+    names: list[bytes] = []
+    order = library.INDEX_CRT_ORDER if is_tracked else library.INDEX_NAME
+    group.links.iterate(names.append, idx_type=order)
+    return names
+
+
+class Making(NamedTuple):
+    """How a dataset is made in the other file.
+
+    `space`, `kind` and `plist` are its dataspace, datatype (None: as it was) and creation
+    properties. `has_values` says that its values are written later; `same_filters`, that chunks
+    may be copied as they are stored.
+    """
+
+    space: h5s.SpaceID
+    kind: h5t.TypeID | None
+    plist: h5p.PropDCID
+    has_values: bool = True
+    same_filters: bool = True
+
+
+class ObjectCopy:
+    """Copies the objects of `source` into the empty file `target`.
+
+    `change(path, dataset)` says how a dataset is made that differs; None for one that stays. Some
+    are left out, as `walk` says.
+    """
+
+    def __init__(
+        self,
+        source: h5f.FileID,
+        target: h5f.FileID,
+        names: tuple[Path, Path],
+        change: Callable[[bytes, h5d.DatasetID], Making | None],
+        leaves_out: LeavesOut,
+    ) -> None:
+        self.source, self._target, self._change = source, target, change
+        self._names, self._leaves_out = names, leaves_out
+        self._types: dict[int, h5t.TypeID] = {}  # committed ones of the target
+        # HDF5 copies no object to a file with addresses of another length.
+        sizes = [file.get_create_plist().get_sizes() for file in (source, target)]
+        self._can_copy = sizes[0] == sizes[1]
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the links that are copied."""
+        return walk(self.source, self._leaves_out)
+
+    @cached_property
+    def twins(self) -> dict[int, Twin]:
+        """Where the objects of the source are in the target, once they are made."""
+        root = h5g.open(self.source, b"/")
+        found = {h5o.get_info(root).addr: Twin(b"/", _address(self._target, b"/"))}
+        for entry in self.entries():
+            if entry.is_first:
+                found[entry.address] = Twin(entry.path, _address(self._target, entry.path))
+        return found
+
+    @property
+    def references(self) -> References:
+        """Changes references to what they become in the target."""
+        return References(self.source, self._target, self.twins)
+
+    def make(self) -> list[bytes]:
+        """Make all; return the paths of datasets whose values are missing."""
+        missing, parent, group = [], b"", h5g.open(self._target, b"/")
+        paths: dict[int, bytes] = {h5o.get_info(h5g.open(self.source, b"/")).addr: b"/"}
+        for entry in self.entries():
+            if entry.parent != parent:
+                parent, group = entry.parent, h5g.open(self._target, entry.parent)
+            properties = h5p.create(h5p.LINK_CREATE)
+            properties.set_char_encoding(entry.info.cset)
+            if entry.node is None:
+                self._link(entry, group, properties)
+            elif not entry.is_first:
+                known = h5o.open(self._target, paths[entry.address])
+                h5o.link(known, group, entry.name, lcpl=properties)
+            else:
+                paths[entry.address] = entry.path
+                if self._object(entry, group, properties):
+                    missing.append(entry.path)
+        self._attributes()
+        return missing
+
+    def _link(self, entry: Entry, group: h5g.GroupID, properties: h5p.PropLCID) -> None:
+        source = h5g.open(self.source, entry.parent or b"/")
+        if entry.info.type == h5l.TYPE_SOFT:
+            group.links.create_soft(entry.name, source.links.get_val(entry.name), properties)
+        elif entry.info.type == h5l.TYPE_EXTERNAL:
+            file, path = source.links.get_val(entry.name)
+            group.links.create_external(entry.name, self.moved(file), path, properties)
+        else:
+            raise DatasetError(
+                f"{self._where(entry.path)}: a link of a user's own class ({entry.info.type}),"
+                " which cannot be copied; remove it"
+            )
+
+    def _where(self, path: bytes) -> str:
+        return f'{self._names[0]}: "{name_text(path)}"'
+
+    def moved(self, name: bytes) -> bytes:
+        """Return the name of another file as the target must have it to lead to the same one."""
+        before, after = (path.absolute().parent for path in self._names)
+        file = os.fsencode(before) + b"/" + name
+        if before == after or os.path.isabs(name) or not (b"%" in name or os.path.exists(file)):
+            return name
+        return os.path.relpath(file, os.fsencode(after))
+
+    def _object(self, entry: Entry, group: h5g.GroupID, properties: h5p.PropLCID) -> bool:
+        """Make an object; return whether its values are missing."""
+        where, node = self._where(entry.path), entry.node
+        if isinstance(node, h5g.GroupID):
+            h5g.create(group, entry.name, lcpl=properties, gcpl=_properties_like(node))
+        elif isinstance(node, h5t.TypeID):
+            h5o.link(self._type(node, where), group, entry.name, lcpl=properties)
+        else:
+            return self._dataset(entry, group, properties, where)
+        return False
+
+    def _type(self, kind: h5t.TypeID, where: str) -> h5t.TypeID:
+        """Return a datatype for the target: a committed one is committed there, once."""
+        if not kind.committed():
+            return kind
+        address = h5o.get_info(kind).addr
+        if address not in self._types:
+            new = kind.copy()
+            plist = kind.get_create_plist()
+            call_hdf5("H5Tcommit_anon", where, self._target, new, plist, 0)
+            self._types[address] = new
+        return self._types[address]
+
+    def _dataset(
+        self, entry: Entry, group: h5g.GroupID, properties: h5p.PropLCID, where: str
+    ) -> bool:
+        dataset: h5d.DatasetID = entry.node
+        making, kind = self._change(entry.path, dataset), dataset.get_type()
+        plist = dataset.get_create_plist()
+        is_outside = plist.get_layout() == h5d.VIRTUAL or plist.get_external_count() > 0
+        # HDF5 would copy where such a fill value is in the other file, not the value.
+        has_far_fill = has_pointers(kind) and plist.fill_value_defined() == _USER_DEFINED
+        is_apart = kind.committed() or has_references(kind) or is_outside or has_far_fill
+        is_small = dataset.get_storage_size() <= SMALL_NBYTES
+        if making is None and is_small and self._can_copy and not is_apart:
+            self._copy_whole(entry, group, properties)
+            return False
+        if making is None:
+            if plist.get_layout() == h5d.VIRTUAL:
+                plist = self._virtual(plist)
+            making = Making(dataset.get_space(), None, plist, has_values=not is_outside)
+        new_kind = self._type(kind, where) if making.kind is None else making.kind
+        try:
+            new = h5d.create(group, entry.name, new_kind, making.space, making.plist, properties)
+            if making.same_filters and stored_filters(new.get_create_plist()) != stored_filters(
+                making.plist
+            ):
+                raise ValueError("HDF5 gives its filters other parameters now")
+        except ValueError as error:
+            if making.plist is not plist or is_apart or not self._can_copy:
+                raise DatasetError(f"{where}: it cannot be made ({error})") from error
+            if group.links.exists(entry.name):
+                group.unlink(entry.name)
+            self._copy_whole(entry, group, properties)
+            return False
+        # (A virtual dataset has no storage until its sources are open.)
+        return making.has_values and (is_outside or dataset.get_storage_size() > 0)
+
+    def _copy_whole(self, entry: Entry, group: h5g.GroupID, properties: h5p.PropLCID) -> None:
+        how = h5p.create(h5p.OBJECT_COPY)
+        how.set_copy_object(_COPY_WITHOUT_ATTRIBUTES)
+        h5o.copy(entry.node, b".", group, entry.name, copypl=how, lcpl=properties)
+
+    def _virtual(self, plist: h5p.PropDCID) -> h5p.PropDCID:
+        """Return the properties of a virtual dataset, with sources as the target must name them."""
+        if self._names[0].absolute().parent == self._names[1].absolute().parent:
+            return plist
+        new = plist.copy()
+        new.set_layout(h5d.CONTIGUOUS)  # forgets the mappings
+        for i in range(plist.get_virtual_count()):
+            space, part = plist.get_virtual_vspace(i), plist.get_virtual_srcspace(i)
+            file = self.moved(os.fsencode(plist.get_virtual_filename(i)))
+            new.set_virtual(space, os.fsdecode(file), plist.get_virtual_dsetname(i), part)
+        return new
+
+    def _attributes(self) -> None:
+        references, root = self.references, h5g.open(self.source, b"/")
+        self._attributes_of(b"/", root, references)
+        for entry in self.entries():
+            if entry.is_first:
+                self._attributes_of(entry.path, entry.node, references)
+
+    def _attributes_of(self, path: bytes, node: Any, references: References) -> None:
+        names = attribute_names(node)
+        if not names:
+            return
+        target = h5o.open(self._target, path)
+        for name in names:
+            where = f'{self._where(path)}: attribute "{name_text(name)}"'
+            attribute = h5a.open(node, name)
+            kind = self._type(attribute.get_type(), where)
+            copy_attribute(attribute, target, kind, references, where)
+
+
+def attribute_names(node: Any) -> list[bytes]:
+    """Return the names of an object's attributes, in their order."""
+    names: list[bytes] = []
+    if h5a.get_num_attrs(node):
+        tracked = node.get_create_plist().get_attr_creation_order() & h5p.CRT_ORDER_TRACKED
+        order = library.INDEX_CRT_ORDER if tracked else library.INDEX_NAME
+        h5a.iterate(node, names.append, index_type=order)
+    return names
+
+
+def _properties_like(group: h5g.GroupID) -> h5p.PropGCID:
+    """Return properties for a group like another one.
+
+    HDF5's own would also say where the links of a large group are, and HDF5 would believe that.
+    """
+    like, new = group.get_create_plist(), h5p.create(h5p.GROUP_CREATE)
+    new.set_link_creation_order(like.get_link_creation_order())
+    new.set_attr_creation_order(like.get_attr_creation_order())
+    new.set_attr_phase_change(*like.get_attr_phase_change())
+    new.set_obj_track_times(like.get_obj_track_times())
+    return new
+
+
+def _address(file: h5f.FileID, path: bytes) -> int:
+    return int(h5o.get_info(file, path).addr)
+
+
+def stored_filters(plist: h5p.PropDCID) -> list[tuple[Any, ...]]:
+    """Return the filters of a dataset: their numbers, flags and parameters."""
+    return [plist.get_filter(i)[:3] for i in range(plist.get_nfilters())]

@@ -1,0 +1,500 @@
+"""Writes HDF5 files anew: files enter; one with other chunks, filters or samples leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
+
+import h5py
+import numpy as np
+from h5py import h5d, h5f, h5t
+
+from h5async.config import Field, ReaderConfig
+from h5async.config.files import FileName, home_path
+from h5async.errors import ConfigError, DatasetError, ReadError, WriteError
+from h5async.index.links import open_index
+from h5async.io.stores import HDF5File
+from h5async.opening.dataset import Samplings, open_dataset
+from h5async.order.selection import Selection
+from h5async.packing.chunkwriter import ChunkWriter
+from h5async.packing.comparing import Comparison
+from h5async.packing.objects import ObjectCopy, walk
+from h5async.packing.rawvalues import has_references
+from h5async.packing.repackoptions import RepackKeywords, RepackOptions
+from h5async.packing.rewriting import Rewrite, chunks_of_rows
+from h5async.packing.rowsource import RowSource, has_shape, is_outside
+from h5async.packing.safefile import SafeFile, partial_of
+from h5async.packing.sparsegroups import (
+    PARTS,
+    SparseRows,
+    may_have_samples,
+    refuse_offsets,
+    require_same,
+    sparse_paths,
+)
+from h5async.packing.transfer import Transfer, move_scalar, pieces_of
+from h5async.spelling import name_text, named
+from h5async.system.resources import free_memory
+
+_LEAST_NBYTES = 1 << 10  # smaller datasets stay as they are, unless they are named
+_MEMORY_NBYTES, _MEMORY_SHARE = 1 << 30, 4  # by default: this, or the free memory divided by that
+_LEAST_MEMORY_NBYTES = 8 << 20
+_CHUNK_NBYTES = 64 << 10  # of a dataset that had no chunks, and gets a filter
+Progress = Callable[[int, int], None]
+
+
+class Planned(NamedTuple):
+    """What becomes of a dataset: how its values are moved, its chunks, its decoded bytes."""
+
+    path: str
+    how: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    nbytes: int
+
+
+class Plan(NamedTuple):
+    """What `repack` will do: the datasets that change, and the bytes of rows in memory."""
+
+    datasets: tuple[Planned, ...]
+    memory_nbytes: int
+
+
+class Repacked(NamedTuple):
+    """The result of `repack`: the files written, and what became of datasets."""
+
+    paths: tuple[Path, ...]
+    plan: Plan
+
+
+class Repacking:
+    """A repack of `files`, which are open: what is planned for each dataset of the first one."""
+
+    def __init__(self, files: Sequence[HDF5File], config: ReaderConfig, options: RepackOptions):
+        self._files, self._config, self._options = files, config, options
+        self._stamps = [file.source.stamp() for file in files]
+        memory = min(_MEMORY_NBYTES, free_memory()[0].nbytes // _MEMORY_SHARE)
+        self.memory = max(_LEAST_MEMORY_NBYTES, options.memory or memory)
+        self.rewrites: dict[str, Rewrite] = {}
+        self.bounds: dict[str, Any] = {}  # of sparse rows, by the path of their dataset
+        self._sparse: dict[str, SparseRows] = {}
+        found = {
+            name_text(entry.path).strip("/"): entry.node
+            for entry in walk(files[0].id, self._leaves_out)
+            if entry.is_first and isinstance(entry.node, h5d.DatasetID)
+        }
+        self.datasets: dict[str, h5d.DatasetID] = found
+        self._require_named()
+        if self.joins or options.changes_storage:
+            self._plan()
+
+    @property
+    def joins(self) -> bool:
+        """Whether samples are selected, or those of several files joined."""
+        return len(self._files) > 1 or self._options.selects
+
+    @property
+    def piece_nbytes(self) -> int:
+        """The most bytes of rows that are moved at a time: readers hold several."""
+        return max(1, self.memory // 8)
+
+    def digest(self) -> str:
+        """Return what says what the new file is made of."""
+        names = [str(file.filename) for file in self._files]
+        content = [names, [stamp[:4] for stamp in self._stamps], self._options.digested()]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+    def require_unchanged(self) -> None:
+        """Raise `ReadError` if a file was changed since it was opened."""
+        for file, stamp in zip(self._files, self._stamps, strict=True):
+            if not file.source.stamp().has_content_of(stamp):
+                raise ReadError(
+                    f"{file.filename} was changed while it was repacked; what was written is of no"
+                    " use: begin anew",
+                    filename=file.filename,
+                )
+
+    def _require_named(self) -> None:
+        """Raise an error if an option names a dataset that is not there."""
+        options = self._options
+        for name in ("fields", "chunks", "dtype"):
+            for path in getattr(options, name) or ():
+                if path.strip("/") not in self.datasets:
+                    listed = ", ".join(f'"{one}"' for one in list(self.datasets)[:20])
+                    raise DatasetError(
+                        f'{self._files[0].filename}: {named(name)}: there is no dataset "{path}";'
+                        f" there are {listed}"
+                    )
+
+    def _plan(self) -> None:
+        axis, options = self._options.num_dim, self._options
+        chosen = {path.strip("/") for path in options.fields or ()}
+        with_rows = {
+            p: one for p, one in self.datasets.items() if one.rank > axis and has_shape(one)
+        }
+        if not self.joins:
+            for path, one in with_rows.items():
+                is_kept = is_outside(one) and options.virtual == "keep"
+                nbytes = int(np.prod(one.shape)) * one.get_type().get_size()
+                is_chosen = path in chosen or (not chosen and nbytes >= _LEAST_NBYTES)
+                is_chosen = is_chosen or self._is_named(path)
+                if not is_kept and (is_chosen or is_outside(one)):
+                    source = RowSource(self._files, path, axis)
+                    every = Selection(0, 1, source.counts[0])
+                    self._add(path, source, every, is_chosen=is_chosen)
+            return
+        self._sparse = {
+            path: SparseRows(self._files, path)
+            for path in sparse_paths(self._files[0], self.datasets)
+            if may_have_samples(self._files[0], f"{path}/data")
+        }
+        in_sparse = {f"{path}/{part}" for path in self._sparse for part in PARTS}
+        rows_of = [p for p in with_rows.keys() - in_sparse if may_have_samples(self._files[0], p)]
+        with_rows = {path: one for path, one in with_rows.items() if path in rows_of}
+        sampled = self._sampled(with_rows, chosen)
+        if len(self._files) > 1:
+            for path in self.datasets.keys() - sampled.keys() - in_sparse:
+                require_same(self._files, path)
+        refuse_offsets(self._files[0], with_rows, {one.counts[0] for one in sampled.values()})
+        selection = self._selection(sampled)
+        for path, rows in self._sparse.items():
+            self._add_sparse(path, rows, selection)
+        for path, source in sampled.items():
+            is_chosen = not chosen or path in chosen or self._is_named(path)
+            self._add(path, source, selection, is_chosen=is_chosen)
+
+    def _is_named(self, path: str) -> bool:
+        return path in self._options.chunks or path in self._options.dtype
+
+    def _sampled(
+        self, with_rows: Mapping[str, h5d.DatasetID], chosen: set[str]
+    ) -> dict[str, RowSource]:
+        """Return the datasets whose rows are samples.
+
+        They have as many as those that are chosen, or as the largest dataset.
+        """
+        axis = self._options.num_dim
+        sizes = {p: int(np.prod(o.shape)) * o.get_type().get_size() for p, o in with_rows.items()}
+        pool = {p: n for p, n in sizes.items() if p in chosen} or sizes
+        if not pool and self._sparse:
+            return {}
+        if not pool:
+            raise DatasetError(
+                f"{self._files[0].filename}: no dataset has a dimension {axis} that counts samples"
+            )
+        largest = max(pool, key=lambda path: pool[path])
+        counts = RowSource(self._files, largest, axis).counts
+        for path, rows in self._sparse.items():
+            largest, counts = path, rows.counts
+        found = {}
+        for path, one in with_rows.items():
+            if one.shape[axis] != counts[0]:
+                if path in chosen:
+                    raise DatasetError(
+                        f'{self._files[0].filename}: dataset "{path}" has {one.shape[axis]:,}'
+                        f' samples, and "{largest}" has {counts[0]:,}; name datasets with as many'
+                    )
+                continue
+            source = RowSource(self._files, path, axis)
+            if source.counts != counts:
+                raise DatasetError(
+                    f'dataset "{path}" and "{largest}" have differing numbers of samples in some'
+                    f" files: {source.counts} and {counts}"
+                )
+            if len(self._files) > 1 and has_references(source.kind):
+                raise DatasetError(
+                    f"{source.where}: references cannot be joined with those of others"
+                )
+            found[path] = source
+        return found
+
+    def _selection(self, sampled: Mapping[str, RowSource]) -> Selection:
+        """Return the samples to write, in their order."""
+        if self._sparse:
+            path, rows = next(iter(self._sparse.items()))
+            count, field = sum(rows.counts), Field(path)
+        else:
+            source = max(sampled.values(), key=lambda one: (one.is_plain, one.row_nbytes))
+            count, field = int(source.starts[-1]), Field(source.path, num_dim=source.axis)
+        if not self._options.selects:
+            return Selection(0, 1, count)
+        config = self._config.with_fields({"data": field})
+        opened = open_dataset(config)
+        samplings = Samplings(opened.config, opened.layouts)
+        if not config.shuffle:
+            return samplings.selection
+        size = samplings.selection.size
+        return Selection.of_numbers(samplings.at((0, 1)).samples(0, 0, size))
+
+    def _add_sparse(self, path: str, rows: SparseRows, selection: Selection) -> None:
+        elements = rows.elements(selection)
+        self.bounds[f"{path}/indptr"] = rows.bounds(selection)
+        for part in PARTS[:2]:
+            source = RowSource(self._files, f"{path}/{part}", 0)
+            self._add(f"{path}/{part}", source, elements, is_chosen=True)
+
+    def _add(self, path: str, source: RowSource, selection: Selection, *, is_chosen: bool) -> None:
+        """Plan what becomes of a dataset, unless it stays as it is."""
+        options, axis, first = self._options, source.axis, source.first
+        shape = (*first.extents[:axis], selection.size, *first.extents[axis + 1 :])
+        dtype = options.dtype.get(path)
+        if dtype is not None and (not source.is_plain or first.dtype.kind not in "biufc"):
+            raise ConfigError(f"{source.where}: {named('dtype')} is for datasets of numbers")
+        if dtype is not None and dtype == first.dtype:
+            dtype = None
+        chunks, filters = first.chunks, options.filters if is_chosen else None
+        most = first.maxshape
+        if chunks and not all(shape):
+            pass
+        elif path in options.chunks:
+            chunks = self._chunks(path, shape, options.chunks[path])
+        elif is_chosen and options.chunk_samples is not None:
+            itemsize = source.itemsize if dtype is None else dtype.itemsize
+            chunks = chunks_of_rows(shape, axis, options.chunk_samples, itemsize)
+        elif not chunks and filters:
+            chunks = chunks_of_rows(
+                shape, axis, max(1, _CHUNK_NBYTES // max(1, source.row_nbytes)), source.itemsize
+            )
+        if chunks and most[axis] is not None:
+            chunks = (*chunks[:axis], min(chunks[axis], max(1, shape[axis])), *chunks[axis + 1 :])
+        stays = shape == first.extents and chunks == first.chunks and dtype is None
+        if stays and (filters is None or not chunks) and selection.is_prefix:
+            if len(self._files) == 1 and not is_outside(first.id):
+                return
+        rewrite = Rewrite(source, selection, shape, chunks, filters if chunks else None, dtype)
+        rewrite.require_lossless()
+        self.rewrites[path] = rewrite
+
+    def _chunks(self, path: str, shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+        if len(given) != len(shape):
+            raise ConfigError(
+                f'{named("chunks")}: "{path}" has {len(shape)} dimensions, found {given}'
+            )
+        return tuple(
+            max(1, min(n or extent, extent)) for n, extent in zip(given, shape, strict=True)
+        )
+
+    def copying(self, path: str) -> Rewrite | None:
+        """Return the plan for a dataset that stays as it is; None if it has no dimensions."""
+        if not self.datasets[path].rank:
+            return None
+        source = RowSource(self._files[:1], path, 0)
+        first = source.first
+        return Rewrite(
+            source, Selection(0, 1, source.counts[0]), first.extents, first.chunks, None, None
+        )
+
+    def plan(self) -> Plan:
+        """Return what will be done, for people."""
+        datasets = [
+            Planned(path, one.how, one.shape, one.chunks, one.nbytes)
+            for path, one in self.rewrites.items()
+        ]
+        return Plan(tuple(datasets), self.memory)
+
+    @property
+    def reader_options(self) -> dict[str, Any]:
+        """The options of readers of rows."""
+        options = self._options
+        found: dict[str, Any] = {
+            "hdf5_path": self._config.files,
+            "device": "cpu",
+            "rank": 0,
+            "world_size": 1,
+            "max_batch_bytes": self.memory,
+            "allow_external": options.allow_external,
+        }
+        if options.num_threads is not None:
+            found["num_threads"] = options.num_threads
+        return found
+
+    def replaces(self, path: Path) -> bool:
+        """Tell whether the new file takes the place of a source."""
+        return any(path.exists() and path.samefile(file.filename) for file in self._files)
+
+    def write(self, path: Path, progress: Progress | None) -> bool:
+        """Write the new file; return False if it was finished before."""
+        options, first = self._options, self._files[0]
+        is_in_place = self.replaces(path)
+        resume = options.resume and not (is_in_place and not partial_of(path).exists())
+        overwrite = (options.overwrite or is_in_place) and not resume
+        how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "like": first}
+        with SafeFile(path, digest=self.digest(), **how) as safe:
+            if safe.is_finished:
+                return False
+            copy = self.objects(safe.file.id, path)
+            if safe.state is None:
+                missing = [name_text(one).strip("/") for one in copy.make()]
+                self._write_bounds(safe.file)
+                safe.commit({"missing": missing, "done": 0})
+            state = dict(safe.state or {})
+            memory = self.memory // 4
+            with ChunkWriter(safe, threads=options.num_threads, memory=memory) as writer:
+                for done in self._move(copy, writer, safe, progress):
+                    writer.commit({**state, "done": done})
+            self.require_unchanged()
+            safe.finish()
+        return True
+
+    def _leaves_out(self, path: bytes, node: Any) -> bool:
+        """Tell whether an object is left out, because it neither is nor has a wanted field."""
+        if not self._options.only_fields or isinstance(node, h5t.TypeID):
+            return False
+        name = name_text(path).strip("/")
+        fields = [field.strip("/") for field in self._options.fields or ()]
+        return not any(f"{field}/".startswith(f"{name}/") for field in fields)
+
+    def objects(self, target: h5f.FileID, path: Path) -> ObjectCopy:
+        """Return what copies the objects to the new file."""
+        first = self._files[0]
+        names = Path(first.filename), path
+        return ObjectCopy(first.id, target, names, self._making, self._leaves_out)
+
+    def _write_bounds(self, file: h5py.File) -> None:
+        """Write where sparse rows begin, and how many there are."""
+        for path, bounds in self.bounds.items():
+            group = path.removesuffix("/indptr")
+            file[path][...] = bounds
+            shape = np.array([len(bounds) - 1, self._sparse[group].columns])
+            file[group].attrs.modify("shape", shape)
+
+    def _making(self, path: bytes, dataset: h5d.DatasetID) -> Any:
+        bounds = self.bounds.get(name_text(path).strip("/"))
+        if bounds is not None:
+            return self._sparse[name_text(path).strip("/").removesuffix("/indptr")].making(bounds)
+        rewrite = self.rewrites.get(name_text(path).strip("/"))
+        return None if rewrite is None else rewrite.making()
+
+    def _move(
+        self, copy: ObjectCopy, writer: ChunkWriter, safe: SafeFile, progress: Progress | None
+    ) -> Iterator[int]:
+        """Move the values of all datasets; yield the number of pieces that are done."""
+        assert safe.state is not None
+        skipped, done, moved = int(safe.state["done"]), 0, 0
+        missing: list[str] = safe.state["missing"]
+        rewrites = {p: self.rewrites.get(p) or self.copying(p) for p in missing}
+        total = sum(0 if one is None else one.nbytes for one in rewrites.values())
+        for path, rewrite in rewrites.items():
+            target = safe.file[path]
+            if rewrite is None:
+                where = f'{self._files[0].filename}: dataset "{path}"'
+                move_scalar(self.datasets[path], target.id, copy.references, where)
+                continue
+            if not target.chunks:
+                safe.write_directly(target)
+            pieces = pieces_of(rewrite, self.piece_nbytes)
+            here = min(len(pieces), max(0, skipped - done))
+            done += here
+            options = self.reader_options
+            transfer = Transfer(rewrite, target, writer, lambda: copy.references, options)
+            for piece in transfer.move(pieces[here:]):
+                done += 1
+                moved += rewrite.nbytes_of(piece)
+                self.require_unchanged()
+                if progress is not None:
+                    progress(moved, total)
+                yield done
+            writer.flush()
+
+
+def verify(work: Repacking, path: Path) -> None:
+    """Compare the new file with its sources; raise `WriteError` if it differs."""
+    with open_index(path) as target:
+        found = Comparison(work.objects(target.id, path), target, set(work.bounds))
+        for name, dataset in work.datasets.items():
+            if name in work.bounds:
+                found.require(np.array_equal(target[name][...], work.bounds[name]), name)
+                continue
+            rewrite = work.rewrites.get(name)
+            if rewrite is None and not is_outside(dataset):
+                rewrite = work.copying(name)
+            found.compare_values(name, dataset, rewrite, work.piece_nbytes, work.reader_options)
+
+
+def repack(
+    sources: FileName | Sequence[FileName],
+    output: str | os.PathLike[str],
+    *,
+    dry_run: bool = False,
+    planned: Callable[[Plan], None] | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[RepackKeywords],
+) -> Repacked:
+    """Write HDF5 files anew, with other chunks, filters or samples; several files become one.
+
+    All else stays as it is in the first file: groups, attributes, links, references, dimension
+    scales, datatypes. Chunks about which nothing changes are copied as they are stored. The new
+    file has its name as soon as it is whole; `output` may be the file itself.
+
+    Parameters
+    ----------
+    sources
+        A file, several, or a glob: what `hdf5_path` of `AsyncReader` takes.
+    output
+        The file to write.
+    dry_run
+        Only plan.
+    planned
+        Called with the plan before anything is written.
+    progress
+        Called with the bytes of values that are done, and with those of all.
+    **options
+        As in `RepackOptions`.
+
+    Raises
+    ------
+    ConfigError
+        If an option is invalid, or does not fit the files.
+    DatasetError
+        If a dataset is missing, or cannot be copied.
+    ReadError
+        If a file cannot be read, or changes meanwhile.
+    WriteError
+        If the new file cannot be written: the disk is full. With `verify`, if it differs.
+
+    Examples
+    --------
+    >>> found = h5async.repack("sample_data/digits.h5", "digits.h5", filter="lzf")
+    >>> with h5py.File("digits.h5") as file:
+    ...     print(file["data"].chunks, file["data"].compression)
+    (1024, 8, 8) lzf
+    """
+    chosen = RepackOptions(**options)
+    config = ReaderConfig(
+        hdf5_path=sources,
+        indices=chosen.indices,
+        shuffle=chosen.shuffle,
+        seed=chosen.seed,
+        allow_external=chosen.allow_external,
+        device="cpu",
+    )
+    path = Path(home_path(os.fspath(output)))
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open_index(file)) for file in config.files]
+        work = Repacking(files, config, chosen)
+        found = Repacked((path,), work.plan())
+        if planned is not None:
+            planned(found.plan)
+        if not dry_run:
+            # What replaces a source is verified before.
+            is_beside = chosen.verify and work.replaces(path)
+            written = path.with_name(f"{path.name}.repacked") if is_beside else path
+            is_new = work.write(written, progress)
+            try:
+                if chosen.verify or not is_new:
+                    verify(work, written)
+            except WriteError as error:
+                if is_new:
+                    raise
+                raise ConfigError(
+                    f"{written} exists, and is not what these files and options make: {error};"
+                    f" write another file, or replace it by {named('overwrite', True)}"
+                ) from error
+            if is_beside:
+                os.replace(written, path)
+    return found

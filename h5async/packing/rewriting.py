@@ -1,0 +1,220 @@
+"""Plans what becomes of a dataset: its rows, shape and chunks enter; how it is written leaves.
+
+Pure, except that the creation properties of the new dataset are made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from h5py import h5d, h5p, h5s, h5t
+
+from h5async.codec.encoders import set_filters
+from h5async.codec.filters import BLOSC, BLOSC2, Filter, is_lossy
+from h5async.errors import DatasetError
+from h5async.index.chunks import filters_of
+from h5async.index.chunktable import grid_of
+from h5async.index.hdf5 import Opened
+from h5async.order.selection import Selection
+from h5async.packing.objects import Making
+from h5async.packing.rawvalues import call_hdf5, has_pointers
+from h5async.packing.rowsource import Block, Extents, RowSource
+from h5async.spelling import named
+
+_BLOCK_NBYTES = 16 << 20  # of rows in order: more would be no faster
+_NARROW_NBYTES, _LEAST_CHUNK_NBYTES = 1 << 10, 16 << 10  # of rows, and of a chunk of such
+_MOST_ROWS = 1 << 20  # of a block: readers plan each
+_ALL_FILTERS = 0  # H5Z_FILTER_ALL
+
+
+class Run(NamedTuple):
+    """Rows of the target: the stored chunks of these are copied (`is_copied`), or cut anew."""
+
+    begin: int
+    stop: int
+    is_copied: bool
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """What becomes of a dataset: `rows` of it, in other chunks, with other filters or values.
+
+    `chunks` is empty for a dataset without; `filters` is None if they stay; `dtype` is None if the
+    datatype does.
+    """
+
+    source: RowSource
+    selection: Selection
+    shape: Extents
+    chunks: Extents
+    filters: tuple[Filter, ...] | None
+    dtype: np.dtype[Any] | None
+
+    @property
+    def axis(self) -> int:
+        """The dimension that counts the rows."""
+        return self.source.axis
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the target, as stored."""
+        return self.source.itemsize if self.dtype is None else self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Decoded bytes."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def is_by_hdf5(self) -> bool:
+        """Whether HDF5 reads and writes elements, which it alone understands."""
+        return has_pointers(self.source.kind)
+
+    @property
+    def how(self) -> str:
+        """How values are moved, for people."""
+        copied = sum(run.stop - run.begin for run in self.runs() if run.is_copied)
+        count = self.shape[self.axis]
+        if copied == count:
+            return "stored chunks are copied"
+        kept = f", but {copied:,} of {count:,} rows are copied as stored" if copied else ""
+        return ("cut into other chunks" if self.chunks else "values are copied") + kept
+
+    def nbytes_of(self, piece: Run | Block) -> int:
+        """Return the decoded bytes of some rows."""
+        share = (piece.stop - piece.begin) / max(1, self.shape[self.axis])
+        if isinstance(piece, Block):
+            others = [d for d in range(len(self.shape)) if d != self.axis]
+            share *= math.prod(piece.sizes[d] / max(1, self.shape[d]) for d in others)
+        return round(share * self.nbytes)
+
+    @property
+    def keeps_chunks(self) -> bool:
+        """Whether chunks of the same rows are the same bytes."""
+        is_same = bool(self.chunks) and self.chunks == self.source.first.chunks
+        return is_same and self.filters is None and self.dtype is None
+
+    def require_lossless(self) -> None:
+        """Raise `DatasetError` if a filter that stays would change values once more."""
+        if not self.chunks or self.filters is not None:
+            return
+        lossy = [entry for entry in filters_of(self.source.first.plist) if is_lossy(entry)]
+        if lossy and not all(run.is_copied for run in self.runs()):
+            raise DatasetError(
+                f"{self.source.where}: its filter {lossy[0].label} does not keep values exactly,"
+                " and would change them again in other chunks; choose another one:"
+                f" {named('filter', 'lzf')}"
+            )
+
+    def making(self) -> Making:
+        """Return how the target is made."""
+        first, axis = self.source.first, self.axis
+        most = [h5s.UNLIMITED if n is None else n for n in first.maxshape]
+        if most[axis] != h5s.UNLIMITED:
+            is_full = most[axis] == first.extents[axis]
+            most[axis] = self.shape[axis] if is_full else max(most[axis], self.shape[axis])
+        if not self.chunks:
+            most = list(self.shape)
+        space = h5s.create_simple(self.shape, tuple(most))
+        kind = None if self.dtype is None else h5t.py_create(self.dtype, logical=True)
+        return Making(space, kind, self._properties(first), same_filters=self.keeps_chunks)
+
+    def _properties(self, first: Opened) -> h5p.PropDCID:
+        plist, source = first.plist.copy(), self.source
+        if plist.get_external_count():  # which a list of properties cannot forget
+            plist = h5p.create(h5p.DATASET_CREATE)
+            if first.plist.fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED:
+                fill = np.zeros(source.itemsize, np.uint8)
+                call_hdf5("H5Pget_fill_value", source.where, first.plist, source.kind, fill)
+                call_hdf5("H5Pset_fill_value", source.where, plist, source.kind, fill)
+        if not self.chunks:
+            plist.set_layout(h5d.CONTIGUOUS)
+            plist.set_alloc_time(h5d.ALLOC_TIME_EARLY if self.nbytes else h5d.ALLOC_TIME_LATE)
+        elif self.chunks != first.chunks or self.dtype is not None:  # (it knows the size, too)
+            plist.set_chunk(self.chunks)
+        if not self.chunks or self.filters is not None:
+            if plist.get_nfilters():
+                plist.remove_filter(_ALL_FILTERS)
+            filters = self.filters or ()
+            if self.is_by_hdf5:  # which does not tell blosc the size of elements: it crashes
+                filters = tuple(one for one in filters if one.number not in (BLOSC, BLOSC2))
+            set_filters(plist, filters)
+        return plist
+
+    def runs(self) -> list[Run]:
+        """Return the runs of rows, in order."""
+        count = self.shape[self.axis]
+        if not self.keeps_chunks or self.source.tables is None:
+            return [Run(0, count, False)] if count else []
+        whole = self.source_chunks() >= 0
+        bounds = [0, *(np.flatnonzero(np.diff(whole)) + 1).tolist(), len(whole)]
+        rows = self.chunks[self.axis]
+        return [
+            Run(begin * rows, min(stop * rows, count), bool(whole[begin]))
+            for begin, stop in itertools.pairwise(bounds)
+            if begin < stop
+        ]
+
+    def source_chunks(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the first sample of the stored chunks that each row of chunks is, or -1."""
+        rows, count, source = self.chunks[self.axis], self.shape[self.axis], self.source
+        samples = self.selection.samples(np.arange(count))
+        begins = np.arange(0, count, rows)
+        first, last = samples[begins], samples[np.minimum(begins + rows, count) - 1]
+        breaks = np.concatenate(([0], np.cumsum(np.diff(samples) != 1)))
+        stops = np.minimum(begins + rows, count)
+        file = np.searchsorted(source.starts, first, side="right") - 1
+        local, ends = first - source.starts[file], np.array(source.counts)[file]
+        is_run = breaks[begins] == breaks[stops - 1]
+        is_whole = last - first + 1 == np.minimum(rows, ends - local)
+        return np.where(is_run & is_whole & (local % rows == 0), first, -1)
+
+    def blocks(self, run: Run, most_nbytes: int) -> list[Block]:
+        """Cut a run into blocks of whole chunks of the target, of `most_nbytes` if possible."""
+        shape, axis, first = self.shape, self.axis, self.source.first
+        unit = self.chunks or (1,) * len(shape)
+        largest = max(self.itemsize, self.source.itemsize)
+        others = [d for d in range(len(shape)) if d != axis]
+        row_nbytes = math.prod(shape[d] for d in others) * largest
+        rows, sizes = unit[axis], list(shape)
+        if rows * row_nbytes > most_nbytes:
+            room = most_nbytes // (rows * largest)
+            sizes = list(unit)
+            for d in reversed(others):
+                rest = math.prod(sizes[e] for e in others if e != d)
+                sizes[d] = min(shape[d], unit[d] * max(1, room // max(1, rest * unit[d])))
+        else:
+            aligned = math.lcm(rows, first.chunks[axis] if first.chunks else 1)
+            wanted = max(_BLOCK_NBYTES, aligned * row_nbytes)
+            if self.selection.numbers is not None:
+                wanted = most_nbytes
+            fitting = min(_MOST_ROWS, min(most_nbytes, wanted) // max(1, row_nbytes))
+            rows = fitting // aligned * aligned or fitting // rows * rows or rows
+        begins = range(run.begin, run.stop, max(1, rows))
+        return [
+            Block(begin, min(begin + max(1, rows), run.stop), corner, part)
+            for corner, part in _tiles(shape, sizes, axis)
+            for begin in begins
+        ]
+
+
+def _tiles(shape: Extents, sizes: list[int], axis: int) -> Iterator[tuple[Extents, Extents]]:
+    """Yield corners and sizes of the parts of all dimensions but `axis`, which is left whole."""
+    cut = tuple(max(1, shape[d] if d == axis else n) for d, n in enumerate(sizes))
+    for cell in np.ndindex(grid_of(shape, cut)):
+        corner = tuple(i * n for i, n in zip(cell, cut, strict=True))
+        ends = zip(corner, cut, shape, strict=True)
+        yield corner, tuple(min(n, extent - at) for at, n, extent in ends)
+
+
+def chunks_of_rows(shape: Extents, axis: int, rows: int, itemsize: int) -> Extents:
+    """Return chunks of so many rows; of narrow rows, a multiple that is worth a chunk."""
+    nbytes = max(1, math.prod(n for d, n in enumerate(shape) if d != axis) * itemsize)
+    if nbytes < _NARROW_NBYTES and rows * nbytes < _LEAST_CHUNK_NBYTES:
+        rows *= -(-_LEAST_CHUNK_NBYTES // (rows * nbytes))
+    return tuple(min(max(1, n), rows) if d == axis else max(1, n) for d, n in enumerate(shape))

@@ -1,0 +1,212 @@
+"""Reads rows of a dataset that one file has, or several, in any order, a block of them at a time.
+
+Rows of ordinary datatypes come from a reader, whose threads decode them; others from HDF5, in its
+own form.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+from h5py import h5d, h5s
+from numpy.typing import NDArray
+
+from h5async.config import Field
+from h5async.errors import DatasetError
+from h5async.index.chunks import filters_of, read_chunk_table
+from h5async.index.chunktable import ChunkTable
+from h5async.index.hdf5 import NotDirectError, Opened, edges_are_raw
+from h5async.index.storedtypes import describe
+from h5async.io.stores import HDF5File
+from h5async.order.selection import Selection
+from h5async.packing.objects import stored_filters
+from h5async.packing.rawvalues import RawValues, has_pointers
+from h5async.reader.asyncreader import AsyncReader
+from h5async.spelling import name_bytes
+
+_BY_READER_NBYTES = 4 << 20  # of fewer bytes, HDF5 has read all before a reader is open
+Extents = tuple[int, ...]
+
+
+class Block(NamedTuple):
+    """Rows `begin` to `stop` of a dataset; of the other dimensions, a part that `corner` begins."""
+
+    begin: int
+    stop: int
+    corner: Extents
+    sizes: Extents
+
+    def shape(self, axis: int) -> Extents:
+        """Return the extents of the block in a dataset whose dimension `axis` counts the rows."""
+        return (*self.sizes[:axis], self.stop - self.begin, *self.sizes[axis + 1 :])
+
+    def offset(self, axis: int) -> Extents:
+        """Return where the block begins."""
+        return (*self.corner[:axis], self.begin, *self.corner[axis + 1 :])
+
+
+def is_outside(dataset: h5d.DatasetID) -> bool:
+    """Tell whether values of a dataset are in other datasets or files."""
+    plist = dataset.get_create_plist()
+    return bool(plist.get_layout() == h5d.VIRTUAL or plist.get_external_count())
+
+
+def has_shape(dataset: h5d.DatasetID) -> bool:
+    """Tell whether a dataset has dimensions, or a single value."""
+    return bool(dataset.get_space().get_simple_extent_type() == h5s.SIMPLE)
+
+
+class RowSource:
+    """The rows of a dataset at `path`, along dimension `axis`, of all `files` together."""
+
+    def __init__(self, files: Sequence[HDF5File], path: str, axis: int) -> None:
+        self.files, self.path, self.axis = files, path, axis
+        self.datasets = [Opened(_dataset(file, path), file.source) for file in files]
+        self.first = self.datasets[0]
+        self.counts = [one.extents[axis] for one in self.datasets]
+        self.starts = np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
+        self.kind, self.itemsize = self.first.type, self.first.type.get_size()
+        for file, one in zip(files, self.datasets, strict=True):
+            same = one.encoded_type == self.first.encoded_type
+            if not same or self._row(one) != self._row(self.first):
+                raise DatasetError(
+                    f'{file.filename}: dataset "{path}" has rows of another shape or type than'
+                    f" that of {files[0].filename}, and cannot be joined with it"
+                )
+
+    def _row(self, dataset: Opened) -> Extents:
+        shape = dataset.extents
+        return (*shape[: self.axis], *shape[self.axis + 1 :])
+
+    @property
+    def where(self) -> str:
+        """What errors begin with."""
+        return f'{self.files[0].filename}: dataset "{self.path}"'
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a reader delivers the very bytes of elements, except their order."""
+        try:
+            found = describe(self.first.encoded_type)
+        except Exception:  # h5py has no dtype for it
+            return False
+        base = found.unpacked[0]
+        changes = base.kind == "b" or base.fields or found.text  # bytes of bools, padding, ends
+        return found.is_numpys and not changes and not base.hasobject
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self._row(self.first)) * int(self.itemsize)
+
+    @property
+    def is_stored_alike(self) -> bool:
+        """Whether the datasets of all files have the same chunks and filters."""
+        kinds = {
+            (one.chunks, one.chunks and edges_are_raw(one.plist), *stored_filters(one.plist))
+            for one in self.datasets
+        }
+        return len(kinds) == 1
+
+    @cached_property
+    def tables(self) -> list[ChunkTable] | None:
+        """Where the chunks of each dataset are; None if they cannot be copied as they are."""
+        if has_pointers(self.kind) or not self.is_stored_alike:
+            return None
+        tables = []
+        try:
+            for one in self.datasets:
+                found = read_chunk_table(one, filters_of(one.plist), one.edges_are_raw, self.where)
+                tables.append(found)
+        except NotDirectError:
+            return None
+        return tables
+
+    def blocks(
+        self,
+        selection: Selection,
+        blocks: Sequence[Block],
+        dtype: np.dtype[Any] | None,
+        options: dict[str, Any],
+    ) -> Iterator[NDArray[Any]]:
+        """Yield the values of blocks, as the file has them, or of another dtype.
+
+        Rows are those at positions of the selection. An array is valid until the next one.
+        """
+        nbytes = sum(math.prod(one.shape(self.axis)) for one in blocks) * self.itemsize
+        if self.is_plain and nbytes > _BY_READER_NBYTES:
+            yield from self._by_reader(selection, blocks, dtype, options)
+            return
+        for one in blocks:
+            with self.read(selection, one) as values:
+                array = values.bytes.reshape(*one.shape(self.axis), self.itemsize)
+                if dtype is None:
+                    yield array.view(f"V{self.itemsize}")[..., 0]
+                else:
+                    yield array.view(self.first.dtype)[..., 0].astype(dtype)
+
+    def _by_reader(
+        self,
+        selection: Selection,
+        blocks: Sequence[Block],
+        dtype: np.dtype[Any] | None,
+        options: dict[str, Any],
+    ) -> Iterator[NDArray[Any]]:
+        """Yield blocks from readers: one for each run of them that covers the same columns."""
+        axis, shape = self.axis, self.first.extents
+        at = 0
+        while at < len(blocks):
+            first, end = blocks[at], at + 1
+            rows = first.stop - first.begin
+            while end < len(blocks) and blocks[end].corner == first.corner:
+                end += 1
+            region: dict[Any, slice | str] = {
+                d: slice(corner, corner + size)
+                for d, (corner, size) in enumerate(zip(first.corner, first.sizes, strict=True))
+                if d != axis and size != shape[d]
+            }
+            samples = selection.samples(np.arange(first.begin, blocks[end - 1].stop))
+            field = Field(self.path, num_dim=axis, region=region or None, dtype=dtype)
+            stored = describe(self.first.encoded_type).unpacked[0] if dtype is None else dtype
+            reading = {**options, "fields": {"values": field}, "batch_size": rows}
+            with AsyncReader(indices=samples, **reading) as reader:
+                for batch, one in zip(reader, blocks[at:end], strict=True):
+                    assert batch.size == one.stop - one.begin
+                    # (In the byte order of the file, which batches do not have.)
+                    yield np.moveaxis(batch[0].astype(stored, copy=False), 0, axis)
+            at = end
+
+    def read(self, selection: Selection, block: Block) -> RawValues:
+        """Return the values of a block in HDF5's own form; read run by run of adjacent rows."""
+        shape, axis = block.shape(self.axis), self.axis
+        values = RawValues(self.kind, math.prod(shape), self.where)
+        samples = selection.samples(np.arange(block.begin, block.stop))
+        which = np.searchsorted(self.starts, samples, side="right") - 1
+        breaks = np.flatnonzero((np.diff(samples) != 1) | (np.diff(which) != 0)) + 1
+        bounds = [0, *breaks.tolist(), len(samples)] if len(samples) else [0]
+        memory = h5s.create_simple(shape)
+        for begin, stop in itertools.pairwise(bounds):
+            dataset, row = self.datasets[which[begin]], samples[begin] - self.starts[which[begin]]
+            count = (*shape[:axis], stop - begin, *shape[axis + 1 :])
+            memory.select_hyperslab(tuple(begin * (d == axis) for d in range(len(shape))), count)
+            selected = dataset.id.get_space()
+            corner = (*block.corner[:axis], int(row), *block.corner[axis + 1 :])
+            selected.select_hyperslab(corner, count)
+            values.read(dataset.id, memory, selected)
+        return values
+
+
+def _dataset(file: HDF5File, path: str) -> h5py.h5d.DatasetID:
+    try:
+        found = h5py.h5o.open(file.id, name_bytes(path))
+    except KeyError:
+        found = None
+    if not isinstance(found, h5py.h5d.DatasetID):
+        raise DatasetError(f'{file.filename}: there is no dataset "{path}"')
+    return found

@@ -1,0 +1,321 @@
+"""An HDF5 file that is whole or absent, and goes on where it was stopped.
+
+HDF5 writes through a file object (`PartialFile`) to ``OUT.partial``. What it writes behind the size
+of the last commit goes to the file at once. What it overwrites of what was committed, which is
+metadata, waits in memory, until a commit writes it to ``OUT.journal`` first and to the file then.
+So after a crash at any moment, the file is as it was at the last commit once the journal has been
+applied, again or for the first time, and it is cut to the size there. (A redo log, as databases
+have.) An existing file is appended to in the same way, in place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import h5py
+from h5py import h5p
+
+from h5async.errors import ConfigError, DamagedError, H5AsyncError, WriteError
+from h5async.io.localfiles import owned
+from h5async.io.stores import HDF5File
+from h5async.packing.journal import (
+    Journal,
+    fingerprint,
+    read_journal,
+    synchronize_folder,
+    write_journal,
+)
+from h5async.packing.partialfile import PartialFile
+from h5async.spelling import named
+from h5async.system.interruptions import suppressing
+
+_COMMIT_NBYTES, _COMMIT_SECONDS, _MOST_HELD = 1 << 30, 5.0, 32 << 20
+# Chunk indexes that are read fast, of arrays instead of B-trees: HDF5 1.10 and later read them.
+_FORMAT = ("v110", "latest")
+# With this superblock, HDF5 leaves no mark in a file that was not closed by which it refuses it.
+_SUPERBLOCK = (h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18)
+_METADATA_BLOCK_NBYTES = 1 << 16  # so that metadata lie together
+
+
+def is_begun(path: Path) -> bool:
+    """Return whether there is a file, whole or not."""
+    return path.exists() or _beside(path, "partial").exists()
+
+
+class SafeFile:
+    """An HDF5 file that is being written. For one thread at a time.
+
+    Parameters
+    ----------
+    path
+        The file that there is in the end; until then, ``PATH.partial`` and ``PATH.journal``.
+    resume
+        Go on with a file whose writing was interrupted. Without one, begin.
+    append
+        Write to the existing file at `path`.
+    overwrite
+        Begin anew, whatever there is; an existing file is replaced in the end.
+    digest
+        Says what the file is made of. A file that was begun with another one is not gone on with.
+    like
+        An open file, whose user block a new file gets, and whose root group its own is like.
+
+    Attributes
+    ----------
+    file
+        The open `h5py.File`.
+    state
+        What the last `commit` was given; None if nothing is committed.
+    is_finished
+        Whether the file was finished before: there is nothing to do, and no open `file`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        resume: bool = False,
+        append: bool = False,
+        overwrite: bool = False,
+        digest: str = "",
+        like: HDF5File | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._like = like
+        self.state: Mapping[str, Any] | None = None
+        self.is_finished = False
+        self._digest, self._in_place = digest, append
+        self._partial = self.path if append else partial_of(self.path)
+        self._journal = _beside(self.path, "journal")
+        self._raw: PartialFile | None = None
+        self._committed_at = time.monotonic()
+        self._is_untouched = False  # an existing file, to which nothing is committed yet
+        try:
+            self._open(resume, overwrite)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, resume: bool, overwrite: bool) -> None:
+        if not self._in_place and not self._partial.exists() and self.path.exists():
+            if resume:  # it was finished; maybe the journal was left
+                self._journal.unlink(missing_ok=True)
+                self.is_finished = True
+                return
+            if not overwrite:
+                raise ConfigError(
+                    f"{self.path} exists; write another file, or replace it by "
+                    f"{named('overwrite', True)}"
+                )
+        raw = self._raw = PartialFile(self._lock())
+        journal = None if overwrite else read_journal(self._journal)
+        is_begun = bool(raw.size) and not self._in_place and not overwrite
+        if journal is None and not is_begun:
+            self._begin(raw)
+        elif not resume:
+            raise ConfigError(
+                f"{self._partial} was not finished; go on by {named('resume', True)}"
+                + ("" if self._in_place else f", or begin anew by {named('overwrite', True)}")
+            )
+        elif journal is None:  # it was interrupted before the first commit
+            self._begin(raw)
+        else:
+            self._go_on(raw, journal)
+        if not self.is_finished:
+            self.file = h5py.File(raw, "r+", libver=_FORMAT, meta_block_size=_METADATA_BLOCK_NBYTES)
+
+    def _lock(self) -> FileIO:
+        """Open the file to write to, which only one writer may at a time."""
+        with self._writing():
+            flags = os.O_RDWR | os.O_CLOEXEC | (0 if self._in_place else os.O_CREAT)
+            file = owned(os.open, self._partial, flags, 0o666)
+        with suppressing(OSError):  # it is locked, or a writer that has finished renames it
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(self._partial)):
+                return file
+        file.close()
+        raise WriteError(
+            f"{self._partial} is in use by another process", filename=str(self._partial)
+        )
+
+    def _begin(self, raw: PartialFile) -> None:
+        if self._in_place:
+            self._write_journal(raw, None, is_finished=False)
+            self._is_untouched = True
+        else:
+            self._journal.unlink(missing_ok=True)
+            with self._writing():
+                raw.begin(0)
+            self._create(raw)
+            self.check()
+
+    def _create(self, raw: PartialFile) -> None:
+        access, properties = h5p.create(h5p.FILE_ACCESS), h5p.create(h5p.FILE_CREATE)
+        access.set_fileobj_driver(h5py.h5fd.fileobj_driver, raw)
+        access.set_libver_bounds(*_SUPERBLOCK)
+        if self._like is None:
+            properties.set_obj_track_times(False)  # the same bytes at any time
+            h5py.h5f.create(b"new", h5py.h5f.ACC_TRUNC, properties, access).close()
+            return
+        root = self._like["/"].id.get_create_plist()
+        properties.set_link_creation_order(root.get_link_creation_order())
+        properties.set_attr_creation_order(root.get_attr_creation_order())
+        nbytes = self._like.userblock_size
+        properties.set_userblock(nbytes)
+        h5py.h5f.create(b"new", h5py.h5f.ACC_TRUNC, properties, access).close()
+        if nbytes:
+            raw.seek(0)
+            raw.write(self._like.source.get_ranges([0], [nbytes])[0])
+
+    def _go_on(self, raw: PartialFile, journal: Journal) -> None:
+        if journal.digest != self._digest:
+            raise ConfigError(
+                f"{self._partial} was begun with other sources or options; give the same ones"
+                + ("" if self._in_place else f", or begin anew by {named('overwrite', True)}")
+            )
+        raw.begin(journal.size, journal.pieces)
+        if fingerprint(raw) != journal.fingerprint:
+            raise DamagedError(
+                f"{self._journal} does not belong to {self._partial}, or others changed that; "
+                "delete both, and begin anew",
+                filename=str(self._journal),
+            )
+        self.state = journal.state
+        with self._writing():
+            raw.apply()
+            if journal.is_finished:
+                self._complete(raw)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to commit, by the time, and by what was written since."""
+        raw = self._raw
+        return raw is not None and (
+            raw.held_nbytes > _MOST_HELD
+            or raw.written_nbytes > _COMMIT_NBYTES
+            or time.monotonic() - self._committed_at > _COMMIT_SECONDS
+        )
+
+    def check(self) -> None:
+        """Raise the error with which writing has failed, if it has."""
+        with self._writing():
+            if self._raw is not None and self._raw.failure is not None:
+                raise self._raw.failure
+
+    def write_directly(self, dataset: h5py.Dataset) -> None:
+        """Let the values of a new contiguous dataset go to the file at once, whatever is committed.
+
+        Its space must have been allocated early (``h5py.h5d.ALLOC_TIME_EARLY``). After an
+        interruption, those of its values are undefined of which `state` does not say otherwise.
+        """
+        begin = dataset.id.get_offset()
+        if begin is not None and self._raw is not None:
+            self._raw.direct.append((begin, begin + dataset.id.get_storage_size()))
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """Make what was written last: after an interruption, the file goes on with `state`.
+
+        `state` is what JSON can hold. Open datasets stay open.
+        """
+        with h5py._objects.phil:  # no other thread may have HDF5 write meanwhile
+            self.file.flush()
+            self._commit(self._opened, state, is_finished=False)
+
+    def finish(self) -> None:
+        """Close the file, and give it its name."""
+        raw = self._opened
+        self.file.close()
+        self._commit(raw, self.state, is_finished=True)
+        with self._writing():
+            self._complete(raw)
+
+    def close(self) -> None:
+        """Leave the file as it was at the last commit, if it is not finished. Idempotent."""
+        raw, self._raw = self._raw, None
+        if raw is None:
+            return
+        raw.stop()
+        try:
+            # HDF5 writes what it has, to memory; it may complain of what it could not write before.
+            with suppressing(Exception):
+                self.file.close()
+            if self._is_untouched:  # so that it can be appended to otherwise
+                with suppressing(OSError):
+                    raw.cut()
+                    self._journal.unlink()
+        finally:
+            raw.close()
+
+    def __enter__(self) -> SafeFile:
+        """Return the file itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    @property
+    def _opened(self) -> PartialFile:
+        if self._raw is None:
+            raise ValueError(f"{self.path} is closed")
+        return self._raw
+
+    def _commit(self, raw: PartialFile, state: Mapping[str, Any] | None, is_finished: bool) -> None:
+        self.check()
+        self._is_untouched = False
+        with self._writing():
+            raw.synchronize()
+            self._write_journal(raw, state, is_finished)
+            raw.apply()
+        self.state, self._committed_at = state, time.monotonic()
+
+    def _write_journal(
+        self, raw: PartialFile, state: Mapping[str, Any] | None, is_finished: bool
+    ) -> None:
+        end = raw.end
+        journal = Journal(self._digest, end, state, is_finished, fingerprint(raw), raw.pieces(end))
+        with self._writing():
+            write_journal(self._journal, journal)
+
+    def _complete(self, raw: PartialFile) -> None:
+        """Give the file its name, once all of it is on the disk."""
+        raw.synchronize()
+        if not self._in_place:
+            os.replace(self._partial, self.path)
+            synchronize_folder(self.path.parent)
+        self._journal.unlink(missing_ok=True)
+        self.is_finished = True
+        self.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say of errors of the system which file they are of, and what is left of it."""
+        try:
+            yield
+        except H5AsyncError:
+            raise
+        except OSError as error:
+            reason = error.strerror or str(error)
+            left = f"; what is committed stays: go on by {named('resume', True)}"
+            raise WriteError(
+                f"cannot write {self._partial}: {reason}{left if self.state else ''}",
+                filename=str(self._partial),
+            ) from error
+
+
+def partial_of(path: Path) -> Path:
+    """Return the path of what is written of a file before it is whole."""
+    return _beside(path, "partial")
+
+
+def _beside(path: Path, ending: str) -> Path:
+    if not path.name:
+        raise ConfigError(f"{path} is a folder; name a file in it")
+    return path.with_name(f"{path.name}.{ending}")

@@ -1,0 +1,125 @@
+"""Lists arrays: .npy and .npz files, or a mapping of names to arrays, enter; their rows leave."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5async.errors import DatasetError, ReadError
+from h5async.packing.schema import Block, Values
+from h5async.packing.sources.base import Files, Int64s, ListedSource, digest_of, reading_file
+
+_BLOCK_NBYTES = 4 << 20
+_MOST_ROWS = 1 << 16
+
+
+class ArraySource(ListedSource):
+    """Arrays by name, with a sample in each row: of anything that NumPy can index."""
+
+    def __init__(self, arrays: Mapping[str, Any], name: str, files: Sequence[Path] = ()) -> None:
+        self.name, self.files = name, Files(files)
+        self._arrays = dict(_members(arrays))
+        lengths = {name: array.shape[0] for name, array in self._arrays.items()}
+        if not lengths or len(set(lengths.values())) > 1:
+            found = ", ".join(f"{one} has {count:,}" for one, count in lengths.items())
+            raise DatasetError(
+                f"{self.name}: arrays that are packed together need as many rows, a sample each:"
+                f' {found or "there are no arrays"}; choose some: h5async.pack({{"data": array,'
+                ' "labels": another}, out)'
+            )
+        self.count = next(iter(lengths.values()))
+        self.nbytes = sum(array.nbytes for array in self._arrays.values())
+        row_nbytes = max(1, self.nbytes // max(1, self.count))
+        self.rows = min(_MOST_ROWS, max(1, _BLOCK_NBYTES // row_nbytes))
+
+    def digest(self) -> str:
+        """Return a digest of the files, or of shapes, dtypes, and the first and last rows."""
+        if self.files.paths:
+            return self.files.digest()
+        parts: list[Any] = []
+        for name, array in self._arrays.items():
+            ends = [np.asarray(array[at]).tobytes() for at in (0, -1)] if len(array) else []
+            parts += [name, array.shape, array.dtype, *ends]
+        return digest_of(parts)
+
+    def read(self, numbers: Int64s) -> Block:
+        """Return rows of all arrays."""
+        first, last = int(numbers[0]), int(numbers[-1])
+        is_run = last - first + 1 == len(numbers) and bool((np.diff(numbers) == 1).all())
+        chosen = slice(first, last + 1) if is_run else numbers
+        columns = {name: _values(np.array(array[chosen])) for name, array in self._arrays.items()}
+        return Block(columns, len(numbers))
+
+
+class _FileRows:
+    """The rows of a .npy file, which is mapped anew for each block: so memory stays bounded."""
+
+    def __init__(self, path: Path, found: Any, member: str | None = None) -> None:
+        self._path, self._member = path, member
+        own = found if member is None else found[member]
+        self.shape, self.dtype, self.nbytes = own.shape, own.dtype, own.nbytes
+
+    def __getitem__(self, chosen: Any) -> Any:
+        found = np.load(self._path, mmap_mode="r", allow_pickle=False)
+        if isinstance(chosen, str):
+            return _FileRows(self._path, found, chosen)
+        return np.array((found if self._member is None else found[self._member])[chosen])
+
+
+def array_files(paths: Sequence[Path], memory: int) -> ArraySource:
+    """Return the arrays of .npy and .npz files; one .npy file alone is named ``data``.
+
+    Those of .npz files are read to memory, which they must fit in.
+    """
+    arrays: dict[str, Any] = {}
+    for path in paths:
+        with reading_file(path):
+            try:
+                if path.suffix.lower() == ".npz" and not zipfile.is_zipfile(path):
+                    raise ValueError("it is no whole .npz file")
+                found = np.load(path, mmap_mode="r", allow_pickle=False)
+                if isinstance(found, np.ndarray):
+                    arrays["data" if len(paths) == 1 else path.stem] = _FileRows(path, found)
+                    continue
+                if sum(one.file_size for one in found.zip.infolist()) > memory:
+                    raise ReadError(
+                        f"{path} has arrays of more bytes than memory allows, {memory:,}; extract"
+                        " it, and pack the .npy files"
+                    )
+                arrays |= found
+            except (ValueError, EOFError, zipfile.BadZipFile) as error:
+                raise ReadError(f"cannot read {path}: {error}") from error
+    return ArraySource(arrays, str(paths[0]), paths)
+
+
+def _members(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arrays, with those of structured dtypes taken apart."""
+    found: dict[str, Any] = {}
+    for name, given in arrays.items():
+        try:
+            is_array = hasattr(given, "shape") and hasattr(given, "dtype")
+            array = given if is_array else np.asarray(given)
+        except ValueError as error:
+            raise DatasetError(
+                f"{name} is no array ({error}); lists of any length are packed from an iterable of"
+                " samples, mappings of names to values"
+            ) from error
+        if not isinstance(array.dtype, np.dtype):  # PyTorch's
+            array = np.asarray(array)
+        if not array.shape:
+            raise DatasetError(f"{name} is a single value, and samples are rows of an array")
+        for member in array.dtype.names or ():
+            found[member if len(arrays) == 1 else f"{name}/{member}"] = array[member]
+        if array.dtype.names is None:
+            found[name] = array
+    return found
+
+
+def _values(rows: Any) -> Values:
+    if rows.dtype.kind == "S":
+        return [one.decode("utf-8", "surrogateescape") for one in rows.tolist()]
+    return rows.tolist() if rows.dtype.kind in "UOT" else rows  # type: ignore[no-any-return]

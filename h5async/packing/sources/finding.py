@@ -1,0 +1,85 @@
+"""Finds the kind of a source: paths or objects enter, a source leaves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from h5async.errors import ConfigError, ReadError
+from h5async.packing.packoptions import PackOptions
+from h5async.packing.sources import folders, tables
+from h5async.packing.sources.arrays import ArraySource, array_files
+from h5async.packing.sources.base import Source, reading_file
+from h5async.packing.sources.episodes import EpisodeSource
+from h5async.packing.sources.folders import FolderSource
+from h5async.packing.sources.huggingface import HuggingFaceSource, saved_dataset
+from h5async.packing.sources.iterables import RowSource
+from h5async.packing.sources.tables import TableSource
+from h5async.packing.sources.tars import TarSource
+
+_ARRAYS = (".npy", ".npz")
+_KINDS = (
+    "a folder of images or audio, a folder of episodes, a dataset that datasets has saved, or .tar,"
+    " .parquet, .arrow, .feather, .csv, .npy and .npz files"
+)
+
+
+def open_source(sources: Any, options: PackOptions) -> Source:
+    """Return the source that paths or objects are.
+
+    ConfigError if it is none; H5AsyncError if it cannot be read.
+    """
+    if isinstance(sources, str | os.PathLike):
+        return _at([Path(sources)], options)
+    if type(sources).__module__.partition(".")[0] == "datasets" and hasattr(sources, "with_format"):
+        return HuggingFaceSource(sources, options.fill)
+    if isinstance(sources, Mapping):
+        return ArraySource(sources, "the arrays")
+    if isinstance(sources, Sequence) and sources and isinstance(sources[0], str | os.PathLike):
+        return _at([Path(one) for one in sources], options)
+    if isinstance(sources, Iterable):
+        return RowSource(sources, options.varying)
+    raise ConfigError(f"a {type(sources).__name__} cannot be packed; give {_KINDS}, or an iterable")
+
+
+def _at(paths: list[Path], options: PackOptions) -> Source:
+    missing = next((path for path in paths if not path.exists()), None)
+    if missing is not None:
+        raise ReadError(f"{missing} cannot be packed: there is no such file or folder")
+    if any(path.is_dir() for path in paths):
+        if len(paths) > 1:
+            raise ConfigError(
+                "give one folder; the samples of others can be added to the file, with append"
+            )
+        return _in_folder(paths[0], options)
+    suffixes = sorted({path.suffix.lower() for path in paths})
+    if suffixes == [".tar"]:
+        return TarSource(paths)
+    if set(suffixes) <= set(_ARRAYS):
+        return array_files(paths, options.memory)
+    if len(suffixes) == 1 and suffixes[0] in tables.SUFFIXES:
+        return TableSource(paths, options.fill)
+    raise ConfigError(f"{paths[0]} is not of a kind that can be packed; give {_KINDS}")
+
+
+def _in_folder(folder: Path, options: PackOptions) -> Source:
+    if (folder / "meta" / "info.json").is_file():
+        return EpisodeSource(folder, options.fill)
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return HuggingFaceSource(saved_dataset(folder), options.fill)
+    with reading_file(folder):
+        for kind, suffixes in folders.SUFFIXES.items():
+            if _has_any(folder, suffixes):
+                return FolderSource(folder, kind)
+        for suffix in (".tar", *tables.SUFFIXES, ".npy"):
+            found = sorted(folder.glob(f"*{suffix}"))
+            if found:
+                return _at(found, options)
+    raise ConfigError(f"{folder} has nothing that can be packed; give {_KINDS}")
+
+
+def _has_any(folder: Path, suffixes: tuple[str, ...]) -> bool:
+    walked = os.walk(folder, followlinks=True)
+    return any(name.lower().endswith(suffixes) for _, _, names in walked for name in names)

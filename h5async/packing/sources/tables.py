@@ -1,0 +1,263 @@
+"""Reads tables by PyArrow: Parquet, Arrow (Feather) and CSV files enter; columns leave.
+
+Numbers keep their types, and times are integers whose unit is an attribute; lists of one length are
+arrays, and others of any length; dictionaries are categories. Structs are taken apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5async.errors import DatasetError, ReadError, needs_package
+from h5async.packing.schema import Block, Coded, Values
+from h5async.packing.sources.base import Files, StreamedSource, Work, reading_file
+from h5async.spelling import named
+
+SUFFIXES = (".parquet", ".arrow", ".feather", ".csv")
+_ROWS = 1 << 12
+_BLOCK_NBYTES = 4 << 20
+_UNITS: Mapping[Any, str] = {
+    "s": "seconds",
+    "ms": "milliseconds",
+    "us": "microseconds",
+    "ns": "nanoseconds",
+}
+
+Fill = Mapping[str, Any]  # values instead of nulls, by column
+
+
+class TableSource(StreamedSource):
+    """The rows of files of tables, one after the other."""
+
+    def __init__(self, paths: Sequence[Path], fill: Fill, name: str = "") -> None:
+        with needs_package("pyarrow", "tables that are packed"):
+            import pyarrow
+        self._arrow: Any = pyarrow
+        self.name, self.files, self._fill = name or str(paths[0]), Files(paths), fill
+        self.nbytes = self.files.nbytes
+        counts = [self._reading(path, _count) for path in paths]
+        self._counts = counts
+        known = [count for count in counts if count is not None]
+        self.count = sum(known) if len(known) == len(counts) else None
+
+    def digest(self) -> str:
+        """Return a digest of the files' names, sizes and times."""
+        return self.files.digest()
+
+    def blocks(self, start: int) -> Iterator[Work]:
+        """Yield functions that convert batches of rows."""
+        first = 0
+        for path, count in zip(self.files.paths, self._counts, strict=True):
+            if count is not None and first + count <= start:
+                first += count
+                continue
+            row = max(0, start - first)
+            batches = self._reading(Path(path), partial(_batches, skipped=row))
+            following = partial(next, batches, None)
+            while (batch := self._reading(Path(path), lambda _, go=following: go())) is not None:
+                yield partial(block_of, batch, self._fill, f"{path}: rows from {row:,} on")
+                row += batch.num_rows
+            first += row
+
+    def _reading(self, path: Path, read: Callable[..., Any]) -> Any:
+        with reading_file(path):
+            try:
+                return read(path)
+            except (self._arrow.ArrowException, ValueError) as error:
+                raise ReadError(f"cannot read {path}: {error}") from error
+
+
+def _count(path: Path) -> int | None:
+    """Return the number of rows of a file, if it says so."""
+    if path.suffix.lower() == ".csv":
+        return None
+    if path.suffix.lower() != ".parquet":
+        return int(sum(batch.num_rows for batch in _arrow_batches(path, 0)))
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        return int(file.metadata.num_rows)
+
+
+def _batches(path: Path, skipped: int) -> Iterator[Any]:
+    """Yield the record batches of a file, without the first rows, none of many bytes."""
+    known = {".parquet": _parquet_batches, ".csv": _csv_batches}
+    several = known.get(path.suffix.lower(), _arrow_batches)
+    for batch in several(path, skipped):
+        rows = max(1, min(_ROWS, batch.num_rows * _BLOCK_NBYTES // max(1, batch.nbytes)))
+        for at in range(0, batch.num_rows, rows):
+            yield batch.slice(at, rows)
+
+
+def _parquet_batches(path: Path, skipped: int) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+        groups = [file.metadata.row_group(at) for at in range(file.num_row_groups)]
+        nbytes = sum(group.total_byte_size for group in groups)
+        rows = max(1, min(_ROWS, file.metadata.num_rows * _BLOCK_NBYTES // max(1, nbytes)))
+        first = 0
+        while first < len(groups) and groups[first].num_rows <= skipped:
+            skipped -= groups[first].num_rows
+            first += 1
+        wanted = range(first, len(groups))
+        yield from _without(file.iter_batches(rows, wanted, use_threads=False), skipped)
+
+
+def _csv_batches(path: Path, skipped: int) -> Iterator[Any]:
+    import pyarrow.csv
+
+    with pyarrow.csv.open_csv(path) as reader:
+        yield from _without(reader, skipped)
+
+
+def _arrow_batches(path: Path, skipped: int) -> Iterator[Any]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            file = pyarrow.ipc.open_file(source)
+        except pyarrow.ArrowInvalid:
+            yield from _without(pyarrow.ipc.open_stream(source), skipped)
+            return
+        numbers = range(file.num_record_batches)
+        yield from _without(map(file.get_batch, numbers), skipped)
+
+
+def _without(batches: Iterable[Any], skipped: int) -> Iterator[Any]:
+    for batch in batches:
+        left = min(skipped, batch.num_rows)
+        skipped -= left
+        if left < batch.num_rows:
+            yield batch.slice(left)
+
+
+def block_of(table: Any, fill: Fill, where: str) -> Block:
+    """Return the columns of a record batch, or of a table."""
+    columns: dict[str, Values] = {}
+    names = table.schema.names
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DatasetError(f'{where}: several columns have the name "{twice}"; rename them')
+    for name in names:
+        array = table.column(name)
+        if hasattr(array, "combine_chunks"):
+            array = array.combine_chunks()
+        columns |= dict(_columns(name, array, fill, where))
+    units = {field.name: unit for field in table.schema if (unit := _unit(field.type))}
+    return Block(columns, table.num_rows, units=units)
+
+
+def _unit(kind: Any) -> str:
+    """Return what integers count that times are stored as, as the CF conventions say it."""
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_date(kind):
+        return f"{'days' if types.is_date32(kind) else 'milliseconds'} since 1970-01-01"
+    if not types.is_temporal(kind):
+        return ""
+    unit = _UNITS[kind.unit]
+    return f"{unit} since 1970-01-01" if types.is_timestamp(kind) else unit
+
+
+def _columns(name: str, array: Any, fill: Fill, where: str) -> Iterable[tuple[str, Values]]:
+    """Yield the columns of an array: several, if it is one of structs."""
+    import pyarrow
+
+    array = _filled(array, name, fill, where)
+    types = pyarrow.types
+    if isinstance(array.type, pyarrow.FixedShapeTensorType):
+        yield name, array.to_numpy_ndarray()
+        return
+    if isinstance(array, pyarrow.ExtensionArray):
+        array = array.storage
+    if types.is_struct(array.type):
+        _require_values(array, name, where)
+        fields = [array.type.field(number).name for number in range(array.type.num_fields)]
+        parts = dict(zip(fields, array.flatten(), strict=True))
+        if parts.keys() == {"bytes", "path"}:  # as Hugging Face stores images and audio
+            yield name, _contents(parts["bytes"], parts["path"], name, where)
+            return
+        for field, part in parts.items():
+            yield from _columns(f"{name}/{field}", part, fill, where)
+        return
+    yield name, _values(array, name, fill, where)
+
+
+def _filled(array: Any, name: str, fill: Fill, where: str) -> Any:
+    import pyarrow
+
+    if name not in fill or not array.null_count:
+        return array
+    try:
+        return array.fill_null(fill[name])
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise DatasetError(
+            f'{where}: {named("fill", {name: fill[name]})} cannot stand for nulls of "{name}",'
+            f" {array.type}: {error}"
+        ) from error
+
+
+def _values(array: Any, name: str, fill: Fill, where: str) -> Values:
+    import pyarrow
+
+    types, kind = pyarrow.types, array.type
+    if types.is_dictionary(kind):
+        codes = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+        return Coded(codes, [str(one) for one in array.dictionary.to_pylist()])
+    if types.is_floating(kind):
+        return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    _require_values(array, name, where)
+    if types.is_fixed_size_list(kind):
+        inner = _values(_filled(array.flatten(), name, fill, where), name, fill, where)
+        if isinstance(inner, np.ndarray):
+            return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
+    elif types.is_list(kind) or types.is_large_list(kind):
+        inner = _values(_filled(array.flatten(), name, fill, where), name, fill, where)
+        ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+        if isinstance(inner, np.ndarray) and inner.ndim == 1:
+            bounds = itertools.pairwise([0, *ends.tolist()])
+            return [inner[begin:end] for begin, end in bounds]
+    elif types.is_temporal(kind):
+        return array.cast(pyarrow.int64() if kind.bit_width == 64 else pyarrow.int32()).to_numpy()  # type: ignore[no-any-return]
+    elif any(is_one(kind) for is_one in (types.is_string, types.is_large_string, _is_binary)):
+        return array.to_pylist()  # type: ignore[no-any-return]
+    elif types.is_integer(kind) or types.is_boolean(kind):
+        return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    raise DatasetError(
+        f'{where}: column "{name}" has the type {kind}, which cannot be packed; convert or drop it'
+    )
+
+
+def _is_binary(kind: Any) -> bool:
+    import pyarrow
+
+    types = pyarrow.types
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _contents(contents: Any, paths: Any, name: str, where: str) -> list[bytes]:
+    """Return bytes, of the files at the paths where they are null."""
+    found = contents.to_pylist()
+    for number, (content, path) in enumerate(zip(found, paths.to_pylist(), strict=True)):
+        if content is None:
+            if path is None:
+                raise DatasetError(f'{where}: column "{name}" has neither bytes nor a path')
+            with reading_file(path):
+                found[number] = Path(path).read_bytes()
+    return found  # type: ignore[no-any-return]
+
+
+def _require_values(array: Any, name: str, where: str) -> None:
+    if array.null_count:
+        raise DatasetError(
+            f'{where}: column "{name}", {array.type}, has {array.null_count:,} nulls, which HDF5'
+            f" cannot store; say what stands for them: {named('fill', {name: 0})}"
+        )

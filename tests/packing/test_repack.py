@@ -1,0 +1,412 @@
+"""`repack`: what it writes is compared with its sources by h5py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from cases import each
+from corpus import QUIRKS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from samefiles import assert_same_files
+from typer.testing import CliRunner
+
+import h5async
+from h5async import ConfigError, DatasetError, ReadError, Split, WriteError
+from h5async.cli import app
+from h5async.packing import objects, repacking, rowsource
+
+DIGITS = Path(__file__).parents[2] / "sample_data" / "digits.h5"
+GIB = 2**30
+LARGE = [name for name in QUIRKS if "behind_" in name or "4_GiB" in name]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_disks(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def images(tmp_path):
+    """A file with images in compressed chunks, their labels and names, and references to them."""
+    path = tmp_path / "images.h5"
+    rng = np.random.default_rng(0)
+    with h5py.File(path, "w", track_order=True) as file:
+        data = rng.integers(0, 30, (100, 20, 20, 3)).astype(np.uint8)
+        file.create_dataset("data", data=data, chunks=(8, 20, 20, 3), compression="gzip")
+        file["labels"] = np.arange(100)
+        names = [f"image {i}" for i in range(100)]
+        file.create_dataset("names", data=names, dtype=h5py.string_dtype())
+        file["labels"].make_scale("label")
+        file["data"].dims[0].attach_scale(file["labels"])
+        file["other"] = np.arange(7)
+        file["again"] = file["data"]
+        for number in range(20):  # so many that HDF5 keeps them in a heap
+            file[f"group/{number}"] = number
+        file.attrs["which"] = file["data"].ref
+    return path
+
+
+def assert_has(path, source, rows, names=("data", "labels", "names")):
+    with h5py.File(path) as found, h5py.File(source) as expected:
+        for name in names:
+            assert np.array_equal(found[name][...], expected[name][...][rows])
+
+
+@each("name", [name for name in QUIRKS if name not in LARGE and QUIRKS[name].way != "unreadable"])
+@each("small_nbytes", [objects.SMALL_NBYTES, -1])
+@pytest.mark.sampled(60)
+def test_nothing_changes_in_files_with_quirks(tmp_path, monkeypatch, name, small_nbytes):
+    monkeypatch.setattr(objects, "SMALL_NBYTES", small_nbytes)
+    monkeypatch.setattr(rowsource, "_BY_READER_NBYTES", small_nbytes)
+    path = QUIRKS[name].write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    h5async.repack(path, tmp_path / "new.h5", verify=not isinstance(QUIRKS[name].way, type))
+    assert_same_files(path, tmp_path / "new.h5")
+
+
+def test_other_chunks_and_filters(images, tmp_path):
+    path = tmp_path / "new.h5"
+    h5async.repack(images, path, chunk_samples=3, filter="shuffle+gzip:9", verify=True)
+    assert_has(path, images, slice(None))
+    with h5py.File(path) as file:
+        assert file["data"].chunks == (3, 20, 20, 3)
+        assert (file["data"].compression_opts, file["data"].shuffle) == (9, True)
+        assert file["again"] == file["data"] == file[file.attrs["which"]]
+        assert file["data"].dims[0][0] == file["labels"]
+        assert file["other"].chunks is None
+    assert_same_files(images, path, changed=[b"/data", b"/again", b"/labels", b"/names"])
+
+
+def test_chunks_and_datatype_of_a_dataset(images, tmp_path):
+    path = tmp_path / "new.h5"
+    h5async.repack(images, path, chunks={"data": "7,0,5,1"}, dtype={"data": "float32"})
+    with h5py.File(path) as file:
+        assert (file["data"].chunks, file["data"].dtype) == ((7, 20, 5, 1), np.float32)
+    assert_has(path, images, slice(None))
+
+
+def test_values_of_virtual_datasets_can_be_copied(images, tmp_path):
+    path, new = tmp_path / "virtual.h5", tmp_path / "new.h5"
+    with h5py.File(path, "w") as file, h5py.File(images) as source:
+        for name in ("data", "labels", "names"):
+            layout = h5py.VirtualLayout(source[name].shape, source[name].dtype)
+            layout[:] = h5py.VirtualSource(images.name, name, source[name].shape)
+            file.create_virtual_dataset(name, layout)
+    h5async.repack(path, new, virtual="copy")
+    images_moved = images.rename(tmp_path / "moved.h5")
+    assert_has(new, images_moved, slice(None))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_samples": 3}])
+def test_fill_values_of_variable_length(tmp_path, options):
+    path, new, kind = tmp_path / "in.h5", tmp_path / "new.h5", h5py.string_dtype()
+    with h5py.File(path, "w") as file:
+        file.create_dataset("texts", (9,), kind, chunks=(9,), fillvalue="none")[1:3] = ["a", "b"]
+    h5async.repack(path, new, fields=["texts"], verify=True, **options)
+    with h5py.File(new) as file:
+        assert file["texts"].fillvalue == b"none"
+        assert file["texts"].asstr()[:4].tolist() == ["none", "a", "b", "none"]
+
+
+def test_another_datatype_in_the_same_chunks(images, tmp_path):
+    path = tmp_path / "new.h5"
+    h5async.repack(images, path, dtype={"data": "float64"}, verify=True)
+    with h5py.File(path) as file:
+        assert (file["data"].chunks, file["data"].dtype) == ((8, 20, 20, 3), np.float64)
+    assert_has(path, images, slice(None))
+
+
+def test_filters_that_would_change_values_once_more(tmp_path):
+    path, new = tmp_path / "in.h5", tmp_path / "new.h5"
+    with h5py.File(path, "w") as file:
+        rng = np.random.default_rng(0)
+        file.create_dataset("floats", data=rng.normal(size=(99, 9)), chunks=(9, 9), scaleoffset=2)
+        file.create_dataset("numbers", data=rng.integers(9, size=(99, 9)), scaleoffset=0)
+    with pytest.raises(DatasetError, match='"floats": its filter scaleoffset does not keep'):
+        h5async.repack(path, new, chunk_samples=2)
+    h5async.repack(path, new, indices="9:27", verify=True)
+    assert_has(new, path, slice(9, 27), ["floats", "numbers"])
+    h5async.repack(path, new, chunk_samples=2, filter="lzf", verify=True, overwrite=True)
+    assert_has(new, path, slice(None), ["floats", "numbers"])
+
+
+def test_blosc_leaves_out_elements_of_variable_length(images, tmp_path):
+    pytest.importorskip("hdf5plugin")
+    path = tmp_path / "new.h5"
+    h5async.repack(images, path, filter="blosc-zstd", chunk_samples=9, verify=True)
+    assert_has(path, images, slice(None))
+    with h5py.File(path) as file:
+        assert [len(file[name]._filters) for name in ("data", "names")] == [1, 0]
+
+
+def test_what_was_finished_before_is_only_taken_if_it_is_the_same(images, tmp_path):
+    path, other = tmp_path / "new.h5", tmp_path / "other.h5"
+    options = {"chunk_samples": 3, "filter": "lzf"}
+    h5async.repack(images, path, **options)
+    before = path.stat()
+    h5async.repack(images, path, **options, resume=True)
+    assert path.stat() == before
+    with h5py.File(other, "w") as file:
+        file["data"] = 1
+    for files, changed in [
+        (images, {"chunk_samples": 50}),
+        (images, {"indices": "1:"}),
+        (other, {}),
+    ]:
+        with pytest.raises(ConfigError, match="is not what these files and options make"):
+            h5async.repack(files, path, **options | changed, resume=True)
+    assert path.stat() == before
+
+
+ROWS = {"10:60": slice(10, 60), "::3": slice(None, None, 3), "8:88": slice(8, 88)}
+
+
+@each("indices", ROWS)
+def test_some_samples(images, tmp_path, indices):
+    path = tmp_path / "new.h5"
+    h5async.repack(images, path, indices=indices, overwrite=True)
+    assert_has(path, images, ROWS[indices])
+    with h5py.File(path) as file:
+        assert file["other"].shape == (7,)
+
+
+def test_samples_of_a_split_are_those_of_a_reader(images, tmp_path):
+    split = Split("train", {"train": 0.8, "val": 0.2})
+    chosen = {"indices": split, "shuffle": "full", "seed": 3}
+    h5async.repack(images, tmp_path / "new.h5", verify=True, **chosen)
+    with h5async.AsyncReader(chosen, hdf5_path=images, batch_size=80) as reader:
+        rows = reader.get_next_batch().index.copy()
+    assert_has(tmp_path / "new.h5", images, rows)
+
+
+def test_stored_chunks_are_copied(images, tmp_path):
+    found = h5async.repack(images, tmp_path / "new.h5", indices="8:52")
+    assert found.plan.datasets[0].how == (
+        "cut into other chunks, but 40 of 44 rows are copied as stored"
+    )
+    with h5py.File(tmp_path / "new.h5") as new, h5py.File(images) as old:
+        for row in range(0, 40, 8):
+            one = new["data"].id.read_direct_chunk((row, 0, 0, 0))
+            assert one == old["data"].id.read_direct_chunk((row + 8, 0, 0, 0))
+    assert_has(tmp_path / "new.h5", images, slice(8, 52))
+
+
+def test_several_files_become_one(images, tmp_path):
+    first = tmp_path / "first.h5"
+    h5async.repack(images, first, indices=":12")
+    h5async.repack([first, images], tmp_path / "new.h5")
+    assert_has(tmp_path / "new.h5", images, [*range(12), *range(100)])
+
+
+def test_chunks_of_another_shape_are_not_copied(images, tmp_path):
+    other = tmp_path / "other.h5"
+    h5async.repack(images, other, chunks={"data": (10, 20, 20, 3)})
+    h5async.repack([images, other], tmp_path / "new.h5", indices=":196", verify=True)
+    assert_has(tmp_path / "new.h5", images, [*range(100), *range(96)])
+
+
+def test_rows_that_are_larger_than_the_memory(tmp_path):
+    path = tmp_path / "wide.h5"
+    with h5py.File(path, "w") as file:
+        data = np.arange(4 * 300 * 1000).reshape(4, 300, 1000)
+        file.create_dataset("data", data=data, chunks=(4, 10, 100), compression="lzf")
+    h5async.repack(path, tmp_path / "new.h5", chunks={"data": (1, 20, 1000)}, memory="8MB")
+    assert_has(tmp_path / "new.h5", path, slice(None), ["data"])
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_file_is_replaced_by_its_repack(images, tmp_path, verify):
+    before = shutil.copy(images, tmp_path / "before.h5")
+    h5async.repack(images, images, filter="lzf", verify=verify)
+    assert_has(images, before, slice(None))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["before.h5", "images.h5"]
+
+
+def test_a_plan_writes_nothing(images, tmp_path):
+    h5async.repack(images, tmp_path / "new.h5", filter="lzf", dry_run=True)
+    assert [one.name for one in tmp_path.iterdir()] == ["images.h5"]
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(images, tmp_path):
+    def change(done, count):
+        with open(images, "ab") as file:
+            file.write(b"more")
+
+    with pytest.raises(ReadError, match=r"images\.h5 was changed while it was repacked"):
+        h5async.repack(images, tmp_path / "new.h5", chunk_samples=1, progress=change)
+    assert not (tmp_path / "new.h5").exists()
+
+
+def test_an_interrupted_repack_goes_on(images, tmp_path, monkeypatch):
+    class StopError(Exception):
+        pass
+
+    def stop(done, count):
+        if done >= count / 2:
+            raise StopError
+
+    monkeypatch.setattr(repacking.Repacking, "piece_nbytes", 10_000)
+    path = tmp_path / "new.h5"
+    options = {"chunk_samples": 1, "filter": "lzf"}
+    with pytest.raises(StopError):
+        h5async.repack(images, path, progress=stop, **options)
+    with pytest.raises(ConfigError, match="begun with other sources or options"):
+        h5async.repack(images, path, resume=True, chunk_samples=2)
+    h5async.repack(images, path, resume=True, **options)
+    assert_has(path, images, slice(None))
+
+
+def corrupt_value(file):
+    file["names"][3] = "other"
+
+
+def corrupt_rows(file):
+    file["data"][7, 0, 0, 0] += 1
+
+
+def corrupt_attribute(file):
+    file.attrs["which"] = file["labels"].ref
+
+
+def corrupt_link(file):
+    del file["again"]
+    file["again"] = file["labels"]
+
+
+CORRUPTIONS = {
+    'dataset "names" differs': corrupt_value,
+    'dataset "data", rows 0 to 100 differs': corrupt_rows,
+    'attribute "which" differs': corrupt_attribute,
+    'link "/again" differs': corrupt_link,
+}
+
+
+@each("message", CORRUPTIONS)
+def test_verify_finds_differences(images, tmp_path, monkeypatch, message):
+    def write_and_corrupt(work, path, progress):
+        is_new = write(work, path, progress)
+        with h5py.File(path, "r+") as file:
+            CORRUPTIONS[message](file)
+        return is_new
+
+    write = repacking.Repacking.write
+    monkeypatch.setattr(repacking.Repacking, "write", write_and_corrupt)
+    with pytest.raises(WriteError, match=message):
+        h5async.repack(images, tmp_path / "new.h5", verify=True, overwrite=True)
+
+
+def test_other_datasets_may_be_left_out(images, tmp_path):
+    h5async.repack(images, tmp_path / "new.h5", fields=["labels"], only_fields=True, verify=True)
+    with h5py.File(tmp_path / "new.h5") as file:
+        assert list(file) == ["labels"]
+        assert not file.attrs["which"]
+
+
+def test_samples_of_any_length_are_refused(images, tmp_path):
+    with h5py.File(images, "r+") as file:
+        file["offsets"] = np.arange(101) * 3
+    with pytest.raises(DatasetError, match='"offsets" says where samples of any length begin'):
+        h5async.repack(images, tmp_path / "new.h5", indices="5:")
+
+
+def test_a_full_disk_is_an_error_and_the_repack_goes_on(images, tmp_path, monkeypatch):
+    def full(descriptor, data, offset):
+        if offset > 20_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(descriptor, data, offset)
+
+    pwrite, path = os.pwrite, tmp_path / "new.h5"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(WriteError, match="No space left on device"):
+            h5async.repack(images, path, chunk_samples=1)
+    assert not path.exists()
+    h5async.repack(images, path, chunk_samples=1, resume=True)
+    assert_has(path, images, slice(None))
+
+
+WRONG = {
+    "nothing": ({"fields": ["nothing"]}, DatasetError, 'there is no dataset "nothing"'),
+    "rank": ({"chunks": {"data": (1, 2)}}, ConfigError, '"data" has 4 dimensions'),
+    "filter": ({"filter": "zip"}, ConfigError, "there is no filter 'zip'"),
+    "dtype": ({"dtype": {"names": "f4"}}, ConfigError, "is for datasets of numbers"),
+}
+
+
+@each("name", WRONG)
+def test_options_that_do_not_fit(images, tmp_path, name):
+    options, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        h5async.repack(images, tmp_path / "new.h5", **options)
+
+
+@st.composite
+def stored(draw):
+    """Draw a dataset, how it is to be stored, and which samples."""
+    rank = draw(st.integers(1, 3))
+    shape = draw(st.tuples(*[st.integers(1, 12)] * rank))
+    axis = draw(st.integers(0, rank - 1))
+    chunks = [draw(st.tuples(*(st.integers(1, n) for n in shape))) for _ in range(2)]
+    indices = draw(
+        st.none() | st.lists(st.integers(0, shape[axis] - 1), max_size=15) | st.just("1:")
+    )
+    return {
+        "data": np.arange(np.prod(shape))
+        .reshape(shape)
+        .astype(draw(st.sampled_from(["i2", ">f8"]))),
+        "chunks": draw(st.sampled_from([None, chunks[0]])),
+        "maxshape": draw(st.sampled_from([None, (None,) * rank])),
+        "filter": draw(st.sampled_from([None, "gzip", "lzf"])),
+        "axis": axis,
+        "options": {
+            "num_dim": axis,
+            "fields": ["data"],
+            "chunks": draw(st.sampled_from([{}, {"data": chunks[1]}])),
+            "filter": draw(st.sampled_from([None, "none", "shuffle+gzip:1", "lzf"])),
+            "indices": indices,
+        },
+        "piece_nbytes": draw(st.sampled_from([50, 400, 1 << 20])),
+    }
+
+
+@given(stored())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_any_shape_chunks_and_samples(tmp_path_factory, monkeypatch, case):
+    monkeypatch.setattr(rowsource, "_BY_READER_NBYTES", -1)
+    monkeypatch.setattr(repacking.Repacking, "piece_nbytes", case["piece_nbytes"])
+    folder = tmp_path_factory.mktemp("any")
+    kept = case["chunks"] or case["maxshape"] or case["filter"]
+    storage = {"chunks": case["chunks"], "maxshape": case["maxshape"]}
+    with h5py.File(folder / "old.h5", "w") as file:
+        storage = storage if kept else {}
+        compression = {"compression": case["filter"]} if kept else {}
+        file.create_dataset("data", data=case["data"], **storage, **compression)
+    h5async.repack(folder / "old.h5", folder / "new.h5", verify=True, **case["options"])
+    indices, axis = case["options"]["indices"], case["axis"]
+    rows = slice(1, None) if indices == "1:" else slice(None) if indices is None else indices
+    rows = np.asarray(rows, np.int64) if isinstance(rows, list) else rows
+    with h5py.File(folder / "new.h5") as file:
+        expected = np.moveaxis(np.moveaxis(case["data"], axis, 0)[rows], 0, axis)
+        assert np.array_equal(file["data"][...], expected)
+        assert file["data"].dtype == case["data"].dtype
+    shutil.rmtree(folder)
+
+
+def test_command(images, tmp_path):
+    path = tmp_path / "new.h5"
+    typed = ["repack", images, "-o", path, "--fields", "data,labels", "--chunk", "data=5,0,0,0"]
+    typed += ["--filter", "lzf", "--dtype", "labels=int16", "--verify", "--memory", "100MB"]
+    found = CliRunner().invoke(app, [str(one) for one in typed])
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert "data  cut into other chunks: (100, 20, 20, 3), chunks (5, 20, 20, 3)" in found.stdout
+    assert "at most about 100.0 MB of rows are in memory" in found.stdout
+    assert_has(path, images, slice(None))
+    with h5py.File(path) as file:
+        assert (file["labels"].dtype, file["data"].compression) == (np.int16, "lzf")
