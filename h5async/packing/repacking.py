@@ -490,6 +490,7 @@ def repack(
                     verify(work, written)
             except WriteError as error:
                 if is_new:
+                    os.replace(written, path.with_name(f"{path.name}.differs"))
                     raise
                 raise ConfigError(
                     f"{written} exists, and is not what these files and options make: {error};"

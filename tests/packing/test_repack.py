@@ -21,6 +21,7 @@ import h5async
 from h5async import ConfigError, DatasetError, ReadError, Split, WriteError
 from h5async.cli import app
 from h5async.packing import objects, repacking, rowsource
+from h5async.packing.chunkwriter import DatasetWriter
 
 DIGITS = Path(__file__).parents[2] / "sample_data" / "digits.h5"
 GIB = 2**30
@@ -69,6 +70,20 @@ def test_nothing_changes_in_files_with_quirks(tmp_path, monkeypatch, name, small
     monkeypatch.chdir(tmp_path)
     h5async.repack(path, tmp_path / "new.h5", verify=not isinstance(QUIRKS[name].way, type))
     assert_same_files(path, tmp_path / "new.h5")
+
+
+def test_a_file_that_differs_does_not_get_the_name(images, tmp_path, monkeypatch):
+    encoded = DatasetWriter._encoded
+
+    def spoiled(self, offset, values):
+        values = values.copy()
+        values.reshape(-1).view(np.uint8)[0] ^= 1
+        return encoded(self, offset, values)
+
+    monkeypatch.setattr(DatasetWriter, "_encoded", spoiled)
+    with pytest.raises(WriteError, match='"data", rows 0 to 100 differs'):
+        h5async.repack(images, tmp_path / "new.h5", chunk_samples=3, verify=True)
+    assert {one.name for one in tmp_path.iterdir()} == {"images.h5", "new.h5.differs"}
 
 
 def test_other_chunks_and_filters(images, tmp_path):

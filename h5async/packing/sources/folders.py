@@ -67,13 +67,17 @@ class FolderSource(ListedSource):
 def _listed(folder: str, suffixes: tuple[str, ...]) -> list[tuple[str, int, int]]:
     """Return the files of a folder and those below: path, size and time."""
     found = []
-    for root, _, names in sorted(os.walk(folder, followlinks=True)):
+    for root, _, names in sorted(os.walk(folder, onerror=_raise, followlinks=True)):
         for name in sorted(names):
             if name.lower().endswith(suffixes):
                 path = os.path.join(root, name)
                 stat = os.stat(path)
                 found.append((path, stat.st_size, stat.st_mtime_ns))
     return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _contents(entries: Sequence[tuple[str, int, int]]) -> list[Any]:
