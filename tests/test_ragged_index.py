@@ -328,7 +328,7 @@ def test_bench_counts_the_values_of_samples(tmp_path, monkeypatch):
     config = ReaderConfig.load(
         {"hdf5_path": path, "fields": {"x": "vlen"}, "batch_size": 3, "device": "cpu"}
     )
-    assert measuring.speed(config, {}, 1.0) == 4 * 32
+    assert measuring.speed_of(config, {}, 1.0) == 4 * 32
 
 
 # --- groups ------------------------------------------------------------------------------------
