@@ -25,7 +25,7 @@ from h5async.packing.packedfile import VERSION, PackedFile
 from h5async.packing.packoptions import PackKeywords, PackOptions
 from h5async.packing.safefile import is_begun
 from h5async.packing.schema import Block
-from h5async.packing.shards import join_shards, shard_path
+from h5async.packing.shards import join_shards, remove_other_shards, shard_path
 from h5async.packing.sources.base import Source, Work, digest_of
 from h5async.packing.sources.finding import open_source
 from h5async.spelling import named
@@ -97,10 +97,8 @@ def pack(
     if chosen.shards is not None:
         columns = [*files[-1].stored]
         join_shards(path, paths, columns, overwrite=chosen.overwrite)
-        for number in itertools.count(len(paths)) if chosen.overwrite else ():
-            if not shard_path(path, number).exists():
-                break
-            shard_path(path, number).unlink()
+        if chosen.overwrite:
+            remove_other_shards(path, len(paths))
         paths.append(path)
     return Packed(
         path,

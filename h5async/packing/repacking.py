@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 from h5py import h5d, h5f, h5t
 
 from h5async.config import Field, ReaderConfig
-from h5async.config.files import FileName, home_path
-from h5async.errors import ConfigError, DatasetError, ReadError, WriteError
+from h5async.config.files import INDEX_SUFFIX
+from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.index.links import open_index
 from h5async.io.stores import HDF5File
 from h5async.opening.dataset import Samplings, open_dataset
@@ -25,7 +24,7 @@ from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.comparing import Comparison
 from h5async.packing.objects import ObjectCopy, walk
 from h5async.packing.rawvalues import has_references
-from h5async.packing.repackoptions import RepackKeywords, RepackOptions
+from h5async.packing.repackoptions import RepackOptions
 from h5async.packing.rewriting import Rewrite, chunks_of_rows
 from h5async.packing.rowsource import RowSource, has_shape, is_outside
 from h5async.packing.safefile import SafeFile, partial_of
@@ -83,6 +82,10 @@ class Repacking:
         self.rewrites: dict[str, Rewrite] = {}
         self.bounds: dict[str, Any] = {}  # of sparse rows, by the path of their dataset
         self._sparse: dict[str, SparseRows] = {}
+        self._sampled: dict[str, RowSource] = {}
+        self.selection = Selection(0, 1, 0)  # of samples
+        self._part: range | None = None  # of its positions
+        self._parts: Sequence[tuple[str, int]] = ()  # files that are joined, and their samples
         found = {
             name_text(entry.path).strip("/"): entry.node
             for entry in walk(files[0].id, self._leaves_out)
@@ -95,8 +98,8 @@ class Repacking:
 
     @property
     def joins(self) -> bool:
-        """Whether samples are selected, or those of several files joined."""
-        return len(self._files) > 1 or self._options.selects
+        """Whether samples are selected, or come from several files, or go to such."""
+        return len(self._files) > 1 or self._options.selects or self._options.shards is not None
 
     @property
     def piece_nbytes(self) -> int:
@@ -106,7 +109,8 @@ class Repacking:
     def digest(self) -> str:
         """Return what says what the new file is made of."""
         names = [str(file.filename) for file in self._files]
-        content = [names, [stamp[:4] for stamp in self._stamps], self._options.digested()]
+        stamps, part = [stamp[:4] for stamp in self._stamps], [repr(self._part), self._parts]
+        content = [names, stamps, self._options.digested(), part]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     def require_unchanged(self) -> None:
@@ -156,22 +160,57 @@ class Repacking:
         in_sparse = {f"{path}/{part}" for path in self._sparse for part in PARTS}
         rows_of = [p for p in with_rows.keys() - in_sparse if may_have_samples(self._files[0], p)]
         with_rows = {path: one for path, one in with_rows.items() if path in rows_of}
-        sampled = self._sampled(with_rows, chosen)
+        sampled = self._sampled = self._with_samples(with_rows, chosen)
         if len(self._files) > 1:
             for path in self.datasets.keys() - sampled.keys() - in_sparse:
                 require_same(self._files, path)
         refuse_offsets(self._files[0], with_rows, {one.counts[0] for one in sampled.values()})
-        selection = self._selection(sampled)
+        self.selection = self._selection(sampled)
+        self._plan_samples(self.selection)
+
+    def _plan_samples(self, selection: Selection) -> None:
+        chosen = {path.strip("/") for path in self._options.fields or ()}
         for path, rows in self._sparse.items():
             self._add_sparse(path, rows, selection)
-        for path, source in sampled.items():
+        for path, source in self._sampled.items():
             is_chosen = not chosen or path in chosen or self._is_named(path)
             self._add(path, source, selection, is_chosen=is_chosen)
+
+    def parts(self, nbytes: int) -> list[Repacking]:
+        """Return repacks of some of the samples each, of about so many bytes, in whole chunks."""
+        size, total = self.selection.size, max(1, self.nbytes)
+        largest = max(self.rewrites.values(), key=lambda one: one.nbytes)
+        unit = largest.chunks[largest.axis] if largest.chunks and not self._sparse else 1
+        count = max(unit, size * nbytes // total // unit * unit)
+        found = []
+        for begin in range(0, max(1, size), count):
+            part = copy(self)
+            part._part, part.rewrites, part.bounds = range(begin, min(begin + count, size)), {}, {}
+            part._plan_samples(Selection.of_numbers(self.selection.samples(np.array(part._part))))
+            found.append(part)
+        return found
+
+    def joined(self, files: Sequence[str], parts: Sequence[Repacking]) -> Repacking:
+        """Return what writes all objects, and virtual datasets of the samples in these files."""
+        if self._sparse:
+            raise ConfigError(
+                "sparse rows of several files are no virtual dataset; have them joined by a saved"
+                f" index, whose name ends in {INDEX_SUFFIX}"
+            )
+        found = copy(self)
+        counts = [len(part._part or ()) for part in parts]
+        found._parts = list(zip(files, counts, strict=True))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Decoded bytes of all values that are written anew."""
+        return sum(one.nbytes for one in self.rewrites.values())
 
     def _is_named(self, path: str) -> bool:
         return path in self._options.chunks or path in self._options.dtype
 
-    def _sampled(
+    def _with_samples(
         self, with_rows: Mapping[str, h5d.DatasetID], chosen: set[str]
     ) -> dict[str, RowSource]:
         """Return the datasets whose rows are samples.
@@ -206,7 +245,8 @@ class Repacking:
                     f'dataset "{path}" and "{largest}" have differing numbers of samples in some'
                     f" files: {source.counts} and {counts}"
                 )
-            if len(self._files) > 1 and has_references(source.kind):
+            is_one = len(self._files) == 1 and self._options.shards is None
+            if not is_one and has_references(source.kind):
                 raise DatasetError(
                     f"{source.where}: references cannot be joined with those of others"
                 )
@@ -264,7 +304,8 @@ class Repacking:
             chunks = (*chunks[:axis], min(chunks[axis], max(1, shape[axis])), *chunks[axis + 1 :])
         stays = shape == first.extents and chunks == first.chunks and dtype is None
         if stays and (filters is None or not chunks) and selection.is_prefix:
-            if len(self._files) == 1 and not is_outside(first.id):
+            is_one = len(self._files) == 1 and options.shards is None
+            if is_one and not is_outside(first.id):
                 return
         rewrite = Rewrite(source, selection, shape, chunks, filters if chunks else None, dtype)
         rewrite.require_lossless()
@@ -288,6 +329,22 @@ class Repacking:
         return Rewrite(
             source, Selection(0, 1, source.counts[0]), first.extents, first.chunks, None, None
         )
+
+    def verify(self, path: Path) -> None:
+        """Compare the new file with its sources; raise `WriteError` if it differs."""
+        with open_index(path) as target:
+            found = Comparison(self.objects(target.id, path), target, set(self.bounds))
+            for name, dataset in self.datasets.items():
+                if name in self.bounds:
+                    found.require(np.array_equal(target[name][...], self.bounds[name]), name)
+                    continue
+                rewrite = self.rewrites.get(name)
+                if rewrite is not None and self._parts:
+                    continue
+                if rewrite is None and not is_outside(dataset):
+                    rewrite = self.copying(name)
+                options = self.reader_options
+                found.compare_values(name, dataset, rewrite, self.piece_nbytes, options)
 
     def plan(self) -> Plan:
         """Return what will be done, for people."""
@@ -368,6 +425,8 @@ class Repacking:
         if bounds is not None:
             return self._sparse[name_text(path).strip("/").removesuffix("/indptr")].making(bounds)
         rewrite = self.rewrites.get(name_text(path).strip("/"))
+        if rewrite is not None and self._parts:
+            return rewrite.making_joined(self._parts)
         return None if rewrite is None else rewrite.making()
 
     def _move(
@@ -400,102 +459,3 @@ class Repacking:
                     progress(moved, total)
                 yield done
             writer.flush()
-
-
-def verify(work: Repacking, path: Path) -> None:
-    """Compare the new file with its sources; raise `WriteError` if it differs."""
-    with open_index(path) as target:
-        found = Comparison(work.objects(target.id, path), target, set(work.bounds))
-        for name, dataset in work.datasets.items():
-            if name in work.bounds:
-                found.require(np.array_equal(target[name][...], work.bounds[name]), name)
-                continue
-            rewrite = work.rewrites.get(name)
-            if rewrite is None and not is_outside(dataset):
-                rewrite = work.copying(name)
-            found.compare_values(name, dataset, rewrite, work.piece_nbytes, work.reader_options)
-
-
-def repack(
-    sources: FileName | Sequence[FileName],
-    output: str | os.PathLike[str],
-    *,
-    dry_run: bool = False,
-    planned: Callable[[Plan], None] | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[RepackKeywords],
-) -> Repacked:
-    """Write HDF5 files anew, with other chunks, filters or samples; several files become one.
-
-    All else stays as it is in the first file: groups, attributes, links, references, dimension
-    scales, datatypes. Chunks about which nothing changes are copied as they are stored. The new
-    file has its name as soon as it is whole; `output` may be the file itself.
-
-    Parameters
-    ----------
-    sources
-        A file, several, or a glob: what `hdf5_path` of `AsyncReader` takes.
-    output
-        The file to write.
-    dry_run
-        Only plan.
-    planned
-        Called with the plan before anything is written.
-    progress
-        Called with the bytes of values that are done, and with those of all.
-    **options
-        As in `RepackOptions`.
-
-    Raises
-    ------
-    ConfigError
-        If an option is invalid, or does not fit the files.
-    DatasetError
-        If a dataset is missing, or cannot be copied.
-    ReadError
-        If a file cannot be read, or changes meanwhile.
-    WriteError
-        If the new file cannot be written: the disk is full. With `verify`, if it differs.
-
-    Examples
-    --------
-    >>> found = h5async.repack("sample_data/digits.h5", "digits.h5", filter="lzf")
-    >>> with h5py.File("digits.h5") as file:
-    ...     print(file["data"].chunks, file["data"].compression)
-    (1024, 8, 8) lzf
-    """
-    chosen = RepackOptions(**options)
-    config = ReaderConfig(
-        hdf5_path=sources,
-        indices=chosen.indices,
-        shuffle=chosen.shuffle,
-        seed=chosen.seed,
-        allow_external=chosen.allow_external,
-        device="cpu",
-    )
-    path = Path(home_path(os.fspath(output)))
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open_index(file)) for file in config.files]
-        work = Repacking(files, config, chosen)
-        found = Repacked((path,), work.plan())
-        if planned is not None:
-            planned(found.plan)
-        if not dry_run:
-            # What replaces a source is verified before.
-            is_beside = chosen.verify and work.replaces(path)
-            written = path.with_name(f"{path.name}.repacked") if is_beside else path
-            is_new = work.write(written, progress)
-            try:
-                if chosen.verify or not is_new:
-                    verify(work, written)
-            except WriteError as error:
-                if is_new:
-                    os.replace(written, path.with_name(f"{path.name}.differs"))
-                    raise
-                raise ConfigError(
-                    f"{written} exists, and is not what these files and options make: {error};"
-                    f" write another file, or replace it by {named('overwrite', True)}"
-                ) from error
-            if is_beside:
-                os.replace(written, path)
-    return found

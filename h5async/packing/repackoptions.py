@@ -56,6 +56,10 @@ class RepackKeywords(TypedDict, total=False):
     """
     seed: Integer
     """Determines the order of `shuffle`."""
+    shards: int | str | None
+    """Write files of about so many decoded bytes of samples, `OUT-00000.h5` and so on. OUT is all
+    of them: virtual datasets, or a saved index if it ends in `.h5idx`.
+    """
     virtual: Literal["keep", "copy"]
     """How to treat virtual datasets and external storage. `keep`: they refer to the same files.
     `copy`: their values are copied into the new file.
@@ -136,6 +140,7 @@ class RepackOptions(Frozen):
     indices: Indices | None = option(None, values="A:B|PATH|{...}")
     shuffle: Shuffle = False
     seed: Int = 0
+    shards: Size | None = option(None, values="SIZE")
     virtual: Literal["keep", "copy"] = "keep"
     memory: Size | None = option(None, values="SIZE")
     num_threads: Threads | None = None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -123,6 +124,21 @@ class Rewrite:
         space = h5s.create_simple(self.shape, tuple(most))
         kind = None if self.dtype is None else h5t.py_create(self.dtype, logical=True)
         return Making(space, kind, self._properties(first), same_filters=self.keeps_chunks)
+
+    def making_joined(self, parts: Sequence[tuple[str, int]]) -> Making:
+        """Return how a virtual dataset is made of files that have so many of the rows each."""
+        plist, shape, axis, begin = h5p.create(h5p.DATASET_CREATE), self.shape, self.axis, 0
+        for file, rows in parts:
+            here = (*shape[:axis], rows, *shape[axis + 1 :])
+            space = h5s.create_simple(shape)
+            space.select_hyperslab(
+                tuple(begin if d == axis else 0 for d in range(len(shape))), here
+            )
+            name = self.source.path.encode()
+            plist.set_virtual(space, os.fsencode(file), name, h5s.create_simple(here))
+            begin += rows
+        kind = None if self.dtype is None else h5t.py_create(self.dtype, logical=True)
+        return Making(h5s.create_simple(shape), kind, plist, has_values=False)
 
     def _properties(self, first: Opened) -> h5p.PropDCID:
         plist, source = first.plist.copy(), self.source

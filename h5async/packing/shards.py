@@ -5,6 +5,7 @@ Virtual datasets name the shards by relative paths, so all of them can be moved 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,24 @@ def shard_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}-{number:05}{suffix}")
 
 
+def remove_other_shards(path: Path, count: int) -> None:
+    """Remove shards of earlier times, behind the first `count`."""
+    for number in itertools.count(count):
+        if not shard_path(path, number).exists():
+            break
+        shard_path(path, number).unlink()
+
+
+def index_shards(path: Path, shards: Sequence[Path]) -> None:
+    """Write the saved index that is all shards as one dataset."""
+    config = ReaderConfig(hdf5_path=list(shards))
+    reach = reach_of(config)
+    try:
+        write_index(path, list(index_files(config, reach, [])), reach)
+    except OSError as error:
+        raise WriteError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def join_shards(
     path: Path, shards: Sequence[Path], columns: Sequence[str], overwrite: bool
 ) -> None:
@@ -35,12 +54,7 @@ def join_shards(
     shard.
     """
     if is_index(path):
-        config = ReaderConfig(hdf5_path=list(shards))
-        reach = reach_of(config)
-        try:
-            write_index(path, list(index_files(config, reach, [])), reach)
-        except OSError as error:
-            raise WriteError(f"cannot write {path}: {error.strerror or error}") from error
+        index_shards(path, shards)
         return
     with SafeFile(path, resume=not overwrite, overwrite=overwrite) as safe:
         if safe.is_finished:

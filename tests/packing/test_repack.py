@@ -220,6 +220,52 @@ def test_several_files_become_one(images, tmp_path):
     assert_has(tmp_path / "new.h5", images, [*range(12), *range(100)])
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"shuffle": "full", "filter": "lzf"}, {"indices": "3:77", "chunk_samples": 5}]
+)
+def test_shards_are_joined_by_virtual_datasets(images, tmp_path, options):
+    folder = tmp_path / "new"
+    folder.mkdir()
+    with h5py.File(images) as file:
+        nbytes = file["data"][:16].nbytes
+    found = h5async.repack(images, folder / "new.h5", shards=nbytes, verify=True, **options)
+    assert [one.name for one in found.paths[-2:]] == [f"new-{len(found.paths) - 2:05}.h5", "new.h5"]
+    folder = folder.rename(tmp_path / "moved")
+    with h5py.File(folder / "new.h5") as file, h5py.File(images) as before:
+        rows = file["labels"][...]
+        assert all(file[name].is_virtual for name in ("data", "labels", "names"))
+        assert np.array_equal(file["other"], before["other"])
+        assert file["group/7"][()] == 7
+        assert file[file.attrs["which"]] == file["data"] == file["again"]
+        assert file["data"].dims[0][0] == file["labels"]
+    assert_has(folder / "new.h5", images, rows)
+    assert len(rows) == (74 if "indices" in options else 100)
+    h5async.repack(images, folder / "new.h5", shards=nbytes, resume=True, **options)
+    with pytest.raises(ConfigError, match="exists"):
+        h5async.repack(images, folder / "new.h5", shards=nbytes, **options)
+
+
+def test_shards_are_gone_on_with(images, tmp_path):
+    def stop(done, count):
+        if done > count // 2:
+            raise KeyboardInterrupt
+
+    options = {"shards": "20kB", "chunk_samples": 4}
+    with pytest.raises(KeyboardInterrupt):
+        h5async.repack(images, tmp_path / "new.h5idx", progress=stop, **options)
+    assert not (tmp_path / "new.h5idx").exists()
+    found = h5async.repack(images, tmp_path / "new.h5idx", resume=True, **options)
+    with h5async.AsyncReader(hdf5_path=tmp_path / "new.h5idx", batch_size=100) as reader:
+        data, labels = reader.get_next_batch()
+        with h5py.File(images) as file:
+            assert np.array_equal(data, file["data"])
+        assert np.array_equal(labels, np.arange(100))
+    h5async.repack(images, tmp_path / "new.h5idx", shards="60kB", overwrite=True)
+    assert len(list(tmp_path.glob("new-*.h5"))) < len(found.paths) - 1
+    with pytest.raises(ConfigError, match="is a source"):
+        h5async.repack(images, images, shards="20kB", overwrite=True)
+
+
 def test_chunks_of_another_shape_are_not_copied(images, tmp_path):
     other = tmp_path / "other.h5"
     h5async.repack(images, other, chunks={"data": (10, 20, 20, 3)})

@@ -10,7 +10,7 @@ import pytest
 from conftest import require_extra
 
 import h5async
-from h5async import AsyncReader, DatasetError
+from h5async import AsyncReader, ConfigError, DatasetError, SparseField
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,19 @@ def test_some_cells_of_several_files(tmp_path):
     assert_has(tmp_path / "new.h5ad", require_extra("anndata").concat(old))
     h5async.repack(files, tmp_path / "some.h5ad", indices="5::3", verify=True)
     assert_has(tmp_path / "some.h5ad", require_extra("anndata").concat(old)[5::3])
+
+
+def test_cells_in_shards_are_joined_by_an_index(tmp_path):
+    old = annotated(tmp_path / "old.h5ad", 50, 0)
+    with pytest.raises(ConfigError, match="no virtual dataset"):
+        h5async.repack(tmp_path / "old.h5ad", tmp_path / "new.h5ad", shards=2000)
+    found = h5async.repack(tmp_path / "old.h5ad", tmp_path / "new.h5idx", shards=2000, verify=True)
+    assert len(found.paths) > 3
+    fields = {"x": SparseField("X", dense=True), "age": "obs/age"}
+    with AsyncReader(hdf5_path=tmp_path / "new.h5idx", fields=fields, batch_size=50) as reader:
+        x, age = reader.get_next_batch()
+        assert np.array_equal(x, old.X.toarray())
+        assert np.array_equal(age, old.obs["age"])
 
 
 def test_other_variables_are_an_error(tmp_path):
