@@ -199,7 +199,8 @@ typedef struct {
     int32_t fd, io;
     const uint8_t *map; /* NULL: not mapped */
     int64_t map_nbytes;
-    int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed; nbytes -1: not checked */
+    /* As indexed. It is not checked if `nbytes` is -1, while a SWMR writer has the file, or -2. */
+    int64_t device, inode, nbytes, modified_ns, changed_ns;
     int64_t event;                                          /* out: enum Event */
     const char *path; /* fd below 0: by which its state is asked for; NULL: it is memory */
     int64_t failed_at, error; /* out: where a read failed; what errno said, 0: the file ended */

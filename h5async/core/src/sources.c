@@ -75,7 +75,7 @@ static int read_guarded(File *file, void (*work)(void *), void *data)
 {
     if (!guarded(file, work, data))
         file->event = FAULTED;
-    else if (file->event == NO_EVENT && is_as_indexed(file) && file->nbytes < 0 && file->fd >= 0 &&
+    else if (file->event == NO_EVENT && is_as_indexed(file) && file->nbytes == -1 && file->fd >= 0 &&
              !has_swmr_writer(file->fd, INT64_MAX))
         file->event = CHANGED; /* the writer has ended, and left the file for good */
     return file->event == NO_EVENT;
