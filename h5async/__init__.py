@@ -42,8 +42,8 @@ from h5async.samples.sparse import Csr
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
     from h5async.measure.statistics import statistics
+    from h5async.packing.newfiles import repack
     from h5async.packing.pack import pack
-    from h5async.packing.repack import repack
 
 # If the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
 
         return pack
     if name == "repack":
-        from h5async.packing.repack import repack
+        from h5async.packing.newfiles import repack
 
         return repack
     import importlib.util

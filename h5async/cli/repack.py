@@ -34,7 +34,7 @@ def repack(
     All else stays: groups, attributes, links, references, dimension scales, datatypes. Chunks about
     which nothing changes are copied as they are stored.
     """
-    from h5async.packing.repack import repack
+    from h5async.packing.newfiles import repack
     from h5async.packing.repacking import Plan
 
     options = typed_options(typed, RepackOptions)
