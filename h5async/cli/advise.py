@@ -19,7 +19,7 @@ from h5async.cli.bench import speed_of
 from h5async.cli.datasetfacts import Dataset, listed
 from h5async.cli.farfacts import FarCost, far_cost
 from h5async.cli.options import reader_config, takes_reader
-from h5async.cli.output import Json, print_json, progress_bar, safe
+from h5async.cli.output import Json, PlotFile, print_json, progress_bar, safe
 from h5async.cli.picture import Picture, tidy
 from h5async.cli.read import stopping_by_sigterm
 from h5async.config.files import FileName
@@ -89,10 +89,7 @@ def advise(
         float, typer.Option(min=0.0, help="Seconds to read with each layout, in each order.")
     ] = 0.75,
     rounds: Annotated[int, typer.Option(min=1, help="Number of turns of each.")] = 3,
-    plot: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Draw the results with Matplotlib (.png, .svg, .pdf)."),
-    ] = None,
+    plot: PlotFile = None,
     as_json: Json = False,
     **typed: Any,
 ) -> None:

@@ -20,7 +20,16 @@ import typer
 from rich.filesize import decimal
 
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
-from h5async.cli.output import Json, files_text, limit_text, opening, print_json, progress_bar, safe
+from h5async.cli.output import (
+    Json,
+    PlotFile,
+    files_text,
+    limit_text,
+    opening,
+    print_json,
+    progress_bar,
+    safe,
+)
 from h5async.cli.picture import Picture, tidy
 from h5async.config import ReaderConfig
 from h5async.config.values import MOST_THREADS
@@ -184,10 +193,7 @@ def bench(
         float, typer.Option(min=0.0, help="Seconds to read with each of the options compared.")
     ] = 2.0,
     rounds: Annotated[int, typer.Option(min=LEAST_ROUNDS, help="Number of turns of each.")] = 7,
-    plot: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Draw the results with Matplotlib (.png, .svg, .pdf)."),
-    ] = None,
+    plot: PlotFile = None,
     as_json: Json = False,
     **typed: Any,
 ) -> None:

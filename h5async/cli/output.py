@@ -29,6 +29,10 @@ REFRESH_SECONDS = 0.1
 _PATIENCE_SECONDS = 2.0  # before a bar for indexing is shown
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
+PlotFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Draw the results with Matplotlib (.png, .svg, .pdf)."),
+]
 
 
 def print_json(command: str, content: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from h5async.errors import ConfigError, WriteError
 from h5async.index.links import open_index
 from h5async.packing.repacking import Plan, Progress, Repacked, Repacking
 from h5async.packing.repackoptions import RepackKeywords, RepackOptions
+from h5async.packing.safefile import exists
 from h5async.packing.shards import index_shards, remove_other_shards, shard_path
 from h5async.spelling import named
 
@@ -124,9 +125,7 @@ def _write_shards(
     if replaced:
         raise ConfigError(f"{replaced[0]} is a source; give shards another name")
     if path.exists() and not (options.resume or options.overwrite):
-        raise ConfigError(
-            f"{path} exists; write another file, or replace it by {named('overwrite', True)}"
-        )
+        raise exists(path)
     joined = None if is_index(path) else work.joined([one.name for one in paths], parts)
     done = 0
     for part, at in zip(parts, paths, strict=True):

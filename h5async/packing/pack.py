@@ -23,7 +23,7 @@ from h5async.order.selection import permute
 from h5async.packing.encodedsamples import Samples, encoded_columns, made_block, samples_of
 from h5async.packing.packedfile import VERSION, PackedFile
 from h5async.packing.packoptions import PackKeywords, PackOptions
-from h5async.packing.safefile import is_begun
+from h5async.packing.safefile import exists, is_begun
 from h5async.packing.schema import Block
 from h5async.packing.shards import join_shards, remove_other_shards, shard_path
 from h5async.packing.sources.base import Source, Work, digest_of
@@ -115,9 +115,7 @@ def _require_new(path: Path, options: PackOptions) -> None:
     if options.shards is None and is_index(path):
         raise ConfigError(f"{path}: only {named('shards')} are packed into a saved index")
     if options.shards is not None and path.exists() and not (options.resume or options.overwrite):
-        raise ConfigError(
-            f"{path} exists; write another file, or replace it by {named('overwrite', True)}"
-        )
+        raise exists(path)
 
 
 def _pack(

@@ -110,10 +110,7 @@ class SafeFile:
                 self.is_finished = True
                 return
             if not overwrite:
-                raise ConfigError(
-                    f"{self.path} exists; write another file, or replace it by "
-                    f"{named('overwrite', True)}"
-                )
+                raise exists(self.path)
         raw = self._raw = PartialFile(self._lock())
         journal = None if overwrite else read_journal(self._journal)
         is_begun = bool(raw.size) and not self._in_place and not overwrite
@@ -313,6 +310,13 @@ class SafeFile:
 def partial_of(path: Path) -> Path:
     """Return the path of what is written of a file before it is whole."""
     return _beside(path, "partial")
+
+
+def exists(path: Path) -> ConfigError:
+    """Return the error for a file that is there, and may not be replaced."""
+    return ConfigError(
+        f"{path} exists; write another file, or replace it by {named('overwrite', True)}"
+    )
 
 
 def _beside(path: Path, ending: str) -> Path:
