@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,20 +198,26 @@ class Repacking:
         for begin in range(0, max(1, size), count):
             part = copy(self)
             part._part, part.rewrites, part.whole = range(begin, min(begin + count, size)), {}, {}
-            part._plan_samples(Selection.of_numbers(self.selection.samples(np.array(part._part))))
+            samples = self.selection.samples(np.array(part._part))
+            part.selection = Selection.of_numbers(samples)
+            part._plan_samples(part.selection)
             found.append(part)
         return found
 
-    def joined(self, files: Sequence[str], parts: Sequence[Repacking]) -> Repacking:
-        """Return what writes all objects, and virtual datasets of the samples in these files."""
+    def joined(self, parts: Sequence[tuple[str, int]], paths: Iterable[str] = ()) -> Repacking:
+        """Return what writes all objects, and virtual datasets of the samples in other files.
+
+        `parts` are their names and numbers of samples; `paths` are datasets of samples, beside
+        those that would be rewritten.
+        """
         if self._sparse:
             raise ConfigError(
                 "sparse rows of several files are no virtual dataset; have them joined by a saved"
                 f" index, whose name ends in {INDEX_SUFFIX}"
             )
         found = copy(self)
-        counts = [len(part._part or ()) for part in parts]
-        found._parts = list(zip(files, counts, strict=True))
+        more = {path: rewrite for path in paths if (rewrite := self.copying(path)) is not None}
+        found._parts, found.rewrites = parts, {**self.rewrites, **more}
         return found
 
     @property
