@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from h5async.config.files import matching_files
 from h5async.errors import ConfigError, ReadError
 from h5async.packing.packoptions import PackOptions
 from h5async.packing.sources import folders, tables
@@ -20,8 +21,9 @@ from h5async.packing.sources.tables import TableSource
 from h5async.packing.sources.tars import TarSource
 
 _ARRAYS = (".npy", ".npz")
+_SAVED = ("state.json", "dataset_dict.json")  # of datasets of Hugging Face
 _KINDS = (
-    "a folder of images or audio, a folder of episodes, a dataset that datasets has saved, or .tar,"
+    "folders of images or audio, a folder of episodes, a dataset that datasets has saved, or .tar,"
     " .parquet, .arrow, .feather, .csv, .npy and .npz files"
 )
 
@@ -44,16 +46,16 @@ def open_source(sources: Any, options: PackOptions) -> Source:
     raise ConfigError(f"a {type(sources).__name__} cannot be packed; give {_KINDS}, or an iterable")
 
 
-def _at(paths: list[Path], options: PackOptions) -> Source:
+def _at(given: Sequence[Path], options: PackOptions) -> Source:
+    paths = [Path(path) for path in matching_files(given)]
     missing = next((path for path in paths if not path.exists()), None)
     if missing is not None:
         raise ReadError(f"{missing} cannot be packed: there is no such file or folder")
-    if any(path.is_dir() for path in paths):
-        if len(paths) > 1:
-            raise ConfigError(
-                "give one folder; the samples of others can be added to the file, with append"
-            )
-        return _in_folder(paths[0], options)
+    are_folders = {path.is_dir() for path in paths}
+    if are_folders == {True, False}:
+        raise ConfigError(f"{paths[0]} and others are files and folders; give only one of these")
+    if are_folders == {True}:
+        return _in_folders(paths, options)
     suffixes = sorted({path.suffix.lower() for path in paths})
     if suffixes == [".tar"]:
         return TarSource(paths)
@@ -64,17 +66,19 @@ def _at(paths: list[Path], options: PackOptions) -> Source:
     raise ConfigError(f"{paths[0]} is not of a kind that can be packed; give {_KINDS}")
 
 
-def _in_folder(folder: Path, options: PackOptions) -> Source:
-    if (folder / "meta" / "info.json").is_file():
+def _in_folders(paths: Sequence[Path], options: PackOptions) -> Source:
+    """Return the source that folders of one kind are."""
+    folder = paths[0]
+    if len(paths) == 1 and (folder / "meta" / "info.json").is_file():
         return EpisodeSource(folder, options.fill)
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+    if len(paths) == 1 and any((folder / name).is_file() for name in _SAVED):
         return HuggingFaceSource(saved_dataset(folder), options.fill)
     with reading_file(folder):
         for kind, suffixes in folders.SUFFIXES.items():
-            if _has_any(folder, suffixes):
-                return FolderSource(folder, kind)
+            if any(_has_any(path, suffixes) for path in paths):
+                return FolderSource(paths, kind)
         for suffix in (".tar", *tables.SUFFIXES, ".npy"):
-            found = sorted(folder.glob(f"*{suffix}"))
+            found = [file for path in paths for file in sorted(path.glob(f"*{suffix}"))]
             if found:
                 return _at(found, options)
     raise ConfigError(f"{folder} has nothing that can be packed; give {_KINDS}")
