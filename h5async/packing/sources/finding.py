@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from h5async.config.files import matching_files
 from h5async.errors import ConfigError, ReadError
 from h5async.packing.packoptions import PackOptions
-from h5async.packing.sources import folders, tables
+from h5async.packing.sources import folders, tables, tars
 from h5async.packing.sources.arrays import ArraySource, array_files
 from h5async.packing.sources.base import Source, reading_file
 from h5async.packing.sources.episodes import EpisodeSource
@@ -18,13 +19,12 @@ from h5async.packing.sources.folders import FolderSource
 from h5async.packing.sources.huggingface import HuggingFaceSource, saved_dataset
 from h5async.packing.sources.iterables import RowSource
 from h5async.packing.sources.tables import TableSource
-from h5async.packing.sources.tars import TarSource
 
 _ARRAYS = (".npy", ".npz")
 _SAVED = ("state.json", "dataset_dict.json")  # of datasets of Hugging Face
 _KINDS = (
     "folders of images or audio, a folder of episodes, a dataset that datasets has saved, or .tar,"
-    " .parquet, .arrow, .feather, .csv, .npy and .npz files"
+    " .tar.gz, .parquet, .arrow, .feather, .csv, .npy and .npz files"
 )
 
 
@@ -57,8 +57,8 @@ def _at(given: Sequence[Path], options: PackOptions) -> Source:
     if are_folders == {True}:
         return _in_folders(paths, options)
     suffixes = sorted({path.suffix.lower() for path in paths})
-    if suffixes == [".tar"]:
-        return TarSource(paths)
+    if all(tars.ENDINGS.search(path.name) for path in paths):
+        return tars.tar_source(paths)
     if set(suffixes) <= set(_ARRAYS):
         return array_files(paths, options.memory)
     if len(suffixes) == 1 and suffixes[0] in tables.SUFFIXES:
@@ -77,8 +77,10 @@ def _in_folders(paths: Sequence[Path], options: PackOptions) -> Source:
         for kind, suffixes in folders.SUFFIXES.items():
             if any(_has_any(path, suffixes) for path in paths):
                 return FolderSource(paths, kind)
-        for suffix in (".tar", *tables.SUFFIXES, ".npy"):
-            found = [file for path in paths for file in sorted(path.glob(f"*{suffix}"))]
+        files = [file for path in paths for file in sorted(path.rglob("*"))]
+        ends = (tars.ENDINGS, *(re.compile(f"{one}$", re.I) for one in (*tables.SUFFIXES, ".npy")))
+        for end in ends:
+            found = [file for file in files if end.search(file.name)]
             if found:
                 return _at(found, options)
     raise ConfigError(f"{folder} has nothing that can be packed; give {_KINDS}")
