@@ -3,8 +3,8 @@
     for i in 0 1; do python scripts/examples/jax_processes.py FOLDER $i 2 & done; wait
 
 Under srun or mpirun, FOLDER is all. The reader asks `jax.distributed` which share is its own. Orbax
-keeps the weights, and with them the reader's position: started again, training goes on in the middle
-of an epoch, with the samples that are left, on as many processes as there are now.
+keeps the weights, and with them the reader's position: started again, training goes on in the
+middle of an epoch, with the samples that are left, on as many processes as there are then.
 """
 
 from __future__ import annotations
