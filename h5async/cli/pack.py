@@ -23,7 +23,7 @@ _Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE...",
-        help="A folder of images or audio, or files: .tar, .parquet, .arrow, .csv, .npy, .npz.",
+        help="Folders of images or audio, or .tar, .tar.gz, .parquet, .arrow, .csv, .npy, .npz.",
     ),
 ]
 _Output = Annotated[

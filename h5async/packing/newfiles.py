@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -126,7 +126,8 @@ def _write_shards(
         raise ConfigError(f"{replaced[0]} is a source; give shards another name")
     if path.exists() and not (options.resume or options.overwrite):
         raise exists(path)
-    joined = None if is_index(path) else work.joined([one.name for one in paths], parts)
+    sizes = [(at.name, part.selection.size) for at, part in zip(paths, parts, strict=True)]
+    joined = None if is_index(path) else work.joined(sizes)
     done = 0
     for part, at in zip(parts, paths, strict=True):
 
@@ -143,3 +144,20 @@ def _write_shards(
     else:
         _write(joined, path, options, None)
     return (*paths, path)
+
+
+def join_shards(
+    path: Path, shards: Mapping[Path, int], columns: Sequence[str], options: RepackOptions
+) -> None:
+    """Write the file, or the saved index, that is all shards as one dataset.
+
+    `shards` have so many samples each; `columns` are the datasets of samples. All other objects are
+    those of the last shard.
+    """
+    if is_index(path):
+        index_shards(path, [*shards])
+        return
+    last, parts = [*shards][-1], [(one.name, count) for one, count in shards.items()]
+    with open_index(last) as file:
+        work = Repacking([file], ReaderConfig(hdf5_path=last, device="cpu"), options)
+        _write(work.joined(parts, columns), path, options, None)

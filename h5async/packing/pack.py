@@ -21,11 +21,13 @@ from h5async.config.files import is_index
 from h5async.errors import ConfigError
 from h5async.order.selection import permute
 from h5async.packing.encodedsamples import Samples, encoded_columns, made_block, samples_of
+from h5async.packing.newfiles import join_shards
 from h5async.packing.packedfile import VERSION, PackedFile
 from h5async.packing.packoptions import PackKeywords, PackOptions
+from h5async.packing.repackoptions import RepackOptions
 from h5async.packing.safefile import exists, is_begun
 from h5async.packing.schema import Block
-from h5async.packing.shards import join_shards, remove_other_shards, shard_path
+from h5async.packing.shards import remove_other_shards, shard_path
 from h5async.packing.sources.base import Source, Work, digest_of
 from h5async.packing.sources.finding import open_source
 from h5async.spelling import named
@@ -95,10 +97,11 @@ def pack(
     files = _pack(source, path, chosen, digest, progress or (lambda *_: None))
     paths = [file.path for file in files]
     if chosen.shards is not None:
-        columns = [*files[-1].stored]
-        join_shards(path, paths, columns, overwrite=chosen.overwrite)
         if chosen.overwrite:
             remove_other_shards(path, len(paths))
+        counts = {file.path: file.count for file in files}
+        how = RepackOptions(resume=chosen.resume, overwrite=chosen.overwrite)
+        join_shards(path, counts, files[-1].datasets, how)
         paths.append(path)
     return Packed(
         path,

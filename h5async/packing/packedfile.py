@@ -132,6 +132,12 @@ class PackedFile:
         """How columns are stored, in words."""
         return {name: chunks.text for name, chunks in self._columns.items()}
 
+    @property
+    def datasets(self) -> list[str]:
+        """The paths of the datasets of samples."""
+        paths = {"/".join(filter(None, n.split("/"))): c.column for n, c in self._columns.items()}
+        return [f"{path}/codes" if c.form == "codes" else path for path, c in paths.items()]
+
     def add(self, block: Block) -> None:
         """Append a block of samples, and commit now and then."""
         for place, reason in sorted(block.bad.items()):

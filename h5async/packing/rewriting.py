@@ -127,7 +127,9 @@ class Rewrite:
 
     def making_joined(self, parts: Sequence[tuple[str, int]]) -> Making:
         """Return how a virtual dataset is made of files that have so many of the rows each."""
-        plist, shape, axis, begin = h5p.create(h5p.DATASET_CREATE), self.shape, self.axis, 0
+        plist, axis, begin = h5p.create(h5p.DATASET_CREATE), self.axis, 0
+        count = sum(rows for _, rows in parts)
+        shape = (*self.shape[:axis], count, *self.shape[axis + 1 :])
         for file, rows in parts:
             here = (*shape[:axis], rows, *shape[axis + 1 :])
             space = h5s.create_simple(shape)

@@ -293,34 +293,26 @@ class Collection:
         numbers: Sequence[int],
         scratch: Scratch,
         damage: list[DamagedError] | None,
-        *,
-        was_compared: bool = False,
     ) -> None:
         """Fetch items of a source that is no local file, and read them.
 
-        `was_compared`: what its mirror has of them is as it was written.
+        They are read out of memory, also what is kept of them, which is compared with its checksums
+        again: others may remove or overwrite a mirror at any time.
         """
-        far = self.tables.far
-        assert far is not None
+        worker = scratch.worker(self._core).struct
         for number in numbers:
-            self.fetch(batch, scratch, (number, number + 1))
+            worker.lists_all = 1
+            try:
+                self.fetch(batch, scratch, (number, number + 1))
+            finally:
+                worker.lists_all = 0
             file, source = self._core.File(), int(self._items(batch)["source"][number])
             self._core.open_again(self.tables.sources, source, ctypes.byref(file))
             file.fetched, file.num_fetched = batch.plan.fetched, batch.plan.num_fetched
-            found: list[DamagedError] = []
-            is_removed = False
-            try:
-                self._read_again(batch, [number], scratch, found, file, False)
-            except FileEventError:
-                is_removed = True
-            if is_removed or (found and file.mirror and not was_compared):
-                far.use_mirror(source, None)  # its bytes are compared with their checksums again
-                again = partial(self._read_far_again, batch, [number], scratch, damage)
-                again(was_compared=was_compared or not is_removed)
-            elif found and damage is None:
-                raise found[0]
-            elif damage is not None:
-                damage += found
+            found: list[DamagedError] | None = None if damage is None else []
+            self._read_again(batch, [number], scratch, found, file, False)
+            if damage is not None:
+                damage += found or ()
         self.hold(batch, None)
 
     def _error_of(

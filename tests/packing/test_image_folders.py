@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import h5py
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import h5async
-from h5async import AsyncReader, ConfigError, ImageField, ReadError, cli
+from h5async import AsyncReader, ConfigError, DatasetError, ImageField, ReadError, cli
 from h5async.packing.sources import folders
 
 KEPT = [name for name in sorts() if name.lower().endswith(("g", "jpeg")) and name != "deep.png"]
@@ -175,14 +176,13 @@ def test_appending_adds_samples_and_classes(tmp_path):
 
 def test_files_that_change_meanwhile_are_noticed(tmp_path, monkeypatch):
     folder = write(tmp_path / "in", {"a": {f"{n}.png": sorts()["plain.png"] for n in range(4)}})
-    listed = folders._listed
+    list_files = folders._list_files
 
     def listing(*arguments):
-        found = listed(*arguments)
+        list_files(*arguments)
         (folder / "a" / "3.png").write_bytes(sorts()["plain.jpg"])
-        return found
 
-    monkeypatch.setattr(folders, "_listed", listing)
+    monkeypatch.setattr(folders, "_list_files", listing)
     with pytest.raises(ReadError, match=r"3\.png was changed while it was packed"):
         h5async.pack(folder, tmp_path / "out.h5")
 
@@ -204,3 +204,33 @@ def test_the_command_says_what_it_will_do_and_what_it_did(folder, tmp_path):
     found = _run(folder, "-o", out)
     assert found.exit_code == 1
     assert "--overwrite" in found.stderr
+
+
+def test_several_folders_are_one_dataset_with_all_classes(tmp_path):
+    a, b, c = (sorts()[name] for name in ("plain.jpg", "plain.png", "grey.jpg"))
+    write(tmp_path / "train", {"cat": {"x.jpg": a, "y.png": b}, "dog": {"x.jpg": c}})
+    write(tmp_path / "val", {"ant": {"x.png": b}, "dog/deep": {"x.jpg": a}})
+    out = tmp_path / "out.h5"
+    h5async.pack([tmp_path / "train", tmp_path / "val"], out)
+    with h5py.File(out) as file:
+        assert file["classes"].asstr()[:].tolist() == ["ant", "cat", "dog"]
+        assert file["labels"][:].tolist() == [1, 1, 2, 0, 2]
+        names = ["train/cat/x.jpg", "train/cat/y.png", "train/dog/x.jpg"]
+        names += ["val/ant/x.png", "val/dog/deep/x.jpg"]
+        assert file["filenames"].asstr()[:].tolist() == names
+        assert [one.tobytes() for one in file["data"][:]] == [a, b, c, b, a]
+    before = out.read_bytes()
+    h5async.pack(tmp_path / "[tv]*", out, overwrite=True)
+    assert out.read_bytes() == before
+    write(tmp_path / "flat", {"": {"x.jpg": a}})
+    with pytest.raises(DatasetError, match=r'the folder ".*flat" would be a class'):
+        h5async.pack([tmp_path / "train", tmp_path / "flat"], tmp_path / "other.h5")
+
+
+def test_a_long_list_of_files_takes_few_bytes(tmp_path):
+    listing = folders._Listing()
+    for n in range(10_000):
+        listing.append(f"class {n % 10}/image_{n:06}.jpg", n, n << 40)
+    assert listing[9_999] == ("class 9/image_009999.jpg", 9_999, 9_999 << 40)
+    parts = (listing._names, listing._ends, listing._sizes, listing._times)
+    assert sum(map(sys.getsizeof, parts)) < 60 * len(listing)

@@ -17,6 +17,7 @@ from h5async import AsyncReader, ConfigError
 from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.safefile import SafeFile
 from h5async.packing.sources.arrays import ArraySource
+from h5async.packing.sources.iterables import RowSource
 
 HERE = Path(__file__).parent
 FIELDS = {name: name for name in ("data", "labels", "tokens", "text")}
@@ -112,6 +113,19 @@ def test_shards_are_one_dataset(tmp_path, undisturbed, name):
     assert again.samples == 900
     assert h5async.pack(samples(), out, shards="1GB", overwrite=True).samples == 900
     assert sorted(tmp_path.glob("all-*.h5")) == shards[:1]
+
+
+def test_shards_are_joined_with_all_else_that_they_have(tmp_path, monkeypatch):
+    """Among it what is long, has as many rows as the last shard, or is below a group."""
+    once = {"ends": np.arange(300_000), "few": np.arange(10), "notes/names": ["a", "ö"]}
+    monkeypatch.setattr(RowSource, "once", once)
+    rows = [{"a/x": np.full(9, n), "a/y": [n] * (n % 3)} for n in range(650)]
+    h5async.pack(rows, tmp_path / "one.h5")
+    for options in ({"overwrite": True}, {"resume": True}):
+        h5async.pack(rows, tmp_path / "all.h5", shards="5kB", **options)
+        assert contents(tmp_path / "all.h5") == contents(tmp_path / "one.h5")
+    with h5py.File(tmp_path / "all-00010.h5") as file:
+        assert len(file["a/x"]) == len(file["few"])
 
 
 def test_categories_of_shards_have_the_same_codes(tmp_path):

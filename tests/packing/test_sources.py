@@ -4,6 +4,7 @@ import datetime
 import importlib
 import io
 import json
+import lzma
 import re
 import tarfile
 
@@ -11,12 +12,14 @@ import h5py
 import numpy as np
 import pytest
 import soundfile
+from comparing import contents
 from pictures import by_pillow, encoded, pixels, sorts, write
 from PIL import Image
 from typer.testing import CliRunner
 
 import h5async
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReadError, Sequences, cli
+from h5async.packing.safefile import SafeFile
 
 pa = pytest.importorskip("pyarrow")
 RNG = np.random.default_rng(1)
@@ -402,7 +405,7 @@ def test_a_damaged_header_is_not_the_end_of_a_tar(tmp_path):
     content = bytearray(path.read_bytes())
     content[tarfile.BLOCKSIZE + 150] ^= 1  # in the checksum of the second one
     path.write_bytes(content)
-    with pytest.raises(ReadError, match="the header at byte 512 is damaged"):
+    with pytest.raises(ReadError, match="at byte 512, the header is damaged"):
         opened(path, tmp_path)
 
 
@@ -423,13 +426,70 @@ def test_bad_samples_in_tars(tmp_path):
     found = h5async.pack(_tar(tmp_path / "a.tar", samples), tmp_path / "out.h5", on_error="skip")
     assert [(name.rpartition(" ")[2], reason) for name, reason in found.bad] == [
         ("b", "invalid literal for int() with base 10: b'x'"),
-        ("c", "it has no txt, as other samples have"),
+        ("c", "it has no txt, unlike the first sample"),
     ]
     with h5py.File(tmp_path / "out.h5") as file:
         assert values(file["filenames"]) == ["a", "d"]
     (tmp_path / "b.tar").write_bytes(b"\x1f\x8bno tar")
-    with pytest.raises(ReadError, match="not compressed"):
+    with pytest.raises(ReadError, match=r"cannot read .*b\.tar"):
         h5async.pack(tmp_path / "b.tar", tmp_path / "out2.h5")
+
+
+def _compressed(path, ending):
+    """Write a tar compressed, in another folder, and return its path."""
+    out = path.parent / ending / f"{path.stem}.{ending}"
+    out.parent.mkdir(exist_ok=True)
+    with pa.output_stream(str(out), compression=None if ending == "tar.xz" else "detect") as file:
+        content = path.read_bytes()
+        file.write(lzma.compress(content) if ending == "tar.xz" else content)
+    return out
+
+
+@pytest.mark.parametrize("ending", ["tar.gz", "tar.bz2", "tar.xz", "tar.zst"])
+def test_compressed_tars(tmp_path, ending, monkeypatch):
+    whole = {f"{n:04}": _tarred(n) for n in range(150)}
+    whole["0070"]["cls"] = b"x"
+    paths = [_tar(tmp_path / "a.tar", whole), _tar(tmp_path / "b.tar", {"z": _tarred(1)})]
+    with opened(paths, tmp_path, on_error="skip") as file:
+        expected = contents(file.filename)
+    folder = [_compressed(path, ending) for path in paths].pop().parent
+    with opened(folder, tmp_path, on_error="skip") as file:
+        assert contents(file.filename) == expected
+    monkeypatch.setattr(SafeFile, "is_due", True)
+    out = tmp_path / "resumed.h5"
+    with pytest.raises(KeyboardInterrupt):
+        h5async.pack(folder, out, on_error="skip", progress=_interrupt)
+    h5async.pack(folder, out, on_error="skip", resume=True)
+    assert contents(out) == expected
+    content = (folder / f"b.{ending}").read_bytes()
+    damages = [content[:-9], content[:100], bytes([*content[:100], 77, *content[101:]])]
+    for damaged in damages[: 2 if ending == "tar.zst" else 3]:  # which has no checksum here
+        (folder / f"b.{ending}").write_bytes(damaged)
+        with pytest.raises(ReadError, match=rf"cannot read .*b\.{ending}"):
+            h5async.pack(folder, tmp_path / "damaged.h5", on_error="skip", resume=True)
+        assert not (tmp_path / "damaged.h5").exists()
+
+
+def _interrupt(done, *_):
+    if done > 64:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("ending", ["tar", "tar.gz"])
+def test_two_images_of_a_sample_are_two_columns(tmp_path, ending):
+    jpg = sorts()["plain.jpg"]
+    samples = {f"k{n}": {"png": PNGS[n], "jpg": jpg, "seg.png": PNGS[n]} for n in range(9)}
+    path = _tar(tmp_path / "a.tar", samples)
+    path = path if ending == "tar" else _compressed(path, ending)
+    with opened(path, tmp_path) as file:
+        assert sorted(file) == ["filenames", "jpg", "png", "seg.png"]
+        assert [one.tobytes() for one in file["png"]] == PNGS
+        assert [one.tobytes() for one in file["jpg"]] == [jpg] * 9
+    with AsyncReader(hdf5_path=tmp_path / "out.h5", fields={"x": "png"}) as reader:
+        np.testing.assert_array_equal(reader.get_next_batch().x[3], by_pillow(PNGS[3]))
+    samples["k1"]["PNG"] = b""
+    with pytest.raises(DatasetError, match='sample "k1" has two files of png'):
+        opened(_tar(tmp_path / "a.tar", samples), tmp_path)
 
 
 # --- others --------------------------------------------------------------------------------------

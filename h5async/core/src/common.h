@@ -169,6 +169,7 @@ typedef struct {
     int32_t traced_field, traced_source;
     Failure failure;
     int64_t least_nbytes; /* above 0: a chunk is taken that decodes to so many bytes at least */
+    int64_t lists_all;    /* not 0: what is kept of far sources is to be fetched, too */
     void *held; /* of malloc: the input of a decoder that needs a copy */
 } Worker;
 

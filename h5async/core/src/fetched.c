@@ -151,7 +151,7 @@ static void list_section(void *data)
 }
 
 /* List what items `start` to `stop` of a plan read of sources that lie elsewhere, by source, with
-   repetitions; not what is kept here. Returns how many ranges that are; only `room` of them are written. */
+   repetitions; not what is kept here, but for `lists_all`. Returns how many ranges that are; only `room` of them are written. */
 PUBLIC int64_t h5async_list_ranges(BatchPlan *plan, const Field *fields, const Target *targets,
                                    Sources *sources, Worker *w, int64_t start, int64_t stop,
                                    Fetched *ranges, int64_t room)
@@ -172,6 +172,8 @@ PUBLIC int64_t h5async_list_ranges(BatchPlan *plan, const Field *fields, const T
             continue;
         if (file.is_far) {
             use_fetched(&file, plan, number);
+            if (w->lists_all)
+                forget_mirror(&file);
             file.asked = &asked, work.file = &file, work.at = start, work.end = end;
             if (!read_guarded(&file, list_section, &work) && file.event != STOPPED)
                 end = start, asked.count = before; /* again, without the mirror */

@@ -44,7 +44,7 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Failure, reason, filter, extent, cross, at, expected, found)
     MEMBERS(Worker, libraries, encoded, chunk, between, encoded_nbytes, chunk_nbytes, between_nbytes,
             read_ns, decode_ns, place_ns, read_nbytes, decoded_chunks, decoded_nbytes, returned_ns,
-            stop, transform_ns, batch, failure, least_nbytes)
+            stop, transform_ns, batch, failure, least_nbytes, lists_all)
     MEMBERS(Fetched, source, offset, nbytes, data)
     MEMBERS(Mirror, map, map_nbytes, marks, weights, path, device, inode, nbytes)
     MEMBERS(File, fd, io, map, map_nbytes, device, inode, nbytes, modified_ns, changed_ns, event,

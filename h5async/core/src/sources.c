@@ -176,6 +176,11 @@ static void use_source(Sources *all, Source *s, File *file)
                    .changed_ns = s->changed_ns};
 }
 
+static void forget_mirror(File *file)
+{
+    file->mirror = NULL, file->path = NULL, file->map_nbytes = file->nbytes;
+}
+
 /* Give a source, open until it is released, and its file; NULL where it is refused. */
 static Source *acquire_source(Sources *all, int64_t number, File *file)
 {
@@ -275,6 +280,7 @@ PUBLIC int64_t h5async_open_again(Sources *all, int64_t number, File *file)
         return EINVAL;
     if (all->sources[number].is_far) {
         acquire_source(all, number, file); /* of which there is nothing to be released */
+        forget_mirror(file);               /* it may change meanwhile */
         return 0;
     }
     pthread_mutex_lock(&all->lock);

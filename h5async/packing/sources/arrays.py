@@ -11,9 +11,15 @@ import numpy as np
 
 from h5async.errors import DatasetError, ReadError
 from h5async.packing.schema import Block, Values
-from h5async.packing.sources.base import Files, Int64s, ListedSource, digest_of, reading_file
+from h5async.packing.sources.base import (
+    BLOCK_NBYTES,
+    Files,
+    Int64s,
+    ListedSource,
+    digest_of,
+    reading_file,
+)
 
-_BLOCK_NBYTES = 4 << 20
 _MOST_ROWS = 1 << 16
 
 
@@ -34,7 +40,7 @@ class ArraySource(ListedSource):
         self.count = next(iter(lengths.values()))
         self.nbytes = sum(array.nbytes for array in self._arrays.values())
         row_nbytes = max(1, self.nbytes // max(1, self.count))
-        self.rows = min(_MOST_ROWS, max(1, _BLOCK_NBYTES // row_nbytes))
+        self.rows = min(_MOST_ROWS, max(1, BLOCK_NBYTES // row_nbytes))
 
     def digest(self) -> str:
         """Return a digest of the files, or of shapes, dtypes, and the first and last rows."""

@@ -24,6 +24,7 @@ from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
 Work = Callable[[], Block]
+BLOCK_NBYTES = 4 << 20  # of a block, about, if its size is known before
 
 
 class Files:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from h5async.config.files import matching_files
 from h5async.errors import ConfigError, ReadError
 from h5async.packing.packoptions import PackOptions
-from h5async.packing.sources import folders, tables
+from h5async.packing.sources import folders, tables, tars
 from h5async.packing.sources.arrays import ArraySource, array_files
 from h5async.packing.sources.base import Source, reading_file
 from h5async.packing.sources.episodes import EpisodeSource
@@ -17,12 +19,12 @@ from h5async.packing.sources.folders import FolderSource
 from h5async.packing.sources.huggingface import HuggingFaceSource, saved_dataset
 from h5async.packing.sources.iterables import RowSource
 from h5async.packing.sources.tables import TableSource
-from h5async.packing.sources.tars import TarSource
 
 _ARRAYS = (".npy", ".npz")
+_SAVED = ("state.json", "dataset_dict.json")  # of datasets of Hugging Face
 _KINDS = (
-    "a folder of images or audio, a folder of episodes, a dataset that datasets has saved, or .tar,"
-    " .parquet, .arrow, .feather, .csv, .npy and .npz files"
+    "folders of images or audio, a folder of episodes, a dataset that datasets has saved, or .tar,"
+    " .tar.gz, .parquet, .arrow, .feather, .csv, .npy and .npz files"
 )
 
 
@@ -44,19 +46,19 @@ def open_source(sources: Any, options: PackOptions) -> Source:
     raise ConfigError(f"a {type(sources).__name__} cannot be packed; give {_KINDS}, or an iterable")
 
 
-def _at(paths: list[Path], options: PackOptions) -> Source:
+def _at(given: Sequence[Path], options: PackOptions) -> Source:
+    paths = [Path(path) for path in matching_files(given)]
     missing = next((path for path in paths if not path.exists()), None)
     if missing is not None:
         raise ReadError(f"{missing} cannot be packed: there is no such file or folder")
-    if any(path.is_dir() for path in paths):
-        if len(paths) > 1:
-            raise ConfigError(
-                "give one folder; the samples of others can be added to the file, with append"
-            )
-        return _in_folder(paths[0], options)
+    are_folders = {path.is_dir() for path in paths}
+    if are_folders == {True, False}:
+        raise ConfigError(f"{paths[0]} and others are files and folders; give only one of these")
+    if are_folders == {True}:
+        return _in_folders(paths, options)
     suffixes = sorted({path.suffix.lower() for path in paths})
-    if suffixes == [".tar"]:
-        return TarSource(paths)
+    if all(tars.ENDINGS.search(path.name) for path in paths):
+        return tars.tar_source(paths)
     if set(suffixes) <= set(_ARRAYS):
         return array_files(paths, options.memory)
     if len(suffixes) == 1 and suffixes[0] in tables.SUFFIXES:
@@ -64,17 +66,21 @@ def _at(paths: list[Path], options: PackOptions) -> Source:
     raise ConfigError(f"{paths[0]} is not of a kind that can be packed; give {_KINDS}")
 
 
-def _in_folder(folder: Path, options: PackOptions) -> Source:
-    if (folder / "meta" / "info.json").is_file():
+def _in_folders(paths: Sequence[Path], options: PackOptions) -> Source:
+    """Return the source that folders of one kind are."""
+    folder = paths[0]
+    if len(paths) == 1 and (folder / "meta" / "info.json").is_file():
         return EpisodeSource(folder, options.fill)
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+    if len(paths) == 1 and any((folder / name).is_file() for name in _SAVED):
         return HuggingFaceSource(saved_dataset(folder), options.fill)
     with reading_file(folder):
         for kind, suffixes in folders.SUFFIXES.items():
-            if _has_any(folder, suffixes):
-                return FolderSource(folder, kind)
-        for suffix in (".tar", *tables.SUFFIXES, ".npy"):
-            found = sorted(folder.glob(f"*{suffix}"))
+            if any(_has_any(path, suffixes) for path in paths):
+                return FolderSource(paths, kind)
+        files = [file for path in paths for file in sorted(path.rglob("*"))]
+        ends = (tars.ENDINGS, *(re.compile(f"{one}$", re.I) for one in (*tables.SUFFIXES, ".npy")))
+        for end in ends:
+            found = [file for file in files if end.search(file.name)]
             if found:
                 return _at(found, options)
     raise ConfigError(f"{folder} has nothing that can be packed; give {_KINDS}")

@@ -11,9 +11,7 @@ import numpy as np
 
 from h5async.errors import DatasetError
 from h5async.packing.schema import Block, Values, fits
-from h5async.packing.sources.base import StreamedSource, Work, digest_of
-
-_BLOCK_NBYTES = 4 << 20
+from h5async.packing.sources.base import BLOCK_NBYTES, StreamedSource, Work, digest_of
 
 
 class RowSource(StreamedSource):
@@ -39,7 +37,7 @@ class RowSource(StreamedSource):
         for row in itertools.islice(iter(self._samples), start, None):
             rows.append(row)
             nbytes += _nbytes(row)
-            if len(rows) == self.rows or nbytes > _BLOCK_NBYTES:
+            if len(rows) == self.rows or nbytes > BLOCK_NBYTES:
                 yield partial(columns_of, rows, first, self._varying)
                 rows, nbytes, first = [], 0, first + len(rows)
         if rows:

@@ -16,12 +16,11 @@ import numpy as np
 
 from h5async.errors import DatasetError, ReadError, needs_package
 from h5async.packing.schema import Block, Coded, Values
-from h5async.packing.sources.base import Files, StreamedSource, Work, reading_file
+from h5async.packing.sources.base import BLOCK_NBYTES, Files, StreamedSource, Work, reading_file
 from h5async.spelling import named
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".csv")
 _ROWS = 1 << 12
-_BLOCK_NBYTES = 4 << 20
 _UNITS: Mapping[Any, str] = {
     "s": "seconds",
     "ms": "milliseconds",
@@ -90,7 +89,7 @@ def _batches(path: Path, skipped: int) -> Iterator[Any]:
     known = {".parquet": _parquet_batches, ".csv": _csv_batches}
     several = known.get(path.suffix.lower(), _arrow_batches)
     for batch in several(path, skipped):
-        rows = max(1, min(_ROWS, batch.num_rows * _BLOCK_NBYTES // max(1, batch.nbytes)))
+        rows = max(1, min(_ROWS, batch.num_rows * BLOCK_NBYTES // max(1, batch.nbytes)))
         for at in range(0, batch.num_rows, rows):
             yield batch.slice(at, rows)
 
@@ -101,7 +100,7 @@ def _parquet_batches(path: Path, skipped: int) -> Iterator[Any]:
     with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
         groups = [file.metadata.row_group(at) for at in range(file.num_row_groups)]
         nbytes = sum(group.total_byte_size for group in groups)
-        rows = max(1, min(_ROWS, file.metadata.num_rows * _BLOCK_NBYTES // max(1, nbytes)))
+        rows = max(1, min(_ROWS, file.metadata.num_rows * BLOCK_NBYTES // max(1, nbytes)))
         first = 0
         while first < len(groups) and groups[first].num_rows <= skipped:
             skipped -= groups[first].num_rows
