@@ -27,7 +27,7 @@ from h5async.io.stamps import FileStamp, changed
 from h5async.io.stores import HDF5File
 from h5async.opening.filevalues import reach_of
 from h5async.spelling import name_text
-from h5async.system.interruptions import interruption, passing
+from h5async.system.interruptions import interruption, passing, suppressing
 from h5async.system.resources import usable_cores
 
 CACHE_NBYTES = 16 << 20
@@ -96,7 +96,7 @@ class Group(Mapping[str, Any]):
         """Open all members at once, which is quicker than one by one."""
         with self.file.opened("") as (located, _):
             for name in self._names:
-                with contextlib.suppress(H5AsyncError):
+                with suppressing(H5AsyncError):
                     self.file._node("/".join(components(f"{self.name}/{name}")), located.file)
 
 
