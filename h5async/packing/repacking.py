@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import INDEX_SUFFIX
 from h5async.errors import ConfigError, DatasetError, ReadError
+from h5async.index.groupfields import KIND
 from h5async.index.links import open_index
 from h5async.io.stores import HDF5File
 from h5async.opening.dataset import Samplings, open_dataset
@@ -26,7 +27,7 @@ from h5async.packing.comparing import Comparison
 from h5async.packing.objects import ObjectCopy, making_of, walk
 from h5async.packing.rawvalues import has_references
 from h5async.packing.repackoptions import RepackOptions
-from h5async.packing.rewriting import Rewrite, chunks_of_rows
+from h5async.packing.rewriting import Plan, Planned, Rewrite, chunks_of_rows
 from h5async.packing.rowsource import RowSource, has_shape, is_outside
 from h5async.packing.safefile import SafeFile, partial_of
 from h5async.packing.sparsegroups import (
@@ -46,27 +47,6 @@ _MEMORY_NBYTES, _MEMORY_SHARE = 1 << 30, 4  # by default: this, or the free memo
 _LEAST_MEMORY_NBYTES = 8 << 20
 _CHUNK_NBYTES = 64 << 10  # of a dataset that had no chunks, and gets a filter
 Progress = Callable[[int, int], None]
-
-
-class Planned(NamedTuple):
-    """What becomes of a dataset: how its values are moved, its chunks, its decoded bytes."""
-
-    path: str
-    how: str
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]
-    nbytes: int
-
-
-class Plan(NamedTuple):
-    """What `repack` will do: the datasets that change, and the bytes of rows in memory.
-
-    `left_out` are the paths of objects that are not in the new file, and why.
-    """
-
-    datasets: tuple[Planned, ...]
-    memory_nbytes: int
-    left_out: Mapping[str, str]
 
 
 class Repacked(NamedTuple):
@@ -132,7 +112,7 @@ class Repacking:
     def _require_named(self) -> None:
         """Raise an error if an option names a dataset that is not there."""
         options = self._options
-        for name in ("fields", "chunks", "dtype"):
+        for name in ("fields", "chunks", "dtype", "encode"):
             for path in getattr(options, name) or ():
                 if path.strip("/") not in self.datasets:
                     listed = ", ".join(f'"{one}"' for one in list(self.datasets)[:20])
@@ -226,7 +206,8 @@ class Repacking:
         return sum(one.nbytes for one in self.rewrites.values())
 
     def _is_named(self, path: str) -> bool:
-        return path in self._options.chunks or path in self._options.dtype
+        options = self._options
+        return path in options.chunks or path in options.dtype or path in options.encode
 
     def _with_samples(
         self, with_rows: Mapping[str, h5d.DatasetID], chosen: set[str]
@@ -312,8 +293,16 @@ class Repacking:
         if dtype is not None and dtype == first.dtype:
             dtype = None
         chunks, filters = first.chunks, options.filters if is_chosen else None
+        encoding = options.encode.get(path, "")
+        if encoding:
+            if axis or len(shape) != 4 or shape[3] != 3 or first.dtype != np.uint8:
+                raise ConfigError(
+                    f"{source.where}: {named('encode')} is for images, uint8 (samples, height,"
+                    f" width, 3), found {first.dtype} {shape}"
+                )
+            dtype, chunks, filters = None, (), None
         most = first.maxshape
-        if chunks and not all(shape):
+        if encoding or (chunks and not all(shape)):
             pass
         elif path in options.chunks:
             chunks = self._chunks(path, shape, options.chunks[path])
@@ -326,12 +315,13 @@ class Repacking:
             )
         if chunks and most[axis] is not None:
             chunks = (*chunks[:axis], min(chunks[axis], max(1, shape[axis])), *chunks[axis + 1 :])
-        stays = shape == first.extents and chunks == first.chunks and dtype is None
+        stays = shape == first.extents and chunks == first.chunks and not (dtype or encoding)
         if stays and (filters is None or not chunks) and selection.is_prefix:
             is_one = len(self._files) == 1 and options.shards is None
             if is_one and not is_outside(first.id):
                 return
-        rewrite = Rewrite(source, selection, shape, chunks, filters if chunks else None, dtype)
+        filters = filters if chunks else None
+        rewrite = Rewrite(source, selection, shape, chunks, filters, dtype, encoding)
         rewrite.require_lossless()
         self.rewrites[path] = rewrite
 
@@ -445,7 +435,8 @@ class Repacking:
             path: {"shape": np.array([len(self.whole[f"{path}/indptr"]) - 1, rows.columns])}
             for path, rows in self._sparse.items()
         }
-        return {**self._united.attributes, **shapes}
+        images = {p: {KIND: "image"} for p, one in self.rewrites.items() if one.encoding}
+        return {**self._united.attributes, **shapes, **images}
 
     def _write_whole(self, file: h5py.File) -> None:
         """Write small datasets, and attributes that change."""
@@ -454,7 +445,7 @@ class Repacking:
         for path, attributes in self._attributes.items():
             attrs = file[path].attrs
             for name, value in attributes.items():
-                attrs.create(name, value, dtype=attrs.get_id(name).dtype)
+                attrs.create(name, value, dtype=attrs.get_id(name).dtype if name in attrs else None)
 
     def _making(self, path: bytes, dataset: h5d.DatasetID) -> Any:
         values = self.whole.get(name_text(path).strip("/"))

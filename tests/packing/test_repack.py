@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import h5py
+import imagecodecs
 import numpy as np
 import pytest
 from cases import each
@@ -426,6 +427,8 @@ WRONG = {
     "nothing": ({"fields": ["nothing"]}, DatasetError, 'there is no dataset "nothing"'),
     "rank": ({"chunks": {"data": (1, 2)}}, ConfigError, '"data" has 4 dimensions'),
     "filter": ({"filter": "zip"}, ConfigError, "there is no filter 'zip'"),
+    "format": ({"encode": {"data": "gif"}}, ConfigError, "must be png, png:0 to png:9"),
+    "image": ({"encode": {"labels": "png"}}, ConfigError, r"for images, .* found int64 \(100,\)"),
     "dtype": ({"dtype": {"names": "f4"}}, ConfigError, "is for datasets of numbers"),
 }
 
@@ -435,6 +438,26 @@ def test_options_that_do_not_fit(images, tmp_path, name):
     options, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         h5async.repack(images, tmp_path / "new.h5", **options)
+
+
+@each("format_", ["png", "png:1", "jpeg:80"])
+@pytest.mark.parametrize("options", [{}, {"shards": "50kB", "indices": "::-1", "memory": "8MB"}])
+def test_images_are_encoded(images, tmp_path, format_, options):
+    new = tmp_path / "new.h5"
+    h5async.repack(images, new, encode={"data": format_}, verify=True, overwrite=True, **options)
+    with h5async.AsyncReader(hdf5_path=new, batch_size=100) as reader:
+        data, labels = reader.get_next_batch()
+        pixels = np.stack([data[number] for number in range(100)]) if options else np.asarray(data)
+    with h5py.File(images) as file, h5py.File(new) as made:
+        expected = file["data"][...][labels]
+        assert made["data"].dtype == h5py.vlen_dtype(np.uint8)
+        assert made["again"] == made["data"]
+        encode = imagecodecs.png_encode if "png" in format_ else imagecodecs.jpeg8_encode
+        level = {"png": 3, "png:1": 1, "jpeg:80": 80}[format_]
+        assert made["data"][3].tobytes() == encode(expected[3], level=level)
+    if "png" in format_:
+        assert np.array_equal(pixels, expected)
+    h5async.repack(images, new, encode={"data": format_}, resume=True, **options)
 
 
 @st.composite
