@@ -31,9 +31,10 @@ from h5async.packing.rewriting import Plan, Planned, Rewrite, chunks_of_rows
 from h5async.packing.rowsource import RowSource, has_shape, is_outside
 from h5async.packing.safefile import SafeFile, partial_of
 from h5async.packing.sparsegroups import (
-    PARTS,
+    ElementRows,
     SparseRows,
     may_have_samples,
+    ragged_rows,
     refuse_offsets,
     sparse_paths,
 )
@@ -67,7 +68,7 @@ class Repacking:
         self.rewrites: dict[str, Rewrite] = {}
         self.whole: dict[str, NDArray[Any]] = {}  # small datasets that are written at once
         self._united = United()
-        self._sparse: dict[str, SparseRows] = {}
+        self._long: list[ElementRows] = []  # rows of any length
         self._sampled: dict[str, RowSource] = {}
         self.selection = Selection(0, 1, 0)  # of samples
         self._part: range | None = None  # of its positions
@@ -112,7 +113,7 @@ class Repacking:
     def _require_named(self) -> None:
         """Raise an error if an option names a dataset that is not there."""
         options = self._options
-        for name in ("fields", "chunks", "dtype", "encode"):
+        for name in ("fields", "chunks", "dtype", "encode", "offsets"):
             for path in getattr(options, name) or ():
                 if path.strip("/") not in self.datasets:
                     listed = ", ".join(f'"{one}"' for one in list(self.datasets)[:20])
@@ -141,8 +142,9 @@ class Repacking:
         united = self._united = unite(self._files, self.datasets.keys(), options.join)
         self.datasets = {p: one for p, one in self.datasets.items() if not united.leaves_out(p)}
         with_rows = {p: one for p, one in with_rows.items() if p in self.datasets}
-        self._sparse = {
-            path: SparseRows(
+        self._long = ragged_rows(self._files, options.offsets)
+        self._long += [
+            SparseRows(
                 self._files,
                 path,
                 united.maps.get(f"{path}/indices"),
@@ -150,9 +152,14 @@ class Repacking:
             )
             for path in sparse_paths(self._files[0], self.datasets)
             if may_have_samples(self._files[0], f"{path}/data")
-        }
-        in_sparse = {f"{path}/{part}" for path in self._sparse for part in PARTS}
-        rows_of = [p for p in with_rows.keys() - in_sparse if may_have_samples(self._files[0], p)]
+        ]
+        counts = {rows.offsets: sum(rows.counts) for rows in self._long}
+        if len({tuple(rows.counts) for rows in self._long}) > 1:
+            raise DatasetError(
+                f"{self._files[0].filename}: differing numbers of samples of any length: {counts}"
+            )
+        of_long = {path for rows in self._long for path in (*rows.parts, rows.offsets)}
+        rows_of = [p for p in with_rows.keys() - of_long if may_have_samples(self._files[0], p)]
         with_rows = {path: one for path, one in with_rows.items() if path in rows_of}
         sampled = self._sampled = self._with_samples(with_rows, chosen)
         refuse_offsets(self._files[0], with_rows, {one.counts[0] for one in sampled.values()})
@@ -162,8 +169,11 @@ class Repacking:
     def _plan_samples(self, selection: Selection) -> None:
         chosen = {path.strip("/") for path in self._options.fields or ()}
         self.whole |= self._united.values
-        for path, rows in self._sparse.items():
-            self._add_sparse(path, rows, selection)
+        for rows in self._long:
+            elements = rows.elements(selection)
+            self.whole[rows.offsets] = rows.told(selection)
+            for path in rows.parts:
+                self._add(path, self._source(path, 0), elements, is_chosen=True)
         for path, source in self._sampled.items():
             is_chosen = not chosen or path in chosen or self._is_named(path)
             self._add(path, source, selection, is_chosen=is_chosen)
@@ -172,7 +182,7 @@ class Repacking:
         """Return repacks of some of the samples each, of about so many bytes, in whole chunks."""
         size, total = self.selection.size, max(1, self.nbytes)
         largest = max(self.rewrites.values(), key=lambda one: one.nbytes)
-        unit = largest.chunks[largest.axis] if largest.chunks and not self._sparse else 1
+        unit = largest.chunks[largest.axis] if largest.chunks and not self._long else 1
         count = max(unit, size * nbytes // total // unit * unit)
         found = []
         for begin in range(0, max(1, size), count):
@@ -190,10 +200,10 @@ class Repacking:
         `parts` are their names and numbers of samples; `paths` are datasets of samples, beside
         those that would be rewritten.
         """
-        if self._sparse:
+        if self._long:
             raise ConfigError(
-                "sparse rows of several files are no virtual dataset; have them joined by a saved"
-                f" index, whose name ends in {INDEX_SUFFIX}"
+                "rows of any length (sparse or ragged) of several files are no virtual dataset;"
+                f" have them joined by a saved index, whose name ends in {INDEX_SUFFIX}"
             )
         found = copy(self)
         more = {path: rewrite for path in paths if (rewrite := self.copying(path)) is not None}
@@ -219,7 +229,7 @@ class Repacking:
         axis = self._options.num_dim
         sizes = {p: int(np.prod(o.shape)) * o.get_type().get_size() for p, o in with_rows.items()}
         pool = {p: n for p, n in sizes.items() if p in chosen} or sizes
-        if not pool and self._sparse:
+        if not pool and self._long:
             return {}
         if not pool:
             raise DatasetError(
@@ -227,8 +237,8 @@ class Repacking:
             )
         largest = max(pool, key=lambda path: pool[path])
         counts = self._source(largest, axis).counts
-        for path, rows in self._sparse.items():
-            largest, counts = path, rows.counts
+        for rows in self._long:
+            largest, counts = rows.offsets, rows.counts
         found = {}
         for path, one in with_rows.items():
             if one.shape[axis] != counts[0]:
@@ -258,9 +268,8 @@ class Repacking:
 
     def _selection(self, sampled: Mapping[str, RowSource]) -> Selection:
         """Return the samples to write, in their order."""
-        if self._sparse and not self._united.columns:
-            path, rows = next(iter(self._sparse.items()))
-            count, field = sum(rows.counts), Field(path)
+        if self._long and not self._united.columns:
+            count, field = sum(self._long[0].counts), self._long[0].field
         else:  # (of differing columns, a reader takes chosen ones alone)
             source = max(sampled.values(), key=lambda one: (one.is_plain, one.row_nbytes))
             count, field = int(source.starts[-1]), Field(source.path, num_dim=source.axis)
@@ -273,13 +282,6 @@ class Repacking:
             return samplings.selection
         size = samplings.selection.size
         return Selection.of_numbers(samplings.at((0, 1)).samples(0, 0, size))
-
-    def _add_sparse(self, path: str, rows: SparseRows, selection: Selection) -> None:
-        elements = rows.elements(selection)
-        self.whole[f"{path}/indptr"] = rows.bounds(selection)
-        for part in PARTS[:2]:
-            source = self._source(f"{path}/{part}", 0)
-            self._add(f"{path}/{part}", source, elements, is_chosen=True)
 
     def _add(self, path: str, source: RowSource, selection: Selection, *, is_chosen: bool) -> None:
         """Plan what becomes of a dataset, unless it stays as it is."""
@@ -432,8 +434,9 @@ class Repacking:
     def _attributes(self) -> dict[str, dict[str, Any]]:
         """The attributes of objects that change."""
         shapes = {
-            path: {"shape": np.array([len(self.whole[f"{path}/indptr"]) - 1, rows.columns])}
-            for path, rows in self._sparse.items()
+            rows.path: {"shape": np.array([len(self.whole[rows.offsets]) - 1, rows.columns])}
+            for rows in self._long
+            if isinstance(rows, SparseRows)
         }
         images = {p: {KIND: "image"} for p, one in self.rewrites.items() if one.encoding}
         return {**self._united.attributes, **shapes, **images}

@@ -49,6 +49,10 @@ class RepackKeywords(TypedDict, total=False):
     """How chunks are compressed: `none`, `lzf`, `gzip:4`, `shuffle+zstd:3`, ... None: as before."""
     dtype: Mapping[str, Any] | None
     """The datatype of a dataset of numbers, by its path; values are cast as NumPy casts them."""
+    offsets: Mapping[str, Any] | None
+    """For samples of any length: the dataset that says where those of a dataset of values begin, by
+    the path of the latter. Where they end, or how long they are: `PATH:ends`, `PATH:lengths`.
+    """
     encode: Mapping[str, Any] | None
     """Store images, uint8 (samples, height, width, 3), as encoded bytes: `png` or `jpeg:90`, by the
     path of their dataset, which is read as an `ImageField` then.
@@ -91,6 +95,13 @@ def _by_path(value: object) -> object:
     if isinstance(value, Mapping):
         return {name_text(path).strip("/"): one for path, one in value.items()}
     return {} if value is None else value
+
+
+def _paths(value: object) -> object:
+    found = _by_path(value)
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise ValueError('must map paths to paths, such as {"tokens": "offsets"}')
+    return {path: one.strip("/") for path, one in found.items()}
 
 
 def _shapes(value: object) -> object:
@@ -155,6 +166,9 @@ class RepackOptions(Frozen):
     )
     filter: Annotated[str, AfterValidator(_filter)] | None = option(None, default_text="as before")
     dtype: Annotated[Mapping[str, Any], BeforeValidator(_dtypes)] = option({}, values="PATH=DTYPE")
+    offsets: Annotated[Mapping[str, str], BeforeValidator(_paths)] = option(
+        {}, values="PATH=PATH[:ends|:lengths]"
+    )
     encode: Annotated[Mapping[str, str], BeforeValidator(_formats)] = option(
         {}, values="PATH=png|jpeg:90"
     )
