@@ -222,6 +222,35 @@ def test_columns_whose_first_samples_happen_to_be_alike(tmp_path):
         assert values(file["x"])[-2:] == [[1, 2], [3]]
 
 
+@pytest.mark.parametrize("count", [3, 5000])
+def test_strings_of_fixed_length(tmp_path, count):
+    texts = [f"{n}ä" * (n % 3) for n in range(count)]
+    options = {"strings": {"x": 12, "obs/y": 2}, "filter": "gzip:1"}
+    samples = [{"x": one, "obs": {"y": "b"}, "z": one} for one in texts]
+    with opened(samples, tmp_path, **options) as file:
+        assert h5py.check_string_dtype(file["x"].dtype) == ("utf-8", 12)
+        assert values(file["x"]) == values(file["z"]) == texts
+        assert values(file["obs/y"]) == ["b"] * count
+    h5async.pack(samples, tmp_path / "out.h5", append=True, **options)
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert values(file["x"]) == texts * 2
+    with AsyncReader(hdf5_path=tmp_path / "out.h5", fields={"x": "x"}) as reader:
+        assert reader.get_next_batch().x[1].decode() == texts[1]
+    message = r'"x", samples from 0 on: a string has 13 bytes.*strings=\{.x.: 13\}'
+    with pytest.raises(DatasetError, match=message):
+        opened([{"x": "a" * 13}], tmp_path, strings={"x": 12})
+    with pytest.raises(DatasetError, match="has no strings"):
+        opened([{"x": 1}], tmp_path, strings={"x": 10})
+
+
+def test_options_for_columns_that_are_not_there(tmp_path):
+    samples = [{"tokens": [1], "obs": {"age": 3}}]
+    for option, given in (("varying", ["tokenz"]), ("fill", {"obs/aeg": 1}), ("strings", {"x": 1})):
+        with pytest.raises(ConfigError, match=rf'{option}: there is no column ".*"; did you mean'):
+            opened(samples, tmp_path, **{option: given})
+    opened(samples, tmp_path, fill={"obs": 0, "obs/age": 1})
+
+
 # --- tables --------------------------------------------------------------------------------------
 
 
@@ -243,6 +272,7 @@ def _table(rows=5000):
                 pa.struct({"bytes": pa.binary(), "path": pa.string()}),
             ),
             "pose": pa.array([{"x": n, "y": -n} for n in count]),
+            "hash": pa.array([b"%4d" % n for n in count], pa.binary(4)),
         }
     )
 
@@ -264,6 +294,7 @@ def test_tables(tmp_path, form):
         np.testing.assert_array_equal(file["number"][:], np.arange(5000))
         np.testing.assert_array_equal(file["half"][:], [np.nan if n == 3 else n / 2 for n in count])
         assert file["flag"][:].tolist() == [n % 3 == 0 for n in count]
+        assert [one.tobytes() for one in file["hash"][:]] == [b"%4d" % n for n in count]
         assert values(file["text"]) == [f"t{n}" for n in count]
         np.testing.assert_array_equal(file["pair"][:], [[n, n + 1] for n in count])
         assert values(file["tokens"]) == [list(range(n % 4)) for n in count]
@@ -290,6 +321,13 @@ def test_csv(tmp_path):
     (tmp_path / "in.csv").write_text("a\n1\n,\n")
     with pytest.raises(ReadError, match=r"cannot read .*in\.csv"):
         h5async.pack(tmp_path / "in.csv", tmp_path / "other.h5")
+
+
+@pytest.mark.parametrize("content", [b"a,b\n1,caf\xe9\n", b"a,caf\xe9\n1,x\n"])
+def test_csv_that_is_not_utf8(tmp_path, content):
+    (tmp_path / "in.csv").write_bytes(content)
+    with pytest.raises(ReadError, match=r"(?i)in\.csv: .*utf-8"):
+        opened(tmp_path / "in.csv", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["x.CSV", "x.Parquet"])
