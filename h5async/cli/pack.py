@@ -89,6 +89,8 @@ def pack(
     _print_columns(packed.columns)
     if packed.converted:
         typer.echo(f"{packed.converted:,} images were converted to PNG by Pillow, as RGB")
+    for note in packed.notes:
+        typer.echo(safe(note), err=True)
     for name, reason in packed.bad[:_SHOWN_BAD]:
         typer.echo(f"left out: {safe(name)}: {safe(reason)}", err=True)
     if len(packed.bad) > _SHOWN_BAD:

@@ -75,6 +75,40 @@ def test_arrays(tmp_path, form):
         assert file["small"].dtype == np.uint8
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_larger_than_memory(tmp_path, save, monkeypatch):
+    save(tmp_path / "in.npz", **ARRAYS)
+    whole = opened(tmp_path / "in.npz", tmp_path).filename
+    expected, options = contents(whole), {"memory": "64kB", "num_threads": 3}
+    with opened(tmp_path / "in.npz", tmp_path, **options) as file:
+        assert contents(file.filename) == expected
+    monkeypatch.setattr(SafeFile, "is_due", True)
+    out = tmp_path / "resumed.h5"
+    with pytest.raises(KeyboardInterrupt):
+        h5async.pack(tmp_path / "in.npz", out, progress=_interrupt, **options)
+    h5async.pack(tmp_path / "in.npz", out, resume=True, **options)
+    assert contents(out) == expected
+    with pytest.raises(ConfigError, match="h5async repack --shuffle"):
+        opened(tmp_path / "in.npz", tmp_path, shuffle=True, **options)
+    save(tmp_path / "f.npz", np.asfortranarray(ARRAYS["wide"]))
+    with pytest.raises(ReadError, match=r"f\.npz: arr_0\.npy has .* extract the file"):
+        opened(tmp_path / "f.npz", tmp_path, **options)
+    content = bytearray((tmp_path / "in.npz").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "in.npz").write_bytes(content)
+    for memory in ("64kB", "1GB"):
+        with pytest.raises(ReadError, match=r"cannot read .*in\.npz"):
+            opened(tmp_path / "in.npz", tmp_path, memory=memory)
+
+
+def test_files_with_arrays_of_one_name(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        np.save(tmp_path / folder / "x.npy", np.arange(3))
+    with pytest.raises(DatasetError, match=r'b.x\.npy: another file has "x", too'):
+        opened([tmp_path / "a/x.npy", tmp_path / "b/x.npy"], tmp_path)
+
+
 def test_one_array_is_data_and_its_rows_can_be_shuffled(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(5000))
     with opened(tmp_path / "x.npy", tmp_path, shuffle=True) as file:
@@ -572,6 +606,7 @@ def test_episodes(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(table, path)
         first += length
+    video = write(folder / "videos", {"chunk-000/camera": {"episode_000000.mp4": b""}})
     with opened(folder, tmp_path) as file:
         assert file["episode_ends"][:].tolist() == [5, 6, 15]
         assert values(file["tasks"]) == ["lift"]
@@ -581,6 +616,8 @@ def test_episodes(tmp_path):
     with AsyncReader(hdf5_path=tmp_path / "out.h5", fields=fields, sequences=ends) as reader:
         found = reader.get_next_batch().action[..., 0]
         assert found[[4, 5, 6]].tolist() == [[4, 4], [5, 5], [6, 7]]
+    typed = ["pack", str(folder), "-o", str(tmp_path / "x.h5")]
+    assert f"not packed: 1 video in {video}" in CliRunner().invoke(cli.app, typed).stderr
 
 
 @pytest.mark.parametrize("form", ["WAV", "FLAC"])
