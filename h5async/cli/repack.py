@@ -70,4 +70,6 @@ def _print_plan(plan: Any) -> None:
     for one in plan.datasets:
         chunks = f", chunks {one.chunks}" if one.chunks else ""
         typer.echo(f"  {safe(one.path)}  {one.how}: {one.shape}{chunks}, {decimal(one.nbytes)}")
+    for path, reason in plan.left_out.items():
+        typer.echo(f"  {safe(path)} is left out: it {reason}")
     typer.echo(f"at most about {decimal(plan.memory_nbytes)} of rows are in memory at a time")

@@ -13,8 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from h5py import h5 as library
 from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
+from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.packing.rawvalues import (
@@ -99,6 +101,21 @@ class Making(NamedTuple):
     plist: h5p.PropDCID
     has_values: bool = True
     same_filters: bool = True
+
+
+def making_of(dataset: h5d.DatasetID, values: NDArray[Any]) -> Making:
+    """Return how a dataset is made anew, with other values, which fit its datatype if they can."""
+    plist, kind = dataset.get_create_plist().copy(), None
+    if plist.get_layout() == h5d.CHUNKED:
+        chunks = zip(plist.get_chunk(), values.shape, strict=True)
+        plist.set_chunk(tuple(min(one, max(1, n)) for one, n in chunks))
+    else:
+        plist = h5p.create(h5p.DATASET_CREATE)
+    if values.dtype.kind in "iu":
+        found = np.iinfo(dataset.dtype)
+        if values.size and not found.min <= values.min() <= values.max() <= found.max:
+            kind = h5t.py_create(values.dtype)
+    return Making(h5s.create_simple(values.shape), kind, plist, False, False)
 
 
 class ObjectCopy:

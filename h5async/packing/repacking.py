@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 from h5py import h5d, h5f, h5t
+from numpy.typing import NDArray
 
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import INDEX_SUFFIX
@@ -22,7 +23,7 @@ from h5async.opening.dataset import Samplings, open_dataset
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.comparing import Comparison
-from h5async.packing.objects import ObjectCopy, walk
+from h5async.packing.objects import ObjectCopy, making_of, walk
 from h5async.packing.rawvalues import has_references
 from h5async.packing.repackoptions import RepackOptions
 from h5async.packing.rewriting import Rewrite, chunks_of_rows
@@ -33,10 +34,10 @@ from h5async.packing.sparsegroups import (
     SparseRows,
     may_have_samples,
     refuse_offsets,
-    require_same,
     sparse_paths,
 )
 from h5async.packing.transfer import Transfer, move_scalar, pieces_of
+from h5async.packing.uniting import United, are_same, fitting_dtype, unite
 from h5async.spelling import name_text, named
 from h5async.system.resources import free_memory
 
@@ -58,10 +59,14 @@ class Planned(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `repack` will do: the datasets that change, and the bytes of rows in memory."""
+    """What `repack` will do: the datasets that change, and the bytes of rows in memory.
+
+    `left_out` are the paths of objects that are not in the new file, and why.
+    """
 
     datasets: tuple[Planned, ...]
     memory_nbytes: int
+    left_out: Mapping[str, str]
 
 
 class Repacked(NamedTuple):
@@ -80,7 +85,8 @@ class Repacking:
         memory = min(_MEMORY_NBYTES, free_memory()[0].nbytes // _MEMORY_SHARE)
         self.memory = max(_LEAST_MEMORY_NBYTES, options.memory or memory)
         self.rewrites: dict[str, Rewrite] = {}
-        self.bounds: dict[str, Any] = {}  # of sparse rows, by the path of their dataset
+        self.whole: dict[str, NDArray[Any]] = {}  # small datasets that are written at once
+        self._united = United()
         self._sparse: dict[str, SparseRows] = {}
         self._sampled: dict[str, RowSource] = {}
         self.selection = Selection(0, 1, 0)  # of samples
@@ -152,8 +158,16 @@ class Repacking:
                     every = Selection(0, 1, source.counts[0])
                     self._add(path, source, every, is_chosen=is_chosen)
             return
+        united = self._united = unite(self._files, self.datasets.keys(), options.join)
+        self.datasets = {p: one for p, one in self.datasets.items() if not united.leaves_out(p)}
+        with_rows = {p: one for p, one in with_rows.items() if p in self.datasets}
         self._sparse = {
-            path: SparseRows(self._files, path)
+            path: SparseRows(
+                self._files,
+                path,
+                united.maps.get(f"{path}/indices"),
+                united.columns.get(path, 0),
+            )
             for path in sparse_paths(self._files[0], self.datasets)
             if may_have_samples(self._files[0], f"{path}/data")
         }
@@ -161,15 +175,13 @@ class Repacking:
         rows_of = [p for p in with_rows.keys() - in_sparse if may_have_samples(self._files[0], p)]
         with_rows = {path: one for path, one in with_rows.items() if path in rows_of}
         sampled = self._sampled = self._with_samples(with_rows, chosen)
-        if len(self._files) > 1:
-            for path in self.datasets.keys() - sampled.keys() - in_sparse:
-                require_same(self._files, path)
         refuse_offsets(self._files[0], with_rows, {one.counts[0] for one in sampled.values()})
         self.selection = self._selection(sampled)
         self._plan_samples(self.selection)
 
     def _plan_samples(self, selection: Selection) -> None:
         chosen = {path.strip("/") for path in self._options.fields or ()}
+        self.whole |= self._united.values
         for path, rows in self._sparse.items():
             self._add_sparse(path, rows, selection)
         for path, source in self._sampled.items():
@@ -185,7 +197,7 @@ class Repacking:
         found = []
         for begin in range(0, max(1, size), count):
             part = copy(self)
-            part._part, part.rewrites, part.bounds = range(begin, min(begin + count, size)), {}, {}
+            part._part, part.rewrites, part.whole = range(begin, min(begin + count, size)), {}, {}
             samples = self.selection.samples(np.array(part._part))
             part.selection = Selection.of_numbers(samples)
             part._plan_samples(part.selection)
@@ -233,7 +245,7 @@ class Repacking:
                 f"{self._files[0].filename}: no dataset has a dimension {axis} that counts samples"
             )
         largest = max(pool, key=lambda path: pool[path])
-        counts = RowSource(self._files, largest, axis).counts
+        counts = self._source(largest, axis).counts
         for path, rows in self._sparse.items():
             largest, counts = path, rows.counts
         found = {}
@@ -245,7 +257,7 @@ class Repacking:
                         f' samples, and "{largest}" has {counts[0]:,}; name datasets with as many'
                     )
                 continue
-            source = RowSource(self._files, path, axis)
+            source = self._source(path, axis)
             if source.counts != counts:
                 raise DatasetError(
                     f'dataset "{path}" and "{largest}" have differing numbers of samples in some'
@@ -259,12 +271,16 @@ class Repacking:
             found[path] = source
         return found
 
+    def _source(self, path: str, axis: int) -> RowSource:
+        """Return the rows of a dataset of all files."""
+        return RowSource(self._files, path, axis, self._united.maps.get(path))
+
     def _selection(self, sampled: Mapping[str, RowSource]) -> Selection:
         """Return the samples to write, in their order."""
-        if self._sparse:
+        if self._sparse and not self._united.columns:
             path, rows = next(iter(self._sparse.items()))
             count, field = sum(rows.counts), Field(path)
-        else:
+        else:  # (of differing columns, a reader takes chosen ones alone)
             source = max(sampled.values(), key=lambda one: (one.is_plain, one.row_nbytes))
             count, field = int(source.starts[-1]), Field(source.path, num_dim=source.axis)
         if not self._options.selects:
@@ -279,9 +295,9 @@ class Repacking:
 
     def _add_sparse(self, path: str, rows: SparseRows, selection: Selection) -> None:
         elements = rows.elements(selection)
-        self.bounds[f"{path}/indptr"] = rows.bounds(selection)
+        self.whole[f"{path}/indptr"] = rows.bounds(selection)
         for part in PARTS[:2]:
-            source = RowSource(self._files, f"{path}/{part}", 0)
+            source = self._source(f"{path}/{part}", 0)
             self._add(f"{path}/{part}", source, elements, is_chosen=True)
 
     def _add(self, path: str, source: RowSource, selection: Selection, *, is_chosen: bool) -> None:
@@ -291,6 +307,8 @@ class Repacking:
         dtype = options.dtype.get(path)
         if dtype is not None and (not source.is_plain or first.dtype.kind not in "biufc"):
             raise ConfigError(f"{source.where}: {named('dtype')} is for datasets of numbers")
+        if path in self._united.maps and dtype is None:
+            dtype = fitting_dtype(source.kind.dtype, self._united.maps[path])
         if dtype is not None and dtype == first.dtype:
             dtype = None
         chunks, filters = first.chunks, options.filters if is_chosen else None
@@ -339,10 +357,10 @@ class Repacking:
     def verify(self, path: Path) -> None:
         """Compare the new file with its sources; raise `WriteError` if it differs."""
         with open_index(path) as target:
-            found = Comparison(self.objects(target.id, path), target, set(self.bounds))
+            found = Comparison(self.objects(target.id, path), target, set(self._attributes))
             for name, dataset in self.datasets.items():
-                if name in self.bounds:
-                    found.require(np.array_equal(target[name][...], self.bounds[name]), name)
+                if name in self.whole:
+                    found.require(are_same(target[name][...], self.whole[name]), name)
                     continue
                 rewrite = self.rewrites.get(name)
                 if rewrite is not None and self._parts:
@@ -358,7 +376,7 @@ class Repacking:
             Planned(path, one.how, one.shape, one.chunks, one.nbytes)
             for path, one in self.rewrites.items()
         ]
-        return Plan(tuple(datasets), self.memory)
+        return Plan(tuple(datasets), self.memory, self._united.left_out)
 
     @property
     def reader_options(self) -> dict[str, Any]:
@@ -393,7 +411,7 @@ class Repacking:
             copy = self.objects(safe.file.id, path)
             if safe.state is None:
                 missing = [name_text(one).strip("/") for one in copy.make()]
-                self._write_bounds(safe.file)
+                self._write_whole(safe.file)
                 safe.commit({"missing": missing, "done": 0})
             state = dict(safe.state or {})
             memory = self.memory // 4
@@ -406,9 +424,11 @@ class Repacking:
 
     def _leaves_out(self, path: bytes, node: Any) -> bool:
         """Tell whether an object is left out, because it neither is nor has a wanted field."""
+        name = name_text(path).strip("/")
+        if self._united.leaves_out(name):
+            return True
         if not self._options.only_fields or isinstance(node, h5t.TypeID):
             return False
-        name = name_text(path).strip("/")
         fields = [field.strip("/") for field in self._options.fields or ()]
         return not any(f"{field}/".startswith(f"{name}/") for field in fields)
 
@@ -418,18 +438,28 @@ class Repacking:
         names = Path(first.filename), path
         return ObjectCopy(first.id, target, names, self._making, self._leaves_out)
 
-    def _write_bounds(self, file: h5py.File) -> None:
-        """Write where sparse rows begin, and how many there are."""
-        for path, bounds in self.bounds.items():
-            group = path.removesuffix("/indptr")
-            file[path][...] = bounds
-            shape = np.array([len(bounds) - 1, self._sparse[group].columns])
-            file[group].attrs.modify("shape", shape)
+    @property
+    def _attributes(self) -> dict[str, dict[str, Any]]:
+        """The attributes of objects that change."""
+        shapes = {
+            path: {"shape": np.array([len(self.whole[f"{path}/indptr"]) - 1, rows.columns])}
+            for path, rows in self._sparse.items()
+        }
+        return {**self._united.attributes, **shapes}
+
+    def _write_whole(self, file: h5py.File) -> None:
+        """Write small datasets, and attributes that change."""
+        for path, values in self.whole.items():
+            file[path][...] = values
+        for path, attributes in self._attributes.items():
+            attrs = file[path].attrs
+            for name, value in attributes.items():
+                attrs.create(name, value, dtype=attrs.get_id(name).dtype)
 
     def _making(self, path: bytes, dataset: h5d.DatasetID) -> Any:
-        bounds = self.bounds.get(name_text(path).strip("/"))
-        if bounds is not None:
-            return self._sparse[name_text(path).strip("/").removesuffix("/indptr")].making(bounds)
+        values = self.whole.get(name_text(path).strip("/"))
+        if values is not None:
+            return making_of(dataset, values)
         rewrite = self.rewrites.get(name_text(path).strip("/"))
         if rewrite is not None and self._parts:
             return rewrite.making_joined(self._parts)

@@ -56,6 +56,10 @@ class RepackKeywords(TypedDict, total=False):
     """
     seed: Integer
     """Determines the order of `shuffle`."""
+    join: Literal["inner", "outer"] | None
+    """Which variables (`var`) to keep of several files of AnnData: those of all files, or of any.
+    None: they must be the same.
+    """
     shards: int | str | None
     """Write files of about so many decoded bytes of samples, `OUT-00000.h5` and so on. OUT is all
     of them: virtual datasets, or a saved index if it ends in `.h5idx`.
@@ -140,6 +144,7 @@ class RepackOptions(Frozen):
     indices: Indices | None = option(None, values="A:B|PATH|{...}")
     shuffle: Shuffle = False
     seed: Int = 0
+    join: Literal["inner", "outer"] | None = option(None, default_text="must be the same")
     shards: Size | None = option(None, values="SIZE")
     virtual: Literal["keep", "copy"] = "keep"
     memory: Size | None = option(None, values="SIZE")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-from h5py import h5d, h5s
+from h5py import h5d, h5s, h5t
 from numpy.typing import NDArray
 
 from h5async.config import Field
@@ -24,7 +24,7 @@ from h5async.index.chunktable import ChunkTable
 from h5async.index.hdf5 import NotDirectError, Opened, edges_are_raw
 from h5async.index.storedtypes import describe
 from h5async.io.stores import HDF5File
-from h5async.order.selection import Selection
+from h5async.order.selection import Int64s, Selection
 from h5async.packing.objects import stored_filters
 from h5async.packing.rawvalues import RawValues, has_pointers
 from h5async.reader.asyncreader import AsyncReader
@@ -63,17 +63,31 @@ def has_shape(dataset: h5d.DatasetID) -> bool:
 
 
 class RowSource:
-    """The rows of a dataset at `path`, along dimension `axis`, of all `files` together."""
+    """The rows of a dataset at `path`, along dimension `axis`, of all `files` together.
 
-    def __init__(self, files: Sequence[HDF5File], path: str, axis: int) -> None:
+    `maps` are the new numbers for those in the dataset of each file; -1 stays.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[HDF5File],
+        path: str,
+        axis: int,
+        maps: Sequence[Int64s] | None = None,
+    ) -> None:
         self.files, self.path, self.axis = files, path, axis
         self.datasets = [Opened(_dataset(file, path), file.source) for file in files]
         self.first = self.datasets[0]
         self.counts = [one.extents[axis] for one in self.datasets]
         self.starts = np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
-        self.kind, self.itemsize = self.first.type, self.first.type.get_size()
+        self._maps = None if maps is None else [np.append(one, -1) for one in maps]
+        self.kind = self.first.type
+        if maps is not None:  # the numbers of all files fit
+            self.kind = max((one.type for one in self.datasets), key=h5t.TypeID.get_size)
+        self.itemsize = self.kind.get_size()
+        self._is_of_one_type = len({one.encoded_type for one in self.datasets}) == 1
         for file, one in zip(files, self.datasets, strict=True):
-            same = one.encoded_type == self.first.encoded_type
+            same = one.encoded_type == self.first.encoded_type or maps is not None
             if not same or self._row(one) != self._row(self.first):
                 raise DatasetError(
                     f'{file.filename}: dataset "{path}" has rows of another shape or type than'
@@ -92,6 +106,8 @@ class RowSource:
     @property
     def is_plain(self) -> bool:
         """Whether a reader delivers the very bytes of elements, except their order."""
+        if not self._is_of_one_type:
+            return False
         try:
             found = describe(self.first.encoded_type)
         except Exception:  # h5py has no dtype for it
@@ -117,7 +133,7 @@ class RowSource:
     @cached_property
     def tables(self) -> list[ChunkTable] | None:
         """Where the chunks of each dataset are; None if they cannot be copied as they are."""
-        if has_pointers(self.kind) or not self.is_stored_alike:
+        if has_pointers(self.kind) or not self.is_stored_alike or self._maps is not None:
             return None
         tables = []
         try:
@@ -139,6 +155,33 @@ class RowSource:
 
         Rows are those at positions of the selection. An array is valid until the next one.
         """
+        if self._maps is None:
+            yield from self._blocks(selection, blocks, dtype, options)
+            return
+        wanted, stored = dtype or self.first.dtype, self.kind.dtype
+        found = self._blocks(selection, blocks, stored, options)
+        for one, old in zip(blocks, found, strict=True):
+            samples = selection.samples(np.arange(one.begin, one.stop))
+            which = np.searchsorted(self.starts, samples, side="right") - 1
+            new = np.zeros(len(samples), wanted)
+            for number in np.unique(which):
+                here, table = which == number, self._maps[number]
+                if (old[here] < -1).any() or (old[here] >= len(table) - 1).any():
+                    raise DatasetError(
+                        f'{self.files[number].filename}: dataset "{self.path}" has numbers that are'
+                        f" not below {len(table) - 1:,}: the file is damaged"
+                    )
+                new[here] = table[old[here]]
+            yield new
+
+    def _blocks(
+        self,
+        selection: Selection,
+        blocks: Sequence[Block],
+        dtype: np.dtype[Any] | None,
+        options: dict[str, Any],
+    ) -> Iterator[NDArray[Any]]:
+        """Yield the values of blocks, as they are in the files."""
         nbytes = sum(math.prod(one.shape(self.axis)) for one in blocks) * self.itemsize
         if self.is_plain and nbytes > _BY_READER_NBYTES:
             yield from self._by_reader(selection, blocks, dtype, options)
@@ -149,7 +192,7 @@ class RowSource:
                 if dtype is None:
                     yield array.view(f"V{self.itemsize}")[..., 0]
                 else:
-                    yield array.view(self.first.dtype)[..., 0].astype(dtype)
+                    yield array.view(self.kind.dtype)[..., 0].astype(dtype, copy=False)
 
     def _by_reader(
         self,

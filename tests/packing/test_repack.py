@@ -220,6 +220,35 @@ def test_several_files_become_one(images, tmp_path):
     assert_has(tmp_path / "new.h5", images, [*range(12), *range(100)])
 
 
+def test_classes_and_categories_of_packed_files_are_united(tmp_path):
+    files, names = [tmp_path / "0.h5", tmp_path / "1.h5"], [["cat", "dog"], ["ant", "cat", "bee"]]
+    for file, classes in zip(files, names, strict=True):
+        count = 50 * len(classes)  # a name for each sample: together more than int8 can count
+        with h5py.File(file, "w") as new:
+            new["labels"] = (np.arange(count) % len(classes)).astype(np.int8)
+            new["labels"].attrs["classes"] = new["classes"] = classes
+            new["each/codes"] = np.arange(count).astype(np.int16 if len(classes) > 2 else np.int8)
+            new["each/categories"] = [f"{number} of {file.name}" for number in range(count)]
+    h5async.repack(files, tmp_path / "new.h5", shuffle="full", verify=True)
+    with h5py.File(tmp_path / "new.h5") as file:
+        classes = file["classes"].asstr()[...]
+        assert (
+            classes.tolist() == [*file["labels"].attrs["classes"]] == ["cat", "dog", "ant", "bee"]
+        )
+        labels = classes[file["labels"]]
+        each = file["each/categories"].asstr()[...][file["each/codes"]]
+        assert sorted(each) == sorted(
+            [*(f"{i} of 0.h5" for i in range(100)), *(f"{i} of 1.h5" for i in range(150))]
+        )
+        for label, one in zip(labels, each, strict=True):
+            number, which = one.split(" of ")
+            assert label == names[int(which[0])][int(number) % (2 + int(which[0]))]
+    with h5py.File(files[1], "r+") as file:
+        del file["labels"].attrs["classes"]
+    with pytest.raises(DatasetError, match='classes of "labels" are not those in other files'):
+        h5async.repack(files, tmp_path / "new.h5", overwrite=True)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"shuffle": "full", "filter": "lzf"}, {"indices": "3:77", "chunk_samples": 5}]
 )

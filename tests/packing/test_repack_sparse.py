@@ -79,10 +79,107 @@ def test_cells_in_shards_are_joined_by_an_index(tmp_path):
         assert np.array_equal(age, old.obs["age"])
 
 
-def test_other_variables_are_an_error(tmp_path):
+def with_many_kinds(path, rng, cells, names):
+    """Write a file of AnnData in which all that can differ between files does; return it."""
+    anndata, scipy = require_extra("anndata"), require_extra("scipy.sparse")
+    pandas = require_extra("pandas")
+    genes = len(names)
+    labels = rng.choice(list("abcdefgh"), (2, max(cells, genes)))
+    obs = pandas.DataFrame({"age": rng.integers(0, 9, cells)}, index=list(map(str, range(cells))))
+    obs["kind"] = pandas.Categorical.from_codes(rng.integers(-1, 3, cells), rng.permutation(9)[:3])
+    obs["label"] = pandas.Categorical(labels[0][:cells])
+    obs["each"] = pandas.Categorical([f"{number}" for number in rng.permutation(cells)])
+    obs["few"] = pandas.array(rng.choice([1, 2, None], cells), "Int64")
+    if rng.random() < 0.5:
+        obs["only here"] = 1.5
+    var = pandas.DataFrame(index=names)
+    var["id"] = [f"id of {name}" for name in names]
+    var["length"] = [float(name[1:]) if int(name[1:]) % 5 else np.nan for name in names]
+    var["mean"] = rng.random(genes)
+    var["group"] = pandas.Categorical([f"group {int(name[1:]) % 3}" for name in names])
+    found = anndata.AnnData(
+        scipy.random(cells, genes, 0.3, "csr", np.float32, rng=rng),
+        obs=obs,
+        var=var,
+        layers={"counts": scipy.random(cells, genes, 0.5, "csr", np.float64, rng=rng)},
+        obsm={"place": rng.random((cells, 2))},
+        obsp={"near": scipy.random(cells, cells, 0.1, "csr", rng=rng)},
+        varm={"loadings": rng.random((genes, 2))},
+    )
+    found.raw = found.copy()
+    found.write_h5ad(path)
+    return found
+
+
+def as_frame(frame):
+    """Return a table in which categories are the values that they name."""
+    categories = frame.select_dtypes("category").columns
+    return frame.astype(dict.fromkeys(categories, object))
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.filterwarnings("ignore")  # of AnnData: names that repeat
+def test_variables_are_united_as_anndata_does(tmp_path, join, seed):
+    rng, names = np.random.default_rng(seed), [f"g{number}" for number in range(30)]
+    files, old = [tmp_path / f"{number}.h5ad" for number in range(3)], []
+    for file in files:
+        chosen = rng.permutation(names)[: rng.integers(15, 30)].tolist()
+        old.append(with_many_kinds(file, rng, int(rng.integers(5, 40)), chosen))
+    plan = h5async.repack(files, tmp_path / "new.h5ad", join=join, verify=True).plan
+    anndata = require_extra("anndata")
+    found, expected = (
+        anndata.read_h5ad(tmp_path / "new.h5ad"),
+        anndata.concat(old, join=join, merge="same", uns_merge="first"),
+    )
+    assert sorted(found.var_names) == sorted(expected.var_names)
+    for one, other in [(found, expected), (found.raw.to_adata(), expected.raw.to_adata())]:
+        assert (one.X != other[:, one.var_names].X).nnz == 0
+    assert found.X.has_sorted_indices
+    expected = expected[:, found.var_names]
+    assert (found.layers["counts"] != expected.layers["counts"]).nnz == 0
+    assert np.array_equal(found.obsm["place"], expected.obsm["place"])
+    if join == "outer" and "only here" in expected.obs and "only here" not in found.obs:
+        del expected.obs["only here"]
+    assert as_frame(found.obs).equals(as_frame(expected.obs)[list(found.obs)])
+    assert list(found.var) == ["id", "length", "group"]
+    every = as_frame(require_extra("pandas").concat([one.var for one in old]))
+    first = every[~every.index.duplicated()].loc[found.var_names]
+    assert as_frame(found.var).equals(first[list(found.var)])
+    assert {"obsp", "varm", "var/mean"} <= plan.left_out.keys()
+    options = {"shuffle": "full", "seed": 1, "join": join}
+    h5async.repack(files, tmp_path / "shuffled.h5ad", **options, verify=True)
+    shuffled = anndata.read_h5ad(tmp_path / "shuffled.h5ad")
+    order = np.array(
+        [shuffled.obsm["place"][:, 0].tolist().index(x) for x in found.obsm["place"][:, 0]]
+    )
+    assert (shuffled[order].X != found.X).nnz == 0
+    assert (shuffled[order].layers["counts"] != found.layers["counts"]).nnz == 0
+    assert as_frame(shuffled[order].obs).equals(as_frame(found.obs))
+
+
+def test_variables_that_cannot_be_united(tmp_path):
     annotated(tmp_path / "one.h5ad", 20, 0)
-    annotated(tmp_path / "two.h5ad", 20, 1)
-    with h5py.File(tmp_path / "two.h5ad", "r+") as file:
-        file["var/_index"][3] = "another gene"
-    with pytest.raises(DatasetError, match='"var/_index" differs from that of'):
-        h5async.repack([tmp_path / "one.h5ad", tmp_path / "two.h5ad"], tmp_path / "new.h5ad")
+    annotated(tmp_path / "two.h5ad", 20, 1, genes=14)
+    files = [tmp_path / "one.h5ad", tmp_path / "two.h5ad"]
+    with pytest.raises(DatasetError, match=r'"var/_index" differs .*join="inner"'):
+        h5async.repack(files, tmp_path / "new.h5ad")
+    with h5py.File(files[1], "r+") as file:
+        file["var/_index"][3] = "gene 2"
+    with pytest.raises(DatasetError, match='"var/_index" has names that repeat'):
+        h5async.repack(files, tmp_path / "new.h5ad", join="outer")
+    with h5py.File(files[1], "r+") as file:
+        file["X"].attrs["encoding-type"] = "csc_matrix"
+        file["var/_index"][3] = "gene 3"
+    with pytest.raises(DatasetError, match=r"not of compressed rows .* X\.tocsr"):
+        h5async.repack(files, tmp_path / "new.h5ad", join="outer")
+    with h5py.File(files[0], "r+") as file:
+        del file["X"]
+        file["X"] = np.zeros((20, 13))
+    with pytest.raises(DatasetError, match='"X" is dense'):
+        h5async.repack(files, tmp_path / "new.h5ad", join="outer")
+    with h5py.File(files[0], "r+") as file:
+        file["obs/kind"].attrs["ordered"] = True
+        file["obs/kind/categories"][0] = "c"
+    with pytest.raises(DatasetError, match='categories of "obs/kind" are ordered'):
+        h5async.repack(files, tmp_path / "new.h5ad", join="outer")

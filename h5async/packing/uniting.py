@@ -1,0 +1,251 @@
+"""Unites what files of AnnData say once of all samples: variables and categories.
+
+Files enter; what is written in place of the first one's leaves, with new numbers for old ones, and
+what is left out. Names keep their order: those of the first file, then those that others add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.errors import DatasetError
+from h5async.io.stores import HDF5File
+from h5async.order.selection import Int64s
+from h5async.packing.sparsegroups import is_anndata, text_of
+from h5async.spelling import name_bytes, name_text, named
+
+Join = Literal["inner", "outer"]
+_BY_NAME = ("obs", "obsm", "layers")  # groups whose members all files must have
+
+
+@dataclass
+class United:
+    """How several files become one, by the paths of datasets and groups.
+
+    `values` are those of datasets that are written whole, `attributes` those of objects that
+    change; `maps` are the new numbers for those in a dataset of each file; `columns` are the
+    numbers of columns of sparse matrices; `left_out` says what is left out, and why.
+    """
+
+    values: dict[str, NDArray[Any]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    maps: dict[str, list[Int64s]] = field(default_factory=dict)
+    columns: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def leaves_out(self, path: str) -> bool:
+        """Tell whether an object, or a group that it is in, is left out."""
+        return any(f"{path}/".startswith(f"{one}/") for one in self.left_out)
+
+
+def unite(files: Sequence[HDF5File], paths: Collection[str], join: Join | None) -> United:
+    """Return how files are united; `paths` are those of the datasets of the first one.
+
+    DatasetError if that is not possible, or `join` does not say which variables are kept.
+    """
+    found = United()
+    for path in paths:
+        group = path.removesuffix("/codes")
+        if group != path and f"{group}/categories" in paths:
+            _unite_categories(found, files, group)
+        elif len(files) > 1 and "classes" in files[0][path].attrs:
+            _unite_classes(found, files, path)
+    if not is_anndata(files[0]):
+        return found
+    found.left_out["obsp"] = "is of pairs of samples: compute it again"
+    for name in (*_BY_NAME, "raw"):
+        members = [_members(file, name) for file in files]
+        for one in sorted(
+            {one for some in members for one in some if any(one not in m for m in members)}
+        ):
+            found.left_out[one] = "is not in all files"
+    for prefix in ("", "raw/"):
+        table = f"{prefix}var"
+        if len(files) > 1 and not found.leaves_out(table) and table in files[0]:
+            _Table(found, files, table, paths).unite(join)
+    for table in ("obs", "var", "raw/var"):
+        _correct_order(found, files[0], table)
+    found.left_out = {path: why for path, why in found.left_out.items() if _has(files, path)}
+    return found
+
+
+def _has(files: Sequence[HDF5File], path: str) -> bool:
+    return any(path in file for file in files)
+
+
+def _members(file: HDF5File, name: str) -> set[str]:
+    if name not in file:
+        return set()
+    return {name} if name == "raw" else {f"{name}/{name_text(one)}" for one in file[name]}
+
+
+def _unite_categories(found: United, files: Sequence[HDF5File], group: str) -> None:
+    """Unite the categories of a column that all files have."""
+    every = [file.get(f"{group}/categories") for file in files]
+    if len(files) == 1 or not all(isinstance(one, h5py.Dataset) for one in every):
+        return
+    values = [one[...] for one in every]
+    if all(np.array_equal(one, values[0]) for one in values):
+        return
+    where = f'{files[0].filename}: the categories of "{group}"'
+    if any(file[group].attrs.get("ordered", False) for file in files):
+        raise DatasetError(f"{where} are ordered, and others in other files: make them the same")
+    if len({one.dtype for one in values}) > 1:
+        raise DatasetError(f"{where} have another datatype in other files: make them the same")
+    names, maps = _appended([one.tolist() for one in values])
+    found.values[f"{group}/categories"] = np.array(names, values[0].dtype)
+    found.maps[f"{group}/codes"] = maps
+
+
+def _unite_classes(found: United, files: Sequence[HDF5File], path: str) -> None:
+    """Unite the names of classes that an attribute of labels has."""
+    names = [list(file[path].attrs.get("classes", ())) if path in file else [] for file in files]
+    if all(one == names[0] for one in names):
+        return
+    if files[0][path].dtype.kind not in "iu" or not all(names):
+        raise DatasetError(
+            f'{files[0].filename}: the classes of "{path}" are not those in other files: make the'
+            ' attributes "classes" the same'
+        )
+    every, maps = _appended(names)
+    found.attributes[path], found.maps[path] = {"classes": np.array(every, object)}, maps
+    for one in ("classes", f"{path}_classes"):
+        if one in files[0] and files[0][one].asstr()[...].tolist() == names[0]:
+            found.values[one] = np.array([name_bytes(name) for name in every], object)
+
+
+def _appended(several: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Int64s]]:
+    """Return all names, once each, and their places there."""
+    places: dict[Any, int] = {}
+    for names in several:
+        for name in names:
+            places.setdefault(name, len(places))
+    maps = [np.array([places[name] for name in names], np.int64) for names in several]
+    return list(places), maps
+
+
+class _Table:
+    """The variables of several files: the rows of the table at a path."""
+
+    def __init__(
+        self, found: United, files: Sequence[HDF5File], path: str, paths: Collection[str]
+    ) -> None:
+        self._found, self._files, self._path, self._paths = found, files, path, paths
+        indexes = [f"{path}/{text_of(file[path].attrs['_index'])}" for file in files]
+        self._index = indexes[0]
+        self._names = [file[one][...].tolist() for file, one in zip(files, indexes, strict=True)]
+        if len(set(indexes)) > 1:
+            raise DatasetError(f'"{path}" has its names in differing columns: {sorted(indexes)}')
+
+    def unite(self, join: Join | None) -> None:
+        """Find the variables to keep, their new numbers, and their columns."""
+        names = self._names
+        odd = next((n for n, one in enumerate(names) if one != names[0]), None)
+        if odd is not None and join is None:
+            raise DatasetError(
+                f'{self._files[odd].filename}: "{self._index}" differs from that of'
+                f" {self._files[0].filename}; say which variables are kept, those of all files, or"
+                f" of any: {named('join', 'inner')}, or {named('join', 'outer')}"
+            )
+        for file, one in zip(self._files, names, strict=True):
+            if odd is not None and len(set(one)) < len(one):
+                raise DatasetError(
+                    f'{file.filename}: "{self._index}" has names that repeat: make them unique'
+                )
+        kept, maps = _appended(names) if odd is not None else (names[0], [np.arange(len(names[0]))])
+        if odd is not None and join == "inner":
+            common = set.intersection(*map(set, names))
+            is_kept = np.array([name in common for name in kept], np.bool_)
+            new = np.where(is_kept, np.cumsum(is_kept) - 1, -1)
+            kept, maps = [one for one in kept if one in common], [new[one] for one in maps]
+        if odd is not None:
+            self._unite_columns_of_matrices(maps, len(kept))
+        self._unite_columns(maps * (len(names) // len(maps)), len(kept))
+
+    def _unite_columns_of_matrices(self, maps: list[Int64s], count: int) -> None:
+        """Give the columns of matrices their new numbers."""
+        found, prefix = self._found, self._path.removesuffix("var")
+        for one in (f"{prefix}varm", f"{prefix}varp"):
+            found.left_out[one] = "is of variables, which differ"
+        layers = [one for one in _members(self._files[0], "layers") if not prefix]
+        for path in (f"{prefix}X", *layers):
+            if found.leaves_out(path) or path not in self._files[0]:
+                continue
+            if path in self._paths:
+                raise DatasetError(
+                    f'{self._files[0].filename}: "{path}" is dense, and only variables of sparse'
+                    " rows (CSR) can be united: convert it (in Python: csr_matrix(X))"
+                )
+            found.maps[f"{path}/indices"], found.columns[path] = maps, count
+
+    def _unite_columns(self, maps: list[Int64s], count: int) -> None:
+        """Unite what files say of variables; leave out columns of which they say different things.
+
+        (That is ``merge="same"`` of AnnData, except that a variable of one file has its value.)
+        """
+        columns: dict[str, list[str]] = {}
+        for path in self._paths:
+            column = path.removeprefix(f"{self._path}/").split("/")[0]
+            if path.startswith(f"{self._path}/") and not path.endswith("/categories"):
+                columns.setdefault(f"{self._path}/{column}", []).append(path)
+        for column, leaves in columns.items():
+            values = [self._united(leaf, maps, count) for leaf in leaves]
+            if all(one is not None for one in values):
+                changed = {p: v for p, v in zip(leaves, values, strict=True) if v is not None}
+                self._found.values |= {path: one for path, one in changed.items() if one.size}
+            elif column == self._index:
+                raise DatasetError(
+                    f'"{column}" has differing datatypes in the files; write them anew by AnnData'
+                )
+            else:
+                self._found.left_out[column] = "is not the same in all files"
+
+    def _united(self, path: str, maps: list[Int64s], count: int) -> NDArray[Any] | None:
+        """Return values of all variables: None if files differ, none if nothing changes."""
+        out, is_set = np.zeros(0), np.zeros(count, np.bool_)
+        first = np.zeros(0)
+        for number, (file, new) in enumerate(zip(self._files, maps, strict=True)):
+            node = file.get(path)
+            if not isinstance(node, h5py.Dataset) or node.shape != new.shape:
+                return None
+            old = node[...]
+            if path in self._found.maps:
+                codes = self._found.maps[path]
+                old = np.append(codes[number], -1)[old].astype(fitting_dtype(old.dtype, codes))
+            if not number:
+                first, out = old, np.zeros(count, old.dtype)
+            elif old.dtype != out.dtype and path not in self._found.maps:
+                return None
+            at, old = new[new >= 0], old[new >= 0]
+            if not are_same(out[at[is_set[at]]], old[is_set[at]]):
+                return None
+            out[at], is_set[at] = old, True
+        return out if out.shape != first.shape or not are_same(out, first) else np.zeros(0)
+
+
+def are_same(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Tell whether arrays are equal; NaNs are."""
+    return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+
+
+def fitting_dtype(dtype: np.dtype[Any], maps: Sequence[Int64s]) -> np.dtype[Any]:
+    """Return a dtype for new numbers, and for -1: this one if it suffices."""
+    most = max(int(one.max(initial=0)) for one in maps)
+    return dtype if most <= np.iinfo(dtype).max else np.min_scalar_type(-1 - most)
+
+
+def _correct_order(found: United, file: HDF5File, table: str) -> None:
+    """Leave out of a table's list of columns what is left out of it."""
+    if table not in file or "column-order" not in file[table].attrs:
+        return
+    before: Mapping[str, Any] = file[table].attrs
+    columns = [text_of(one) for one in before["column-order"]]
+    kept = [one for one in columns if not found.leaves_out(f"{table}/{one}")]
+    if kept != columns:
+        found.attributes[table] = {"column-order": np.array(kept, object)}
