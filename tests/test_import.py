@@ -20,6 +20,8 @@ LATER = (
     "cupy",
     "hdf5plugin",
     "imagecodecs",
+    "pyarrow",
+    "ray",
     "rich",
     "torch",
     "typer",

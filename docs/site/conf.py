@@ -53,7 +53,9 @@ NAME = re.compile(r"[A-Za-z_][\w.]*(\(\))?")
 toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature has them, where they are of use
-autodoc_mock_imports = [name for name in ("torch",) if importlib.util.find_spec(name) is None]
+autodoc_mock_imports = [
+    name for name in ("torch", "ray", "pyarrow") if importlib.util.find_spec(name) is None
+]
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 highlight_language = "none"  # of blocks that name none: what a command prints, say

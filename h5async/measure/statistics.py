@@ -25,7 +25,7 @@ _BATCH_NBYTES = 4 << 20  # fits into caches; more would be no faster
 _MOST_SAMPLES = 1 << 16
 _FEATURE_NBYTES = 56  # in a batch on its way, or in the sums
 # All selected samples, once, on the host.
-_ONCE: Mapping[str, Any] = {
+ONCE: Mapping[str, Any] = {
     "shuffle": False,
     "drop_last": False,
     "rank": 0,
@@ -94,7 +94,7 @@ def statistics(
     if not all(0 <= q <= 1 for q in quantiles):
         raise ConfigError(f"quantiles must be numbers from 0 to 1, found {list(quantiles)}")
     chosen = {name: _as_read(field) for name, field in _chosen(config, fields).items()}
-    config = config.with_fields(chosen, **_ONCE, postprocess=None)
+    config = config.with_fields(chosen, **ONCE, postprocess=None)
     with AsyncReader(config, batch_size=1) as opened:
         samples, nbytes = opened.num_samples, opened.nbytes
         setup = opened._engine.setup

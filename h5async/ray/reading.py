@@ -1,0 +1,129 @@
+"""Reads a block in a task of Ray: positions enter, Arrow tables leave.
+
+A worker process opens a dataset once, and keeps it open for its later tasks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
+from h5async.errors import ReadError
+from h5async.index.changes import fingerprint
+from h5async.order.selection import Selection
+from h5async.ray.blocks import block_of
+from h5async.reader.asyncreader import AsyncReader
+
+_KEPT = 4  # datasets that a process keeps open
+_ATTEMPTS, _MOST_SECONDS = 10, 32
+_STUB = "__bsp_stub"  # Ray's own column of blocks that have rows, and no columns
+
+_kept: dict[str, tuple[BlockPlan, AsyncReader]] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
+    """What all tasks of a dataset have in common: they get it from the object store.
+
+    `columns` are the names of the columns read, and those that they get; `further` ones are
+    attributes of batches. Errors whose text has one of `retried`, or matches it,
+    are worth another attempt.
+    """
+
+    config: ReaderConfig
+    selection: Selection
+    fingerprints: Mapping[str, str]
+    columns: Mapping[str, str]
+    further: tuple[str, ...]
+    retried: Sequence[str]
+
+    def open(self) -> AsyncReader:
+        """Open the dataset; ReadError if its files are not those of the plan."""
+        reader = AsyncReader(self.config)
+        for name, layout in reader._engine.setup.layouts.items():
+            if fingerprint([layout]) != self.fingerprints[name]:
+                reader.close()
+                raise ReadError(
+                    f'{paths_text(self.config.hdf5_path)}: dataset "{layout.path}" is not what it'
+                    " was when the dataset was made: files changed, or this node has others; make"
+                    " the dataset anew, of files that all nodes can read"
+                )
+        return reader
+
+    def read(self, reader: AsyncReader, begin: int, end: int) -> pa.Table:
+        """Return a block of the samples at positions `begin` to `end`."""
+        samples = self.selection.samples(np.arange(begin, end))
+        for attempt in itertools.count(1):
+            try:
+                batch = reader.read(samples)
+                break
+            except OSError as error:
+                if attempt == _ATTEMPTS or not self._is_retried(error):
+                    raise
+                time.sleep(min(2**attempt, _MOST_SECONDS) * random.random())
+        if not self.columns:
+            return pa.table({_STUB: pa.nulls(batch.size)})
+        block = block_of(batch, self.further).select(list(self.columns))
+        return block.rename_columns(list(self.columns.values()))
+
+    def _is_retried(self, error: OSError) -> bool:
+        text = str(error)
+        return any(one in text or re.search(one, text) for one in self.retried)
+
+
+@dataclass(frozen=True)
+class BlockReader:
+    """The function of a read task; `edges` are the positions where its blocks begin, and its end.
+
+    It reads by as many `threads`. The `plan` is a reference to a `BlockPlan`.
+    """
+
+    plan: Any
+    edges: tuple[int, ...]
+    threads: int
+    __name__ = "read_hdf5"  # in messages of Ray
+
+    def __call__(self) -> Iterator[pa.Table]:
+        """Yield the blocks, in order."""
+        plan, reader = _opened(self.plan)
+        parts = list(itertools.pairwise(self.edges))
+        if self.threads == 1 or len(parts) == 1:
+            for begin, end in parts:
+                yield plan.read(reader, begin, end)
+            return
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="h5async-ray") as pool:
+            begun = deque(pool.submit(plan.read, reader, *one) for one in parts[: self.threads])
+            for one in parts[self.threads :]:
+                yield begun.popleft().result()
+                begun.append(pool.submit(plan.read, reader, *one))
+            while begun:
+                yield begun.popleft().result()
+
+
+def _opened(reference: Any) -> tuple[BlockPlan, AsyncReader]:
+    """Return the plan, and its reader, which this process keeps open."""
+    key = reference.hex()
+    with _lock:
+        found = _kept.pop(key, None)
+        if found is None:
+            plan = ray.get(reference)
+            found = plan, plan.open()
+        _kept[key] = found
+        while len(_kept) > _KEPT:
+            _kept.pop(next(iter(_kept)))  # closed once no task uses it
+    return found

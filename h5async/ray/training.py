@@ -1,0 +1,91 @@
+"""Defines `train_loader`: batches for a worker of Ray Train, that its checkpoints resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import ray.train
+
+from h5async.config import ReaderConfig
+from h5async.errors import ConfigError
+from h5async.torch import H5Dataset
+
+if TYPE_CHECKING:
+    from h5async.config.keywords import ReaderOptions
+
+_POSITION = "h5async.json"  # in the folder of a checkpoint
+
+
+class TrainLoader(H5Dataset):
+    """The `H5Dataset` that `train_loader` returns, whose position goes into Ray's checkpoints."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next batch's epoch: where a loop over epochs begins."""
+        return int(self.state_dict()["epoch"])
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the position to the folder of a checkpoint, as ``h5async.json``.
+
+        It is the same in all workers; any of them may save it, at the same step.
+        """
+        Path(folder, _POSITION).write_text(json.dumps(self.state_dict()))
+
+
+def train_loader(
+    config: ReaderConfig | ReaderOptions | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    /,
+    *,
+    as_tuple: bool = False,
+    with_index: bool = False,
+    **options: Unpack[ReaderOptions],
+) -> TrainLoader:
+    """Return a worker's own part of a dataset; call it in the function that Ray Train runs.
+
+    Rank and world size are those of `ray.train.get_context`. If Ray restarts the workers from a
+    checkpoint, in which `TrainLoader.save` wrote the position, the loader continues there: also
+    with fewer or more workers than before, in the middle of an epoch. Each sample comes once an
+    epoch.
+
+    Parameters
+    ----------
+    config, as_tuple, with_index, **options
+        As of `H5Dataset`.
+
+    Raises
+    ------
+    ConfigError
+        If the checkpoint has no position, or it does not fit the options; and as of `H5Dataset`.
+
+    Examples
+    --------
+    >>> def train(config):  # doctest: +SKIP
+    ...     loader = h5async.ray.train_loader(hdf5_path="train.h5", shuffle="full")
+    ...     for epoch in range(loader.epoch, 10):
+    ...         for batch in loader:
+    ...             loss = step(batch)
+    ...         with tempfile.TemporaryDirectory() as folder:
+    ...             loader.save(folder)  # beside the model
+    ...             checkpoint = ray.train.Checkpoint.from_directory(folder)
+    ...             ray.train.report({"loss": loss}, checkpoint=checkpoint)
+    """
+    context = ray.train.get_context()
+    ranks = {"rank": context.get_world_rank(), "world_size": context.get_world_size()}
+    config = ReaderConfig.load(config, **{**options, **ranks})
+    loader = TrainLoader(config, as_tuple=as_tuple, with_index=with_index)
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            try:
+                state = json.loads(Path(folder, _POSITION).read_text())
+            except FileNotFoundError as error:
+                raise ConfigError(
+                    f"the checkpoint has no {_POSITION}, so nothing says which samples came before;"
+                    " call save(folder) of the loader before each checkpoint is reported"
+                ) from error
+        loader.load_state_dict(state)
+    return loader
