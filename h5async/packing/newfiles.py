@@ -12,8 +12,9 @@ from h5async.config import ReaderConfig
 from h5async.config.files import FileName, home_path, is_index
 from h5async.errors import ConfigError, WriteError
 from h5async.index.links import open_index
-from h5async.packing.repacking import Plan, Progress, Repacked, Repacking
+from h5async.packing.repacking import Progress, Repacked, Repacking
 from h5async.packing.repackoptions import RepackKeywords, RepackOptions
+from h5async.packing.rewriting import Plan
 from h5async.packing.safefile import exists
 from h5async.packing.shards import index_shards, remove_other_shards, shard_path
 from h5async.spelling import named
