@@ -145,12 +145,14 @@ class CoreReader:
 
         args = [cache_nbytes], note_change, None, kept
         self._executors = Executors(core, [layout], reach.io, *args)
-        weakref.finalize(self, self._executors.close)
         collection = self._executors.open_collection([None])
         assert collection is not None
-        self._collection = collection
-        self._is_far = collection.tables.far is not None
-        self.can_read = collection.tables.can_read[0]  # any of it, by the core
+        self._collection, tables = collection, collection.tables
+        store = ctypes.addressof(tables.fields[0]) + core.Field.store.offset
+        call_when_gone(self, core.free_store, store)
+        call_when_gone(self, core.close_sources, tables.sources)
+        self._is_far = tables.far is not None
+        self.can_read = tables.can_read[0]  # any of it, by the core
         self._room = ScratchSize.of([layout])
         self._lanes: list[_Lane] = []
         self._call, self._offset = core.read_selected, core.Selected.count.offset
@@ -402,7 +404,6 @@ class H5pyReader:
     def __init__(self, own: DatasetLayout) -> None:
         self.own = own
         reader = FallbackReader(1, FileChanges([own], lambda: None), load_core())
-        weakref.finalize(self, reader.close)
         self._reader, self._checks = reader, reader.checks(own)
         self._scratch = Scratch.allocate(0, 0, 0)
 
