@@ -32,6 +32,7 @@ from h5async.packing.repacking import Repacking
 OPTIONS: list[dict[str, Any]] = [
     {"chunks": {"data": (7, 40, 40, 3)}, "filter": "lzf", "fields": ["data"]},
     {"indices": "5:", "shuffle": "full", "chunk_samples": 3},
+    {"encode": {"data": "png"}},
     {},
 ]
 

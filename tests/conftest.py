@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import math
 import os
 import random
@@ -32,6 +33,7 @@ if load_core() is None:
     for module in ("core.binding", "opening.dataset", "fill.filling"):
         importlib.import_module(f"h5async.{module}").mapping_mode = lambda io: io  # type: ignore[attr-defined]
 
+EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"
 POISON = 0xA5  # what a buffer holds before anything was read into it
 
 # "all" (scripts/test --all): every test and case runs, and more random ones; else a sample does.
@@ -285,13 +287,22 @@ def read_exactly_an_epoch(reader: AsyncReader) -> None:
 
 def example(name: str) -> Any:
     """Import a script of scripts/examples."""
-    path = Path(__file__).parents[1] / "scripts" / "examples" / f"{name}.py"
+    path = EXAMPLES / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def assert_each_sample_once(folder: Path, count: int) -> None:
+    """Compare what ranks 0 and 1 wrote down, the epoch and the samples of each of their batches."""
+    first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
+    assert len(first) == len(second)
+    for epoch in range(3):
+        seen = [index for number, some in first + second if number == epoch for index in some]
+        assert len(seen) == len(set(seen)) == count
 
 
 def spoil_chunk(path: Path, number: int, name: str = "data") -> None:

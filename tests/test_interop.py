@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import socket
+import subprocess
+import sys
 
 import h5py
 import numpy as np
 import pytest
-from conftest import example, require_extra
+from conftest import EXAMPLES, assert_each_sample_once, example, require_extra
 from rich.progress import track
 
 from h5async import AsyncReader
+
+ROOT = EXAMPLES.parents[1]
 
 
 @pytest.fixture
@@ -60,6 +66,61 @@ def test_the_examples_learn(name, capsys, monkeypatch):
     assert "accuracy" in capsys.readouterr().out
 
 
+PROCESS = """
+import importlib, json, sys
+from pathlib import Path
+name, examples, folder, port, rank = sys.argv[1:]
+sys.path.insert(0, examples)
+example = importlib.import_module(name)
+
+class Stop(Exception):
+    pass
+
+def seen(epoch, index):
+    if len(found) == stop:
+        raise Stop
+    found.append((epoch, index.tolist()))
+
+example.jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+found, stop = [], 30  # 24 are an epoch
+try:
+    example.main(Path(folder) / "saved", epochs=3, seen=seen)
+except Stop:
+    stop = None
+example.main(Path(folder) / "saved", epochs=3, seen=seen)
+(Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["jax_processes", "keras_processes"])
+def test_the_examples_go_on_in_several_processes(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "torch")  # which the example sets anew
+    require_extra(name.partition("_")[0])
+    require_extra("orbax.checkpoint")
+    script = tmp_path / "train.py"
+    script.write_text(PROCESS)
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        port = one.getsockname()[1]
+    command = [sys.executable, script, name, EXAMPLES, tmp_path, str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            _, said = process.communicate(timeout=200)
+            assert process.returncode == 0, said
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert_each_sample_once(tmp_path, 1536)
+
+
 @pytest.mark.parametrize(("name", "least"), [("split_and_evaluate", 0.93), ("hard_negatives", 0.7)])
 def test_the_examples_of_samples_learn(name, least, capsys):
     assert example(name).main() > least
@@ -88,13 +149,6 @@ def test_the_example_of_tokens_learns(capsys):
 def test_the_example_of_images_learns(capsys):
     require_extra("cv2")
     assert example("jpeg_shapes").main(epochs=4, count=300) > 0.8
-    assert "accuracy" in capsys.readouterr().out
-
-
-def test_the_example_of_packed_pictures_learns(capsys):
-    require_extra("torch")
-    require_extra("cv2")
-    assert example("packed_pictures").main() > 0.8
     assert "accuracy" in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import example, require_extra
+from conftest import EXAMPLES, assert_each_sample_once, example, require_extra
 
 from h5async import (
     AsyncReader,
@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader  # noqa: E402
 from h5async.torch import H5Dataset  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "scripts" / "examples"
 N = 103
 DTYPES = "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8 c16 >i2 >u4 >f4 >f8".split()
 
@@ -509,6 +508,38 @@ def test_the_lightning_example_learns(capsys):
     require_extra("lightning")
     assert example("lightning_digits").main(**QUIET) > 0.9
     assert "accuracy" in capsys.readouterr().out
+
+
+LIGHTNING = """
+import json, sys, warnings
+from pathlib import Path
+import lightning
+folder = Path(sys.argv[2])
+sys.path.insert(0, sys.argv[1])
+from lightning_digits import main
+
+class Seen(lightning.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, number):
+        found.append((trainer.current_epoch, batch["index"].tolist()))
+
+found = []
+quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+for steps in (32, -1):  # 23 are an epoch
+    main(folder / "saved", 3, [Seen()], devices=2, max_steps=steps, **quiet)
+    del found[30 if steps > 0 else 69:]  # those after the last checkpoint are trained on again
+rank = lightning.pytorch.utilities.rank_zero_only.rank
+(folder / f"{rank}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_lightning_example_goes_on_in_several_processes(tmp_path):
+    require_extra("lightning")
+    script = tmp_path / "train.py"
+    script.write_text(LIGHTNING)
+    assert "accuracy 0." in torchrun(2, script, EXAMPLES, tmp_path)
+    assert_each_sample_once(tmp_path, 1438)
 
 
 @of_lightning

@@ -35,7 +35,7 @@ def repack(
     which nothing changes are copied as they are stored.
     """
     from h5async.packing.newfiles import repack
-    from h5async.packing.repacking import Plan
+    from h5async.packing.rewriting import Plan
 
     options = typed_options(typed, RepackOptions)
     if "fields" in options:

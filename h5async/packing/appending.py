@@ -46,6 +46,8 @@ def create(file: h5py.File, column: Column, chunk_samples: int, filters: Sequenc
     dtype = column.dtype
     if not is_array:
         dtype = h5py.string_dtype() if column.form == "text" else h5py.vlen_dtype(dtype)
+    elif column.is_text:
+        dtype = h5py.string_dtype("utf-8", dtype.itemsize)
     created = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     created.set_chunk((chunk_samples if is_array else _REFERENCES, *column.shape))
     set_filters(created, filters if is_array else ())

@@ -12,10 +12,11 @@ from h5async.config import ReaderConfig
 from h5async.config.files import FileName, home_path, is_index
 from h5async.errors import ConfigError, WriteError
 from h5async.index.links import open_index
-from h5async.packing.repacking import Plan, Progress, Repacked, Repacking
+from h5async.packing.repacking import Progress, Repacked, Repacking
 from h5async.packing.repackoptions import RepackKeywords, RepackOptions
+from h5async.packing.rewriting import Plan
 from h5async.packing.safefile import exists
-from h5async.packing.shards import index_shards, remove_other_shards, shard_path
+from h5async.packing.shards import Finished, index_shards, remove_other_shards, shard_path
 from h5async.spelling import named
 
 
@@ -128,14 +129,16 @@ def _write_shards(
         raise exists(path)
     sizes = [(at.name, part.selection.size) for at, part in zip(paths, parts, strict=True)]
     joined = None if is_index(path) else work.joined(sizes)
-    done = 0
+    done, finished = 0, Finished(path, resume=options.resume)
     for part, at in zip(parts, paths, strict=True):
 
         def show(moved: int, _: int, done: int = done) -> None:
             if progress is not None:
                 progress(done + moved, work.nbytes)
 
-        _write(part, at, options, show)
+        if not finished.has(at, part.digest()):
+            _write(part, at, options, show)
+            finished.add(at, part.digest())
         done += part.nbytes
     if options.overwrite:
         remove_other_shards(path, len(paths))
@@ -143,6 +146,7 @@ def _write_shards(
         index_shards(path, paths)
     else:
         _write(joined, path, options, None)
+    finished.forget()
     return (*paths, path)
 
 

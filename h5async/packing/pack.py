@@ -42,7 +42,8 @@ class Packed(NamedTuple):
 
     `samples` is the number of samples that the file has, and `nbytes` the size of all files. `bad`
     are the names of samples that were left out, and why; `converted` is the number of images that
-    Pillow converted to PNG. `columns` say how each column is stored.
+    Pillow converted to PNG. `columns` say how each column is stored, and `notes`, what of the
+    source was left out.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class Packed(NamedTuple):
     columns: Mapping[str, str]
     bad: Sequence[tuple[str, str]]
     converted: int
+    notes: Sequence[str]
 
 
 def pack(
@@ -111,6 +113,7 @@ def pack(
         files[-1].stored,
         [one for file in files for one in file.bad],
         sum(file.converted for file in files),
+        source.notes,
     )
 
 
@@ -222,6 +225,5 @@ class Blocks:
 
 
 def _permuted(source: Source, seed: int, positions: Any) -> Any:
-    if source.count is None:
-        raise ConfigError(f"{source.name} can only be read in order; leave out {named('shuffle')}")
+    assert source.count is not None
     return permute(positions, source.count, seed, 0)

@@ -113,6 +113,9 @@ class SafeFile:
                 raise exists(self.path)
         raw = self._raw = PartialFile(self._lock())
         journal = None if overwrite else read_journal(self._journal)
+        if journal is not None and self._in_place and journal.state is None:
+            self._take(raw, journal)  # nothing was appended: all of it is begun again
+            journal = None
         is_begun = bool(raw.size) and not self._in_place and not overwrite
         if journal is None and not is_begun:
             self._begin(raw)
@@ -177,18 +180,23 @@ class SafeFile:
                 f"{self._partial} was begun with other sources or options; give the same ones"
                 + ("" if self._in_place else f", or begin anew by {named('overwrite', True)}")
             )
-        raw.begin(journal.size, journal.pieces)
-        if fingerprint(raw) != journal.fingerprint:
-            raise DamagedError(
-                f"{self._journal} does not belong to {self._partial}, or others changed that; "
-                "delete both, and begin anew",
-                filename=str(self._journal),
-            )
+        self._take(raw, journal)
         self.state = journal.state
         with self._writing():
             raw.apply()
             if journal.is_finished:
                 self._complete(raw)
+
+    def _take(self, raw: PartialFile, journal: Journal) -> None:
+        """Bring a file to the state that its journal says."""
+        raw.begin(journal.size, journal.pieces)
+        if fingerprint(raw) != journal.fingerprint:
+            remedy = "it" if self._in_place and journal.state is None else "both"
+            raise DamagedError(
+                f"{self._journal} does not belong to {self._partial}, or others changed that;"
+                f" delete {remedy}, and begin anew",
+                filename=str(self._journal),
+            )
 
     @property
     def is_due(self) -> bool:

@@ -1,17 +1,22 @@
 """Train a small network with a Lightning Trainer, whose checkpoints know where the data was.
 
+    python scripts/examples/lightning_digits.py [FOLDER [PROCESSES]]
+
 The dataset is the Trainer's dataloader: Lightning saves its state in each checkpoint, also in the
-middle of an epoch, and ``trainer.fit(..., ckpt_path=...)`` goes on with the batches that were left.
-With several devices each process reads its share.
+middle of an epoch. Started again with the same FOLDER, training goes on after the last checkpoint
+there, with the samples that are left. With several processes (or devices) each reads its share.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from h5async import Field, Split
 from h5async.torch import H5Dataset
@@ -62,17 +67,26 @@ class WatchData(lightning.Callback):
             print(f"epoch {trainer.current_epoch}: {stats}")
 
 
-def main(epochs: int = 10, **options: Any) -> float:
+def main(
+    folder: str | None = None,
+    epochs: int = 10,
+    callbacks: Sequence[lightning.Callback] = (),
+    **options: Any,
+) -> float:
     torch.manual_seed(0)
-    options = {"logger": False, "enable_checkpointing": False, **options}
-    trainer = lightning.Trainer(max_epochs=epochs, callbacks=[WatchData()], **options)
-    shared = {"hdf5_path": FILE, "fields": FIELDS, "batch_size": 64}
+    every = [WatchData(), *callbacks]
+    if folder:
+        every.append(ModelCheckpoint(folder, every_n_train_steps=5, save_last=True))
+    options = {"logger": False, "enable_checkpointing": bool(folder), **options}
+    trainer = lightning.Trainer(max_epochs=epochs, callbacks=every, **options)
+    batch_size = 64 // trainer.world_size
+    shared = {"hdf5_path": FILE, "fields": FIELDS, "batch_size": batch_size}
     train, val = (Split(name, PARTS, stratify="labels") for name in PARTS)
     with (
-        H5Dataset(shared, indices=train, shuffle="full") as dataset,
+        H5Dataset(shared, indices=train, shuffle="full", with_index=True) as dataset,
         H5Dataset(shared, indices=val) as held_out,
     ):
-        trainer.fit(Digits(), dataset, held_out)
+        trainer.fit(Digits(), dataset, held_out, ckpt_path="last" if folder else None)
     accuracy = trainer.callback_metrics["val_accuracy"].item()
     if trainer.is_global_zero:
         print(f"Lightning: accuracy {accuracy:.2f} on images that were held out")
@@ -80,4 +94,6 @@ def main(epochs: int = 10, **options: Any) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    folder = sys.argv[1] if len(sys.argv) > 1 else None
+    processes = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    main(folder, devices=processes, **({"accelerator": "cpu"} if processes > 1 else {}))

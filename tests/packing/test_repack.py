@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import h5py
+import imagecodecs
 import numpy as np
 import pytest
 from cases import each
@@ -18,7 +19,7 @@ from samefiles import assert_same_files
 from typer.testing import CliRunner
 
 import h5async
-from h5async import ConfigError, DatasetError, ReadError, Split, WriteError
+from h5async import ConfigError, DatasetError, RaggedField, ReadError, Split, WriteError
 from h5async.cli import app
 from h5async.packing import objects, repacking, rowsource
 from h5async.packing.chunkwriter import DatasetWriter
@@ -163,21 +164,22 @@ def test_blosc_leaves_out_elements_of_variable_length(images, tmp_path):
 
 def test_what_was_finished_before_is_only_taken_if_it_is_the_same(images, tmp_path):
     path, other = tmp_path / "new.h5", tmp_path / "other.h5"
-    options = {"chunk_samples": 3, "filter": "lzf"}
+    options = {"chunk_samples": 3, "filter": "gzip:9"}
     h5async.repack(images, path, **options)
-    before = path.stat()
+    before = path.stat().st_ino, path.stat().st_mtime_ns
     h5async.repack(images, path, **options, resume=True)
-    assert path.stat() == before
+    assert before == (path.stat().st_ino, path.stat().st_mtime_ns)
     with h5py.File(other, "w") as file:
         file["data"] = 1
     for files, changed in [
         (images, {"chunk_samples": 50}),
+        (images, {"filter": "gzip:1"}),
         (images, {"indices": "1:"}),
         (other, {}),
     ]:
         with pytest.raises(ConfigError, match="is not what these files and options make"):
             h5async.repack(files, path, **options | changed, resume=True)
-    assert path.stat() == before
+    assert before == (path.stat().st_ino, path.stat().st_mtime_ns)
 
 
 ROWS = {"10:60": slice(10, 60), "::3": slice(None, None, 3), "8:88": slice(8, 88)}
@@ -274,7 +276,7 @@ def test_shards_are_joined_by_virtual_datasets(images, tmp_path, options):
         h5async.repack(images, folder / "new.h5", shards=nbytes, **options)
 
 
-def test_shards_are_gone_on_with(images, tmp_path):
+def test_shards_are_gone_on_with(images, tmp_path, monkeypatch):
     def stop(done, count):
         if done > count // 2:
             raise KeyboardInterrupt
@@ -283,7 +285,13 @@ def test_shards_are_gone_on_with(images, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         h5async.repack(images, tmp_path / "new.h5idx", progress=stop, **options)
     assert not (tmp_path / "new.h5idx").exists()
-    found = h5async.repack(images, tmp_path / "new.h5idx", resume=True, **options)
+    compared = []
+    with monkeypatch.context() as patch:
+        verify = repacking.Repacking.verify
+        patch.setattr(repacking.Repacking, "verify", lambda *args: compared.append(verify(*args)))
+        found = h5async.repack(images, tmp_path / "new.h5idx", resume=True, **options)
+    assert not compared, "finished shards are read again"
+    assert not list(tmp_path.glob("*.finished*"))
     with h5async.AsyncReader(hdf5_path=tmp_path / "new.h5idx", batch_size=100) as reader:
         data, labels = reader.get_next_batch()
         with h5py.File(images) as file:
@@ -399,10 +407,56 @@ def test_other_datasets_may_be_left_out(images, tmp_path):
         assert not file.attrs["which"]
 
 
-def test_samples_of_any_length_are_refused(images, tmp_path):
+@each("kind", ["offsets", "ends", "lengths"])
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_samples_of_any_length(tmp_path, kind, has_labels):
+    files, rng = [tmp_path / f"{number}.h5" for number in range(2)], np.random.default_rng(0)
+    for file in files:
+        lengths = rng.integers(0, 9, 50)
+        told = {"offsets": np.append(0, lengths.cumsum()), "ends": lengths.cumsum()}
+        with h5py.File(file, "w") as new:
+            new["tokens"] = np.arange(lengths.sum(), dtype=np.int16)
+            new["other"] = rng.random((lengths.sum(), 3))
+            new["where"] = told.get(kind, lengths).astype(np.int32)
+            if has_labels:
+                new["labels"] = np.arange(50)
+    spelled = "where" if kind == "offsets" else f"where:{kind}"
+    options = {"shuffle": "full", "seed": 5, "indices": "3:90"}
+    with pytest.raises(DatasetError, match=f'"where" says where samples .*={{.*: .{spelled}.}}'):
+        h5async.repack(files, tmp_path / "new.h5", **options)
+    chosen = {"offsets": {"tokens": spelled, "other": spelled}, "overwrite": True, "verify": True}
+    h5async.repack(files, tmp_path / "new.h5", **options, **chosen)
+    h5async.repack(files, tmp_path / "new.h5idx", **options, **chosen, shards="1kB")
+    fields = {
+        "tokens": RaggedField("tokens", offsets="where", offsets_kind=kind),
+        "other": RaggedField("other", offsets="where", offsets_kind=kind),
+        **({"labels": "labels"} if has_labels else {}),
+    }
+    with h5async.AsyncReader(options, hdf5_path=files, fields=fields, batch_size=87) as reader:
+        expected = reader.get_next_batch().copy()
+    for new in (tmp_path / "new.h5", tmp_path / "new.h5idx"):
+        with h5async.AsyncReader(hdf5_path=new, fields=fields, batch_size=87) as reader:
+            found = reader.get_next_batch()
+            for name in fields:
+                for one, other in zip(found[name], expected[name], strict=True):
+                    assert np.array_equal(one, other)
+    with pytest.raises(ConfigError, match="no virtual dataset"):
+        h5async.repack(files, tmp_path / "other.h5", shards="1kB", **chosen)
+    wrong = {"other": "where", "tokens": "where:ends" if kind == "offsets" else "where"}
+    message = '"where" does not fit other, tokens, of|differing numbers of samples'
+    with pytest.raises(DatasetError, match=message):
+        h5async.repack(files, tmp_path / "new.h5", offsets=wrong, overwrite=True)
+
+
+def test_what_looks_like_bounds_is_refused(images, tmp_path):
     with h5py.File(images, "r+") as file:
         file["offsets"] = np.arange(101) * 3
     with pytest.raises(DatasetError, match='"offsets" says where samples of any length begin'):
+        h5async.repack(images, tmp_path / "new.h5", indices="5:")
+    with h5py.File(images, "r+") as file:
+        del file["offsets"]
+        file["episode_ends"] = [20, 50, 100]
+    with pytest.raises(DatasetError, match='"episode_ends" says where samples of any length'):
         h5async.repack(images, tmp_path / "new.h5", indices="5:")
 
 
@@ -426,6 +480,8 @@ WRONG = {
     "nothing": ({"fields": ["nothing"]}, DatasetError, 'there is no dataset "nothing"'),
     "rank": ({"chunks": {"data": (1, 2)}}, ConfigError, '"data" has 4 dimensions'),
     "filter": ({"filter": "zip"}, ConfigError, "there is no filter 'zip'"),
+    "format": ({"encode": {"data": "gif"}}, ConfigError, "must be png, png:0 to png:9"),
+    "image": ({"encode": {"labels": "png"}}, ConfigError, r"for images, .* found int64 \(100,\)"),
     "dtype": ({"dtype": {"names": "f4"}}, ConfigError, "is for datasets of numbers"),
 }
 
@@ -435,6 +491,26 @@ def test_options_that_do_not_fit(images, tmp_path, name):
     options, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         h5async.repack(images, tmp_path / "new.h5", **options)
+
+
+@each("format_", ["png", "png:1", "jpeg:80"])
+@pytest.mark.parametrize("options", [{}, {"shards": "50kB", "indices": "::-1", "memory": "8MB"}])
+def test_images_are_encoded(images, tmp_path, format_, options):
+    new = tmp_path / "new.h5"
+    h5async.repack(images, new, encode={"data": format_}, verify=True, overwrite=True, **options)
+    with h5async.AsyncReader(hdf5_path=new, batch_size=100) as reader:
+        data, labels = reader.get_next_batch()
+        pixels = np.stack([data[number] for number in range(100)]) if options else np.asarray(data)
+    with h5py.File(images) as file, h5py.File(new) as made:
+        expected = file["data"][...][labels]
+        assert made["data"].dtype == h5py.vlen_dtype(np.uint8)
+        assert made["again"] == made["data"]
+        encode = imagecodecs.png_encode if "png" in format_ else imagecodecs.jpeg8_encode
+        level = {"png": 3, "png:1": 1, "jpeg:80": 80}[format_]
+        assert made["data"][3].tobytes() == encode(expected[3], level=level)
+    if "png" in format_:
+        assert np.array_equal(pixels, expected)
+    h5async.repack(images, new, encode={"data": format_}, resume=True, **options)
 
 
 @st.composite

@@ -75,6 +75,40 @@ def test_arrays(tmp_path, form):
         assert file["small"].dtype == np.uint8
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_larger_than_memory(tmp_path, save, monkeypatch):
+    save(tmp_path / "in.npz", **ARRAYS)
+    whole = opened(tmp_path / "in.npz", tmp_path).filename
+    expected, options = contents(whole), {"memory": "64kB", "num_threads": 3}
+    with opened(tmp_path / "in.npz", tmp_path, **options) as file:
+        assert contents(file.filename) == expected
+    monkeypatch.setattr(SafeFile, "is_due", True)
+    out = tmp_path / "resumed.h5"
+    with pytest.raises(KeyboardInterrupt):
+        h5async.pack(tmp_path / "in.npz", out, progress=_interrupt, **options)
+    h5async.pack(tmp_path / "in.npz", out, resume=True, **options)
+    assert contents(out) == expected
+    with pytest.raises(ConfigError, match="h5async repack --shuffle"):
+        opened(tmp_path / "in.npz", tmp_path, shuffle=True, **options)
+    save(tmp_path / "f.npz", np.asfortranarray(ARRAYS["wide"]))
+    with pytest.raises(ReadError, match=r"f\.npz: arr_0\.npy has .* extract the file"):
+        opened(tmp_path / "f.npz", tmp_path, **options)
+    content = bytearray((tmp_path / "in.npz").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "in.npz").write_bytes(content)
+    for memory in ("64kB", "1GB"):
+        with pytest.raises(ReadError, match=r"cannot read .*in\.npz"):
+            opened(tmp_path / "in.npz", tmp_path, memory=memory)
+
+
+def test_files_with_arrays_of_one_name(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        np.save(tmp_path / folder / "x.npy", np.arange(3))
+    with pytest.raises(DatasetError, match=r'b.x\.npy: another file has "x", too'):
+        opened([tmp_path / "a/x.npy", tmp_path / "b/x.npy"], tmp_path)
+
+
 def test_one_array_is_data_and_its_rows_can_be_shuffled(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(5000))
     with opened(tmp_path / "x.npy", tmp_path, shuffle=True) as file:
@@ -222,6 +256,35 @@ def test_columns_whose_first_samples_happen_to_be_alike(tmp_path):
         assert values(file["x"])[-2:] == [[1, 2], [3]]
 
 
+@pytest.mark.parametrize("count", [3, 5000])
+def test_strings_of_fixed_length(tmp_path, count):
+    texts = [f"{n}ä" * (n % 3) for n in range(count)]
+    options = {"strings": {"x": 12, "obs/y": 2}, "filter": "gzip:1"}
+    samples = [{"x": one, "obs": {"y": "b"}, "z": one} for one in texts]
+    with opened(samples, tmp_path, **options) as file:
+        assert h5py.check_string_dtype(file["x"].dtype) == ("utf-8", 12)
+        assert values(file["x"]) == values(file["z"]) == texts
+        assert values(file["obs/y"]) == ["b"] * count
+    h5async.pack(samples, tmp_path / "out.h5", append=True, **options)
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert values(file["x"]) == texts * 2
+    with AsyncReader(hdf5_path=tmp_path / "out.h5", fields={"x": "x"}) as reader:
+        assert reader.get_next_batch().x[1].decode() == texts[1]
+    message = r'"x", samples from 0 on: a string has 13 bytes.*strings=\{.x.: 13\}'
+    with pytest.raises(DatasetError, match=message):
+        opened([{"x": "a" * 13}], tmp_path, strings={"x": 12})
+    with pytest.raises(DatasetError, match="has no strings"):
+        opened([{"x": 1}], tmp_path, strings={"x": 10})
+
+
+def test_options_for_columns_that_are_not_there(tmp_path):
+    samples = [{"tokens": [1], "obs": {"age": 3}}]
+    for option, given in (("varying", ["tokenz"]), ("fill", {"obs/aeg": 1}), ("strings", {"x": 1})):
+        with pytest.raises(ConfigError, match=rf'{option}: there is no column ".*"; did you mean'):
+            opened(samples, tmp_path, **{option: given})
+    opened(samples, tmp_path, fill={"obs": 0, "obs/age": 1})
+
+
 # --- tables --------------------------------------------------------------------------------------
 
 
@@ -243,6 +306,7 @@ def _table(rows=5000):
                 pa.struct({"bytes": pa.binary(), "path": pa.string()}),
             ),
             "pose": pa.array([{"x": n, "y": -n} for n in count]),
+            "hash": pa.array([b"%4d" % n for n in count], pa.binary(4)),
         }
     )
 
@@ -264,6 +328,7 @@ def test_tables(tmp_path, form):
         np.testing.assert_array_equal(file["number"][:], np.arange(5000))
         np.testing.assert_array_equal(file["half"][:], [np.nan if n == 3 else n / 2 for n in count])
         assert file["flag"][:].tolist() == [n % 3 == 0 for n in count]
+        assert [one.tobytes() for one in file["hash"][:]] == [b"%4d" % n for n in count]
         assert values(file["text"]) == [f"t{n}" for n in count]
         np.testing.assert_array_equal(file["pair"][:], [[n, n + 1] for n in count])
         assert values(file["tokens"]) == [list(range(n % 4)) for n in count]
@@ -290,6 +355,13 @@ def test_csv(tmp_path):
     (tmp_path / "in.csv").write_text("a\n1\n,\n")
     with pytest.raises(ReadError, match=r"cannot read .*in\.csv"):
         h5async.pack(tmp_path / "in.csv", tmp_path / "other.h5")
+
+
+@pytest.mark.parametrize("content", [b"a,b\n1,caf\xe9\n", b"a,caf\xe9\n1,x\n"])
+def test_csv_that_is_not_utf8(tmp_path, content):
+    (tmp_path / "in.csv").write_bytes(content)
+    with pytest.raises(ReadError, match=r"(?i)in\.csv: .*utf-8"):
+        opened(tmp_path / "in.csv", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["x.CSV", "x.Parquet"])
@@ -534,6 +606,7 @@ def test_episodes(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(table, path)
         first += length
+    video = write(folder / "videos", {"chunk-000/camera": {"episode_000000.mp4": b""}})
     with opened(folder, tmp_path) as file:
         assert file["episode_ends"][:].tolist() == [5, 6, 15]
         assert values(file["tasks"]) == ["lift"]
@@ -543,6 +616,8 @@ def test_episodes(tmp_path):
     with AsyncReader(hdf5_path=tmp_path / "out.h5", fields=fields, sequences=ends) as reader:
         found = reader.get_next_batch().action[..., 0]
         assert found[[4, 5, 6]].tolist() == [[4, 4], [5, 5], [6, 7]]
+    typed = ["pack", str(folder), "-o", str(tmp_path / "x.h5")]
+    assert f"not packed: 1 video in {video}" in CliRunner().invoke(cli.app, typed).stderr
 
 
 @pytest.mark.parametrize("form", ["WAV", "FLAC"])
