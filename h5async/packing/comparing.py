@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 import numpy as np
 from h5py import h5a, h5d, h5l, h5o, h5p, h5t
 
+from h5async.codec.encoders import spell_filters
 from h5async.errors import WriteError
+from h5async.index.chunks import filters_of
 from h5async.io.stores import HDF5File
 from h5async.order.selection import Selection
 from h5async.packing.encodedsamples import encoded_images
@@ -151,7 +153,9 @@ class Comparison:
 
 def _layout(plist: h5p.PropDCID) -> tuple[Any, ...]:
     chunks = plist.get_chunk() if plist.get_layout() == h5d.CHUNKED else ()
-    return chunks, [plist.get_filter(i)[0] for i in range(plist.get_nfilters())]
+    # (Levels are spelled; HDF5 adds to other parameters what it knows of the dataset.)
+    filters = filters_of(plist)
+    return chunks, [one.number for one in filters], spell_filters(filters)
 
 
 def _bytes(values: np.ndarray[Any, Any]) -> Bytes:

@@ -16,7 +16,7 @@ from h5async.packing.repacking import Progress, Repacked, Repacking
 from h5async.packing.repackoptions import RepackKeywords, RepackOptions
 from h5async.packing.rewriting import Plan
 from h5async.packing.safefile import require_new
-from h5async.packing.shards import index_shards, remove_other_shards, shard_path
+from h5async.packing.shards import Finished, index_shards, remove_other_shards, shard_path
 from h5async.spelling import named
 from h5async.system.jobs import run_jobs
 
@@ -134,8 +134,13 @@ def _write_shards(
         require_new([path, *paths])
     sizes = [(at.name, one.selection.size) for at, one in zip(paths, shards.parts, strict=True)]
     joined = None if is_index(path) else work.joined(sizes)
-    threads = max(1, options.num_threads or 1)
-    for nbytes in run_jobs(shards, range(len(paths)), ray, threads):
+    finished, digests = Finished(path, resume=options.resume), [o.digest() for o in shards.parts]
+    has = [finished.has(at, digest) for at, digest in zip(paths, digests, strict=True)]
+    shards.done = sum(one.nbytes for one, had in zip(shards.parts, has, strict=True) if had)
+    missing = [number for number, had in enumerate(has) if not had]
+    written = run_jobs(shards, missing, ray, max(1, options.num_threads or 1))
+    for number, nbytes in zip(missing, written, strict=True):
+        finished.add(paths[number], digests[number])
         shards.done += nbytes
         shards.show(0, 0)
     if options.overwrite:
@@ -144,6 +149,7 @@ def _write_shards(
         index_shards(path, paths)
     else:
         _write(joined, path, options, None)
+    finished.forget()
     return (*paths, path)
 
 

@@ -187,6 +187,7 @@ class SafeFile:
     def _take(self, raw: PartialFile, journal: Journal) -> None:
         """Bring a file to the state that its journal says."""
         raw.begin(journal.size, journal.pieces)
+        raw.direct = list(journal.direct)
         if fingerprint(raw) != journal.fingerprint:
             remedy = "it" if self._in_place and journal.state is None else "both"
             raise DamagedError(
@@ -217,9 +218,14 @@ class SafeFile:
         Its space must have been allocated early (``h5py.h5d.ALLOC_TIME_EARLY``). After an
         interruption, those of its values are undefined of which `state` does not say otherwise.
         """
-        begin = dataset.id.get_offset()
-        if begin is not None and self._raw is not None:
-            self._raw.direct.append((begin, begin + dataset.id.get_storage_size()))
+        begin, raw = dataset.id.get_offset(), self._opened
+        if begin is None:
+            return
+        part = begin, begin + dataset.id.get_storage_size()
+        if part not in raw.direct:
+            raw.direct.append(part)
+            if self.state is not None:  # the journal must say so before
+                self.commit(self.state)
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """Make what was written last: after an interruption, the file goes on with `state`.
@@ -282,7 +288,8 @@ class SafeFile:
         self, raw: PartialFile, state: Mapping[str, Any] | None, is_finished: bool
     ) -> None:
         end = raw.end
-        journal = Journal(self._digest, end, state, is_finished, fingerprint(raw), raw.pieces(end))
+        before = self._digest, end, state, is_finished
+        journal = Journal(*before, fingerprint(raw), raw.pieces(end), raw.direct)
         with self._writing():
             write_journal(self._journal, journal)
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import h5async
 from h5async import ConfigError, DatasetError, RaggedField, ReadError, Split, WriteError
 from h5async.cli import app
-from h5async.packing import objects, repacking, rowsource
+from h5async.packing import objects, repacking, rowsource, safefile
 from h5async.packing.chunkwriter import DatasetWriter
 
 DIGITS = Path(__file__).parents[2] / "sample_data" / "digits.h5"
@@ -164,21 +164,22 @@ def test_blosc_leaves_out_elements_of_variable_length(images, tmp_path):
 
 def test_what_was_finished_before_is_only_taken_if_it_is_the_same(images, tmp_path):
     path, other = tmp_path / "new.h5", tmp_path / "other.h5"
-    options = {"chunk_samples": 3, "filter": "lzf"}
+    options = {"chunk_samples": 3, "filter": "gzip:9"}
     h5async.repack(images, path, **options)
-    before = path.stat()
+    before = path.stat().st_ino, path.stat().st_mtime_ns
     h5async.repack(images, path, **options, resume=True)
-    assert path.stat() == before
+    assert before == (path.stat().st_ino, path.stat().st_mtime_ns)
     with h5py.File(other, "w") as file:
         file["data"] = 1
     for files, changed in [
         (images, {"chunk_samples": 50}),
+        (images, {"filter": "gzip:1"}),
         (images, {"indices": "1:"}),
         (other, {}),
     ]:
         with pytest.raises(ConfigError, match="is not what these files and options make"):
             h5async.repack(files, path, **options | changed, resume=True)
-    assert path.stat() == before
+    assert before == (path.stat().st_ino, path.stat().st_mtime_ns)
 
 
 ROWS = {"10:60": slice(10, 60), "::3": slice(None, None, 3), "8:88": slice(8, 88)}
@@ -275,7 +276,7 @@ def test_shards_are_joined_by_virtual_datasets(images, tmp_path, options):
         h5async.repack(images, folder / "new.h5", shards=nbytes, **options)
 
 
-def test_shards_are_gone_on_with(images, tmp_path):
+def test_shards_are_gone_on_with(images, tmp_path, monkeypatch):
     def stop(done, count):
         if done > count // 2:
             raise KeyboardInterrupt
@@ -284,7 +285,13 @@ def test_shards_are_gone_on_with(images, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         h5async.repack(images, tmp_path / "new.h5idx", progress=stop, **options)
     assert not (tmp_path / "new.h5idx").exists()
-    found = h5async.repack(images, tmp_path / "new.h5idx", resume=True, **options)
+    compared = []
+    with monkeypatch.context() as patch:
+        verify = repacking.Repacking.verify
+        patch.setattr(repacking.Repacking, "verify", lambda *args: compared.append(verify(*args)))
+        found = h5async.repack(images, tmp_path / "new.h5idx", resume=True, **options)
+    assert not compared, "finished shards are read again"
+    assert not list(tmp_path.glob("*.finished*"))
     with h5async.AsyncReader(hdf5_path=tmp_path / "new.h5idx", batch_size=100) as reader:
         data, labels = reader.get_next_batch()
         with h5py.File(images) as file:
@@ -352,6 +359,39 @@ def test_an_interrupted_repack_goes_on(images, tmp_path, monkeypatch):
         h5async.repack(images, path, resume=True, chunk_samples=2)
     h5async.repack(images, path, resume=True, **options)
     assert_has(path, images, slice(None))
+
+
+def test_a_repack_that_is_interrupted_again_and_again_goes_on(tmp_path, monkeypatch):
+    class StopError(Exception):
+        pass
+
+    monkeypatch.setattr(repacking.Repacking, "piece_nbytes", 300_000)
+    monkeypatch.setattr(safefile, "_COMMIT_SECONDS", 0.0)
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        file["data"] = np.random.default_rng(0).random((20, 20_000))  # at the end of the file
+    times = 0
+    for fields in (None, ["data"]):
+        options = {"dtype": {"data": "float32"}} if fields else {}
+        while True:
+            left = 3
+
+            def stop(done, count):
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise StopError
+
+            try:
+                h5async.repack(
+                    tmp_path / "old.h5", tmp_path / "new.h5", resume=True, progress=stop, **options
+                )
+                break
+            except StopError:
+                times += 1
+        with h5py.File(tmp_path / "new.h5") as file, h5py.File(tmp_path / "old.h5") as old:
+            assert np.array_equal(file["data"], old["data"][...].astype(file["data"].dtype))
+        (tmp_path / "new.h5").unlink()
+    assert times > 5
 
 
 def corrupt_value(file):
