@@ -314,7 +314,7 @@ class SafeFile:
             reason = error.strerror or str(error)
             left = f"; what is committed stays: go on by {named('resume', True)}"
             raise WriteError(
-                f"cannot write {self._partial}: {reason}{left if self.state else ''}",
+                f"cannot write {self._partial}: {reason}{left if self.state is not None else ''}",
                 filename=str(self._partial),
             ) from error
 
