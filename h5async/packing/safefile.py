@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -120,10 +120,7 @@ class SafeFile:
         if journal is None and not is_begun:
             self._begin(raw)
         elif not resume:
-            raise ConfigError(
-                f"{self._partial} was not finished; go on by {named('resume', True)}"
-                + ("" if self._in_place else f", or begin anew by {named('overwrite', True)}")
-            )
+            raise _unfinished(self._partial, may_begin_anew=not self._in_place)
         elif journal is None:  # it was interrupted before the first commit
             self._begin(raw)
         else:
@@ -331,6 +328,22 @@ def exists(path: Path) -> ConfigError:
     """Return the error for a file that is there, and may not be replaced."""
     return ConfigError(
         f"{path} exists; write another file, or replace it by {named('overwrite', True)}"
+    )
+
+
+def require_new(paths: Iterable[Path]) -> None:
+    """Raise ConfigError if one of the files is there, whole or not."""
+    for path in paths:
+        if path.exists():
+            raise exists(path)
+        if partial_of(path).exists():
+            raise _unfinished(partial_of(path))
+
+
+def _unfinished(partial: Path, *, may_begin_anew: bool = True) -> ConfigError:
+    return ConfigError(
+        f"{partial} was not finished; go on by {named('resume', True)}"
+        + (f", or begin anew by {named('overwrite', True)}" if may_begin_anew else "")
     )
 
 

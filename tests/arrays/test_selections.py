@@ -55,7 +55,10 @@ def assert_same(found: Any, expected: Any) -> None:
     assert type(found) is type(expected)
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
-    np.testing.assert_array_equal(found, expected)
+    for name in expected.dtype.names or ():
+        assert_same(np.array(found[name]), np.array(expected[name]))
+    if not expected.dtype.names:
+        np.testing.assert_array_equal(found, expected)
 
 
 def assert_answers_as_h5py(found: Any, expected: Any, key: Any) -> None:
@@ -76,7 +79,7 @@ def keys(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     parts: list[Any] = []
     for extent in shape[: draw(st.integers(0, len(shape)))]:
         bounds = st.none() | st.integers(-extent - 2, extent + 2)
-        indices = st.lists(st.integers(-1, extent), max_size=5)
+        indices = st.lists(st.integers(-1, extent - 1), max_size=5)
         mask = st.lists(st.booleans(), min_size=extent, max_size=extent)
         part = st.one_of(
             st.integers(-extent - 1, extent),
@@ -117,7 +120,7 @@ def test_the_corpus_is_read_like_h5py(quirk: Quirk, tmp_path: Path):
         for name in quirk.names:
             rank = expected[name].ndim
             assert_same(found[name][...], expected[name][...])
-            if rank < 30:  # HDF5 divides by 0 there
+            if rank < 30 and expected[name].size:  # HDF5 divides by 0 there
                 assert_same(found[name][-1], expected[name][-1])
                 assert_same(found[name][::2], expected[name][::2])
                 some = (slice(None),) * (rank - 1) + (slice(0, None, 3),)
@@ -133,6 +136,13 @@ def test_masks_of_the_whole_dataset(path: Path):
                 assert_same(found[name][mask], expected[name][mask])
             with pytest.raises(SelectionError, match="selected by integers"):
                 found[name][np.zeros((3, 3), bool)]
+
+
+def test_indices_out_of_range(path: Path):
+    with h5async.open_file(path) as found:
+        for key in (23, -24, [0, 23], np.s_[:, 12], np.s_[:, :, [-10, 3]], np.s_[0, 0, 0, 0]):
+            with pytest.raises(SelectionError, match=r"gzip\" of shape \(23, 12, 9\)"):
+                found["gzip"][key]
 
 
 def test_fields_of_compounds(path: Path):
