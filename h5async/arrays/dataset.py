@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -127,15 +126,14 @@ class Dataset:
         if type(key) is not tuple:
             key = (key,)
         reader = self._box_reader
-        if reader is not None and self._num_forks == lifetime.num_forks:
-            box = box_of(key, self._shape)  # type: ignore[arg-type]
-            if box is not None:
-                out = np.empty(box.shape, self.dtype)
-                if out.size:
-                    reader.read_box(box, out)
-                return out if box.shape else out[()]
-        with self._naming():
+        try:
+            if reader is not None and self._num_forks == lifetime.num_forks:
+                found = reader.read_small(key, self.dtype)
+                if found is not None:
+                    return found
             return self._get(key)
+        except SelectionError as error:
+            raise SelectionError(f"{self._where} of shape {self._shape}: {error}") from error
 
     def read_direct(self, dest: NDArray[Any], source_sel: Any = (), dest_sel: Any = ()) -> None:
         """Read what `source_sel` selects to what `dest_sel` selects of an array, as h5py does."""
@@ -148,14 +146,6 @@ class Dataset:
             self._box_reader.read_box(box, target)
 
     # --- all other keys ---------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Say of which dataset a selection is wrong."""
-        try:
-            yield
-        except SelectionError as error:
-            raise SelectionError(f"{self._where} of shape {self._shape}: {error}") from error
 
     @property
     def _where(self) -> str:

@@ -19,7 +19,7 @@ from h5async.config.files import INDEX_SUFFIX
 from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.index.groupfields import KIND
 from h5async.index.links import open_index
-from h5async.io.stores import HDF5File, absolute_name
+from h5async.io.stores import HDF5File, absolute_name, far_names
 from h5async.opening.dataset import Samplings, open_dataset
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter
@@ -389,7 +389,8 @@ class Repacking:
 
     def replaces(self, path: Path) -> bool:
         """Tell whether the new file takes the place of a source."""
-        return any(path.exists() and path.samefile(file.filename) for file in self._files)
+        names = [str(file.filename) for file in self._files if not far_names([file.filename])]
+        return path.exists() and any(path.samefile(name) for name in names)
 
     def write(self, path: Path, progress: Progress | None) -> bool:
         """Write the new file; return False if it was finished before."""

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import h5async
 from h5async import ConfigError, DatasetError, RaggedField, ReadError, Split, WriteError
 from h5async.cli import app
+from h5async.core.binding import load_core
 from h5async.packing import objects, repacking, rowsource, safefile
 from h5async.packing.chunkwriter import DatasetWriter
 
@@ -325,6 +326,16 @@ def test_a_file_is_replaced_by_its_repack(images, tmp_path, verify):
     h5async.repack(images, images, filter="lzf", verify=verify)
     assert_has(images, before, slice(None))
     assert sorted(one.name for one in tmp_path.iterdir()) == ["before.h5", "images.h5"]
+
+
+@pytest.mark.skipif(load_core() is None, reason="far sources need the core")
+def test_files_in_a_store(images, tmp_path, store):
+    new = tmp_path / "new.h5"
+    for options in ({}, {"chunk_samples": 3, "shuffle": "window", "overwrite": True}):
+        h5async.repack(store.put(images), new, verify=True, **options)
+    with h5py.File(new) as file:
+        rows = file["labels"][...]
+    assert_has(new, images, rows)
 
 
 def test_a_plan_writes_nothing(images, tmp_path):
