@@ -254,13 +254,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(name, given.nbytes, Path(folder), given.seconds, given.rounds)
         results.append(found)
-        print(name, *(found[unit] for unit in UNITS), *(within([found], u) for u in UNITS))
-    print(*(within(results, unit) for unit in UNITS), sep="\n")
-    if not given.quick:
-        path = RESULTS / "bench_advise.json"
         told = {f"within 20 % ({unit})": within(results, unit) for unit in UNITS}
-        save({**header(), **told, "sets": results}, path)
-        draw(path.with_suffix(".png"), results)
+        print(name, *(found[unit] for unit in UNITS), *told.values(), flush=True)
+        if not given.quick:
+            path = RESULTS / "bench_advise.json"
+            save({**header(), **told, "sets": results}, path)
+            draw(path.with_suffix(".png"), results)
 
 
 if __name__ == "__main__":

@@ -190,8 +190,14 @@ def _spelled(offsets: str) -> tuple[str, OffsetsKind]:
 
 
 def sparse_paths(file: HDF5File, datasets: Mapping[str, h5d.DatasetID]) -> list[str]:
-    """Return the paths of groups that are sparse matrices."""
+    """Return the paths of groups that are sparse matrices; DatasetError if one is of old times."""
     parents = [path.removesuffix("/indptr") for path in datasets if path.endswith("/indptr")]
+    for path in parents:
+        if "h5sparse_format" in file[name_bytes(path)].attrs:
+            raise DatasetError(
+                f'{file.filename}: "{path}" was written by AnnData before 0.7: its rows cannot be'
+                " selected or joined: read the file by AnnData, and write it again"
+            )
     return [path for path in parents if "encoding-type" in file[name_bytes(path)].attrs]
 
 
