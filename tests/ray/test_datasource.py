@@ -6,6 +6,7 @@ import gc
 import itertools
 import pickle
 import uuid
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -32,7 +33,7 @@ from h5async.cli import app
 ray = require_extra("ray.data") and require_extra("ray")
 pa = require_extra("pyarrow")
 
-from h5async.ray import reading  # noqa: E402
+from h5async.ray import datasource, reading  # noqa: E402
 from h5async.ray.datasource import Hdf5Datasource  # noqa: E402
 from h5async.ray.survey import cut  # noqa: E402
 
@@ -290,6 +291,21 @@ def test_a_limit_is_not_exceeded(paths):
     for task in tasks:
         assert sum(block.num_rows for block in task()) == 10
     assert tasks[0].metadata.size_bytes == pytest.approx(10 * 176, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "cpus", "most", "blocks"),
+    [(1, 2, 128, 8), (1, 100, 128, 12), (1, 1, 5, 20), (60, 2, 128, 2), (7, 100, None, 12)],
+)
+def test_blocks_are_large_and_keep_all_cpus_busy(tmp_path, monkeypatch, chunk, cpus, most, blocks):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        shape = (chunk, MIB)
+        file.create_dataset("data", (100, MIB), "u1", chunks=shape, compression="gzip")
+    made = source(tmp_path / "data.h5", labels_field=None)
+    context = SimpleNamespace(target_max_block_size=most and most * MIB)
+    monkeypatch.setattr(datasource.DataContext, "get_current", lambda: context)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(cpus)})
+    assert made.best_num_blocks() == blocks
 
 
 def test_what_tasks_tell(paths):
