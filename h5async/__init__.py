@@ -28,6 +28,7 @@ from h5async.errors import (
     PostprocessError,
     ReaderClosedError,
     ReadError,
+    SelectionError,
     Skipped,
     UnsafeFileError,
     WriteError,
@@ -40,6 +41,7 @@ from h5async.samples.ragged import Images, Ragged
 from h5async.samples.sparse import Csr
 
 if TYPE_CHECKING:
+    from h5async.arrays.files import open_file
     from h5async.config.keywords import ReaderOptions
     from h5async.measure.statistics import statistics
     from h5async.packing.newfiles import repack
@@ -67,6 +69,10 @@ def __getattr__(name: str) -> Any:
         from h5async.packing.pack import pack
 
         return pack
+    if name == "open_file":
+        from h5async.arrays.files import open_file
+
+        return open_file
     if name == "repack":
         from h5async.packing.newfiles import repack
 
@@ -116,6 +122,7 @@ __all__ = [
     "ReaderConfig",
     "ReaderOptions",
     "ReaderStats",
+    "SelectionError",
     "Sequences",
     "Skipped",
     "SparseField",
@@ -125,6 +132,7 @@ __all__ = [
     "UnsafeFileError",
     "WriteError",
     "__version__",
+    "open_file",
     "pack",
     "repack",
     "statistics",

@@ -5,6 +5,8 @@
     H5AsyncError
     ├── ConfigError (ValueError)           an option is unknown or its value does not fit
     ├── DatasetError (KeyError)            a dataset is missing or cannot make batches
+    ├── SelectionError                     a selection does not fit its dataset; also an
+    │                                      IndexError, a TypeError and a ValueError
     ├── ReadError (OSError)                bytes could not be read or decoded
     │   └── DamagedError                   ... as they are damaged, or missing
     ├── WriteError (OSError)               a file could not be written
@@ -86,6 +88,20 @@ class DatasetError(H5AsyncError, KeyError):
     Traceback (most recent call last):
         ...
     h5async.errors.DatasetError: sample_data/digits.h5: there is no dataset "images"; ...
+    """
+
+
+class SelectionError(H5AsyncError, IndexError, TypeError, ValueError):
+    """What is written in brackets does not fit a dataset.
+
+    h5py raises one of three built-in exceptions, so this is each of them.
+
+    Examples
+    --------
+    >>> h5async.open_file("sample_data/digits.h5")["data"][100_000]
+    Traceback (most recent call last):
+        ...
+    h5async.errors.SelectionError: sample_data/digits.h5: dataset "data" of shape ...: index ...
     """
 
 

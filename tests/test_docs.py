@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from urllib.parse import unquote
@@ -119,6 +122,29 @@ def test_runnable_snippets_run(page, line, words, code, monkeypatch, capsys):
 @pytest.mark.parametrize(("page", "line", "code"), other_snippets())
 def test_other_snippets_compile(page, line, code):
     compile(code, f"{page}:{line}", "exec")
+
+
+def test_a_folder_becomes_a_classifier_by_the_commands_of_the_page(tmp_path):
+    """Without the first one, which installs."""
+    require_extra("torch")
+    require_extra("cv2")
+    blocks = [code for info, _, code in snippets("docs/packing.md") if info == "sh"]
+    install, *commands = next(one for one in blocks if "packed_pictures" in one).splitlines()
+    assert install.startswith("pip install")
+    assert len(commands) == 4
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    folder = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    made = subprocess.run(
+        ["sh", "-ec", "\n".join(commands)],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": folder},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    assert "600 samples" in made.stdout
+    assert float(re.search(r"accuracy (0\.\d+|1\.0+) on", made.stdout)[1]) > 0.8
 
 
 def test_there_is_a_snippet_that_runs():

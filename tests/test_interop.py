@@ -152,13 +152,6 @@ def test_the_example_of_images_learns(capsys):
     assert "accuracy" in capsys.readouterr().out
 
 
-def test_the_example_of_packed_pictures_learns(capsys):
-    require_extra("torch")
-    require_extra("cv2")
-    assert example("packed_pictures").main() > 0.8
-    assert "accuracy" in capsys.readouterr().out
-
-
 def test_the_numpy_example_learns(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["numpy_digits", "--device", "cpu"])
     assert example("numpy_digits").main() == 0

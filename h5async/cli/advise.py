@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
 
@@ -23,16 +23,18 @@ from h5async.cli.output import Json, PlotFile, print_json, progress_bar, safe
 from h5async.cli.picture import Picture, tidy
 from h5async.cli.read import stopping_by_sigterm
 from h5async.config.files import FileName
-from h5async.errors import DatasetError, H5AsyncError
+from h5async.errors import ConfigError, DatasetError, H5AsyncError
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import list_layouts
 from h5async.io.stores import far_names
+from h5async.opening.dataset import open_dataset
 from h5async.opening.filevalues import reach_of
 from h5async.packing.advising import (
     DATASET,
     Finding,
     Layout,
     best_of,
+    joined_layout,
     layouts_to_try,
     rows_of_sample,
     scattered,
@@ -40,7 +42,7 @@ from h5async.packing.advising import (
     whole_layout,
     write_sample,
 )
-from h5async.spelling import printable, shell_word
+from h5async.spelling import named, printable, shell_word
 from h5async.system.resources import free_memory
 
 ORDERS: Mapping[str, Any] = {"in order": False, "window": "window", "shuffled": "full"}
@@ -73,7 +75,7 @@ _COLOURS = ("#8c959f", "#54aeff", "#1f6feb")
 class Advised(NamedTuple):
     """What was found of a dataset."""
 
-    file: FileName
+    files: Sequence[FileName]
     layout: DatasetLayout
     sample_nbytes: int
     findings: Sequence[Finding]
@@ -113,11 +115,15 @@ def advise(
 
 def advised(config: ReaderConfig, seconds: float = 0.75, rounds: int = 3) -> Advised:
     """Measure what is sensible for the largest dataset of a configuration."""
-    file = config.files[0]
-    if far_names([file]):
-        raise DatasetError(f"{file}: only local files can be measured; copy a part of it")
-    found = _largest(config, file)
-    trial = _options(config, file, found.path)
+    if any(field.num_dim != 0 for field in config.batch_fields.values()):
+        raise ConfigError(
+            f"{named('num_dim')}: only datasets whose first dimension counts the samples are"
+            " measured; others are slow in whatever chunks (h5async repack can change these)"
+        )
+    found = _largest(config, config.files[0])
+    trial = _options(config, config.files, found.path)
+    if len(config.files) > 1:
+        found = joined_layout(found, open_dataset(trial).layouts[DATASET])
     with AsyncReader(trial, indices=rows_of_sample(found, in_chunks=False)) as reader:
         values = np.concatenate([batch[DATASET].copy() for batch in reader])
     with tempfile.TemporaryDirectory(prefix="h5async-") as folder:
@@ -126,7 +132,7 @@ def advised(config: ReaderConfig, seconds: float = 0.75, rounds: int = 3) -> Adv
     order = "window" if config.shuffle == "window" else "shuffled"
     requests = [far_cost(whole_layout(found, one.layout, one.stored_nbytes)) for one in findings]
     best = best_of(findings, order, memory)
-    return Advised(file, found, values.nbytes, findings, requests, best, order, memory)
+    return Advised(config.files, found, values.nbytes, findings, requests, best, order, memory)
 
 
 def _largest(config: ReaderConfig, file: FileName) -> DatasetLayout:
@@ -164,10 +170,10 @@ def _why_not(one: Dataset, groups: Sequence[str]) -> str:
     return ""
 
 
-def _options(config: ReaderConfig, file: FileName, path: str) -> ReaderConfig:
+def _options(config: ReaderConfig, files: Sequence[FileName], path: str) -> ReaderConfig:
     """Return the options by which a dataset is read."""
     kept = {name: getattr(config, name) for name in _KEPT if name in config.model_fields_set}
-    return ReaderConfig(hdf5_path=file, fields={DATASET: path}, device="cpu", **kept)
+    return ReaderConfig(hdf5_path=list(files), fields={DATASET: path}, device="cpu", **kept)
 
 
 class Trial(NamedTuple):
@@ -211,15 +217,16 @@ def trial_of(
 ) -> Trial:
     """Write a sample, unless it is there; read it once from the disk, and once from memory."""
     one, rows, indices = Finding(layout, found.stored_nbytes), np.arange(len(values)), {}
-    if layout.is_current:
-        trial = _options(config, config.files[0], found.path)
+    if layout.is_current and not far_names(config.files):
+        trial = _options(config, config.files, found.path)
         rows = rows_of_sample(found, in_chunks=True)
         if rows.size < found.num_samples:
             indices = {"indices": rows}
     else:
         path = write_sample(folder, values, layout)
-        trial = _options(config, path, DATASET)
-        one.stored_nbytes = stored_nbytes(path) * found.num_samples / len(values)
+        trial = _options(config, [path], DATASET)
+        if not layout.is_current:
+            one.stored_nbytes = stored_nbytes(path) * found.num_samples / len(values)
     changes = {name: {"shuffle": order, **indices} for name, order in ORDERS.items()}
     batches = scattered(rows, max(1, layout.rows), found.num_samples, trial.batch_size)
     if batches is not None:
@@ -261,8 +268,9 @@ def samples_per_second(
 def _cold_speed(config: ReaderConfig, changed: Mapping[str, Any]) -> float:
     """Return the samples a second of an epoch, or its beginning, that is not in memory."""
     if hasattr(os, "posix_fadvise"):
-        with open(config.files[0], "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for name in config.files:
+            with open(name, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     samples = 0
     with AsyncReader(config, **changed) as reader:
         begin = perf_counter()
@@ -279,7 +287,7 @@ def _cold_speed(config: ReaderConfig, changed: Mapping[str, Any]) -> float:
 def _lines(found: Advised) -> Iterator[str]:
     layout, best = found.layout, found.best
     shape = f"{layout.dtype} {layout.shape}"
-    yield f"{found.file}: {layout.path}, {shape}, {decimal(layout.row_nbytes)} a sample"
+    yield f"{_named(found)}: {layout.path}, {shape}, {decimal(layout.row_nbytes)} a sample"
     yield f"measured on {decimal(found.sample_nbytes)} of it; samples a second:"
     yield ""
     yield from _table(found)
@@ -292,6 +300,11 @@ def _lines(found: Advised) -> Iterator[str]:
     size = best.stored_nbytes / max(1.0, now.stored_nbytes)
     yield f"best ({found.order}): {faster:.3g} times as fast as now, {size:.2f} times the size:"
     yield f"  {_command(found)}"
+
+
+def _named(found: Advised) -> str:
+    others = len(found.files) - 1
+    return f"{found.files[0]}{f' and {others} more' if others else ''}"
 
 
 def _speed(found: Advised, one: Finding) -> float:
@@ -320,16 +333,20 @@ def _cells(found: Advised, number: int) -> tuple[str, ...]:
 
 
 def _command(found: Advised) -> str:
-    path, layout = Path(found.file), found.best.layout
+    files, layout = found.files, found.best.layout
+    name = PurePosixPath(str(files[0])).name if far_names(files) else files[0]
+    path = Path(name)
     output = path.with_name(f"{path.stem}-repacked{path.suffix}")
-    words = ["h5async", "repack", str(path), "-o", str(output), "--fields", found.layout.path]
+    words = ["h5async", "repack", *map(str, files), "-o", str(output)]
+    words += ["--fields", found.layout.path]
     words += ["--chunk-samples", str(layout.rows), "--filter", layout.filter]
     return " ".join(map(shell_word, words))
 
 
 def _content(found: Advised) -> dict[str, Any]:
     return {
-        "file": found.file,
+        "file": found.files[0],
+        "files": found.files,
         "dataset": found.layout.path,
         "samples": found.layout.num_samples,
         "row_nbytes": found.layout.row_nbytes,
@@ -360,7 +377,7 @@ def _draw(picture: Picture, found: Advised) -> None:
         mark = " (now)" * one.layout.is_current + " (best)" * (one is found.best)
         names.append(f"{one.layout.rows or '-'}, {one.layout.filter}{mark}")
     picture.figure.set_size_inches(11, 2 + 0.42 * len(several))
-    picture.figure.suptitle(f"h5async advise: {found.file}: {found.layout.path}", fontsize=11)
+    picture.figure.suptitle(f"h5async advise: {_named(found)}: {found.layout.path}", fontsize=11)
     speeds, sizes = picture.figure.subplots(1, 2, sharey=True, width_ratios=[2, 1])
     places = np.arange(len(several))
     for number, name in enumerate(ORDERS):

@@ -50,9 +50,9 @@ def pack(
     from h5async.packing.pack import pack as pack_sources
 
     options = {name: value for name, value in typed.items() if value not in (None, [])}
-    if "fill" in options:
-        filled = mapping_of(options["fill"], "--fill", "NAME=VALUE")
-        options["fill"] = {name: _value(text) for name, text in filled.items()}
+    for name, form in (("fill", "NAME=VALUE"), ("strings", "NAME=BYTES")):
+        typed_values = mapping_of(options.get(name, ()), f"--{name}", form)
+        options[name] = {key: _value(text) for key, text in typed_values.items()}
     paths = [home_path(with_variables(one)) for one in sources]
     out = Path(home_path(with_variables(output)))
     if dry_run:
@@ -89,6 +89,8 @@ def pack(
     _print_columns(packed.columns)
     if packed.converted:
         typer.echo(f"{packed.converted:,} images were converted to PNG by Pillow, as RGB")
+    for note in packed.notes:
+        typer.echo(safe(note), err=True)
     for name, reason in packed.bad[:_SHOWN_BAD]:
         typer.echo(f"left out: {safe(name)}: {safe(reason)}", err=True)
     if len(packed.bad) > _SHOWN_BAD:

@@ -135,7 +135,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 22  # counts changes of the core's structures and functions
+ABI = 23  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -243,7 +243,7 @@ _FUNCTIONS = {
     "ppppqqq": "cut_sorted scale_rows",
     "ppppppqqq": "read_ranges",
     "p": "cut_frames open_sources close_sources clear_store free_store free_plan make_dense free"
-    " close_again new_http free_http",
+    " close_again new_http free_http plan_selected read_selected",
     "pp": "get_http",
     "pq": "open_ahead spin",
     "pqqqqi": "restamp",

@@ -110,7 +110,8 @@ def write_sample(folder: Path, values: NDArray[Any], layout: Layout) -> Path:
     """Write rows in a layout; return the file."""
     path = folder / f"{layout.rows}-{layout.filter.replace(':', '-')}.h5"
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    properties.set_chunk((min(layout.rows, len(values)), *values.shape[1:]))
+    rows = max(1, min(layout.rows, len(values)))
+    properties.set_chunk((rows, *values.shape[1:]))
     set_filters(properties, parse_filters(layout.filter))
     with SafeFile(path, overwrite=True) as safe:
         of_type, space = h5py.h5t.py_create(values.dtype), h5py.h5s.create_simple(values.shape)
@@ -156,7 +157,17 @@ def scattered(
 
 def whole_layout(found: DatasetLayout, layout: Layout, stored_nbytes: float) -> DatasetLayout:
     """Return what a dataset would be in another layout; its chunks lie side by side."""
-    if layout.is_current:
+    return found if layout.is_current else _in_chunks(found, layout, stored_nbytes)
+
+
+def joined_layout(first: DatasetLayout, every: DatasetLayout) -> DatasetLayout:
+    """Return the layout of the datasets of several files as one, stored as the first one is."""
+    found = replace(first, shape=every.shape, stored_nbytes=every.stored_nbytes)
+    return _in_chunks(found, current_layout(first), every.stored_nbytes)
+
+
+def _in_chunks(found: DatasetLayout, layout: Layout, stored_nbytes: float) -> DatasetLayout:
+    if not layout.rows:
         return found
     chunks = -(-found.num_samples // layout.rows)
     size = max(1, round(stored_nbytes / chunks))
@@ -167,7 +178,7 @@ def whole_layout(found: DatasetLayout, layout: Layout, stored_nbytes: float) -> 
         np.zeros(chunks, np.uint32),
     )
     shape = (layout.rows, *found.shape[1:])
-    filters = parse_filters(layout.filter)
+    filters = found.filters if layout.is_current else parse_filters(layout.filter)
     return replace(found, storage="chunked", chunk_shape=shape, filters=filters, chunks=table)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -27,6 +27,7 @@ from h5async.packing.safefile import SafeFile
 from h5async.system.interruptions import Gate, Patience, join_threads, start_threads
 from h5async.system.resources import usable_cores
 
+T = TypeVar("T")
 Offset = tuple[int, ...]
 Chunk = tuple[Offset, Any, int]  # where it is, its bytes, the mask of filters left out
 _TASK_NBYTES = 1 << 20  # small chunks are encoded so many at a time
@@ -75,8 +76,8 @@ class ChunkWriter:
         self._given += nbytes + 1
         self._tasks.put((function, nbytes + 1))
 
-    def encoded(self, encode: Callable[[], list[Chunk]]) -> Callable[[], list[Chunk]]:
-        """Have chunks encoded by a thread; return what waits for them."""
+    def encoded(self, encode: Callable[[], list[T]]) -> Callable[[], list[T]]:
+        """Have chunks, or elements, encoded by a thread; return what waits for them."""
         return self._encoders.submit(encode).result
 
     def commit(self, state: Mapping[str, Any], *, now: bool = False) -> None:
@@ -166,6 +167,21 @@ class DatasetWriter:
         """
         nbytes = sum(len(data) for _, data, _ in chunks)
         self._writer.call(partial(self._write_chunks, lambda: chunks, 0), nbytes)
+
+    def write_made(
+        self, row: int, makes: Sequence[Callable[[], list[NDArray[Any]]]], nbytes: int
+    ) -> None:
+        """Write elements of variable length, from a row on, which threads make of `nbytes`."""
+        made = [self._writer.encoded(one) for one in makes]
+
+        def write() -> None:
+            found = [element for one in made for element in one()]
+            several = np.empty(len(found), object)
+            for number, element in enumerate(found):  # (NumPy would make a matrix of equal lengths)
+                several[number] = element
+            self._write_by_hdf5((row,), several)
+
+        self._writer.call(write, nbytes)
 
     def _require_grid(self, offset: Offset, shape: tuple[int, ...]) -> None:
         assert self._chunks is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from h5async.plan.crops import center_boxes
 
 Bytes = NDArray[np.uint8]
 _MOST_PIXELS = 178_956_970  # as Pillow's own limit, beyond which it takes an image for an attack
-_PNG_LEVEL = 3
+_FORMATS = {"png": (3, range(10)), "jpeg": (90, range(1, 101))}  # default, and levels
 _IMAGES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 _OF_GREY = (0, 4)  # PNG's colour types of grey, with and without transparency
 _COLOR_TYPE = 25  # position of that byte
@@ -235,6 +235,26 @@ def _by_pillow(data: Bytes) -> Bytes:
 
 
 def _as_png(pixels: Bytes) -> Bytes:
+    return encoded_images([pixels], "png")[0]
+
+
+def image_format(spelled: str) -> tuple[str, int]:
+    """Return the format and the level, or quality, that ``png`` or ``jpeg:90`` spells.
+
+    ValueError if it is none.
+    """
+    name, _, level = spelled.partition(":")
+    default, levels = _FORMATS.get(name, (0, range(0)))
+    number = int(level) if level.isdecimal() else -1 if level else default
+    if number not in levels:
+        raise ValueError("must be png, png:0 to png:9, jpeg, or jpeg:1 to jpeg:100")
+    return name, number
+
+
+def encoded_images(images: Iterable[Bytes], spelled: str) -> list[Bytes]:
+    """Return the bytes of images, uint8 (height, width, 3)."""
     import imagecodecs
 
-    return np.frombuffer(imagecodecs.png_encode(pixels, level=_PNG_LEVEL), np.uint8)
+    name, level = image_format(spelled)
+    encode = imagecodecs.png_encode if name == "png" else imagecodecs.jpeg8_encode
+    return [np.frombuffer(encode(one, level=level), np.uint8) for one in images]

@@ -42,7 +42,8 @@ class Packed(NamedTuple):
 
     `samples` is the number of samples that the file has, and `nbytes` the size of all files. `bad`
     are the names of samples that were left out, and why; `converted` is the number of images that
-    Pillow converted to PNG. `columns` say how each column is stored.
+    Pillow converted to PNG. `columns` say how each column is stored, and `notes`, what of the
+    source was left out.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class Packed(NamedTuple):
     columns: Mapping[str, str]
     bad: Sequence[tuple[str, str]]
     converted: int
+    notes: Sequence[str]
 
 
 def pack(
@@ -92,7 +94,8 @@ def pack(
     """
     chosen, began = PackOptions(**options), perf_counter()
     source, path = open_source(sources, chosen), Path(out)
-    digest = digest_of([VERSION, source.digest(), sorted(chosen.digested().items())])
+    made_of = [VERSION, source.digest(), sorted(chosen.digested().items()), chosen.append]
+    digest = digest_of(made_of)
     _require_new(path, chosen)
     files = _pack(source, path, chosen, digest, progress or (lambda *_: None))
     paths = [file.path for file in files]
@@ -111,6 +114,7 @@ def pack(
         files[-1].stored,
         [one for file in files for one in file.bad],
         sum(file.converted for file in files),
+        source.notes,
     )
 
 
@@ -222,6 +226,5 @@ class Blocks:
 
 
 def _permuted(source: Source, seed: int, positions: Any) -> Any:
-    if source.count is None:
-        raise ConfigError(f"{source.name} can only be read in order; leave out {named('shuffle')}")
+    assert source.count is not None
     return permute(positions, source.count, seed, 0)

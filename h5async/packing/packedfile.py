@@ -25,7 +25,15 @@ from h5async.packing.appending import Appender, appender, create
 from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.packoptions import PackOptions
 from h5async.packing.safefile import SafeFile
-from h5async.packing.schema import Block, Column, Values, column_of, fitted, require_names
+from h5async.packing.schema import (
+    Block,
+    Column,
+    Values,
+    column_of,
+    fitted,
+    require_columns,
+    require_names,
+)
 from h5async.packing.sources.base import Source
 from h5async.spelling import name_bytes, named
 from h5async.system.interruptions import suppressing
@@ -239,6 +247,8 @@ class Chunks(NamedTuple):
         column = self.column
         if column.form == "text":
             return "strings of variable length"
+        if column.is_text:
+            return f"strings of {column.dtype.itemsize} bytes, chunks of {self.rows:,}"
         if column.form == "varying":
             what = f"encoded {column.kind}" if column.kind else str(column.dtype)
             return f"{what}, of variable length"
@@ -260,9 +270,12 @@ class Chunks(NamedTuple):
 def chunks_of(block: Block, encoded: Mapping[str, str], options: PackOptions) -> dict[str, Chunks]:
     """Return how columns are stored, by their names; `block` is the first one of the source."""
     require_names(block.columns)
+    for option in ("fill", "varying", "strings"):
+        require_columns(option, getattr(options, option), block.columns)
     found = {}
     for name, values in block.columns.items():
-        column = column_of(name, values)._replace(units=block.units.get(name, ""))
+        column = column_of(name, values, options.strings.get(name))
+        column = column._replace(units=block.units.get(name, ""))
         if column.form == "varying":
             column = column._replace(kind=encoded.get(name, ""))
         nbytes = max(1, column.row_nbytes)

@@ -54,6 +54,10 @@ class PackKeywords(TypedDict, total=False):
     """
     varying: Sequence[str]
     """Columns of samples in Python that are of any length, if the first samples do not show it."""
+    strings: Mapping[str, Integer]
+    """Columns of strings that have a fixed length in the file: bytes of UTF-8, by column. Others
+    have a variable length.
+    """
     fill: Mapping[str, Any]
     """Values that stand for nulls of tables, by column."""
     memory: int | str
@@ -97,6 +101,7 @@ class PackOptions(Frozen):
     chunk_samples: Positive | None = None
     filter: str = "auto"
     varying: Names = ()
+    strings: Mapping[str, Positive] = option({}, values="NAME=BYTES")
     fill: Mapping[str, Any] = option({}, values="NAME=VALUE")
     memory: Size = option(256 << 20, default_text="256MiB", values="SIZE")
     num_threads: Threads | None = option(None, default_text="usable cores")
@@ -113,8 +118,8 @@ class PackOptions(Frozen):
 
     def digested(self) -> dict[str, Any]:
         """Return the options on which the content of the file depends."""
-        names = ("size", "shards", "shuffle", "seed", "chunk_samples", "filter", "varying", "fill")
-        return {name: getattr(self, name) for name in names}
+        names = ("size", "shards", "shuffle", "seed", "chunk_samples", "filter")
+        return {name: getattr(self, name) for name in (*names, "varying", "strings", "fill")}
 
     @property
     def threads(self) -> int:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import INDEX_SUFFIX
 from h5async.errors import ConfigError, DatasetError, ReadError
+from h5async.index.groupfields import KIND
 from h5async.index.links import open_index
-from h5async.io.stores import HDF5File
+from h5async.io.stores import HDF5File, absolute_name, far_names
 from h5async.opening.dataset import Samplings, open_dataset
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter
@@ -26,13 +27,14 @@ from h5async.packing.comparing import Comparison
 from h5async.packing.objects import ObjectCopy, making_of, walk
 from h5async.packing.rawvalues import has_references
 from h5async.packing.repackoptions import RepackOptions
-from h5async.packing.rewriting import Rewrite, chunks_of_rows
+from h5async.packing.rewriting import Plan, Planned, Rewrite, chunks_of_rows
 from h5async.packing.rowsource import RowSource, has_shape, is_outside
 from h5async.packing.safefile import SafeFile, partial_of
 from h5async.packing.sparsegroups import (
-    PARTS,
+    ElementRows,
     SparseRows,
     may_have_samples,
+    ragged_rows,
     refuse_offsets,
     sparse_paths,
 )
@@ -48,27 +50,6 @@ _CHUNK_NBYTES = 64 << 10  # of a dataset that had no chunks, and gets a filter
 Progress = Callable[[int, int], None]
 
 
-class Planned(NamedTuple):
-    """What becomes of a dataset: how its values are moved, its chunks, its decoded bytes."""
-
-    path: str
-    how: str
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]
-    nbytes: int
-
-
-class Plan(NamedTuple):
-    """What `repack` will do: the datasets that change, and the bytes of rows in memory.
-
-    `left_out` are the paths of objects that are not in the new file, and why.
-    """
-
-    datasets: tuple[Planned, ...]
-    memory_nbytes: int
-    left_out: Mapping[str, str]
-
-
 class Repacked(NamedTuple):
     """The result of `repack`: the files written, and what became of datasets."""
 
@@ -80,14 +61,14 @@ class Repacking:
     """A repack of `files`, which are open: what is planned for each dataset of the first one."""
 
     def __init__(self, files: Sequence[HDF5File], config: ReaderConfig, options: RepackOptions):
-        self._files, self._config, self._options = files, config, options
+        self._files, self.config, self._options = files, config, options
         self._stamps = [file.source.stamp() for file in files]
         memory = min(_MEMORY_NBYTES, free_memory()[0].nbytes // _MEMORY_SHARE)
         self.memory = max(_LEAST_MEMORY_NBYTES, options.memory or memory)
         self.rewrites: dict[str, Rewrite] = {}
         self.whole: dict[str, NDArray[Any]] = {}  # small datasets that are written at once
         self._united = United()
-        self._sparse: dict[str, SparseRows] = {}
+        self._long: list[ElementRows] = []  # rows of any length
         self._sampled: dict[str, RowSource] = {}
         self.selection = Selection(0, 1, 0)  # of samples
         self._part: range | None = None  # of its positions
@@ -114,8 +95,9 @@ class Repacking:
 
     def digest(self) -> str:
         """Return what says what the new file is made of."""
-        names = [str(file.filename) for file in self._files]
-        stamps, part = [stamp[:4] for stamp in self._stamps], [repr(self._part), self._parts]
+        names = [absolute_name(file.filename) for file in self._files]
+        # (Each node has its own number for the device of a network file system.)
+        stamps, part = [stamp[1:4] for stamp in self._stamps], [repr(self._part), self._parts]
         content = [names, stamps, self._options.digested(), part]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
@@ -132,7 +114,7 @@ class Repacking:
     def _require_named(self) -> None:
         """Raise an error if an option names a dataset that is not there."""
         options = self._options
-        for name in ("fields", "chunks", "dtype"):
+        for name in ("fields", "chunks", "dtype", "encode", "offsets"):
             for path in getattr(options, name) or ():
                 if path.strip("/") not in self.datasets:
                     listed = ", ".join(f'"{one}"' for one in list(self.datasets)[:20])
@@ -161,8 +143,9 @@ class Repacking:
         united = self._united = unite(self._files, self.datasets.keys(), options.join)
         self.datasets = {p: one for p, one in self.datasets.items() if not united.leaves_out(p)}
         with_rows = {p: one for p, one in with_rows.items() if p in self.datasets}
-        self._sparse = {
-            path: SparseRows(
+        self._long = ragged_rows(self._files, options.offsets)
+        self._long += [
+            SparseRows(
                 self._files,
                 path,
                 united.maps.get(f"{path}/indices"),
@@ -170,9 +153,14 @@ class Repacking:
             )
             for path in sparse_paths(self._files[0], self.datasets)
             if may_have_samples(self._files[0], f"{path}/data")
-        }
-        in_sparse = {f"{path}/{part}" for path in self._sparse for part in PARTS}
-        rows_of = [p for p in with_rows.keys() - in_sparse if may_have_samples(self._files[0], p)]
+        ]
+        counts = {rows.offsets: sum(rows.counts) for rows in self._long}
+        if len({tuple(rows.counts) for rows in self._long}) > 1:
+            raise DatasetError(
+                f"{self._files[0].filename}: differing numbers of samples of any length: {counts}"
+            )
+        of_long = {path for rows in self._long for path in (*rows.parts, rows.offsets)}
+        rows_of = [p for p in with_rows.keys() - of_long if may_have_samples(self._files[0], p)]
         with_rows = {path: one for path, one in with_rows.items() if path in rows_of}
         sampled = self._sampled = self._with_samples(with_rows, chosen)
         refuse_offsets(self._files[0], with_rows, {one.counts[0] for one in sampled.values()})
@@ -182,8 +170,11 @@ class Repacking:
     def _plan_samples(self, selection: Selection) -> None:
         chosen = {path.strip("/") for path in self._options.fields or ()}
         self.whole |= self._united.values
-        for path, rows in self._sparse.items():
-            self._add_sparse(path, rows, selection)
+        for rows in self._long:
+            elements = rows.elements(selection)
+            self.whole[rows.offsets] = rows.told(selection)
+            for path in rows.parts:
+                self._add(path, self._source(path, 0), elements, is_chosen=True)
         for path, source in self._sampled.items():
             is_chosen = not chosen or path in chosen or self._is_named(path)
             self._add(path, source, selection, is_chosen=is_chosen)
@@ -192,7 +183,7 @@ class Repacking:
         """Return repacks of some of the samples each, of about so many bytes, in whole chunks."""
         size, total = self.selection.size, max(1, self.nbytes)
         largest = max(self.rewrites.values(), key=lambda one: one.nbytes)
-        unit = largest.chunks[largest.axis] if largest.chunks and not self._sparse else 1
+        unit = largest.chunks[largest.axis] if largest.chunks and not self._long else 1
         count = max(unit, size * nbytes // total // unit * unit)
         found = []
         for begin in range(0, max(1, size), count):
@@ -210,10 +201,10 @@ class Repacking:
         `parts` are their names and numbers of samples; `paths` are datasets of samples, beside
         those that would be rewritten.
         """
-        if self._sparse:
+        if self._long:
             raise ConfigError(
-                "sparse rows of several files are no virtual dataset; have them joined by a saved"
-                f" index, whose name ends in {INDEX_SUFFIX}"
+                "rows of any length (sparse or ragged) of several files are no virtual dataset;"
+                f" have them joined by a saved index, whose name ends in {INDEX_SUFFIX}"
             )
         found = copy(self)
         more = {path: rewrite for path in paths if (rewrite := self.copying(path)) is not None}
@@ -226,7 +217,8 @@ class Repacking:
         return sum(one.nbytes for one in self.rewrites.values())
 
     def _is_named(self, path: str) -> bool:
-        return path in self._options.chunks or path in self._options.dtype
+        options = self._options
+        return path in options.chunks or path in options.dtype or path in options.encode
 
     def _with_samples(
         self, with_rows: Mapping[str, h5d.DatasetID], chosen: set[str]
@@ -238,7 +230,7 @@ class Repacking:
         axis = self._options.num_dim
         sizes = {p: int(np.prod(o.shape)) * o.get_type().get_size() for p, o in with_rows.items()}
         pool = {p: n for p, n in sizes.items() if p in chosen} or sizes
-        if not pool and self._sparse:
+        if not pool and self._long:
             return {}
         if not pool:
             raise DatasetError(
@@ -246,8 +238,8 @@ class Repacking:
             )
         largest = max(pool, key=lambda path: pool[path])
         counts = self._source(largest, axis).counts
-        for path, rows in self._sparse.items():
-            largest, counts = path, rows.counts
+        for rows in self._long:
+            largest, counts = rows.offsets, rows.counts
         found = {}
         for path, one in with_rows.items():
             if one.shape[axis] != counts[0]:
@@ -277,28 +269,20 @@ class Repacking:
 
     def _selection(self, sampled: Mapping[str, RowSource]) -> Selection:
         """Return the samples to write, in their order."""
-        if self._sparse and not self._united.columns:
-            path, rows = next(iter(self._sparse.items()))
-            count, field = sum(rows.counts), Field(path)
+        if self._long and not self._united.columns:
+            count, field = sum(self._long[0].counts), self._long[0].field
         else:  # (of differing columns, a reader takes chosen ones alone)
             source = max(sampled.values(), key=lambda one: (one.is_plain, one.row_nbytes))
             count, field = int(source.starts[-1]), Field(source.path, num_dim=source.axis)
         if not self._options.selects:
             return Selection(0, 1, count)
-        config = self._config.with_fields({"data": field})
+        config = self.config.with_fields({"data": field})
         opened = open_dataset(config)
         samplings = Samplings(opened.config, opened.layouts)
         if not config.shuffle:
             return samplings.selection
         size = samplings.selection.size
         return Selection.of_numbers(samplings.at((0, 1)).samples(0, 0, size))
-
-    def _add_sparse(self, path: str, rows: SparseRows, selection: Selection) -> None:
-        elements = rows.elements(selection)
-        self.whole[f"{path}/indptr"] = rows.bounds(selection)
-        for part in PARTS[:2]:
-            source = self._source(f"{path}/{part}", 0)
-            self._add(f"{path}/{part}", source, elements, is_chosen=True)
 
     def _add(self, path: str, source: RowSource, selection: Selection, *, is_chosen: bool) -> None:
         """Plan what becomes of a dataset, unless it stays as it is."""
@@ -312,8 +296,16 @@ class Repacking:
         if dtype is not None and dtype == first.dtype:
             dtype = None
         chunks, filters = first.chunks, options.filters if is_chosen else None
+        encoding = options.encode.get(path, "")
+        if encoding:
+            if axis or len(shape) != 4 or shape[3] != 3 or first.dtype != np.uint8:
+                raise ConfigError(
+                    f"{source.where}: {named('encode')} is for images, uint8 (samples, height,"
+                    f" width, 3), found {first.dtype} {shape}"
+                )
+            dtype, chunks, filters = None, (), None
         most = first.maxshape
-        if chunks and not all(shape):
+        if encoding or (chunks and not all(shape)):
             pass
         elif path in options.chunks:
             chunks = self._chunks(path, shape, options.chunks[path])
@@ -326,12 +318,13 @@ class Repacking:
             )
         if chunks and most[axis] is not None:
             chunks = (*chunks[:axis], min(chunks[axis], max(1, shape[axis])), *chunks[axis + 1 :])
-        stays = shape == first.extents and chunks == first.chunks and dtype is None
+        stays = shape == first.extents and chunks == first.chunks and not (dtype or encoding)
         if stays and (filters is None or not chunks) and selection.is_prefix:
             is_one = len(self._files) == 1 and options.shards is None
             if is_one and not is_outside(first.id):
                 return
-        rewrite = Rewrite(source, selection, shape, chunks, filters if chunks else None, dtype)
+        filters = filters if chunks else None
+        rewrite = Rewrite(source, selection, shape, chunks, filters, dtype, encoding)
         rewrite.require_lossless()
         self.rewrites[path] = rewrite
 
@@ -383,7 +376,7 @@ class Repacking:
         """The options of readers of rows."""
         options = self._options
         found: dict[str, Any] = {
-            "hdf5_path": self._config.files,
+            "hdf5_path": self.config.files,
             "device": "cpu",
             "rank": 0,
             "world_size": 1,
@@ -396,13 +389,15 @@ class Repacking:
 
     def replaces(self, path: Path) -> bool:
         """Tell whether the new file takes the place of a source."""
-        return any(path.exists() and path.samefile(file.filename) for file in self._files)
+        names = [str(file.filename) for file in self._files if not far_names([file.filename])]
+        return path.exists() and any(path.samefile(name) for name in names)
 
     def write(self, path: Path, progress: Progress | None) -> bool:
         """Write the new file; return False if it was finished before."""
         options, first = self._options, self._files[0]
         is_in_place = self.replaces(path)
-        resume = options.resume and not (is_in_place and not partial_of(path).exists())
+        may_go_on = options.resume or (self._part is not None and not options.overwrite)
+        resume = may_go_on and not (is_in_place and not partial_of(path).exists())
         overwrite = (options.overwrite or is_in_place) and not resume
         how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "like": first}
         with SafeFile(path, digest=self.digest(), **how) as safe:
@@ -442,10 +437,12 @@ class Repacking:
     def _attributes(self) -> dict[str, dict[str, Any]]:
         """The attributes of objects that change."""
         shapes = {
-            path: {"shape": np.array([len(self.whole[f"{path}/indptr"]) - 1, rows.columns])}
-            for path, rows in self._sparse.items()
+            rows.path: {"shape": np.array([len(self.whole[rows.offsets]) - 1, rows.columns])}
+            for rows in self._long
+            if isinstance(rows, SparseRows)
         }
-        return {**self._united.attributes, **shapes}
+        images = {p: {KIND: "image"} for p, one in self.rewrites.items() if one.encoding}
+        return {**self._united.attributes, **shapes, **images}
 
     def _write_whole(self, file: h5py.File) -> None:
         """Write small datasets, and attributes that change."""
@@ -454,7 +451,7 @@ class Repacking:
         for path, attributes in self._attributes.items():
             attrs = file[path].attrs
             for name, value in attributes.items():
-                attrs.create(name, value, dtype=attrs.get_id(name).dtype)
+                attrs.create(name, value, dtype=attrs.get_id(name).dtype if name in attrs else None)
 
     def _making(self, path: bytes, dataset: h5d.DatasetID) -> Any:
         values = self.whole.get(name_text(path).strip("/"))

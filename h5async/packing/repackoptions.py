@@ -24,6 +24,7 @@ from h5async.config.values import (
     Size,
     Threads,
 )
+from h5async.packing.encodedsamples import image_format
 from h5async.spelling import name_text
 
 
@@ -48,6 +49,14 @@ class RepackKeywords(TypedDict, total=False):
     """How chunks are compressed: `none`, `lzf`, `gzip:4`, `shuffle+zstd:3`, ... None: as before."""
     dtype: Mapping[str, Any] | None
     """The datatype of a dataset of numbers, by its path; values are cast as NumPy casts them."""
+    offsets: Mapping[str, Any] | None
+    """For samples of any length: the dataset that says where those of a dataset of values begin, by
+    the path of the latter. Where they end, or how long they are: `PATH:ends`, `PATH:lengths`.
+    """
+    encode: Mapping[str, Any] | None
+    """Store images, uint8 (samples, height, width, 3), as encoded bytes: `png` or `jpeg:90`, by the
+    path of their dataset, which is read as an `ImageField` then.
+    """
     indices: Any
     """The samples to keep, in this order: what `indices` of `AsyncReader` takes."""
     shuffle: bool | str
@@ -88,6 +97,13 @@ def _by_path(value: object) -> object:
     return {} if value is None else value
 
 
+def _paths(value: object) -> object:
+    found = _by_path(value)
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise ValueError('must map paths to paths, such as {"tokens": "offsets"}')
+    return {path: one.strip("/") for path, one in found.items()}
+
+
 def _shapes(value: object) -> object:
     found = _by_path(value)
     if not isinstance(found, dict):
@@ -119,6 +135,15 @@ def _dtypes(value: object) -> object:
     return dtypes
 
 
+def _formats(value: object) -> object:
+    found = _by_path(value)
+    if not isinstance(found, dict):
+        raise ValueError('must map paths to formats, such as {"data": "jpeg:90"}')
+    for spelled in found.values():
+        image_format(str(spelled))
+    return found
+
+
 def _filter(text: str) -> str:
     parse_filters(text)
     return text
@@ -141,6 +166,12 @@ class RepackOptions(Frozen):
     )
     filter: Annotated[str, AfterValidator(_filter)] | None = option(None, default_text="as before")
     dtype: Annotated[Mapping[str, Any], BeforeValidator(_dtypes)] = option({}, values="PATH=DTYPE")
+    offsets: Annotated[Mapping[str, str], BeforeValidator(_paths)] = option(
+        {}, values="PATH=PATH[:ends|:lengths]"
+    )
+    encode: Annotated[Mapping[str, str], BeforeValidator(_formats)] = option(
+        {}, values="PATH=png|jpeg:90"
+    )
     indices: Indices | None = option(None, values="A:B|PATH|{...}")
     shuffle: Shuffle = False
     seed: Int = 0
@@ -168,8 +199,8 @@ class RepackOptions(Frozen):
     @property
     def changes_storage(self) -> bool:
         """Whether datasets are stored in another way."""
-        named = self.chunk_samples, self.chunks, self.filter, self.dtype, self.virtual == "copy"
-        return any(one not in (None, {}, False) for one in named)
+        storage = self.chunk_samples, self.chunks, self.filter, self.dtype, self.encode
+        return self.virtual == "copy" or any(one not in (None, {}) for one in storage)
 
     @property
     def filters(self) -> tuple[Filter, ...] | None:

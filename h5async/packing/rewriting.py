@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 from h5py import h5d, h5p, h5s, h5t
 
@@ -29,6 +30,7 @@ from h5async.spelling import named
 
 _BLOCK_NBYTES = 16 << 20  # of rows in order: more would be no faster
 _NARROW_NBYTES, _LEAST_CHUNK_NBYTES = 1 << 10, 16 << 10  # of rows, and of a chunk of such
+_REFERENCES = 1024  # elements of variable length in a chunk
 _MOST_ROWS = 1 << 20  # of a block: readers plan each
 _ALL_FILTERS = 0  # H5Z_FILTER_ALL
 
@@ -41,12 +43,33 @@ class Run(NamedTuple):
     is_copied: bool
 
 
+class Planned(NamedTuple):
+    """What becomes of a dataset: how its values are moved, its chunks, its decoded bytes."""
+
+    path: str
+    how: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    nbytes: int
+
+
+class Plan(NamedTuple):
+    """What `repack` will do: the datasets that change, and the bytes of rows in memory.
+
+    `left_out` are the paths of objects that are not in the new file, and why.
+    """
+
+    datasets: tuple[Planned, ...]
+    memory_nbytes: int
+    left_out: Mapping[str, str]
+
+
 @dataclass(frozen=True)
 class Rewrite:
     """What becomes of a dataset: `rows` of it, in other chunks, with other filters or values.
 
     `chunks` is empty for a dataset without; `filters` is None if they stay; `dtype` is None if the
-    datatype does.
+    datatype does. Rows with an `encoding` are images, which become elements of variable length.
     """
 
     source: RowSource
@@ -55,6 +78,7 @@ class Rewrite:
     chunks: Extents
     filters: tuple[Filter, ...] | None
     dtype: np.dtype[Any] | None
+    encoding: str = ""
 
     @property
     def axis(self) -> int:
@@ -79,6 +103,8 @@ class Rewrite:
     @property
     def how(self) -> str:
         """How values are moved, for people."""
+        if self.encoding:
+            return f"encoded as {self.encoding}"
         copied = sum(run.stop - run.begin for run in self.runs() if run.is_copied)
         count = self.shape[self.axis]
         if copied == count:
@@ -114,6 +140,10 @@ class Rewrite:
 
     def making(self) -> Making:
         """Return how the target is made."""
+        if self.encoding:
+            plist, count = h5p.create(h5p.DATASET_CREATE), self.shape[0]
+            plist.set_chunk((max(1, min(count, _REFERENCES)),))
+            return Making(h5s.create_simple((count,)), self._kind, plist, same_filters=False)
         first, axis = self.source.first, self.axis
         most = [h5s.UNLIMITED if n is None else n for n in first.maxshape]
         if most[axis] != h5s.UNLIMITED:
@@ -122,14 +152,20 @@ class Rewrite:
         if not self.chunks:
             most = list(self.shape)
         space = h5s.create_simple(self.shape, tuple(most))
-        kind = None if self.dtype is None else h5t.py_create(self.dtype, logical=True)
-        return Making(space, kind, self._properties(first), same_filters=self.keeps_chunks)
+        return Making(space, self._kind, self._properties(first), same_filters=self.keeps_chunks)
+
+    @property
+    def _kind(self) -> h5t.TypeID | None:
+        """The datatype of the target; None if it stays."""
+        dtype = h5py.vlen_dtype(np.uint8) if self.encoding else self.dtype
+        return None if dtype is None else h5t.py_create(dtype, logical=True)
 
     def making_joined(self, parts: Sequence[tuple[str, int]]) -> Making:
         """Return how a virtual dataset is made of files that have so many of the rows each."""
         plist, axis, begin = h5p.create(h5p.DATASET_CREATE), self.axis, 0
         count = sum(rows for _, rows in parts)
-        shape = (*self.shape[:axis], count, *self.shape[axis + 1 :])
+        rest = () if self.encoding else self.shape[axis + 1 :]
+        shape = (*self.shape[:axis], count, *rest)
         for file, rows in parts:
             here = (*shape[:axis], rows, *shape[axis + 1 :])
             space = h5s.create_simple(shape)
@@ -139,8 +175,7 @@ class Rewrite:
             name = self.source.path.encode()
             plist.set_virtual(space, os.fsencode(file), name, h5s.create_simple(here))
             begin += rows
-        kind = None if self.dtype is None else h5t.py_create(self.dtype, logical=True)
-        return Making(h5s.create_simple(shape), kind, plist, has_values=False)
+        return Making(h5s.create_simple(shape), self._kind, plist, has_values=False)
 
     def _properties(self, first: Opened) -> h5p.PropDCID:
         plist, source = first.plist.copy(), self.source
@@ -181,21 +216,23 @@ class Rewrite:
     def source_chunks(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the first sample of the stored chunks that each row of chunks is, or -1."""
         rows, count, source = self.chunks[self.axis], self.shape[self.axis], self.source
-        samples = self.selection.samples(np.arange(count))
         begins = np.arange(0, count, rows)
-        first, last = samples[begins], samples[np.minimum(begins + rows, count) - 1]
-        breaks = np.concatenate(([0], np.cumsum(np.diff(samples) != 1)))
         stops = np.minimum(begins + rows, count)
+        first, last = (self.selection.samples(at) for at in (begins, stops - 1))
         file = np.searchsorted(source.starts, first, side="right") - 1
         local, ends = first - source.starts[file], np.array(source.counts)[file]
-        is_run = breaks[begins] == breaks[stops - 1]
-        is_whole = last - first + 1 == np.minimum(rows, ends - local)
-        return np.where(is_run & is_whole & (local % rows == 0), first, -1)
+        is_run = last - first == stops - begins - 1
+        found = is_run & (stops - begins == np.minimum(rows, ends - local)) & (local % rows == 0)
+        if not self.selection.is_range:
+            for chunk in np.flatnonzero(found):
+                samples = self.selection.samples(np.arange(begins[chunk], stops[chunk]))
+                found[chunk] = (np.diff(samples) == 1).all()
+        return np.where(found, first, -1)
 
     def blocks(self, run: Run, most_nbytes: int) -> list[Block]:
         """Cut a run into blocks of whole chunks of the target, of `most_nbytes` if possible."""
         shape, axis, first = self.shape, self.axis, self.source.first
-        unit = self.chunks or (1,) * len(shape)
+        unit = self.chunks or ((1, *shape[1:]) if self.encoding else (1,) * len(shape))
         largest = max(self.itemsize, self.source.itemsize)
         others = [d for d in range(len(shape)) if d != axis]
         row_nbytes = math.prod(shape[d] for d in others) * largest
@@ -209,7 +246,7 @@ class Rewrite:
         else:
             aligned = math.lcm(rows, first.chunks[axis] if first.chunks else 1)
             wanted = max(_BLOCK_NBYTES, aligned * row_nbytes)
-            if self.selection.numbers is not None:
+            if not self.selection.is_range:
                 wanted = most_nbytes
             fitting = min(_MOST_ROWS, min(most_nbytes, wanted) // max(1, row_nbytes))
             rows = fitting // aligned * aligned or fitting // rows * rows or rows

@@ -6,14 +6,15 @@ samples vary in length; or `Coded`. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import DatasetError
+from h5async.errors import ConfigError, DatasetError
 from h5async.spelling import name_bytes, named
 
 Form = Literal["array", "varying", "text", "codes"]
@@ -78,9 +79,10 @@ def _chosen(values: Values, kept: list[int]) -> Values:
 class Column(NamedTuple):
     """How a column is stored.
 
-    `form` is ``array`` for samples of one `shape`; ``varying`` for one-dimensional samples of any
-    length, and ``text`` for strings, which have a variable-length datatype; ``codes`` for
-    categories. `kind` is that of the field that a reader makes of it: ``image``, ``audio`` or none.
+    `form` is ``array`` for samples of one `shape`, and strings of a fixed length; ``varying`` for
+    one-dimensional samples of any length, and ``text`` for strings, which have a variable-length
+    datatype; ``codes`` for categories. `kind` is that of the field that a reader makes of it:
+    ``image``, ``audio`` or none.
     """
 
     name: str
@@ -89,6 +91,11 @@ class Column(NamedTuple):
     shape: tuple[int, ...] = ()
     kind: str = ""
     units: str = ""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether samples are strings, of any length or of a fixed one."""
+        return self.form == "text" or self.dtype.kind == "S"
 
     @property
     def row_nbytes(self) -> int:
@@ -108,8 +115,15 @@ class Column(NamedTuple):
         return cls(**{**found, "dtype": dtype, "shape": shape})
 
 
-def column_of(name: str, values: Values) -> Column:
-    """Return how values of the first block are stored; DatasetError if they cannot be."""
+def column_of(name: str, values: Values, length: int | None = None) -> Column:
+    """Return how values of the first block are stored; DatasetError if they cannot be.
+
+    `length` is the fixed one of strings.
+    """
+    if length is not None:
+        if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+            raise DatasetError(f'{named("strings")}: column "{name}" has no strings')
+        return Column(name, "array", np.dtype(f"S{length}"))
     if isinstance(values, Coded):
         return Column(name, "codes", np.dtype(np.int32))
     if isinstance(values, list):
@@ -141,6 +155,8 @@ def fitted(column: Column, values: Values, first: int) -> Values:
 
     DatasetError if they would have to be changed.
     """
+    if column.is_text:
+        return _texts(column, values, first)
     if column.form == "array":
         if isinstance(values, list):
             shapes = [np.shape(one) for one in values]
@@ -159,31 +175,39 @@ def fitted(column: Column, values: Values, first: int) -> Values:
         return values
     if isinstance(values, Coded):
         raise _unlike(column, values, first)
-    several = list(values)
-    if column.form == "text":
-        if not all(isinstance(one, str) for one in several):
-            raise _unlike(column, values, first)
-        if any("\0" in one for one in several):
-            raise DatasetError(
-                f'column "{column.name}", samples from {first:,} on: a string has a NUL character,'
-                " where HDF5 would end it; store it as bytes"
-            )
-        try:
-            return list(map(name_bytes, several))
-        except UnicodeEncodeError as error:
-            raise DatasetError(
-                f'column "{column.name}", samples from {first:,} on: a string is no UTF-8 ({error})'
-                "; store it as bytes"
-            ) from error
     is_bytes = column.dtype == np.uint8
     arrays = [
         np.frombuffer(one, np.uint8) if is_bytes and isinstance(one, bytes) else np.asarray(one)
-        for one in several
+        for one in values
     ]
     for number, one in enumerate(arrays):
         if one.ndim != 1 or not (one.size == 0 or fits(one.dtype, column.dtype, one)):
             raise _unlike(column, [one], first + number)
     return [np.ascontiguousarray(one, column.dtype) for one in arrays]
+
+
+def _texts(column: Column, values: Values, first: int) -> Values:
+    """Return strings as a column stores them: bytes, of one length if it is `array`."""
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        raise _unlike(column, values, first)
+    where = f'column "{column.name}", samples from {first:,} on'
+    if any("\0" in one for one in values):
+        raise DatasetError(
+            f"{where}: a string has a NUL character, where HDF5 would end it; store it as bytes"
+        )
+    try:
+        found = list(map(name_bytes, values))
+    except UnicodeEncodeError as error:
+        raise DatasetError(f"{where}: a string is no UTF-8 ({error}); store it as bytes") from error
+    if column.form == "text":
+        return found
+    longest = max(found, key=len, default=b"")
+    if len(longest) > column.dtype.itemsize:
+        raise DatasetError(
+            f"{where}: a string has {len(longest):,} bytes of UTF-8; make room for it:"
+            f" {named('strings', {column.name: len(longest)})}"
+        )
+    return np.array(found, column.dtype)
 
 
 def fits(given: np.dtype[Any], wanted: np.dtype[Any], values: NDArray[Any]) -> bool:
@@ -199,6 +223,16 @@ def fits(given: np.dtype[Any], wanted: np.dtype[Any], values: NDArray[Any]) -> b
         most = 2 << np.finfo(wanted).nmant
         least = -most
     return least <= int(values.min()) and int(values.max()) <= most
+
+
+def require_columns(option: str, given: Iterable[str], columns: Collection[str]) -> None:
+    """Raise ConfigError unless what an option names are columns, or groups of them."""
+    for name in given:
+        if not any(f"{one}/".startswith(f"{name}/") for one in columns):
+            near = difflib.get_close_matches(name, columns, n=1, cutoff=0)
+            raise ConfigError(
+                f'{named(option)}: there is no column "{name}"; did you mean "{near[0]}"?'
+            )
 
 
 def require_names(names: Collection[str]) -> None:
@@ -222,8 +256,9 @@ def _unlike(column: Column, values: Values, first: int) -> DatasetError:
         found = type(one).__name__ if isinstance(one, str | bytes) else _described(np.asarray(one))
     else:
         found = f"{values.dtype}{list(values.shape[1:])}"
-    forms = {"text": "strings", "codes": "categories", "varying": f"{column.dtype}[any length]"}
-    expected = forms.get(column.form, f"{column.dtype}{list(column.shape)}")
+    forms = {"codes": "categories", "varying": f"{column.dtype}[any length]"}
+    plain = "strings" if column.is_text else f"{column.dtype}{list(column.shape)}"
+    expected = forms.get(column.form, plain)
     return DatasetError(
         f'sample {first:,}: column "{column.name}" has {found}, and {expected} before; all samples'
         " must be alike: convert them, or, if they are one-dimensional and of any length, say"

@@ -1,4 +1,4 @@
-"""Selects and joins rows of sparse matrices: numbers of rows enter, those of elements leave.
+"""Selects and joins rows of any length: numbers of rows enter, those of their elements leave.
 
 A matrix of compressed sparse rows (CSR) is a group, as AnnData writes it, with ``data``,
 ``indices`` and ``indptr``.
@@ -6,23 +6,117 @@ A matrix of compressed sparse rows (CSR) is a group, as AnnData writes it, with 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
+import h5py
 import numpy as np
 from h5py import h5d, h5t
 
+from h5async.config import Field, RaggedField
 from h5async.errors import DatasetError
 from h5async.io.stores import HDF5File
 from h5async.order.selection import Int64s, Selection
 from h5async.spelling import name_bytes, named
 
-PARTS = ("data", "indices", "indptr")
+OffsetsKind = Literal["offsets", "ends", "lengths"]
+_BLOCK = 1 << 20  # numbers that are read at a time
 _OF_SAMPLES = ("X/", "obs/", "obsm/", "layers/", "raw/X/")  # in files of AnnData
 
 
-class SparseRows:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Elements(Selection):
+    """The elements of rows, whose numbers are computed when they are needed.
+
+    Those of row i have positions from ``places[i]`` on, and numbers from ``starts[i]`` on, which
+    count those of `kept`, if that is given.
+    """
+
+    starts: Int64s
+    places: Int64s
+    kept: Int64s | None
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether positions are sample numbers."""
+        return False
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the samples are equidistant."""
+        return False
+
+    def samples(self, positions: Int64s) -> Int64s:
+        """Return the numbers of elements at positions."""
+        row = np.searchsorted(self.places, positions, side="right") - 1
+        numbers = self.starts[row] + (positions - self.places[row])
+        return numbers if self.kept is None else self.kept[numbers]
+
+
+class ElementRows:
+    """Rows of any length of all files: the elements of datasets `parts`, as `offsets` says.
+
+    That dataset says where rows begin and the last one ends, where rows end, or how long they are,
+    by its `kind`, as in `RaggedField`. Raises `DatasetError` if it does not fit.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[HDF5File],
+        parts: Sequence[str],
+        offsets: str,
+        kind: OffsetsKind = "offsets",
+    ) -> None:
+        self.parts, self.offsets, self.kind = parts, offsets, kind
+        self._bounds = []
+        for file in files:
+            numbers = file[name_bytes(offsets)][...].astype(np.int64)
+            if kind == "lengths":
+                numbers = np.cumsum(numbers)
+            bounds = numbers if kind == "offsets" else np.concatenate(([0], numbers))
+            sizes = {file[name_bytes(part)].shape[0] for part in parts}
+            is_whole = bounds.size and bounds[0] == 0 and sizes == {int(bounds[-1])}
+            if not is_whole or (np.diff(bounds) < 0).any():
+                raise DatasetError(
+                    f'{file.filename}: "{offsets}" does not fit {", ".join(parts)}, of'
+                    f" {sorted(sizes)} values, as {kind} of samples"
+                )
+            self._bounds.append(bounds)
+        self.counts = [len(bounds) - 1 for bounds in self._bounds]
+
+    @cached_property
+    def _rows(self) -> tuple[Int64s, Int64s | None]:
+        """The lengths of all rows; the numbers of their elements, if not all stay in order."""
+        return np.concatenate([np.diff(bounds) for bounds in self._bounds]), None
+
+    @property
+    def field(self) -> Field:
+        """What a reader reads of them."""
+        return RaggedField(self.parts[0], offsets=self.offsets, offsets_kind=self.kind)
+
+    def bounds(self, selection: Selection) -> Int64s:
+        """Return where the selected rows begin, and where the last one ends."""
+        lengths = self._rows[0][selection.samples(np.arange(selection.size))]
+        return np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+
+    def told(self, selection: Selection) -> Int64s:
+        """Return what the dataset `offsets` says of the selected rows."""
+        bounds = self.bounds(selection)
+        return {"offsets": bounds, "ends": bounds[1:], "lengths": np.diff(bounds)}[self.kind]
+
+    def elements(self, selection: Selection) -> Selection:
+        """Return the elements of the selected rows, of all files together."""
+        bounds, (lengths, kept) = self.bounds(selection), self._rows
+        if selection.is_prefix and selection.size == sum(self.counts):
+            whole = Selection(0, 1, int(bounds[-1]))
+            return whole if kept is None else Selection.of_numbers(kept)
+        starts = (np.cumsum(lengths) - lengths)[selection.samples(np.arange(selection.size))]
+        return Elements(0, 1, int(bounds[-1]), starts=starts, places=bounds, kept=kept)
+
+
+class SparseRows(ElementRows):
     """The matrices at the same path of all files, one below the other.
 
     `maps` are the new numbers of the columns of each file, below `columns`; columns that have -1
@@ -37,7 +131,6 @@ class SparseRows:
         maps: Sequence[Int64s] | None = None,
         columns: int = 0,
     ) -> None:
-        self.path = path
         groups = [file[name_bytes(path)] for file in files]
         shapes = [tuple(map(int, group.attrs["shape"])) for group in groups]
         where = f'{files[0].filename}: "{path}"'
@@ -48,19 +141,20 @@ class SparseRows:
             )
         if maps is None and len({columns for _, columns in shapes}) > 1:
             raise DatasetError(f"{where} has differing numbers of columns in the files: {shapes}")
-        self.counts = [rows for rows, _ in shapes]
-        self.columns = shapes[0][1] if maps is None else columns
+        super().__init__(files, (f"{path}/data", f"{path}/indices"), f"{path}/indptr")
+        if self.counts != [rows for rows, _ in shapes]:
+            raise DatasetError(f"{where}: indptr does not fit the shape {shapes}")
+        self.path, self.columns = path, shapes[0][1] if maps is None else columns
         self._maps, self._indices = maps, [group["indices"] for group in groups]
-        self._bounds = [group["indptr"][...].astype(np.int64) for group in groups]
-        sizes = [group["data"].shape[0] for group in groups]
-        for rows, bounds, size in zip(self.counts, self._bounds, sizes, strict=True):
-            is_whole = len(bounds) == rows + 1 and bounds[0] == 0 and bounds[-1] == size
-            if not is_whole or (np.diff(bounds) < 0).any():
-                raise DatasetError(f"{where}: indptr does not fit the rows and the data")
+
+    @property
+    def field(self) -> Field:
+        """What a reader reads of them."""
+        return Field(self.path)
 
     @cached_property
     def _rows(self) -> tuple[Int64s, Int64s | None]:
-        """The lengths of the rows of all files; the numbers of elements, if not all stay in order.
+        """The lengths of all rows; the numbers of their elements, if not all stay in order.
 
         (Of mapped columns, they are sorted by the new ones, as they may have been by the old ones.)
         """
@@ -79,26 +173,31 @@ class SparseRows:
             begin += len(rows)
         return np.concatenate(lengths), np.concatenate(kept)
 
-    def bounds(self, selection: Selection) -> Int64s:
-        """Return `indptr` of the selected rows."""
-        lengths = self._rows[0][selection.samples(np.arange(selection.size))]
-        return np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
 
-    def elements(self, selection: Selection) -> Selection:
-        """Return the elements of the selected rows, of all files together."""
-        bounds, (lengths, kept) = self.bounds(selection), self._rows
-        if selection.is_prefix and selection.size == sum(self.counts):
-            whole = Selection(0, 1, int(bounds[-1]))
-            return whole if kept is None else Selection.of_numbers(kept)
-        starts = (np.cumsum(lengths) - lengths)[selection.samples(np.arange(selection.size))]
-        shifts = np.repeat(starts - bounds[:-1], np.diff(bounds))
-        numbers = shifts + np.arange(bounds[-1])
-        return Selection.of_numbers(numbers if kept is None else kept[numbers])
+def ragged_rows(files: Sequence[HDF5File], offsets: Mapping[str, str]) -> list[ElementRows]:
+    """Return the rows of datasets of values, by what says where they begin: ``PATH:KIND``."""
+    return [
+        ElementRows(files, [path for path in offsets if offsets[path] == one], *_spelled(one))
+        for one in dict.fromkeys(offsets.values())
+    ]
+
+
+def _spelled(offsets: str) -> tuple[str, OffsetsKind]:
+    for kind in get_args(OffsetsKind):
+        if offsets.endswith(f":{kind}"):
+            return offsets.removesuffix(f":{kind}"), kind
+    return offsets, "offsets"
 
 
 def sparse_paths(file: HDF5File, datasets: Mapping[str, h5d.DatasetID]) -> list[str]:
-    """Return the paths of groups that are sparse matrices."""
+    """Return the paths of groups that are sparse matrices; DatasetError if one is of old times."""
     parents = [path.removesuffix("/indptr") for path in datasets if path.endswith("/indptr")]
+    for path in parents:
+        if "h5sparse_format" in file[name_bytes(path)].attrs:
+            raise DatasetError(
+                f'{file.filename}: "{path}" was written by AnnData before 0.7: its rows cannot be'
+                " selected or joined: read the file by AnnData, and write it again"
+            )
     return [path for path in parents if "encoding-type" in file[name_bytes(path)].attrs]
 
 
@@ -121,17 +220,49 @@ def is_anndata(file: HDF5File) -> bool:
 def refuse_offsets(
     file: HDF5File, datasets: Mapping[str, h5d.DatasetID], counts: Collection[int]
 ) -> None:
-    """Raise `DatasetError` if a dataset says where samples of any length begin."""
+    """Raise `DatasetError` if a dataset says where samples of any length begin.
+
+    `counts` are the numbers of samples; others than the datasets given may have been named.
+    """
+    of_rows = {one.shape[0]: path for path, one in datasets.items()}
     for path, one in datasets.items():
-        is_one_more = one.rank == 1 and one.shape[0] - 1 in counts
-        if is_one_more and isinstance(one.get_type(), h5t.TypeIntegerID):
-            bounds = file[name_bytes(path)][...]
-            if not bounds[0] and (bounds[1:] >= bounds[:-1]).all():
-                raise DatasetError(
-                    f'{file.filename}: "{path}" says where samples of any length begin, which'
-                    f" cannot be selected or joined; leave it out by {named('fields')} and"
-                    f" {named('only_fields', True)}"
-                )
+        if one.rank != 1 or not one.shape[0] or not isinstance(one.get_type(), h5t.TypeIntegerID):
+            continue
+        count, numbers = one.shape[0], file[name_bytes(path)]
+        first, last, kind = int(numbers[0]), int(numbers[-1]), ""
+        is_of = count in counts or count - 1 in counts or last in counts
+        if is_of and last > count and last in of_rows and _are_sorted(numbers):
+            kind = "offsets" if first == 0 and count not in counts else "ends"
+        elif count - 1 in counts and first == 0 and _are_sorted(numbers):
+            kind = "offsets"
+        elif count < max(of_rows) and count < (total := _total(numbers)) in of_rows:
+            last, kind = total, "lengths" if {count, total} & set(counts) else ""
+        if kind:
+            values, suffix = of_rows.get(last, "PATH"), "" if kind == "offsets" else f":{kind}"
+            raise DatasetError(
+                f'{file.filename}: "{path}" says where samples of any length begin: if their values'
+                f' are in "{values}", say {named("offsets", {values: path + suffix})}; else leave'
+                f" it out by {named('fields')} and {named('only_fields', True)}"
+            )
+
+
+def _blocks(numbers: h5py.Dataset) -> Iterator[Int64s]:
+    for at in range(0, len(numbers), _BLOCK):
+        yield numbers[at : at + _BLOCK + 1].astype(np.int64)
+
+
+def _are_sorted(numbers: h5py.Dataset) -> bool:
+    return all((np.diff(block) >= 0).all() for block in _blocks(numbers))
+
+
+def _total(numbers: h5py.Dataset) -> int:
+    """Return the sum of numbers; -1 if some are negative."""
+    total = 0
+    for block in _blocks(numbers):
+        if (block < 0).any():
+            return -1
+        total += int(block[:_BLOCK].sum())
+    return total
 
 
 def text_of(value: Any) -> str:

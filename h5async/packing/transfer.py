@@ -7,6 +7,7 @@ written as chunks that threads encode.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import h5py
@@ -15,6 +16,7 @@ from h5py import h5s
 
 from h5async.index.chunktable import grid_of
 from h5async.packing.chunkwriter import ChunkWriter, DatasetWriter
+from h5async.packing.encodedsamples import encoded_images
 from h5async.packing.rawvalues import RawValues, References
 from h5async.packing.rewriting import Rewrite, Run
 from h5async.packing.rowsource import Block
@@ -63,6 +65,8 @@ class Transfer:
             several: Any = pieces[at:end]
             if isinstance(several[0], Run):
                 yield from self._copy(several)
+            elif self._rewrite.encoding:
+                yield from self._encode(several)
             elif self._rewrite.is_by_hdf5:
                 yield from self._by_hdf5(several)
             else:
@@ -126,6 +130,19 @@ class Transfer:
             offset, shape = block.offset(rewrite.axis), block.shape(rewrite.axis)
             copied = np.array(array, order="C").reshape(-1).view(stored).reshape(shape)
             writer.write(offset, copied)
+            yield block
+
+    def _encode(self, blocks: Sequence[Block]) -> Iterator[Block]:
+        """Read images, and have them encoded."""
+        writer, encoding = self._writer.open(self._target), self._rewrite.encoding
+        arrays = self._source.blocks(self._rewrite.selection, blocks, None, self._options)
+        for block, array in zip(blocks, arrays, strict=True):
+            images = np.array(array, order="C").view(np.uint8)
+            makes = [
+                partial(encoded_images, images[at : at + 8], encoding)
+                for at in range(0, len(images), 8)
+            ]
+            writer.write_made(block.begin, makes, images.nbytes)
             yield block
 
     def _write(self, values: RawValues, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:

@@ -149,7 +149,7 @@ class RowTransform:
                 np.copyto(out, raw.transpose(self.permutation), casting="unsafe")
             self.scale_in_place(out)
         for text in self.text:
-            _convert(text, out)
+            end_strings(text, out)
 
     def scale_in_place(self, out: NDArray[Any]) -> None:
         """Apply `scale` and `offset` to values of the delivered dtype."""
@@ -253,7 +253,7 @@ def _channel(field: Field, layout: DatasetLayout, axes: tuple[int, ...], where: 
     return axes[1:].index(axis)
 
 
-def _convert(text: Text, out: NDArray[Any]) -> None:
+def end_strings(text: Text, out: NDArray[Any]) -> None:
     """Fill a string of all elements with NULs after its end, as HDF5 does when it reads it."""
     elements = out.reshape(-1).view(np.uint8).reshape(-1, out.dtype.itemsize)
     block = max(1, _TEXT_BLOCK_NBYTES // text.nbytes)

@@ -21,6 +21,7 @@ from h5async.ray.survey import Survey, config_of, cut, survey
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
 
+_TASKS_OF_CPU, _LITTLE_NBYTES = 4, 8 << 20  # more tasks would cost more than they even out
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -80,6 +81,8 @@ def read_hdf5(
     remote |= {name: value for name, value in given.items() if value is not None}
     threads = max(1, math.floor(remote.get("num_cpus") or 1))
     source = Hdf5Datasource(paths, options, with_index=with_index, threads=threads)
+    if override_num_blocks is None:
+        override_num_blocks = source.best_num_blocks()
     named = inspect.signature(ray.data.read_datasource).parameters
     direct = {name: remote.pop(name) for name in list(remote) if name in named}
     return ray.data.read_datasource(
@@ -122,6 +125,19 @@ class Hdf5Datasource(Datasource):
     def estimate_inmemory_data_size(self) -> int:
         """Return the size of all blocks, as the layouts of the datasets tell."""
         return int(self._survey.nbytes_at(list(self._columns))[-1])
+
+    def best_num_blocks(self) -> int | None:
+        """Return a number of tasks that keeps all CPUs busy, for blocks as large as that allows.
+
+        (Ray itself would have 200 tasks, of 1 MiB, of a small dataset.) None for an empty one.
+        """
+        nbytes = self._survey.nbytes_at(list(self._columns))
+        total, most = nbytes[-1], DataContext.get_current().target_max_block_size or math.inf
+        busy = _TASKS_OF_CPU * ray.cluster_resources().get("CPU", 1)
+        wanted = int(max(1, total // most, min(busy, total // _LITTLE_NBYTES)))
+        while (found := len(cut(nbytes, wanted, None, 1))) < wanted:
+            wanted = found  # or Ray would split blocks, to have as many
+        return found or None
 
     def get_read_tasks(
         self,

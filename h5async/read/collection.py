@@ -149,7 +149,7 @@ class Collection:
         worker = scratch.worker(self._core)
         done: int = getattr(self._core, name)(
             ctypes.byref(batch.plan),
-            self.tables.fields,
+            self.tables.fields if batch.fields is None else batch.fields,
             batch.targets,
             sources,
             ctypes.byref(worker.struct),

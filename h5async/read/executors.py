@@ -129,9 +129,9 @@ class Executors:
         self._collections.append(Collection(self.core, tables, self.changes))
         return self._collections[-1]
 
-    def h5py_rows(self) -> list[H5pyRows]:
-        """Return what reads each field through h5py."""
-        return [H5pyRows(layout, self._fallback) for layout in self.layouts]
+    def h5py_rows(self, layouts: Sequence[DatasetLayout] | None = None) -> list[H5pyRows]:
+        """Return what reads each field through h5py, or parts of the rows of fields."""
+        return [H5pyRows(one, self._fallback) for one in layouts or self.layouts]
 
     def read_again(
         self, batch: SlotBatch, scratch: Scratch, damage: list[DamagedError] | None = None

@@ -33,7 +33,8 @@ class SlotBatch:
     """The core's plan of a slot's batch, used again for each batch, and where its rows go.
 
     By field, `targets` are the slot's memory: `rows` rows of the `arrays` that they point to. What
-    was fetched of far sources is `held` until the rows are read.
+    was fetched of far sources is `held` until the rows are read. `fields` are the core's; None:
+    those of the tables.
     """
 
     plan: Any
@@ -41,6 +42,7 @@ class SlotBatch:
     rows: int
     arrays: Any
     held: Any = None
+    fields: Any = None
 
 
 class BatchQueue:

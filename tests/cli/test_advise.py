@@ -63,6 +63,21 @@ def test_the_command_makes_the_best(train, more):
         assert np.array_equal(file["data"], before["data"])
 
 
+def test_several_files_are_one_dataset(train, tmp_path):
+    other = tmp_path / "b train.h5"
+    with h5py.File(other, "w") as file:
+        values = np.zeros((100, 10_000), "u1")
+        file.create_dataset("data", data=values, chunks=(100, 10_000), compression="gzip")
+    found = json.loads(advise(tmp_path / "*train.h5", "--json").stdout)
+    assert found["files"] == [str(train), str(other)]
+    assert found["samples"] == 400
+    with h5py.File(train) as file, h5py.File(other) as second:
+        nbytes = [one["data"].id.get_storage_size() for one in (file, second)]
+    assert found["layouts"][0]["stored_nbytes"] == sum(nbytes)
+    words = shlex.split(found["command"])
+    assert words[:5] == ["h5async", "repack", str(train), str(other), "-o"]
+
+
 def test_table(train, tmp_path):
     pytest.importorskip("matplotlib")
     result = advise(train, "--plot", tmp_path / "a.svg")
@@ -97,9 +112,9 @@ def test_what_is_not_advised_on(tmp_path):
     assert "no dataset of equal rows to advise on" in result.stderr
     assert "X/data: sparse rows" in result.stderr
     assert "texts: ragged rows" in result.stderr
-    result = advise("https://example.org/a.h5")
+    result = advise(path, "--num-dim", "1")
     assert result.exit_code == 1
-    assert "only local files can be measured" in result.stderr
+    assert "only datasets whose first dimension counts the samples" in result.stderr
 
 
 def test_sigterm_leaves_no_samples(train, tmp_path, monkeypatch):

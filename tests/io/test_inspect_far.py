@@ -87,3 +87,14 @@ def test_local_files_have_no_requests(path: Path) -> None:
     document = json.loads(run(path, "--json"))
     assert {one["requests"] for one in document["datasets"]} == {None}
     assert "requests" not in run(path)
+
+
+def test_advise_measures_local_copies(path: Path, store: MemoryStore) -> None:
+    typed = ["advise", str(store.put(path)), "--data-field", "data", "--no-labels", "--json"]
+    result = CliRunner().invoke(app, [*typed, "--seconds", "0", "--rounds", "1"])
+    assert result.exit_code == 0, result.output
+    now, *others = json.loads(result.stdout)["layouts"]
+    with h5py.File(path) as file:
+        assert now["stored_nbytes"] == file["data"].id.get_storage_size()
+    assert (now["chunk_samples"], now["filter"]) == (16, "gzip:4")
+    assert len(others) > 4

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import h5py
+import imagecodecs
 import numpy as np
 import pytest
 from cases import each
@@ -18,9 +19,10 @@ from samefiles import assert_same_files
 from typer.testing import CliRunner
 
 import h5async
-from h5async import ConfigError, DatasetError, ReadError, Split, WriteError
+from h5async import ConfigError, DatasetError, RaggedField, ReadError, Split, WriteError
 from h5async.cli import app
-from h5async.packing import objects, repacking, rowsource
+from h5async.core.binding import load_core
+from h5async.packing import objects, repacking, rowsource, safefile
 from h5async.packing.chunkwriter import DatasetWriter
 
 DIGITS = Path(__file__).parents[2] / "sample_data" / "digits.h5"
@@ -163,21 +165,22 @@ def test_blosc_leaves_out_elements_of_variable_length(images, tmp_path):
 
 def test_what_was_finished_before_is_only_taken_if_it_is_the_same(images, tmp_path):
     path, other = tmp_path / "new.h5", tmp_path / "other.h5"
-    options = {"chunk_samples": 3, "filter": "lzf"}
+    options = {"chunk_samples": 3, "filter": "gzip:9"}
     h5async.repack(images, path, **options)
-    before = path.stat()
+    before = path.stat().st_ino, path.stat().st_mtime_ns
     h5async.repack(images, path, **options, resume=True)
-    assert path.stat() == before
+    assert before == (path.stat().st_ino, path.stat().st_mtime_ns)
     with h5py.File(other, "w") as file:
         file["data"] = 1
     for files, changed in [
         (images, {"chunk_samples": 50}),
+        (images, {"filter": "gzip:1"}),
         (images, {"indices": "1:"}),
         (other, {}),
     ]:
         with pytest.raises(ConfigError, match="is not what these files and options make"):
             h5async.repack(files, path, **options | changed, resume=True)
-    assert path.stat() == before
+    assert before == (path.stat().st_ino, path.stat().st_mtime_ns)
 
 
 ROWS = {"10:60": slice(10, 60), "::3": slice(None, None, 3), "8:88": slice(8, 88)}
@@ -274,7 +277,7 @@ def test_shards_are_joined_by_virtual_datasets(images, tmp_path, options):
         h5async.repack(images, folder / "new.h5", shards=nbytes, **options)
 
 
-def test_shards_are_gone_on_with(images, tmp_path):
+def test_shards_are_gone_on_with(images, tmp_path, monkeypatch):
     def stop(done, count):
         if done > count // 2:
             raise KeyboardInterrupt
@@ -283,7 +286,13 @@ def test_shards_are_gone_on_with(images, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         h5async.repack(images, tmp_path / "new.h5idx", progress=stop, **options)
     assert not (tmp_path / "new.h5idx").exists()
-    found = h5async.repack(images, tmp_path / "new.h5idx", resume=True, **options)
+    compared = []
+    with monkeypatch.context() as patch:
+        verify = repacking.Repacking.verify
+        patch.setattr(repacking.Repacking, "verify", lambda *args: compared.append(verify(*args)))
+        found = h5async.repack(images, tmp_path / "new.h5idx", resume=True, **options)
+    assert not compared, "finished shards are read again"
+    assert not list(tmp_path.glob("*.finished*"))
     with h5async.AsyncReader(hdf5_path=tmp_path / "new.h5idx", batch_size=100) as reader:
         data, labels = reader.get_next_batch()
         with h5py.File(images) as file:
@@ -319,6 +328,16 @@ def test_a_file_is_replaced_by_its_repack(images, tmp_path, verify):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["before.h5", "images.h5"]
 
 
+@pytest.mark.skipif(load_core() is None, reason="far sources need the core")
+def test_files_in_a_store(images, tmp_path, store):
+    new = tmp_path / "new.h5"
+    for options in ({}, {"chunk_samples": 3, "shuffle": "window", "overwrite": True}):
+        h5async.repack(store.put(images), new, verify=True, **options)
+    with h5py.File(new) as file:
+        rows = file["labels"][...]
+    assert_has(new, images, rows)
+
+
 def test_a_plan_writes_nothing(images, tmp_path):
     h5async.repack(images, tmp_path / "new.h5", filter="lzf", dry_run=True)
     assert [one.name for one in tmp_path.iterdir()] == ["images.h5"]
@@ -351,6 +370,39 @@ def test_an_interrupted_repack_goes_on(images, tmp_path, monkeypatch):
         h5async.repack(images, path, resume=True, chunk_samples=2)
     h5async.repack(images, path, resume=True, **options)
     assert_has(path, images, slice(None))
+
+
+def test_a_repack_that_is_interrupted_again_and_again_goes_on(tmp_path, monkeypatch):
+    class StopError(Exception):
+        pass
+
+    monkeypatch.setattr(repacking.Repacking, "piece_nbytes", 300_000)
+    monkeypatch.setattr(safefile, "_COMMIT_SECONDS", 0.0)
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        file["data"] = np.random.default_rng(0).random((20, 20_000))  # at the end of the file
+    times = 0
+    for fields in (None, ["data"]):
+        options = {"dtype": {"data": "float32"}} if fields else {}
+        while True:
+            left = 3
+
+            def stop(done, count):
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise StopError
+
+            try:
+                h5async.repack(
+                    tmp_path / "old.h5", tmp_path / "new.h5", resume=True, progress=stop, **options
+                )
+                break
+            except StopError:
+                times += 1
+        with h5py.File(tmp_path / "new.h5") as file, h5py.File(tmp_path / "old.h5") as old:
+            assert np.array_equal(file["data"], old["data"][...].astype(file["data"].dtype))
+        (tmp_path / "new.h5").unlink()
+    assert times > 5
 
 
 def corrupt_value(file):
@@ -399,10 +451,56 @@ def test_other_datasets_may_be_left_out(images, tmp_path):
         assert not file.attrs["which"]
 
 
-def test_samples_of_any_length_are_refused(images, tmp_path):
+@each("kind", ["offsets", "ends", "lengths"])
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_samples_of_any_length(tmp_path, kind, has_labels):
+    files, rng = [tmp_path / f"{number}.h5" for number in range(2)], np.random.default_rng(0)
+    for file in files:
+        lengths = rng.integers(0, 9, 50)
+        told = {"offsets": np.append(0, lengths.cumsum()), "ends": lengths.cumsum()}
+        with h5py.File(file, "w") as new:
+            new["tokens"] = np.arange(lengths.sum(), dtype=np.int16)
+            new["other"] = rng.random((lengths.sum(), 3))
+            new["where"] = told.get(kind, lengths).astype(np.int32)
+            if has_labels:
+                new["labels"] = np.arange(50)
+    spelled = "where" if kind == "offsets" else f"where:{kind}"
+    options = {"shuffle": "full", "seed": 5, "indices": "3:90"}
+    with pytest.raises(DatasetError, match=f'"where" says where samples .*={{.*: .{spelled}.}}'):
+        h5async.repack(files, tmp_path / "new.h5", **options)
+    chosen = {"offsets": {"tokens": spelled, "other": spelled}, "overwrite": True, "verify": True}
+    h5async.repack(files, tmp_path / "new.h5", **options, **chosen)
+    h5async.repack(files, tmp_path / "new.h5idx", **options, **chosen, shards="1kB")
+    fields = {
+        "tokens": RaggedField("tokens", offsets="where", offsets_kind=kind),
+        "other": RaggedField("other", offsets="where", offsets_kind=kind),
+        **({"labels": "labels"} if has_labels else {}),
+    }
+    with h5async.AsyncReader(options, hdf5_path=files, fields=fields, batch_size=87) as reader:
+        expected = reader.get_next_batch().copy()
+    for new in (tmp_path / "new.h5", tmp_path / "new.h5idx"):
+        with h5async.AsyncReader(hdf5_path=new, fields=fields, batch_size=87) as reader:
+            found = reader.get_next_batch()
+            for name in fields:
+                for one, other in zip(found[name], expected[name], strict=True):
+                    assert np.array_equal(one, other)
+    with pytest.raises(ConfigError, match="no virtual dataset"):
+        h5async.repack(files, tmp_path / "other.h5", shards="1kB", **chosen)
+    wrong = {"other": "where", "tokens": "where:ends" if kind == "offsets" else "where"}
+    message = '"where" does not fit other, tokens, of|differing numbers of samples'
+    with pytest.raises(DatasetError, match=message):
+        h5async.repack(files, tmp_path / "new.h5", offsets=wrong, overwrite=True)
+
+
+def test_what_looks_like_bounds_is_refused(images, tmp_path):
     with h5py.File(images, "r+") as file:
         file["offsets"] = np.arange(101) * 3
     with pytest.raises(DatasetError, match='"offsets" says where samples of any length begin'):
+        h5async.repack(images, tmp_path / "new.h5", indices="5:")
+    with h5py.File(images, "r+") as file:
+        del file["offsets"]
+        file["episode_ends"] = [20, 50, 100]
+    with pytest.raises(DatasetError, match='"episode_ends" says where samples of any length'):
         h5async.repack(images, tmp_path / "new.h5", indices="5:")
 
 
@@ -426,6 +524,8 @@ WRONG = {
     "nothing": ({"fields": ["nothing"]}, DatasetError, 'there is no dataset "nothing"'),
     "rank": ({"chunks": {"data": (1, 2)}}, ConfigError, '"data" has 4 dimensions'),
     "filter": ({"filter": "zip"}, ConfigError, "there is no filter 'zip'"),
+    "format": ({"encode": {"data": "gif"}}, ConfigError, "must be png, png:0 to png:9"),
+    "image": ({"encode": {"labels": "png"}}, ConfigError, r"for images, .* found int64 \(100,\)"),
     "dtype": ({"dtype": {"names": "f4"}}, ConfigError, "is for datasets of numbers"),
 }
 
@@ -435,6 +535,26 @@ def test_options_that_do_not_fit(images, tmp_path, name):
     options, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         h5async.repack(images, tmp_path / "new.h5", **options)
+
+
+@each("format_", ["png", "png:1", "jpeg:80"])
+@pytest.mark.parametrize("options", [{}, {"shards": "50kB", "indices": "::-1", "memory": "8MB"}])
+def test_images_are_encoded(images, tmp_path, format_, options):
+    new = tmp_path / "new.h5"
+    h5async.repack(images, new, encode={"data": format_}, verify=True, overwrite=True, **options)
+    with h5async.AsyncReader(hdf5_path=new, batch_size=100) as reader:
+        data, labels = reader.get_next_batch()
+        pixels = np.stack([data[number] for number in range(100)]) if options else np.asarray(data)
+    with h5py.File(images) as file, h5py.File(new) as made:
+        expected = file["data"][...][labels]
+        assert made["data"].dtype == h5py.vlen_dtype(np.uint8)
+        assert made["again"] == made["data"]
+        encode = imagecodecs.png_encode if "png" in format_ else imagecodecs.jpeg8_encode
+        level = {"png": 3, "png:1": 1, "jpeg:80": 80}[format_]
+        assert made["data"][3].tobytes() == encode(expected[3], level=level)
+    if "png" in format_:
+        assert np.array_equal(pixels, expected)
+    h5async.repack(images, new, encode={"data": format_}, resume=True, **options)
 
 
 @st.composite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 
@@ -103,6 +104,29 @@ def test_appending_that_failed_at_once_leaves_the_file_as_it_was(tmp_path):
         safe.file.flush()
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == [path.name]
+    write(path, rows=2 * ROWS, append=True)
+    assert_whole(path, 2 * ROWS)
+
+
+def test_appending_that_was_killed_at_once_is_begun_with_others(tmp_path):
+    path = tmp_path / "out.h5"
+    write(path)
+    before = path.read_bytes()
+
+    def begin():
+        safe = SafeFile(path, append=True, digest="others")
+        safe.file["b"] = np.arange(9)
+        safe.file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert not killing.in_child(begin)
+    assert path.with_name("out.h5.journal").exists()
+    with h5py.File(path) as file:
+        assert set(file) == {"a", "names", "fixed"}
+    path.write_bytes(before[:-1] + b"x")
+    with pytest.raises(DamagedError, match="delete it"):
+        write(path, rows=2 * ROWS, append=True)
+    path.write_bytes(before)
     write(path, rows=2 * ROWS, append=True)
     assert_whole(path, 2 * ROWS)
 

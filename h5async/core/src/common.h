@@ -91,7 +91,7 @@
     ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
      *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
 
-enum { ABI = 22 }; /* counts changes of the structures and functions that Python uses */
+enum { ABI = 23 }; /* counts changes of the structures and functions that Python uses */
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -223,7 +223,8 @@ typedef struct {
     PluginFunction function; /* of PLUGIN */
 } Filter;
 
-/* The part of each row that is delivered, at a place that is drawn for each sample; see crops.c. */
+/* The part of each row that is delivered, at a place that is drawn for each sample, or given; see
+   crops.c. */
 typedef struct {
     const int64_t *extents, *sizes; /* [rank]: of a row, and of the part */
     const int64_t *drawn;   /* [rank]: which random number says where it begins; below 0: the middle */
@@ -231,6 +232,10 @@ typedef struct {
     const uint64_t *group;  /* [2]: fields of equal ones have equal places */
     int64_t rank, first;    /* numbers of the plan before these, per sample */
     int64_t rows_of_sample;
+    const int64_t *given;   /* [samples][rank], or of all samples in common: places; NULL: drawn */
+    int64_t given_step;     /* from the place of a sample to the next one; 0: all have one */
+    const int64_t *steps, *strides; /* [rank]: between elements of the part, in elements of the row and
+                                       in bytes of the batch; NULL: 1, and those of the dataset */
 } Crop;
 
 /* Of a dataset. `rank` counts all dimensions but that of the samples; its cross-section is the

@@ -44,6 +44,7 @@
 #include "piecewise.c"
 #include "fetched.c"
 #include "batch.c"
+#include "selected.c"
 #include "queue.c"
 #include "ranges.c"
 #include "frames.c"

@@ -43,9 +43,14 @@ static int draw_places(BatchPlan *plan, const Field *fields, const Target *targe
         const Crop *crop = fields[i].crop;
         if (crop == NULL || !targets[i].is_wanted)
             continue;
-        if (draw == NULL || !grow((void **[]){(void **)&plan->crops}, 1, &plan->most_crops,
+        if ((draw == NULL && crop->given == NULL) || !grow((void **[]){(void **)&plan->crops}, 1, &plan->most_crops,
                                   (crop->first + crop->rank) * count, sizeof(int64_t)))
             return 0;
+        for (int64_t k = 0; crop->given != NULL && k < count * crop->rank; k++)
+            plan->crops[crop->first * count + k] =
+                crop->given[k / crop->rank * crop->given_step + k % crop->rank];
+        if (crop->given != NULL)
+            continue;
         uint64_t first = draw[0] + crop->group[0], second = draw[1] ^ crop->group[1];
         int64_t *places = plan->crops + crop->first * count;
         for (int64_t k = 0; k < count; k++)
@@ -65,16 +70,20 @@ static CellRange cells_within(const Dataset *d, int64_t a, const int64_t *begin,
     const int64_t axis = d->axis[a], count = d->num_cells[a];
     if (axis < 0)
         return (CellRange){0, count};
-    const int64_t origin = place < 0 ? ~place : place, last = origin + d->crop->sizes[axis] - 1;
+    const int64_t step = d->crop->steps ? d->crop->steps[axis] : 1;
+    const int64_t origin = place < 0 ? ~place : place;
+    const int64_t last = origin + (d->crop->sizes[axis] - 1) * step;
     if (last < begin[0])
         return (CellRange){0, 0};
     return (CellRange){last_at(begin, count, origin), last_at(begin, count, last) + 1};
 }
 
-/* List the pieces of a row that its part touches, as `wanted`: their numbers, and which row it is. */
-static int list_pieces(BatchPlan *plan, const Dataset *d, const int64_t *place, int64_t row,
-                       int64_t *count)
+/* List the pieces of the row at a position that its part touches, as `wanted`: their numbers, and which
+   row it is. */
+static int list_pieces(BatchPlan *plan, const Dataset *d, int64_t position, int64_t row, int64_t *count)
 {
+    const int64_t *place = d->places + position / d->crop->rows_of_sample * d->crop->rank;
+    Piece own;
     CellRange ranges[MAX_RANK];
     int64_t cell[MAX_RANK], first = 0, total = 1;
     for (int64_t a = 0; a < d->rank; first += d->num_cells[a++]) {
@@ -88,7 +97,8 @@ static int list_pieces(BatchPlan *plan, const Dataset *d, const int64_t *place, 
         int64_t cross = 0;
         for (int64_t a = 0; a < d->rank; a++)
             cross = cross * d->num_cells[a] + cell[a];
-        plan->wanted[(*count)++] = (Wanted){cross, (int32_t)row, 0};
+        if (d->crop->steps == NULL || piece_at(d, &(Piece){.cross = cross}, position, &own) != NULL)
+            plan->wanted[(*count)++] = (Wanted){cross, (int32_t)row, 0};
         for (int64_t a = d->rank - 1; a >= 0 && ++cell[a] == ranges[a].end; a--)
             cell[a] = ranges[a].first;
     }
@@ -118,23 +128,30 @@ static void next_group(const BatchPlan *plan, const Layer *l, int64_t segment, i
     }
 }
 
+/* How rows lie, and where parts of them begin. */
+static Dataset with_places(const BatchPlan *plan, const Field *f, Dataset d)
+{
+    if (d.crop == NULL)
+        return d;
+    d.crop = f->crop, d.row_nbytes = f->row_nbytes;
+    d.places = plan->crops + f->crop->first * plan->num_samples;
+    return d;
+}
+
 /* Parts of rows: each item is one piece of some rows, which all need it. */
 static int plan_crops(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t segment,
                       Ranks ranks)
 {
     const Layer *l = &f->layers[layer];
     const Shape *shape = &f->shapes[l->shape[segment]];
-    const Dataset *d = &shape->dataset;
-    const int64_t *places = plan->crops + f->crop->first * plan->num_samples;
+    const Dataset own = with_places(plan, f, shape->dataset), *d = &own;
     RowGroup rows;
     while (ranks.rank < ranks.end) {
         int64_t count = 0;
         next_group(plan, l, segment, d->chunk_samples, &ranks, &rows);
-        for (int64_t i = 0; i < rows.count; i++) {
-            int64_t sample = rows.position[i] / f->crop->rows_of_sample;
-            if (!list_pieces(plan, d, places + sample * f->crop->rank, i, &count))
+        for (int64_t i = 0; i < rows.count; i++)
+            if (!list_pieces(plan, d, rows.position[i], i, &count))
                 return 0;
-        }
         Wanted *pieces = sort_wanted(plan->wanted, plan->spare, count, 0, d->num_cross);
         Item *item = NULL;
         for (int64_t i = 0; i < count; i++) {

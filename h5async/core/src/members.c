@@ -17,7 +17,8 @@ typedef struct {
         TraceEvent: "TraceEvent", Failure: "Failure", Dataset: "Dataset", POINTED_TO(Libraries),  \
         POINTED_TO(Filter), POINTED_TO(Crop), POINTED_TO(Transform), POINTED_TO(Heap), POINTED_TO(Shape),           \
         POINTED_TO(Layer), POINTED_TO(StepRows), POINTED_TO(SpanRows), POINTED_TO(BatchPlan),     \
-        POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), default: "")
+        POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources),              \
+        BatchPlan: "BatchPlan", Field: "Field", Target: "Target", default: "")
 
 /* A macro is not expanded within its own expansion, but when that is scanned again. */
 #define SCAN_AGAIN(...) SCAN_16(SCAN_16(SCAN_16(__VA_ARGS__)))
@@ -83,6 +84,8 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Target, raw, out, is_wanted, capacity)
     MEMBERS(Store, most_chunk_nbytes)
     MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)
+    MEMBERS(Selected, plan, field, target, of, sources, worker, num_samples, samples, places, count,
+            out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
             start, step, table, num_columns, may_spin, plan_ns)

@@ -67,7 +67,7 @@ static int is_looked_up(const Field *f, const Shape *shape, const Call *call, co
     const Dataset *d = &call->d;
     int is_whole = d->rows_are_whole && runs->count == 1 && runs->length[0] == d->chunk_samples &&
                    f->steps == NULL; /* else other samples need it, too */
-    return shape->keeps == KEEPS_CHUNKS && extent >= 0 &&
+    return f->store != NULL && shape->keeps == KEEPS_CHUNKS && extent >= 0 &&
            (is_small(shape) || (!is_whole && !is_raw(d, call->mask)));
 }
 

@@ -57,6 +57,16 @@ static int piece_of(const Dataset *d, int64_t cross, Piece *piece)
     return from_end <= d->chunk_nbytes && to_end <= d->row_nbytes && piece->begin >= 0 && piece->from >= 0;
 }
 
+/* How many elements of a part, which are `step` apart, lie before an element of its row, counted from
+   where it begins. */
+ALWAYS_INLINE int64_t elements_before(int64_t behind, int64_t step, int64_t size)
+{
+    if (behind <= 0)
+        return 0;
+    int64_t count = step == 1 ? behind : (behind + step - 1) / step;
+    return count < size ? count : size;
+}
+
 /* The piece of the row at a position in the batch: the same of each; or, where parts of rows are
    delivered, what lies in that of this row, in `piece`; NULL: nothing does. */
 static const Piece *piece_at(const Dataset *d, const Piece *whole, int64_t position, Piece *piece)
@@ -74,18 +84,18 @@ static const Piece *piece_at(const Dataset *d, const Piece *whole, int64_t posit
         const int64_t axis = d->axis[a], extent = d->extents[whole->cross * d->rank + a];
         if (axis < 0)
             continue;
-        const int64_t begin = d->cell_begin[first + cell[a]], size = crop->sizes[axis];
+        const int64_t size = crop->sizes[axis], step = crop->steps ? crop->steps[axis] : 1;
         const int is_flipped = place[axis] < 0;
-        const int64_t origin = is_flipped ? ~place[axis] : place[axis];
-        const int64_t low = begin > origin ? begin : origin;
-        const int64_t high = begin + extent < origin + size ? begin + extent : origin + size;
-        if (low >= high)
+        const int64_t inside = d->cell_begin[first + cell[a]] - (is_flipped ? ~place[axis] : place[axis]);
+        const int64_t low = elements_before(inside, step, size);
+        const int64_t count = elements_before(inside + extent, step, size) - low;
+        if (count <= 0)
             return NULL;
-        const int64_t to = is_flipped ? origin + size - 1 - low : low - origin;
-        const int64_t stride = is_flipped ? -d->row_strides[a] : d->row_strides[a];
-        piece->from += (low - begin) * d->chunk_strides[a];
-        piece->begin += to * d->row_strides[a];
-        add_dim(piece, (Dim){high - low, d->chunk_strides[a], stride});
+        const int64_t to = is_flipped ? size - 1 - low : low;
+        const int64_t stride = crop->strides ? crop->strides[axis] : d->row_strides[a];
+        piece->from += (low * step - inside) * d->chunk_strides[a];
+        piece->begin += to * stride;
+        add_dim(piece, (Dim){count, d->chunk_strides[a] * step, is_flipped ? -stride : stride});
     }
     join_elements(piece);
     return piece;

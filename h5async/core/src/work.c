@@ -113,8 +113,5 @@ static void swap_pieces(const Dataset *d, int64_t number, int32_t cross, const R
 /* How the rows of an item lie and, if parts of them are delivered, where these begin. */
 static Dataset dataset_of(const BatchPlan *plan, const Field *f, const Item *item)
 {
-    Dataset d = shape_of(f, item)->dataset;
-    if (d.crop)
-        d.places = plan->crops + d.crop->first * plan->num_samples;
-    return d;
+    return with_places(plan, f, shape_of(f, item)->dataset);
 }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,17 @@ from h5async.packing.sources.base import (
     Files,
     Int64s,
     ListedSource,
+    Work,
     digest_of,
     reading_file,
+    require_in_order,
 )
 
 _MOST_ROWS = 1 << 16
+_READ_HEADER: Mapping[Any, Any] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 class ArraySource(ListedSource):
@@ -52,6 +62,14 @@ class ArraySource(ListedSource):
             parts += [name, array.shape, array.dtype, *ends]
         return digest_of(parts)
 
+    def work(self, start: int, order: Callable[[Int64s], Int64s] | None) -> Iterator[Work]:
+        """Yield functions that return blocks; what is read in order is read here."""
+        works = super().work(start, order)
+        if not any(isinstance(one, _ZippedRows) for one in self._arrays.values()):
+            return works
+        require_in_order(self.name, order)
+        return (partial(_same, work()) for work in works)
+
     def read(self, numbers: Int64s) -> Block:
         """Return rows of all arrays."""
         first, last = int(numbers[0]), int(numbers[-1])
@@ -76,30 +94,70 @@ class _FileRows:
         return np.array((found if self._member is None else found[self._member])[chosen])
 
 
+class _ZippedRows:
+    """The rows of an array in a .npz file, which are read in order."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+        self._open()
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        if self._is_fortran or self.dtype.names:
+            raise ValueError(
+                f"{name} has more bytes than memory allows, and its rows are not in order; extract"
+                " the file, and pack the .npy files"
+            )
+
+    def _open(self) -> None:
+        self._file, self._row = zipfile.ZipFile(self._path).open(self._name), 0
+        version = np.lib.format.read_magic(self._file)
+        self.shape, self._is_fortran, self.dtype = _READ_HEADER[version](self._file)
+
+    def __getitem__(self, rows: slice) -> Any:
+        row_nbytes = self.nbytes // max(1, self.shape[0])
+        with _reading(self._path):
+            if rows.start < self._row:
+                self._open()
+            for _ in range(self._row, rows.start):
+                self._file.read(row_nbytes)
+            data = self._file.read((rows.stop - rows.start) * row_nbytes)
+            self._row = rows.stop
+            return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    with reading_file(path):
+        try:
+            yield
+        except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            raise ReadError(f"cannot read {path}: {error}") from error
+
+
 def array_files(paths: Sequence[Path], memory: int) -> ArraySource:
     """Return the arrays of .npy and .npz files; one .npy file alone is named ``data``.
 
-    Those of .npz files are read to memory, which they must fit in.
+    Those of .npz files are read to memory, if they fit in half of it, or else in order.
     """
     arrays: dict[str, Any] = {}
     for path in paths:
-        with reading_file(path):
-            try:
-                if path.suffix.lower() == ".npz" and not zipfile.is_zipfile(path):
-                    raise ValueError("it is no whole .npz file")
-                found = np.load(path, mmap_mode="r", allow_pickle=False)
-                if isinstance(found, np.ndarray):
-                    arrays["data" if len(paths) == 1 else path.stem] = _FileRows(path, found)
-                    continue
-                if sum(one.file_size for one in found.zip.infolist()) > memory:
-                    raise ReadError(
-                        f"{path} has arrays of more bytes than memory allows, {memory:,}; extract"
-                        " it, and pack the .npy files"
-                    )
-                arrays |= found
-            except (ValueError, EOFError, zipfile.BadZipFile) as error:
-                raise ReadError(f"cannot read {path}: {error}") from error
+        with _reading(path):
+            if path.suffix.lower() == ".npz" and not zipfile.is_zipfile(path):
+                raise ValueError("it is no whole .npz file")
+            found: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+            if isinstance(found, np.ndarray):
+                found = {"data" if len(paths) == 1 else path.stem: _FileRows(path, found)}
+            elif sum(one.file_size for one in found.zip.infolist()) > memory // 2:
+                found = {name: _ZippedRows(path, f"{name}.npy") for name in found}
+            found = dict(found)
+        twice = sorted(arrays.keys() & found.keys())
+        if twice:
+            raise DatasetError(f'{path}: another file has "{twice[0]}", too; rename one of them')
+        arrays |= found
     return ArraySource(arrays, str(paths[0]), paths)
+
+
+def _same(block: Block) -> Block:
+    return block
 
 
 def _members(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Source(ABC):
     block; `nbytes` is the size of the samples as they are, about, or None.
     `kinds` are those of columns of encoded samples: ``image`` or ``audio``. `classes` are the names
     of integers, by column. `once` are datasets that the file has once, by name: arrays, or lists of
-    strings. `files` must not change meanwhile.
+    strings. `files` must not change meanwhile. `notes` say what is left out.
     """
 
     name = ""
@@ -68,6 +68,7 @@ class Source(ABC):
     classes: Mapping[str, Sequence[str]] = {}
     once: Mapping[str, Sequence[Any] | NDArray[Any]] = {}
     files = Files([])
+    notes: Sequence[str] = ()
 
     @abstractmethod
     def digest(self) -> str:
@@ -106,12 +107,17 @@ class StreamedSource(Source):
 
     def work(self, start: int, order: Callable[[Int64s], Int64s] | None) -> Iterator[Work]:
         """Yield functions that return blocks; ConfigError if these must have another order."""
-        if order is not None:
-            raise ConfigError(
-                f"{self.name} can only be read in order; pack it without {named('shuffle')}, and"
-                ' let the reader shuffle (shuffle="window"), or use h5async repack'
-            )
+        require_in_order(self.name, order)
         return self.blocks(start)
+
+
+def require_in_order(name: str, order: object) -> None:
+    """Raise ConfigError if samples that can only be read in order must have another one."""
+    if order is not None:
+        raise ConfigError(
+            f"{name} can only be read in order; pack it without {named('shuffle')}, and shuffle"
+            " the file by h5async repack --shuffle full, or let the reader shuffle"
+        )
 
 
 def digest_of(parts: Iterable[object]) -> str:

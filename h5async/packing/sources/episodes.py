@@ -37,6 +37,12 @@ class EpisodeSource(TableSource):
         every = np.concatenate(numbers)
         changes = np.flatnonzero(every[1:] != every[:-1]) + 1
         self.once = {"episode_ends": np.append(changes, len(every)).astype(np.int64)}
+        videos = sum(1 for _ in (folder / "videos").rglob("*.mp4"))
+        if videos:
+            self.notes = [
+                f"not packed: {videos:,} video{'s' * (videos > 1)} in {folder / 'videos'}; decode"
+                " them, if frames are needed, and pack samples with their images from Python"
+            ]
         tasks = folder / "meta" / "tasks.jsonl"
         if tasks.is_file():
             with reading_file(tasks):

@@ -113,6 +113,12 @@ def _csv_batches(path: Path, skipped: int) -> Iterator[Any]:
     import pyarrow.csv
 
     with pyarrow.csv.open_csv(path) as reader:
+        for name, kind in zip(reader.schema.names, reader.schema.types, strict=True):
+            if _is_binary(kind):
+                raise ReadError(
+                    f'cannot read {path}: its column "{name}" is not encoded as UTF-8;'
+                    " convert the file, by iconv -f latin1 -t utf-8 if it is Latin-1"
+                )
         yield from _without(reader, skipped)
 
 
@@ -228,6 +234,9 @@ def _values(array: Any, name: str, fill: Fill, where: str) -> Values:
         return array.cast(pyarrow.int64() if kind.bit_width == 64 else pyarrow.int32()).to_numpy()  # type: ignore[no-any-return]
     elif any(is_one(kind) for is_one in (types.is_string, types.is_large_string, _is_binary)):
         return array.to_pylist()  # type: ignore[no-any-return]
+    elif types.is_fixed_size_binary(kind):
+        rows = np.frombuffer(b"".join(array.to_pylist()), np.uint8)
+        return rows.reshape(len(array), kind.byte_width)
     elif types.is_integer(kind) or types.is_boolean(kind):
         return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
     raise DatasetError(

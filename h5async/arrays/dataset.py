@@ -1,0 +1,303 @@
+"""Defines `Dataset`: a lazy array over a dataset of a file. Keys enter, NumPy arrays leave."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.arrays.reading import (
+    BoxReader,
+    CoreReader,
+    H5pyReader,
+    RowsReader,
+)
+from h5async.arrays.selections import Box, Selection, box_of, selection_of
+from h5async.core.binding import load_core
+from h5async.errors import BudgetError, ReadError, SelectionError
+from h5async.index.hdf5 import reading
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import files_of
+from h5async.plan.transform import end_strings
+from h5async.read.executors import method_of
+from h5async.reader import lifetime
+from h5async.spelling import named
+from h5async.system.interruptions import interruption
+
+if TYPE_CHECKING:
+    from h5async.arrays.files import File
+
+
+# A selection of so many bytes is always read; a larger one, if its files have a part of them.
+_LEAST_NBYTES, _TIMES_STORED = 64 << 20, 1024
+
+
+class DatasetFacts(NamedTuple):
+    """What is read of a dataset when it is opened; `layout` is None if only h5py can read it.
+
+    `scales` has, by dimension, the paths of the dimension scales that are attached to it.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...] | None
+    maxshape: tuple[int | None, ...] | None
+    attrs: Mapping[str, Any]
+    layout: DatasetLayout | None
+    is_elsewhere: bool
+    scales: tuple[tuple[str, ...], ...]
+
+
+class Dataset:
+    """A dataset that is read by indexing, like a NumPy array: ``dataset[10:20, 3]``.
+
+    Keys are h5py's: integers, slices with steps, Ellipsis, a list of ascending indices or a mask
+    along one dimension, a mask of the whole dataset, and names of fields. Results are those of
+    h5py. Safe to use from many threads, which read at the same time.
+
+    Attributes
+    ----------
+    name
+        Its path in the file.
+    shape, dtype, chunks, maxshape, attrs
+        As in h5py; `chunks` is None if it has none.
+    """
+
+    def __init__(self, file: File, name: str, facts: DatasetFacts) -> None:
+        self.file, self.name, self.facts = file, name, facts
+        self.dtype, self.chunks, self.maxshape, self.attrs = (
+            facts.dtype,
+            facts.chunks,
+            facts.maxshape,
+            facts.attrs,
+        )
+        self._shape = facts.shape
+        self._opening = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._readers: dict[str, Any] = {}
+        self._box_reader: BoxReader | None = None
+        self._num_forks = lifetime.num_forks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions; None for an empty dataset."""
+        return self._shape  # type: ignore[return-value]
+
+    @property
+    def ndim(self) -> int:
+        """The number of its dimensions."""
+        return len(self._shape or ())
+
+    @property
+    def size(self) -> int | None:
+        """The number of its elements; None for an empty dataset."""
+        return None if self._shape is None else int(np.prod(self._shape, dtype=object))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return (self.size or 0) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self._shape:
+            raise TypeError(f"{self._where}: it has no dimension, so no length")
+        return self._shape[0]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f'<h5async dataset "{self.name}": shape {self._shape}, type "{self.dtype.str}">'
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _dataset_of, (self.file, self.name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("a dataset cannot be made an array without a copy")
+        found = np.asarray(self[()])
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return what a key selects, as h5py does."""
+        if type(key) is not tuple:
+            key = (key,)
+        reader = self._box_reader
+        try:
+            if reader is not None and self._num_forks == lifetime.num_forks:
+                found = reader.read_small(key, self.dtype)
+                if found is not None:
+                    return found
+            return self._get(key)
+        except SelectionError as error:
+            raise SelectionError(f"{self._where} of shape {self._shape}: {error}") from error
+
+    def read_direct(self, dest: NDArray[Any], source_sel: Any = (), dest_sel: Any = ()) -> None:
+        """Read what `source_sel` selects to what `dest_sel` selects of an array, as h5py does."""
+        target = dest[dest_sel or ...]
+        key = source_sel if isinstance(source_sel, tuple) else (source_sel,)
+        box = box_of(key, self._shape) if self._reads_boxes() else None  # type: ignore[arg-type]
+        if box is None or target.dtype != self.dtype or target.shape != box.shape:
+            target[...] = self[source_sel]
+        elif target.size and self._box_reader is not None:
+            self._box_reader.read_box(box, target)
+
+    # --- all other keys ---------------------------------------------------------------------------
+
+    @property
+    def _where(self) -> str:
+        return f'{self.file.filename}: dataset "{self.name}"'
+
+    def _get(self, key: tuple[Any, ...]) -> Any:
+        names = [part for part in key if isinstance(part, str)]
+        key = tuple(part for part in key if not isinstance(part, str))
+        if any(part is None for part in key):
+            raise SelectionError("None (np.newaxis) adds a dimension, which is not supported")
+        if self._num_forks != lifetime.num_forks:
+            self._reset()  # what another process has open is of no use here
+        if not self._shape or any(isinstance(part, h5py.RegionReference) for part in key):
+            found = self._through_h5py(key, None)
+        else:
+            selection = selection_of(key, self._shape)
+            self._require_room(math.prod(selection.shape) * self.dtype.itemsize)
+            found = np.zeros(selection.shape, self.dtype)
+            if found.size:
+                found = np.asarray(self._values(key, selection))
+        if names:
+            found = _fields_of(np.asarray(found), names)
+        return found[()] if isinstance(found, np.ndarray) and not found.shape else found
+
+    def _require_room(self, nbytes: int) -> None:
+        """Raise `BudgetError` for a selection that is far larger than the files that hold it."""
+        layout, file = self.facts.layout, self.file
+        if nbytes <= max(_LEAST_NBYTES, file.max_nbytes) or layout is None:
+            return
+        stored = sum(stamp.nbytes for stamp in dict(files_of(layout)).values())
+        if nbytes > _TIMES_STORED * stored:
+            raise BudgetError(
+                f"{self._where} of shape {self._shape}: a selection takes {nbytes:,} bytes, more"
+                f" than {_TIMES_STORED} times the {stored:,} bytes of its files; select less, or"
+                f" set {named('max_batch_bytes')} to {nbytes} if you trust the file"
+            )
+
+    def _values(self, key: tuple[Any, ...], selection: Selection) -> Any:
+        layout = self.facts.layout
+        reader = None if layout is None else self._reader(layout, selection)
+        if layout is None or reader is None:
+            return self._through_h5py(key, selection)
+        if isinstance(reader, H5pyReader):
+            return reader.read_key(key, selection)
+        extra = layout.shape[self.ndim :]
+        dtype = layout.raw_dtype
+        raw = np.empty((*selection.shape, *extra), dtype)
+        reader.read(_with_extra(selection, extra), raw)
+        for text in layout.text:
+            end_strings(text, raw)
+        if layout.dtype.kind == "b":
+            return raw != 0  # as HDF5 reads them
+        base = self.dtype if self.dtype.subdtype is None else self.dtype.subdtype[0]
+        return raw.view(base)
+
+    def _reads_boxes(self) -> bool:
+        """Whether boxes are read to any memory of the dtype of the dataset."""
+        if self._num_forks != lifetime.num_forks:
+            self._reset()
+        layout = self.facts.layout
+        if self._box_reader is None and layout is not None and self._shape:
+            self._reader(layout, selection_of((), self._shape))
+        return self._box_reader is not None
+
+    def _reader(self, layout: DatasetLayout, selection: Selection) -> Any:
+        """Return what reads the values that a layout describes; None if only h5py can."""
+        core = load_core()
+        way = "h5py"
+        if core is not None and layout.segments is not None:
+            box = selection.bounds
+            way = "parts" if box.size[1:] != list(self.shape[1:]) else "rows"
+        elif core is not None and method_of(layout) != "h5py":
+            way = "boxes"
+        with self._opening:
+            found = self._readers.get(way)
+            if found is None:
+                found = self._readers[way] = self._new_reader(layout, way)
+                self.file._note_use(self)
+            return found
+
+    def _new_reader(self, layout: DatasetLayout, way: str) -> CoreReader | H5pyReader:
+        core = load_core()
+        if core is None or way == "h5py":
+            return H5pyReader(layout)
+        file = self.file
+        more = layout, file.reach, file.kept, file.cache_nbytes, file.threads
+        if way != "boxes":
+            return RowsReader(core, *more, is_cut=way == "parts")
+        reader = BoxReader(core, *more)
+        if not reader.can_read:  # it has as many dimensions as HDF5 permits
+            return H5pyReader(layout)
+        if not layout.text and layout.dtype == self.dtype and self.dtype.kind != "b":
+            self._box_reader = reader
+        return reader
+
+    def _through_h5py(self, key: tuple[Any, ...], selection: Selection | None) -> Any:
+        """Return what a key selects of what the core cannot describe: HDF5 opens it each time."""
+        if self.facts.is_elsewhere:
+            raise ReadError(
+                f"{self._where}: its values are of variable length, and lie in other files; read it"
+                " with h5py",
+                filename=self.file.filename,
+                dataset=self.name,
+            )
+        with self.file.opened(self.name) as (_, node), reading(self._where):
+            dataset = h5py.Dataset(node)
+            try:
+                return dataset[key]
+            except (IndexError, TypeError, ValueError) as error:
+                if selection is not None or interruption(error) is not None:
+                    raise
+                raise SelectionError(str(error)) from error
+
+    def close(self) -> None:
+        """Give back what reading takes; it is made again when needed."""
+        with self._opening:
+            self._reset()
+
+
+def _dataset_of(file: File, name: str) -> Any:
+    return file[name]
+
+
+def _with_extra(selection: Selection, extra: tuple[int, ...]) -> Selection:
+    """Return a selection with the dimensions of an array type, of which all is taken."""
+    begin, size, step, shape = selection.box
+    more = len(extra)
+    if not more:
+        return selection
+    mask = selection.mask
+    if mask is not None:
+        mask = np.broadcast_to(mask[(..., *(np.newaxis,) * more)], (*mask.shape, *extra))
+    box = Box([*begin, *[0] * more], [*size, *extra], [*step, *[1] * more], (*shape, *extra))
+    return selection._replace(box=box, mask=mask)
+
+
+def _fields_of(values: NDArray[Any], names: list[str]) -> NDArray[Any]:
+    """Return fields of compounds: the values of one, or a packed compound of several."""
+    for name in names:
+        if values.dtype.names is None or name not in values.dtype.names:
+            raise SelectionError(f'there is no field "{name}" in {values.dtype}')
+    if len(names) == 1:
+        return np.array(values[names[0]])
+    dtype = np.dtype([(name, values.dtype[name]) for name in names])
+    found = np.empty(values.shape, dtype)
+    for name in names:
+        found[name] = values[name]
+    return found

@@ -1,0 +1,326 @@
+"""Opens files for reading by indexing: `open_file`, groups, and what is known of their datasets.
+
+A path enters; groups and lazy datasets leave. HDF5 has the file open only while metadata are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+
+from h5async.arrays.dataset import Dataset, DatasetFacts
+from h5async.arrays.reading import Threads
+from h5async.config import ReaderConfig
+from h5async.config.files import FileName
+from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosedError, ReadError
+from h5async.index.attributes import scale_paths
+from h5async.index.contents import names_in, walk, what_is_there
+from h5async.index.datasets import Indexer
+from h5async.index.hdf5 import reading
+from h5async.index.links import Located, components, locate, open_index
+from h5async.io.stamps import FileStamp, changed
+from h5async.io.stores import HDF5File
+from h5async.opening.filevalues import reach_of
+from h5async.spelling import name_text
+from h5async.system.interruptions import interruption, passing, suppressing
+from h5async.system.resources import usable_cores
+
+CACHE_NBYTES = 16 << 20
+_RECENT = 32  # datasets that have files and memory to read with
+
+
+class Attributes(Mapping[str, Any]):
+    """The attributes of an object, read when it was opened. One that cannot be read raises so."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        if isinstance(value, H5AsyncError):
+            raise value
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"<attributes {self._values}>"
+
+
+class Group(Mapping[str, Any]):
+    """A group of a file: a mapping of names to groups and datasets. Names may be paths."""
+
+    def __init__(
+        self, file: File | None, name: str, names: Iterable[str], attrs: Attributes
+    ) -> None:
+        self.file: File = self if file is None else file  # type: ignore[assignment]
+        self.name, self.attrs = name, attrs
+        self._names = tuple(names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.file._node(
+            "/".join(components(name if name[:1] == "/" else f"{self.name}/{name}"))
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
+        try:
+            self[name]
+        except DatasetError:
+            return False
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _node_of, (self.file, self.name)
+
+    def __repr__(self) -> str:
+        return f'<h5async group "{self.name}" ({len(self)} members)>'
+
+    def load(self) -> None:
+        """Open all members at once, which is quicker than one by one."""
+        with self.file.opened("") as (located, _):
+            for name in self._names:
+                with suppressing(H5AsyncError):
+                    self.file._node("/".join(components(f"{self.name}/{name}")), located.file)
+
+
+def _node_of(file: File, name: str) -> Any:
+    return file[name]
+
+
+class File(Group):
+    """An HDF5 file whose datasets are read by indexing; see `open_file`.
+
+    Safe to use from many threads. A pickle has its path and options, and opens the file again. A
+    file that is not closed does no harm: HDF5 has it open only while metadata are read.
+    """
+
+    def __init__(
+        self, path: Any, num_threads: int | None, cache_bytes: int, options: Mapping[str, Any]
+    ) -> None:
+        given = {name: value for name, value in options.items() if value is not None}
+        config = ReaderConfig(hdf5_path=path, **given)
+        if len(config.files) != 1:
+            raise ConfigError(f"open_file reads one file, found {len(config.files)}")
+        self.path: FileName = config.files[0]
+        self.filename = str(self.path)
+        self.max_nbytes = config.max_batch_bytes or 0
+        self.reach, self.kept, self.cache_nbytes = reach_of(config), config.kept, cache_bytes
+        self.threads = Threads(usable_cores() if num_threads is None else max(1, num_threads))
+        self._arguments = path, num_threads, cache_bytes, dict(options)
+        self._nodes: dict[str, Any] = {}
+        self._recent: dict[Dataset, None] = {}
+        self._lock = threading.RLock()
+        self._stamp: FileStamp | None = None
+        self._is_closed = False
+        with self.opened("") as (located, node):
+            super().__init__(None, "/", *_group_facts(located, node))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return File, self._arguments
+
+    def __repr__(self) -> str:
+        return f'<h5async file "{self.filename}" ({len(self)} members)>'
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what reading has open. Idempotent; datasets cannot be read any more."""
+        self._is_closed = True
+        self.release()
+
+    def release(self) -> None:
+        """Close what reading has open, until something is read again."""
+        with self._lock:
+            recent, self._recent = list(self._recent), {}
+        for dataset in recent:
+            dataset.close()
+        self.threads.close()
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[tuple[Located, Any]]:
+        """Open the file in HDF5, and the object at a path; `DatasetError` if there is none."""
+        self.require_open()
+        with passing(), open_index(self.path) as file, contextlib.ExitStack() as files:
+            stamp = file.source.stamp()
+            if self._stamp is None:
+                self._stamp = stamp
+            if stamp != self._stamp:
+                raise changed(self.filename, "it is not as it was when it was opened")
+            yield self._located(file, path, files)
+
+    def _located(
+        self, file: HDF5File, path: str, files: contextlib.ExitStack
+    ) -> tuple[Located, Any]:
+        if not path:
+            return Located(file, "", (), file.id, b"."), file.id
+        try:
+            found = locate(file, path, self.reach, files)
+            if found.rest:
+                raise KeyError(path)
+            return found, found.open()
+        except H5AsyncError:
+            raise
+        except Exception as error:
+            if interruption(error) is not None:
+                raise
+            known = what_is_there(file, self.reach, path)
+            raise DatasetError(f'{self.filename}: there is no object "{path}"; {known}') from error
+
+    def _node(self, path: str, file: HDF5File | None = None) -> Any:
+        """Return the object at a path, opened once; `file` is this one, if it is open."""
+        if not path:
+            return self
+        found = self._nodes.get(path)
+        if found is not None:
+            return found
+        with contextlib.ExitStack() as files:
+            if file is None:
+                located, node = files.enter_context(self.opened(path))
+            else:
+                located, node = self._located(file, path, files)
+            where = f'{self.filename}: "{path}"'
+            with reading(where):
+                if isinstance(node, h5py.h5g.GroupID):
+                    made: Any = Group(self, f"/{path}", *_group_facts(located, node))
+                elif isinstance(node, h5py.h5d.DatasetID):
+                    made = Dataset(self, f"/{path}", self._dataset_facts(located, node))
+                else:
+                    raise DatasetError(f"{where} is a named type, which holds no values")
+        return self._nodes.setdefault(path, made)
+
+    def _dataset_facts(self, located: Located, node: h5py.h5d.DatasetID) -> DatasetFacts:
+        dataset = h5py.Dataset(node)
+        shape, layout = dataset.shape, None
+        plist = node.get_create_plist()
+        if shape:
+            try:
+                layout = Indexer(located.file, self.reach).layout(located.path, node, (), 0)
+            except DatasetError:  # its elements are of variable length, or references
+                layout = None
+        is_virtual = plist.get_layout() == h5py.h5d.VIRTUAL
+        return DatasetFacts(
+            shape,
+            np.dtype(dataset.dtype),
+            dataset.chunks,
+            dataset.maxshape,
+            _attributes(dataset),
+            layout,
+            layout is None and (is_virtual or plist.get_external_count() > 0),
+            scale_paths(node),
+        )
+
+    def require_permitted_links(self, file: HDF5File) -> None:
+        """Raise `UnsafeFileError` if links lead to files that are not permitted."""
+        for path, kind in walk(file):
+            if kind not in ("group", "dataset"):
+                with (
+                    contextlib.ExitStack() as files,
+                    suppressing(KeyError, DatasetError, ReadError),
+                ):
+                    locate(file, path, self.reach, files)
+
+    def require_open(self) -> None:
+        """Raise `ReaderClosedError` once the file is closed."""
+        if self._is_closed:
+            raise ReaderClosedError(f"{self.filename} was closed; open it again")
+
+    def _note_use(self, dataset: Dataset) -> None:
+        """Note that a dataset has files open; those that were opened long ago give theirs back."""
+        self.require_open()
+        with self._lock:
+            self._recent.pop(dataset, None)
+            self._recent[dataset] = None
+            surplus = list(self._recent)[:-_RECENT]
+            for old in surplus:
+                del self._recent[old]
+        for old in surplus:
+            old.close()
+
+
+def _group_facts(located: Located, node: Any) -> tuple[tuple[str, ...], Attributes]:
+    group = h5py.Group(node)
+    names = tuple(name_text(name) for name, _ in names_in(group))
+    return names, _attributes(group)
+
+
+def _attributes(node: h5py.Group | h5py.Dataset) -> Attributes:
+    found: dict[str, Any] = {}
+    for name in node.attrs:
+        try:
+            with reading(f'attribute "{name}" of "{node.name}"'):
+                found[name] = node.attrs[name]
+        except H5AsyncError as error:
+            found[name] = error
+    return Attributes(found)
+
+
+def open_file(
+    path: Any,
+    *,
+    num_threads: int | None = None,
+    cache_bytes: int = CACHE_NBYTES,
+    io: Literal["auto", "pread", "map"] | None = None,
+    allow_external: Any = None,
+    allow_missing: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    max_batch_bytes: int | None = None,
+    cache: Literal["disk"] | None = None,
+    cache_dir: Any = None,
+) -> File:
+    """Open an HDF5 file, whose datasets are read by indexing, in threads and without HDF5's lock.
+
+    Parameters
+    ----------
+    path
+        A path, a URL, or a file object.
+    num_threads
+        The number of threads that read a large selection; None: one for each usable core.
+    cache_bytes
+        The memory for decoded chunks of recent selections, of each dataset.
+    io, allow_external, allow_missing, storage_options, max_batch_bytes, cache, cache_dir
+        As in `AsyncReader`.
+
+    Examples
+    --------
+    >>> with h5async.open_file("sample_data/digits.h5") as file:
+    ...     images = file["data"][10:20, ::2]
+    >>> images.shape
+    (10, 4, 8)
+    """
+    options = {
+        "io": io,
+        "allow_external": allow_external,
+        "allow_missing": allow_missing,
+        "storage_options": storage_options,
+        "max_batch_bytes": max_batch_bytes,
+        "cache": cache,
+        "cache_dir": cache_dir,
+    }
+    return File(path, num_threads, cache_bytes, options)

@@ -1,0 +1,454 @@
+"""Reads selections of one dataset: by the core, in several threads if they are large, or by h5py.
+
+A layout enters, and a reader of it leaves, of one of three kinds. A dataset that holds its values
+itself is one sample to the core, of which any part is read (`BoxReader`); of others, the rows are
+(`RowsReader`); what only h5py understands, it reads (`H5pyReader`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from struct import Struct
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.arrays.selections import Box, Int64s, Numbers, Selection, cut_box, parts_of_box
+from h5async.config.files import Kept
+from h5async.core.binding import Core, address, load_core
+from h5async.errors import ReadError
+from h5async.index.changes import FileChanges
+from h5async.index.datasettable import shared
+from h5async.index.layout import Crop, DatasetLayout
+from h5async.index.links import Reach
+from h5async.plan.records import SamplesPlan
+from h5async.read.collection import Collection
+from h5async.read.executors import Executors
+from h5async.read.fallback import FallbackReader, WantedRows
+from h5async.read.farsources import FarSources
+from h5async.read.queue import SlotBatch
+from h5async.read.scratch import Scratch, ScratchSize
+from h5async.system.interruptions import call_when_gone
+
+# Of a selection that one thread reads as fast as several: of chunks to decode, and of others.
+_ALONE_NBYTES, _ALONE_COPIED_NBYTES = 1 << 18, 1 << 22
+_PARTS = 4  # of a large selection, per thread
+_BLOCK_ROWS = 1 << 18
+_TRIES = 3  # to read a selection while its file changes
+_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
+_DENSE = 4  # a list is read as a whole range if that has at most so many times its elements
+
+
+class Threads:
+    """Runs functions in up to `count` threads, of which the caller is one. Started when needed."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None  # of this process
+
+    def run(self, work: Sequence[Callable[[], object]]) -> None:
+        """Run all functions; the first exception is raised, once all threads are done."""
+        todo = deque(work)
+
+        def work_off() -> None:
+            while todo:
+                try:
+                    function = todo.popleft()
+                except IndexError:
+                    return
+                function()
+
+        pool = self._started() if min(self.count, len(todo)) > 1 else None
+        helpers = range(min(self.count, len(todo)) - 1)
+        futures = [] if pool is None else [pool.submit(work_off) for _ in helpers]
+        try:
+            work_off()
+        finally:
+            todo.clear()
+            begun = [future for future in futures if not future.cancel()]
+            for future in begun:
+                future.exception()  # waits: they write to memory of the caller
+        for future in begun:
+            future.result()
+
+    def _started(self) -> ThreadPoolExecutor:
+        if self._pool is None or self._pool[0] != os.getpid():
+            pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix="h5async-array")
+            self._pool = os.getpid(), pool
+        return self._pool[1]
+
+    def close(self) -> None:
+        """End the threads; they are started again when needed."""
+        if self._pool is not None and self._pool[0] == os.getpid():
+            self._pool[1].shutdown()
+        self._pool = None
+
+
+class _Lane:
+    """What one thread needs to read by the core: the structure of a call, and scratch memory."""
+
+    def __init__(self, core: Core, collection: Collection, room: ScratchSize) -> None:
+        self.struct = core.Selected()
+        self.scratch = Scratch.allocate(*room)
+        worker = self.scratch.worker(core)
+        self.struct.of = ctypes.pointer(collection.tables.fields[0])
+        self.struct.sources = collection.tables.sources
+        self.struct.worker = ctypes.addressof(worker.struct)
+        self.struct.num_samples = collection.tables.num_samples
+        self.pointer = ctypes.byref(self.struct)
+        call_when_gone(self, core.free_plan, ctypes.byref(self.struct.plan))
+
+    def batch(self, rows: int, arrays: Any) -> SlotBatch:
+        """Return the plan of the last call, as other modules take it."""
+        struct = self.struct
+        fields, targets = ctypes.byref(struct.field), ctypes.byref(struct.target)
+        return SlotBatch(struct.plan, targets, rows, arrays, fields=fields)
+
+
+@cache
+def _packer(count: int) -> Callable[..., None]:
+    """Return what writes the members of `Selected` that differ by call: 7, and `count` numbers."""
+    return Struct(f"={7 + count}q").pack_into
+
+
+class CoreReader:
+    """Reads parts of a dataset by the core: the base of both ways. Safe to use from many threads.
+
+    `layout` is what the core takes, of which parts are read; `own` is that of the dataset.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        layout: DatasetLayout,
+        own: DatasetLayout,
+        reach: Reach,
+        kept: Kept | None,
+        cache_nbytes: int,
+        threads: Threads,
+    ) -> None:
+        self.own, self._core, self._threads = own, core, threads
+        self._cache_nbytes = cache_nbytes
+        self._changes = 0
+        me = weakref.ref(self)
+
+        def note_change() -> None:
+            reader = me()
+            if reader is not None:
+                reader._changes += 1
+
+        args = [cache_nbytes], note_change, None, kept
+        self._executors = Executors(core, [layout], reach.io, *args)
+        collection = self._executors.open_collection([None])
+        assert collection is not None
+        self._collection, tables = collection, collection.tables
+        store = ctypes.addressof(tables.fields[0]) + core.Field.store.offset
+        call_when_gone(self, core.free_store, store)
+        call_when_gone(self, core.close_sources, tables.sources)
+        self._is_far = tables.far is not None
+        if tables.far is not None:
+            call_when_gone(self, FarSources.close, tables.far)
+        self.can_read = tables.can_read[0]  # any of it, by the core
+        self._room = ScratchSize.of([layout])
+        self._lanes: list[_Lane] = []
+        self._call, self._offset = core.read_selected, core.Selected.samples.offset
+
+    def _lane(self) -> _Lane:
+        try:
+            return self._lanes.pop()
+        except IndexError:
+            return _Lane(self._core, self._collection, self._room)
+
+    def _read(
+        self,
+        count: int,
+        out: int,
+        row_nbytes: int,
+        may_keep: bool,
+        numbers: Sequence[int],
+        arrays: Any,
+        samples: Int64s | None = None,
+        places: Int64s | None = None,
+    ) -> None:
+        """Read parts; see `Selected` of the core. `arrays` are what `out` is in."""
+        lane = self._lane()
+        if not self.can_read:
+            self._read_left(np.arange(count), lane.scratch, arrays)
+            return
+        struct = lane.struct
+        at = [0 if one is None else address(one) for one in (samples, places)]
+        more = *at, count, out, row_nbytes, may_keep, False
+        _packer(len(numbers))(struct, self._offset, *more, *numbers)
+        if not self._is_far:
+            refused = self._call(lane.pointer)
+        else:
+            refused = self._core.plan_selected(lane.pointer) - 1
+            if refused == 0:
+                batch = lane.batch(count, arrays)
+                self._collection.fetch(batch, lane.scratch)
+                refused = self._collection.read(batch, 0, struct.plan.num_items, lane.scratch)
+                self._collection.hold(batch, None)
+        if refused:
+            self._read_again(lane, refused, count, arrays)
+        self._lanes.append(lane)
+
+    def _read_again(self, lane: _Lane, refused: int, count: int, arrays: Any) -> None:
+        if refused < 0:
+            raise MemoryError("no memory is left for the plan of a selection")
+        batch = lane.batch(count, arrays)
+        self._collection.read_again(batch, lane.scratch)
+        for _, rows in self._collection.left(batch):
+            self._read_left(rows, lane.scratch, arrays)
+
+    def _read_left(self, rows: Int64s, scratch: Scratch, arrays: Any) -> None:
+        raise AssertionError("all of the dataset is read by the core")
+
+    def read(self, selection: Selection, out: NDArray[Any]) -> None:
+        """Read a selection to an array of its shape, C-contiguous."""
+        self._steadily(self._read_selection, selection, out)
+
+    def _steadily(self, read: Callable[..., None], *arguments: Any) -> None:
+        """Read again what was read while the file changed: parts may be older than others."""
+        for _ in range(_TRIES):
+            changes = self._changes
+            read(*arguments)
+            if changes == self._changes:
+                return
+        raise ReadError(
+            f'{self.own.file}: dataset "{self.own.path}": the file is written to all the time; read'
+            " it when it is complete",
+            filename=self.own.file,
+            dataset=self.own.path,
+        )
+
+    def _read_selection(self, selection: Selection, out: NDArray[Any]) -> None:
+        raise NotImplementedError
+
+
+def _has_buffer(dtype: np.dtype[Any]) -> bool:
+    """Tell whether arrays of a dtype are buffers, of which ctypes has the address sooner."""
+    try:
+        _from_buffer(np.empty(1, dtype))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def strides_of(size: Numbers, itemsize: int) -> list[int]:
+    """Return the distances in bytes between neighbours along each dimension, in C order."""
+    strides, stride = [], itemsize
+    for extent in reversed(size):
+        strides.append(stride)
+        stride *= extent
+    strides.reverse()
+    return strides
+
+
+class BoxReader(CoreReader):
+    """Reads any part of a dataset that holds its values itself."""
+
+    def __init__(self, core: Core, own: DatasetLayout, *more: Any) -> None:
+        rank = len(own.shape)
+        whole = Crop(tuple(range(rank)), own.shape, False, (False,) * rank, "")
+        layout = shared(own.with_one_sample()).changed(crop=whole)
+        super().__init__(core, layout, own, *more)
+        self._itemsize, self._shape = own.dtype.itemsize, own.shape
+        self._has_buffer, self._pack = _has_buffer(own.dtype), _packer(3 * rank)
+        self._alone_nbytes = _ALONE_NBYTES if own.filters else _ALONE_COPIED_NBYTES
+        self.cells: Sequence[int] = own.chunk_shape
+        if not own.chunk_shape:  # cut along the first dimension: what is read lies together
+            first = next((axis for axis, size in enumerate(own.shape) if size > 1), 0)
+            self.cells = [1 if axis == first else max(1, n) for axis, n in enumerate(own.shape)]
+
+    def read_small(self, key: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
+        """Return what a key selects if that is a small box; None if not.
+
+        That is what `read_box` does, in as few calls of Python as possible.
+        """
+        box = parts_of_box(key, self._shape)
+        if box is None:
+            return None
+        begin, size, step, shape = box
+        out = np.empty(shape, dtype)
+        nbytes = out.nbytes
+        if not 0 < nbytes <= self._alone_nbytes or self._is_far:
+            return None
+        try:
+            lane = self._lanes.pop()
+        except IndexError:
+            lane = self._lane()
+        to = _addressof(_from_buffer(out)) if self._has_buffer else address(out)  # type: ignore[arg-type]
+        is_kept = self._alone_nbytes <= self._cache_nbytes
+        more = 0, 0, 1, to, nbytes, is_kept, True, *begin, *size, *step
+        self._pack(lane.struct, self._offset, *more)
+        if self._call(lane.pointer):
+            return None  # it is read again, to learn why
+        self._lanes.append(lane)
+        return out if shape else out[()]
+
+    def read_box(self, box: Box, out: NDArray[Any]) -> None:
+        """Read a box to an array of its shape, with any strides, of the dataset's dtype."""
+        strides = list(out.strides)
+        if len(strides) < len(box.size):  # dimensions of integers are missing there
+            rest = iter([by for by, n in zip(strides, out.shape, strict=True) if n != 1])
+            strides = [0 if n == 1 else next(rest) for n in box.size]
+        self._steadily(self._read_box, box, out, strides)
+
+    def _read_box(self, box: Box, out: NDArray[Any], strides: list[int]) -> None:
+        to, nbytes = address(out), out.nbytes
+        may_keep = nbytes <= self._cache_nbytes
+        if nbytes <= self._alone_nbytes or self._threads.count < 2:
+            self._read(1, to, nbytes, may_keep, [*box.begin, *box.size, *box.step, *strides], out)
+            return
+        work = []
+        for begin, size, at in cut_box(box, self.cells, _PARTS * self._threads.count):
+            own = to + sum(n * stride for n, stride in zip(at, strides, strict=True))
+            numbers = [*begin, *size, *box.step, *strides]
+            work.append(partial(self._read, 1, own, nbytes, may_keep, numbers, out))
+        self._threads.run(work)
+
+    def _read_selection(self, selection: Selection, out: NDArray[Any]) -> None:
+        box, bounds, index = selection.box, selection.bounds, selection.indices
+        count, mask = 0 if index is None else index.size, selection.mask
+        span = bounds.size[selection.axis] if count else 0
+        if mask is not None:
+            count, span = len(out), mask.size
+        if not count:
+            self._read_whole(box, out)
+        elif span <= _DENSE * count:
+            found = np.empty(bounds.shape, out.dtype)
+            self._read_whole(bounds, found)
+            out[...] = selection.taken(found)
+        elif mask is not None:
+            places = np.stack(np.nonzero(mask), axis=1)
+            self._read_places(places, [1] * mask.ndim, box.step, out)
+        else:
+            assert index is not None
+            places = np.tile(np.array(box.begin, np.int64), (count, 1))
+            places[:, selection.axis] = index
+            size = list(box.size)
+            size[selection.axis] = 1
+            rest = (*box.shape[: selection.place], *box.shape[selection.place + 1 :])
+            found = (
+                out.reshape(count, *rest)
+                if not selection.place
+                else np.empty((count, *rest), out.dtype)
+            )
+            self._read_places(places, size, box.step, found)
+            if selection.place:
+                out[...] = np.moveaxis(found, 0, selection.place)
+
+    def _read_whole(self, box: Box, out: NDArray[Any]) -> None:
+        strides = strides_of(box.size, self._itemsize)
+        if out.size:
+            self._read_box(box, out, strides)
+
+    def _read_places(self, places: Int64s, size: list[int], step: list[int], out: Any) -> None:
+        """Read parts of equal size, which are apart, to an array that has them in turn."""
+        strides = strides_of(size, self._itemsize)
+        nbytes, count = math.prod(size) * self._itemsize, len(places)
+        parts = 1 if out.nbytes <= _ALONE_NBYTES else min(count, self._threads.count * _PARTS)
+        numbers = [*places[0].tolist(), *size, *step, *strides]
+        work = []
+        for part in range(parts):
+            first, last = count * part // parts, count * (part + 1) // parts
+            own = np.ascontiguousarray(places[first:last], np.int64)
+            samples = np.zeros(last - first, np.int64)
+            to = address(out) + first * nbytes
+            work.append(
+                partial(self._read, last - first, to, nbytes, True, numbers, out, samples, own)
+            )
+        self._threads.run(work)
+
+
+class RowsReader(CoreReader):
+    """Reads rows of a dataset whose values lie in others, or parts of its rows."""
+
+    def __init__(self, core: Core, own: DatasetLayout, *more: Any, is_cut: bool) -> None:
+        layout = shared(own)
+        if is_cut:
+            rank = len(own.row_shape)
+            crop = Crop(tuple(range(rank)), own.row_shape, False, (False,) * rank, "")
+            layout = layout.changed(crop=crop)
+        super().__init__(core, layout, own, *more)
+        self._layout = layout
+
+    def _read_selection(self, selection: Selection, out: NDArray[Any]) -> None:
+        box, index = selection.bounds, selection.indices
+        samples = np.arange(box.size[0]) * box.step[0] + box.begin[0]
+        if index is not None and selection.axis == 0:
+            samples = index
+        # Along the other dimensions, all between the first and the last is read.
+        size = [(n - 1) * by + 1 for n, by in zip(box.size[1:], box.step[1:], strict=True)]
+        is_plain = index is None and selection.mask is None and size == box.size[1:]
+        found = out.reshape(len(samples), *size) if is_plain else None
+        if found is None:
+            found = np.empty((len(samples), *size), out.dtype)
+        self._read_rows(samples, box.begin[1:], found)
+        if is_plain:
+            return
+        found = found[(slice(None), *(slice(None, None, by) for by in box.step[1:]))]
+        if index is not None and selection.axis:
+            found = found.take(index - index[0], selection.axis)
+        out[...] = found[selection.mask] if selection.mask is not None else found.reshape(out.shape)
+
+    def _read_rows(self, samples: Int64s, begin: list[int], out: NDArray[Any]) -> None:
+        numbers: list[int] = []
+        if self._layout.crop is not None:
+            size = out.shape[1:]
+            ones, strides = [1] * len(size), strides_of(size, self.own.dtype.itemsize)
+            numbers = [*begin, *size, *ones, *strides]
+        block = _BLOCK_ROWS
+        if out.nbytes > _ALONE_NBYTES:
+            block = min(block, -(-len(out) // (_PARTS * self._threads.count)))
+        work = []
+        for first in range(0, len(out), block):
+            some = np.ascontiguousarray(samples[first : first + block])
+            rows = out[first : first + block]
+            nbytes = rows.nbytes // len(rows)
+            arrays = some, begin, rows
+            work.append(
+                partial(self._read, len(rows), address(rows), nbytes, True, numbers, arrays, some)
+            )
+        self._threads.run(work)
+
+    def _read_left(self, rows: Int64s, scratch: Scratch, arrays: Any) -> None:
+        samples, begin, out = arrays
+        places, layout = None, self._layout
+        if layout.crop is not None:
+            layout = layout.changed(crop=layout.crop._replace(sizes=out.shape[1:]))
+            places = np.tile(np.array(begin, np.int64), (rows.size, 1))
+        plan = SamplesPlan(samples[rows], rows, out.nbytes, places)
+        self._executors.h5py_rows([layout])[0].execute(plan, out, scratch)
+
+
+class H5pyReader:
+    """Reads selections of a dataset through h5py, one thread at a time, as it is checked."""
+
+    def __init__(self, own: DatasetLayout) -> None:
+        self.own = own
+        reader = FallbackReader(1, FileChanges([own], lambda: None), load_core())
+        self._reader, self._checks = reader, reader.checks(own)
+        self._scratch = Scratch.allocate(0, 0, 0)
+
+    def read_key(self, key: tuple[Any, ...], selection: Selection) -> NDArray[Any]:
+        """Return what a key selects, which `selection` describes."""
+        found: list[Any] = []
+        box = selection.bounds
+        rows = np.arange(box.size[0]) * box.step[0] + box.begin[0]
+        wanted = WantedRows(rows, rows, np.empty(0, np.uint8))
+
+        def work(_: WantedRows, dataset: h5py.Dataset) -> None:
+            found[:] = [dataset[key]]
+
+        self._reader.read(self.own, wanted, work, self._checks, self._scratch)
+        return np.asarray(found[0])

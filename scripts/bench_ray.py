@@ -1,0 +1,133 @@
+"""Read gzip chunks in Ray Data: by h5async, by h5py in map_batches, and without Ray.
+
+``stream``: images through a local cluster, whose tasks take all cores, to a loop that takes
+blocks. h5py reads a chunk at a time, or a row at a time. "alone" is this reader in one process,
+without Ray, with as many threads. ``first``: how soon the first batch is there, beside
+`read_parquet` of the same rows, as Ray wrote them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import ray
+from bench_common import CORES, RESULTS, make_images
+from bench_turns import Bench, Target, Way, run_cases
+
+from h5async import AsyncReader
+from h5async.ray import read_hdf5
+
+CHUNK, IMAGES = 16, 320  # of a file
+
+
+def write_files(folder: Path, count: int) -> list[str]:
+    """Write files of compressed images, of 48 MB decoded each."""
+    images, paths = make_images(IMAGES), []
+    for number in range(count):
+        paths.append(str(folder / f"{number:03}.h5"))
+        with h5py.File(paths[-1], "w") as file:
+            shape = (CHUNK, *images.shape[1:])
+            file.create_dataset("data", data=images, chunks=shape, compression="gzip")
+            file["labels"] = np.arange(IMAGES) + number * IMAGES
+    return paths
+
+
+def by_h5py(rows: int, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Read files by h5py, so many rows at a time."""
+    for path in batch["item"]:
+        with h5py.File(path) as file:
+            for at in range(0, len(file["data"]), rows):
+                yield {name: file[name][at : at + rows] for name in ("data", "labels")}
+
+
+def streamed(count: int, make: Callable[[], Any]) -> Way:
+    """Return a way that takes all blocks of a dataset, which it makes anew."""
+
+    def way(_: float) -> float:
+        begin = time.perf_counter()
+        rows = sum(len(batch["labels"]) for batch in make().iter_batches(batch_size=None))
+        assert rows == count
+        return count / (time.perf_counter() - begin)
+
+    return way
+
+
+def alone(paths: list[str]) -> Way:
+    def way(_: float) -> float:
+        begin = time.perf_counter()
+        with AsyncReader(hdf5_path=paths, batch_size=128, num_threads=CORES) as reader:
+            rows = sum(batch.size for batch in reader)
+        return rows / (time.perf_counter() - begin)
+
+    return way
+
+
+def first(make: Callable[[], Any]) -> Way:
+    """Return a way that takes one batch; its speed is one by the seconds."""
+
+    def way(_: float) -> float:
+        begin = time.perf_counter()
+        batch = next(iter(make().iter_batches(batch_size=32)))
+        taken = time.perf_counter() - begin
+        assert len(batch["labels"]) == 32
+        return 1 / taken
+
+    return way
+
+
+def stream(bench: Bench) -> None:
+    """Measure how fast all rows are read."""
+    paths = write_files(bench.folder, bench.options.count)
+    rows = IMAGES * len(paths)
+
+    def loop(size: int) -> Any:
+        return ray.data.from_items(paths).map_batches(partial(by_h5py, size), batch_size=1)
+
+    ways = {
+        "h5async": streamed(rows, lambda: read_hdf5(paths)),
+        "h5py, chunks": streamed(rows, partial(loop, CHUNK)),
+        "h5py, rows": streamed(rows, partial(loop, 1)),
+        "alone": alone(paths),
+    }
+    targets = [("h5py, chunks", 3), ("h5py, rows", 3), ("alone", 0.8)]
+    bench.measure("stream", ways, [Target("h5async", *one) for one in targets])
+
+
+def soon(bench: Bench) -> None:
+    """Measure how soon the first batch is there."""
+    paths = write_files(bench.folder, bench.options.count)
+    table = str(bench.folder / "parquet")
+    read_hdf5(paths).write_parquet(table)
+    ways = {
+        "h5async": first(lambda: read_hdf5(paths)),
+        "read_parquet": first(lambda: ray.data.read_parquet(table)),
+    }
+    bench.measure("first", ways, [Target("h5async", "read_parquet", 0.667)])
+
+
+CASES = {"stream": stream, "first": soon}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="*", choices=CASES)
+    parser.add_argument("--count", type=int, default=16, help="files")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="two files, once; saves nothing")
+    options = parser.parse_args()
+    options.seconds = 0.0
+    if options.quick:
+        options.count, options.repeats, options.out = 2, 1, None
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    ray.init(num_cpus=CORES, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    run_cases("bench_ray", CASES, options)
+    ray.shutdown()

@@ -1,0 +1,305 @@
+"""Selections of files of `open_file`, compared with h5py: keys, storages, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from corpus import QUIRKS, Quirk
+from hypothesis import given
+from memorystore import MemoryStore
+
+import h5async
+from h5async import (
+    DamagedError,
+    DatasetError,
+    H5AsyncError,
+    ReaderClosedError,
+    ReadError,
+    SelectionError,
+)
+
+SHAPE = (23, 12, 9)
+STORED: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "chunked": {"chunks": (4, 5, 3)},
+    "gzip": {"chunks": (5, 12, 4), "compression": "gzip", "shuffle": True},
+    "rows": {"chunks": (1, 12, 9), "compression": "gzip"},
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("arrays") / "several.h5"
+    rng = np.random.default_rng(5)
+    values = rng.integers(0, 1 << 30, SHAPE)
+    with h5py.File(found, "w") as file:
+        for name, options in STORED.items():
+            file.create_dataset(name, data=values, **options)
+        file.create_dataset("sparse", SHAPE, "f4", chunks=(2, 3, 4), fillvalue=7)[5:7] = 1
+        file.create_dataset("group/text", data=["a", "bcd", "", "ä"])
+        file.create_dataset("group/scalar", data=5)
+        file.create_dataset("group/empty", data=h5py.Empty("f4"))
+        file.create_dataset("flags", data=rng.random(50) > 0.5)
+        pairs = np.zeros(30, [("a", "f4"), ("b", "S3"), ("c", "i2", (2,))])
+        pairs["a"], pairs["b"], pairs["c"] = rng.random(30), b"xy", rng.integers(0, 99, (30, 2))
+        file.create_dataset("pairs", data=pairs, chunks=(7,), compression="gzip")
+        layout = h5py.VirtualLayout((46, 12, 9), "i8")
+        layout[:23] = h5py.VirtualSource(file["gzip"])
+        layout[23:40] = h5py.VirtualSource(file["chunked"])[:17]
+        file.create_virtual_dataset("virtual", layout, fillvalue=-1)
+        file["gzip"].attrs["units"] = "m"
+    return found
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    for name in expected.dtype.names or ():
+        assert_same(np.array(found[name]), np.array(expected[name]))
+    if not expected.dtype.names:
+        np.testing.assert_array_equal(found, expected)
+
+
+def assert_answers_as_h5py(found: Any, expected: Any, key: Any) -> None:
+    try:
+        value = expected[key]
+    except (IndexError, TypeError, ValueError, OSError) as error:  # OSError: a list leads out of it
+        if "don't have hyperslab" in str(error):
+            return  # a list beside an empty slice, which is empty
+        with pytest.raises(SelectionError):
+            found[key]
+    else:
+        assert_same(found[key], value)
+
+
+@st.composite
+def keys(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
+    """Draw a key of any kind, of which h5py refuses some."""
+    parts: list[Any] = []
+    for extent in shape[: draw(st.integers(0, len(shape)))]:
+        bounds = st.none() | st.integers(-extent - 2, extent + 2)
+        indices = st.lists(st.integers(-1, extent - 1), max_size=5)
+        mask = st.lists(st.booleans(), min_size=extent, max_size=extent)
+        part = st.one_of(
+            st.integers(-extent - 1, extent),
+            st.builds(slice, bounds, bounds, st.none() | st.integers(-1, 7)),
+            st.builds(slice, bounds, bounds),
+            indices,
+            indices.map(lambda some: sorted(set(map(abs, some)))),
+            mask.map(np.array),
+        )
+        parts.append(draw(part))
+    if draw(st.integers(0, 4)) == 0:
+        parts.insert(draw(st.integers(0, len(parts))), Ellipsis)
+    return parts[0] if len(parts) == 1 and draw(st.booleans()) else tuple(parts)
+
+
+@pytest.mark.parametrize("name", [*STORED, "sparse", "virtual", "flags", "pairs"])
+def test_keys_select_what_they_do_in_h5py(path: Path, name: str):
+    with h5py.File(path) as expected, h5async.open_file(path, num_threads=2) as found:
+
+        @given(st.lists(keys(expected[name].shape), min_size=4, max_size=4))
+        def check(several: list[Any]):
+            for key in several:
+                assert_answers_as_h5py(found[name], expected[name], key)
+
+        check()
+
+
+@pytest.mark.parametrize("quirk", QUIRKS.values(), ids=QUIRKS)
+def test_the_corpus_is_read_like_h5py(quirk: Quirk, tmp_path: Path):
+    path = quirk.write(tmp_path)
+    options = quirk.options(tmp_path) if quirk.options else {}
+    if quirk.way not in ("direct", "h5py"):
+        for name in quirk.names:
+            with contextlib.suppress(H5AsyncError):  # what only batches cannot hold is read
+                h5async.open_file(path, **options)[name][()]
+        return
+    with h5py.File(path) as expected, h5async.open_file(path, **options) as found:
+        for name in quirk.names:
+            rank = expected[name].ndim
+            assert_same(found[name][...], expected[name][...])
+            if rank < 30 and expected[name].size:  # HDF5 divides by 0 there
+                assert_same(found[name][-1], expected[name][-1])
+                assert_same(found[name][::2], expected[name][::2])
+                some = (slice(None),) * (rank - 1) + (slice(0, None, 3),)
+                assert_same(found[name][some], expected[name][some])
+                assert_same(found[name][[0, -1][:1]], expected[name][[0]])
+
+
+def test_masks_of_the_whole_dataset(path: Path):
+    with h5py.File(path) as expected, h5async.open_file(path) as found:
+        for name in ("gzip", "chunked", "virtual"):
+            every = expected[name][()]
+            for mask in (every % 2 == 0, every % 97 == 0, every < 0):
+                assert_same(found[name][mask], expected[name][mask])
+            with pytest.raises(SelectionError, match="selected by integers"):
+                found[name][np.zeros((3, 3), bool)]
+
+
+def test_indices_out_of_range(path: Path):
+    with h5async.open_file(path) as found:
+        for key in (23, -24, [0, 23], np.s_[:, 12], np.s_[:, :, [-10, 3]], np.s_[0, 0, 0, 0]):
+            with pytest.raises(SelectionError, match=r"gzip\" of shape \(23, 12, 9\)"):
+                found["gzip"][key]
+
+
+def test_fields_of_compounds(path: Path):
+    with h5py.File(path) as expected, h5async.open_file(path) as found:
+        for key in ("a", ("c", slice(3, 9)), ("a", "b", [1, 5]), ("b", 4)):
+            assert_same(found["pairs"][key], expected["pairs"][key])
+        with pytest.raises(ValueError, match="no field"):
+            found["pairs"]["d"]
+
+
+def test_what_hdf5_alone_reads(path: Path):
+    with h5py.File(path) as expected, h5async.open_file(path) as found:
+        for key in ((), 1, [0, 2], slice(1, 3)):
+            np.testing.assert_array_equal(found["group/text"][key], expected["group/text"][key])
+        assert found["group"]["text"].dtype == expected["group/text"].dtype
+        assert found["group/scalar"][()] == 5
+        assert found["group/empty"][()] == expected["group/empty"][()]
+        for name in ("group/scalar", "group/empty"):
+            with pytest.raises(SelectionError):
+                found[name][3]
+
+
+def test_large_selections_are_read_by_several_threads(tmp_path: Path):
+    path, values = tmp_path / "large.h5", np.arange(3_000_000, dtype="f4").reshape(3000, 20, 50)
+    with h5py.File(path, "w") as file:
+        file["plain"] = values
+        file.create_dataset("gzip", data=values, chunks=(100, 9, 50), compression="gzip")
+    some = np.sort(np.random.default_rng(1).choice(3000, 500, replace=False))
+    with h5async.open_file(path, num_threads=3) as file:
+        for name in ("plain", "gzip"):
+            for key in ((), np.s_[5:, ::3], np.s_[::7, :, 11:40], some, np.s_[:, [3, 17]]):
+                assert_same(file[name][key], values[key])
+            out = np.zeros((60, 3000), "f4")
+            file[name].read_direct(out[10:30].T, np.s_[:, :, 7])
+            np.testing.assert_array_equal(out[10:30], values[:, :, 7].T)
+            file[name].read_direct(out, np.s_[100:160, 0, 0], np.s_[:, 3])
+            np.testing.assert_array_equal(out[:, 3], values[100:160, 0, 0])
+
+
+def test_many_threads_read_one_dataset(path: Path):
+    with h5async.open_file(path) as file, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda row: file["gzip"][row % 23], range(400)))
+        with h5py.File(path) as expected:
+            every = expected["gzip"][()]
+    for row, values in enumerate(found):
+        np.testing.assert_array_equal(values, every[row % 23])
+
+
+def test_files_are_mappings_and_pickle_by_their_path(path: Path):
+    with h5async.open_file(path, num_threads=1) as file:
+        assert list(file["group"]) == ["empty", "scalar", "text"]
+        assert "gzip" in file
+        assert "group/text" in file
+        assert "nothing" not in file
+        assert file["gzip"].attrs["units"] == "m"
+        with pytest.raises(DatasetError, match="there is no object"):
+            file["nothing"]
+        dataset = pickle.loads(pickle.dumps(file["gzip"]))
+        assert_same(dataset[3], file["gzip"][3])
+        assert (len(dataset), dataset.ndim, dataset.size) == (23, 3, 23 * 12 * 9)
+        assert_same(np.asarray(dataset), file["gzip"][()])
+        opened = pickle.loads(pickle.dumps(file["group"]))
+        assert list(opened) == list(file["group"])
+    with pytest.raises(ReaderClosedError, match="was closed"):
+        file["rows"]
+
+
+def test_a_file_that_was_replaced_is_an_error(tmp_path: Path):
+    path = tmp_path / "changes.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.arange(100)
+    with h5async.open_file(path) as opened:
+        data = opened["data"]
+        np.testing.assert_array_equal(data[5:8], [5, 6, 7])
+        path.unlink()
+        with h5py.File(path, "w") as file:
+            file["data"] = np.zeros(50)
+        with pytest.raises(ReadError, match="changed"):
+            opened["other"]
+
+
+def test_values_that_are_written_meanwhile_are_never_mixed(tmp_path: Path):
+    path = tmp_path / "written.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=np.zeros((64, 1000)), chunks=(1, 1000), compression="gzip")
+    with h5async.open_file(path, num_threads=1) as opened:
+        data = opened["data"]
+        assert not data[3].any()  # its chunk is kept, and forgotten when the file has changed
+        with h5py.File(path, "r+") as file:
+            file["data"][...] = 1
+        with contextlib.suppress(ReadError):
+            assert (data[()] == 1).all()
+            assert (data[3] == 1).all()
+
+
+def test_damaged_chunks_are_errors_that_name_them(tmp_path: Path):
+    path = tmp_path / "damaged.h5"
+    with h5py.File(path, "w") as file:
+        values = np.arange(4000.0).reshape(40, 100)
+        file.create_dataset("data", data=values, chunks=(10, 100), compression="gzip")
+        place = file["data"].id.get_chunk_info(2).byte_offset
+    with path.open("r+b") as file:
+        file.seek(place + 5)
+        file.write(b"spoiled")
+    with h5async.open_file(path) as opened:
+        np.testing.assert_array_equal(opened["data"][:20], values[:20])
+        for key in (25, [3, 29], np.s_[::8], ()):
+            with pytest.raises(DamagedError, match=r"\"/?data\", chunk \(.*20, 0\)"):
+                opened["data"][key]
+        np.testing.assert_array_equal(opened["data"][30:], values[30:])
+
+
+def test_files_that_declare_too_much_are_refused(tmp_path: Path):
+    path = tmp_path / "hollow.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", (1 << 24, 1 << 10), "f4", chunks=(1 << 10, 1 << 10))
+    with h5async.open_file(path) as opened:
+        with pytest.raises(MemoryError, match="max_batch_bytes"):
+            opened["data"][()]
+        assert not opened["data"][5:9].any()
+
+
+def test_a_forked_process_reads_too(path: Path):
+    with h5async.open_file(path, num_threads=2) as opened:
+        expected = opened["gzip"][3]
+        opened["gzip"][()]
+        child = os.fork()
+        if not child:
+            os._exit(0 if np.array_equal(opened["gzip"][3], expected) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_files_in_another_store(path: Path, store: MemoryStore):
+    with h5py.File(path) as expected, h5async.open_file(store.put(path), num_threads=2) as found:
+        for name in ("contiguous", "gzip", "pairs", "flags", "group/text"):
+            for key in ((), 2, slice(1, None, 2), [0, 3]):
+                np.testing.assert_array_equal(found[name][key], expected[name][key])
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    with h5py.File(tmp_path / "secret.h5", "w") as file:
+        file["data"] = [1]
+    with h5py.File(inside / "links.h5", "w") as file:
+        file["data"] = h5py.ExternalLink("../secret.h5", "data")
+    with h5async.open_file(inside / "links.h5") as opened:
+        with pytest.raises(PermissionError, match="allow_external"):
+            opened["data"]
+    with h5async.open_file(inside / "links.h5", allow_external=tmp_path) as opened:
+        assert opened["data"][0] == 1
