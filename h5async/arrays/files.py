@@ -17,9 +17,9 @@ from h5async.arrays.dataset import Dataset, DatasetFacts
 from h5async.arrays.reading import Threads
 from h5async.config import ReaderConfig
 from h5async.config.files import FileName
-from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosedError
+from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosedError, ReadError
 from h5async.index.attributes import scale_paths
-from h5async.index.contents import names_in, what_is_there
+from h5async.index.contents import names_in, walk, what_is_there
 from h5async.index.datasets import Indexer
 from h5async.index.hdf5 import reading
 from h5async.index.links import Located, components, locate, open_index
@@ -120,6 +120,7 @@ class File(Group):
             raise ConfigError(f"open_file reads one file, found {len(config.files)}")
         self.path: FileName = config.files[0]
         self.filename = str(self.path)
+        self.max_nbytes = config.max_batch_bytes or 0
         self.reach, self.kept, self.cache_nbytes = reach_of(config), config.kept, cache_bytes
         self.threads = Threads(usable_cores() if num_threads is None else max(1, num_threads))
         self._arguments = path, num_threads, cache_bytes, dict(options)
@@ -152,6 +153,10 @@ class File(Group):
     def close(self) -> None:
         """Close what reading has open. Idempotent; datasets cannot be read any more."""
         self._is_closed = True
+        self.release()
+
+    def release(self) -> None:
+        """Close what reading has open, until something is read again."""
         with self._lock:
             recent, self._recent = list(self._recent), {}
         for dataset in recent:
@@ -167,7 +172,7 @@ class File(Group):
             if self._stamp is None:
                 self._stamp = stamp
             if stamp != self._stamp:
-                raise changed(self.filename, "open it again")
+                raise changed(self.filename, "it is not as it was when it was opened")
             yield self._located(file, path, files)
 
     def _located(
@@ -230,6 +235,16 @@ class File(Group):
             layout is None and (is_virtual or plist.get_external_count() > 0),
             scale_paths(node),
         )
+
+    def require_permitted_links(self, file: HDF5File) -> None:
+        """Raise `UnsafeFileError` if links lead to files that are not permitted."""
+        for path, kind in walk(file):
+            if kind not in ("group", "dataset"):
+                with (
+                    contextlib.ExitStack() as files,
+                    suppressing(KeyError, DatasetError, ReadError),
+                ):
+                    locate(file, path, self.reach, files)
 
     def require_open(self) -> None:
         """Raise `ReaderClosedError` once the file is closed."""

@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.arrays.selections import Box, Int64s, Numbers, Selection, cut_box
+from h5async.arrays.selections import Box, Int64s, Numbers, Selection, cut_box, parts_of_box
 from h5async.config.files import Kept
 from h5async.core.binding import Core, address, load_core
 from h5async.errors import ReadError
@@ -34,6 +34,7 @@ from h5async.plan.records import SamplesPlan
 from h5async.read.collection import Collection
 from h5async.read.executors import Executors
 from h5async.read.fallback import FallbackReader, WantedRows
+from h5async.read.farsources import FarSources
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.system.interruptions import call_when_gone
@@ -43,6 +44,7 @@ _ALONE_NBYTES, _ALONE_COPIED_NBYTES = 1 << 18, 1 << 22
 _PARTS = 4  # of a large selection, per thread
 _BLOCK_ROWS = 1 << 18
 _TRIES = 3  # to read a selection while its file changes
+_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
 _DENSE = 4  # a list is read as a whole range if that has at most so many times its elements
 
 
@@ -113,8 +115,9 @@ class _Lane:
 
 
 @cache
-def _packer(rank: int) -> Callable[..., None]:
-    return Struct(f"={4 + 4 * rank}q").pack_into
+def _packer(count: int) -> Callable[..., None]:
+    """Return what writes the members of `Selected` that differ by call: 7, and `count` numbers."""
+    return Struct(f"={7 + count}q").pack_into
 
 
 class CoreReader:
@@ -152,10 +155,12 @@ class CoreReader:
         call_when_gone(self, core.free_store, store)
         call_when_gone(self, core.close_sources, tables.sources)
         self._is_far = tables.far is not None
+        if tables.far is not None:
+            call_when_gone(self, FarSources.close, tables.far)
         self.can_read = tables.can_read[0]  # any of it, by the core
         self._room = ScratchSize.of([layout])
         self._lanes: list[_Lane] = []
-        self._call, self._offset = core.read_selected, core.Selected.count.offset
+        self._call, self._offset = core.read_selected, core.Selected.samples.offset
 
     def _lane(self) -> _Lane:
         try:
@@ -180,9 +185,9 @@ class CoreReader:
             self._read_left(np.arange(count), lane.scratch, arrays)
             return
         struct = lane.struct
-        struct.samples = None if samples is None else address(samples)
-        struct.places = None if places is None else address(places)
-        _packer(len(numbers) // 4)(struct, self._offset, count, out, row_nbytes, may_keep, *numbers)
+        at = [0 if one is None else address(one) for one in (samples, places)]
+        more = *at, count, out, row_nbytes, may_keep, False
+        _packer(len(numbers))(struct, self._offset, *more, *numbers)
         if not self._is_far:
             refused = self._call(lane.pointer)
         else:
@@ -229,12 +234,13 @@ class CoreReader:
         raise NotImplementedError
 
 
-def _address(array: NDArray[Any]) -> int:
-    """Return what `address` does, in a quarter of the time for most arrays."""
+def _has_buffer(dtype: np.dtype[Any]) -> bool:
+    """Tell whether arrays of a dtype are buffers, of which ctypes has the address sooner."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError, BufferError):  # other strides, or a dtype without a format
-        return address(array)
+        _from_buffer(np.empty(1, dtype))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def strides_of(size: Numbers, itemsize: int) -> list[int]:
@@ -255,12 +261,39 @@ class BoxReader(CoreReader):
         whole = Crop(tuple(range(rank)), own.shape, False, (False,) * rank, "")
         layout = shared(own.with_one_sample()).changed(crop=whole)
         super().__init__(core, layout, own, *more)
-        self._itemsize = own.dtype.itemsize
+        self._itemsize, self._shape = own.dtype.itemsize, own.shape
+        self._has_buffer, self._pack = _has_buffer(own.dtype), _packer(3 * rank)
         self._alone_nbytes = _ALONE_NBYTES if own.filters else _ALONE_COPIED_NBYTES
         self.cells: Sequence[int] = own.chunk_shape
         if not own.chunk_shape:  # cut along the first dimension: what is read lies together
             first = next((axis for axis, size in enumerate(own.shape) if size > 1), 0)
             self.cells = [1 if axis == first else max(1, n) for axis, n in enumerate(own.shape)]
+
+    def read_small(self, key: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
+        """Return what a key selects if that is a small box; None if not.
+
+        That is what `read_box` does, in as few calls of Python as possible.
+        """
+        box = parts_of_box(key, self._shape)
+        if box is None:
+            return None
+        begin, size, step, shape = box
+        out = np.empty(shape, dtype)
+        nbytes = out.nbytes
+        if not 0 < nbytes <= self._alone_nbytes or self._is_far:
+            return None
+        try:
+            lane = self._lanes.pop()
+        except IndexError:
+            lane = self._lane()
+        to = _addressof(_from_buffer(out)) if self._has_buffer else address(out)  # type: ignore[arg-type]
+        is_kept = self._alone_nbytes <= self._cache_nbytes
+        more = 0, 0, 1, to, nbytes, is_kept, True, *begin, *size, *step
+        self._pack(lane.struct, self._offset, *more)
+        if self._call(lane.pointer):
+            return None  # it is read again, to learn why
+        self._lanes.append(lane)
+        return out if shape else out[()]
 
     def read_box(self, box: Box, out: NDArray[Any]) -> None:
         """Read a box to an array of its shape, with any strides, of the dataset's dtype."""
@@ -271,7 +304,7 @@ class BoxReader(CoreReader):
         self._steadily(self._read_box, box, out, strides)
 
     def _read_box(self, box: Box, out: NDArray[Any], strides: list[int]) -> None:
-        to, nbytes = _address(out), out.nbytes
+        to, nbytes = address(out), out.nbytes
         may_keep = nbytes <= self._cache_nbytes
         if nbytes <= self._alone_nbytes or self._threads.count < 2:
             self._read(1, to, nbytes, may_keep, [*box.begin, *box.size, *box.step, *strides], out)

@@ -78,6 +78,14 @@ class Selection(NamedTuple):
 
 def box_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Box | None:
     """Return the box of a key of integers, slices and Ellipsis; None if there is more in it."""
+    found = parts_of_box(key, shape)
+    return None if found is None else Box(*found)
+
+
+def parts_of_box(
+    key: tuple[Any, ...], shape: tuple[int, ...]
+) -> tuple[list[int], list[int], list[int], tuple[int, ...]] | None:
+    """Return the members of the box of a key, as `box_of` does."""
     begin: list[int] = []
     size: list[int] = []
     step: list[int] = []
@@ -127,7 +135,7 @@ def box_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Box | None:
         step += [1] * len(rest)
         size += rest
         kept += rest
-    return Box(begin, size, step, tuple(kept))
+    return begin, size, step, tuple(kept)
 
 
 def selection_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+import re
 import sys
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -26,6 +28,7 @@ from h5async.cli.repack import repack
 from h5async.cli.stats import stats
 from h5async.config.hints import hint_for
 
+_ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")  # of a cluster, which --ray may be without
 _UsageError: Any = typer.BadParameter.__base__  # click's, or the copy in typer
 
 
@@ -53,6 +56,13 @@ class _Group(TyperGroup):
                 with contextlib.suppress(OSError):
                     _print_error(text)
             raise SystemExit(1) from error
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Give ``--ray`` without an address one: the parser knows no values that may be absent."""
+        pairs = itertools.zip_longest(args, args[1:], fillvalue="")
+        is_bare = [one == "--ray" and not _ADDRESS.fullmatch(after) for one, after in pairs]
+        typed = [f"{one}=auto" if bare else one for one, bare in zip(args, is_bare, strict=True)]
+        return super().parse_args(ctx, typed)
 
     def invoke(self, ctx: Any) -> Any:
         try:

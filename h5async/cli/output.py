@@ -29,6 +29,14 @@ REFRESH_SECONDS = 0.1
 _PATIENCE_SECONDS = 2.0  # before a bar for indexing is shown
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="[ADDRESS]",
+        help="Run as jobs on Ray: on the cluster at ADDRESS, or one that runs here, or a new one.",
+    ),
+]
 PlotFile = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Draw the results with Matplotlib (.png, .svg, .pdf)."),

@@ -10,7 +10,7 @@ import typer
 from rich.filesize import decimal
 
 from h5async.cli.options import takes_model, typed_options
-from h5async.cli.output import REFRESH_SECONDS, Json, print_json, progress_bar, safe
+from h5async.cli.output import REFRESH_SECONDS, Json, Ray, print_json, progress_bar, safe
 from h5async.config.files import home_path, with_variables
 from h5async.packing.repackoptions import RepackOptions
 
@@ -27,6 +27,7 @@ def repack(
     output: _Output,
     dry_run: _DryRun = False,
     as_json: Json = False,
+    ray: Ray = None,
     **typed: Any,
 ) -> None:
     """Write IN anew, with other chunks, filters or samples; several files become one.
@@ -56,7 +57,9 @@ def repack(
                 bar.update(task, completed=done, total=count)
                 bar.refresh()
 
-        found = repack(sources, out, dry_run=dry_run, planned=show_plan, progress=show, **options)
+        found = repack(
+            sources, out, dry_run=dry_run, planned=show_plan, progress=show, ray=ray, **options
+        )
     if as_json:
         datasets = [one._asdict() for one in found.plan.datasets]
         plan = {**found.plan._asdict(), "datasets": datasets}

@@ -73,6 +73,11 @@ class Selection:
         """Whether positions are sample numbers."""
         return self.numbers is None and (self.start, self.step) == (0, 1)
 
+    @property
+    def is_range(self) -> bool:
+        """Whether the samples are equidistant."""
+        return self.numbers is None
+
     def samples(self, positions: Int64s) -> Int64s:
         """Return the sample numbers at positions, as a new array or `positions` itself."""
         if self.numbers is not None:

@@ -7,6 +7,7 @@ are kept, and written at `flush`. So a file can be continued at any sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import h5py
@@ -15,9 +16,11 @@ from numpy.typing import NDArray
 
 from h5async.codec.encoders import set_filters
 from h5async.codec.filters import Filter, is_known_to_hdf5
+from h5async.core.binding import address
 from h5async.index.chunks import filters_of
 from h5async.index.groupfields import KIND
 from h5async.packing.chunkwriter import ChunkWriter
+from h5async.packing.rawvalues import HVL_NBYTES, write_raw
 from h5async.packing.schema import Coded, Column, Values, nbytes_of
 from h5async.spelling import name_bytes, name_text
 
@@ -28,8 +31,9 @@ def appender(file: h5py.File, column: Column, writer: ChunkWriter, count: int) -
     """Return what appends to the dataset of a column, which has `count` samples."""
     if column.form == "codes":
         return _CodesAppender(file[column.name], column, writer, count)
-    if column.form == "array":
-        return _ChunkAppender(file[column.name], column, writer, count)
+    kinds = {"array": _ChunkAppender, "varying": _VaryingAppender}
+    if column.form in kinds:
+        return kinds[column.form](file[column.name], column, writer, count)
     return Appender(file[column.name], column, writer, count)
 
 
@@ -80,6 +84,23 @@ class Appender:
 
     def flush(self) -> None:
         """Write what is kept."""
+
+
+class _VaryingAppender(Appender):
+    """Appends arrays of any length, which HDF5 copies from where they are."""
+
+    def __init__(self, node: h5py.Dataset, column: Column, writer: ChunkWriter, count: int) -> None:
+        super().__init__(node, column, writer, count)
+        self._dataset, self._writer = node, writer
+
+    def append(self, values: Values) -> None:
+        self._writer.call(partial(self._write, self.count, values), nbytes_of(values))
+        self.count += len(values)
+
+    def _write(self, first: int, values: Any) -> None:
+        self._dataset.resize(first + len(values), 0)
+        elements = np.array([(one.size, address(one)) for one in values], np.uint64)
+        write_raw(self._dataset.id, (first,), elements.view(f"V{HVL_NBYTES}")[:, 0])
 
 
 class _ChunkAppender(Appender):

@@ -28,15 +28,20 @@ class Journal(NamedTuple):
     is_finished: bool
     fingerprint: str  # of the file, as it is after the commit
     pieces: Sequence[Piece]  # which are to be written to the file
+    direct: Sequence[tuple[int, int]] = ()  # ranges that are written to whatever is committed
 
 
 def fingerprint(file: PartialFile) -> str:
-    """Return a digest of the first and last bytes of a file."""
+    """Return a digest of the first and last bytes of a file, but for those that may change."""
     found = hashlib.blake2b(digest_size=16)
     for begin in (0, max(0, file.end - _ENDS_NBYTES)):
         file.seek(begin)
         data = bytearray(min(_ENDS_NBYTES, file.end))
         file.readinto(data)
+        for start, stop in file.direct:
+            first, last = max(0, start - begin), min(len(data), stop - begin)
+            if first < last:
+                data[first:last] = bytes(last - first)
         found.update(data)
     return found.hexdigest()
 
@@ -76,7 +81,8 @@ def read_journal(path: Path) -> Journal | None:
     for offset, nbytes in fields.pop("pieces"):
         pieces.append((offset, data[at : at + nbytes]))
         at += nbytes
-    return Journal(pieces=pieces, **fields)
+    direct = [(begin, end) for begin, end in fields.pop("direct", ())]
+    return Journal(pieces=pieces, direct=direct, **fields)
 
 
 def synchronize_folder(folder: Path) -> None:

@@ -6,18 +6,19 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from h5async.config import ReaderConfig
-from h5async.config.files import FileName, home_path, is_index
-from h5async.errors import ConfigError, WriteError
+from h5async.config.files import FileName, home_path, is_index, paths_text
+from h5async.errors import ConfigError, ReadError, WriteError
 from h5async.index.links import open_index
 from h5async.packing.repacking import Progress, Repacked, Repacking
 from h5async.packing.repackoptions import RepackKeywords, RepackOptions
 from h5async.packing.rewriting import Plan
-from h5async.packing.safefile import exists
+from h5async.packing.safefile import require_new
 from h5async.packing.shards import Finished, index_shards, remove_other_shards, shard_path
 from h5async.spelling import named
+from h5async.system.jobs import run_jobs
 
 
 def repack(
@@ -27,6 +28,7 @@ def repack(
     dry_run: bool = False,
     planned: Callable[[Plan], None] | None = None,
     progress: Progress | None = None,
+    ray: str | None = None,
     **options: Unpack[RepackKeywords],
 ) -> Repacked:
     """Write HDF5 files anew, with other chunks, filters or samples; several files become one.
@@ -47,6 +49,8 @@ def repack(
         Called with the plan before anything is written.
     progress
         Called with the bytes of values that are done, and with those of all.
+    ray
+        Write `shards` as jobs on this cluster of Ray: its address, or ``"auto"``. See docs/ray.md.
     **options
         As in `RepackOptions`.
 
@@ -80,6 +84,8 @@ def repack(
     path = Path(home_path(os.fspath(output)))
     if is_index(path) and chosen.shards is None:
         raise ConfigError(f"{path}: only {named('shards')} are joined by a saved index")
+    if ray is not None and chosen.shards is None:
+        raise ConfigError(f"jobs on Ray write a shard each; give {named('shards')}, such as 1GB")
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open_index(file)) for file in config.files]
         work = Repacking(files, config, chosen)
@@ -89,7 +95,7 @@ def repack(
         if dry_run:
             return found
         if chosen.shards is not None:
-            return found._replace(paths=_write_shards(work, path, chosen, progress))
+            return found._replace(paths=_write_shards(work, path, chosen, progress, ray))
         _write(work, path, chosen, progress)
     return found
 
@@ -116,30 +122,27 @@ def _write(work: Repacking, path: Path, options: RepackOptions, progress: Progre
 
 
 def _write_shards(
-    work: Repacking, path: Path, options: RepackOptions, progress: Progress | None
+    work: Repacking, path: Path, options: RepackOptions, progress: Progress | None, ray: str | None
 ) -> tuple[Path, ...]:
     """Write the shards, and the file, or the saved index, that is all of them."""
-    assert options.shards is not None
-    parts = work.parts(options.shards)
-    paths = [shard_path(path, number) for number in range(len(parts))]
+    shards = _Shards(work, path, options, progress)
+    paths = [shard_path(path, number) for number in range(len(shards.parts))]
     replaced = [str(one) for one in (path, *paths) if work.replaces(one)]
     if replaced:
         raise ConfigError(f"{replaced[0]} is a source; give shards another name")
-    if path.exists() and not (options.resume or options.overwrite):
-        raise exists(path)
-    sizes = [(at.name, part.selection.size) for at, part in zip(paths, parts, strict=True)]
+    if not (options.resume or options.overwrite):
+        require_new([path, *paths])
+    sizes = [(at.name, one.selection.size) for at, one in zip(paths, shards.parts, strict=True)]
     joined = None if is_index(path) else work.joined(sizes)
-    done, finished = 0, Finished(path, resume=options.resume)
-    for part, at in zip(parts, paths, strict=True):
-
-        def show(moved: int, _: int, done: int = done) -> None:
-            if progress is not None:
-                progress(done + moved, work.nbytes)
-
-        if not finished.has(at, part.digest()):
-            _write(part, at, options, show)
-            finished.add(at, part.digest())
-        done += part.nbytes
+    finished, digests = Finished(path, resume=options.resume), [o.digest() for o in shards.parts]
+    has = [finished.has(at, digest) for at, digest in zip(paths, digests, strict=True)]
+    shards.done = sum(one.nbytes for one, had in zip(shards.parts, has, strict=True) if had)
+    missing = [number for number, had in enumerate(has) if not had]
+    written = run_jobs(shards, missing, ray, max(1, options.num_threads or 1))
+    for number, nbytes in zip(missing, written, strict=True):
+        finished.add(paths[number], digests[number])
+        shards.done += nbytes
+        shards.show(0, 0)
     if options.overwrite:
         remove_other_shards(path, len(paths))
     if joined is None:
@@ -148,6 +151,47 @@ def _write_shards(
         _write(joined, path, options, None)
     finished.forget()
     return (*paths, path)
+
+
+class _Shards:
+    """Writes shards by their numbers: here, or in other processes, which open the files again.
+
+    `done` are bytes of shards that are written.
+    """
+
+    def __init__(
+        self, work: Repacking, path: Path, options: RepackOptions, progress: Progress | None
+    ) -> None:
+        assert options.shards is not None
+        self.parts: Sequence[Repacking] = work.parts(options.shards)
+        self.done, self._nbytes, self._progress = 0, work.nbytes, progress
+        self._path, self._options = path, options
+        files = tuple(work.config.files)  # not globs, which might match shards
+        self._config = work.config.model_copy(update={"hdf5_path": files})
+        self._digest = work.digest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other processes need; threads are as Ray's CPUs."""
+        options = self._options.model_copy(update={"num_threads": self._options.num_threads or 1})
+        return {**self.__dict__, "parts": (), "_progress": None, "_options": options}
+
+    def __call__(self, number: int) -> int:
+        """Write a shard, or go on with it; return its bytes."""
+        if not self.parts:
+            work = Repacking(list(map(open_index, self._config.files)), self._config, self._options)
+            if work.digest() != self._digest:
+                raise ReadError(
+                    f"{paths_text(self._config.hdf5_path)}: files were changed, or are others on"
+                    f" the node {os.uname().nodename}: all nodes must have the same ones"
+                )
+            self.parts = work.parts(self._options.shards or 0)
+        _write(self.parts[number], shard_path(self._path, number), self._options, self.show)
+        return self.parts[number].nbytes
+
+    def show(self, moved: int, _: int) -> None:
+        """Tell the progress, with bytes of the shard that is being written."""
+        if self._progress is not None:
+            self._progress(self.done + moved, self._nbytes)
 
 
 def join_shards(

@@ -94,7 +94,8 @@ def pack(
     """
     chosen, began = PackOptions(**options), perf_counter()
     source, path = open_source(sources, chosen), Path(out)
-    digest = digest_of([VERSION, source.digest(), sorted(chosen.digested().items())])
+    made_of = [VERSION, source.digest(), sorted(chosen.digested().items()), chosen.append]
+    digest = digest_of(made_of)
     _require_new(path, chosen)
     files = _pack(source, path, chosen, digest, progress or (lambda *_: None))
     paths = [file.path for file in files]

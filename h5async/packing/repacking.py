@@ -19,7 +19,7 @@ from h5async.config.files import INDEX_SUFFIX
 from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.index.groupfields import KIND
 from h5async.index.links import open_index
-from h5async.io.stores import HDF5File
+from h5async.io.stores import HDF5File, absolute_name, far_names
 from h5async.opening.dataset import Samplings, open_dataset
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter
@@ -61,7 +61,7 @@ class Repacking:
     """A repack of `files`, which are open: what is planned for each dataset of the first one."""
 
     def __init__(self, files: Sequence[HDF5File], config: ReaderConfig, options: RepackOptions):
-        self._files, self._config, self._options = files, config, options
+        self._files, self.config, self._options = files, config, options
         self._stamps = [file.source.stamp() for file in files]
         memory = min(_MEMORY_NBYTES, free_memory()[0].nbytes // _MEMORY_SHARE)
         self.memory = max(_LEAST_MEMORY_NBYTES, options.memory or memory)
@@ -95,8 +95,9 @@ class Repacking:
 
     def digest(self) -> str:
         """Return what says what the new file is made of."""
-        names = [str(file.filename) for file in self._files]
-        stamps, part = [stamp[:4] for stamp in self._stamps], [repr(self._part), self._parts]
+        names = [absolute_name(file.filename) for file in self._files]
+        # (Each node has its own number for the device of a network file system.)
+        stamps, part = [stamp[1:4] for stamp in self._stamps], [repr(self._part), self._parts]
         content = [names, stamps, self._options.digested(), part]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
@@ -275,7 +276,7 @@ class Repacking:
             count, field = int(source.starts[-1]), Field(source.path, num_dim=source.axis)
         if not self._options.selects:
             return Selection(0, 1, count)
-        config = self._config.with_fields({"data": field})
+        config = self.config.with_fields({"data": field})
         opened = open_dataset(config)
         samplings = Samplings(opened.config, opened.layouts)
         if not config.shuffle:
@@ -375,7 +376,7 @@ class Repacking:
         """The options of readers of rows."""
         options = self._options
         found: dict[str, Any] = {
-            "hdf5_path": self._config.files,
+            "hdf5_path": self.config.files,
             "device": "cpu",
             "rank": 0,
             "world_size": 1,
@@ -388,13 +389,15 @@ class Repacking:
 
     def replaces(self, path: Path) -> bool:
         """Tell whether the new file takes the place of a source."""
-        return any(path.exists() and path.samefile(file.filename) for file in self._files)
+        names = [str(file.filename) for file in self._files if not far_names([file.filename])]
+        return path.exists() and any(path.samefile(name) for name in names)
 
     def write(self, path: Path, progress: Progress | None) -> bool:
         """Write the new file; return False if it was finished before."""
         options, first = self._options, self._files[0]
         is_in_place = self.replaces(path)
-        resume = options.resume and not (is_in_place and not partial_of(path).exists())
+        may_go_on = options.resume or (self._part is not None and not options.overwrite)
+        resume = may_go_on and not (is_in_place and not partial_of(path).exists())
         overwrite = (options.overwrite or is_in_place) and not resume
         how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "like": first}
         with SafeFile(path, digest=self.digest(), **how) as safe:

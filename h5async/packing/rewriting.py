@@ -216,16 +216,18 @@ class Rewrite:
     def source_chunks(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the first sample of the stored chunks that each row of chunks is, or -1."""
         rows, count, source = self.chunks[self.axis], self.shape[self.axis], self.source
-        samples = self.selection.samples(np.arange(count))
         begins = np.arange(0, count, rows)
-        first, last = samples[begins], samples[np.minimum(begins + rows, count) - 1]
-        breaks = np.concatenate(([0], np.cumsum(np.diff(samples) != 1)))
         stops = np.minimum(begins + rows, count)
+        first, last = (self.selection.samples(at) for at in (begins, stops - 1))
         file = np.searchsorted(source.starts, first, side="right") - 1
         local, ends = first - source.starts[file], np.array(source.counts)[file]
-        is_run = breaks[begins] == breaks[stops - 1]
-        is_whole = last - first + 1 == np.minimum(rows, ends - local)
-        return np.where(is_run & is_whole & (local % rows == 0), first, -1)
+        is_run = last - first == stops - begins - 1
+        found = is_run & (stops - begins == np.minimum(rows, ends - local)) & (local % rows == 0)
+        if not self.selection.is_range:
+            for chunk in np.flatnonzero(found):
+                samples = self.selection.samples(np.arange(begins[chunk], stops[chunk]))
+                found[chunk] = (np.diff(samples) == 1).all()
+        return np.where(found, first, -1)
 
     def blocks(self, run: Run, most_nbytes: int) -> list[Block]:
         """Cut a run into blocks of whole chunks of the target, of `most_nbytes` if possible."""
@@ -244,7 +246,7 @@ class Rewrite:
         else:
             aligned = math.lcm(rows, first.chunks[axis] if first.chunks else 1)
             wanted = max(_BLOCK_NBYTES, aligned * row_nbytes)
-            if self.selection.numbers is not None:
+            if not self.selection.is_range:
                 wanted = most_nbytes
             fitting = min(_MOST_ROWS, min(most_nbytes, wanted) // max(1, row_nbytes))
             rows = fitting // aligned * aligned or fitting // rows * rows or rows

@@ -31,6 +31,7 @@ from h5async.reader.asyncreader import AsyncReader
 from h5async.spelling import name_bytes
 
 _BY_READER_NBYTES = 4 << 20  # of fewer bytes, HDF5 has read all before a reader is open
+_MOST_NUMBERS = 1 << 22  # of samples that a reader is given
 Extents = tuple[int, ...]
 
 
@@ -207,14 +208,17 @@ class RowSource:
         while at < len(blocks):
             first, end = blocks[at], at + 1
             rows = first.stop - first.begin
+            most = math.inf if selection.is_range else _MOST_NUMBERS
             while end < len(blocks) and blocks[end].corner == first.corner:
+                if blocks[end].stop - first.begin > most:
+                    break
                 end += 1
             region: dict[Any, slice | str] = {
                 d: slice(corner, corner + size)
                 for d, (corner, size) in enumerate(zip(first.corner, first.sizes, strict=True))
                 if d != axis and size != shape[d]
             }
-            samples = selection.samples(np.arange(first.begin, blocks[end - 1].stop))
+            samples = _numbered(selection, first.begin, blocks[end - 1].stop)
             field = Field(self.path, num_dim=axis, region=region or None, dtype=dtype)
             stored = describe(self.first.encoded_type).unpacked[0] if dtype is None else dtype
             reading = {**options, "fields": {"values": field}, "batch_size": rows}
@@ -243,6 +247,13 @@ class RowSource:
             selected.select_hyperslab(corner, count)
             values.read(dataset.id, memory, selected)
         return values
+
+
+def _numbered(selection: Selection, begin: int, stop: int) -> Any:
+    """Return the samples at positions, as a reader takes them."""
+    if selection.is_range and selection.step == 1:
+        return slice(selection.start + begin, selection.start + stop)
+    return selection.samples(np.arange(begin, stop))
 
 
 def _dataset(file: HDF5File, path: str) -> h5py.h5d.DatasetID:

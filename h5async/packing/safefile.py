@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -120,10 +120,7 @@ class SafeFile:
         if journal is None and not is_begun:
             self._begin(raw)
         elif not resume:
-            raise ConfigError(
-                f"{self._partial} was not finished; go on by {named('resume', True)}"
-                + ("" if self._in_place else f", or begin anew by {named('overwrite', True)}")
-            )
+            raise _unfinished(self._partial, may_begin_anew=not self._in_place)
         elif journal is None:  # it was interrupted before the first commit
             self._begin(raw)
         else:
@@ -190,6 +187,7 @@ class SafeFile:
     def _take(self, raw: PartialFile, journal: Journal) -> None:
         """Bring a file to the state that its journal says."""
         raw.begin(journal.size, journal.pieces)
+        raw.direct = list(journal.direct)
         if fingerprint(raw) != journal.fingerprint:
             remedy = "it" if self._in_place and journal.state is None else "both"
             raise DamagedError(
@@ -220,9 +218,14 @@ class SafeFile:
         Its space must have been allocated early (``h5py.h5d.ALLOC_TIME_EARLY``). After an
         interruption, those of its values are undefined of which `state` does not say otherwise.
         """
-        begin = dataset.id.get_offset()
-        if begin is not None and self._raw is not None:
-            self._raw.direct.append((begin, begin + dataset.id.get_storage_size()))
+        begin, raw = dataset.id.get_offset(), self._opened
+        if begin is None:
+            return
+        part = begin, begin + dataset.id.get_storage_size()
+        if part not in raw.direct:
+            raw.direct.append(part)
+            if self.state is not None:  # the journal must say so before
+                self.commit(self.state)
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """Make what was written last: after an interruption, the file goes on with `state`.
@@ -285,7 +288,8 @@ class SafeFile:
         self, raw: PartialFile, state: Mapping[str, Any] | None, is_finished: bool
     ) -> None:
         end = raw.end
-        journal = Journal(self._digest, end, state, is_finished, fingerprint(raw), raw.pieces(end))
+        before = self._digest, end, state, is_finished
+        journal = Journal(*before, fingerprint(raw), raw.pieces(end), raw.direct)
         with self._writing():
             write_journal(self._journal, journal)
 
@@ -310,7 +314,7 @@ class SafeFile:
             reason = error.strerror or str(error)
             left = f"; what is committed stays: go on by {named('resume', True)}"
             raise WriteError(
-                f"cannot write {self._partial}: {reason}{left if self.state else ''}",
+                f"cannot write {self._partial}: {reason}{left if self.state is not None else ''}",
                 filename=str(self._partial),
             ) from error
 
@@ -324,6 +328,22 @@ def exists(path: Path) -> ConfigError:
     """Return the error for a file that is there, and may not be replaced."""
     return ConfigError(
         f"{path} exists; write another file, or replace it by {named('overwrite', True)}"
+    )
+
+
+def require_new(paths: Iterable[Path]) -> None:
+    """Raise ConfigError if one of the files is there, whole or not."""
+    for path in paths:
+        if path.exists():
+            raise exists(path)
+        if partial_of(path).exists():
+            raise _unfinished(partial_of(path))
+
+
+def _unfinished(partial: Path, *, may_begin_anew: bool = True) -> ConfigError:
+    return ConfigError(
+        f"{partial} was not finished; go on by {named('resume', True)}"
+        + (f", or begin anew by {named('overwrite', True)}" if may_begin_anew else "")
     )
 
 

@@ -7,6 +7,7 @@ A matrix of compressed sparse rows (CSR) is a group, as AnnData writes it, with 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,35 @@ from h5async.spelling import name_bytes, named
 OffsetsKind = Literal["offsets", "ends", "lengths"]
 _BLOCK = 1 << 20  # numbers that are read at a time
 _OF_SAMPLES = ("X/", "obs/", "obsm/", "layers/", "raw/X/")  # in files of AnnData
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Elements(Selection):
+    """The elements of rows, whose numbers are computed when they are needed.
+
+    Those of row i have positions from ``places[i]`` on, and numbers from ``starts[i]`` on, which
+    count those of `kept`, if that is given.
+    """
+
+    starts: Int64s
+    places: Int64s
+    kept: Int64s | None
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether positions are sample numbers."""
+        return False
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the samples are equidistant."""
+        return False
+
+    def samples(self, positions: Int64s) -> Int64s:
+        """Return the numbers of elements at positions."""
+        row = np.searchsorted(self.places, positions, side="right") - 1
+        numbers = self.starts[row] + (positions - self.places[row])
+        return numbers if self.kept is None else self.kept[numbers]
 
 
 class ElementRows:
@@ -83,9 +113,7 @@ class ElementRows:
             whole = Selection(0, 1, int(bounds[-1]))
             return whole if kept is None else Selection.of_numbers(kept)
         starts = (np.cumsum(lengths) - lengths)[selection.samples(np.arange(selection.size))]
-        shifts = np.repeat(starts - bounds[:-1], np.diff(bounds))
-        numbers = shifts + np.arange(bounds[-1])
-        return Selection.of_numbers(numbers if kept is None else kept[numbers])
+        return Elements(0, 1, int(bounds[-1]), starts=starts, places=bounds, kept=kept)
 
 
 class SparseRows(ElementRows):
@@ -162,8 +190,14 @@ def _spelled(offsets: str) -> tuple[str, OffsetsKind]:
 
 
 def sparse_paths(file: HDF5File, datasets: Mapping[str, h5d.DatasetID]) -> list[str]:
-    """Return the paths of groups that are sparse matrices."""
+    """Return the paths of groups that are sparse matrices; DatasetError if one is of old times."""
     parents = [path.removesuffix("/indptr") for path in datasets if path.endswith("/indptr")]
+    for path in parents:
+        if "h5sparse_format" in file[name_bytes(path)].attrs:
+            raise DatasetError(
+                f'{file.filename}: "{path}" was written by AnnData before 0.7: its rows cannot be'
+                " selected or joined: read the file by AnnData, and write it again"
+            )
     return [path for path in parents if "encoding-type" in file[name_bytes(path)].attrs]
 
 

@@ -168,6 +168,10 @@ def test_appending_adds_samples_and_classes(tmp_path):
         assert file["classes"].asstr()[:].tolist() == ["cat", "dog", "ant"]
         assert file["labels"][:].tolist() == [0] * 14 + [1, 2] + [1] * 14
         np.testing.assert_array_equal(file["data"][:14], file["data"][16:])
+    h5async.pack(first, tmp_path / "twice.h5", size=8)
+    for _ in range(2):  # the second time, it is there already
+        found = h5async.pack(first, tmp_path / "twice.h5", append=True, resume=True, size=8)
+        assert found.samples == 30
     with h5py.File(tmp_path / "foreign.h5", "w") as file:
         file["data"] = np.zeros(3)
     with pytest.raises(ConfigError, match="was not made by pack"):

@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 import h5async
 from h5async import ConfigError, DatasetError, RaggedField, ReadError, Split, WriteError
 from h5async.cli import app
-from h5async.packing import objects, repacking, rowsource
+from h5async.core.binding import load_core
+from h5async.packing import objects, repacking, rowsource, safefile
 from h5async.packing.chunkwriter import DatasetWriter
 
 DIGITS = Path(__file__).parents[2] / "sample_data" / "digits.h5"
@@ -327,6 +328,16 @@ def test_a_file_is_replaced_by_its_repack(images, tmp_path, verify):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["before.h5", "images.h5"]
 
 
+@pytest.mark.skipif(load_core() is None, reason="far sources need the core")
+def test_files_in_a_store(images, tmp_path, store):
+    new = tmp_path / "new.h5"
+    for options in ({}, {"chunk_samples": 3, "shuffle": "window", "overwrite": True}):
+        h5async.repack(store.put(images), new, verify=True, **options)
+    with h5py.File(new) as file:
+        rows = file["labels"][...]
+    assert_has(new, images, rows)
+
+
 def test_a_plan_writes_nothing(images, tmp_path):
     h5async.repack(images, tmp_path / "new.h5", filter="lzf", dry_run=True)
     assert [one.name for one in tmp_path.iterdir()] == ["images.h5"]
@@ -359,6 +370,39 @@ def test_an_interrupted_repack_goes_on(images, tmp_path, monkeypatch):
         h5async.repack(images, path, resume=True, chunk_samples=2)
     h5async.repack(images, path, resume=True, **options)
     assert_has(path, images, slice(None))
+
+
+def test_a_repack_that_is_interrupted_again_and_again_goes_on(tmp_path, monkeypatch):
+    class StopError(Exception):
+        pass
+
+    monkeypatch.setattr(repacking.Repacking, "piece_nbytes", 300_000)
+    monkeypatch.setattr(safefile, "_COMMIT_SECONDS", 0.0)
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        file["data"] = np.random.default_rng(0).random((20, 20_000))  # at the end of the file
+    times = 0
+    for fields in (None, ["data"]):
+        options = {"dtype": {"data": "float32"}} if fields else {}
+        while True:
+            left = 3
+
+            def stop(done, count):
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise StopError
+
+            try:
+                h5async.repack(
+                    tmp_path / "old.h5", tmp_path / "new.h5", resume=True, progress=stop, **options
+                )
+                break
+            except StopError:
+                times += 1
+        with h5py.File(tmp_path / "new.h5") as file, h5py.File(tmp_path / "old.h5") as old:
+            assert np.array_equal(file["data"], old["data"][...].astype(file["data"].dtype))
+        (tmp_path / "new.h5").unlink()
+    assert times > 5
 
 
 def corrupt_value(file):

@@ -158,6 +158,23 @@ def test_variables_are_united_as_anndata_does(tmp_path, join, seed):
     assert as_frame(shuffled[order].obs).equals(as_frame(found.obs))
 
 
+def test_pairs_of_cells_and_matrices_of_old_times(tmp_path):
+    old, new = tmp_path / "old.h5ad", tmp_path / "new.h5ad"
+    annotated(old, 20, 0)
+    with h5py.File(old, "r+") as file:
+        file["obsp/near"] = np.zeros((20, 20))
+        file["varp/near"] = np.ones((13, 13))
+    plan = h5async.repack(old, new, indices="3:", verify=True).plan
+    assert plan.left_out == {"obsp": "is of pairs of samples: compute it again"}
+    with h5py.File(new) as file:
+        assert "obsp" not in file
+        assert file["varp/near"].shape == (13, 13)
+    with h5py.File(old, "r+") as file:
+        file["X"].attrs["h5sparse_format"] = "csr"
+    with pytest.raises(DatasetError, match='"X" was written by AnnData before'):
+        h5async.repack(old, new, indices="3:", overwrite=True)
+
+
 def test_variables_that_cannot_be_united(tmp_path):
     annotated(tmp_path / "one.h5ad", 20, 0)
     annotated(tmp_path / "two.h5ad", 20, 1, genes=14)

@@ -1,5 +1,6 @@
 """An interrupted pack goes on, and is equal to an undisturbed one; shards are one dataset."""
 
+import errno
 import itertools
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 from comparing import contents, samples
 
 import h5async
-from h5async import AsyncReader, ConfigError
+from h5async import AsyncReader, ConfigError, WriteError
 from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.safefile import SafeFile
 from h5async.packing.sources.arrays import ArraySource
@@ -71,6 +72,23 @@ def test_a_stopped_pack_goes_on(tmp_path, monkeypatch, undisturbed, chunk_sample
     assert h5async.pack(samples(), out, resume=True, **options).samples == 900
     with pytest.raises(ConfigError, match="packed from other sources"):
         h5async.pack(samples(), out, resume=True, filter="gzip:1")
+
+
+def test_a_full_disk_is_told_with_how_to_go_on(tmp_path, monkeypatch, undisturbed):
+    monkeypatch.setattr(SafeFile, "is_due", True)
+    pwrite, calls = os.pwrite, iter(range(90))
+
+    def full(*arguments):
+        if next(calls, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(WriteError, match=r"No space left.*stays: go on by resume=True"):
+        h5async.pack(samples(), tmp_path / "out.h5")
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    h5async.pack(samples(), tmp_path / "out.h5", resume=True)
+    assert contents(tmp_path / "out.h5") == undisturbed
 
 
 @pytest.mark.parametrize("typed", [[], ["shards=60000"]])

@@ -84,8 +84,8 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Target, raw, out, is_wanted, capacity)
     MEMBERS(Store, most_chunk_nbytes)
     MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)
-    MEMBERS(Selected, plan, field, target, of, sources, worker, samples, places, num_samples, count,
-            out, row_nbytes, may_keep, numbers)
+    MEMBERS(Selected, plan, field, target, of, sources, worker, num_samples, samples, places, count,
+            out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
             start, step, table, num_columns, may_spin, plan_ns)

@@ -12,14 +12,15 @@ typedef struct {
     const Field *of;
     Sources *sources;
     Worker *worker;
-    const int64_t *samples; /* [count]; NULL: one sample, the first */
-    const int64_t *places;  /* [count][rank]; NULL: all parts are at the place in `numbers` */
     int64_t num_samples;
     /* Of each call: */
+    const int64_t *samples; /* [count]; NULL: one sample, the first */
+    const int64_t *places;  /* [count][rank]; NULL: all parts are at the place in `numbers` */
     int64_t count;
     uint8_t *out;
     int64_t row_nbytes; /* from a part to the next one */
     int64_t may_keep;   /* whether decoded chunks may be kept for later calls */
+    int64_t in_order;   /* whether strides are those of a part in C order, and not given */
     int64_t numbers[4 * MAX_RANK]; /* place, sizes, steps and strides: see Crop */
 } Selected;
 
@@ -37,6 +38,9 @@ PUBLIC int64_t h5async_plan_selected(Selected *s)
         s->crop.sizes = s->numbers + rank, s->crop.steps = s->numbers + 2 * rank;
         s->crop.strides = s->numbers + 3 * rank;
         s->field.crop = &s->crop, s->field.row_nbytes = s->row_nbytes;
+        int64_t stride = s->field.itemsize;
+        for (int64_t a = rank - 1; s->in_order && a >= 0; stride *= s->crop.sizes[a--])
+            s->numbers[3 * rank + a] = stride;
     }
     s->target = (Target){.raw = s->out, .out = s->out, .is_wanted = 1, .capacity = s->count};
     return h5async_plan_batch(&s->plan, &s->field, &s->target, 1, s->samples ? s->samples : &first,

@@ -1,0 +1,115 @@
+"""Runs jobs: a function and items enter; results leave, in the order of the items.
+
+They run here, one after the other, or as tasks of Ray, which only this module and `ray/` import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from h5async.errors import ConfigError, H5AsyncError, needs_package
+
+_AHEAD = 1000  # results that may wait for an earlier one
+_RETRIES = 5  # of a job whose worker has died
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_kept: tuple[str, Any] = "", None  # in a worker: the function of its last job, with what it opened
+
+
+def run_jobs(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    ray: str | None = None,
+    threads: int = 1,
+) -> Iterator[Result]:
+    """Yield what a function returns of each item; on Ray, if `ray` says where.
+
+    That is the address of a cluster, or ``"auto"``: the one that this process has joined, that runs
+    here, or a new one. A job takes as many CPUs as it has `threads`. A worker process unpickles the
+    function once for all of its jobs, and has the current folder of this process. If a worker dies,
+    its job runs again: it must not matter what the job had done.
+
+    After an error of a job, which is raised as it was, or an interruption, no others are submitted;
+    those that run are ended, unless this process had joined the cluster itself.
+
+    Raises
+    ------
+    MissingPackageError
+        If Ray is not installed.
+    ConfigError
+        If there is no cluster at the address.
+    """
+    if ray is None:
+        yield from map(function, items)
+        return
+    with _cluster(ray) as engine:
+        yield from _on_ray(engine, function, items, threads)
+
+
+@contextlib.contextmanager
+def _cluster(address: str) -> Iterator[Any]:
+    """Join a cluster, unless this process has; leave it in the end."""
+    with needs_package("'h5async[ray]'", "jobs on Ray"):
+        import ray
+    if ray.is_initialized():
+        yield ray
+        return
+    try:
+        ray.init(None if address == "auto" else address, log_to_driver=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"there is no cluster of Ray at {address}: {error}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _on_ray(
+    ray: Any, function: Callable[[Any], Any], items: Iterable[Any], threads: int
+) -> Iterator[Any]:
+    run = ray.remote(num_cpus=threads, max_retries=_RETRIES)(_run)
+    shared, numbered = [ray.put(function), os.getcwd()], enumerate(items)
+    waiting: dict[Any, int] = {}  # what runs, or soon will, and its number
+    done: dict[int, Any] = {}
+    try:
+        for number in itertools.count():
+            while number not in done:
+                # Few, as `ray.cancel` may crash this process (2.60); as Ray grows, more.
+                most = 2 + int(ray.cluster_resources().get("CPU", 0) // threads)
+                room = min(most, _AHEAD - len(done)) - len(waiting)
+                for at, item in itertools.islice(numbered, max(0, room)):
+                    waiting[run.remote(shared, item)] = at
+                if not waiting:
+                    return
+                [ended], _ = ray.wait([*waiting], num_returns=1)
+                done[waiting.pop(ended)] = ray.get(ended)
+            yield done.pop(number)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise H5AsyncError(f"Ray has given up a job: {error}") from error
+
+
+def _run(shared: list[Any], item: Any) -> Any:
+    """Run a job, in a worker; `shared` are a reference to the function, and the folder."""
+    global _kept
+    import ray
+
+    reference, folder = shared
+    if _kept[0] != reference.hex():
+        _kept = reference.hex(), ray.get(reference)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(contextlib.chdir(folder))
+        except OSError as error:
+            raise ConfigError(
+                f"the node {os.uname().nodename} has no folder {folder}: {error.strerror}; all"
+                " nodes must have the same files at the same paths"
+            ) from error
+        return _kept[1](item)
