@@ -34,6 +34,7 @@ from h5async.plan.records import SamplesPlan
 from h5async.read.collection import Collection
 from h5async.read.executors import Executors
 from h5async.read.fallback import FallbackReader, WantedRows
+from h5async.read.farsources import FarSources
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.system.interruptions import call_when_gone
@@ -154,6 +155,8 @@ class CoreReader:
         call_when_gone(self, core.free_store, store)
         call_when_gone(self, core.close_sources, tables.sources)
         self._is_far = tables.far is not None
+        if tables.far is not None:
+            call_when_gone(self, FarSources.close, tables.far)
         self.can_read = tables.can_read[0]  # any of it, by the core
         self._room = ScratchSize.of([layout])
         self._lanes: list[_Lane] = []

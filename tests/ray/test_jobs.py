@@ -11,9 +11,13 @@ import h5py
 import numpy as np
 import pytest
 from conftest import require_extra
+from typer.testing import CliRunner
 
 import h5async
+from h5async.cli import app
 from h5async.errors import ConfigError, DatasetError, MissingPackageError, WriteError
+from h5async.measure import statistics
+from h5async.opening import indexing
 from h5async.packing.safefile import SafeFile
 from h5async.system.jobs import run_jobs
 
@@ -46,6 +50,7 @@ def cluster():
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(
+        address="local",  # not one that others run here
         num_cpus=2,
         include_dashboard=False,
         logging_level="ERROR",
@@ -127,6 +132,30 @@ def test_two_jobs_never_write_one_file(cluster, files):
     with h5py.File("out.h5") as file:
         expected = np.concatenate([h5py.File(name)["data"][:] for name in files])
         assert np.array_equal(file["data"], expected)
+
+
+def test_statistics_are_the_same_bit_for_bit(cluster, files, monkeypatch):
+    monkeypatch.setattr(statistics, "_BATCH_NBYTES", 24_000)  # ten samples
+    monkeypatch.setattr(statistics, "_BATCHES_OF_JOB", 3)
+    options = {"hdf5_path": files, "fields": {"x": "data", "y": "labels"}, "indices": "5:"}
+    here, seen = h5async.statistics(options, per="feature"), []
+    there = h5async.statistics(
+        options, per="feature", ray="auto", progress=lambda *told: seen.append(told)
+    )
+    assert there.as_dict() == here.as_dict()
+    assert len(seen) == 16
+    assert seen[-1] == (155, 155)
+
+
+@pytest.mark.parametrize("typed", [[], ["--field", "x=data"]])
+def test_an_index_has_the_same_bytes(cluster, files, monkeypatch, typed):
+    monkeypatch.setattr(indexing, "_FILES_OF_JOB", 1)
+    for name, more in [("here", []), ("there", ["--ray"])]:
+        run = CliRunner().invoke(app, ["index", *files, "-o", f"{name}.h5idx", *typed, *more])
+        assert run.exit_code == 0, run.output
+    assert Path("here.h5idx").read_bytes() == Path("there.h5idx").read_bytes()
+    run = CliRunner().invoke(app, ["index", "--ray", files[0], "nowhere.h5", "-o", "no.h5idx"])
+    assert "cannot open nowhere.h5" in run.stderr
 
 
 def test_jobs_without_ray(monkeypatch, files):
