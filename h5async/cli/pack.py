@@ -52,7 +52,7 @@ def pack(
 
     options = {name: value for name, value in typed.items() if value not in (None, [])}
     for name, form in (("fill", "NAME=VALUE"), ("strings", "NAME=BYTES")):
-        typed_values = mapping_of(options.get(name, ()), f"--{name}", form)
+        typed_values = mapping_of(options.get(name, ()), f"--{name.removesuffix('s')}", form)
         options[name] = {key: _value(text) for key, text in typed_values.items()}
     paths = [home_path(with_variables(one)) for one in sources]
     out = Path(home_path(with_variables(output)))
