@@ -88,13 +88,13 @@ def stream(bench: Bench) -> None:
     paths = write_files(bench.folder, bench.options.count)
     rows = IMAGES * len(paths)
 
-    def loop(size: int) -> Any:
-        return ray.data.from_items(paths).map_batches(partial(by_h5py, size), batch_size=1)
+    def loop(some: list[str], size: int) -> Any:
+        return ray.data.from_items(some).map_batches(partial(by_h5py, size), batch_size=1)
 
     ways = {
         "h5async": streamed(rows, lambda: read_hdf5(paths)),
-        "h5py, chunks": streamed(rows, partial(loop, CHUNK)),
-        "h5py, rows": streamed(rows, partial(loop, 1)),
+        "h5py, chunks": streamed(rows, partial(loop, paths, CHUNK)),
+        "h5py, rows": streamed(IMAGES * CORES, partial(loop, paths[:CORES], 1)),  # slow enough
         "alone": alone(paths),
     }
     targets = [("h5py, chunks", 3), ("h5py, rows", 3), ("alone", 0.8)]
@@ -127,7 +127,9 @@ if __name__ == "__main__":
     if options.quick:
         options.count, options.repeats, options.out = 2, 1, None
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(num_cpus=CORES, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=CORES, include_dashboard=False, logging_level="ERROR", log_to_driver=False
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
     run_cases("bench_ray", CASES, options)
     ray.shutdown()

@@ -40,7 +40,7 @@ from h5async.read.scratch import Scratch, ScratchSize
 from h5async.system.interruptions import call_when_gone
 
 # Of a selection that one thread reads as fast as several: of chunks to decode, and of others.
-_ALONE_NBYTES, _ALONE_COPIED_NBYTES = 1 << 18, 1 << 22
+_ALONE_NBYTES, _ALONE_COPIED_NBYTES = 1 << 18, 1 << 24
 _PARTS = 4  # of a large selection, per thread
 _BLOCK_ROWS = 1 << 18
 _TRIES = 3  # to read a selection while its file changes

@@ -259,6 +259,18 @@ def test_strings_of_fixed_length(tmp_path, count):
         opened([{"x": 1}], tmp_path, strings={"x": 10})
 
 
+def test_strings_of_fixed_length_by_the_command(tmp_path):
+    (tmp_path / "in.csv").write_text("a,b\n1,xx\n2,yyy\n")
+    typed = ["pack", tmp_path / "in.csv", "-o", tmp_path / "out.h5", "--string", "b=4"]
+    found = CliRunner().invoke(cli.app, list(map(str, typed)))
+    assert "strings of 4 bytes" in found.stdout
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert values(file["b"]) == ["xx", "yyy"]
+        assert file["b"].dtype.itemsize == 4
+    found = CliRunner().invoke(cli.app, list(map(str, [*typed, "--overwrite", "--string", "a=1"])))
+    assert '--string: column "a" has no strings' in found.stderr
+
+
 def test_options_for_columns_that_are_not_there(tmp_path):
     samples = [{"tokens": [1], "obs": {"age": 3}}]
     for option, given in (("varying", ["tokenz"]), ("fill", {"obs/aeg": 1}), ("strings", {"x": 1})):
