@@ -12,7 +12,7 @@ import typer
 from rich.filesize import decimal
 
 from h5async.cli.options import mapping_of, takes_model
-from h5async.cli.output import REFRESH_SECONDS, Json, print_json, progress_bar, safe
+from h5async.cli.output import REFRESH_SECONDS, Json, Ray, print_json, progress_bar, safe
 from h5async.config.files import home_path, with_variables
 from h5async.packing.packoptions import PackOptions
 from h5async.system.interruptions import suppressing
@@ -40,6 +40,7 @@ def pack(
     output: _Output,
     dry_run: _DryRun = False,
     as_json: Json = False,
+    ray: Ray = None,
     **typed: Any,
 ) -> None:
     """Pack SOURCE into an HDF5 file, which readers read without options.
@@ -78,7 +79,7 @@ def pack(
                 bar.update(task, completed=done, total=count, rate=rate)
                 bar.refresh()
 
-        packed = pack_sources(paths, out, progress=show, **options)
+        packed = pack_sources(paths, out, progress=show, ray=ray, **options)
     if as_json:
         bad = [{"name": name, "reason": reason} for name, reason in packed.bad]
         print_json("pack", {"packed": {**packed._asdict(), "bad": bad}})
