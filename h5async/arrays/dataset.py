@@ -159,6 +159,7 @@ class Dataset:
         return f'{self.file.filename}: dataset "{self.name}"'
 
     def _get(self, key: tuple[Any, ...]) -> Any:
+        self.file.require_open()
         names = [part for part in key if isinstance(part, str)]
         key = tuple(part for part in key if not isinstance(part, str))
         if any(part is None for part in key):
@@ -228,10 +229,12 @@ class Dataset:
             way = "boxes"
         with self._opening:
             found = self._readers.get(way)
+            is_new = found is None
             if found is None:
                 found = self._readers[way] = self._new_reader(layout, way)
-                self.file._note_use(self)
-            return found
+        if is_new:  # it may close others, which have locks of their own
+            self.file.note_use(self)
+        return found
 
     def _new_reader(self, layout: DatasetLayout, way: str) -> CoreReader | H5pyReader:
         core = load_core()

@@ -251,7 +251,7 @@ class File(Group):
         if self._is_closed:
             raise ReaderClosedError(f"{self.filename} was closed; open it again")
 
-    def _note_use(self, dataset: Dataset) -> None:
+    def note_use(self, dataset: Dataset) -> None:
         """Note that a dataset has files open; those that were opened long ago give theirs back."""
         self.require_open()
         with self._lock:
