@@ -244,7 +244,8 @@ class ObjectCopy:
         if making is None:
             if plist.get_layout() == h5d.VIRTUAL:
                 plist = self._virtual(plist)
-            making = Making(dataset.get_space(), None, plist, has_values=not is_outside)
+            has_values = not is_outside and dataset.get_storage_size() > 0
+            making = Making(dataset.get_space(), None, plist, has_values)
         new_kind = self._type(kind, where) if making.kind is None else making.kind
         try:
             new = h5d.create(group, entry.name, new_kind, making.space, making.plist, properties)
@@ -259,8 +260,7 @@ class ObjectCopy:
                 group.unlink(entry.name)
             self._copy_whole(entry, group, properties)
             return False
-        # (A virtual dataset has no storage until its sources are open.)
-        return making.has_values and (is_outside or dataset.get_storage_size() > 0)
+        return making.has_values
 
     def _copy_whole(self, entry: Entry, group: h5g.GroupID, properties: h5p.PropLCID) -> None:
         how = h5p.create(h5p.OBJECT_COPY)

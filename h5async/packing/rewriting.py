@@ -25,7 +25,7 @@ from h5async.index.hdf5 import Opened
 from h5async.order.selection import Selection
 from h5async.packing.objects import Making
 from h5async.packing.rawvalues import call_hdf5, has_pointers
-from h5async.packing.rowsource import Block, Extents, RowSource
+from h5async.packing.rowsource import Block, Extents, RowSource, is_outside
 from h5async.spelling import named
 
 _BLOCK_NBYTES = 16 << 20  # of rows in order: more would be no faster
@@ -143,7 +143,7 @@ class Rewrite:
         if self.encoding:
             plist, count = h5p.create(h5p.DATASET_CREATE), self.shape[0]
             plist.set_chunk((max(1, min(count, _REFERENCES)),))
-            return Making(h5s.create_simple((count,)), self._kind, plist, same_filters=False)
+            return Making(h5s.create_simple((count,)), self._kind, plist, True, False)
         first, axis = self.source.first, self.axis
         most = [h5s.UNLIMITED if n is None else n for n in first.maxshape]
         if most[axis] != h5s.UNLIMITED:
@@ -152,7 +152,10 @@ class Rewrite:
         if not self.chunks:
             most = list(self.shape)
         space = h5s.create_simple(self.shape, tuple(most))
-        return Making(space, self._kind, self._properties(first), same_filters=self.keeps_chunks)
+        # (A virtual dataset has no storage until its sources are open.)
+        is_stored = is_outside(first.id) or first.id.get_storage_size() > 0
+        has_values = is_stored or len(self.source.datasets) > 1
+        return Making(space, self._kind, self._properties(first), has_values, self.keeps_chunks)
 
     @property
     def _kind(self) -> h5t.TypeID | None:

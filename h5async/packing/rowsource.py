@@ -26,7 +26,7 @@ from h5async.index.storedtypes import describe
 from h5async.io.stores import HDF5File
 from h5async.order.selection import Int64s, Selection
 from h5async.packing.objects import stored_filters
-from h5async.packing.rawvalues import RawValues, has_pointers
+from h5async.packing.rawvalues import RawValues, has_pointers, raw_fill
 from h5async.reader.asyncreader import AsyncReader
 from h5async.spelling import name_bytes
 
@@ -124,9 +124,14 @@ class RowSource:
 
     @property
     def is_stored_alike(self) -> bool:
-        """Whether the datasets of all files have the same chunks and filters."""
+        """Whether the datasets of all files have the same chunks, filters and fill values."""
         kinds = {
-            (one.chunks, one.chunks and edges_are_raw(one.plist), *stored_filters(one.plist))
+            (
+                one.chunks,
+                one.chunks and edges_are_raw(one.plist),
+                raw_fill(one.id, np.dtype(f"V{self.itemsize}")).tobytes(),
+                *stored_filters(one.plist),
+            )
             for one in self.datasets
         }
         return len(kinds) == 1
@@ -134,7 +139,7 @@ class RowSource:
     @cached_property
     def tables(self) -> list[ChunkTable] | None:
         """Where the chunks of each dataset are; None if they cannot be copied as they are."""
-        if has_pointers(self.kind) or not self.is_stored_alike or self._maps is not None:
+        if has_pointers(self.kind) or self._maps is not None or not self.is_stored_alike:
             return None
         tables = []
         try:

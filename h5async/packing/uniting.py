@@ -209,7 +209,9 @@ class _Table:
             values = [self._united(leaf, maps, count) for leaf in leaves]
             if all(one is not None for one in values):
                 changed = {p: v for p, v in zip(leaves, values, strict=True) if v is not None}
-                self._found.values |= {path: one for path, one in changed.items() if one.size}
+                self._found.values |= {
+                    p: one for p, one in changed.items() if one.size or not count
+                }
             elif column == self._index:
                 raise DatasetError(
                     f'"{column}" has differing datatypes in the files; write them anew by AnnData'
@@ -237,7 +239,7 @@ class _Table:
             if not are_same(out[at[is_set[at]]], old[is_set[at]]):
                 return None
             out[at], is_set[at] = old, True
-        return out if out.shape != first.shape or not are_same(out, first) else np.zeros(0)
+        return out if out.shape != first.shape or not are_same(out, first) else out[:0]
 
 
 def are_same(one: NDArray[Any], other: NDArray[Any]) -> bool:

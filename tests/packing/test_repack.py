@@ -223,6 +223,24 @@ def test_several_files_become_one(images, tmp_path):
     assert_has(tmp_path / "new.h5", images, [*range(12), *range(100)])
 
 
+@pytest.mark.parametrize("options", [{}, {"chunk_samples": 3}, {"indices": "1:22"}])
+@pytest.mark.parametrize("empty", range(3))
+def test_values_that_one_file_never_wrote(tmp_path, empty, options):
+    files, expected = [tmp_path / f"{number}.h5" for number in range(3)], []
+    for number, path in enumerate(files):
+        with h5py.File(path, "w") as file:
+            rows = (8, 300)
+            data = file.create_dataset("data", rows, "i4", chunks=(4, 300), fillvalue=number)
+            if number != empty:
+                data[4:] = 7 + np.arange(1200).reshape(4, 300)
+            expected.append(data[...])
+    new = tmp_path / "new.h5"
+    h5async.repack(files, new, verify=True, **options)
+    rows = slice(1, 22) if "indices" in options else slice(None)
+    with h5py.File(new) as file:
+        assert np.array_equal(file["data"], np.concatenate(expected)[rows])
+
+
 def test_classes_and_categories_of_packed_files_are_united(tmp_path):
     files, names = [tmp_path / "0.h5", tmp_path / "1.h5"], [["cat", "dog"], ["ant", "cat", "bee"]]
     for file, classes in zip(files, names, strict=True):

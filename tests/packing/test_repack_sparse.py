@@ -160,6 +160,22 @@ def test_variables_are_united_as_anndata_does(tmp_path, join, seed):
     assert as_frame(shuffled[order].obs).equals(as_frame(found.obs))
 
 
+@pytest.mark.parametrize("join", ["inner", "outer"])
+@pytest.mark.filterwarnings("ignore")  # of AnnData: variables of one file
+def test_nothing_in_common_and_matrices_of_zeros(tmp_path, join):
+    anndata, scipy = require_extra("anndata"), require_extra("scipy.sparse")
+    files, old = [tmp_path / f"{number}.h5ad" for number in range(2)], []
+    for number, path in enumerate(files):
+        old.append(annotated(path, 20, number))
+        old[-1].var_names = [f"gene {number} {gene}" for gene in range(13)]
+        if not number:
+            old[-1].X = scipy.csr_matrix((20, 13), dtype=np.float32)
+        old[-1].write_h5ad(path)
+    h5async.repack(files, tmp_path / "new.h5ad", join=join, verify=True)
+    names = [name for one in old for name in one.var_names if join == "outer"]
+    assert_has(tmp_path / "new.h5ad", anndata.concat(old, join=join)[:, names])
+
+
 def test_pairs_of_cells_and_matrices_of_old_times(tmp_path):
     old, new = tmp_path / "old.h5ad", tmp_path / "new.h5ad"
     annotated(old, 20, 0)
