@@ -164,10 +164,11 @@ class Dataset:
             selection = selection_of(key, self._shape)
             found = np.zeros(selection.shape, self.dtype)
             if found.size:
-                found = np.asarray(self._values(key, selection))
+                found = self._values(key, selection)
         if names:
             found = _fields_of(np.asarray(found), names)
-        return found[()] if isinstance(found, np.ndarray) and not found.shape else found
+        is_scalar = isinstance(found, np.ndarray) and not found.shape
+        return found[()] if is_scalar and (self._shape or Ellipsis not in key) else found
 
     def _values(self, key: tuple[Any, ...], selection: Selection) -> Any:
         layout = self.facts.layout
@@ -205,12 +206,15 @@ class Dataset:
             way = "parts" if box.size[1:] != list(self.shape[1:]) else "rows"
         elif core is not None and method_of(layout) != "h5py":
             way = "boxes"
+        surplus: list[Dataset] = []
         with self._opening:
             found = self._readers.get(way)
             if found is None:
+                surplus = self.file._note_use(self)  # before, so that it is closed with the file
                 found = self._readers[way] = self._new_reader(layout, way)
-                self.file._note_use(self)
-            return found
+        for other in surplus:
+            other.close()
+        return found
 
     def _new_reader(self, layout: DatasetLayout, way: str) -> CoreReader | H5pyReader:
         core = load_core()

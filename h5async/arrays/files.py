@@ -250,8 +250,8 @@ class File(Group):
         if self._is_closed:
             raise ReaderClosedError(f"{self.filename} was closed; open it again")
 
-    def _note_use(self, dataset: Dataset) -> None:
-        """Note that a dataset has files open; those that were opened long ago give theirs back."""
+    def _note_use(self, dataset: Dataset) -> list[Dataset]:
+        """Note that a dataset has files open; return those that have had theirs open for long."""
         self.require_open()
         with self._lock:
             self._recent.pop(dataset, None)
@@ -259,8 +259,7 @@ class File(Group):
             surplus = list(self._recent)[:-_RECENT]
             for old in surplus:
                 del self._recent[old]
-        for old in surplus:
-            old.close()
+        return surplus
 
 
 def _group_facts(located: Located, node: Any) -> tuple[tuple[str, ...], Attributes]:
