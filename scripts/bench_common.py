@@ -182,13 +182,16 @@ def header() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serving_file(file: Path, delay_ms: int) -> Iterator[str]:
-    """Serve a file on the loopback by `rangeserver.c`, by any name; yield one of its URLs."""
+def serving_file(file: Path, delay_ms: float, rate: float = 0) -> Iterator[str]:
+    """Serve a file on the loopback by `rangeserver.c`, by any name; yield one of its URLs.
+
+    `file` may be a folder, whose files are below that URL; `rate`: answers a second, 0: any.
+    """
     program = file.parent / "rangeserver"
     if not program.exists():
         source = Path(__file__).with_name("rangeserver.c")
         subprocess.run(["cc", "-O2", "-o", program, source], check=True)
-    command = [program, file, str(1000 * delay_ms)]
+    command = [program, file, str(int(1000 * delay_ms)), str(rate)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None

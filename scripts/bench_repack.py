@@ -45,8 +45,10 @@ def write_source(path: Path, count: int) -> None:
         chunks = (ROWS, *SHAPE)
         data = file.create_dataset("data", (count, *SHAPE), "u1", chunks=chunks, compression="gzip")
         for at in range(0, count, ROWS):
-            steps = rng.integers(0, 8, (min(ROWS, count - at), *SHAPE)).astype(np.uint8)
-            data[at : at + ROWS] = steps.cumsum(2, dtype=np.uint8)
+            rows = min(ROWS, count - at)
+            smooth = np.add.outer(np.arange(224), np.arange(224))[..., None] // 3
+            noise = rng.integers(0, 2, (rows, *SHAPE)) + rng.integers(0, 99, (rows, 1, 1, 3))
+            data[at : at + ROWS] = (smooth + noise).astype(np.uint8)
 
 
 def decode_and_encode(source: Path) -> None:

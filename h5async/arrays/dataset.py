@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,16 +19,22 @@ from h5async.arrays.reading import (
 )
 from h5async.arrays.selections import Box, Selection, box_of, selection_of
 from h5async.core.binding import load_core
-from h5async.errors import ReadError, SelectionError
+from h5async.errors import BudgetError, ReadError, SelectionError
 from h5async.index.hdf5 import reading
 from h5async.index.layout import DatasetLayout
+from h5async.index.links import files_of
 from h5async.plan.transform import end_strings
 from h5async.read.executors import method_of
 from h5async.reader import lifetime
+from h5async.spelling import named
 from h5async.system.interruptions import interruption
 
 if TYPE_CHECKING:
     from h5async.arrays.files import File
+
+
+# A selection of so many bytes is always read; a larger one, if its files have a part of them.
+_LEAST_NBYTES, _TIMES_STORED = 64 << 20, 1024
 
 
 class DatasetFacts(NamedTuple):
@@ -162,6 +169,7 @@ class Dataset:
             found = self._through_h5py(key, None)
         else:
             selection = selection_of(key, self._shape)
+            self._require_room(math.prod(selection.shape) * self.dtype.itemsize)
             found = np.zeros(selection.shape, self.dtype)
             if found.size:
                 found = self._values(key, selection)
@@ -169,6 +177,19 @@ class Dataset:
             found = _fields_of(np.asarray(found), names)
         is_scalar = isinstance(found, np.ndarray) and not found.shape
         return found[()] if is_scalar and (self._shape or Ellipsis not in key) else found
+
+    def _require_room(self, nbytes: int) -> None:
+        """Raise `BudgetError` for a selection that is far larger than the files that hold it."""
+        layout, file = self.facts.layout, self.file
+        if nbytes <= max(_LEAST_NBYTES, file.max_nbytes) or layout is None:
+            return
+        stored = sum(stamp.nbytes for stamp in dict(files_of(layout)).values())
+        if nbytes > _TIMES_STORED * stored:
+            raise BudgetError(
+                f"{self._where} of shape {self._shape}: a selection takes {nbytes:,} bytes, more"
+                f" than {_TIMES_STORED} times the {stored:,} bytes of its files; select less, or"
+                f" set {named('max_batch_bytes')} to {nbytes} if you trust the file"
+            )
 
     def _values(self, key: tuple[Any, ...], selection: Selection) -> Any:
         layout = self.facts.layout

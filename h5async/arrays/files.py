@@ -120,6 +120,7 @@ class File(Group):
             raise ConfigError(f"open_file reads one file, found {len(config.files)}")
         self.path: FileName = config.files[0]
         self.filename = str(self.path)
+        self.max_nbytes = config.max_batch_bytes or 0
         self.reach, self.kept, self.cache_nbytes = reach_of(config), config.kept, cache_bytes
         self.threads = Threads(usable_cores() if num_threads is None else max(1, num_threads))
         self._arguments = path, num_threads, cache_bytes, dict(options)
@@ -171,7 +172,7 @@ class File(Group):
             if self._stamp is None:
                 self._stamp = stamp
             if stamp != self._stamp:
-                raise changed(self.filename, "open it again")
+                raise changed(self.filename, "it is not as it was when it was opened")
             yield self._located(file, path, files)
 
     def _located(

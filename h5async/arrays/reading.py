@@ -35,12 +35,13 @@ from h5async.plan.records import SamplesPlan
 from h5async.read.collection import Collection
 from h5async.read.executors import Executors
 from h5async.read.fallback import FallbackReader, WantedRows
+from h5async.read.farsources import FarSources
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.system.interruptions import call_when_gone
 
 # Of a selection that one thread reads as fast as several: of chunks to decode, and of others.
-_ALONE_NBYTES, _ALONE_COPIED_NBYTES = 1 << 18, 1 << 22
+_ALONE_NBYTES, _ALONE_COPIED_NBYTES = 1 << 18, 1 << 24
 _PARTS = 4  # of a large selection, per thread
 _BLOCK_ROWS = 1 << 18
 _TRIES = 3  # to read a selection while its file changes
@@ -157,6 +158,8 @@ class CoreReader:
         call_when_gone(self, core.free_store, store)
         call_when_gone(self, core.close_sources, tables.sources)
         self._is_far = tables.far is not None
+        if tables.far is not None:
+            call_when_gone(self, FarSources.close, tables.far)
         self.can_read = tables.can_read[0]  # any of it, by the core
         self._room = ScratchSize.of([layout])
         self._lanes: list[_Lane] = []

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
 from h5async.cli.options import spell_in_shell, takes_options, typed_options
-from h5async.cli.output import Json, opening, print_json, safe
+from h5async.cli.output import Json, Ray, opening, print_json, safe
 from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.savedindex import write_index
@@ -42,6 +42,7 @@ def index(
     output: _Output = None,
     clear: _Clear = False,
     as_json: Json = False,
+    ray: Ray = None,
     **typed: Any,
 ) -> None:
     """Save the index of FILES, which `hdf5_path` takes instead of them.
@@ -67,7 +68,7 @@ def index(
     reach = reach_of(config)
     refused: list[H5AsyncError] = []
     with opening(), opening_ahead(far_names(config.files)):
-        found = list(index_files(config, reach, refused))
+        found = list(index_files(config, reach, refused, ray=ray))
     left_out = [error.spelled(spell_in_shell) for error in refused]
     datasets = sum(
         len({one.path for one in file.layouts if one.kind not in _FACTS}) for file in found

@@ -12,7 +12,7 @@ import typer
 from rich.filesize import decimal
 
 from h5async.cli.options import mapping_of, takes_model
-from h5async.cli.output import REFRESH_SECONDS, Json, print_json, progress_bar, safe
+from h5async.cli.output import REFRESH_SECONDS, Json, Ray, print_json, progress_bar, safe
 from h5async.config.files import home_path, with_variables
 from h5async.packing.packoptions import PackOptions
 from h5async.system.interruptions import suppressing
@@ -40,6 +40,7 @@ def pack(
     output: _Output,
     dry_run: _DryRun = False,
     as_json: Json = False,
+    ray: Ray = None,
     **typed: Any,
 ) -> None:
     """Pack SOURCE into an HDF5 file, which readers read without options.
@@ -51,7 +52,7 @@ def pack(
 
     options = {name: value for name, value in typed.items() if value not in (None, [])}
     for name, form in (("fill", "NAME=VALUE"), ("strings", "NAME=BYTES")):
-        typed_values = mapping_of(options.get(name, ()), f"--{name}", form)
+        typed_values = mapping_of(options.get(name, ()), f"--{name.removesuffix('s')}", form)
         options[name] = {key: _value(text) for key, text in typed_values.items()}
     paths = [home_path(with_variables(one)) for one in sources]
     out = Path(home_path(with_variables(output)))
@@ -78,7 +79,7 @@ def pack(
                 bar.update(task, completed=done, total=count, rate=rate)
                 bar.refresh()
 
-        packed = pack_sources(paths, out, progress=show, **options)
+        packed = pack_sources(paths, out, progress=show, ray=ray, **options)
     if as_json:
         bad = [{"name": name, "reason": reason} for name, reason in packed.bad]
         print_json("pack", {"packed": {**packed._asdict(), "bad": bad}})

@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 from h5async.cli.options import reader_config, takes_reader
-from h5async.cli.output import REFRESH_SECONDS, Json, opening, print_json, progress_bar, safe
+from h5async.cli.output import REFRESH_SECONDS, Json, Ray, opening, print_json, progress_bar, safe
 from h5async.config.files import home_path, with_variables
 from h5async.config.statistics import FieldStatistics
 from h5async.errors import ConfigError
@@ -41,6 +41,7 @@ def stats(
     per: _Per = "channel",
     quantiles: _Quantiles = None,
     as_json: Json = False,
+    ray: Ray = None,
     **typed: Any,
 ) -> None:
     """Compute mean, std, quantiles and frequencies of all values in FILE, and save them.
@@ -66,6 +67,7 @@ def stats(
             per=None if per == "none" else per,  # type: ignore[arg-type]
             quantiles=quantiles or QUANTILES,
             progress=show,
+            ray=ray,
         )
     if output is not None:
         found.save(home_path(with_variables(output)))

@@ -167,9 +167,9 @@ class RemoteStore(Store):
     """Object stores and the web."""
 
     def open(self, name: str, *, is_patient: bool = False) -> Source:
-        """Open an object, in one request."""
-        use = "reading" if is_patient else "indexing"
-        return keeping(name, self._opened(name, use, _BEGINNING_NBYTES))
+        """Open an object, in one request; for rows (`is_patient`) its beginning is not wanted."""
+        use, nbytes = ("reading", 1) if is_patient else ("indexing", _BEGINNING_NBYTES)
+        return keeping(name, self._opened(name, use, nbytes))
 
     def stamp(self, name: str) -> FileStamp:
         """Return the state of an object; raises as `open`."""

@@ -5,9 +5,10 @@ A reader's threads summarize each batch as they have filled it; only sums reach 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,16 @@ import numpy as np
 from h5async.config import Field, ReaderConfig
 from h5async.config.statistics import Per, Statistics
 from h5async.errors import BudgetError, ConfigError
-from h5async.measure.summaries import FieldSummary
+from h5async.measure.summaries import FieldSummary, Part
 from h5async.plan.transform import RowTransform
 from h5async.reader.asyncreader import AsyncReader
 from h5async.spelling import named, printable
+from h5async.system.jobs import run_jobs
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _BATCH_NBYTES = 4 << 20  # fits into caches; more would be no faster
 _MOST_SAMPLES = 1 << 16
+_BATCHES_OF_JOB = 128
 _FEATURE_NBYTES = 56  # in a batch on its way, or in the sums
 # All selected samples, once, on the host.
 ONCE: Mapping[str, Any] = {
@@ -48,6 +51,7 @@ def statistics(
     per: Per = "channel",
     quantiles: Sequence[float] = QUANTILES,
     progress: Callable[[int, int], None] | None = None,
+    ray: str | None = None,
 ) -> Statistics:
     """Read all samples once, and return statistics of the values, as the fields deliver them.
 
@@ -74,6 +78,9 @@ def statistics(
         more, a uniform sample is, and `FieldStatistics.quantile_error` bounds the error.
     progress
         Called after each batch with the number of samples read so far, and of all.
+    ray
+        Read in jobs on this cluster of Ray: its address, or ``"auto"``. The result is the same. See
+        docs/ray.md.
 
     Raises
     ------
@@ -94,36 +101,93 @@ def statistics(
     if not all(0 <= q <= 1 for q in quantiles):
         raise ConfigError(f"quantiles must be numbers from 0 to 1, found {list(quantiles)}")
     chosen = {name: _as_read(field) for name, field in _chosen(config, fields).items()}
-    config = config.with_fields(chosen, **ONCE, postprocess=None)
-    with AsyncReader(config, batch_size=1) as opened:
-        samples, nbytes = opened.num_samples, opened.nbytes
-        setup = opened._engine.setup
-        summaries = {
-            name: FieldSummary(
-                kind, opened.layouts[name], setup.transforms[name], per, quantiles, samples
-            )
-            for name, kind in setup.kinds.items()
-        }
-        if per == "feature":
-            limit = setup.memory_plan.limit_nbytes // (config.thread_count + 3)
-            _check_features(setup.transforms, limit // _FEATURE_NBYTES)
-        files = tuple(printable(str(path)) for path in opened.config.files)
-    of_batch = _BATCH_NBYTES * samples // max(1, nbytes)
-    options: Any = {
-        "batch_size": max(1, min(_MOST_SAMPLES, samples, of_batch)),
-        "prefetch": config.thread_count + 1,
-        "postprocess": _Summarize(list(summaries.values())),
-    }
-    with AsyncReader(config, **options) as opened:
-        done = 0
-        for batch in opened:
-            for name, one in summaries.items():
-                one.add(batch[name][0])
-            done += batch.index.size
+    threads = config.num_threads
+    if ray is not None:
+        threads = max(1, threads or 1)
+    config = config.with_fields(chosen, **ONCE, postprocess=None, num_threads=threads)
+    measuring = _Measuring(config, per, quantiles)
+    with measuring.opened() as reader:
+        files = tuple(printable(str(path)) for path in reader.config.files)
+        samples, done, number = reader.num_samples, 0, len(reader)
+        jobs = [
+            range(n, min(n + _BATCHES_OF_JOB, number)) for n in range(0, number, _BATCHES_OF_JOB)
+        ]
+        several = (
+            measuring.parts(range(number))
+            if ray is None
+            else itertools.chain.from_iterable(run_jobs(measuring, jobs, ray, threads or 1))
+        )
+        for count, parts in several:
+            for name, one in measuring.summaries.items():
+                one.add(parts[name])
+            done += count
             if progress is not None:
                 progress(done, samples)
-    several = {name: one.result() for name, one in summaries.items()}
-    return Statistics(several, files, samples)
+    return Statistics(
+        {name: one.result() for name, one in measuring.summaries.items()}, files, samples
+    )
+
+
+class _Measuring:
+    """Summarizes batches by their numbers: here, or in other processes, which open the files again.
+
+    `summaries` are of fields, by name, once it is opened.
+    """
+
+    def __init__(self, config: ReaderConfig, per: Per, quantiles: Sequence[float]) -> None:
+        self._config, self._per, self._quantiles = config, per, quantiles
+        self.summaries: dict[str, FieldSummary] = {}
+        self._reader: AsyncReader | None = None
+        self._begin: dict[str, Any] = {}  # the position at which the first batch begins
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other processes need."""
+        return {**self.__dict__, "summaries": {}, "_reader": None}
+
+    def opened(self) -> AsyncReader:
+        """Return the reader, whose batches are summaries; open it first."""
+        if self._reader is not None:
+            return self._reader
+        config = self._config
+        with AsyncReader(config, batch_size=1) as opened:
+            samples, nbytes = opened.num_samples, opened.nbytes
+            setup = opened._engine.setup
+            self.summaries = {
+                name: FieldSummary(
+                    kind,
+                    opened.layouts[name],
+                    setup.transforms[name],
+                    self._per,
+                    self._quantiles,
+                    samples,
+                )
+                for name, kind in setup.kinds.items()
+            }
+            if self._per == "feature":
+                limit = setup.memory_plan.limit_nbytes // (config.thread_count + 3)
+                _check_features(setup.transforms, limit // _FEATURE_NBYTES)
+        of_batch = _BATCH_NBYTES * samples // max(1, nbytes)
+        batch_size = max(1, min(_MOST_SAMPLES, samples, of_batch))
+        options: Any = {
+            "batch_size": self._begin.get("batch_size", batch_size),
+            "prefetch": config.thread_count + 1,
+            "postprocess": _Summarize(list(self.summaries.values())),
+        }
+        self._reader = AsyncReader(config, **options)
+        self._begin = self._begin or self._reader.state_dict()
+        return self._reader
+
+    def parts(self, numbers: range) -> Iterator[tuple[int, dict[str, Part]]]:
+        """Yield the number of samples in each batch, and their parts by field."""
+        reader = self.opened()
+        position = numbers.start * self._begin["batch_size"]
+        reader.load_state_dict({**self._begin, "position": position})
+        for batch in itertools.islice(reader, len(numbers)):
+            yield batch.index.size, {name: batch[name][0] for name in self.summaries}
+
+    def __call__(self, numbers: range) -> list[tuple[int, dict[str, Part]]]:
+        """Return what `parts` yields."""
+        return list(self.parts(numbers))
 
 
 class _Summarize:

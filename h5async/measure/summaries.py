@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,7 +261,7 @@ class FieldSummary:
         outer, groups, inner = grouped.shape
         rate = self._rate(groups)
         if rate >= 1:
-            return grouped.swapaxes(1, 2).reshape(-1, groups)
+            return np.array(grouped.swapaxes(1, 2)).reshape(-1, groups)  # slots are used again
         number = rng.binomial(outer * inner, rate) if outer * inner else 0
         at = rng.integers(max(1, outer * inner), size=number)
         return grouped[at // max(1, inner), :, at % max(1, inner)]
@@ -290,7 +291,7 @@ class FieldSummary:
         for name in ("moments", "lengths"):
             new, old = getattr(part, name), getattr(total, name)
             if old is None or new is None:
-                setattr(total, name, new if old is None else old)
+                setattr(total, name, deepcopy(new) if old is None else old)  # (it may be read-only)
             else:
                 old.add(new)
         if part.classes is not None:

@@ -53,6 +53,7 @@ def create(file: h5py.File, column: Column, chunk_samples: int, filters: Sequenc
     elif column.is_text:
         dtype = h5py.string_dtype("utf-8", dtype.itemsize)
     created = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    created.set_obj_track_times(False)  # the same bytes at any time
     created.set_chunk((chunk_samples if is_array else _REFERENCES, *column.shape))
     set_filters(created, filters if is_array else ())
     space = h5py.h5s.create_simple((0, *column.shape), (h5py.h5s.UNLIMITED, *column.shape))

@@ -166,7 +166,9 @@ class _Shards:
         self.parts: Sequence[Repacking] = work.parts(options.shards)
         self.done, self._nbytes, self._progress = 0, work.nbytes, progress
         self._path, self._options = path, options
-        self._config, self._digest = work.config, work.digest()
+        files = tuple(work.config.files)  # not globs, which might match shards
+        self._config = work.config.model_copy(update={"hdf5_path": files})
+        self._digest = work.digest()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes need; threads are as Ray's CPUs."""

@@ -12,25 +12,29 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, TypeGuard, Unpack
 
-from h5async.config.files import is_index
-from h5async.errors import ConfigError
+import numpy as np
+
+from h5async.config.files import is_index, paths_text
+from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.order.selection import permute
 from h5async.packing.encodedsamples import Samples, encoded_columns, made_block, samples_of
 from h5async.packing.newfiles import join_shards
-from h5async.packing.packedfile import VERSION, PackedFile
+from h5async.packing.packedfile import VERSION, PackedFile, Written, chunks_of
 from h5async.packing.packoptions import PackKeywords, PackOptions
 from h5async.packing.repackoptions import RepackOptions
-from h5async.packing.safefile import exists, is_begun
+from h5async.packing.safefile import exists, is_begun, require_new
 from h5async.packing.schema import Block
 from h5async.packing.shards import remove_other_shards, shard_path
-from h5async.packing.sources.base import Source, Work, digest_of
+from h5async.packing.sources.base import ListedSource, Source, Work, digest_of
 from h5async.packing.sources.finding import open_source
 from h5async.spelling import named
+from h5async.system.jobs import run_jobs
 
 Progress = Callable[[int, int | None, int], None]  # samples done, all of them, bytes done
 _BLOCKS_AT_A_TIME = 8  # so many must fit in the memory
@@ -61,6 +65,7 @@ def pack(
     out: str | os.PathLike[str],
     *,
     progress: Progress | None = None,
+    ray: str | None = None,
     **options: Unpack[PackKeywords],
 ) -> Packed:
     """Pack samples into an HDF5 file.
@@ -75,6 +80,8 @@ def pack(
     progress
         A function that is called with the number of samples that are packed, the number of all (or
         None), and the number of bytes.
+    ray
+        Pack `shards` in jobs on this cluster of Ray: its address, or ``"auto"``. See docs/ray.md.
     **options
         See `PackOptions`.
 
@@ -97,18 +104,22 @@ def pack(
     made_of = [VERSION, source.digest(), sorted(chosen.digested().items()), chosen.append]
     digest = digest_of(made_of)
     _require_new(path, chosen)
-    files = _pack(source, path, chosen, digest, progress or (lambda *_: None))
+    if ray is None:
+        files = _pack(source, path, chosen, digest, progress or (lambda *_: None))
+    else:
+        shards = _Shards(sources, source, path, chosen, digest)
+        files = shards.pack(ray, progress or (lambda *_: None))
     paths = [file.path for file in files]
     if chosen.shards is not None:
         if chosen.overwrite:
             remove_other_shards(path, len(paths))
-        counts = {file.path: file.count for file in files}
+        counts = {file.path: file.samples for file in files}
         how = RepackOptions(resume=chosen.resume, overwrite=chosen.overwrite)
         join_shards(path, counts, files[-1].datasets, how)
         paths.append(path)
     return Packed(
         path,
-        sum(file.count for file in files),
+        sum(file.samples for file in files),
         sum(one.stat().st_size for one in paths),
         perf_counter() - began,
         files[-1].stored,
@@ -127,8 +138,8 @@ def _require_new(path: Path, options: PackOptions) -> None:
 
 def _pack(
     source: Source, path: Path, options: PackOptions, digest: str, progress: Progress
-) -> list[PackedFile]:
-    """Pack the samples into one file, or into shards."""
+) -> list[Written]:
+    """Pack the samples into one file, or into shards, one after the other."""
     files: list[PackedFile] = []
     nbytes, most = 0, math.inf if options.shards is None else options.shards
     with Blocks(source, options) as blocks:
@@ -138,7 +149,7 @@ def _pack(
             if last is not None and (options.overwrite or not is_begun(at)):
                 blocks.begin(last.taken, last.encoded)
                 if blocks.following is None:
-                    return files
+                    return [one.written for one in files]
             with PackedFile(at, source, options, f"{digest} {len(files)}", last) as file:
                 files.append(file)
                 if not file.is_finished:
@@ -150,12 +161,127 @@ def _pack(
                     source.files.check()
                     file.finish()
             if options.shards is None:
-                return files
+                return [file.written]
             nbytes += file.nbytes
 
 
+class _Shards:
+    """Packs shards in other processes, which open the sources again: each is a part of these.
+
+    Parts are equal numbers of samples, or whole files, where these can only be read in order. All
+    shards have the columns of the first block.
+    """
+
+    def __init__(
+        self, sources: Any, source: Source, path: Path, options: PackOptions, digest: str
+    ) -> None:
+        if options.shards is None or not (source.files_are_sources or _is_listed(source)):
+            raise ConfigError(
+                f"{source.name} cannot be packed on Ray, where a job packs a shard: give"
+                f" {named('shards')}, and folders or files whose samples, or files, can be read one"
+                " by one"
+            )
+        self._sources, self._path, self._digest, self._all = sources, path, digest, source.digest()
+        threads = max(1, options.num_threads or 1)
+        resume = options.resume or not options.overwrite  # a job whose worker has died goes on
+        changed = {"num_threads": threads, "resume": resume, "overwrite": not resume}
+        self._options = options.model_copy(update=changed)
+        self._source: Source | None = source
+        with Blocks(source, options) as blocks:
+            blocks.begin(0, None)
+            first = blocks.following
+        if first is None or not first.kept:
+            raise DatasetError(f"{source.name} has no samples that can be packed, to begin with")
+        self._encoded, self._like = blocks.encoded, chunks_of(first, blocks.encoded, options)
+        coded = [name for name, one in self._like.items() if one.column.form == "codes"]
+        if coded:
+            raise ConfigError(
+                f'{source.name}: column "{coded[0]}" has categories, which each shard would number'
+                " by itself; pack it without Ray"
+            )
+        row_nbytes = first.nbytes / first.taken
+        if source.nbytes and options.size is None and source.count:
+            row_nbytes = source.nbytes / source.count
+        self._parts = _parts_of(source, options.shards, row_nbytes)
+        if not (options.resume or options.overwrite):
+            require_new(shard_path(path, number) for number in range(len(self._parts)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs."""
+        return {**self.__dict__, "_source": None, "_parts": ()}
+
+    def pack(self, ray: str, progress: Progress) -> list[Written]:
+        """Pack all shards on Ray."""
+        assert self._source is not None
+        files: list[Written] = []
+        jobs = run_jobs(self, enumerate(self._parts), ray, self._options.threads)
+        for file in jobs:
+            files.append(file)
+            done = sum(one.samples + len(one.bad) for one in files)
+            progress(done, self._source.count, sum(one.nbytes for one in files))
+        return files
+
+    def __call__(self, job: tuple[int, range | list[str]]) -> Written:
+        """Pack a shard: a range of samples, or files."""
+        number, part = job
+        begin, end = (part.start, part.stop) if isinstance(part, range) else (0, None)
+        source = self._source
+        if source is None or end is None:
+            source = open_source(self._sources if end is not None else part, self._options)
+        if end is not None:
+            self._source = source
+            if source.digest() != self._all:
+                raise ReadError(
+                    f"{source.name}: files were changed, or are others on the node"
+                    f" {os.uname().nodename}: all nodes must have the same ones"
+                )
+        try:
+            return self._write(source, shard_path(self._path, number), begin, end)
+        except DatasetError as error:
+            where = (
+                paths_text(source.files.paths) if end is None else f"samples {begin:,} to {end:,}"
+            )
+            raise DatasetError(f"{where}: {error.marked}") from error
+
+    def _write(self, source: Source, at: Path, begin: int, end: int | None) -> Written:
+        digest = f"{self._digest} {at.name} on Ray"
+        with (
+            PackedFile(at, source, self._options, digest, begin=begin, like=self._like) as file,
+            Blocks(source, self._options, end) as blocks,
+        ):
+            if not file.is_finished:
+                blocks.begin(file.taken, self._encoded)
+                file.encoded = blocks.encoded
+                while blocks.following is not None:
+                    file.add(blocks.take())
+                source.files.check()
+                file.finish()
+            return file.written
+
+
+def _is_listed(source: Source) -> TypeGuard[ListedSource]:
+    return isinstance(source, ListedSource) and bool(source.count)
+
+
+def _parts_of(source: Source, nbytes: int, row_nbytes: float) -> Sequence[range | list[str]]:
+    """Return parts of a source of about so many bytes."""
+    if _is_listed(source):
+        edges = np.linspace(0, source.count, 1 + max(1, round(source.count * row_nbytes / nbytes)))
+        ends = np.unique(edges.astype(np.int64)).tolist()
+        return [range(begin, end) for begin, end in itertools.pairwise(ends)]
+    parts: list[list[str]] = []
+    room = 0
+    for path in source.files.paths:
+        if room <= 0:
+            parts.append([])
+            room = nbytes
+        parts[-1].append(path)
+        room -= os.stat(path).st_size
+    return parts
+
+
 class Blocks:
-    """Makes the blocks of a source in threads, ahead of their use.
+    """Makes the blocks of a source, or up to a position in it, in threads, ahead of their use.
 
     So many are made ahead that they take half of the memory.
 
@@ -167,8 +293,8 @@ class Blocks:
         Columns of encoded samples, with their kinds: given, or found in the first block.
     """
 
-    def __init__(self, source: Source, options: PackOptions) -> None:
-        self._source, self._options = source, options
+    def __init__(self, source: Source, options: PackOptions, end: int | None = None) -> None:
+        self._source, self._options, self._end = source, options, end
         self._most, self._most_nbytes = 2 * options.threads + 2, options.memory // 2
         self._pool = ThreadPoolExecutor(options.threads, "h5async-pack")
         self._waiting: deque[Future[Block]] = deque()
@@ -196,6 +322,9 @@ class Blocks:
         if options.size is not None:  # decoding takes long, and threads are to end together
             source.rows = min(source.rows, _DECODED_ROWS)
         order = partial(_permuted, source, options.seed) if options.shuffle else None
+        if self._end is not None:
+            source = copy(source)
+            source.count = self._end
         self._works = source.work(start, order)
         first = next(self._works, None)
         if first is None:

@@ -44,6 +44,21 @@ _CHUNK_NBYTES, _LARGE_ROW_NBYTES = 1 << 16, 1 << 15
 _PROBED_NBYTES = 1 << 18
 
 
+class Written(NamedTuple):
+    """A file that is whole: its samples and bytes, as `PackedFile` counts them, and its columns.
+
+    `stored` says how they are stored, in words; `datasets` are the paths of their datasets.
+    """
+
+    path: Path
+    samples: int
+    nbytes: int
+    bad: Sequence[tuple[str, str]]
+    converted: int
+    stored: Mapping[str, str]
+    datasets: Sequence[str]
+
+
 class PackedFile:
     """A file that samples of a source are packed into.
 
@@ -68,13 +83,16 @@ class PackedFile:
         options: PackOptions,
         digest: str,
         last: PackedFile | None = None,
+        *,
+        begin: int = 0,
+        like: Mapping[str, Chunks] | None = None,
     ) -> None:
         self.path, self._source, self._options, self._digest = path, source, options, digest
         self._columns: dict[str, Chunks] = {}
         self._appenders: dict[str, Appender] = {}
         self._classes: dict[str, list[str]] = {}
-        self._last = last
-        self.taken: int = 0 if last is None else last.taken
+        self._last, self._like = last, like
+        self.taken: int = begin if last is None else last.taken
         self.count = self.nbytes = self.converted = 0
         self.bad: list[tuple[str, str]] = []
         self.encoded: dict[str, str] | None = None
@@ -136,15 +154,13 @@ class PackedFile:
         return about
 
     @property
-    def stored(self) -> dict[str, str]:
-        """How columns are stored, in words."""
-        return {name: chunks.text for name, chunks in self._columns.items()}
-
-    @property
-    def datasets(self) -> list[str]:
-        """The paths of the datasets of samples."""
+    def written(self) -> Written:
+        """What is known of the file once it is whole."""
+        stored = {name: chunks.text for name, chunks in self._columns.items()}
         paths = {"/".join(filter(None, n.split("/"))): c.column for n, c in self._columns.items()}
-        return [f"{path}/codes" if c.form == "codes" else path for path, c in paths.items()]
+        datasets = [f"{path}/codes" if c.form == "codes" else path for path, c in paths.items()]
+        found = self.path, self.count, self.nbytes, self.bad, self.converted, stored, datasets
+        return Written(*found)
 
     def add(self, block: Block) -> None:
         """Append a block of samples, and commit now and then."""
@@ -168,7 +184,8 @@ class PackedFile:
 
     def _create(self, block: Block) -> None:
         encoded = self.encoded or {}
-        for name, chunks in chunks_of(block, encoded, self._options).items():
+        found = self._like or chunks_of(block, encoded, self._options)
+        for name, chunks in found.items():
             create(self._safe.file, chunks.column, chunks.rows, chunks.filters)
             if chunks.column.form == "codes" and self._last is not None:
                 with h5py.File(self._last.path) as last:

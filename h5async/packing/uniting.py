@@ -21,6 +21,7 @@ from h5async.packing.sparsegroups import is_anndata, text_of
 from h5async.spelling import name_bytes, name_text, named
 
 Join = Literal["inner", "outer"]
+_TABLES = ("obs/", "obsm/", "var/", "raw/var/")
 _BY_NAME = ("obs", "obsm", "layers")  # groups whose members all files must have
 
 
@@ -49,34 +50,43 @@ def unite(files: Sequence[HDF5File], paths: Collection[str], join: Join | None) 
 
     DatasetError if that is not possible, or `join` does not say which variables are kept.
     """
-    found = United()
+    found, is_annotated = United(), is_anndata(files[0])
     for path in paths:
         group = path.removesuffix("/codes")
         if group != path and f"{group}/categories" in paths:
-            _unite_categories(found, files, group)
+            if not is_annotated or group.startswith(_TABLES):
+                _unite_categories(found, files, group)
         elif len(files) > 1 and "classes" in files[0][path].attrs:
             _unite_classes(found, files, path)
-    if not is_anndata(files[0]):
+    if not is_annotated:
         return found
     found.left_out["obsp"] = "is of pairs of samples: compute it again"
     for name in (*_BY_NAME, "raw"):
         members = [_members(file, name) for file in files]
-        for one in sorted(
-            {one for some in members for one in some if any(one not in m for m in members)}
-        ):
+        common = members[0].intersection(*members[1:])
+        for one in sorted(members[0].union(*members[1:]) - common):
             found.left_out[one] = "is not in all files"
+    if "obs" in files[0]:
+        _index_of(files, "obs")
     for prefix in ("", "raw/"):
         table = f"{prefix}var"
         if len(files) > 1 and not found.leaves_out(table) and table in files[0]:
             _Table(found, files, table, paths).unite(join)
     for table in ("obs", "var", "raw/var"):
         _correct_order(found, files[0], table)
-    found.left_out = {path: why for path, why in found.left_out.items() if _has(files, path)}
+    found.values = {p: one for p, one in found.values.items() if not found.leaves_out(p)}
+    found.left_out = {
+        path: why for path, why in found.left_out.items() if any(path in file for file in files)
+    }
     return found
 
 
-def _has(files: Sequence[HDF5File], path: str) -> bool:
-    return any(path in file for file in files)
+def _index_of(files: Sequence[HDF5File], table: str) -> str:
+    """Return the path of the names of the rows of a table."""
+    found = {f"{table}/{text_of(file[table].attrs['_index'])}" for file in files}
+    if len(found) > 1:
+        raise DatasetError(f'"{table}" has its names in differing columns: {sorted(found)}')
+    return found.pop()
 
 
 def _members(file: HDF5File, name: str) -> set[str]:
@@ -105,7 +115,10 @@ def _unite_categories(found: United, files: Sequence[HDF5File], group: str) -> N
 
 def _unite_classes(found: United, files: Sequence[HDF5File], path: str) -> None:
     """Unite the names of classes that an attribute of labels has."""
-    names = [list(file[path].attrs.get("classes", ())) if path in file else [] for file in files]
+    names = [
+        np.atleast_1d(file[path].attrs.get("classes", ())).tolist() if path in file else []
+        for file in files
+    ]
     if all(one == names[0] for one in names):
         return
     if files[0][path].dtype.kind not in "iu" or not all(names):
@@ -116,7 +129,8 @@ def _unite_classes(found: United, files: Sequence[HDF5File], path: str) -> None:
     every, maps = _appended(names)
     found.attributes[path], found.maps[path] = {"classes": np.array(every, object)}, maps
     for one in ("classes", f"{path}_classes"):
-        if one in files[0] and files[0][one].asstr()[...].tolist() == names[0]:
+        known = [name_bytes(name) for name in names[0]]
+        if one in files[0] and np.array_equal(files[0][one], known):
             found.values[one] = np.array([name_bytes(name) for name in every], object)
 
 
@@ -137,11 +151,8 @@ class _Table:
         self, found: United, files: Sequence[HDF5File], path: str, paths: Collection[str]
     ) -> None:
         self._found, self._files, self._path, self._paths = found, files, path, paths
-        indexes = [f"{path}/{text_of(file[path].attrs['_index'])}" for file in files]
-        self._index = indexes[0]
-        self._names = [file[one][...].tolist() for file, one in zip(files, indexes, strict=True)]
-        if len(set(indexes)) > 1:
-            raise DatasetError(f'"{path}" has its names in differing columns: {sorted(indexes)}')
+        self._index = _index_of(files, path)
+        self._names = [file[self._index][...].tolist() for file in files]
 
     def unite(self, join: Join | None) -> None:
         """Find the variables to keep, their new numbers, and their columns."""

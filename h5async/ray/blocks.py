@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from ray.data.extensions import ArrowTensorArray, ArrowVariableShapedTensorArray
 
-from h5async.errors import DatasetError
+from h5async.errors import ConfigError, DatasetError
 from h5async.reader.batch import Batch
 from h5async.samples.ragged import Images, Ragged
 from h5async.samples.sparse import Csr
@@ -42,7 +42,10 @@ def block_of(batch: Batch, further: Sequence[str] = ()) -> pa.Table:
     """Return all columns of a batch, and `further` attributes of it such as ``index``."""
     columns: dict[str, pa.Array] = {}
     for name in batch.keys():
-        columns |= columns_of(name, batch[name])
+        made = columns_of(name, batch[name])
+        for twice in made.keys() & columns.keys():
+            raise ConfigError(f"two fields have a column {twice!r}; give one of them another name")
+        columns |= made
     return pa.table(columns | {name: pa.array(getattr(batch, name)) for name in further})
 
 
@@ -68,7 +71,8 @@ def _column(values: Any) -> pa.Array:
         return pa.StructArray.from_arrays(parts, values.dtype.names)
     if values.ndim == 1:
         return pa.array(values)
-    pa.from_numpy_dtype(values.dtype)  # else Ray would print all values in its error
+    if values.dtype.kind not in "biuf":  # texts, or what Arrow refuses
+        return pa.array(values.tolist())
     return ArrowTensorArray.from_numpy(values)
 
 

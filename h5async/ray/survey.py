@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError
+from h5async.fill.finishing import masks_of
 from h5async.index.changes import fingerprint
 from h5async.index.units import sample_bounds, unit_nbytes
 from h5async.io.stores import absolute_name
@@ -22,7 +23,6 @@ from h5async.order.selection import Int64s, Selection
 from h5async.ray.blocks import block_of, columns_of, values_nbytes
 from h5async.reader.asyncreader import AsyncReader
 from h5async.reader.readersetup import ReaderSetup
-from h5async.samples.fieldkind import field_of
 
 # Of the readers here and in tasks, which read in the threads that call them.
 _NO_LOOP: Mapping[str, Any] = {**ONCE, "batch_size": 1, "prefetch": 1, "num_threads": 0}
@@ -36,7 +36,7 @@ _INSTEAD = {
     "world_size": "Dataset.streaming_split()",
 }
 _PROBED, _PROBED_NBYTES = 16, 16 << 20  # samples that are read to measure a row
-_PROBED_ENCODED = 64  # those, all over the dataset, whose sizes only decoding tells
+_PROBED_ENCODED = 64  # those, all over the dataset, of which no layout tells the size
 _UNIT_NBYTES = 32 << 20  # units of all fields together are not made larger
 _MOST_UNITS = 1 << 16  # of samples in an order that knows no chunks
 
@@ -173,33 +173,29 @@ def _measured(
     each = max(1, reader.nbytes // selection.size)
     count = min(selection.size, _PROBED, max(1, _PROBED_NBYTES // each))
     at = np.arange(count)
-    if any(kind.is_encoded for kind in kinds.values()):
+    dtypes = [layout.dtype.kind for layout in setup.layouts.values()]
+    if any(kind.is_encoded for kind in kinds.values()) or not {*dtypes} <= {*"biufcV"}:
         at = np.unique(np.linspace(0, selection.size - 1, _PROBED_ENCODED).astype(np.int64))
     batch = reader.read(selection.samples(at))
     table = block_of(batch, further)
-    owner = {made: name for name in batch.keys() for made in columns_of(name, batch[name])}
+    rows = dict(zip(setup.layouts, setup.samplings.rows, strict=True))  # of columns of the reader
+    owner = {made: name for name in kinds for made in columns_of(name, batch[name])}
     for name, kind in kinds.items():  # what is delivered beside a field
-        beside = (*kind.further, *kind.masks(setup.samplings.rows[_number(setup, name)]))
-        owner |= {made: name for made in beside if made in owner}
+        beside = (*kind.further, *masks_of({name: kind}, rows, setup.samplings.rows))
+        owner |= dict.fromkeys(beside, name)
     found = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         field = owner.get(name, "")
-        values = values_nbytes(column)
-        rows = setup.samplings.rows[_number(setup, field)] if field else None
-        if values is None or not isinstance(rows, SpanRows):
+        values, spans = values_nbytes(column), rows.get(field)
+        if values is None or not isinstance(spans, SpanRows):
             found[name] = Column(field, column.nbytes / len(batch.index))
             continue
         fixed = (column.nbytes - values) / len(batch.index)
-        lengths = np.asarray(rows.lengths(selection.samples(np.arange(selection.size))), np.int64)
+        lengths = np.asarray(spans.lengths(selection.samples(np.arange(selection.size))), np.int64)
         totals = np.append(0, np.cumsum(lengths))
-        of_probe = max(1, int(rows.lengths(batch.index).sum()))
+        of_probe = max(1, int(spans.lengths(batch.index).sum()))
         found[name] = Column(field, fixed, values / of_probe, totals[bounds])
     return found, table.schema
-
-
-def _number(setup: ReaderSetup, field: str) -> int:
-    """Return the number of the first column of a field."""
-    return next(n for n, name in enumerate(setup.layouts) if field_of(name) == field)
 
 
 def cut(nbytes: Any, parallelism: int, block_nbytes: int | None, threads: int) -> list[Int64s]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,17 @@ import numpy as np
 import pytest
 from corpus import QUIRKS, Quirk
 from hypothesis import given
+from memorystore import MemoryStore
 
 import h5async
-from h5async import DatasetError, H5AsyncError, ReaderClosedError, ReadError, SelectionError
+from h5async import (
+    DamagedError,
+    DatasetError,
+    H5AsyncError,
+    ReaderClosedError,
+    ReadError,
+    SelectionError,
+)
 
 SHAPE = (23, 12, 9)
 STORED: dict[str, dict[str, Any]] = {
@@ -222,6 +231,64 @@ def test_a_file_that_was_replaced_is_an_error(tmp_path: Path):
             file["data"] = np.zeros(50)
         with pytest.raises(ReadError, match="changed"):
             opened["other"]
+
+
+def test_values_that_are_written_meanwhile_are_never_mixed(tmp_path: Path):
+    path = tmp_path / "written.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=np.zeros((64, 1000)), chunks=(1, 1000), compression="gzip")
+    with h5async.open_file(path, num_threads=1) as opened:
+        data = opened["data"]
+        assert not data[3].any()  # its chunk is kept, and forgotten when the file has changed
+        with h5py.File(path, "r+") as file:
+            file["data"][...] = 1
+        with contextlib.suppress(ReadError):
+            assert (data[()] == 1).all()
+            assert (data[3] == 1).all()
+
+
+def test_damaged_chunks_are_errors_that_name_them(tmp_path: Path):
+    path = tmp_path / "damaged.h5"
+    with h5py.File(path, "w") as file:
+        values = np.arange(4000.0).reshape(40, 100)
+        file.create_dataset("data", data=values, chunks=(10, 100), compression="gzip")
+        place = file["data"].id.get_chunk_info(2).byte_offset
+    with path.open("r+b") as file:
+        file.seek(place + 5)
+        file.write(b"spoiled")
+    with h5async.open_file(path) as opened:
+        np.testing.assert_array_equal(opened["data"][:20], values[:20])
+        for key in (25, [3, 29], np.s_[::8], ()):
+            with pytest.raises(DamagedError, match=r"\"/?data\", chunk \(.*20, 0\)"):
+                opened["data"][key]
+        np.testing.assert_array_equal(opened["data"][30:], values[30:])
+
+
+def test_files_that_declare_too_much_are_refused(tmp_path: Path):
+    path = tmp_path / "hollow.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", (1 << 24, 1 << 10), "f4", chunks=(1 << 10, 1 << 10))
+    with h5async.open_file(path) as opened:
+        with pytest.raises(MemoryError, match="max_batch_bytes"):
+            opened["data"][()]
+        assert not opened["data"][5:9].any()
+
+
+def test_a_forked_process_reads_too(path: Path):
+    with h5async.open_file(path, num_threads=2) as opened:
+        expected = opened["gzip"][3]
+        opened["gzip"][()]
+        child = os.fork()
+        if not child:
+            os._exit(0 if np.array_equal(opened["gzip"][3], expected) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_files_in_another_store(path: Path, store: MemoryStore):
+    with h5py.File(path) as expected, h5async.open_file(store.put(path), num_threads=2) as found:
+        for name in ("contiguous", "gzip", "pairs", "flags", "group/text"):
+            for key in ((), 2, slice(1, None, 2), [0, 3]):
+                np.testing.assert_array_equal(found[name][key], expected[name][key])
 
 
 def test_links_out_of_the_folder_are_refused(tmp_path: Path):

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,15 @@ def test_stamps_of_many_files_are_small_requests(server: Server):
     log = server.log()
     assert (log.count, log.nbytes) == (1, 1)
     assert stamp == opened(server, "bytes").stamp()
+
+
+def test_opening_for_rows_alone_is_a_small_request(server: Server):
+    name = name_of(server, "bytes")
+    server.log()
+    with closing(store_of(name).open(name, is_patient=True)) as source:
+        log = server.log()
+        assert (log.count, log.nbytes) == (1, 1)
+        assert bytes(source.get_ranges([0], [5])[0]) == CONTENT[:5]
 
 
 def test_long_tags_are_left_to_the_store(server: Server):

@@ -22,7 +22,7 @@ from h5async import (
     SparseField,
     Statistics,
 )
-from h5async.measure import summaries
+from h5async.measure import statistics, summaries
 
 RNG = np.random.default_rng(0)
 QUANTILES = (0.0, 0.05, 0.5, 0.99)
@@ -99,6 +99,14 @@ def test_channels_may_stand_last_or_be_named(tmp_path):
         assert found.channel_dim == 3
 
 
+@each("shape", [(), (3,)])
+def test_quantiles_are_of_the_values_of_all_batches(tmp_path, monkeypatch, shape):
+    monkeypatch.setattr(statistics, "_BATCH_NBYTES", 100)
+    values = RNG.normal(size=(90, *shape))
+    path = write(tmp_path / "a.h5", values, chunks=(9, *shape), compression="gzip")
+    expect(measured(path, num_threads=2), values, (0,), fill=0)
+
+
 def test_missing_values_are_counted_and_left_out(tmp_path):
     values = RNG.normal(size=(300, 4)).astype("f4")
     values[RNG.random(values.shape) < 0.2] = np.nan
@@ -106,7 +114,9 @@ def test_missing_values_are_counted_and_left_out(tmp_path):
     found = measured(write(tmp_path / "a.h5", values))
     known = values[:, [0, 1, 3]]
     np.testing.assert_array_equal(found.nan, np.isnan(values).sum(axis=0))
-    np.testing.assert_allclose(found.mean[[0, 1, 3]], np.nanmean(known, axis=0), rtol=1e-6)
+    np.testing.assert_allclose(
+        found.mean[[0, 1, 3]], np.nanmean(known, axis=0, dtype="f8"), rtol=1e-6
+    )
     assert np.isnan([found.mean[2], found.std[2], found.min[2], found.max[2]]).all()
 
 

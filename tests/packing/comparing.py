@@ -1,7 +1,32 @@
-"""Compares packed files by h5py."""
+"""Packs samples, and compares packed files by h5py."""
 
 import h5py
 import numpy as np
+from pictures import encoded, pixels
+from PIL import Image
+
+import h5async
+
+PNGS = [encoded(Image.fromarray(pixels(5, 4 + n % 3, n)), "PNG") for n in range(9)]
+
+
+def opened(sources, tmp_path, **options):
+    """Pack, and return the open file."""
+    out = tmp_path / "out.h5"
+    h5async.pack(sources, out, overwrite=True, **options)
+    return h5py.File(out)
+
+
+def values(dataset):
+    """Return the values of a dataset, strings as str, and arrays of any length as lists."""
+    found = dataset[:] if not h5py.check_string_dtype(dataset.dtype) else dataset.asstr()[:]
+    return [one.tolist() if isinstance(one, np.ndarray) else one for one in found]
+
+
+def interrupt(done, *_):
+    """Stop a pack whose `progress` it is."""
+    if done > 64:
+        raise KeyboardInterrupt
 
 
 def contents(path):

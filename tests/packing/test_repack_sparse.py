@@ -96,6 +96,7 @@ def with_many_kinds(path, rng, cells, names):
     var["id"] = [f"id of {name}" for name in names]
     var["length"] = [float(name[1:]) if int(name[1:]) % 5 else np.nan for name in names]
     var["mean"] = rng.random(genes)
+    var["some"] = pandas.Categorical(labels[1][:genes])  # which differ
     var["group"] = pandas.Categorical([f"group {int(name[1:]) % 3}" for name in names])
     found = anndata.AnnData(
         scipy.random(cells, genes, 0.3, "csr", np.float32, rng=rng),
@@ -106,6 +107,7 @@ def with_many_kinds(path, rng, cells, names):
         obsp={"near": scipy.random(cells, cells, 0.1, "csr", rng=rng)},
         varm={"loadings": rng.random((genes, 2))},
     )
+    found.uns["table"] = pandas.DataFrame({"kind": pandas.Categorical(labels[1][:5], ordered=True)})
     found.raw = found.copy()
     found.write_h5ad(path)
     return found
@@ -146,7 +148,7 @@ def test_variables_are_united_as_anndata_does(tmp_path, join, seed):
     every = as_frame(require_extra("pandas").concat([one.var for one in old]))
     first = every[~every.index.duplicated()].loc[found.var_names]
     assert as_frame(found.var).equals(first[list(found.var)])
-    assert {"obsp", "varm", "var/mean"} <= plan.left_out.keys()
+    assert {"obsp", "varm", "var/mean", "var/some"} <= plan.left_out.keys()
     options = {"shuffle": "full", "seed": 1, "join": join}
     h5async.repack(files, tmp_path / "shuffled.h5ad", **options, verify=True)
     shuffled = anndata.read_h5ad(tmp_path / "shuffled.h5ad")
@@ -190,6 +192,14 @@ def test_variables_that_cannot_be_united(tmp_path):
         file["var/_index"][3] = "gene 3"
     with pytest.raises(DatasetError, match=r"not of compressed rows .* X\.tocsr"):
         h5async.repack(files, tmp_path / "new.h5ad", join="outer")
+    with h5py.File(files[1], "r+") as file:
+        file["obs"].move("_index", "name")
+        file["obs"].attrs["_index"] = "name"
+    with pytest.raises(DatasetError, match='"obs" has its names in differing columns'):
+        h5async.repack(files, tmp_path / "new.h5ad", join="outer")
+    with h5py.File(files[1], "r+") as file:
+        file["obs"].move("name", "_index")
+        file["obs"].attrs["_index"] = "_index"
     with h5py.File(files[0], "r+") as file:
         del file["X"]
         file["X"] = np.zeros((20, 13))

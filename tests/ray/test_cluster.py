@@ -25,6 +25,7 @@ def cluster(tmp_path_factory):
     """A cluster of this machine, for all tests here; no process of it is left."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(
+        address="local",  # not one that others run here
         num_cpus=2,
         include_dashboard=False,
         logging_level="ERROR",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import pickle
+import uuid
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from conftest import require_extra
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from h5async import (
     AsyncReader,
@@ -25,11 +28,12 @@ from h5async import (
     SparseField,
     Split,
 )
+from h5async.cli import app
 
 ray = require_extra("ray.data") and require_extra("ray")
 pa = require_extra("pyarrow")
 
-from h5async.ray import reading  # noqa: E402
+from h5async.ray import datasource, reading  # noqa: E402
 from h5async.ray.datasource import Hdf5Datasource  # noqa: E402
 from h5async.ray.survey import cut  # noqa: E402
 
@@ -42,13 +46,13 @@ class Reference:
     """What `ray.put` returns, but for the store."""
 
     def __init__(self, value):
-        self._pickled = pickle.dumps(value)
+        self._pickled, self._name = pickle.dumps(value), uuid.uuid4().hex
 
     def value(self):
         return pickle.loads(self._pickled)
 
     def hex(self):
-        return str(id(self))
+        return self._name
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +90,7 @@ def kinds(tmp_path_factory):
         for number, length in enumerate(LENGTHS):
             vlen[number] = np.arange(length)
         file["bools"], file["names"] = rng.random((500, 3)) < 0.5, np.arange(500).astype("S4")
+        file["texts"] = np.array([b"a", b"bcd"], "S4")[rng.integers(0, 2, (500, 2))]
         file["big"] = rng.random((500, 2)).astype(">f8")
         file["both"] = rng.integers(0, 9, (500, 3), "i4").view([("a", "i4"), ("b", "f8")])[:, 0]
         file["complex"] = np.zeros(500, "c8")
@@ -161,6 +166,7 @@ def test_large_chunks_decide_where_small_ones_are_cut(tmp_path, monkeypatch):
         ("padded", RaggedField("vlen", pad_to=12)),
         ("bools", Field("bools")),
         ("names", Field("names")),
+        ("texts", Field("texts")),
         ("big", Field("big", axes=(0, 1), dtype="f4")),
         ("steps", Field("big", steps=(-1, 0), pad="edge", pad_mask="there")),
         ("part", Field("big", region={1: slice(1, 2)})),
@@ -181,7 +187,7 @@ def test_kinds_of_fields(kinds, name, field):
         assert len(got) == len(expected) == 500
         for one, other in zip(got, expected, strict=True):
             assert np.array_equal(one, other)
-        if name != "names":
+        if name not in ("names", "texts"):
             assert got[-1].dtype == np.asarray(expected[-1]).dtype
     assert found.schema == made.get_read_tasks(1)[0].schema
     estimate = made.estimate_inmemory_data_size()
@@ -215,6 +221,8 @@ def test_sparse_rows_are_two_lists(tmp_path):
         assert np.array_equal(row.indices, indices)
         assert np.array_equal(row.data, data)
     assert made.estimate_inmemory_data_size() == pytest.approx(found.nbytes, rel=0.05)
+    with pytest.raises(ConfigError, match="two fields have a column 'X_data'"):
+        source(tmp_path / "m.h5", fields={"X": SparseField("X"), "X_data": "y"})
     only = made.apply_projection({"X_data": "X_data"})
     assert table(only).equals(found.select(["X_data"]))
 
@@ -283,6 +291,21 @@ def test_a_limit_is_not_exceeded(paths):
     for task in tasks:
         assert sum(block.num_rows for block in task()) == 10
     assert tasks[0].metadata.size_bytes == pytest.approx(10 * 176, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "cpus", "most", "blocks"),
+    [(1, 2, 128, 8), (1, 100, 128, 12), (1, 1, 5, 20), (60, 2, 128, 2), (7, 100, None, 12)],
+)
+def test_blocks_are_large_and_keep_all_cpus_busy(tmp_path, monkeypatch, chunk, cpus, most, blocks):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        shape = (chunk, MIB)
+        file.create_dataset("data", (100, MIB), "u1", chunks=shape, compression="gzip")
+    made = source(tmp_path / "data.h5", labels_field=None)
+    context = SimpleNamespace(target_max_block_size=most and most * MIB)
+    monkeypatch.setattr(datasource.DataContext, "get_current", lambda: context)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(cpus)})
+    assert made.best_num_blocks() == blocks
 
 
 def test_what_tasks_tell(paths):
@@ -373,6 +396,19 @@ def test_errors_that_ray_retries_are_tried_again(paths, monkeypatch):
     failures = iter(["something else"])
     with pytest.raises(ReadError, match="something else"):
         list(tasks[0]())
+
+
+def test_a_saved_index_stands_for_its_files(paths, tmp_path, monkeypatch):
+    index = tmp_path / "all.h5idx"
+    done = CliRunner().invoke(app, ["index", *map(str, paths), "-o", str(index)])
+    assert done.exit_code == 0, done.output
+    truth = table(source(paths, with_index=True))
+    monkeypatch.chdir(tmp_path)
+    made = source("all.h5idx", with_index=True)
+    tasks = made.get_read_tasks(4)
+    monkeypatch.chdir("/")  # where workers may be
+    assert pa.concat_tables(block for task in tasks for block in task()).equals(truth)
+    assert list(tasks[-1].metadata.input_files) == [str(paths[2])]
 
 
 def test_an_empty_selection_has_no_tasks(paths):

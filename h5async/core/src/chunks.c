@@ -42,18 +42,24 @@ typedef struct {
     int64_t last_ns;
 } Call;
 
+enum { DIRECT_NBYTES = 4096 }; /* a read of so many costs more than the call */
+
 /* Read a piece of a sample of a dataset without chunks, line by line: each in one read, with what lies
-   between its elements. `line` has room for one. */
+   between its elements; or, if these are large, each of them to where it goes. `line` has room for one. */
 static int read_lines(const Call *call, const Piece *piece, int64_t from, uint8_t *to, uint8_t *line)
 {
     const Dim inner = piece->rank ? piece->dims[piece->rank - 1] : ONE_LINE;
+    const int are_large = piece->unit >= DIRECT_NBYTES;
     Place at = first_place(piece);
     do {
         if (is_stopped(call->file, call->w) ||
-            !read_fully(call->file, from + at.from, line, line_nbytes(piece)))
+            !read_fully(call->file, from + at.from, are_large ? to + at.to : line,
+                        are_large ? piece->unit : line_nbytes(piece)))
             return 0;
-        copy_elements(line, inner.from_stride, to + at.to, inner.to_stride, inner.extent, piece->unit);
-    } while (go_on(piece, piece->rank - 1, &at));
+        if (!are_large)
+            copy_elements(line, inner.from_stride, to + at.to, inner.to_stride, inner.extent,
+                          piece->unit);
+    } while (go_on(piece, are_large ? piece->rank : piece->rank - 1, &at));
     return 1;
 }
 

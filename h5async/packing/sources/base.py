@@ -68,6 +68,7 @@ class Source(ABC):
     classes: Mapping[str, Sequence[str]] = {}
     once: Mapping[str, Sequence[Any] | NDArray[Any]] = {}
     files = Files([])
+    files_are_sources = False
     notes: Sequence[str] = ()
 
     @abstractmethod

@@ -21,6 +21,8 @@ _EPISODE = "episode_index"
 class EpisodeSource(TableSource):
     """The rows of all episodes, in order."""
 
+    files_are_sources = False
+
     def __init__(self, folder: Path, fill: Fill) -> None:
         paths = sorted((folder / "data").rglob("*.parquet"))
         if not paths:

@@ -34,6 +34,8 @@ Fill = Mapping[str, Any]  # values instead of nulls, by column
 class TableSource(StreamedSource):
     """The rows of files of tables, one after the other."""
 
+    files_are_sources = True
+
     def __init__(self, paths: Sequence[Path], fill: Fill, name: str = "") -> None:
         with needs_package("pyarrow", "tables that are packed"):
             import pyarrow

@@ -114,6 +114,8 @@ class TarSource(ListedSource):
 class TarStream(StreamedSource):
     """Samples of tars of which some are compressed."""
 
+    files_are_sources = True
+
     def __init__(self, paths: Sequence[Path]) -> None:
         self.name, self.files, self.kinds = str(paths[0]), Files(paths), _ENCODED
 

@@ -1,0 +1,128 @@
+"""Measures selections of open_file, and the engine of xarray, beside others.
+
+    .venv/bin/python scripts/bench_arrays.py
+
+Selections of each size are read at random places, of a dataset without chunks and of one behind
+gzip, by one caller; h5async may use two threads. Files are in the page cache. It needs the extras
+`bench` and `xarray`, and dask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from bench_common import RESULTS
+from bench_turns import Bench, Target, paced, run_cases
+
+import h5async
+
+ROWS, ROW = 2000, (128, 100)  # float32: 51 kB a row, 102 MB in all
+THREADS = 2
+SIZES = {
+    "4 kB": (1, slice(0, 10)),
+    "51 kB": (1, slice(None)),
+    "512 kB": (10, slice(None)),
+    "5 MB": (100, slice(None)),
+    "100 MB": (ROWS, slice(None)),
+}
+# Of h5py: at each size, and of large selections.
+LEAST, LEAST_LARGE = 0.9, {"plain": 1.0, "gzip": 1.8}
+
+
+def file_of(bench: Bench) -> Path:
+    """Make the file once."""
+    path = bench.folder / "arrays.h5"
+    if not path.exists():
+        values = np.random.default_rng(0).integers(0, 1000, (ROWS, *ROW)).astype("f4")
+        with h5py.File(path, "w") as file:
+            file.create_dataset("plain", data=values)
+            chunked = {"chunks": (16, *ROW), "compression": "gzip", "compression_opts": 4}
+            file.create_dataset("gzip", data=values, **chunked)
+    return path
+
+
+def selections(read: Callable[[Any], Any], rows: int, part: slice) -> Iterator[int]:
+    """Read at random places; each step is a selection, or some of them if they are small."""
+    rng = np.random.default_rng(1)
+    count = max(1, 20 // rows)
+    while True:
+        for first in rng.integers(0, ROWS - rows + 1, count).tolist():
+            found = read((slice(first, first + rows), part))
+        assert found.size % rows == 0
+        yield count
+
+
+def sizes(bench: Bench, stored: str) -> None:
+    """Compare all sizes of one storage."""
+    path = file_of(bench)
+    peers = {"h5py": h5py.File(path)[stored].__getitem__}
+    peers["h5async"] = h5async.open_file(path, num_threads=THREADS)[stored].__getitem__
+    by_pyfive = importlib.import_module("pyfive").File(path)[stored]
+    # (It maps datasets without chunks, and reads nothing before it is used.)
+    peers["pyfive"] = lambda key: by_pyfive[key].copy() if stored == "plain" else by_pyfive[key]
+    if stored == "gzip":  # it reads chunks alone
+        index = importlib.import_module("hidefix").Index(str(path))
+        peers["hidefix"] = index.dataset(stored).__getitem__
+    for size, (rows, part) in SIZES.items():
+        ways = {name: paced(selections(read, rows, part)) for name, read in peers.items()}
+        least = LEAST_LARGE[stored] if rows >= 100 else LEAST
+        targets = [Target("h5async", "h5py", least), Target("h5async", "pyfive", 1.0)]
+        if "hidefix" in ways:
+            targets.append(Target("h5async", "hidefix", 1.0))
+        bench.measure(f"{stored}, {size}", ways, targets)
+
+
+def means(bench: Bench) -> None:
+    """Compare the mean along the time, by the threads of dask, of netCDF-4 behind gzip."""
+    xarray = importlib.import_module("xarray")
+    path = bench.folder / "weather.nc"
+    rng = np.random.default_rng(2)
+    shape = 500, 180, 200
+    values = (280 + rng.integers(-999, 999, shape) / 100).astype("f4")
+    weather = xarray.Dataset({"t2m": (("time", "lat", "lon"), values)})
+    encoding = {"t2m": {"zlib": True, "complevel": 4, "chunksizes": (10, 180, 200)}}
+    weather.to_netcdf(path, engine="h5netcdf", encoding=encoding)
+
+    def computed(engine: str) -> Iterator[int]:
+        opened = xarray.open_dataset(path, engine=engine, chunks={})
+        while True:
+            found = opened.mean("time").compute(scheduler="threads", num_workers=THREADS)
+            assert found.t2m.shape == shape[1:]
+            yield 1
+
+    ways = {name: paced(computed(name)) for name in ("h5netcdf", "h5async", "hidefix")}
+    targets = [Target("h5async", "h5netcdf", 2.0), Target("h5async", "hidefix", 1.0)]
+    bench.measure("xarray, mean of time", ways, targets)
+
+
+CASES = {
+    "plain": functools.partial(sizes, stored="plain"),
+    "gzip": functools.partial(sizes, stored="gzip"),
+    "xarray": means,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=9, help="rounds")
+    parser.add_argument("--seconds", type=float, default=0.5, help="that each way takes in a round")
+    parser.add_argument("--only", nargs="*", choices=list(CASES))
+    parser.add_argument("--quick", action="store_true", help="short: no figures to quote")
+    parser.add_argument("--out", type=Path, help="folder for the results; default: scripts/results")
+    options = parser.parse_args()
+    if options.quick:
+        options.repeats, options.seconds = 2, 0.1
+    elif options.out is None and not options.only:
+        options.out = RESULTS
+    run_cases("bench_arrays", CASES, options)
+
+
+if __name__ == "__main__":
+    main()
