@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import h5py
@@ -118,8 +119,11 @@ class File(Group):
         config = ReaderConfig(hdf5_path=path, **given)
         if len(config.files) != 1:
             raise ConfigError(f"open_file reads one file, found {len(config.files)}")
-        self.path: FileName = config.files[0]
-        self.filename = str(self.path)
+        name = config.files[0]
+        if isinstance(name, Path):  # opened again later, when the current directory may differ
+            name = path = name.absolute()
+        self.path: FileName = name
+        self.filename = str(name)
         self.max_nbytes = config.max_batch_bytes or 0
         self.reach, self.kept, self.cache_nbytes = reach_of(config), config.kept, cache_bytes
         self.threads = Threads(usable_cores() if num_threads is None else max(1, num_threads))
