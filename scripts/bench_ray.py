@@ -127,7 +127,9 @@ if __name__ == "__main__":
     if options.quick:
         options.count, options.repeats, options.out = 2, 1, None
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(num_cpus=CORES, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=CORES, include_dashboard=False, logging_level="ERROR", log_to_driver=False
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
     run_cases("bench_ray", CASES, options)
     ray.shutdown()

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import matplotlib as mpl
 import numpy as np
 from bench_common import RESULTS, header, save, serving_file
 from scale_model import (
@@ -42,9 +41,6 @@ from scale_model import (
 )
 
 from h5async import AsyncReader
-
-mpl.use("agg")
-import matplotlib.pyplot as plt
 
 BATCH, BLOCK = 32, 4096
 DATA = {  # by the names of files; a checksum of 4 bytes is all that encodes a chunk
@@ -213,6 +209,7 @@ def rate(base: str, order: Order, processes: int, seconds: float) -> Options:
     """Have so many processes read side by side."""
     data, cluster = DATA["chunks"], Cluster(1, processes, BATCH)
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["h5async.reader.asyncreader", "scale_model"])
     begin, told = context.Barrier(processes), context.Queue()
     more = {"num_threads": 1, "fetch_bytes": 4 << 20}
     started = [
@@ -241,6 +238,11 @@ def rate(base: str, order: Order, processes: int, seconds: float) -> Options:
 
 
 def draw(result: Options, path: Path) -> None:
+    import matplotlib as mpl  # (which each of many processes would import otherwise)
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for order, colour in zip(ORDERS, ("tab:blue", "tab:orange"), strict=True):
         of_order = [one for one in result["rates"] if one["shuffle"] == order]

@@ -24,7 +24,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_HEAD = 8192, MOST_ANSWERS = 65536, MOST_FD = 4096 };
+enum { MOST_HEAD = 8192, MOST_ANSWERS = 65536, MOST_FD = 16384 };
 
 typedef struct {
     char *name;
@@ -214,8 +214,12 @@ int main(int argc, char **argv)
                 return 0;
             if (fd == listener) {
                 int one = 1, made = accept4(listener, NULL, NULL, SOCK_NONBLOCK);
-                if (made < 0 || made >= MOST_FD)
+                if (made < 0)
                     continue;
+                if (made >= MOST_FD) {
+                    close(made);
+                    continue;
+                }
                 setsockopt(made, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
                 memset(&connections[made], 0, sizeof connections[made]);
                 event = (struct epoll_event){.events = EPOLLIN, .data.fd = made};

@@ -422,7 +422,7 @@ def test_ddp_under_torchrun_takes_as_many_steps_everywhere(path, tmp_path):
 
 
 RAY = """
-import json, sys
+import json, sys, tempfile
 from pathlib import Path
 
 import ray
@@ -431,7 +431,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 
 from h5async import Field
-from h5async.torch import H5Dataset
+from h5async.ray import train_loader
 
 def train(options):
     path, out = options["path"], Path(options["out"])
@@ -440,20 +440,26 @@ def train(options):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     fields = {"data": Field("data", scale=1 / 255), "labels": "labels"}
     found = []
-    with H5Dataset(hdf5_path=path, fields=fields, batch_size=7, shuffle="full",
-                   device="cpu", num_threads=1) as dataset:
+    with train_loader(hdf5_path=path, fields=fields, batch_size=7, shuffle="full",
+                      device="cpu", num_threads=1) as dataset:
         for batch in dataset:
             loss = model(batch["data"].flatten(1)).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             found.append(batch["labels"].tolist())
+        with tempfile.TemporaryDirectory() as folder:
+            dataset.save(folder)
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({"batches": len(found)}, checkpoint=checkpoint)
     weights = [p.tolist() for p in model.parameters()]
     (out / f"{context.get_world_rank()}.json").write_text(json.dumps([found, weights]))
-    ray.train.report({"batches": len(found)})
+    with train_loader(hdf5_path=path, fields=fields, shuffle="full", device="cpu") as again:
+        assert again.epoch == 1
 
 path, out = sys.argv[1:]
-ray.init(num_cpus=3, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+store = {"object_store_memory": 80 << 20}
+ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False, **store)
 config = {"path": path, "out": out}
 run_config = RunConfig(storage_path=out)
 TorchTrainer(

@@ -1,4 +1,4 @@
-"""Train a linear classifier of JAX on several processes; each reads its share of every epoch.
+"""Train the classifier of `jax_dlpack.py` on several processes; each reads a share of every epoch.
 
     for i in 0 1; do python scripts/examples/jax_processes.py FOLDER $i 2 & done; wait
 
@@ -15,35 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax_dlpack import FIELDS, FILE, count_right, step
 
-from h5async import AsyncReader, Batch, Field
+from h5async import AsyncReader, Batch
 
-FILE = Path(__file__).parents[2] / "sample_data" / "digits.h5"
-FIELDS = {"data": Field("data", dtype="float32", scale=1 / 16), "labels": "labels"}
 TRAIN, HELD_OUT = np.arange(1536), np.arange(1536, 1792)
 EVERY = 10  # steps between checkpoints
-
-
-def scores(weights: jax.Array, data: jax.Array) -> jax.Array:
-    return data.reshape(len(data), -1) @ weights
-
-
-@jax.jit
-def step(weights: jax.Array, data: jax.Array, labels: jax.Array) -> jax.Array:
-    def loss(weights: jax.Array) -> jax.Array:
-        log_p = jax.nn.log_softmax(scores(weights, data))
-        return -jnp.take_along_axis(log_p, labels[:, None].astype(int), 1).mean()
-
-    return weights - 0.5 * jax.grad(loss)(weights)
-
-
-@jax.jit
-def count_right(weights: jax.Array, data: jax.Array, labels: jax.Array) -> jax.Array:
-    return (scores(weights, data).argmax(1) == labels).sum()
 
 
 def reader_of(samples: np.ndarray, **options: Any) -> AsyncReader:
