@@ -7,7 +7,6 @@ itself is one sample to the core, of which any part is read (`BoxReader`); of ot
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import os
@@ -38,7 +37,7 @@ from h5async.read.fallback import FallbackReader, WantedRows
 from h5async.read.farsources import FarSources
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
-from h5async.system.interruptions import call_when_gone
+from h5async.system.interruptions import call_when_gone, suppressing
 
 # Of a selection that one thread reads as fast as several: of chunks to decode, and of others.
 _ALONE_NBYTES, _ALONE_COPIED_NBYTES = 1 << 18, 1 << 24
@@ -69,7 +68,7 @@ class Threads:
                 function()
 
         futures: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # closed meanwhile: the caller does all alone
+        with suppressing(RuntimeError):  # closed meanwhile: the caller does all alone
             for _ in range(min(self.count, len(todo)) - 1):
                 futures.append(self._started().submit(work_off))
         try:

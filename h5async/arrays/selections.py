@@ -6,7 +6,6 @@ mask per key, or a mask of the whole dataset. What h5py refuses is a `SelectionE
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import operator
@@ -177,8 +176,10 @@ def _plain(part: Any) -> Any:
     """Return a part of a key as an int, a slice, Ellipsis, or an array of one dimension."""
     if isinstance(part, slice) or part is Ellipsis:
         return part
-    with contextlib.suppress(TypeError):
+    try:
         return operator.index(part)
+    except TypeError:
+        pass
     found = np.asarray(part) if isinstance(part, list | tuple | np.ndarray | range) else None
     if found is None or found.ndim != 1:
         raise SelectionError(
