@@ -121,7 +121,7 @@ class H5AsyncStore(H5NetCDFStore):
         path = f"{self.ds.name}/{name}"
         if path not in self.hdf5:  # a variable that has the name of a dimension of others
             path = f"{self.ds.name}/_nc4_non_coord_{name}"
-        array = H5AsyncArray(self.file, path, found, var.datatype, is_text)
+        array = H5AsyncArray(self.file, path, found, getattr(var, "datatype", None), is_text)
         encoding = {**found.encoding, "source": self.file.filename}
         return Variable(found.dims, indexing.LazilyIndexedArray(array), found.attrs, encoding)
 

@@ -159,6 +159,7 @@ class Dataset:
         return f'{self.file.filename}: dataset "{self.name}"'
 
     def _get(self, key: tuple[Any, ...]) -> Any:
+        self.file.require_open()
         names = [part for part in key if isinstance(part, str)]
         key = tuple(part for part in key if not isinstance(part, str))
         if any(part is None for part in key):
@@ -231,7 +232,7 @@ class Dataset:
         with self._opening:
             found = self._readers.get(way)
             if found is None:
-                surplus = self.file._note_use(self)  # before, so that it is closed with the file
+                surplus = self.file.note_use(self)  # before, so that it is closed with the file
                 found = self._readers[way] = self._new_reader(layout, way)
         for other in surplus:
             other.close()

@@ -255,7 +255,7 @@ class File(Group):
         if self._is_closed:
             raise ReaderClosedError(f"{self.filename} was closed; open it again")
 
-    def _note_use(self, dataset: Dataset) -> list[Dataset]:
+    def note_use(self, dataset: Dataset) -> list[Dataset]:
         """Note that a dataset has files open; return those that have had theirs open for long."""
         self.require_open()
         with self._lock:

@@ -1,6 +1,6 @@
 """Reads HDF5 files in Ray: blocks for Ray Data, and batches for the workers of Ray Train.
 
-Only this folder imports Ray, not ``import h5async``.
+Only this folder and `system/jobs.py` import Ray, not ``import h5async``.
 """
 
 from typing import TYPE_CHECKING, Any

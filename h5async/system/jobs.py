@@ -35,8 +35,8 @@ def run_jobs(
     function once for all of its jobs, and has the current folder of this process. If a worker dies,
     its job runs again: it must not matter what the job had done.
 
-    After an error of a job, which is raised as it was, or an interruption, no others are submitted;
-    those that run are ended, unless this process had joined the cluster itself.
+    An error of a job is raised as it was, after those that run have ended; no others begin. After
+    an interruption, they are ended, unless this process had joined the cluster before.
 
     Raises
     ------
@@ -90,9 +90,11 @@ def _on_ray(
                 [ended], _ = ray.wait([*waiting], num_returns=1)
                 done[waiting.pop(ended)] = ray.get(ended)
             yield done.pop(number)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
     except ray.exceptions.RayError as error:
+        if waiting:  # nobody writes any more when the error is raised
+            ray.wait([*waiting], num_returns=len(waiting))
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise error.cause from error
         raise H5AsyncError(f"Ray has given up a job: {error}") from error
 
 

@@ -163,6 +163,7 @@ def unpacked(path):
         return {name: [np.asarray(one).tolist() for one in file[name][:]] for name in file}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"shuffle": True, "seed": 3}])
 def test_a_pack_survives_killed_workers(cluster, tmp_path, monkeypatch, options):
     monkeypatch.chdir(tmp_path)

@@ -58,6 +58,7 @@ class Source(ABC):
     `kinds` are those of columns of encoded samples: ``image`` or ``audio``. `classes` are the names
     of integers, by column. `once` are datasets that the file has once, by name: arrays, or lists of
     strings. `files` must not change meanwhile. `notes` say what is left out.
+    If `files_are_sources`, some of them could be packed alone.
     """
 
     name = ""
