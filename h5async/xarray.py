@@ -178,7 +178,7 @@ def _opened(name: Any, options: dict[str, Any]) -> Iterator[Any]:
         name = io.BytesIO(name)
     file = open_file(name, **options)
     with file.opened("") as (located, _):
-        file.require_permitted_links(located.file)
+        file.require_permitted(located.file)
         with h5netcdf.File(located.file, "r", **of_h5netcdf) as opened:
             yield partial(_dataset, file=file, hdf5=located.file, opened=opened, decoders=decoders)
 

@@ -38,9 +38,9 @@ _LEAST_NBYTES, _TIMES_STORED = 64 << 20, 1024
 
 
 class DatasetFacts(NamedTuple):
-    """What is read of a dataset when it is opened; `layout` is None if only h5py can read it.
+    """What is read of a dataset when it is opened.
 
-    `scales` has, by dimension, the paths of the dimension scales that are attached to it.
+    `layout` is None if only h5py can read it; then `is_elsewhere` says that other files hold it.
     """
 
     shape: tuple[int, ...] | None
@@ -50,7 +50,6 @@ class DatasetFacts(NamedTuple):
     attrs: Mapping[str, Any]
     layout: DatasetLayout | None
     is_elsewhere: bool
-    scales: tuple[tuple[str, ...], ...]
 
 
 class Dataset:

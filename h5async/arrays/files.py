@@ -19,15 +19,14 @@ from h5async.arrays.reading import Threads
 from h5async.config import ReaderConfig
 from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosedError, ReadError
-from h5async.index.attributes import scale_paths
 from h5async.index.contents import names_in, walk, what_is_there
 from h5async.index.datasets import Indexer
-from h5async.index.hdf5 import reading
+from h5async.index.hdf5 import NotDirectError, reading
 from h5async.index.links import Located, components, locate, open_index
 from h5async.io.stamps import FileStamp, changed
 from h5async.io.stores import HDF5File
 from h5async.opening.filevalues import reach_of
-from h5async.spelling import name_text
+from h5async.spelling import name_bytes, name_text
 from h5async.system.interruptions import interruption, passing, suppressing
 from h5async.system.resources import usable_cores
 
@@ -92,13 +91,6 @@ class Group(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f'<h5async group "{self.name}" ({len(self)} members)>'
-
-    def load(self) -> None:
-        """Open all members at once, which is quicker than one by one."""
-        with self.file.opened("") as (located, _):
-            for name in self._names:
-                with suppressing(H5AsyncError):
-                    self.file._node("/".join(components(f"{self.name}/{name}")), located.file)
 
 
 def _node_of(file: File, name: str) -> Any:
@@ -197,18 +189,14 @@ class File(Group):
             known = what_is_there(file, self.reach, path)
             raise DatasetError(f'{self.filename}: there is no object "{path}"; {known}') from error
 
-    def _node(self, path: str, file: HDF5File | None = None) -> Any:
-        """Return the object at a path, opened once; `file` is this one, if it is open."""
+    def _node(self, path: str) -> Any:
+        """Return the object at a path, opened once."""
         if not path:
             return self
         found = self._nodes.get(path)
         if found is not None:
             return found
-        with contextlib.ExitStack() as files:
-            if file is None:
-                located, node = files.enter_context(self.opened(path))
-            else:
-                located, node = self._located(file, path, files)
+        with self.opened(path) as (located, node):
             where = f'{self.filename}: "{path}"'
             with reading(where):
                 if isinstance(node, h5py.h5g.GroupID):
@@ -220,30 +208,30 @@ class File(Group):
         return self._nodes.setdefault(path, made)
 
     def _dataset_facts(self, located: Located, node: h5py.h5d.DatasetID) -> DatasetFacts:
-        dataset = h5py.Dataset(node)
-        shape, layout = dataset.shape, None
-        plist = node.get_create_plist()
-        if shape:
-            try:
-                layout = Indexer(located.file, self.reach).layout(located.path, node, (), 0)
-            except DatasetError:  # its elements are of variable length, or references
-                layout = None
+        dataset, plist, layout = h5py.Dataset(node), node.get_create_plist(), None
+        # First of all, since HDF5 may open sources if it is asked for a shape.
+        with suppressing(DatasetError):  # scalars, elements of variable length, references
+            layout = Indexer(located.file, self.reach).layout(located.path, node, (), 0)
         is_virtual = plist.get_layout() == h5py.h5d.VIRTUAL
         return DatasetFacts(
-            shape,
+            dataset.shape,
             np.dtype(dataset.dtype),
             dataset.chunks,
             dataset.maxshape,
             _attributes(dataset),
             layout,
             layout is None and (is_virtual or plist.get_external_count() > 0),
-            scale_paths(node),
         )
 
-    def require_permitted_links(self, file: HDF5File) -> None:
-        """Raise `UnsafeFileError` if links lead to files that are not permitted."""
+    def require_permitted(self, file: HDF5File) -> None:
+        """Raise `UnsafeFileError` if it refers to files that are not permitted."""
         for path, kind in walk(file):
-            if kind not in ("group", "dataset"):
+            if kind == "dataset":
+                plist = h5py.h5d.open(file.id, name_bytes(path)).get_create_plist()
+                if plist.get_layout() == h5py.h5d.VIRTUAL:
+                    with suppressing(NotDirectError, DatasetError, ReadError):
+                        Indexer(file, self.reach).sources(f'{self.filename}: "{path}"', plist)
+            elif kind != "group":
                 with (
                     contextlib.ExitStack() as files,
                     suppressing(KeyError, DatasetError, ReadError),

@@ -65,20 +65,6 @@ def dimension_names(
     return tuple(map(tuple, names))
 
 
-def scale_paths(dataset: h5py.h5d.DatasetID) -> tuple[tuple[str, ...], ...]:
-    """Return the paths of the dimension scales that are attached to each dimension."""
-    rank = int(dataset.rank)
-    found = None
-    if h5py.h5a.get_num_attrs(dataset):
-        found = _attribute(dataset, "DIMENSION_LIST", (rank,), of_references=True)
-    if found is None:
-        return ((),) * rank
-    return tuple(
-        tuple(name_text(h5py.h5i.get_name(scale) or b"") for scale in _datasets(dataset, several))
-        for several in found
-    )
-
-
 def _attribute(
     dataset: h5py.h5d.DatasetID,
     name: str,

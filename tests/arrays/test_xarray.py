@@ -195,5 +195,10 @@ def test_other_engines_are_not_shadowed(path: Path):
 def test_links_out_of_the_folder_are_refused(path: Path, tmp_path: Path):
     with h5py.File(tmp_path / "links.h5", "w") as file:
         file["group/data"] = h5py.ExternalLink(str(path), "t2m")
-    with pytest.raises(UnsafeFileError, match="allow_external"):
-        xarray.open_dataset(tmp_path / "links.h5", engine="h5async")
+    layout = h5py.VirtualLayout((40, 12, 20), "i2")
+    layout[:] = h5py.VirtualSource(str(path), "t2m", (40, 12, 20))
+    with h5py.File(tmp_path / "virtual.h5", "w") as file:
+        file.create_virtual_dataset("data", layout)
+    for name in ("links.h5", "virtual.h5"):
+        with pytest.raises(UnsafeFileError, match="allow_external"):
+            xarray.open_dataset(tmp_path / name, engine="h5async")
