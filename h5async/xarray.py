@@ -89,7 +89,7 @@ class H5AsyncArray(BackendArray):
                 own.append(part)
                 is_there &= bool(part < end)
         layout = dataset.facts.layout
-        out = np.full(shape, 0 if layout is None else layout.fill, self.dtype)
+        out = np.full(shape, b"" if layout is None else layout.fill, self.dtype)
         if is_there and all(counts):
             out[tuple(map(slice, counts))] = dataset[tuple(own)]
         return out

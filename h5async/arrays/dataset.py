@@ -172,10 +172,11 @@ class Dataset:
             self._require_room(math.prod(selection.shape) * self.dtype.itemsize)
             found = np.zeros(selection.shape, self.dtype)
             if found.size:
-                found = np.asarray(self._values(key, selection))
+                found = self._values(key, selection)
         if names:
             found = _fields_of(np.asarray(found), names)
-        return found[()] if isinstance(found, np.ndarray) and not found.shape else found
+        is_scalar = isinstance(found, np.ndarray) and not found.shape
+        return found[()] if is_scalar and (self._shape or Ellipsis not in key) else found
 
     def _require_room(self, nbytes: int) -> None:
         """Raise `BudgetError` for a selection that is far larger than the files that hold it."""
@@ -226,13 +227,14 @@ class Dataset:
             way = "parts" if box.size[1:] != list(self.shape[1:]) else "rows"
         elif core is not None and method_of(layout) != "h5py":
             way = "boxes"
+        surplus: list[Dataset] = []
         with self._opening:
             found = self._readers.get(way)
-            is_new = found is None
             if found is None:
+                surplus = self.file.note_use(self)  # before, so that it is closed with the file
                 found = self._readers[way] = self._new_reader(layout, way)
-        if is_new:  # it may close others, which have locks of their own
-            self.file.note_use(self)
+        for other in surplus:
+            other.close()
         return found
 
     def _new_reader(self, layout: DatasetLayout, way: str) -> CoreReader | H5pyReader:

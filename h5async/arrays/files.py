@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import h5py
@@ -110,8 +111,11 @@ class File(Group):
         config = ReaderConfig(hdf5_path=path, **given)
         if len(config.files) != 1:
             raise ConfigError(f"open_file reads one file, found {len(config.files)}")
-        self.path: FileName = config.files[0]
-        self.filename = str(self.path)
+        name = config.files[0]
+        if isinstance(name, Path):  # opened again later, when the current directory may differ
+            name = path = name.absolute()
+        self.path: FileName = name
+        self.filename = str(name)
         self.max_nbytes = config.max_batch_bytes or 0
         self.reach, self.kept, self.cache_nbytes = reach_of(config), config.kept, cache_bytes
         self.threads = Threads(usable_cores() if num_threads is None else max(1, num_threads))
@@ -239,8 +243,8 @@ class File(Group):
         if self._is_closed:
             raise ReaderClosedError(f"{self.filename} was closed; open it again")
 
-    def note_use(self, dataset: Dataset) -> None:
-        """Note that a dataset has files open; those that were opened long ago give theirs back."""
+    def note_use(self, dataset: Dataset) -> list[Dataset]:
+        """Note that a dataset has files open; return those that have had theirs open for long."""
         self.require_open()
         with self._lock:
             self._recent.pop(dataset, None)
@@ -248,8 +252,7 @@ class File(Group):
             surplus = list(self._recent)[:-_RECENT]
             for old in surplus:
                 del self._recent[old]
-        for old in surplus:
-            old.close()
+        return surplus
 
 
 def _group_facts(located: Located, node: Any) -> tuple[tuple[str, ...], Attributes]:

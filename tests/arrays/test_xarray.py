@@ -119,6 +119,12 @@ def test_groups_phony_dimensions_and_variables_that_end_early(tmp_path: Path):
         np.testing.assert_array_equal(found.early[1::2], [1, -7, -7])
         np.testing.assert_array_equal(found.early[[0, 2, 5]], [0, 2, -7])
         assert found.early[4] == -7
+    with h5py.File(late, "r+") as file:  # h5netcdf does not fill up strings
+        file.create_dataset("text", data=["é", "b"], maxshape=(None,), chunks=(2,))
+        file["text"].dims[0].attach_scale(file["time"])
+    with xarray.open_dataset(late, engine="h5async") as found:
+        assert found.text.values.tolist() == ["é", "b", "", "", "", ""]
+        assert found.text[5].item() == ""
 
 
 @pytest.fixture(scope="module")
