@@ -256,8 +256,8 @@ class Dataset:
         """Return what a key selects of what the core cannot describe: HDF5 opens it each time."""
         if self.facts.is_elsewhere:
             raise ReadError(
-                f"{self._where}: its values are of variable length, and lie in other files; read it"
-                " with h5py",
+                f"{self._where}: its values lie in other files, and only HDF5 understands them, or"
+                " a file is missing; read it with h5py",
                 filename=self.file.filename,
                 dataset=self.name,
             )
