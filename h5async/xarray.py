@@ -119,8 +119,9 @@ class H5AsyncStore(H5NetCDFStore):
         found = super().open_store_variable(name, var)
         is_text = bool(self.decodes) and found.encoding.get("dtype") is str
         path = f"{self.ds.name}/{name}"
-        if path not in self.hdf5:  # a variable that has the name of a dimension of others
-            path = f"{self.ds.name}/_nc4_non_coord_{name}"
+        other = f"{self.ds.name}/_nc4_non_coord_{name}"
+        if other in self.hdf5:  # a variable that has the name of a dimension of others
+            path = other
         array = H5AsyncArray(self.file, path, found, getattr(var, "datatype", None), is_text)
         encoding = {**found.encoding, "source": self.file.filename}
         return Variable(found.dims, indexing.LazilyIndexedArray(array), found.attrs, encoding)

@@ -106,6 +106,15 @@ def test_groups_phony_dimensions_and_variables_that_end_early(tmp_path: Path):
     assert list(xarray.open_datatree(path, engine="h5async").groups) == ["/", "/inner"]
     with pytest.raises(OSError, match="nothing"):
         xarray.open_dataset(path, engine="h5async", group="nothing", phony_dims="sort")
+    named = tmp_path / "named.nc"
+    with h5py.File(named, "w") as file:  # the variable "x" along "y"; "x" is a dimension, too
+        for name in ("x", "y"):
+            file.create_dataset(name, (3,), "f4")
+            file[name].make_scale("This is a netCDF dimension but not a netCDF variable.         3")
+        for name, scale in (("_nc4_non_coord_x", "y"), ("z", "x")):
+            file[name] = np.arange(3) + 5
+            file[name].dims[0].attach_scale(file[scale])
+    assert_same(named)
     late = tmp_path / "late.nc"
     with h5py.File(late, "w") as file:
         time = file.create_dataset("time", data=np.arange(6.0), maxshape=(None,), chunks=(4,))
