@@ -119,14 +119,16 @@ def parts_of_box(
             by = min(by, extent + 1)  # a larger one does the same
             count = (stop - first + by - 1) // by if stop > first else 0
             kept.append(count)
-        elif kind is int:
+        else:
+            if kind is not int:
+                if not issubclass(kind, np.integer):
+                    return None
+                part = int(part)
             first, count, by = part + extent if part < 0 else part, 1, 1
             if not 0 <= first < extent:
                 raise SelectionError(
                     f"index {part} is out of range for dimension {number - 1} of {extent} elements"
                 )
-        else:
-            return None
         begin.append(first)
         size.append(count)
         step.append(by)

@@ -160,6 +160,11 @@ def test_indices_out_of_range(path: Path):
 def test_integers_that_are_bools_or_out_of_all_bounds(path: Path):
     with h5py.File(path) as expected, h5async.open_file(path) as found:
         assert_same(found["gzip"][True, :, False], expected["gzip"][True, :, False])
+        key = np.uint8(22), np.int8(-1), slice(None)
+        for _ in range(2):
+            assert_same(found["gzip"][key], expected["gzip"][22, -1, :])
+            with pytest.raises(SelectionError, match="index 23 is out of range"):
+                found["gzip"][np.uint8(23)]
         assert_same(found["gzip"][-(10**30) :: 10**25], expected["gzip"][:1])
 
 
