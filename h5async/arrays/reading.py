@@ -453,5 +453,8 @@ class H5pyReader:
         def work(_: WantedRows, dataset: h5py.Dataset) -> None:
             found[:] = [dataset[key]]
 
-        self._reader.read(self.own, wanted, work, self._checks, self._scratch)
+        try:
+            self._reader.read(self.own, wanted, work, self._checks, self._scratch)
+        finally:
+            self._reader.close()  # as HDF5 locks what it has open
         return np.asarray(found[0])
