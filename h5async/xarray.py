@@ -18,7 +18,7 @@ from xarray import Dataset, DataTree, Variable
 from xarray.backends import BackendArray, BackendEntrypoint, H5NetCDFStore, StoreBackendEntrypoint
 from xarray.core import indexing
 
-from h5async.arrays.files import File, open_file
+from h5async.arrays.openfile import File, open_file
 from h5async.errors import needs_package
 
 # Keywords of xarray's own, of h5netcdf, and of `open_file`.

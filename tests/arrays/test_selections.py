@@ -26,7 +26,7 @@ from h5async import (
     ReadError,
     SelectionError,
 )
-from h5async.arrays.reading import Threads
+from h5async.arrays.boxreading import Threads
 
 SHAPE = (23, 12, 9)
 STORED: dict[str, dict[str, Any]] = {

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.arrays.reading import (
+from h5async.arrays.boxreading import (
     BoxReader,
     CoreReader,
     H5pyReader,
     RowsReader,
 )
+from h5async.arrays.handle import Handle, InUse
 from h5async.arrays.selections import Box, Selection, box_of, selection_of
 from h5async.core.binding import load_core
 from h5async.errors import BudgetError, ReadError, SelectionError
@@ -28,10 +29,6 @@ from h5async.read.executors import method_of
 from h5async.reader import lifetime
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
-
-if TYPE_CHECKING:
-    from h5async.arrays.files import File
-
 
 # A selection of so many bytes is always read; a larger one, if its files have a part of them.
 _LEAST_NBYTES, _TIMES_STORED = 64 << 20, 1024
@@ -67,7 +64,7 @@ class Dataset:
         As in h5py; `chunks` is None if it has none.
     """
 
-    def __init__(self, file: File, name: str, facts: DatasetFacts) -> None:
+    def __init__(self, file: Handle, name: str, facts: DatasetFacts) -> None:
         self.file, self.name, self.facts = file, name, facts
         self.dtype, self.chunks, self.maxshape, self.attrs = (
             facts.dtype,
@@ -227,7 +224,7 @@ class Dataset:
             way = "parts" if box.size[1:] != list(self.shape[1:]) else "rows"
         elif core is not None and method_of(layout) != "h5py":
             way = "boxes"
-        surplus: list[Dataset] = []
+        surplus: list[InUse] = []
         with self._opening:
             found = self._readers.get(way)
             if found is None:
@@ -276,7 +273,7 @@ class Dataset:
             self._reset()
 
 
-def _dataset_of(file: File, name: str) -> Any:
+def _dataset_of(file: Any, name: str) -> Any:
     return file[name]
 
 
