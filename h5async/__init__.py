@@ -41,7 +41,7 @@ from h5async.samples.ragged import Images, Ragged
 from h5async.samples.sparse import Csr
 
 if TYPE_CHECKING:
-    from h5async.arrays.files import open_file
+    from h5async.arrays.openfile import open_file
     from h5async.config.keywords import ReaderOptions
     from h5async.measure.statistics import statistics
     from h5async.packing.newfiles import repack
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
 
         return pack
     if name == "open_file":
-        from h5async.arrays.files import open_file
+        from h5async.arrays.openfile import open_file
 
         return open_file
     if name == "repack":

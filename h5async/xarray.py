@@ -18,7 +18,7 @@ from xarray import Dataset, DataTree, Variable
 from xarray.backends import BackendArray, BackendEntrypoint, H5NetCDFStore, StoreBackendEntrypoint
 from xarray.core import indexing
 
-from h5async.arrays.files import File, open_file
+from h5async.arrays.openfile import File, open_file
 from h5async.errors import needs_package
 
 # Keywords of xarray's own, of h5netcdf, and of `open_file`.
@@ -89,7 +89,7 @@ class H5AsyncArray(BackendArray):
                 own.append(part)
                 is_there &= bool(part < end)
         layout = dataset.facts.layout
-        out = np.full(shape, 0 if layout is None else layout.fill, self.dtype)
+        out = np.full(shape, b"" if layout is None else layout.fill, self.dtype)
         if is_there and all(counts):
             out[tuple(map(slice, counts))] = dataset[tuple(own)]
         return out
@@ -119,8 +119,9 @@ class H5AsyncStore(H5NetCDFStore):
         found = super().open_store_variable(name, var)
         is_text = bool(self.decodes) and found.encoding.get("dtype") is str
         path = f"{self.ds.name}/{name}"
-        if path not in self.hdf5:  # a variable that has the name of a dimension of others
-            path = f"{self.ds.name}/_nc4_non_coord_{name}"
+        other = f"{self.ds.name}/_nc4_non_coord_{name}"
+        if other in self.hdf5:  # a variable that has the name of a dimension of others
+            path = other
         array = H5AsyncArray(self.file, path, found, getattr(var, "datatype", None), is_text)
         encoding = {**found.encoding, "source": self.file.filename}
         return Variable(found.dims, indexing.LazilyIndexedArray(array), found.attrs, encoding)

@@ -24,7 +24,7 @@ MODULES = (
     "h5async.config.readerconfig",
     "h5async.config.statistics",
     "h5async.errors",
-    "h5async.arrays.files",
+    "h5async.arrays.openfile",
     "h5async.samples.ragged",
     "h5async.reader.asyncreader",
     "h5async.samples.sparse",

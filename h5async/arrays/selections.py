@@ -116,16 +116,19 @@ def parts_of_box(
                 raise SelectionError(f"{part} is not a valid slice: {error}") from error
             if by < 1:
                 raise SelectionError(f"steps of slices must be 1 or more, found {by}")
+            by = min(by, extent + 1)  # a larger one does the same
             count = (stop - first + by - 1) // by if stop > first else 0
             kept.append(count)
-        elif kind is int:
+        else:
+            if kind is not int:
+                if not issubclass(kind, np.integer):
+                    return None
+                part = int(part)
             first, count, by = part + extent if part < 0 else part, 1, 1
             if not 0 <= first < extent:
                 raise SelectionError(
                     f"index {part} is out of range for dimension {number - 1} of {extent} elements"
                 )
-        else:
-            return None
         begin.append(first)
         size.append(count)
         step.append(by)
@@ -175,11 +178,10 @@ def _plain(part: Any) -> Any:
     """Return a part of a key as an int, a slice, Ellipsis, or an array of one dimension."""
     if isinstance(part, slice) or part is Ellipsis:
         return part
-    if not isinstance(part, bool | np.bool_):
-        try:
-            return operator.index(part)
-        except TypeError:
-            pass
+    try:
+        return operator.index(part)
+    except TypeError:
+        pass
     found = np.asarray(part) if isinstance(part, list | tuple | np.ndarray | range) else None
     if found is None or found.ndim != 1:
         raise SelectionError(

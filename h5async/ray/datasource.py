@@ -15,7 +15,7 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
-from h5async.ray.reading import BlockPlan, BlockReader
+from h5async.ray.blockreading import BlockPlan, BlockReader
 from h5async.ray.survey import Survey, config_of, cut, survey
 
 if TYPE_CHECKING:

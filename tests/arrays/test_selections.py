@@ -26,6 +26,7 @@ from h5async import (
     ReadError,
     SelectionError,
 )
+from h5async.arrays.boxreading import Threads
 
 SHAPE = (23, 12, 9)
 STORED: dict[str, dict[str, Any]] = {
@@ -47,6 +48,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.create_dataset("sparse", SHAPE, "f4", chunks=(2, 3, 4), fillvalue=7)[5:7] = 1
         file.create_dataset("group/text", data=["a", "bcd", "", "ä"])
         file.create_dataset("group/scalar", data=5)
+        arrays = file.create_dataset("group/arrays", (6,), np.dtype((">i2", (2, 3))))
+        arrays[...] = np.arange(36).reshape(6, 2, 3)
         file.create_dataset("group/empty", data=h5py.Empty("f4"))
         file.create_dataset("flags", data=rng.random(50) > 0.5)
         pairs = np.zeros(30, [("a", "f4"), ("b", "S3"), ("c", "i2", (2,))])
@@ -154,6 +157,23 @@ def test_indices_out_of_range(path: Path):
                 found["gzip"][key]
 
 
+def test_integers_that_are_bools_or_out_of_all_bounds(path: Path):
+    with h5py.File(path) as expected, h5async.open_file(path) as found:
+        assert_same(found["gzip"][True, :, False], expected["gzip"][True, :, False])
+        key = np.uint8(22), np.int8(-1), slice(None)
+        for _ in range(2):
+            assert_same(found["gzip"][key], expected["gzip"][22, -1, :])
+            with pytest.raises(SelectionError, match="index 23 is out of range"):
+                found["gzip"][np.uint8(23)]
+        assert_same(found["gzip"][-(10**30) :: 10**25], expected["gzip"][:1])
+
+
+def test_masks_of_elements_that_are_arrays(path: Path):
+    with h5py.File(path) as expected, h5async.open_file(path) as found:
+        for mask in (np.arange(6) % 2 == 0, np.arange(6) == 4):
+            assert_same(found["group/arrays"][mask], expected["group/arrays"][mask])
+
+
 def test_fields_of_compounds(path: Path):
     with h5py.File(path) as expected, h5async.open_file(path) as found:
         for key in ("a", ("c", slice(3, 9)), ("a", "b", [1, 5]), ("b", 4)):
@@ -165,9 +185,12 @@ def test_fields_of_compounds(path: Path):
 def test_what_hdf5_alone_reads(path: Path):
     with h5py.File(path) as expected, h5async.open_file(path) as found:
         for key in ((), 1, [0, 2], slice(1, 3)):
-            np.testing.assert_array_equal(found["group/text"][key], expected["group/text"][key])
+            value = found["group/text"][key]
+            np.testing.assert_array_equal(value, expected["group/text"][key])
+            assert type(value) is type(expected["group/text"][key])
         assert found["group"]["text"].dtype == expected["group/text"].dtype
         assert found["group/scalar"][()] == 5
+        assert_same(found["group/scalar"][...], expected["group/scalar"][...])
         assert found["group/empty"][()] == expected["group/empty"][()]
         for name in ("group/scalar", "group/empty"):
             with pytest.raises(SelectionError):
@@ -202,7 +225,7 @@ def test_many_threads_read_one_dataset(path: Path):
 
 def test_files_are_mappings_and_pickle_by_their_path(path: Path):
     with h5async.open_file(path, num_threads=1) as file:
-        assert list(file["group"]) == ["empty", "scalar", "text"]
+        assert list(file["group"]) == ["arrays", "empty", "scalar", "text"]
         assert "gzip" in file
         assert "group/text" in file
         assert "nothing" not in file
@@ -218,6 +241,38 @@ def test_files_are_mappings_and_pickle_by_their_path(path: Path):
     for name in ("rows", "gzip"):
         with pytest.raises(ReaderClosedError, match="was closed"):
             file[name][3]
+
+
+def test_a_closed_file_is_not_read(path: Path):
+    file = h5async.open_file(path)
+    several = [file[name] for name in ("gzip", "contiguous", "virtual", "flags", "group/text")]
+    assert_same(several[0][3], several[1][3])
+    file.close()
+    for dataset in several:
+        for key in (0, slice(2), [1]):
+            for _ in range(2):
+                with pytest.raises(ReaderClosedError, match="was closed"):
+                    dataset[key]
+
+
+def test_threads_that_were_closed_leave_the_work_to_the_caller():
+    threads, done = Threads(4), []
+    threads.run([lambda: done.append(1)] * 5)
+    pool = threads._started()
+    pool.shutdown()
+    threads.run([lambda: done.append(1)] * 5)
+    assert len(done) == 10
+    threads.close()
+
+
+def test_the_current_directory_may_change(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(path.parent)
+    with h5async.open_file(path.name) as file:
+        data = file["gzip"]
+        copy = pickle.dumps(data)
+        monkeypatch.chdir("/")
+        assert_same(data[3], file["contiguous"][3])
+        assert_same(pickle.loads(copy)[3], data[3])
 
 
 def test_a_file_that_was_replaced_is_an_error(tmp_path: Path):

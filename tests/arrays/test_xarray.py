@@ -106,6 +106,15 @@ def test_groups_phony_dimensions_and_variables_that_end_early(tmp_path: Path):
     assert list(xarray.open_datatree(path, engine="h5async").groups) == ["/", "/inner"]
     with pytest.raises(OSError, match="nothing"):
         xarray.open_dataset(path, engine="h5async", group="nothing", phony_dims="sort")
+    named = tmp_path / "named.nc"
+    with h5py.File(named, "w") as file:  # the variable "x" along "y"; "x" is a dimension, too
+        for name in ("x", "y"):
+            file.create_dataset(name, (3,), "f4")
+            file[name].make_scale("This is a netCDF dimension but not a netCDF variable.         3")
+        for name, scale in (("_nc4_non_coord_x", "y"), ("z", "x")):
+            file[name] = np.arange(3) + 5
+            file[name].dims[0].attach_scale(file[scale])
+    assert_same(named)
     late = tmp_path / "late.nc"
     with h5py.File(late, "w") as file:
         time = file.create_dataset("time", data=np.arange(6.0), maxshape=(None,), chunks=(4,))
@@ -119,6 +128,12 @@ def test_groups_phony_dimensions_and_variables_that_end_early(tmp_path: Path):
         np.testing.assert_array_equal(found.early[1::2], [1, -7, -7])
         np.testing.assert_array_equal(found.early[[0, 2, 5]], [0, 2, -7])
         assert found.early[4] == -7
+    with h5py.File(late, "r+") as file:  # h5netcdf does not fill up strings
+        file.create_dataset("text", data=["é", "b"], maxshape=(None,), chunks=(2,))
+        file["text"].dims[0].attach_scale(file["time"])
+    with xarray.open_dataset(late, engine="h5async") as found:
+        assert found.text.values.tolist() == ["é", "b", "", "", "", ""]
+        assert found.text[5].item() == ""
 
 
 @pytest.fixture(scope="module")

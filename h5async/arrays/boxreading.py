@@ -13,7 +13,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from struct import Struct
 from typing import Any
@@ -37,7 +37,7 @@ from h5async.read.fallback import FallbackReader, WantedRows
 from h5async.read.farsources import FarSources
 from h5async.read.queue import SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
-from h5async.system.interruptions import call_when_gone
+from h5async.system.interruptions import call_when_gone, suppressing
 
 # Of a selection that one thread reads as fast as several: of chunks to decode, and of others.
 _ALONE_NBYTES, _ALONE_COPIED_NBYTES = 1 << 18, 1 << 24
@@ -67,9 +67,10 @@ class Threads:
                     return
                 function()
 
-        pool = self._started() if min(self.count, len(todo)) > 1 else None
-        helpers = range(min(self.count, len(todo)) - 1)
-        futures = [] if pool is None else [pool.submit(work_off) for _ in helpers]
+        futures: list[Future[None]] = []
+        with suppressing(RuntimeError):  # closed meanwhile: the caller does all alone
+            for _ in range(min(self.count, len(todo)) - 1):
+                futures.append(self._started().submit(work_off))
         try:
             work_off()
         finally:
@@ -81,16 +82,17 @@ class Threads:
             future.result()
 
     def _started(self) -> ThreadPoolExecutor:
-        if self._pool is None or self._pool[0] != os.getpid():
+        owner, pool = self._pool or (0, None)
+        if pool is None or owner != os.getpid():
             pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix="h5async-array")
             self._pool = os.getpid(), pool
-        return self._pool[1]
+        return pool
 
     def close(self) -> None:
         """End the threads; they are started again when needed."""
-        if self._pool is not None and self._pool[0] == os.getpid():
-            self._pool[1].shutdown()
-        self._pool = None
+        (owner, pool), self._pool = self._pool or (0, None), None
+        if pool is not None and owner == os.getpid():
+            pool.shutdown()
 
 
 class _Lane:
@@ -321,7 +323,8 @@ class BoxReader(CoreReader):
         count, mask = 0 if index is None else index.size, selection.mask
         span = bounds.size[selection.axis] if count else 0
         if mask is not None:
-            count, span = len(out), mask.size
+            out = out.reshape(-1)  # an array type adds dimensions to both
+            count, span = out.size, mask.size
         if not count:
             self._read_whole(box, out)
         elif span <= _DENSE * count:
@@ -450,5 +453,8 @@ class H5pyReader:
         def work(_: WantedRows, dataset: h5py.Dataset) -> None:
             found[:] = [dataset[key]]
 
-        self._reader.read(self.own, wanted, work, self._checks, self._scratch)
+        try:
+            self._reader.read(self.own, wanted, work, self._checks, self._scratch)
+        finally:
+            self._reader.close()  # as HDF5 locks what it has open
         return np.asarray(found[0])

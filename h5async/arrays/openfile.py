@@ -6,28 +6,22 @@ A path enters; groups and lazy datasets leave. HDF5 has the file open only while
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import h5py
 import numpy as np
 
-from h5async.arrays.dataset import Dataset, DatasetFacts
-from h5async.arrays.reading import Threads
-from h5async.config import ReaderConfig
-from h5async.config.files import FileName
-from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosedError, ReadError
-from h5async.index.contents import names_in, walk, what_is_there
+from h5async.arrays.handle import Handle
+from h5async.arrays.lazydataset import Dataset, DatasetFacts
+from h5async.errors import DatasetError, H5AsyncError, ReadError
+from h5async.index.contents import names_in, walk
 from h5async.index.datasets import Indexer
 from h5async.index.hdf5 import NotDirectError, reading
-from h5async.index.links import Located, components, locate, open_index
-from h5async.io.stamps import FileStamp, changed
+from h5async.index.links import Located, components, locate
 from h5async.io.stores import HDF5File
-from h5async.opening.filevalues import reach_of
 from h5async.spelling import name_bytes, name_text
-from h5async.system.interruptions import interruption, passing, suppressing
-from h5async.system.resources import usable_cores
+from h5async.system.interruptions import suppressing
 
 CACHE_NBYTES = 16 << 20
 _RECENT = 32  # datasets that have files and memory to read with
@@ -96,7 +90,7 @@ def _node_of(file: File, name: str) -> Any:
     return file[name]
 
 
-class File(Group):
+class File(Handle, Group):
     """An HDF5 file whose datasets are read by indexing; see `open_file`.
 
     Safe to use from many threads. A pickle has its path and options, and opens the file again. A
@@ -106,26 +100,13 @@ class File(Group):
     def __init__(
         self, path: Any, num_threads: int | None, cache_bytes: int, options: Mapping[str, Any]
     ) -> None:
-        given = {name: value for name, value in options.items() if value is not None}
-        config = ReaderConfig(hdf5_path=path, **given)
-        if len(config.files) != 1:
-            raise ConfigError(f"open_file reads one file, found {len(config.files)}")
-        self.path: FileName = config.files[0]
-        self.filename = str(self.path)
-        self.max_nbytes = config.max_batch_bytes or 0
-        self.reach, self.kept, self.cache_nbytes = reach_of(config), config.kept, cache_bytes
-        self.threads = Threads(usable_cores() if num_threads is None else max(1, num_threads))
-        self._arguments = path, num_threads, cache_bytes, dict(options)
+        Handle.__init__(self, path, num_threads, cache_bytes, options)
         self._nodes: dict[str, Any] = {}
-        self._recent: dict[Dataset, None] = {}
-        self._lock = threading.RLock()
-        self._stamp: FileStamp | None = None
-        self._is_closed = False
         with self.opened("") as (located, node):
-            super().__init__(None, "/", *_group_facts(located, node))
+            Group.__init__(self, None, "/", *_group_facts(located, node))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return File, self._arguments
+        return File, self.arguments
 
     def __repr__(self) -> str:
         return f'<h5async file "{self.filename}" ({len(self)} members)>'
@@ -141,49 +122,6 @@ class File(Group):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Close what reading has open. Idempotent; datasets cannot be read any more."""
-        self._is_closed = True
-        self.release()
-
-    def release(self) -> None:
-        """Close what reading has open, until something is read again."""
-        with self._lock:
-            recent, self._recent = list(self._recent), {}
-        for dataset in recent:
-            dataset.close()
-        self.threads.close()
-
-    @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[tuple[Located, Any]]:
-        """Open the file in HDF5, and the object at a path; `DatasetError` if there is none."""
-        self.require_open()
-        with passing(), open_index(self.path) as file, contextlib.ExitStack() as files:
-            stamp = file.source.stamp()
-            if self._stamp is None:
-                self._stamp = stamp
-            if stamp != self._stamp:
-                raise changed(self.filename, "it is not as it was when it was opened")
-            yield self._located(file, path, files)
-
-    def _located(
-        self, file: HDF5File, path: str, files: contextlib.ExitStack
-    ) -> tuple[Located, Any]:
-        if not path:
-            return Located(file, "", (), file.id, b"."), file.id
-        try:
-            found = locate(file, path, self.reach, files)
-            if found.rest:
-                raise KeyError(path)
-            return found, found.open()
-        except H5AsyncError:
-            raise
-        except Exception as error:
-            if interruption(error) is not None:
-                raise
-            known = what_is_there(file, self.reach, path)
-            raise DatasetError(f'{self.filename}: there is no object "{path}"; {known}') from error
 
     def _node(self, path: str) -> Any:
         """Return the object at a path, opened once."""
@@ -233,23 +171,6 @@ class File(Group):
                     suppressing(KeyError, DatasetError, ReadError),
                 ):
                     locate(file, path, self.reach, files)
-
-    def require_open(self) -> None:
-        """Raise `ReaderClosedError` once the file is closed."""
-        if self._is_closed:
-            raise ReaderClosedError(f"{self.filename} was closed; open it again")
-
-    def note_use(self, dataset: Dataset) -> None:
-        """Note that a dataset has files open; those that were opened long ago give theirs back."""
-        self.require_open()
-        with self._lock:
-            self._recent.pop(dataset, None)
-            self._recent[dataset] = None
-            surplus = list(self._recent)[:-_RECENT]
-            for old in surplus:
-                del self._recent[old]
-        for old in surplus:
-            old.close()
 
 
 def _group_facts(located: Located, node: Any) -> tuple[tuple[str, ...], Attributes]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.arrays.reading import (
+from h5async.arrays.boxreading import (
     BoxReader,
     CoreReader,
     H5pyReader,
     RowsReader,
 )
+from h5async.arrays.handle import Handle, InUse
 from h5async.arrays.selections import Box, Selection, box_of, selection_of
 from h5async.core.binding import load_core
 from h5async.errors import BudgetError, ReadError, SelectionError
@@ -28,10 +29,6 @@ from h5async.read.executors import method_of
 from h5async.reader import lifetime
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
-
-if TYPE_CHECKING:
-    from h5async.arrays.files import File
-
 
 # A selection of so many bytes is always read; a larger one, if its files have a part of them.
 _LEAST_NBYTES, _TIMES_STORED = 64 << 20, 1024
@@ -67,7 +64,7 @@ class Dataset:
         As in h5py; `chunks` is None if it has none.
     """
 
-    def __init__(self, file: File, name: str, facts: DatasetFacts) -> None:
+    def __init__(self, file: Handle, name: str, facts: DatasetFacts) -> None:
         self.file, self.name, self.facts = file, name, facts
         self.dtype, self.chunks, self.maxshape, self.attrs = (
             facts.dtype,
@@ -172,10 +169,11 @@ class Dataset:
             self._require_room(math.prod(selection.shape) * self.dtype.itemsize)
             found = np.zeros(selection.shape, self.dtype)
             if found.size:
-                found = np.asarray(self._values(key, selection))
+                found = self._values(key, selection)
         if names:
             found = _fields_of(np.asarray(found), names)
-        return found[()] if isinstance(found, np.ndarray) and not found.shape else found
+        is_scalar = isinstance(found, np.ndarray) and not found.shape
+        return found[()] if is_scalar and (self._shape or Ellipsis not in key) else found
 
     def _require_room(self, nbytes: int) -> None:
         """Raise `BudgetError` for a selection that is far larger than the files that hold it."""
@@ -226,13 +224,14 @@ class Dataset:
             way = "parts" if box.size[1:] != list(self.shape[1:]) else "rows"
         elif core is not None and method_of(layout) != "h5py":
             way = "boxes"
+        surplus: list[InUse] = []
         with self._opening:
             found = self._readers.get(way)
-            is_new = found is None
             if found is None:
+                surplus = self.file.note_use(self)  # before, so that it is closed with the file
                 found = self._readers[way] = self._new_reader(layout, way)
-        if is_new:  # it may close others, which have locks of their own
-            self.file.note_use(self)
+        for other in surplus:
+            other.close()
         return found
 
     def _new_reader(self, layout: DatasetLayout, way: str) -> CoreReader | H5pyReader:
@@ -254,8 +253,8 @@ class Dataset:
         """Return what a key selects of what the core cannot describe: HDF5 opens it each time."""
         if self.facts.is_elsewhere:
             raise ReadError(
-                f"{self._where}: its values are of variable length, and lie in other files; read it"
-                " with h5py",
+                f"{self._where}: its values lie in other files, and only HDF5 understands them, or"
+                " a file is missing; read it with h5py",
                 filename=self.file.filename,
                 dataset=self.name,
             )
@@ -274,7 +273,7 @@ class Dataset:
             self._reset()
 
 
-def _dataset_of(file: File, name: str) -> Any:
+def _dataset_of(file: Any, name: str) -> Any:
     return file[name]
 
 
