@@ -131,7 +131,13 @@ class SparseRows(ElementRows):
         maps: Sequence[Int64s] | None = None,
         columns: int = 0,
     ) -> None:
-        groups = [file[name_bytes(path)] for file in files]
+        groups = [file.get(name_bytes(path)) for file in files]
+        for file, group in zip(files, groups, strict=True):
+            if not isinstance(group, h5py.Group):
+                raise DatasetError(
+                    f'{file.filename}: "{path}" is no sparse matrix, as that of'
+                    f" {files[0].filename} is; make them alike"
+                )
         shapes = [tuple(map(int, group.attrs["shape"])) for group in groups]
         where = f'{files[0].filename}: "{path}"'
         if any(text_of(group.attrs["encoding-type"]) != "csr_matrix" for group in groups):
@@ -215,6 +221,16 @@ def may_have_samples(file: HDF5File, path: str) -> bool:
 def is_anndata(file: HDF5File) -> bool:
     """Tell whether a file was written by AnnData."""
     return text_of(file.attrs.get("encoding-type", "")) == "anndata"
+
+
+def refuse_old_anndata(file: HDF5File) -> None:
+    """Raise `DatasetError` if AnnData before 0.8 wrote a file, which has categories elsewhere."""
+    tables = [file.get(name) for name in ("obs", "var")]
+    if not is_anndata(file) and all(one is not None and "_index" in one.attrs for one in tables):
+        raise DatasetError(
+            f"{file.filename} was written by AnnData before 0.8, whose samples cannot be selected"
+            " or joined: read the file by AnnData, and write it again"
+        )
 
 
 def refuse_offsets(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from h5async.errors import DatasetError
 from h5async.io.stores import HDF5File
 from h5async.order.selection import Int64s
-from h5async.packing.sparsegroups import is_anndata, text_of
+from h5async.packing.sparsegroups import is_anndata, refuse_old_anndata, text_of
 from h5async.spelling import name_bytes, name_text, named
 
 Join = Literal["inner", "outer"]
@@ -50,6 +50,8 @@ def unite(files: Sequence[HDF5File], paths: Collection[str], join: Join | None) 
 
     DatasetError if that is not possible, or `join` does not say which variables are kept.
     """
+    for file in files:
+        refuse_old_anndata(file)
     found, is_annotated = United(), is_anndata(files[0])
     for path in paths:
         group = path.removesuffix("/codes")
@@ -60,6 +62,9 @@ def unite(files: Sequence[HDF5File], paths: Collection[str], join: Join | None) 
             _unite_classes(found, files, path)
     if not is_annotated:
         return found
+    without = [file.filename for file in files if "X" not in file]
+    if 0 < len(without) < len(files):
+        raise DatasetError(f'{without[0]}: there is no "X", which other files have')
     found.left_out["obsp"] = "is of pairs of samples: compute it again"
     for name in (*_BY_NAME, "raw"):
         members = [_members(file, name) for file in files]

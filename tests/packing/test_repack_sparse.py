@@ -191,6 +191,25 @@ def test_pairs_of_cells_and_matrices_of_old_times(tmp_path):
         file["X"].attrs["h5sparse_format"] = "csr"
     with pytest.raises(DatasetError, match='"X" was written by AnnData before'):
         h5async.repack(old, new, indices="3:", overwrite=True)
+    with h5py.File(old, "r+") as file:
+        del file["X"].attrs["h5sparse_format"], file.attrs["encoding-type"]
+    with pytest.raises(DatasetError, match=r"old\.h5ad was written by AnnData before 0\.8"):
+        h5async.repack(old, new, indices="3:", overwrite=True)
+
+
+def test_matrices_of_some_files(tmp_path):
+    files = [tmp_path / "one.h5ad", tmp_path / "two.h5ad"]
+    for path in files:
+        annotated(path, 20, 0)
+    with h5py.File(files[1], "r+") as file:
+        del file["X"]
+    for several in (files, files[::-1]):
+        with pytest.raises(DatasetError, match=r'two\.h5ad: there is no "X", which other files'):
+            h5async.repack(several, tmp_path / "new.h5ad")
+    with h5py.File(files[1], "r+") as file:
+        file["X"] = np.zeros((20, 13))
+    with pytest.raises(DatasetError, match=r'two\.h5ad: "X" is no sparse matrix'):
+        h5async.repack(files, tmp_path / "new.h5ad")
 
 
 def test_variables_that_cannot_be_united(tmp_path):
