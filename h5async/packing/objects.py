@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 from h5py import h5 as library
 from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
@@ -115,6 +116,8 @@ def making_of(dataset: h5d.DatasetID, values: NDArray[Any]) -> Making:
         found = np.iinfo(dataset.dtype)
         if values.size and not found.min <= values.min() <= values.max() <= found.max:
             kind = h5t.py_create(values.dtype)
+    elif values.dtype.kind == "O" and dataset.dtype.kind == "S":  # some may be longer
+        kind = h5t.py_create(h5py.string_dtype(), logical=True)
     return Making(h5s.create_simple(values.shape), kind, plist, False, False)
 
 

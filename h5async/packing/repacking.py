@@ -451,7 +451,9 @@ class Repacking:
         for path, attributes in self._attributes.items():
             attrs = file[path].attrs
             for name, value in attributes.items():
-                attrs.create(name, value, dtype=attrs.get_id(name).dtype if name in attrs else None)
+                before = attrs.get_id(name).dtype if name in attrs else None
+                is_text = before is not None and before.kind == "S"  # others may be longer
+                attrs.create(name, value, dtype=None if is_text else before)
 
     def _making(self, path: bytes, dataset: h5d.DatasetID) -> Any:
         values = self.whole.get(name_text(path).strip("/"))

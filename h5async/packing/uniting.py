@@ -121,7 +121,9 @@ def _unite_categories(found: United, files: Sequence[HDF5File], group: str) -> N
 def _unite_classes(found: United, files: Sequence[HDF5File], path: str) -> None:
     """Unite the names of classes that an attribute of labels has."""
     names = [
-        np.atleast_1d(file[path].attrs.get("classes", ())).tolist() if path in file else []
+        [text_of(one) for one in np.atleast_1d(file[path].attrs.get("classes", ())).tolist()]
+        if path in file
+        else []
         for file in files
     ]
     if all(one == names[0] for one in names):

@@ -270,6 +270,19 @@ def test_classes_and_categories_of_packed_files_are_united(tmp_path):
         h5async.repack(files, tmp_path / "new.h5", overwrite=True)
 
 
+def test_classes_that_are_strings_of_a_fixed_length(tmp_path):
+    files = [tmp_path / "0.h5", tmp_path / "1.h5"]
+    for file, classes in zip(files, (np.array([b"a", b"b"]), ["longer", "b"]), strict=True):
+        with h5py.File(file, "w") as new:
+            new["labels"] = np.arange(200) % 2
+            new["labels"].attrs["classes"] = new["classes"] = classes
+    h5async.repack(files, tmp_path / "new.h5", verify=True)
+    with h5py.File(tmp_path / "new.h5") as file:
+        assert file["labels"].attrs["classes"].tolist() == ["a", "b", "longer"]
+        assert file["classes"].asstr()[...].tolist() == ["a", "b", "longer"]
+        assert file["labels"][200:].tolist() == [2, 1] * 100
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"shuffle": "full", "filter": "lzf"}, {"indices": "3:77", "chunk_samples": 5}]
 )
