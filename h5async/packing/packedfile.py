@@ -203,6 +203,12 @@ class PackedFile:
                 f' have "{odd[0]}"'
             )
         for name, chunks in self._columns.items():
+            units, before = block.units.get(name, ""), chunks.column.units
+            if units != before:
+                raise DatasetError(
+                    f'samples from {self.taken:,} on: column "{name}" has the units'
+                    f' "{units}", and "{before}" before; convert its values'
+                )
             values = fitted(chunks.column, block.columns[name], self.taken)
             if self._classes.get(name) and isinstance(values, np.ndarray):
                 values = self._united(name)[1][values]

@@ -28,10 +28,11 @@ from h5async.order.selection import Int64s, Selection
 from h5async.packing.objects import stored_filters
 from h5async.packing.rawvalues import RawValues, has_pointers, raw_fill
 from h5async.reader.asyncreader import AsyncReader
-from h5async.spelling import name_bytes
+from h5async.spelling import name_bytes, name_text
 
 _BY_READER_NBYTES = 4 << 20  # of fewer bytes, HDF5 has read all before a reader is open
 _MOST_NUMBERS = 1 << 22  # of samples that a reader is given
+_OF_NUMBERS = ("units", "calendar", "scale_factor", "add_offset")  # attributes
 Extents = tuple[int, ...]
 
 
@@ -93,6 +94,12 @@ class RowSource:
                 raise DatasetError(
                     f'{file.filename}: dataset "{path}" has rows of another shape or type than'
                     f" that of {files[0].filename}, and cannot be joined with it"
+                )
+            meant = [_meaning(dataset.id) for dataset in (one, self.first)]
+            if meant[0] != meant[1]:
+                raise DatasetError(
+                    f'{file.filename}: dataset "{path}" has the attributes {meant[0]}, and that of'
+                    f" {files[0].filename} has {meant[1]}: convert its values"
                 )
 
     def _row(self, dataset: Opened) -> Extents:
@@ -259,6 +266,13 @@ def _numbered(selection: Selection, begin: int, stop: int) -> Any:
     if selection.is_range and selection.step == 1:
         return slice(selection.start + begin, selection.start + stop)
     return selection.samples(np.arange(begin, stop))
+
+
+def _meaning(dataset: h5d.DatasetID) -> dict[str, str]:
+    """Return what attributes say of numbers, as NetCDF and pack have it."""
+    attributes = h5py.Dataset(dataset).attrs
+    found = {name: attributes[name] for name in _OF_NUMBERS if name in attributes}
+    return {name: name_text(v) if isinstance(v, bytes) else str(v) for name, v in found.items()}
 
 
 def _dataset(file: HDF5File, path: str) -> h5py.h5d.DatasetID:

@@ -270,6 +270,17 @@ def test_classes_and_categories_of_packed_files_are_united(tmp_path):
         h5async.repack(files, tmp_path / "new.h5", overwrite=True)
 
 
+def test_numbers_of_differing_units(tmp_path):
+    files = [tmp_path / "0.h5", tmp_path / "1.h5"]
+    for file, units in zip(files, ("seconds", "milliseconds"), strict=True):
+        with h5py.File(file, "w") as new:
+            new["time"] = np.arange(300)
+            new["time"].attrs["units"] = units
+    with pytest.raises(DatasetError, match=r'1\.h5: dataset "time" has .*milliseconds.*: convert'):
+        h5async.repack(files, tmp_path / "new.h5")
+    h5async.repack(files[1:] * 2, tmp_path / "new.h5")
+
+
 def test_classes_that_are_strings_of_a_fixed_length(tmp_path):
     files = [tmp_path / "0.h5", tmp_path / "1.h5"]
     for file, classes in zip(files, (np.array([b"a", b"b"]), ["longer", "b"]), strict=True):

@@ -385,6 +385,19 @@ def test_values_for_nulls_within_lists_and_those_that_do_not_fit(tmp_path):
         opened(path, tmp_path, fill={"a": -1, "b": "none"})
 
 
+def test_times_of_differing_units_are_refused(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    for unit in ("us", "ms"):
+        table = pa.table({"time": pa.array(np.arange(3), pa.timestamp(unit))})
+        pq.write_table(table, tmp_path / f"{unit}.parquet")
+    files, out = [tmp_path / "us.parquet", tmp_path / "ms.parquet"], tmp_path / "out.h5"
+    with pytest.raises(DatasetError, match='column "time" has the units "milliseconds since'):
+        h5async.pack(files, out)
+    h5async.pack(files[0], out, overwrite=True)
+    with pytest.raises(DatasetError, match='"microseconds since 1970-01-01" before'):
+        h5async.pack(files[1], out, append=True)
+
+
 def test_nulls_need_a_value(tmp_path):
     pa.feather = pytest.importorskip("pyarrow.feather")
     pa.feather.write_feather(pa.table({"x": [1, None, 3]}), tmp_path / "in.feather")
