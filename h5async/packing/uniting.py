@@ -58,7 +58,7 @@ def unite(files: Sequence[HDF5File], paths: Collection[str], join: Join | None) 
         if group != path and f"{group}/categories" in paths:
             if not is_annotated or group.startswith(_TABLES):
                 _unite_categories(found, files, group)
-        elif len(files) > 1 and "classes" in files[0][path].attrs:
+        elif any("classes" in one[path].attrs for one in files if path in one):
             _unite_classes(found, files, path)
     if not is_annotated:
         return found
