@@ -33,7 +33,7 @@ from h5async.cli import app
 ray = require_extra("ray.data") and require_extra("ray")
 pa = require_extra("pyarrow")
 
-from h5async.ray import datasource, reading  # noqa: E402
+from h5async.ray import blockreading, datasource  # noqa: E402
 from h5async.ray.datasource import Hdf5Datasource  # noqa: E402
 from h5async.ray.survey import cut  # noqa: E402
 
@@ -60,7 +60,7 @@ def _no_cluster(monkeypatch):
     monkeypatch.setattr(ray, "put", Reference)
     monkeypatch.setattr(ray, "get", Reference.value)
     yield
-    reading._kept.clear()
+    blockreading._kept.clear()
     gc.collect()
 
 
@@ -269,7 +269,7 @@ def test_only_the_fields_of_chosen_columns_are_read(paths, monkeypatch):
     made = source(paths, with_index=True)
     whole = table(made)
     opened = []
-    monkeypatch.setattr(reading, "AsyncReader", lambda c: opened.append(c) or AsyncReader(c))
+    monkeypatch.setattr(blockreading, "AsyncReader", lambda c: opened.append(c) or AsyncReader(c))
     for names, fields in [(["labels"], ["labels"]), (["index", "data"], ["data"])]:
         only = made.apply_projection({name: name for name in names})
         assert table(only).equals(whole.select(names))
@@ -381,7 +381,7 @@ def test_a_file_that_changed_is_an_error(paths):
 
 
 def test_errors_that_ray_retries_are_tried_again(paths, monkeypatch):
-    monkeypatch.setattr(reading.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(blockreading.time, "sleep", lambda seconds: None)
     made, failures = source(paths), iter(["AWS Error SLOW_DOWN", "AWS Error SLOW_DOWN"])
     read = AsyncReader.read
 
