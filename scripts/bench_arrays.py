@@ -9,7 +9,6 @@ gzip, by one caller; h5async may use two threads. Files are in the page cache. I
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -18,8 +17,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from bench_common import RESULTS
-from bench_turns import Bench, Target, paced, run_cases
+from bench_turns import Bench, Target, paced, run_chosen
 
 import h5async
 
@@ -109,20 +107,5 @@ CASES = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=9, help="rounds")
-    parser.add_argument("--seconds", type=float, default=0.5, help="that each way takes in a round")
-    parser.add_argument("--only", nargs="*", choices=list(CASES))
-    parser.add_argument("--quick", action="store_true", help="short: no figures to quote")
-    parser.add_argument("--out", type=Path, help="folder for the results; default: scripts/results")
-    options = parser.parse_args()
-    if options.quick:
-        options.repeats, options.seconds = 2, 0.1
-    elif options.out is None and not options.only:
-        options.out = RESULTS
-    run_cases("bench_arrays", CASES, options)
-
-
 if __name__ == "__main__":
-    main()
+    run_chosen("bench_arrays", __doc__, CASES, 0.5)

@@ -13,7 +13,6 @@ eight of them; and the same maps without chunks. A batch has 16 patches of 64 x 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +21,7 @@ from typing import Any
 import h5py
 import imagecodecs
 import numpy as np
-from bench_common import RESULTS
-from bench_turns import Bench, Target, paced, reader_sizes, run_cases, threaded
+from bench_turns import Bench, Target, paced, reader_sizes, run_chosen, threaded
 
 from h5async import AsyncReader, Field
 
@@ -143,20 +141,5 @@ CASES = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=9, help="rounds")
-    parser.add_argument("--seconds", type=float, default=1.0, help="that each way takes in a round")
-    parser.add_argument("--only", nargs="*", choices=list(CASES))
-    parser.add_argument("--quick", action="store_true", help="short: no figures to quote")
-    parser.add_argument("--out", type=Path, help="folder for the results; default: scripts/results")
-    options = parser.parse_args()
-    if options.quick:
-        options.repeats, options.seconds = 2, 0.1
-    elif options.out is None and not options.only:
-        options.out = RESULTS
-    run_cases("bench_crops", CASES, options)
-
-
 if __name__ == "__main__":
-    main()
+    run_chosen("bench_crops", __doc__, CASES, 1.0)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_common import header, save
+from bench_common import RESULTS, header, save
 from rich.console import Console
 
 from h5async import AsyncReader
@@ -151,3 +151,23 @@ def plot(ratios: list[dict[str, Any]], path: Path) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def run_chosen(
+    name: str, about: str, cases: Mapping[str, Callable[[Bench], None]], seconds: float
+) -> None:
+    """Run the cases that the command says; each way takes so many seconds in a round by default."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=9, help="rounds")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="that each way takes in a round"
+    )
+    parser.add_argument("--only", nargs="*", choices=list(cases))
+    parser.add_argument("--quick", action="store_true", help="short: no figures to quote")
+    parser.add_argument("--out", type=Path, help="folder for the results; default: scripts/results")
+    options = parser.parse_args()
+    if options.quick:
+        options.repeats, options.seconds = 2, 0.1
+    elif options.out is None and not options.only:
+        options.out = RESULTS
+    run_cases(name, cases, options)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import h5py
 import numpy as np
 import pytest
+from clusters import start_cluster
 from conftest import require_extra
 
 ray = require_extra("ray.data") and require_extra("ray")
@@ -23,15 +24,7 @@ FILES, ROWS = 5, 300
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A cluster of this machine, for all tests here; no process of it is left."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(
-        address="local",  # not one that others run here
-        num_cpus=2,
-        include_dashboard=False,
-        logging_level="ERROR",
-        log_to_driver=False,
-        object_store_memory=200 << 20,
-    )
+    start_cluster(object_store_memory=200 << 20)
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False

@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from clusters import start_cluster
 from conftest import require_extra
 from typer.testing import CliRunner
 
@@ -48,16 +49,7 @@ def cluster():
         struck("commit")
         struck("finish")
 
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(
-        address="local",  # not one that others run here
-        num_cpus=2,
-        include_dashboard=False,
-        logging_level="ERROR",
-        log_to_driver=False,
-        object_store_memory=100 << 20,
-        runtime_env={"worker_process_setup_hook": set_up},
-    )
+    start_cluster(object_store_memory=100 << 20, runtime_env={"worker_process_setup_hook": set_up})
     yield
     ray.shutdown()
 
