@@ -231,6 +231,19 @@ def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HD
         raise
 
 
+def open_apart(name: str) -> HDF5File:
+    """Open a local file for reading, as another one to HDF5 than one that is opened otherwise.
+
+    It is not locked, and shares nothing with others of that name.
+    """
+    properties = _access_properties(None).copy()
+    properties.set_fapl_log(b"", 0, 0)
+    properties.set_file_locking(False, True)
+    file = HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
+    file.source = LocalSource(file.id.get_vfd_handle())
+    return file
+
+
 @functools.cache
 def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
     """Return the default access properties or, to read metadata, those without a chunk cache.
