@@ -1,8 +1,9 @@
 """Reads small selections of a dataset that HDF5 has open: they cost less than tables for the core.
 
 A key and an open dataset enter; values leave, or None if there is any doubt, so that the core reads
-them. HDF5 reads what has no filters, and only if all of it is stored. Chunks with filters are
-fetched by HDF5, and decoded by the core, which notices where they are damaged.
+them. What has no filters is read only if all of it is stored: HDF5 says where, or reads it itself
+if it has to be converted, or cut. Chunks with filters are fetched by HDF5, and decoded by the core,
+which notices where they are damaged.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import operator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,31 +24,44 @@ from h5async.codec.filters import Filter
 from h5async.core.binding import MAX_RANK, address, load_core
 from h5async.index.chunks import filters_of
 from h5async.index.hdf5 import edges_are_raw, stored_nbytes
+from h5async.io.source import Source
+from h5async.io.stores import LocalSource
 from h5async.read.scratch import Scratch, encoded_room
 
 # What HDF5 copies in about the time in which it opens a file, and what one thread decodes in it.
 _COPIED_NBYTES, _DECODED_NBYTES, _MOST_CHUNKS = 8 << 20, 1 << 20, 32
+_KNOWN = 4  # datatypes that many datasets of a file have
 _scratches: list[Scratch] = []
+Known = list[tuple[h5py.h5t.TypeID, tuple[np.dtype[Any], bool]]]  # what datatypes are to NumPy
 
 
 class Stored(NamedTuple):
-    """How a dataset is stored: a storage of HDF5, and of one in chunks, their shape and filters."""
+    """How a dataset is stored: its dtype, and a storage of HDF5; if that is chunks, of what kind.
 
+    It `is_numpys` if elements are stored as numbers of NumPy are in memory.
+    """
+
+    dtype: np.dtype[Any]
+    is_numpys: bool
     storage: int
-    chunk_shape: tuple[int, ...] | None
-    filters: tuple[Filter, ...]
-    edges_are_raw: bool
+    chunk_shape: tuple[int, ...] | None = None
+    filters: tuple[Filter, ...] = ()
 
     @classmethod
-    def of(cls, node: h5py.h5d.DatasetID) -> Stored:
+    def of(cls, node: h5py.h5d.DatasetID, known: Known) -> Stored:
         """Return it of an open dataset; external files are virtual storage here."""
-        plist = node.get_create_plist()
+        datatype, plist = node.get_type(), node.get_create_plist()
+        facts = next((facts for other, facts in known if other == datatype), None)
+        if facts is None:
+            dtype = node.dtype
+            facts = dtype, dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == datatype)
+            known[:] = [(datatype, facts), *known[: _KNOWN - 1]]
         storage = plist.get_layout()
-        if storage != h5py.h5d.CHUNKED:
-            is_external = storage == h5py.h5d.CONTIGUOUS and plist.get_external_count() > 0
-            return cls(h5py.h5d.VIRTUAL if is_external else storage, None, (), False)
-        filters = filters_of(plist)
-        return cls(storage, plist.get_chunk(), filters, bool(filters) and edges_are_raw(plist))
+        if storage == h5py.h5d.CHUNKED:
+            return cls(*facts, storage, plist.get_chunk(), filters_of(plist))
+        if storage == h5py.h5d.CONTIGUOUS and plist.get_external_count() > 0:
+            storage = h5py.h5d.VIRTUAL
+        return cls(*facts, storage)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -55,29 +70,31 @@ class Stored(NamedTuple):
 
 
 def read_at_once(
+    source: Source,
     node: h5py.h5d.DatasetID,
     stored: Stored,
     shape: tuple[int, ...],
-    dtype: np.dtype[Any],
     key: tuple[Any, ...],
     selection: Selection,
 ) -> Any:
     """Return what a key selects; None if the core has to read it, or if that fails."""
+    dtype = stored.dtype
     nbytes = math.prod(selection.shape) * dtype.itemsize
     if stored.is_elsewhere or nbytes > _COPIED_NBYTES:
         return None
     if stored.filters:
-        return _decoded(node, stored, shape, dtype, selection)
+        return _decoded(node, stored, shape, selection)
     extents, count = shape, 1
     if stored.chunk_shape is not None:
         extents = stored.chunk_shape
         count = math.prod(-(-n // c) for n, c in zip(shape, extents, strict=True))
-    whole = count * math.prod(extents) * node.get_type().get_size()
-    if node.get_storage_size() < whole:  # not all is stored
-        return None
-    if selection.shape != shape or dtype.kind not in "iufcb":
+    if node.get_storage_size() < count * math.prod(extents) * dtype.itemsize:
+        return None  # not all is stored
+    if selection.shape != shape or not stored.is_numpys:
         return h5py.Dataset(node)[key]
     out = np.empty(shape, dtype)
+    if stored.storage == h5py.h5d.CONTIGUOUS and isinstance(source, LocalSource):
+        return out if source.fills(out, node.get_offset()) else None
     node.read(h5py.h5s.ALL, h5py.h5s.ALL, out)
     return out
 
@@ -92,40 +109,40 @@ def _decoded(
     node: h5py.h5d.DatasetID,
     stored: Stored,
     shape: tuple[int, ...],
-    dtype: np.dtype[Any],
     selection: Selection,
 ) -> NDArray[Any] | None:
     """Return what is selected of chunks with filters."""
-    box, chunk = selection.bounds, stored.chunk_shape
-    if selection.mask is not None or chunk is None or len(shape) > MAX_RANK:
+    box, chunk, dtype = selection.bounds, stored.chunk_shape, stored.dtype
+    is_possible = stored.is_numpys and selection.mask is None and len(shape) <= MAX_RANK
+    pipeline = _pipeline(stored.filters)
+    if not is_possible or pipeline is None or chunk is None:
         return None
     cells = [
         range(begin // n, (begin + (size - 1) * step) // n + 1)
         for begin, size, step, n in zip(*box[:3], chunk, strict=True)
     ]
     extents = [len(some) * n for some, n in zip(cells, chunk, strict=True)]
-    pipeline = _pipeline(stored.filters)
-    if pipeline is None or math.prod(extents) * dtype.itemsize > _DECODED_NBYTES:
-        return None
     count = math.prod(map(len, cells))
-    is_numpys = dtype.kind in "iuf" and h5py.h5t.py_create(dtype) == node.get_type()
-    if count > _MOST_CHUNKS or not is_numpys:
+    if count > _MOST_CHUNKS or math.prod(extents) * dtype.itemsize > _DECODED_NBYTES:
+        return None
+    ends = [some.stop * n for some, n in zip(cells, chunk, strict=True)]
+    if any(map(operator.gt, ends, shape)) and edges_are_raw(node.get_create_plist()):
         return None
     whole = np.empty(extents, dtype)
     for cell in itertools.product(*cells):
-        corner = tuple([at * n for at, n in zip(cell, chunk, strict=True)])
-        is_partial = any(at + n > end for at, n, end in zip(corner, chunk, shape, strict=True))
+        corner = tuple(map(operator.mul, cell, chunk))
         to = whole if count == 1 else np.empty(chunk, dtype)
-        if (is_partial and stored.edges_are_raw) or not _decode(node, stored, corner, pipeline, to):
+        if not _decode(node, stored, corner, pipeline, to):
             return None
         if count > 1:
             at = [(c - some.start) * n for c, some, n in zip(cell, cells, chunk, strict=True)]
             whole[tuple(slice(a, a + n) for a, n in zip(at, chunk, strict=True))] = to
+    if whole.shape == selection.shape:
+        return whole
     begin = [b - some.start * n for b, some, n in zip(box.begin, cells, chunk, strict=True)]
     several = zip(begin, box.size, box.step, strict=True)
     part = whole[tuple(slice(b, b + (size - 1) * by + 1, by) for b, size, by in several)]
-    found = selection.taken(part.reshape(box.shape))
-    return found if found.base is None else found.copy()
+    return selection.taken(part.reshape(box.shape)).copy()
 
 
 def _decode(

@@ -13,10 +13,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import h5py
 
 from h5async.arrays.boxreading import Threads
+from h5async.arrays.firstreading import Known
 from h5async.config import ReaderConfig
 from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosedError
@@ -70,11 +72,16 @@ class _Opened(NamedTuple):
     objects: dict[str, tuple[Located, Any]]
 
 
+_kept_files: WeakSet[HDF5File] = WeakSet()  # of this process
+
+
 def _writes(stamp: FileStamp) -> bool:
     """Tell whether this process has a file open for writing: HDF5 may hold what it has not stored.
 
     One whose name says nothing is taken for the file.
     """
+    if h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE) <= len(_kept_files):
+        return False
     for file in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
         if file.get_intent() & h5py.h5f.ACC_RDWR:
             try:
@@ -112,6 +119,7 @@ class Handle:
         self._lock = threading.RLock()
         self._stamp: FileStamp | None = None
         self._kept: _Opened | None = None
+        self.known: Known = []
         self._is_closed = False
 
     def close(self) -> None:
@@ -129,22 +137,38 @@ class Handle:
 
     @contextlib.contextmanager
     def opened(self, path: str, *, may_differ: bool = False) -> Iterator[tuple[Located, Any]]:
-        """Open the object at a path in HDF5; `DatasetError` if there is none.
+        """Open an object as `open_object` does, until the context ends."""
+        with passing(), contextlib.ExitStack() as files:
+            yield self.open_object(path, files, may_differ=may_differ)
+
+    def open_object(
+        self, path: str, files: contextlib.ExitStack, *, may_differ: bool = False
+    ) -> tuple[Located, Any]:
+        """Open the object at a path in HDF5, until `files` are closed; `DatasetError` if none is.
 
         `ReadError` if the file is not as it was the first time, unless it `may_differ`.
         """
         self.require_open()
-        with passing(), contextlib.ExitStack() as files:
-            with self._lock:
-                kept = self._kept_file() or self._open(files, may_differ)
-                found = kept.objects.get(path)
-                if found is None:
-                    found = self._located(kept, path, files)
-                    if found[0].file is kept.file:
-                        kept.objects[path] = found
-                        if len(kept.objects) > _RECENT:
-                            del kept.objects[next(iter(kept.objects))]
-            yield found
+        with self._lock:
+            kept = self._kept_file() or self._open(files, may_differ)
+            found = kept.objects.get(path)
+            if found is None:
+                found = self._located(kept, path, files)
+                if found[0].file is kept.file:
+                    kept.objects[path] = found
+                    if len(kept.objects) > _RECENT:
+                        del kept.objects[next(iter(kept.objects))]
+        return found
+
+    def kept_object(self, path: str) -> tuple[Located, Any] | None:
+        """Return an object that HDF5 has open, of a local file; None if it has not.
+
+        Once it was read, `is_kept` tells whether that is valid.
+        """
+        kept = self._kept
+        if kept is None or _writes(kept.stamp):
+            return None
+        return kept.objects.get(path)
 
     def attributes(self, path: str) -> Attributes:
         """Read the attributes of an object."""
@@ -162,7 +186,8 @@ class Handle:
 
     def is_kept(self) -> bool:
         """Tell whether HDF5 has the file open, and the file is as it was."""
-        return self._kept_file() is not None
+        kept = self._kept
+        return kept is not None and kept.file.source.stamp() == self._stamp
 
     def _kept_file(self) -> _Opened | None:
         kept = self._kept
@@ -183,6 +208,7 @@ class Handle:
         if self.is_near and not is_written:
             apart = open_apart(str(self.path))
             if apart.source.stamp() == stamp:
+                _kept_files.add(apart)
                 self._kept = _Opened(apart, stamp, {}, {})
                 return self._kept
         return _Opened(file, stamp, {}, {})

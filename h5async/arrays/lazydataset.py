@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -62,11 +63,12 @@ class Dataset:
 
     def __init__(self, file: Handle, path: str, located: Located, node: h5py.h5d.DatasetID) -> None:
         self.file, self.name, self._path = file, f"/{path}", path
-        self.stored = Stored.of(node)
+        self.stored = Stored.of(node, file.known)
         if self.stored.is_elsewhere:  # HDF5 may open sources if it is asked for the shape
             self.layout = self._read_layout(located, node)
-        self._shape = None if node.get_space().get_simple_extent_type() == _NULL else node.shape
-        self.dtype, self.chunks = node.dtype, self.stored.chunk_shape
+        space = node.get_space()
+        self._shape = None if space.get_simple_extent_type() == _NULL else space.shape
+        self.dtype, self.chunks = self.stored.dtype, self.stored.chunk_shape
         self._opening = threading.Lock()
         self._reset()
 
@@ -76,7 +78,7 @@ class Dataset:
         if self.dtype.hasobject or not self._shape:
             return None
         with self.file.opened(self._path, may_differ=True) as (located, node):
-            if (node.shape, node.dtype, Stored.of(node)) != (self._shape, self.dtype, self.stored):
+            if (node.shape, Stored.of(node, [])) != (self._shape, self.stored):
                 raise changed(self.file.filename, f'dataset "{self.name}" is another one')
             return self._read_layout(located, node)
 
@@ -124,7 +126,7 @@ class Dataset:
     def __len__(self) -> int:
         if not self._shape:
             raise TypeError(f"{self._where}: it has no dimension, so no length")
-        return self._shape[0]
+        return int(self._shape[0])
 
     def __bool__(self) -> bool:
         return True
@@ -237,9 +239,11 @@ class Dataset:
         if not self.file.is_near or self.dtype.hasobject:
             return None
         try:
-            with self.file.opened(self._path) as (_, node):
-                facts = self.stored, self._shape, self.dtype
-                found = read_at_once(node, *facts, key, selection)  # type: ignore[arg-type]
+            with contextlib.ExitStack() as files:
+                opened = self.file.kept_object(self._path)
+                located, node = opened or self.file.open_object(self._path, files)
+                source = located.file.source
+                found = read_at_once(source, node, self.stored, self.shape, key, selection)
         except Exception as error:  # it is read again, to learn why
             if interruption(error) is not None or isinstance(error, ReaderClosedError):
                 raise

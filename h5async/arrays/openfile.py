@@ -21,7 +21,7 @@ from h5async.index.hdf5 import NotDirectError, reading
 from h5async.index.links import components, locate
 from h5async.io.stores import HDF5File
 from h5async.spelling import name_bytes, name_text
-from h5async.system.interruptions import suppressing
+from h5async.system.interruptions import passing, suppressing
 
 CACHE_NBYTES = 16 << 20
 
@@ -110,7 +110,8 @@ class File(Handle, Group):
         found = self._nodes.get(path)
         if found is not None:
             return found
-        with self.opened(path) as (located, node):
+        with passing(), contextlib.ExitStack() as files:
+            located, node = self.open_object(path, files)
             where = f'{self.filename}: "{path}"'
             with reading(where):
                 if isinstance(node, h5py.h5g.GroupID):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h5py
 
@@ -138,6 +138,10 @@ class LocalSource(Source):
                 raise ReadError(f"{nbytes - len(found)} bytes are missing at byte {offset}")
             found += part
         return found
+
+    def fills(self, out: Any, offset: int) -> bool:
+        """Read to a buffer; return whether it was filled."""
+        return bool(os.preadv(self._descriptor, [out], offset) == out.nbytes)
 
     def close(self) -> None:
         """Close the file, if this object owns it."""
