@@ -74,7 +74,7 @@ class File(Handle, Group):
     """An HDF5 file whose datasets are read by indexing; see `open_file`.
 
     Safe to use from many threads. A pickle has its path and options, and opens the file again. A
-    file that is not closed does no harm: HDF5 has it open only while metadata are read.
+    file that is not closed does no harm: HDF5 does not lock it.
     """
 
     def __init__(
