@@ -24,13 +24,12 @@ from h5async.config.files import is_index, paths_text
 from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.order.selection import permute
 from h5async.packing.encodedsamples import Samples, encoded_columns, made_block, samples_of
-from h5async.packing.newfiles import join_shards
+from h5async.packing.newfiles import join_shards, remove_other_shards, shard_path
 from h5async.packing.packedfile import VERSION, PackedFile, Written, chunks_of
 from h5async.packing.packoptions import PackKeywords, PackOptions
 from h5async.packing.repackoptions import RepackOptions
 from h5async.packing.safefile import exists, is_begun, require_new
 from h5async.packing.schema import Block
-from h5async.packing.shards import remove_other_shards, shard_path
 from h5async.packing.sources.base import ListedSource, Source, Work, digest_of
 from h5async.packing.sources.finding import open_source
 from h5async.spelling import named
@@ -39,6 +38,7 @@ from h5async.system.jobs import run_jobs
 Progress = Callable[[int, int | None, int], None]  # samples done, all of them, bytes done
 _BLOCKS_AT_A_TIME = 8  # so many must fit in the memory
 _DECODED_ROWS = 16
+_PROBE_SECONDS = 1.0  # of an estimate
 
 
 class Packed(NamedTuple):
@@ -357,3 +357,43 @@ class Blocks:
 def _permuted(source: Source, seed: int, positions: Any) -> Any:
     assert source.count is not None
     return permute(positions, source.count, seed, 0)
+
+
+class Estimate(NamedTuple):
+    """What packing takes, about.
+
+    `samples`, `nbytes` and `seconds` are None if the source does not say how many samples it has;
+    `probed` is how many were looked at, and `columns` say how each column is stored.
+    """
+
+    samples: int | None
+    nbytes: int | None
+    seconds: float | None
+    probed: int
+    columns: Mapping[str, str]
+
+
+def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
+    """Estimate what `pack` takes with the same arguments; raises like that."""
+    chosen = PackOptions(**options)
+    source = open_source(sources, chosen)
+    first, began = None, perf_counter()
+    probed = nbytes = 0
+    with Blocks(source, chosen) as blocks:
+        blocks.begin(0, None)
+        while blocks.following is not None:
+            block = blocks.take()
+            first = block if first is None and block.kept else first
+            probed, nbytes = probed + block.taken, nbytes + block.nbytes
+            if perf_counter() - began > _PROBE_SECONDS and first is not None:
+                break
+    seconds = perf_counter() - began
+    if first is None:
+        raise DatasetError(f"{source.name} has no samples that can be packed")
+    columns = {
+        name: chunks.text for name, chunks in chunks_of(first, blocks.encoded, chosen).items()
+    }
+    if source.count is None:
+        return Estimate(None, None, None, probed, columns)
+    share = source.count / probed
+    return Estimate(source.count, round(nbytes * share), seconds * share, probed, columns)

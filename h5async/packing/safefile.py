@@ -25,14 +25,14 @@ from h5py import h5p
 from h5async.errors import ConfigError, DamagedError, H5AsyncError, WriteError
 from h5async.io.localfiles import owned
 from h5async.io.stores import HDF5File
-from h5async.packing.journal import (
+from h5async.packing.partialfile import (
     Journal,
+    PartialFile,
     fingerprint,
     read_journal,
     synchronize_folder,
     write_journal,
 )
-from h5async.packing.partialfile import PartialFile
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
