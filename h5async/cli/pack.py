@@ -13,8 +13,7 @@ from rich.filesize import decimal
 from h5async.cli.options import takes_model, typed_options
 from h5async.cli.output import Json, Ray, counting, print_json, safe
 from h5async.config.files import home_path, with_variables
-from h5async.packing.packoptions import PackOptions
-from h5async.packing.repackoptions import RepackOptions
+from h5async.packing.writeoptions import PackOptions, RepackOptions
 from h5async.system.interruptions import suppressing
 
 _SHOWN_BAD = 20

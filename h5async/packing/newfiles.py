@@ -18,9 +18,9 @@ from h5async.index.savedindex import write_index
 from h5async.opening.filevalues import reach_of
 from h5async.opening.indexing import index_files
 from h5async.packing.repacking import Progress, Repacked, Repacking
-from h5async.packing.repackoptions import RepackKeywords, RepackOptions
 from h5async.packing.rewriting import Plan
 from h5async.packing.safefile import require_new
+from h5async.packing.writeoptions import RepackKeywords, RepackOptions
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 from h5async.system.jobs import run_jobs

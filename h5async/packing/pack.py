@@ -25,13 +25,12 @@ from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.order.selection import permute
 from h5async.packing.encodedsamples import Samples, encoded_columns, made_block, samples_of
 from h5async.packing.newfiles import join_shards, remove_other_shards, shard_path
-from h5async.packing.packedfile import VERSION, PackedFile, Written, chunks_of
-from h5async.packing.packoptions import PackKeywords, PackOptions
-from h5async.packing.repackoptions import RepackOptions
+from h5async.packing.packedfile import VERSION, PackedFile, Written
 from h5async.packing.safefile import exists, is_begun, require_new
-from h5async.packing.schema import Block
+from h5async.packing.schema import Block, columns_of
 from h5async.packing.sources.base import ListedSource, Source, Work, digest_of
 from h5async.packing.sources.finding import open_source
+from h5async.packing.writeoptions import PackKeywords, PackOptions, RepackOptions
 from h5async.spelling import named
 from h5async.system.jobs import run_jobs
 
@@ -192,8 +191,8 @@ class _Shards:
             first = blocks.following
         if first is None or not first.kept:
             raise DatasetError(f"{source.name} has no samples that can be packed, to begin with")
-        self._encoded, self._like = blocks.encoded, chunks_of(first, blocks.encoded, options)
-        coded = [name for name, one in self._like.items() if one.column.form == "codes"]
+        self._encoded, self._like = blocks.encoded, columns_of(first, blocks.encoded, options)
+        coded = [name for name, one in self._like.items() if one.form == "codes"]
         if coded:
             raise ConfigError(
                 f'{source.name}: column "{coded[0]}" has categories, which each shard would number'
@@ -331,7 +330,7 @@ class Blocks:
             return
         block = first()
         self.encoded = encoded_columns(block, source.kinds) if encoded is None else dict(encoded)
-        self._samples = samples_of(self.encoded, options)
+        self._samples = samples_of(self.encoded, options.size, verifies=options.verify)
         self._waiting.append(self._pool.submit(made_block, block, self._samples))
         self._go_on(block.nbytes)
 
@@ -390,9 +389,8 @@ def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
     seconds = perf_counter() - began
     if first is None:
         raise DatasetError(f"{source.name} has no samples that can be packed")
-    columns = {
-        name: chunks.text for name, chunks in chunks_of(first, blocks.encoded, chosen).items()
-    }
+    found = columns_of(first, blocks.encoded, chosen)
+    columns = {name: column.text for name, column in found.items()}
     if source.count is None:
         return Estimate(None, None, None, probed, columns)
     share = source.count / probed

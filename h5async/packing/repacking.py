@@ -26,7 +26,6 @@ from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.comparing import Comparison
 from h5async.packing.objects import ObjectCopy, making_of, walk
 from h5async.packing.rawvalues import has_references
-from h5async.packing.repackoptions import RepackOptions
 from h5async.packing.rewriting import (
     Plan,
     Planned,
@@ -47,6 +46,7 @@ from h5async.packing.sparsegroups import (
     sparse_paths,
 )
 from h5async.packing.uniting import United, are_same, fitting_dtype, unite
+from h5async.packing.writeoptions import RepackOptions
 from h5async.spelling import name_text, named
 from h5async.system.resources import free_memory
 
