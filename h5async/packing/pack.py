@@ -320,11 +320,17 @@ class Blocks:
             source.rows = max(1, min(source.rows, fitting))
         if options.size is not None:  # decoding takes long, and threads are to end together
             source.rows = min(source.rows, _DECODED_ROWS)
-        order = partial(_permuted, source, options.seed) if options.shuffle else None
-        if self._end is not None:
-            source = copy(source)
-            source.count = self._end
-        self._works = source.work(start, order)
+        if options.shuffle and source.is_in_order:
+            raise ConfigError(
+                f"{source.name} can only be read in order; pack it without {named('shuffle')}, and"
+                " shuffle the file by h5async repack --shuffle full, or let the reader shuffle"
+            )
+        source = copy(source)
+        if options.shuffle:
+            assert source.count is not None
+            source.order = partial(permute, num_samples=source.count, seed=options.seed, epoch=0)
+        source.count = source.count if self._end is None else self._end
+        self._works = source.work(start)
         first = next(self._works, None)
         if first is None:
             return
@@ -351,11 +357,6 @@ class Blocks:
 
     def _make(self, work: Work) -> Block:
         return made_block(work(), self._samples)
-
-
-def _permuted(source: Source, seed: int, positions: Any) -> Any:
-    assert source.count is not None
-    return permute(positions, source.count, seed, 0)
 
 
 class Estimate(NamedTuple):
