@@ -58,9 +58,8 @@ class Source(ABC):
     `kinds` are those of columns of encoded samples: ``image`` or ``audio``. `classes` are the names
     of integers, by column. `once` are datasets that the file has once, by name: arrays, or lists of
     strings. `files` must not change meanwhile. `notes` say what is left out.
-    If `files_are_sources`, some of them could be packed alone. If it `is_in_order`, samples can only
-    be read from the beginning on; others have an `order`, from positions to samples, if they are not
-    packed in order.
+    If `files_are_sources`, some of them could be packed alone. If it `is_in_order`, it can only be
+    read from the beginning; else `order` may map positions to samples.
     """
 
     name = ""
