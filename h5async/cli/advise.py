@@ -19,8 +19,7 @@ from h5async.cli.bench import speed_of
 from h5async.cli.datasetfacts import Dataset, listed
 from h5async.cli.farfacts import FarCost, far_cost
 from h5async.cli.options import reader_config, takes_reader
-from h5async.cli.output import Json, PlotFile, print_json, progress_bar, safe
-from h5async.cli.picture import Picture, tidy
+from h5async.cli.output import Json, Picture, PlotFile, print_json, progress_bar, safe, tidy
 from h5async.cli.read import stopping_by_sigterm
 from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError, H5AsyncError
