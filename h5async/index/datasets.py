@@ -6,7 +6,6 @@ A dataset is read directly only if its bytes are known to equal h5py's result. A
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import operator
@@ -52,6 +51,7 @@ from h5async.index.variablelength import Forms, fill_reference, stored_compact, 
 from h5async.io.localfiles import may_map
 from h5async.io.stamps import settled
 from h5async.io.stores import HDF5File, absolute_name, store_of
+from h5async.system.interruptions import suppressing
 
 _Kind = tuple[bytes, bytes, int, int, int]  # type, properties, as HDF5 encodes them; see `_kind`
 
@@ -110,7 +110,7 @@ class Indexer:
             kind = self._kind(dataset, member, num_dim)
             known = None if kind is None else self._alike.get(kind)
             if known is not None:
-                with contextlib.suppress(NotDirectError):
+                with suppressing(NotDirectError):
                     return self._again(known, name, dataset, where)
             layout = self._layout(name, dataset, tuple(member), num_dim, where)
             if kind is not None and self._is_plain(layout, dataset):
