@@ -151,7 +151,8 @@ def reach_of(config: ReaderConfig) -> Reach:
     mode = mapping_mode(config.io)
     room = Room(config.max_batch_bytes)
     named = partial(SourceName, options=config.storage_options, kept=config.kept)
-    return Reach(config.allow_external, config.allow_missing, mode, room, named=named)
+    allowed = config.allow_external, config.allow_missing
+    return Reach(*allowed, mode, room, named=named, alike={})
 
 
 def read_names(reach: Reach, file: FileName, path: str) -> list[str]:

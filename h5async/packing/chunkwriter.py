@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ _TASK_NBYTES = 1 << 20  # small chunks are encoded so many at a time
 _ELEMENT_NBYTES = 256  # a guess, of elements of variable length
 
 
-class ChunkWriter:
+class ChunkWriter(AbstractContextManager["ChunkWriter"]):
     """Writes to a file. For one thread, which may call h5py meanwhile.
 
     Parameters
@@ -94,10 +95,6 @@ class ChunkWriter:
         self._tasks.put(None)
         self._encoders.shutdown(wait=True, cancel_futures=True)
         join_threads([self._thread], Patience(None))
-
-    def __enter__(self) -> ChunkWriter:
-        """Return the writer itself."""
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Flush it, unless there was an error, and close it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import h5py
@@ -48,7 +49,7 @@ def call_hdf5(name: str, where: str, *arguments: Any, result: Any = ctypes.c_int
     return int(found)
 
 
-class RawValues:
+class RawValues(AbstractContextManager["RawValues"]):
     """Memory for `count` elements of a datatype; `bytes` are uint8 (count, bytes of an element).
 
     What HDF5 allocates for elements of variable length is freed on exit.
@@ -57,9 +58,6 @@ class RawValues:
     def __init__(self, kind: h5t.TypeID, count: int, where: str) -> None:
         self.kind, self.count, self._where = kind, count, where
         self.bytes: Bytes = np.zeros((count, kind.get_size()), np.uint8)
-
-    def __enter__(self) -> RawValues:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.count and has_pointers(self.kind):
@@ -188,21 +186,15 @@ class References:
 
 def has_references(kind: h5t.TypeID) -> bool:
     """Return whether elements of a datatype are references, or hold some."""
-    return _has(kind, h5t.TypeReferenceID)
+    return bool(kind.detect_class(h5t.REFERENCE))
 
 
 def has_pointers(kind: h5t.TypeID) -> bool:
     """Return whether elements of a datatype are of variable length, or hold some that are."""
-    return _has(kind, h5t.TypeVlenID)
-
-
-def _has(kind: h5t.TypeID, wanted: type[h5t.TypeID]) -> bool:
-    if isinstance(kind, wanted):
-        return True
     if isinstance(kind, h5t.TypeStringID):
-        return wanted is h5t.TypeVlenID and bool(kind.is_variable_str())
+        return bool(kind.is_variable_str())
     if isinstance(kind, h5t.TypeCompoundID):
-        return any(_has(kind.get_member_type(i), wanted) for i in range(kind.get_nmembers()))
-    if isinstance(kind, h5t.TypeArrayID | h5t.TypeVlenID):
-        return _has(kind.get_super(), wanted)
-    return False
+        return any(has_pointers(kind.get_member_type(i)) for i in range(kind.get_nmembers()))
+    if isinstance(kind, h5t.TypeArrayID):
+        return has_pointers(kind.get_super())
+    return isinstance(kind, h5t.TypeVlenID)
