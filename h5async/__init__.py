@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from h5async.samples.ragged import Images, Ragged
     from h5async.samples.sparse import Csr
 
-# What modules have for users, beside the exceptions. A module is loaded when one of its names is first
-# used: so importing h5async takes next to no time.
+# What modules have for users, beside the exceptions. A module is loaded when one of its names is
+# first used: so importing h5async takes next to no time.
 _NAMES = {
     "arrays.openfile": "open_file",
     "config": "AudioField Field ImageField RaggedField ReaderConfig Sequences SparseField Split",

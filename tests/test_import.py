@@ -1,4 +1,4 @@
-"""What `import h5async` loads: nothing; and its names: what they need, and nothing that reads yet."""
+"""What `import h5async` loads: nothing; and its names: what they need, and nothing that reads."""
 
 from __future__ import annotations
 
