@@ -25,9 +25,8 @@ import h5py
 
 from h5async.config.files import FileName, SourceName, expand_with, scheme_of
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
-from h5async.io.ahead import take
 from h5async.io.localfiles import open_regular
-from h5async.io.metadatafile import MetadataFile
+from h5async.io.metadatafile import MetadataFile, take
 from h5async.io.openfailure import directory_reason, reason_unopened
 from h5async.io.sidebyside import SideBySide
 from h5async.io.source import Source

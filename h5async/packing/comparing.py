@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Container, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from h5py import h5a, h5d, h5l, h5o, h5p, h5t
@@ -43,17 +43,14 @@ class Comparison:
         one, other = (h5o.open(file, b"/") for file in (objects.source, target.id))
         self._compare_attributes(one, other, "the root group")
 
-    def _fail(self, where: str) -> NoReturn:
-        raise WriteError(
-            f"{self._target.filename}: {where} differs from the source; keep the source, and check"
-            " disk and memory",
-            filename=self._target.filename,
-        )
-
     def require(self, is_same: bool, where: str) -> None:
         """Raise the error that something differs, unless it is the same."""
         if not is_same:
-            self._fail(where)
+            raise WriteError(
+                f"{self._target.filename}: {where} differs from the source; keep the source, and"
+                " check disk and memory",
+                filename=self._target.filename,
+            )
 
     def _link(self, entry: Entry) -> tuple[Any, ...]:
         """Return what a link of the target says, without where its object lies."""
@@ -109,8 +106,12 @@ class Comparison:
         where, target = f'dataset "{path}"', self._target[path].id
         if rewrite is None:
             self.require(dataset.shape == target.shape, f"{where}: its shape")
-            if dataset.rank == 0 and dataset.get_space().get_select_npoints():
-                self._compare_scalars(dataset, target, where)
+            kind, space = dataset.get_type(), dataset.get_space()
+            if dataset.rank == 0 and space.get_select_npoints():
+                with RawValues(kind, 1, where) as a, RawValues(kind, 1, where) as b:
+                    a.read(dataset, space, space)
+                    b.read(target, space, space)
+                    self._compare_raw(a, b, where)
             return
         shape = rewrite.shape[:1] if rewrite.encoding else rewrite.shape
         self.require(shape == target.shape, f"{where}: its shape")
@@ -137,13 +138,6 @@ class Comparison:
             else:
                 is_same = np.array_equal(_bytes(old), _bytes(new))
             self.require(is_same, f"{where}, rows {block.begin} to {block.stop}")
-
-    def _compare_scalars(self, one: h5d.DatasetID, other: h5d.DatasetID, where: str) -> None:
-        kind, space = one.get_type(), one.get_space()
-        with RawValues(kind, 1, where) as a, RawValues(kind, 1, where) as b:
-            a.read(one, space, space)
-            b.read(other, space, space)
-            self._compare_raw(a, b, where)
 
 
 def _layout(plist: h5p.PropDCID) -> tuple[Any, ...]:

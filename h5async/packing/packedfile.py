@@ -73,17 +73,17 @@ def create(file: h5py.File, column: Column) -> None:
         dtype = h5py.string_dtype() if column.form == "text" else h5py.vlen_dtype(dtype)
     elif column.is_text:
         dtype = h5py.string_dtype("utf-8", dtype.itemsize)
-    created = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    created.set_obj_track_times(False)  # the same bytes at any time
-    created.set_chunk((column.rows if is_array else _REFERENCES, *column.shape))
-    set_filters(created, column.filters if is_array else ())
-    space = h5py.h5s.create_simple((0, *column.shape), (h5py.h5s.UNLIMITED, *column.shape))
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
-    made = h5py.h5d.create(
-        file.id, name_bytes(name), h5py.h5t.py_create(dtype, logical=True), space, created, links
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    set_filters(properties, column.filters if is_array else ())
+    dataset = file.create_dataset(
+        name_bytes(name),
+        (0, *column.shape),
+        dtype,
+        maxshape=(None, *column.shape),
+        chunks=(column.rows if is_array else _REFERENCES, *column.shape),
+        track_times=False,  # the same bytes at any time
+        dcpl=properties,
     )
-    dataset = h5py.Dataset(made)
     if column.units:
         dataset.attrs["units"] = column.units
     if column.kind:
@@ -327,7 +327,8 @@ class PackedFile:
         self.converted += block.converted
         self.nbytes += block.nbytes
         if self._safe.is_due:
-            self._commit()
+            self._flush()
+            self._writer.commit({}, now=True)
 
     def _create(self, block: Block) -> None:
         encoded = self.encoded or {}
@@ -367,10 +368,6 @@ class PackedFile:
         own = self._source.classes.get(name, ())
         every = list(dict.fromkeys([*self._classes.get(name, ()), *own]))
         return every, np.array([every.index(one) for one in own], np.int64)
-
-    def _commit(self) -> None:
-        self._flush()
-        self._writer.commit({}, now=True)
 
     def _flush(self, classes: Mapping[str, Sequence[str]] | None = None) -> None:
         """Write what is kept, and what the file says of itself; with all classes if it is whole."""

@@ -44,7 +44,6 @@ ENDINGS = re.compile(r"[.](tar([.](gz|bz2|xz|zst))?|tgz)$", re.IGNORECASE)
 _PARTS = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _NUMBERS = ("cls2", "class", "count", "index", "inx", "id")  # as webdataset decodes them, and cls
 _TEXTS = ("txt", "text", "transcript", "json")
-_ABSENT = -1
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma", b"\x28\xb5\x2f\xfd": "zstd"}
 _ENCODED = {one.removeprefix("."): kind for kind, several in SUFFIXES.items() for one in several}
 _ENCODED["data"] = "image"
