@@ -24,7 +24,7 @@ from bench_common import RESULTS, header, save
 
 from h5async import AsyncReader, ReaderConfig
 from h5async.cli.advise import MEMORY_SHARE, ORDERS, trial_of
-from h5async.cli.picture import Picture, tidy
+from h5async.cli.output import Picture, tidy
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import list_layouts
 from h5async.packing.advising import (

@@ -80,7 +80,7 @@ def decode_alone(paths: list[Path]) -> None:
     samples = ResizedImages((SIZE, SIZE))
     runs = [paths[at : at + 16] for at in range(0, len(paths), 16)]
     with ThreadPoolExecutor(CORES) as pool:
-        list(pool.map(lambda run: samples.made([p.read_bytes() for p in run]).refused, runs))
+        list(pool.map(lambda run: sum(samples.stored(p.read_bytes())[0].size for p in run), runs))
 
 
 def hugging_face(paths: list[Path], out: Path) -> None:

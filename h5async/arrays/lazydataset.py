@@ -34,7 +34,7 @@ from h5async.index.datasets import Indexer
 from h5async.index.hdf5 import reading
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, files_of
-from h5async.io.stamps import changed
+from h5async.io.source import changed
 from h5async.plan.transform import end_strings
 from h5async.read.executors import method_of
 from h5async.reader import lifetime

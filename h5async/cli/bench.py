@@ -22,6 +22,7 @@ from rich.filesize import decimal
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
 from h5async.cli.output import (
     Json,
+    Picture,
     PlotFile,
     files_text,
     limit_text,
@@ -29,8 +30,8 @@ from h5async.cli.output import (
     print_json,
     progress_bar,
     safe,
+    tidy,
 )
-from h5async.cli.picture import Picture, tidy
 from h5async.config import ReaderConfig
 from h5async.config.values import MOST_THREADS
 from h5async.errors import BudgetError

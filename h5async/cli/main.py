@@ -22,9 +22,8 @@ from h5async.cli.index import index
 from h5async.cli.inspect import inspect
 from h5async.cli.options import spell_in_shell
 from h5async.cli.output import safe
-from h5async.cli.pack import pack
+from h5async.cli.pack import pack, repack
 from h5async.cli.read import read
-from h5async.cli.repack import repack
 from h5async.cli.stats import stats
 from h5async.config.hints import hint_for
 

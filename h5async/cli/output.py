@@ -1,13 +1,14 @@
-"""Prints what commands say: JSON documents, text that is safe to print, progress bars.
+"""Prints what commands say: JSON documents, text that is safe to print, progress bars, pictures.
 
 Progress bars have no thread, which would take the GIL from readers.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from h5async.cli.options import spell_in_shell
-from h5async.config.files import FileName
+from h5async.config.files import FileName, home_path, with_variables
+from h5async.errors import ConfigError, needs_package
 from h5async.observe.stats import ReaderStats, reader_sentence
 from h5async.opening.dataset import on_indexed
 from h5async.spelling import printable, spelled
@@ -98,6 +100,22 @@ def progress_bar(counted: str, console: Console | None = None) -> Progress:
 
 
 @contextmanager
+def counting(counted: str) -> Iterator[Callable[..., None]]:
+    """Show a bar; yields what tells it the number done, that of all, and a description."""
+    with progress_bar(counted) as bar:
+        task, shown = bar.add_task(""), perf_counter()
+
+        def show(done: int, count: int | None, description: str = "") -> None:
+            nonlocal shown
+            if perf_counter() - shown > REFRESH_SECONDS:
+                shown = perf_counter()
+                bar.update(task, completed=done, total=count, description=description)
+                bar.refresh()
+
+        yield show
+
+
+@contextmanager
 def opening(console: Console | None = None) -> Iterator[None]:
     """Show the number of indexed files if opening a reader inside takes a while."""
     began = shown = perf_counter()
@@ -122,3 +140,41 @@ def opening(console: Console | None = None) -> Iterator[None]:
     finally:
         on_indexed.reset(token)
         progress.stop()
+
+
+class Picture:
+    """A picture to be written; made before measuring, so that errors come first.
+
+    The suffix of `path` decides its format. Raises `MissingPackageError` without Matplotlib, and
+    `ConfigError` for a missing folder or an unknown format.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(home_path(with_variables(str(path))))
+        with needs_package("'h5async[plot]'", "pictures (--plot)"):
+            figure = importlib.import_module("matplotlib.figure")
+        self._path = path
+        self.figure: Any = figure.Figure(layout="constrained")
+        kinds = self.figure.canvas.get_supported_filetypes()
+        if path.suffix[1:].lower() not in kinds:
+            raise ConfigError(
+                f"--plot {path}: the name must end in one of:"
+                f" {', '.join(f'.{kind}' for kind in sorted(kinds))}"
+            )
+        if not path.parent.is_dir():
+            raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it first")
+
+    def write(self) -> None:
+        """Write the picture, or raise `ConfigError` if it cannot be written."""
+        try:
+            self.figure.savefig(self._path, dpi=120)
+        except OSError as error:
+            raise ConfigError(
+                f"--plot {self._path} cannot be written: {error.strerror or error}"
+            ) from error
+
+
+def tidy(panel: Any, title: str) -> None:
+    """Give a panel a title, and take away what no one looks at."""
+    panel.set_title(title, fontsize=10, loc="left", fontweight="bold")
+    panel.spines[["top", "right"]].set_visible(False)

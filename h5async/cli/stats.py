@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from h5async.cli.options import reader_config, takes_reader
-from h5async.cli.output import REFRESH_SECONDS, Json, Ray, opening, print_json, progress_bar, safe
+from h5async.cli.output import Json, Ray, counting, opening, print_json, safe
 from h5async.config.files import home_path, with_variables
 from h5async.config.statistics import FieldStatistics
 from h5async.errors import ConfigError
@@ -52,16 +51,7 @@ def stats(
     config = reader_config(typed)
     if per not in ("channel", "feature", "none"):
         raise ConfigError(f"--per must be channel, feature or none, found {per!r}")
-    with opening(), progress_bar("samples") as progress:
-        task, shown = progress.add_task(""), perf_counter()
-
-        def show(done: int, count: int) -> None:
-            nonlocal shown
-            if perf_counter() - shown > REFRESH_SECONDS:
-                shown = perf_counter()
-                progress.update(task, completed=done, total=count)
-                progress.refresh()
-
+    with opening(), counting("samples") as show:
         found = statistics(
             config,
             per=None if per == "none" else per,  # type: ignore[arg-type]

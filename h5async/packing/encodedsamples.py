@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,28 +19,16 @@ from h5async.codec.imageformats import ImageHeader, decode_rgb, header_rows
 from h5async.core.binding import address, load_core
 from h5async.errors import needs_package
 from h5async.io.shared import Growing, plain_memory
-from h5async.packing.packoptions import PackOptions
 from h5async.packing.schema import Block, Values
+from h5async.packing.writeoptions import image_format
 from h5async.plan.crops import center_boxes
 
 Bytes = NDArray[np.uint8]
 _MOST_PIXELS = 178_956_970  # as Pillow's own limit, beyond which it takes an image for an attack
-_FORMATS = {"png": (3, range(10)), "jpeg": (90, range(1, 101))}  # default, and levels
 _IMAGES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 _OF_GREY = (0, 4)  # PNG's colour types of grey, with and without transparency
 _COLOR_TYPE = 25  # position of that byte
 _AREA_ABOVE = 2.0  # as ImageField(interpolation="auto")
-
-
-class Made(NamedTuple):
-    """What is stored of samples, without the bad ones; why these are bad, by place.
-
-    Pillow `converted` some of them.
-    """
-
-    values: Values
-    refused: dict[int, str]
-    converted: int = 0
 
 
 class Samples:
@@ -48,19 +36,28 @@ class Samples:
 
     kind = ""
 
-    def made(self, contents: Sequence[Any]) -> Made:
-        """Return what is stored of samples, without the bad ones, and why these are bad."""
+    def stored(self, content: Any) -> tuple[Any, bool]:
+        """Return what is stored of a sample, and whether Pillow converted it.
+
+        ValueError, with the reason, if it is bad.
+        """
         raise NotImplementedError
 
+    def joined(self, stored: list[Any]) -> Values:
+        """Return the values of a column."""
+        return stored
 
-def samples_of(encoded: Mapping[str, str], options: PackOptions) -> dict[str, Samples]:
+
+def samples_of(
+    encoded: Mapping[str, str], size: tuple[int, int] | None, *, verifies: bool
+) -> dict[str, Samples]:
     """Return what makes the samples of encoded columns."""
     return {
         name: Recordings()
         if kind == "audio"
-        else KeptImages(verifies=options.verify)
-        if options.size is None
-        else ResizedImages(options.size)
+        else KeptImages(verifies=verifies)
+        if size is None
+        else ResizedImages(size)
         for name, kind in encoded.items()
     }
 
@@ -81,20 +78,25 @@ def encoded_columns(block: Block, source: Mapping[str, str]) -> dict[str, str]:
 def made_block(block: Block, samples: Mapping[str, Samples]) -> Block:
     """Return a block in which encoded samples are as they are stored, without the bad ones."""
     for name, one in samples.items():
-        names = list(block.columns)
-        made = one.made(block.columns[name])  # type: ignore[arg-type]
-        rest = {other: values for other, values in block.columns.items() if other != name}
-        block = block._replace(columns=rest).without(made.refused)
-        columns = {**block.columns, name: made.values}
-        block = block._replace(
-            columns={other: columns[other] for other in names},
-            converted=block.converted + made.converted,
-        )
+        stored: list[Any] = []
+        refused: dict[int, str] = {}
+        converted = 0
+        for number, content in enumerate(block.columns[name]):
+            try:
+                value, is_converted = one.stored(content)
+            except ValueError as error:
+                refused[number] = str(error)
+                continue
+            stored.append(value)
+            converted += is_converted
+        kept = block.without(refused)
+        columns = {**kept.columns, name: one.joined(stored)}
+        block = kept._replace(columns=columns, converted=block.converted + converted)
     return block
 
 
 class Recordings(Samples):
-    """Encoded audio, whose bytes are kept."""
+    """Encoded audio, whose bytes are kept if libsndfile can open them."""
 
     kind = "audio"
 
@@ -103,15 +105,13 @@ class Recordings(Samples):
             import soundfile
         self._soundfile: Any = soundfile
 
-    def made(self, contents: Sequence[Any]) -> Made:
-        """Return the bytes of recordings that libsndfile can open."""
-        refused: dict[int, str] = {}
-        for number, content in enumerate(contents):
-            try:
-                self._soundfile.SoundFile(io.BytesIO(memoryview(content))).close()
-            except Exception as error:
-                refused[number] = f"libsndfile cannot open it: {error}"
-        return Made([one for n, one in enumerate(contents) if n not in refused], refused)
+    def stored(self, content: Any) -> tuple[Any, bool]:
+        """Return the bytes of a recording."""
+        try:
+            self._soundfile.SoundFile(io.BytesIO(memoryview(content))).close()
+        except Exception as error:
+            raise ValueError(f"libsndfile cannot open it: {error}") from error
+        return content, False
 
 
 class KeptImages(Samples):
@@ -127,23 +127,14 @@ class KeptImages(Samples):
         self._verifies = verifies
         self._own = _Scratch()
 
-    def made(self, contents: Sequence[Any]) -> Made:
-        """Return the bytes of images, or of PNGs that they were converted to."""
-        refused: dict[int, str] = {}
-        found: list[Any] = []
-        converted = 0
-        for number, (header, data) in enumerate(headers_of(contents)):
-            try:
-                if header is None or _has_grey_of_16_bits(header, data):
-                    data = _as_png(_by_pillow(data))
-                    converted += 1
-                elif self._verifies:
-                    _decoded(data, header, self._own)
-            except ValueError as error:
-                refused[number] = str(error)
-                continue
-            found.append(data)
-        return Made(found, refused, converted)
+    def stored(self, content: Any) -> tuple[Any, bool]:
+        """Return the bytes of an image, or of the PNG that it was converted to."""
+        header, data = header_of(content)
+        if header is None or _has_grey_of_16_bits(header, data):
+            return encoded_images([_by_pillow(data)], "png")[0], True
+        if self._verifies:
+            _decoded(data, header, self._own)
+        return data, False
 
 
 class ResizedImages(Samples):
@@ -159,29 +150,22 @@ class ResizedImages(Samples):
         self._size = size
         self._own = _Scratch()
 
-    def made(self, contents: Sequence[Any]) -> Made:
-        """Return pixels, uint8 (images, height, width, 3)."""
-        refused: dict[int, str] = {}
-        out = np.empty((len(contents), *self._size, 3), np.uint8)
-        count = 0
-        for number, (header, data) in enumerate(headers_of(contents)):
-            try:
-                pixels = _by_pillow(data) if header is None else _decoded(data, header, self._own)
-            except ValueError as error:
-                refused[number] = str(error)
-                continue
-            self._resize(pixels, out[count])
-            count += 1
-        return Made(out[:count], refused)
-
-    def _resize(self, pixels: Bytes, out: Bytes) -> None:
+    def stored(self, content: Any) -> tuple[Any, bool]:
+        """Return pixels, uint8 (height, width, 3)."""
+        header, data = header_of(content)
+        pixels = _by_pillow(data) if header is None else _decoded(data, header, self._own)
         height, width = (np.array([one], np.int64) for one in pixels.shape[:2])
-        (box,) = center_boxes(height, width, self._size).tolist()
-        top, left, h, w = box
+        ((top, left, h, w),) = center_boxes(height, width, self._size).tolist()
         shrink = max(h / self._size[0], w / self._size[1])
         how = self._cv2.INTER_AREA if shrink > _AREA_ABOVE else self._cv2.INTER_LINEAR
         part = pixels[top : top + h, left : left + w]
+        out = np.empty((*self._size, 3), np.uint8)  # (it may return its input)
         self._cv2.resize(part, self._size[::-1], out, 0, 0, how)
+        return out, False
+
+    def joined(self, stored: list[Any]) -> Values:
+        """Return pixels, uint8 (images, height, width, 3)."""
+        return np.array(stored, np.uint8).reshape(-1, *self._size, 3)
 
 
 class _Scratch(threading.local):
@@ -191,19 +175,16 @@ class _Scratch(threading.local):
         self.memory = Growing(plain_memory)
 
 
-def headers_of(contents: Sequence[Any]) -> list[tuple[ImageHeader | None, Bytes]]:
-    """Return, per image, its header, None if it is no whole JPEG or PNG, and its bytes."""
+def header_of(content: Any) -> tuple[ImageHeader | None, Bytes]:
+    """Return the header of an image, None if it is no whole JPEG or PNG, and its bytes."""
     core, rows = load_core(), np.zeros((1, len(ImageHeader._fields)), np.int64)
-    found: list[tuple[ImageHeader | None, Bytes]] = []
-    for content in contents:
-        data, bounds = np.frombuffer(content, np.uint8), np.array([0, len(content)])
-        if core is None:
-            rows = header_rows(data, bounds)
-        else:
-            core.image_headers(address(data), address(bounds), address(rows), data.size, 1)
-        (header,) = rows.tolist()
-        found.append((ImageHeader._make(header) if header[1] else None, data))
-    return found
+    data, bounds = np.frombuffer(content, np.uint8), np.array([0, len(content)])
+    if core is None:
+        rows = header_rows(data, bounds)
+    else:
+        core.image_headers(address(data), address(bounds), address(rows), data.size, 1)
+    (header,) = rows.tolist()
+    return (ImageHeader._make(header) if header[1] else None), data
 
 
 def _has_grey_of_16_bits(header: ImageHeader, data: Bytes) -> bool:
@@ -232,23 +213,6 @@ def _by_pillow(data: Bytes) -> Bytes:
     except Exception as error:
         first = data[:8].tobytes().hex(" ") or "none"
         raise ValueError(f"Pillow: {error} (the first bytes are {first})") from error
-
-
-def _as_png(pixels: Bytes) -> Bytes:
-    return encoded_images([pixels], "png")[0]
-
-
-def image_format(spelled: str) -> tuple[str, int]:
-    """Return the format and the level, or quality, that ``png`` or ``jpeg:90`` spells.
-
-    ValueError if it is none.
-    """
-    name, _, level = spelled.partition(":")
-    default, levels = _FORMATS.get(name, (0, range(0)))
-    number = int(level) if level.isdecimal() else -1 if level else default
-    if number not in levels:
-        raise ValueError("must be png, png:0 to png:9, jpeg, or jpeg:1 to jpeg:100")
-    return name, number
 
 
 def encoded_images(images: Iterable[Bytes], spelled: str) -> list[Bytes]:

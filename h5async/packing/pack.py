@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -24,21 +25,20 @@ from h5async.config.files import is_index, paths_text
 from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.order.selection import permute
 from h5async.packing.encodedsamples import Samples, encoded_columns, made_block, samples_of
-from h5async.packing.newfiles import join_shards
-from h5async.packing.packedfile import VERSION, PackedFile, Written, chunks_of
-from h5async.packing.packoptions import PackKeywords, PackOptions
-from h5async.packing.repackoptions import RepackOptions
+from h5async.packing.newfiles import join_shards, remove_other_shards, shard_path
+from h5async.packing.packedfile import VERSION, PackedFile, Written
 from h5async.packing.safefile import exists, is_begun, require_new
-from h5async.packing.schema import Block
-from h5async.packing.shards import remove_other_shards, shard_path
+from h5async.packing.schema import Block, columns_of
 from h5async.packing.sources.base import ListedSource, Source, Work, digest_of
 from h5async.packing.sources.finding import open_source
+from h5async.packing.writeoptions import PackKeywords, PackOptions, RepackOptions
 from h5async.spelling import named
 from h5async.system.jobs import run_jobs
 
 Progress = Callable[[int, int | None, int], None]  # samples done, all of them, bytes done
 _BLOCKS_AT_A_TIME = 8  # so many must fit in the memory
 _DECODED_ROWS = 16
+_PROBE_SECONDS = 1.0  # of an estimate
 
 
 class Packed(NamedTuple):
@@ -152,17 +152,24 @@ def _pack(
                     return [one.written for one in files]
             with PackedFile(at, source, options, f"{digest} {len(files)}", last) as file:
                 files.append(file)
-                if not file.is_finished:
-                    blocks.begin(file.taken, file.encoded)
-                    file.encoded = blocks.encoded
-                    while file.nbytes < most and blocks.following is not None:
-                        file.add(blocks.take())
-                        progress(file.taken, source.count, nbytes + file.nbytes)
-                    source.files.check()
-                    file.finish()
+                for _ in _filled(file, blocks, source, most):
+                    progress(file.taken, source.count, nbytes + file.nbytes)
             if options.shards is None:
                 return [file.written]
             nbytes += file.nbytes
+
+
+def _filled(file: PackedFile, blocks: Blocks, source: Source, most: float) -> Iterator[None]:
+    """Append blocks until a file has so many bytes, or all samples; yield after each."""
+    if file.is_finished:
+        return
+    blocks.begin(file.taken, file.encoded)
+    file.encoded = blocks.encoded
+    while file.nbytes < most and blocks.following is not None:
+        file.add(blocks.take())
+        yield
+    source.files.check()
+    file.finish()
 
 
 class _Shards:
@@ -192,8 +199,8 @@ class _Shards:
             first = blocks.following
         if first is None or not first.kept:
             raise DatasetError(f"{source.name} has no samples that can be packed, to begin with")
-        self._encoded, self._like = blocks.encoded, chunks_of(first, blocks.encoded, options)
-        coded = [name for name, one in self._like.items() if one.column.form == "codes"]
+        self._encoded, self._like = blocks.encoded, columns_of(first, blocks.encoded, options)
+        coded = [name for name, one in self._like.items() if one.form == "codes"]
         if coded:
             raise ConfigError(
                 f'{source.name}: column "{coded[0]}" has categories, which each shard would number'
@@ -238,9 +245,8 @@ class _Shards:
         try:
             return self._write(source, shard_path(self._path, number), begin, end)
         except DatasetError as error:
-            where = (
-                paths_text(source.files.paths) if end is None else f"samples {begin:,} to {end:,}"
-            )
+            samples = None if end is None else f"samples {begin:,} to {end:,}"
+            where = samples or paths_text(source.files.paths)
             raise DatasetError(f"{where}: {error.marked}") from error
 
     def _write(self, source: Source, at: Path, begin: int, end: int | None) -> Written:
@@ -249,13 +255,9 @@ class _Shards:
             PackedFile(at, source, self._options, digest, begin=begin, like=self._like) as file,
             Blocks(source, self._options, end) as blocks,
         ):
-            if not file.is_finished:
-                blocks.begin(file.taken, self._encoded)
-                file.encoded = blocks.encoded
-                while blocks.following is not None:
-                    file.add(blocks.take())
-                source.files.check()
-                file.finish()
+            file.encoded = self._encoded
+            for _ in _filled(file, blocks, source, math.inf):
+                pass
             return file.written
 
 
@@ -280,7 +282,7 @@ def _parts_of(source: Source, nbytes: int, row_nbytes: float) -> Sequence[range 
     return parts
 
 
-class Blocks:
+class Blocks(AbstractContextManager["Blocks"]):
     """Makes the blocks of a source, or up to a position in it, in threads, ahead of their use.
 
     So many are made ahead that they take half of the memory.
@@ -303,10 +305,6 @@ class Blocks:
         self.following: Block | None = None
         self.encoded: dict[str, str] = {}
 
-    def __enter__(self) -> Blocks:
-        """Return itself."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
@@ -321,17 +319,23 @@ class Blocks:
             source.rows = max(1, min(source.rows, fitting))
         if options.size is not None:  # decoding takes long, and threads are to end together
             source.rows = min(source.rows, _DECODED_ROWS)
-        order = partial(_permuted, source, options.seed) if options.shuffle else None
-        if self._end is not None:
-            source = copy(source)
-            source.count = self._end
-        self._works = source.work(start, order)
+        if options.shuffle and source.is_in_order:
+            raise ConfigError(
+                f"{source.name} can only be read in order; pack it without {named('shuffle')}, and"
+                " shuffle the file by h5async repack --shuffle full, or let the reader shuffle"
+            )
+        source = copy(source)
+        if options.shuffle:
+            assert source.count is not None
+            source.order = partial(permute, num_samples=source.count, seed=options.seed, epoch=0)
+        source.count = source.count if self._end is None else self._end
+        self._works = source.work(start)
         first = next(self._works, None)
         if first is None:
             return
         block = first()
         self.encoded = encoded_columns(block, source.kinds) if encoded is None else dict(encoded)
-        self._samples = samples_of(self.encoded, options)
+        self._samples = samples_of(self.encoded, options.size, verifies=options.verify)
         self._waiting.append(self._pool.submit(made_block, block, self._samples))
         self._go_on(block.nbytes)
 
@@ -354,6 +358,40 @@ class Blocks:
         return made_block(work(), self._samples)
 
 
-def _permuted(source: Source, seed: int, positions: Any) -> Any:
-    assert source.count is not None
-    return permute(positions, source.count, seed, 0)
+class Estimate(NamedTuple):
+    """What packing takes, about.
+
+    `samples`, `nbytes` and `seconds` are None if the source does not say how many samples it has;
+    `probed` is how many were looked at, and `columns` say how each column is stored.
+    """
+
+    samples: int | None
+    nbytes: int | None
+    seconds: float | None
+    probed: int
+    columns: Mapping[str, str]
+
+
+def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
+    """Estimate what `pack` takes with the same arguments; raises like that."""
+    chosen = PackOptions(**options)
+    source = open_source(sources, chosen)
+    first, began = None, perf_counter()
+    probed = nbytes = 0
+    with Blocks(source, chosen) as blocks:
+        blocks.begin(0, None)
+        while blocks.following is not None:
+            block = blocks.take()
+            first = block if first is None and block.kept else first
+            probed, nbytes = probed + block.taken, nbytes + block.nbytes
+            if perf_counter() - began > _PROBE_SECONDS and first is not None:
+                break
+    seconds = perf_counter() - began
+    if first is None:
+        raise DatasetError(f"{source.name} has no samples that can be packed")
+    found = columns_of(first, blocks.encoded, chosen)
+    columns = {name: column.text for name, column in found.items()}
+    if source.count is None:
+        return Estimate(None, None, None, probed, columns)
+    share = source.count / probed
+    return Estimate(source.count, round(nbytes * share), seconds * share, probed, columns)

@@ -1,5 +1,8 @@
 """Writes the samples of a source to one file: blocks enter, columns of a file that is whole leave.
 
+A column of fixed size is cut into whole chunks; the rows of the last chunk, which is not full yet,
+are kept, and written at `flush`. So a file can be continued at any sample.
+
 The state of the file (`safefile.py`) says how many samples of the source were taken; what the file
 says of itself, as an attribute, is there for those who append.
 """
@@ -14,34 +17,168 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
-import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.encoders import parse_filters, spell_filters
-from h5async.codec.filters import Filter
+from h5async.codec.encoders import set_filters
+from h5async.codec.filters import is_known_to_hdf5
 from h5async.errors import ConfigError, DatasetError, ReadError
-from h5async.packing.appending import Appender, appender, create
+from h5async.index.chunks import filters_of
+from h5async.index.groupfields import KIND
 from h5async.packing.chunkwriter import ChunkWriter
-from h5async.packing.packoptions import PackOptions
 from h5async.packing.safefile import SafeFile
 from h5async.packing.schema import (
     Block,
+    Coded,
     Column,
     Values,
-    column_of,
+    columns_of,
     fitted,
-    require_columns,
-    require_names,
+    nbytes_of,
 )
 from h5async.packing.sources.base import Source
-from h5async.spelling import name_bytes, named
+from h5async.packing.writeoptions import PackOptions
+from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing
 
 ABOUT = "h5async-pack"  # an attribute of the file: JSON
 VERSION = 1
-_CHUNK_NBYTES, _LARGE_ROW_NBYTES = 1 << 16, 1 << 15
-_PROBED_NBYTES = 1 << 18
+_REFERENCES = 1024  # elements of variable length in a chunk
+
+
+def appender(file: h5py.File, column: Column, writer: ChunkWriter, count: int) -> Appender:
+    """Return what appends to the dataset of a column, which has `count` samples."""
+    if column.form == "codes":
+        return _CodesAppender(file[column.name], column, writer, count)
+    kinds = {"array": _ChunkAppender, "varying": _VaryingAppender}
+    if column.form in kinds:
+        return kinds[column.form](file[column.name], column, writer, count)
+    return Appender(file[column.name], column, writer, count)
+
+
+def create(file: h5py.File, column: Column) -> None:
+    """Create the empty dataset, or group, of a column."""
+    name, is_array = column.name, column.form == "array"
+    if column.form == "codes":  # as AnnData stores categories
+        group = file.create_group(name)
+        group.attrs.update({"encoding-type": "categorical", "encoding-version": "0.2.0"})
+        group.attrs["ordered"] = False
+        create(file, column._replace(name=f"{name}/codes", form="array"))
+        create(file, Column(f"{name}/categories", "text", column.dtype))
+        return
+    dtype = column.dtype
+    if not is_array:
+        dtype = h5py.string_dtype() if column.form == "text" else h5py.vlen_dtype(dtype)
+    elif column.is_text:
+        dtype = h5py.string_dtype("utf-8", dtype.itemsize)
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    set_filters(properties, column.filters if is_array else ())
+    dataset = file.create_dataset(
+        name_bytes(name),
+        (0, *column.shape),
+        dtype,
+        maxshape=(None, *column.shape),
+        chunks=(column.rows if is_array else _REFERENCES, *column.shape),
+        track_times=False,  # the same bytes at any time
+        dcpl=properties,
+    )
+    if column.units:
+        dataset.attrs["units"] = column.units
+    if column.kind:
+        dataset.attrs[KIND] = column.kind
+
+
+class Appender:
+    """Appends samples of any length to a dataset of a variable-length datatype."""
+
+    def __init__(self, node: Any, column: Column, writer: ChunkWriter, count: int) -> None:
+        self._out, self.count = writer.open(node), count
+
+    def append(self, values: Values) -> None:
+        """Append values that fit the column."""
+        nbytes, several = nbytes_of(values), np.empty(len(values), object)
+        for number, one in enumerate(values):  # (NumPy would make a matrix of equal lengths)
+            several[number] = one
+        self._out.write((self.count,), several, nbytes)
+        self.count += len(several)
+
+    def flush(self) -> None:
+        """Write what is kept."""
+
+
+class _VaryingAppender(Appender):
+    """Appends arrays of any length, which HDF5 copies from where they are."""
+
+    def append(self, values: Values) -> None:
+        assert isinstance(values, list)
+        self._out.write_elements(self.count, [lambda: values], nbytes_of(values))
+        self.count += len(values)
+
+
+class _ChunkAppender(Appender):
+    """Appends samples of one size, in whole chunks."""
+
+    def __init__(self, node: h5py.Dataset, column: Column, writer: ChunkWriter, count: int) -> None:
+        super().__init__(node, column, writer, count)
+        self._kept = np.empty(node.chunks, column.dtype)
+        self._filled = count % len(self._kept)
+        if self._filled:
+            for entry in filters_of(node.id.get_create_plist()):
+                is_known_to_hdf5(entry)  # also by a plugin, which this imports
+            self._kept[: self._filled] = node[count - self._filled : count]
+
+    def append(self, values: Values) -> None:
+        assert isinstance(values, np.ndarray)
+        rows, at = len(self._kept), 0
+        if self._filled:
+            at = min(rows - self._filled, len(values))
+            self._keep(values[:at])
+            if self._filled == rows:
+                self.flush()
+                self._kept, self._filled = np.empty_like(self._kept), 0
+        end = at + (len(values) - at) // rows * rows
+        if end > at:
+            self._put(self.count, values[at:end])
+            self.count += end - at
+        self._keep(values[end:])
+
+    def flush(self) -> None:
+        if self._filled:
+            self._put(self.count - self._filled, self._kept[: self._filled].copy())
+
+    def _keep(self, values: NDArray[Any]) -> None:
+        self._kept[self._filled : self._filled + len(values)] = values
+        self._filled += len(values)
+        self.count += len(values)
+
+    def _put(self, first: int, values: NDArray[Any]) -> None:
+        self._out.write((first, *[0] * (values.ndim - 1)), values)
+
+
+class _CodesAppender(Appender):
+    """Appends categories: their codes, and names that are new."""
+
+    def __init__(self, node: h5py.Group, column: Column, writer: ChunkWriter, count: int) -> None:
+        self.count = count
+        names = [name_text(name) for name in node["categories"][:]]
+        self._numbers = {name: number for number, name in enumerate(names)}
+        codes = Column(f"{column.name}/codes", "array", column.dtype)
+        self._codes = _ChunkAppender(node["codes"], codes, writer, count)
+        self._names = Appender(node["categories"], column, writer, len(names))
+
+    def append(self, values: Values) -> None:
+        assert isinstance(values, Coded)
+        names = [str(name) for name in values.categories]
+        new = [name for name in dict.fromkeys(names) if name not in self._numbers]
+        self._numbers |= {name: len(self._numbers) + n for n, name in enumerate(new)}
+        if new:
+            self._names.append([name_bytes(name) for name in new])
+        united = np.array([*(self._numbers[name] for name in names), -1], np.int32)
+        self._codes.append(united[values.codes])
+        self.count += len(values.codes)
+
+    def flush(self) -> None:
+        self._codes.flush()
 
 
 class Written(NamedTuple):
@@ -85,10 +222,10 @@ class PackedFile:
         last: PackedFile | None = None,
         *,
         begin: int = 0,
-        like: Mapping[str, Chunks] | None = None,
+        like: Mapping[str, Column] | None = None,
     ) -> None:
         self.path, self._source, self._options, self._digest = path, source, options, digest
-        self._columns: dict[str, Chunks] = {}
+        self._columns: dict[str, Column] = {}
         self._appenders: dict[str, Appender] = {}
         self._classes: dict[str, list[str]] = {}
         self._last, self._like = last, like
@@ -130,8 +267,8 @@ class PackedFile:
             if options.append and self._safe.state is None:  # these are of what was packed before
                 self.taken, self.bad, self.converted = 0, [], 0
             self._appenders = {
-                name: appender(file, chunks.column, writer, self.count)
-                for name, chunks in self._columns.items()
+                name: appender(file, column, writer, self.count)
+                for name, column in self._columns.items()
             }
         elif options.append:
             raise ConfigError(f"{path} was not made by pack, which only appends to its own files")
@@ -145,7 +282,7 @@ class PackedFile:
 
     def _read_about(self, file: h5py.File) -> Any:
         about = json.loads(file.attrs[ABOUT])
-        self._columns = {one["column"]["name"]: Chunks.of_json(one) for one in about["columns"]}
+        self._columns = {one["column"]["name"]: Column.of_json(one) for one in about["columns"]}
         self._classes = about["classes"]
         self.taken, self.count = about["taken"], about["count"]
         self.nbytes, self.converted = about["nbytes"], about["converted"]
@@ -156,8 +293,8 @@ class PackedFile:
     @property
     def written(self) -> Written:
         """What is known of the file once it is whole."""
-        stored = {name: chunks.text for name, chunks in self._columns.items()}
-        paths = {"/".join(filter(None, n.split("/"))): c.column for n, c in self._columns.items()}
+        stored = {name: column.text for name, column in self._columns.items()}
+        paths = {"/".join(filter(None, n.split("/"))): c for n, c in self._columns.items()}
         datasets = [f"{path}/codes" if c.form == "codes" else path for path, c in paths.items()]
         found = self.path, self.count, self.nbytes, self.bad, self.converted, stored, datasets
         return Written(*found)
@@ -180,20 +317,21 @@ class PackedFile:
         self.converted += block.converted
         self.nbytes += block.nbytes
         if self._safe.is_due:
-            self._commit()
+            self._flush()
+            self._writer.commit({}, now=True)
 
     def _create(self, block: Block) -> None:
         encoded = self.encoded or {}
-        found = self._like or chunks_of(block, encoded, self._options)
-        for name, chunks in found.items():
-            create(self._safe.file, chunks.column, chunks.rows, chunks.filters)
-            if chunks.column.form == "codes" and self._last is not None:
+        found = self._like or columns_of(block, encoded, self._options)
+        for name, column in found.items():
+            create(self._safe.file, column)
+            if column.form == "codes" and self._last is not None:
                 with h5py.File(self._last.path) as last:
                     names = last[f"{name}/categories"][:]
                 self._safe.file[f"{name}/categories"].resize(len(names), 0)
                 self._safe.file[f"{name}/categories"][:] = names
-            self._columns[name] = chunks
-            self._appenders[name] = appender(self._safe.file, chunks.column, self._writer, 0)
+            self._columns[name] = column
+            self._appenders[name] = appender(self._safe.file, column, self._writer, 0)
 
     def _append(self, block: Block) -> None:
         if block.columns.keys() != self._columns.keys():
@@ -202,14 +340,14 @@ class PackedFile:
                 f"samples from {self.taken:,} on do not have the columns of those before: only some"
                 f' have "{odd[0]}"'
             )
-        for name, chunks in self._columns.items():
-            units, before = block.units.get(name, ""), chunks.column.units
+        for name, column in self._columns.items():
+            units, before = block.units.get(name, ""), column.units
             if units != before:
                 raise DatasetError(
                     f'samples from {self.taken:,} on: column "{name}" has the units'
                     f' "{units}", and "{before}" before; convert its values'
                 )
-            values = fitted(chunks.column, block.columns[name], self.taken)
+            values = fitted(column, block.columns[name], self.taken)
             if self._classes.get(name) and isinstance(values, np.ndarray):
                 values = self._united(name)[1][values]
             self._appenders[name].append(values)
@@ -220,10 +358,6 @@ class PackedFile:
         own = self._source.classes.get(name, ())
         every = list(dict.fromkeys([*self._classes.get(name, ()), *own]))
         return every, np.array([every.index(one) for one in own], np.int64)
-
-    def _commit(self) -> None:
-        self._flush()
-        self._writer.commit({}, now=True)
 
     def _flush(self, classes: Mapping[str, Sequence[str]] | None = None) -> None:
         """Write what is kept, and what the file says of itself; with all classes if it is whole."""
@@ -240,7 +374,7 @@ class PackedFile:
             "bad": self.bad,
             "encoded": self.encoded,
             "classes": self._classes if classes is None else classes,
-            "columns": [chunks.as_json() for chunks in self._columns.values()],
+            "columns": [column.as_json() for column in self._columns.values()],
         }
         put = self._safe.file.attrs.__setitem__
         self._writer.call(partial(put, ABOUT, json.dumps(about)))
@@ -255,73 +389,6 @@ class PackedFile:
         self._flush(classes)
         self._writer.flush()
         self._safe.finish()
-
-
-class Chunks(NamedTuple):
-    """How the chunks of a column are stored."""
-
-    column: Column
-    rows: int
-    filters: tuple[Filter, ...]
-
-    @property
-    def text(self) -> str:
-        """All of it in words."""
-        column = self.column
-        if column.form == "text":
-            return "strings of variable length"
-        if column.is_text:
-            return f"strings of {column.dtype.itemsize} bytes, chunks of {self.rows:,}"
-        if column.form == "varying":
-            what = f"encoded {column.kind}" if column.kind else str(column.dtype)
-            return f"{what}, of variable length"
-        shape = f" {'x'.join(map(str, column.shape))}" if column.shape else ""
-        what = "categories" if column.form == "codes" else f"{column.dtype}{shape}"
-        return f"{what}, chunks of {self.rows:,}, filter {spell_filters(self.filters)}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what JSON can hold of it."""
-        filters = spell_filters(self.filters)
-        return {"column": self.column.as_json(), "rows": self.rows, "filters": filters}
-
-    @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> Chunks:
-        """Return the chunks that `as_json` described."""
-        return cls(Column.of_json(found["column"]), found["rows"], parse_filters(found["filters"]))
-
-
-def chunks_of(block: Block, encoded: Mapping[str, str], options: PackOptions) -> dict[str, Chunks]:
-    """Return how columns are stored, by their names; `block` is the first one of the source."""
-    require_names(block.columns)
-    for option in ("fill", "varying", "strings"):
-        require_columns(option, getattr(options, option), block.columns)
-    found = {}
-    for name, values in block.columns.items():
-        column = column_of(name, values, options.strings.get(name))
-        column = column._replace(units=block.units.get(name, ""))
-        if column.form == "varying":
-            column = column._replace(kind=encoded.get(name, ""))
-        nbytes = max(1, column.row_nbytes)
-        rows = 1
-        if options.chunk_samples is not None and column.shape:
-            rows = options.chunk_samples
-        elif nbytes < _LARGE_ROW_NBYTES:
-            rows = 1 << (_CHUNK_NBYTES // nbytes).bit_length() - 1
-        found[name] = Chunks(column, rows, _filters(column, options.filter, values))
-    return found
-
-
-def _filters(column: Column, chosen: str, values: Values) -> tuple[Filter, ...]:
-    """Return the filters that were chosen, or that shrink these values by a third or more."""
-    if chosen != "auto":
-        return parse_filters(chosen)
-    if not isinstance(values, np.ndarray) or not column.shape:
-        return ()
-    filters = parse_filters("shuffle+lzf" if column.dtype.itemsize > 1 else "lzf")
-    some = np.ascontiguousarray(values[: max(1, _PROBED_NBYTES // max(1, column.row_nbytes))])
-    shuffled = some.reshape(-1).view(np.uint8).reshape(-1, column.dtype.itemsize).T
-    encoded = imagecodecs.lzf_encode(np.ascontiguousarray(shuffled))
-    return filters if len(encoded) < some.nbytes * 2 // 3 else ()
 
 
 def put_once(

@@ -26,8 +26,15 @@ from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.comparing import Comparison
 from h5async.packing.objects import ObjectCopy, making_of, walk
 from h5async.packing.rawvalues import has_references
-from h5async.packing.repackoptions import RepackOptions
-from h5async.packing.rewriting import Plan, Planned, Rewrite, chunks_of_rows
+from h5async.packing.rewriting import (
+    Plan,
+    Planned,
+    Rewrite,
+    Transfer,
+    chunks_of_rows,
+    move_scalar,
+    pieces_of,
+)
 from h5async.packing.rowsource import RowSource, has_shape, is_outside
 from h5async.packing.safefile import SafeFile, partial_of
 from h5async.packing.sparsegroups import (
@@ -38,8 +45,8 @@ from h5async.packing.sparsegroups import (
     refuse_offsets,
     sparse_paths,
 )
-from h5async.packing.transfer import Transfer, move_scalar, pieces_of
 from h5async.packing.uniting import United, are_same, fitting_dtype, unite
+from h5async.packing.writeoptions import RepackOptions
 from h5async.spelling import name_text, named
 from h5async.system.resources import free_memory
 

@@ -14,7 +14,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,14 @@ from h5py import h5p
 from h5async.errors import ConfigError, DamagedError, H5AsyncError, WriteError
 from h5async.io.localfiles import owned
 from h5async.io.stores import HDF5File
-from h5async.packing.journal import (
+from h5async.packing.partialfile import (
     Journal,
+    PartialFile,
     fingerprint,
     read_journal,
     synchronize_folder,
     write_journal,
 )
-from h5async.packing.partialfile import PartialFile
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
@@ -49,7 +49,7 @@ def is_begun(path: Path) -> bool:
     return path.exists() or _beside(path, "partial").exists()
 
 
-class SafeFile:
+class SafeFile(AbstractContextManager["SafeFile"]):
     """An HDF5 file that is being written. For one thread at a time.
 
     Parameters
@@ -260,10 +260,6 @@ class SafeFile:
                     self._journal.unlink()
         finally:
             raw.close()
-
-    def __enter__(self) -> SafeFile:
-        """Return the file itself."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close it."""

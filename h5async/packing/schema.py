@@ -11,13 +11,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.codec.encoders import parse_filters, spell_filters
+from h5async.codec.filters import Filter
 from h5async.errors import ConfigError, DatasetError
+from h5async.packing.writeoptions import PackOptions
 from h5async.spelling import name_bytes, named
 
 Form = Literal["array", "varying", "text", "codes"]
+_CHUNK_NBYTES, _LARGE_ROW_NBYTES = 1 << 16, 1 << 15
+_PROBED_NBYTES = 1 << 18
 _NO_NUMBERS = (
     "numbers, strings, bytes, arrays of numbers, or one-dimensional arrays of any length can be"
     " packed"
@@ -82,7 +88,7 @@ class Column(NamedTuple):
     `form` is ``array`` for samples of one `shape`, and strings of a fixed length; ``varying`` for
     one-dimensional samples of any length, and ``text`` for strings, which have a variable-length
     datatype; ``codes`` for categories. `kind` is that of the field that a reader makes of it:
-    ``image``, ``audio`` or none.
+    ``image``, ``audio`` or none. Chunks have `rows` samples, and `filters`.
     """
 
     name: str
@@ -91,6 +97,8 @@ class Column(NamedTuple):
     shape: tuple[int, ...] = ()
     kind: str = ""
     units: str = ""
+    rows: int = 1
+    filters: tuple[Filter, ...] = ()
 
     @property
     def is_text(self) -> bool:
@@ -104,15 +112,67 @@ class Column(NamedTuple):
             return 16
         return int(self.dtype.itemsize * np.prod(self.shape, dtype=np.int64))
 
+    @property
+    def text(self) -> str:
+        """All of it in words."""
+        if self.form == "text":
+            return "strings of variable length"
+        if self.is_text:
+            return f"strings of {self.dtype.itemsize} bytes, chunks of {self.rows:,}"
+        if self.form == "varying":
+            what = f"encoded {self.kind}" if self.kind else str(self.dtype)
+            return f"{what}, of variable length"
+        shape = f" {'x'.join(map(str, self.shape))}" if self.shape else ""
+        what = "categories" if self.form == "codes" else f"{self.dtype}{shape}"
+        return f"{what}, chunks of {self.rows:,}, filter {spell_filters(self.filters)}"
+
     def as_json(self) -> dict[str, Any]:
         """Return what JSON can hold of it."""
-        return {**self._asdict(), "dtype": self.dtype.str, "shape": list(self.shape)}
+        found = {**self._asdict(), "dtype": self.dtype.str, "shape": list(self.shape)}
+        filters, rows = spell_filters(found.pop("filters")), found.pop("rows")
+        return {"column": found, "rows": rows, "filters": filters}
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> Column:
         """Return the column that `as_json` described."""
-        dtype, shape = np.dtype(found["dtype"]), tuple(found["shape"])
-        return cls(**{**found, "dtype": dtype, "shape": shape})
+        column, filters = found["column"], parse_filters(found["filters"])
+        own = {"dtype": np.dtype(column["dtype"]), "shape": tuple(column["shape"])}
+        return cls(**{**column, **own}, rows=found["rows"], filters=filters)
+
+
+def columns_of(block: Block, encoded: Mapping[str, str], options: PackOptions) -> dict[str, Column]:
+    """Return how columns are stored, by their names; `block` is the first one of the source."""
+    require_names(block.columns)
+    for option in ("fill", "varying", "strings"):
+        require_columns(option, getattr(options, option), block.columns)
+    found = {}
+    for name, values in block.columns.items():
+        column = column_of(name, values, options.strings.get(name))
+        column = column._replace(units=block.units.get(name, ""))
+        if column.form == "varying":
+            column = column._replace(kind=encoded.get(name, ""))
+        nbytes = max(1, column.row_nbytes)
+        rows = 1
+        if options.chunk_samples is not None and column.shape:
+            rows = options.chunk_samples
+        elif nbytes < _LARGE_ROW_NBYTES:
+            rows = 1 << (_CHUNK_NBYTES // nbytes).bit_length() - 1
+        filters = _filters(column, options.filter, values)
+        found[name] = column._replace(rows=rows, filters=filters)
+    return found
+
+
+def _filters(column: Column, chosen: str, values: Values) -> tuple[Filter, ...]:
+    """Return the filters that were chosen, or that shrink these values by a third or more."""
+    if chosen != "auto":
+        return parse_filters(chosen)
+    if not isinstance(values, np.ndarray) or not column.shape:
+        return ()
+    filters = parse_filters("shuffle+lzf" if column.dtype.itemsize > 1 else "lzf")
+    some = np.ascontiguousarray(values[: max(1, _PROBED_NBYTES // max(1, column.row_nbytes))])
+    shuffled = some.reshape(-1).view(np.uint8).reshape(-1, column.dtype.itemsize).T
+    encoded = imagecodecs.lzf_encode(np.ascontiguousarray(shuffled))
+    return filters if len(encoded) < some.nbytes * 2 // 3 else ()
 
 
 def column_of(name: str, values: Values, length: int | None = None) -> Column:

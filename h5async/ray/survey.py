@@ -20,7 +20,7 @@ from h5async.io.stores import absolute_name
 from h5async.measure.statistics import ONCE
 from h5async.order.rows import SpanRows
 from h5async.order.selection import Int64s, Selection
-from h5async.ray.blocks import block_of, columns_of, values_nbytes
+from h5async.ray.blockreading import block_of, columns_of, values_nbytes
 from h5async.reader.asyncreader import AsyncReader
 from h5async.reader.readersetup import ReaderSetup
 

@@ -17,8 +17,7 @@ import h5async
 from h5async import AsyncReader, ConfigError, WriteError
 from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.safefile import SafeFile
-from h5async.packing.sources.arrays import ArraySource
-from h5async.packing.sources.iterables import RowSource
+from h5async.packing.sources.arrays import ArraySource, RowSource
 
 HERE = Path(__file__).parent
 FIELDS = {name: name for name in ("data", "labels", "tokens", "text")}

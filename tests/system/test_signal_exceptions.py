@@ -449,7 +449,7 @@ ONLY = {
         "reader/asyncreader.py",
     },  # of Python functions
     # As the program ends; of a folder, which no file object takes; others use `owned`.
-    "os.open": {"cli/main.py", "packing/journal.py"},
+    "os.open": {"cli/main.py", "packing/partialfile.py"},
     "os.dup": set(),
     "os.memfd_create": set(),
     "fcntl.fcntl": {"io/shared.py"},  # in `duplicate`, for threads

@@ -1,11 +1,12 @@
-"""Lists arrays: .npy and .npz files, or a mapping of names to arrays, enter; their rows leave."""
+"""Lists arrays, of .npy and .npz files or by name, and samples that an iterable yields."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,16 +15,18 @@ from typing import Any
 import numpy as np
 
 from h5async.errors import DatasetError, ReadError
-from h5async.packing.schema import Block, Values
+from h5async.packing.schema import Block, Values, fits
 from h5async.packing.sources.base import (
     BLOCK_NBYTES,
     Files,
     Int64s,
     ListedSource,
+    Source,
     Work,
+    as_slice,
     digest_of,
     reading_file,
-    require_in_order,
+    runs_of,
 )
 
 _MOST_ROWS = 1 << 16
@@ -51,30 +54,26 @@ class ArraySource(ListedSource):
         self.nbytes = sum(array.nbytes for array in self._arrays.values())
         row_nbytes = max(1, self.nbytes // max(1, self.count))
         self.rows = min(_MOST_ROWS, max(1, BLOCK_NBYTES // row_nbytes))
+        self.is_in_order = any(isinstance(one, _ZippedRows) for one in self._arrays.values())
 
     def digest(self) -> str:
         """Return a digest of the files, or of shapes, dtypes, and the first and last rows."""
         if self.files.paths:
-            return self.files.digest()
+            return super().digest()
         parts: list[Any] = []
         for name, array in self._arrays.items():
             ends = [np.asarray(array[at]).tobytes() for at in (0, -1)] if len(array) else []
             parts += [name, array.shape, array.dtype, *ends]
         return digest_of(parts)
 
-    def work(self, start: int, order: Callable[[Int64s], Int64s] | None) -> Iterator[Work]:
+    def work(self, start: int) -> Iterator[Work]:
         """Yield functions that return blocks; what is read in order is read here."""
-        works = super().work(start, order)
-        if not any(isinstance(one, _ZippedRows) for one in self._arrays.values()):
-            return works
-        require_in_order(self.name, order)
-        return (partial(_same, work()) for work in works)
+        works = super().work(start)
+        return (partial(_same, work()) for work in works) if self.is_in_order else works
 
     def read(self, numbers: Int64s) -> Block:
         """Return rows of all arrays."""
-        first, last = int(numbers[0]), int(numbers[-1])
-        is_run = last - first + 1 == len(numbers) and bool((np.diff(numbers) == 1).all())
-        chosen = slice(first, last + 1) if is_run else numbers
+        chosen = as_slice(numbers)
         columns = {name: _values(np.array(array[chosen])) for name, array in self._arrays.items()}
         return Block(columns, len(numbers))
 
@@ -187,3 +186,81 @@ def _values(rows: Any) -> Values:
     if rows.dtype.kind == "S":
         return [one.decode("utf-8", "surrogateescape") for one in rows.tolist()]
     return rows.tolist() if rows.dtype.kind in "UOT" else rows  # type: ignore[no-any-return]
+
+
+class RowSource(Source):
+    """Samples of an iterable, which must give the same ones again for a pack to be resumed.
+
+    Mappings in samples are taken apart: ``{"obs": {"image": ...}}`` is ``obs/image``. The columns
+    `varying` are of any length; others are if those of the first samples differ in length.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], varying: Collection[str] = ()) -> None:
+        self.name = type(rows).__name__
+        self._samples, self._varying = rows, varying
+        self.count = len(rows) if isinstance(rows, Sized) else None
+
+    def digest(self) -> str:
+        """Return a digest of its type: what an iterable would give is not known."""
+        return digest_of([self.name, self.count])
+
+    def work(self, start: int) -> Iterator[Work]:
+        """Yield functions that make columns, of the samples behind the first ones."""
+        rows = itertools.islice(iter(self._samples), start, None)
+        for run in runs_of(rows, self.rows, _nbytes):
+            yield partial(columns_of, run, start, self._varying)
+            start += len(run)
+
+
+def _nbytes(value: Any) -> int:
+    """Return the bytes of the arrays, bytes and strings of a sample."""
+    if isinstance(value, Mapping):
+        return sum(map(_nbytes, value.values()))
+    return len(value) if isinstance(value, str | bytes) else getattr(value, "nbytes", 0)
+
+
+def columns_of(rows: list[Any], first: int, varying: Collection[str]) -> Block:
+    """Return the columns of samples, the first of which has the number `first`."""
+    flat = [dict(_flat(row, first + number)) for number, row in enumerate(rows)]
+    for number, row in enumerate(flat):
+        if row.keys() != flat[0].keys():
+            odd = sorted(row.keys() ^ flat[0].keys())
+            raise DatasetError(
+                f'sample {first + number:,}: only it, or only those before it, have "{odd[0]}"; all'
+                " samples must have the same keys"
+            )
+    columns = {
+        name: _joined([row[name] for row in flat], name, first, is_varying=name in varying)
+        for name in flat[0]
+    }
+    return Block(columns, len(rows))
+
+
+def _flat(row: Any, number: int, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(row, Mapping):
+        raise DatasetError(
+            f"sample {number:,} is a {type(row).__name__}; a sample is a mapping of names to values"
+        )
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, number, f"{prefix}{name}/")
+        elif value is None:
+            raise DatasetError(f'sample {number:,}: "{prefix}{name}" is None, which has no dtype')
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _joined(several: list[Any], name: str, first: int, *, is_varying: bool) -> Values:
+    if all(isinstance(one, str | bytes) for one in several):
+        return several
+    arrays = [np.asarray(one) for one in several]
+    if is_varying or len({one.shape for one in arrays}) > 1:
+        return arrays
+    found = np.stack(arrays)
+    for number, one in enumerate(arrays):
+        if not fits(one.dtype, found.dtype, one):
+            raise DatasetError(
+                f'sample {first + number:,}: "{name}" is {one.dtype}; together with those beside it'
+                f" it would be {found.dtype}, which does not have its value: convert them"
+            )
+    return found

@@ -10,15 +10,17 @@ from typing import Any
 
 from h5async.config.files import matching_files
 from h5async.errors import ConfigError, ReadError
-from h5async.packing.packoptions import PackOptions
 from h5async.packing.sources import folders, tables, tars
-from h5async.packing.sources.arrays import ArraySource, array_files
+from h5async.packing.sources.arrays import ArraySource, RowSource, array_files
 from h5async.packing.sources.base import Source, reading_file
-from h5async.packing.sources.episodes import EpisodeSource
 from h5async.packing.sources.folders import FolderSource
-from h5async.packing.sources.huggingface import HuggingFaceSource, saved_dataset
-from h5async.packing.sources.iterables import RowSource
-from h5async.packing.sources.tables import TableSource
+from h5async.packing.sources.tables import (
+    EpisodeSource,
+    HuggingFaceSource,
+    TableSource,
+    saved_dataset,
+)
+from h5async.packing.writeoptions import PackOptions
 
 _ARRAYS = (".npy", ".npz")
 _SAVED = ("state.json", "dataset_dict.json")  # of datasets of Hugging Face

@@ -1,12 +1,15 @@
-"""Reads tables by PyArrow: Parquet, Arrow (Feather) and CSV files enter; columns leave.
+"""Lists what are tables for PyArrow: files, folders of episodes, datasets of Hugging Face.
 
 Numbers keep their types, and times are integers whose unit is an attribute; lists of one length are
 arrays, and others of any length; dictionaries are categories. Structs are taken apart.
+
+``episode_ends`` says where each episode ends, so that ``Sequences(ends="episode_ends")`` reads it.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,13 +17,24 @@ from typing import Any
 
 import numpy as np
 
-from h5async.errors import DatasetError, ReadError, needs_package
+from h5async.errors import ConfigError, DatasetError, ReadError, needs_package
 from h5async.packing.schema import Block, Coded, Values
-from h5async.packing.sources.base import BLOCK_NBYTES, Files, StreamedSource, Work, reading_file
+from h5async.packing.sources.base import (
+    BLOCK_NBYTES,
+    Files,
+    Int64s,
+    ListedSource,
+    Source,
+    Work,
+    as_slice,
+    digest_of,
+    reading_file,
+)
 from h5async.spelling import named
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".csv")
 _ROWS = 1 << 12
+_EPISODE = "episode_index"
 _UNITS: Mapping[Any, str] = {
     "s": "seconds",
     "ms": "milliseconds",
@@ -31,7 +45,7 @@ _UNITS: Mapping[Any, str] = {
 Fill = Mapping[str, Any]  # values instead of nulls, by column
 
 
-class TableSource(StreamedSource):
+class TableSource(Source):
     """The rows of files of tables, one after the other."""
 
     files_are_sources = True
@@ -47,11 +61,7 @@ class TableSource(StreamedSource):
         known = [count for count in counts if count is not None]
         self.count = sum(known) if len(known) == len(counts) else None
 
-    def digest(self) -> str:
-        """Return a digest of the files' names, sizes and times."""
-        return self.files.digest()
-
-    def blocks(self, start: int) -> Iterator[Work]:
+    def work(self, start: int) -> Iterator[Work]:
         """Yield functions that convert batches of rows."""
         first = 0
         for path, count in zip(self.files.paths, self._counts, strict=True):
@@ -271,3 +281,74 @@ def _require_values(array: Any, name: str, where: str) -> None:
             f'{where}: column "{name}", {array.type}, has {array.null_count:,} nulls, which HDF5'
             f" cannot store; say what stands for them: {named('fill', {name: 0})}"
         )
+
+
+class EpisodeSource(TableSource):
+    """The rows of all episodes of a folder, as LeRobot writes it, in order."""
+
+    files_are_sources = False
+
+    def __init__(self, folder: Path, fill: Fill) -> None:
+        paths = sorted((folder / "data").rglob("*.parquet"))
+        if not paths:
+            raise DatasetError(f'{folder}: there is no .parquet file in its folder "data"')
+        super().__init__(paths, fill, str(folder))
+        import pyarrow.parquet
+
+        numbers: list[Any] = []
+        for path in paths:
+            table = self._reading(
+                path, lambda one: pyarrow.parquet.read_table(one, columns=[_EPISODE])
+            )
+            numbers.append(table.column(_EPISODE).to_numpy())
+        every = np.concatenate(numbers)
+        changes = np.flatnonzero(every[1:] != every[:-1]) + 1
+        self.once = {"episode_ends": np.append(changes, len(every)).astype(np.int64)}
+        videos = sum(1 for _ in (folder / "videos").rglob("*.mp4"))
+        if videos:
+            self.notes = [
+                f"not packed: {videos:,} video{'s' * (videos > 1)} in {folder / 'videos'}; decode"
+                " them, if frames are needed, and pack samples with their images from Python"
+            ]
+        tasks = folder / "meta" / "tasks.jsonl"
+        if tasks.is_file():
+            with reading_file(tasks):
+                lines = map(json.loads, tasks.read_text("utf-8").splitlines())
+                found = sorted((one["task_index"], one["task"]) for one in lines)
+            self.once = {**self.once, "tasks": [task for _, task in found]}
+
+
+class HuggingFaceSource(ListedSource):
+    """A `datasets.Dataset`. Names of classes are those of its features."""
+
+    def __init__(self, dataset: Any, fill: Fill) -> None:
+        if isinstance(dataset, dict):
+            raise ConfigError(
+                f"the dataset has splits, {', '.join(map(str, dataset))}; give one of them:"
+                ' dataset["train"]'
+            )
+        self.name = f"dataset {dataset.info.dataset_name or ''}".strip()
+        self._dataset, self._fill = dataset.with_format("arrow"), fill
+        self.count = len(dataset)
+        self.nbytes = dataset.data.nbytes
+        features = dataset.features
+        kinds = {name: type(feature).__name__ for name, feature in features.items()}
+        known = {"Image": "image", "Audio": "audio"}
+        self.kinds = {name: known[kind] for name, kind in kinds.items() if kind in known}
+        labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
+        self.classes = {name: list(features[name].names) for name in labels}
+
+    def digest(self) -> str:
+        """Return a digest of the dataset's own fingerprint."""
+        return digest_of([self._dataset._fingerprint, self.count, self.classes])
+
+    def read(self, numbers: Int64s) -> Block:
+        """Return rows."""
+        return block_of(self._dataset[as_slice(numbers)], self._fill, self.name)
+
+
+def saved_dataset(folder: Path) -> Any:
+    """Return the dataset that was saved in a folder."""
+    with needs_package("datasets", "datasets of Hugging Face"):
+        import datasets
+    return datasets.load_from_disk(str(folder))
