@@ -615,7 +615,8 @@ def shapes_and_kinds(most, seed=0):
     sizes = [(1, 1), (1, most), (most, 2), *rng.integers(1, most, (40, 2)).tolist()]
     kinds = itertools.cycle(KINDS + SUBSAMPLINGS)
     return [
-        encoded(tuple(size), k[1], k[0], n, **k[2]) for n, (size, k) in enumerate(zip(sizes, kinds, strict=False))
+        encoded(tuple(size), mode, form, number, **how)
+        for number, (size, (form, mode, how)) in enumerate(zip(sizes, kinds, strict=False))
     ]
 
 
