@@ -252,7 +252,7 @@ _FUNCTIONS = {
     "ppp": "transform unpack",
     "pqQQQp": "permute",
     "pppqqq": "draw",
-    "ppqq": "window_block copy_events",
+    "ppqq": "window_samples copy_events",
     "ppqqq": "cut",
     "ppppqqq": "cut_sorted scale_rows",
     "ppppppqqq": "read_ranges",

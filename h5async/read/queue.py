@@ -26,6 +26,7 @@ Uint64s = NDArray[np.uint64]
 
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
+_ALONE = 1  # result of `submit`: no batch that was dropped is under way
 
 
 @dataclass(eq=False, slots=True)
@@ -84,6 +85,8 @@ class BatchQueue:
         self._queue = ctypes.pointer(self._struct)
         core.open_queue(self._queue)
         self._samples: list[Int64s] = []  # by slot
+        # By slot: the mappings that the core may use, and so what they refer to.
+        self._mappings: list[list[Uint64s | None]] = [[] for _ in batches]
         self._mapping: Uint64s | None = None
         self._draw: Uint64s | None = None
         self._draw_at: int | None = None
@@ -136,6 +139,11 @@ class BatchQueue:
             needs_python,
         )
         assert taken, f"slot {slot} is in use"
+        mappings = self._mappings[slot]
+        if mapping is not None or mappings:
+            if taken == _ALONE:
+                mappings.clear()
+            mappings.append(mapping)
 
     def drop(self, slot: int, serial: int) -> bool:
         """Say that a batch is no longer wanted. Never blocks; extra calls are harmless.

@@ -21,8 +21,9 @@ enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */
 enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
 
-/* To what positions are mapped: to those that they are permuted to; where `a` is 0, to what is drawn
-   there; where all is 0, to themselves. */
+/* To what positions are mapped: to those that they are permuted to; where `a` is 0, to those that a
+   Window, whose address is `b`, has there, or, with 0, to what is drawn there; where all is 0, to
+   themselves. */
 typedef struct {
     uint64_t count, a, b, keys[ROUNDS];
 } Mapping;
@@ -148,7 +149,9 @@ static int is_to_be_woken(Queue *queue)
 /* Submit a batch, or do nothing where it was submitted before.
 
    `samples` are its numbers, which are copied; NULL: they are those of `count` positions from `begin`
-   on, or, with a `mapping` (else NULL), of what these are mapped to. `draw`: see draw_places. Returns 0 where the slot has another batch that is not ready, and was not dropped. */
+   on, or, with a `mapping` (else NULL), of what these are mapped to. `draw`: see draw_places. Returns
+   0 where the slot has another batch that is not ready, and was not dropped; 2 where it waits for the
+   end of one that was, which may still use its mapping. */
 PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mapping *mapping,
                               const uint64_t *draw, int64_t begin, int64_t count, int64_t slot,
                               int64_t serial, int32_t needs_python)
@@ -178,6 +181,7 @@ PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mappin
         else if (is_good)
             job->wish = wish, job->state = TO_PLAN, wakes = is_to_be_woken(queue);
     }
+    is_good += is_good && job->is_dropped;
     pthread_mutex_unlock(&queue->lock);
     if (wakes) /* out of the lock, which the thread needs at once */
         pthread_cond_signal(&queue->work);
@@ -261,11 +265,14 @@ static Job *next_job(Queue *queue)
     return found;
 }
 
-static void find_samples(const Queue *queue, const Wish *wish)
+static int find_samples(const Queue *queue, const Wish *wish)
 {
     const Mapping *mapping = &wish->mapping;
     int64_t *samples = wish->samples, count = wish->count;
-    if (mapping->count && !mapping->a) {
+    if (mapping->count && !mapping->a && mapping->b) {
+        if (!h5async_window_samples((const Window *)(uintptr_t)mapping->b, samples, wish->begin, count))
+            return 0;
+    } else if (mapping->count && !mapping->a) {
         h5async_draw(queue->table, mapping->keys, samples, queue->num_columns, wish->begin, count);
     } else {
         for (int64_t i = 0; i < count; i++)
@@ -278,6 +285,7 @@ static void find_samples(const Queue *queue, const Wish *wish)
         samples[i] = queue->selected[samples[i]];
     for (int64_t i = 0; queue->selected == NULL && i < count; i++)
         samples[i] = queue->start + queue->step * samples[i];
+    return 1;
 }
 
 /* Plan a batch. Holds the lock, but not meanwhile. */
@@ -289,8 +297,8 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
     const Wish *wish = &job->wish;
     w->batch = wish->serial;
     begin_tracing(w);
-    if (wish->begin >= 0)
-        find_samples(queue, wish);
+    if (wish->begin >= 0 && !find_samples(queue, wish))
+        memset(wish->samples, -1, (size_t)wish->count * sizeof *wish->samples); /* refused below */
     job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
                                          wish->samples, wish->count, job->rows, queue->num_samples,
                                          queue->num_threads, wish->draw) == 1;
