@@ -1,6 +1,6 @@
 /* Maps positions to sample numbers, by the permutations of order/selection.py. */
 
-enum { ROUNDS = 6, LANES = 4, MAX_LANES = 16 };
+enum { ROUNDS = 6, LANES = 4, MAX_LANES = 32 };
 
 ALWAYS_INLINE uint64_t hash64(uint64_t x)
 {
@@ -11,7 +11,7 @@ ALWAYS_INLINE uint64_t hash64(uint64_t x)
 
 ALWAYS_INLINE uint64_t shifted(uint64_t half, uint64_t other, uint64_t modulus, uint64_t key)
 {
-    half += (hash64(other + key) >> 32) * modulus >> 32;
+    half += (hash64(other + key) >> 32) * (uint32_t)modulus >> 32;
     return half - (modulus & -(uint64_t)(half >= modulus)); /* no branch: it could not be predicted */
 }
 

@@ -25,7 +25,7 @@ static void fill_piece(const Pieces *p, int64_t i)
     fill_elements(p->fill, p->itemsize, place_of_piece(p, i), nbytes_of_piece(p, i));
 }
 
-enum { FEW_NBYTES = 512, LINES_AHEAD = 32, LEAST_AHEAD = 4, MOST_AHEAD = 16 };
+enum { FEW_NBYTES = 512, LINES_AHEAD = 128, LEAST_AHEAD = 8, MOST_AHEAD = 32 };
 enum { EARLY_NBYTES = 32 * 1024, AHEAD_NBYTES = 4096 };
 
 /* Copy so few bytes that a call costs more than they do: two moves may overlap. */
@@ -54,11 +54,12 @@ ALWAYS_INLINE int64_t rows_ahead(int64_t nbytes)
     return ahead < LEAST_AHEAD ? LEAST_AHEAD : ahead > MOST_AHEAD ? MOST_AHEAD : ahead;
 }
 
+/* Into the second cache: more lines may be on their way there than to the first one. */
 ALWAYS_INLINE void fetch(const uint8_t *from, int64_t nbytes)
 {
     for (int64_t at = 0; at < nbytes; at += 64)
-        __builtin_prefetch(from + at);
-    __builtin_prefetch(from + nbytes - 1);
+        __builtin_prefetch(from + at, 0, 2);
+    __builtin_prefetch(from + nbytes - 1, 0, 2);
 }
 
 /* Pieces of a few bytes each: many are on their way from memory at a time. */

@@ -92,7 +92,7 @@ static void list_group(Group *g)
 static void sort_group(Group *g)
 {
     uint32_t begin[1 << 11];
-    int bits = bits_below(g->count), passes = (bits + 10) / 11, digit = (bits + passes - 1) / passes;
+    int bits = bits_below(g->count) + 1, passes = (bits + 10) / 11, digit = (bits + passes - 1) / passes;
     for (int shift = 63 - passes * digit; shift < 63; shift += digit) {
         const uint64_t most = ((uint64_t)1 << digit) - 1;
         uint32_t total = 0, here;
@@ -133,35 +133,43 @@ static int make_block(const Window *w, int64_t number, uint32_t *places)
 }
 
 /* Find the samples at some places of a block whose first round is given; those of equally large units
-   at a time. */
+   at a time. (Quotients of doubles are exact: none is rounded up to a number.) */
 ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uint32_t *places,
                                  int64_t count, int lanes, Domain *known, int64_t *samples)
 {
+    const double size = (double)w->size, window = (double)w->window;
     int64_t done = 0;
     for (; done + lanes <= count; done += lanes) {
         uint64_t x[MAX_LANES], names[MAX_LANES];
-        int64_t first[MAX_LANES], sizes[MAX_LANES], all_equal = 1;
+        int64_t first[MAX_LANES], sizes[MAX_LANES], start[MAX_LANES], differ = 0, are_outside = 0;
         for (int j = 0; j < lanes; j++) {
-            int64_t place = places[done + j], round = places[done + j] / (uint32_t)w->size;
-            int64_t s = place - round * w->size;
-            int64_t start = first_round + round - (int64_t)((double)(s * w->window) / (double)w->size);
-            int64_t unit = w->unit[start];
+            int64_t round = (int64_t)((double)places[done + j] / size);
+            int64_t s = (int64_t)places[done + j] - round * w->size;
+            start[j] = first_round + round - (int64_t)((double)s * window / size);
+            x[j] = (uint64_t)s;
+        }
+        for (int j = 0; j < lanes; j++) {
+            int64_t unit = w->unit[start[j]];
             first[j] = w->bounds[unit], sizes[j] = w->bounds[unit + 1] - first[j];
-            x[j] = (uint64_t)(s + w->skip[start]);
+            x[j] += (uint64_t)w->skip[start[j]];
             names[j] = (uint64_t)unit;
+            differ |= sizes[j] ^ sizes[0];
         }
-        for (int j = 0; j < lanes; j++) {
+        for (int j = 0; j < lanes; j++)
             names[j] = name_of(w, names[j]);
-            all_equal &= sizes[j] == sizes[0];
+        const Domain d = *find_domain(known, (uint64_t)sizes[0]);
+        if (!differ)
+            feistel_lanes(x, lanes, d, names, w->keys);
+        for (int j = 0; j < lanes && !differ; j++)
+            are_outside |= x[j] >= d.count;
+        for (int j = 0; j < lanes && (differ || are_outside); j++) {
+            const Domain *own = find_domain(known, (uint64_t)sizes[j]);
+            if (differ)
+                feistel_lanes(x + j, 1, *own, names + j, w->keys);
+            x[j] = permute_into(x[j], *own, names[j], w->keys);
         }
-        if (all_equal)
-            feistel_lanes(x, lanes, *find_domain(known, (uint64_t)sizes[0]), names, w->keys);
-        for (int j = 0; j < lanes; j++) {
-            const Domain *d = find_domain(known, (uint64_t)sizes[j]);
-            if (!all_equal)
-                feistel_lanes(x + j, 1, *d, names + j, w->keys);
-            samples[done + j] = first[j] + (int64_t)permute_into(x[j], *d, names[j], w->keys);
-        }
+        for (int j = 0; j < lanes; j++)
+            samples[done + j] = first[j] + (int64_t)x[j];
     }
     return done;
 }
