@@ -24,7 +24,7 @@ from h5async import AsyncReader
 
 THREADS = 2
 AHEAD = 4  # batches that a way may prepare
-BLOCKS = 16  # batches that a shuffle in blocks mixes
+BLOCKS = 4  # batches that a shuffle in blocks mixes; with 16, all images here stay decoded
 
 Batches = Iterator[Any]
 
@@ -404,7 +404,7 @@ class Way(NamedTuple):
     caveat: str
     any_length: bool = True  # of samples
     many_files: bool = True
-    is_copy: bool = False  # reads a copy in a format of its own, uncompressed
+    is_common: bool = True  # takes part in every case that it can read
 
 
 OURS = Way("h5async", "h5async", by_h5async, "")
@@ -415,7 +415,13 @@ LOOP = "the order is drawn by the caller; resuming, pinned memory and several fi
 COPY = "reads an uncompressed copy in its own format"
 WAYS = (
     Way("h5py", "h5py", by_h5py, f"one thread, in the loop's own time; {LOOP}"),
-    Way("DataLoader, 0 workers", "torch", partial(by_data_loader, 0), "one thread, in the loop"),
+    Way(
+        "DataLoader, 0 workers",
+        "torch",
+        partial(by_data_loader, 0),
+        "one thread, in the loop",
+        is_common=False,
+    ),
     Way(
         "DataLoader, 2 workers",
         "torch",
@@ -428,6 +434,7 @@ WAYS = (
         by_torchdata,
         "stands for DataLoader's workers as threads (pytorch#161044), which PyTorch 2.13 has not;"
         " h5py's lock lets one thread read",
+        is_common=False,
     ),
     Way("SPDL", "spdl", by_spdl, f"2 threads behind h5py's lock; {LOOP}"),
     Way("Grain", "grain", by_grain, "2 threads behind h5py's lock; shuffles in full, resumes"),
@@ -469,7 +476,7 @@ WAYS = (
         "datasets",
         by_datasets,
         f"{COPY} (Arrow, by its HDF5 builder), a map of memory; one thread, in the loop",
-        is_copy=True,
+        is_common=False,
     ),
     Way(
         "TensorStore",
@@ -477,21 +484,21 @@ WAYS = (
         by_tensorstore,
         f"{COPY} (zarr3, the same chunks); {LOOP}",
         any_length=False,
-        is_copy=True,
+        is_common=False,
     ),
     Way(
         "litData",
         "litdata",
         by_litdata,
         f"{COPY}; 2 processes; shuffles chunks of 64 MB and samples within; resumes",
-        is_copy=True,
+        is_common=False,
     ),
     Way(
         "MosaicML streaming",
         "streaming",
         by_streaming,
         f"{COPY} (MDS); 2 processes; shuffles in blocks of 2**18 samples; resumes",
-        is_copy=True,
+        is_common=False,
     ),
     Way(
         "np.memmap",
@@ -499,6 +506,6 @@ WAYS = (
         by_memmap,
         f"{COPY} (.npy); one thread, in the loop; {LOOP}",
         any_length=False,
-        is_copy=True,
+        is_common=False,
     ),
 )
