@@ -14,7 +14,7 @@ from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosedError
 from h5async.index.contents import what_is_there
 from h5async.index.links import Located, locate, open_index
-from h5async.io.stamps import FileStamp, changed
+from h5async.io.source import FileStamp, changed
 from h5async.io.stores import HDF5File
 from h5async.opening.filevalues import reach_of
 from h5async.system.interruptions import interruption, passing

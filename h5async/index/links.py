@@ -29,7 +29,7 @@ from h5async.errors import BudgetError, DatasetError, H5AsyncError, ReadError, U
 from h5async.index.layout import DatasetLayout
 from h5async.io.localfiles import IoMode
 from h5async.io.obstoreclient import WEB
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.io.stores import LOCAL, HDF5File, absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing

@@ -29,8 +29,7 @@ from h5async.io.localfiles import open_regular
 from h5async.io.metadatafile import MetadataFile, take
 from h5async.io.openfailure import directory_reason, reason_unopened
 from h5async.io.sidebyside import SideBySide
-from h5async.io.source import Source
-from h5async.io.stamps import FileStamp, changed, settled
+from h5async.io.source import FileStamp, Source, changed, settled
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
-from h5py import h5a, h5d, h5l, h5o, h5p, h5t
+from h5py import h5a, h5d, h5l, h5o, h5p
 
 from h5async.codec.encoders import spell_filters
 from h5async.errors import WriteError
@@ -16,7 +15,7 @@ from h5async.io.stores import HDF5File
 from h5async.order.selection import Selection
 from h5async.packing.encodedsamples import encoded_images
 from h5async.packing.objects import Entry, ObjectCopy, attribute_names, walk
-from h5async.packing.rawvalues import HVL_NBYTES, Bytes, RawValues, call_hdf5, has_pointers
+from h5async.packing.rawvalues import Bytes, RawValues, call_hdf5, content
 from h5async.packing.rewriting import Rewrite, Run
 from h5async.packing.rowsource import RowSource
 from h5async.spelling import name_text
@@ -149,32 +148,3 @@ def _layout(plist: h5p.PropDCID) -> tuple[Any, ...]:
 
 def _bytes(values: np.ndarray[Any, Any]) -> Bytes:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-
-
-def content(kind: h5t.TypeID, values: Bytes) -> bytes:
-    """Return the bytes of elements (count, bytes of one), with those that pointers lead to."""
-    if not has_pointers(kind):
-        return values.tobytes()
-    if isinstance(kind, h5t.TypeCompoundID):
-        parts = []
-        for i in range(kind.get_nmembers()):
-            member, begin = kind.get_member_type(i), kind.get_member_offset(i)
-            parts.append(content(member, values[:, begin : begin + member.get_size()]))
-        return b"".join(parts)
-    if isinstance(kind, h5t.TypeArrayID):
-        base = kind.get_super()
-        size = base.get_size()
-        starts = range(0, kind.get_size(), size)
-        return b"".join(content(base, values[:, at : at + size]) for at in starts)
-    if isinstance(kind, h5t.TypeStringID):
-        pointers = values[:, :8].copy().view(np.uint64).reshape(-1).tolist()
-        return b"\0".join(ctypes.string_at(one) if one else b"\1" for one in pointers)
-    base, found = kind.get_super(), []
-    for count, pointer in values[:, :HVL_NBYTES].copy().view(np.uint64).tolist():
-        nbytes = count * base.get_size()
-        found.append(count.to_bytes(8, "little"))
-        if nbytes:
-            memory = (ctypes.c_uint8 * nbytes).from_address(pointer)
-            elements = np.frombuffer(memory, np.uint8).reshape(-1, base.get_size())
-            found.append(content(base, elements))
-    return b"".join(found)

@@ -22,12 +22,10 @@ from numpy.typing import NDArray
 
 from h5async.codec.encoders import set_filters
 from h5async.codec.filters import is_known_to_hdf5
-from h5async.core.binding import address
 from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.index.chunks import filters_of
 from h5async.index.groupfields import KIND
 from h5async.packing.chunkwriter import ChunkWriter
-from h5async.packing.rawvalues import HVL_NBYTES, write_raw
 from h5async.packing.safefile import SafeFile
 from h5async.packing.schema import (
     Block,
@@ -111,18 +109,10 @@ class Appender:
 class _VaryingAppender(Appender):
     """Appends arrays of any length, which HDF5 copies from where they are."""
 
-    def __init__(self, node: h5py.Dataset, column: Column, writer: ChunkWriter, count: int) -> None:
-        super().__init__(node, column, writer, count)
-        self._dataset, self._writer = node, writer
-
     def append(self, values: Values) -> None:
-        self._writer.call(partial(self._write, self.count, values), nbytes_of(values))
+        assert isinstance(values, list)
+        self._out.write_elements(self.count, [lambda: values], nbytes_of(values))
         self.count += len(values)
-
-    def _write(self, first: int, values: Any) -> None:
-        self._dataset.resize(first + len(values), 0)
-        elements = np.array([(one.size, address(one)) for one in values], np.uint64)
-        write_raw(self._dataset.id, (first,), elements.view(f"V{HVL_NBYTES}")[:, 0])
 
 
 class _ChunkAppender(Appender):

@@ -393,11 +393,11 @@ class Transfer:
         arrays = self._source.blocks(self._rewrite.selection, blocks, None, self._options)
         for block, array in zip(blocks, arrays, strict=True):
             images = np.array(array, order="C").view(np.uint8)
-            makes = [
-                partial(encoded_images, images[at : at + 8], encoding)
+            made = [
+                self._writer.encoded(partial(encoded_images, images[at : at + 8], encoding))
                 for at in range(0, len(images), 8)
             ]
-            writer.write_made(block.begin, makes, images.nbytes)
+            writer.write_elements(block.begin, made, images.nbytes)
             yield block
 
     def _write(self, values: RawValues, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:

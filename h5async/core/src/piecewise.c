@@ -60,6 +60,15 @@ static int read_located(Work *work, const Shape *shape, Call *call, int64_t exte
     return 0;
 }
 
+/* Whether chunks that a batch takes whole, and no other one of its epoch, are kept for later epochs: if
+   there is room for all, from the second epoch on. One is then copied once more than needed. */
+static int are_read_again(const Field *f, const Dataset *d)
+{
+    int64_t room = f->store->budget_nbytes / cost_of_kept(d->chunk_nbytes, 1);
+    return room >= f->num_extents &&
+           atomic_fetch_add_explicit(&f->store->whole_reads, 1, memory_order_relaxed) >= f->num_extents;
+}
+
 /* Whether a chunk is taken out of the store, or put there. */
 static int is_looked_up(const Field *f, const Shape *shape, const Call *call, const Runs *runs,
                         int64_t extent)
@@ -68,7 +77,8 @@ static int is_looked_up(const Field *f, const Shape *shape, const Call *call, co
     int is_whole = d->rows_are_whole && runs->count == 1 && runs->length[0] == d->chunk_samples &&
                    f->steps == NULL; /* else other samples need it, too */
     return f->store != NULL && shape->keeps == KEEPS_CHUNKS && extent >= 0 &&
-           (is_small(shape) || (!is_whole && !is_raw(d, call->mask)));
+           (is_small(shape) ||
+            (!is_raw(d, call->mask) && (!is_whole || are_read_again(f, d))));
 }
 
 static enum Outcome read_piece(Work *work, const Field *f, const Target *target, const Item *item,

@@ -34,6 +34,7 @@ typedef struct {
     int64_t nbytes, budget_nbytes;
     int32_t is_scarce; /* chunks had to make way for others: their order of use is noted from then on */
     int64_t chunk_nbytes, most_chunk_nbytes; /* without KEPT_OVERHEAD: now, and at most so far */
+    _Atomic int64_t whole_reads; /* of chunks that a batch took whole: see are_read_again */
 } Store;
 
 static Kept **bucket_of(Store *store, uint64_t key)
