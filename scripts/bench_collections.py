@@ -7,6 +7,7 @@ its samples alone, a curve is flat.
 - files: rows of 64 float32 behind gzip, chunks of 10 rows, in so many files; against the same rows
   in one file, and against `ds[i]` (shuffled) or slices (in order) over h5py files kept open.
 - labels: the same with a contiguous int64 for each row, in a dataset beside them; against one file.
+- many: 200,000 contiguous rows in 10,000 files; against the same rows in 1,000 files.
 - virtual: the same files as the sources of a virtual dataset, against one file.
 - fields: so many datasets of (200000, 4) float32; against h5py slices, in order.
 - batch: batches of so many rows of 64 float32, contiguous; against h5py slices (in order) and
@@ -214,6 +215,22 @@ def labels(bench: Bench) -> None:
                 check(many, lambda index: index)
                 ours, peer = warmed(stepper(many), warm), warmed(stepper(single), warm)
                 bench.compare("labels", count, f"{order}, against one file", ours, peer)
+
+
+def many(bench: Bench) -> None:
+    count, rows = bench.sizes(100, 10_000)[-1], np.random.default_rng(0).random((20, COLUMNS), "f4")
+    paths: dict[int, list[Path]] = {1: [], 10: []}
+    for times, several in paths.items():
+        for number in range(count // times):
+            several.append(bench.folder / f"many{times}-{number:05d}.h5")
+            with h5py.File(several[-1], "w") as file:
+                file["data"] = np.tile(rows, (times, 1))
+    for shuffle, order in ORDERS.items():
+        options = {"batch_size": 256, "shuffle": shuffle}
+        with reader_of(paths[1], **options) as ours, reader_of(paths[10], **options) as peer:
+            check(ours, lambda index: rows[index % len(rows)])
+            steps = (warmed(stepper(one), 20 * count) for one in (ours, peer))
+            bench.compare("many", count, f"{order}, against a tenth of the files", *steps)
 
 
 def h5py_files(paths: list[Path], size: int, shuffled: bool) -> tuple[Step, Callable[[], None]]:
@@ -496,21 +513,8 @@ def consumer(bench: Bench) -> None:
 CURVES = {
     function.__name__: function
     for function in (
-        files,
-        labels,
-        virtual,
-        fields,
-        batch,
-        row,
-        split,
-        one,
-        take,
-        images,
-        consumer,
-        tiny,
-        mixed,
-        threads,
-        chunks,
+        *(files, labels, many, virtual, fields, batch, row, split, one, take, images, consumer),
+        *(tiny, mixed, threads, chunks),
     )
 }
 

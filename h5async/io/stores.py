@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h5py
 
@@ -153,6 +153,10 @@ class LocalSource(Source):
             found += part
         return found
 
+    def fills(self, out: Any, offset: int) -> bool:
+        """Read to a buffer; return whether it was filled."""
+        return bool(os.preadv(self._descriptor, [out], offset) == out.nbytes)
+
     def close(self) -> None:
         """Close the file, if this object owns it."""
         if self._file is not None:
@@ -243,6 +247,19 @@ def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HD
         with suppressing(OSError):
             return HDF5File(name, "r", swmr=True)
         raise
+
+
+def open_apart(name: str) -> HDF5File:
+    """Open a local file for reading, as another one to HDF5 than one that is opened otherwise.
+
+    It is not locked, and shares nothing with others of that name.
+    """
+    properties = _access_properties(None).copy()
+    properties.set_fapl_log(b"", 0, 0)
+    properties.set_file_locking(False, True)
+    file = HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
+    file.source = LocalSource(file.id.get_vfd_handle())
+    return file
 
 
 @functools.cache
