@@ -127,7 +127,7 @@ class BatchReader:
         self._scratches: list[Scratch] = []
         what = f"{self.file}: scratch of {num_threads} threads, for chunks to be decoded"
         with taking_memory(what, f"make {named('num_threads')} smaller, or store smaller chunks"):
-            self._free = deque(self._new_scratch() for _ in range(num_threads))
+            self._free = deque(self.new_scratch() for _ in range(num_threads))
 
     def _batches_of(self, new: Callable[..., SlotBatch], memory: SlotMemory, rows: int) -> _Batches:
         assert self._collection is not None
@@ -407,7 +407,7 @@ class BatchReader:
         try:
             scratch = self._free.pop()
         except IndexError:  # more callers of `run_next` than `num_threads`
-            scratch = self._new_scratch()
+            scratch = self.new_scratch()
         scratch.timeline = self.recorder.timeline
         try:
             yield scratch
@@ -529,7 +529,8 @@ class BatchReader:
         self._h5py_rows, self._plan_columns, self._cache = [], None, None
         self._collection, self._batches, self._ahead = None, [], None
 
-    def _new_scratch(self) -> Scratch:
+    def new_scratch(self) -> Scratch:
+        """Return memory for one thread more, which counts what it does."""
         scratch = Scratch.allocate(*self._size)
         scratch.stop = self._stop
         scratch.record(self._trace)
