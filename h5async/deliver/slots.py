@@ -186,6 +186,11 @@ class SlotRing(Generic[Result]):
                 wanted = following, asked, held if low == held else None, reads_ahead
                 self.turns.lend(run, wanted, slots)
 
+    def take_back(self) -> None:
+        """Have the state here again, until it is lent again."""
+        with self.lock:
+            self._take_back()
+
     def _take_back(self) -> None:
         """Have the state here again; under the lock, first of all."""
         turns = self.turns
