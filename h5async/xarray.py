@@ -88,7 +88,7 @@ class H5AsyncArray(BackendArray):
             else:
                 own.append(part)
                 is_there &= bool(part < end)
-        layout = dataset.facts.layout
+        layout = dataset.layout
         out = np.full(shape, b"" if layout is None else layout.fill, self.dtype)
         if is_there and all(counts):
             out[tuple(map(slice, counts))] = dataset[tuple(own)]

@@ -2,7 +2,8 @@
 
 ``stream``: images through a local cluster, whose tasks take all cores, to a loop that takes
 blocks. h5py reads a chunk at a time, or a row at a time. "alone" is this reader in one process,
-without Ray, with as many threads. ``first``: how soon the first batch is there, beside
+without Ray, with as many threads as cores, and with one: Ray often runs one task at a time, also
+those that only sleep. ``first``: how soon the first batch is there, beside
 `read_parquet` of the same rows, as Ray wrote them.
 """
 
@@ -29,15 +30,16 @@ CHUNK, IMAGES = 16, 320  # of a file
 
 
 def write_files(folder: Path, count: int) -> list[str]:
-    """Write files of compressed images, of 48 MB decoded each."""
-    images, paths = make_images(IMAGES), []
-    for number in range(count):
-        paths.append(str(folder / f"{number:03}.h5"))
-        with h5py.File(paths[-1], "w") as file:
-            shape = (CHUNK, *images.shape[1:])
-            file.create_dataset("data", data=images, chunks=shape, compression="gzip")
-            file["labels"] = np.arange(IMAGES) + number * IMAGES
-    return paths
+    """Write a file of compressed images, of 48 MB decoded, and give it many names."""
+    images = make_images(IMAGES)
+    paths = [folder / f"{number:03}.h5" for number in range(count)]
+    with h5py.File(paths[0], "w") as file:
+        shape = (CHUNK, *images.shape[1:])
+        file.create_dataset("data", data=images, chunks=shape, compression="gzip")
+        file["labels"] = np.arange(IMAGES)
+    for path in paths[1:]:
+        path.hardlink_to(paths[0])
+    return [str(path) for path in paths]
 
 
 def by_h5py(rows: int, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -60,10 +62,10 @@ def streamed(count: int, make: Callable[[], Any]) -> Way:
     return way
 
 
-def alone(paths: list[str]) -> Way:
+def alone(paths: list[str], threads: int) -> Way:
     def way(_: float) -> float:
         begin = time.perf_counter()
-        with AsyncReader(hdf5_path=paths, batch_size=128, num_threads=CORES) as reader:
+        with AsyncReader(hdf5_path=paths, batch_size=128, num_threads=threads) as reader:
             rows = sum(batch.size for batch in reader)
         return rows / (time.perf_counter() - begin)
 
@@ -95,9 +97,10 @@ def stream(bench: Bench) -> None:
         "h5async": streamed(rows, lambda: read_hdf5(paths)),
         "h5py, chunks": streamed(rows, partial(loop, paths, CHUNK)),
         "h5py, rows": streamed(IMAGES * CORES, partial(loop, paths[:CORES], 1)),  # slow enough
-        "alone": alone(paths),
+        "alone": alone(paths, CORES),
+        "alone, one thread": alone(paths, 1),
     }
-    targets = [("h5py, chunks", 3), ("h5py, rows", 3), ("alone", 0.8)]
+    targets = [("h5py, chunks", 3), ("h5py, rows", 3), ("alone", 0.8), ("alone, one thread", 0.8)]
     bench.measure("stream", ways, [Target("h5async", *one) for one in targets])
 
 
@@ -118,8 +121,8 @@ CASES = {"stream": stream, "first": soon}
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="*", choices=CASES)
-    parser.add_argument("--count", type=int, default=16, help="files")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--count", type=int, default=72, help="files")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="two files, once; saves nothing")
     options = parser.parse_args()

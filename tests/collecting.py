@@ -18,7 +18,7 @@ from h5async.index.composition import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
 from h5async.index.shapes import Kind
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.read.collection import Collection, _array
 from h5async.read.coretables import CoreTables
 from h5async.read.scratch import Scratch, ScratchSize

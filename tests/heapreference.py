@@ -18,7 +18,7 @@ from h5async.errors import ReadError
 from h5async.index.layout import HeapFile
 from h5async.index.variablelength import DAMAGED, Sequences, VariableLength
 from h5async.io.localfiles import IoMode
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.opening.filevalues import _with_heaps
 from h5async.read.collection import Collection
 from h5async.read.coretables import CoreTables

@@ -10,7 +10,7 @@ import numpy as np
 from h5async.codec.filters import Filter
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 
 DEFLATE = (Filter(1, (4,), "deflate"),)
 BASE = 1000  # address of a contiguous dataset

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from h5async.errors import ReadError
 from h5async.io.diskcache import keeping
-from h5async.io.source import Source
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp, Source
 from h5async.io.stores import Store, register
 
 SCHEME = "memory"

@@ -1,4 +1,4 @@
-"""What `import h5async` loads: what options and readers are made of, and nothing that reads yet."""
+"""What `import h5async` loads: nothing; and its names: what they need, and nothing that reads."""
 
 from __future__ import annotations
 
@@ -37,10 +37,21 @@ def run(code: str, *arguments: str) -> str:
 
 
 def test_what_is_loaded_later():
-    code = "import sys, h5async; print(*sys.modules)"
+    code = "import sys; from h5async import AsyncReader; print(*sys.modules)"
     loaded = run(code).split()
     assert [name for name in LATER if name in loaded] == []
     assert "h5async.reader" in loaded
+
+
+def test_the_package_alone_loads_nothing():
+    loaded = run("import sys, h5async; print(*sys.modules)").split()
+    assert [name for name in ("numpy", "h5py", "pydantic") if name in loaded] == []
+    assert [name for name in loaded if name.startswith("h5async.")] == []
+
+
+def test_names_are_listed_before_they_are_loaded():
+    code = "import h5async; print({*h5async.__all__} <= {*dir(h5async)})"
+    assert run(code) == "True\n"
 
 
 def test_options_are_checked_without_what_reads():

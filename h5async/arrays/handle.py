@@ -1,21 +1,32 @@
-"""Holds a file that HDF5 opens for a moment at a time, and what is open to read its datasets."""
+"""Holds a file that HDF5 has open beside the program's own, and what is open to read its datasets.
+
+HDF5 keeps a local file open without a lock on it, by a driver for which it is another file than one
+that the program opens, to read or to write. Once the file has changed, or this process writes to
+it, it is opened anew each time, so that no metadata are used that HDF5 remembers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import h5py
 
 from h5async.arrays.boxreading import Threads
+from h5async.arrays.firstreading import Known
 from h5async.config import ReaderConfig
 from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosedError
 from h5async.index.contents import what_is_there
-from h5async.index.links import Located, locate, open_index
-from h5async.io.stamps import FileStamp, changed
-from h5async.io.stores import HDF5File
+from h5async.index.hdf5 import reading
+from h5async.index.links import LastGroup, Located, locate, open_index
+from h5async.io.source import FileStamp, changed, settled
+from h5async.io.stores import HDF5File, open_apart
 from h5async.opening.filevalues import reach_of
 from h5async.system.interruptions import interruption, passing
 from h5async.system.resources import usable_cores
@@ -30,8 +41,60 @@ class InUse(Protocol):
         """Give them back."""
 
 
+class Attributes(Mapping[str, Any]):
+    """The attributes of an object. One that cannot be read raises so."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        if isinstance(value, H5AsyncError):
+            raise value
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"<attributes {self._values}>"
+
+
+class _Opened(NamedTuple):
+    """A file that HDF5 has open: its state, and the group and objects that were found last."""
+
+    file: HDF5File
+    stamp: FileStamp
+    last: LastGroup
+    objects: dict[str, tuple[Located, Any]]
+
+
+_kept_files: WeakSet[HDF5File] = WeakSet()  # of this process
+
+
+def _writes(stamp: FileStamp) -> bool:
+    """Tell whether this process has a file open for writing: HDF5 may hold what it has not stored.
+
+    One whose name says nothing is taken for the file.
+    """
+    if h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE) <= len(_kept_files):
+        return False
+    for file in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
+        if file.get_intent() & h5py.h5f.ACC_RDWR:
+            try:
+                status = os.stat(file.name)
+            except OSError:
+                return True
+            if (status.st_dev, status.st_ino) == stamp.file_id:
+                return True
+    return False
+
+
 class Handle:
-    """A file by its path: opened in HDF5 for a moment at a time, and as it was the first time.
+    """A file by its path, as it was the first time that it was opened.
 
     Safe to use from many threads. `arguments` make another one.
     """
@@ -47,7 +110,7 @@ class Handle:
         if isinstance(name, Path):  # opened again later, when the current directory may differ
             name = path = name.absolute()
         self.path: FileName = name
-        self.filename = str(name)
+        self.filename, self.is_near = str(name), isinstance(name, Path)
         self.max_nbytes = config.max_batch_bytes or 0
         self.reach, self.kept, self.cache_nbytes = reach_of(config), config.kept, cache_bytes
         self.threads = Threads(usable_cores() if num_threads is None else max(1, num_threads))
@@ -55,6 +118,8 @@ class Handle:
         self._recent: dict[InUse, None] = {}
         self._lock = threading.RLock()
         self._stamp: FileStamp | None = None
+        self._kept: _Opened | None = None
+        self.known: Known = []
         self._is_closed = False
 
     def close(self) -> None:
@@ -65,30 +130,97 @@ class Handle:
     def release(self) -> None:
         """Close what reading has open, until something is read again."""
         with self._lock:
-            recent, self._recent = list(self._recent), {}
+            recent, self._recent, self._kept = list(self._recent), {}, None
         for dataset in recent:
             dataset.close()
         self.threads.close()
 
     @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[tuple[Located, Any]]:
-        """Open the file in HDF5, and the object at a path; `DatasetError` if there is none."""
+    def opened(self, path: str, *, may_differ: bool = False) -> Iterator[tuple[Located, Any]]:
+        """Open an object as `open_object` does, until the context ends."""
+        with passing(), contextlib.ExitStack() as files:
+            yield self.open_object(path, files, may_differ=may_differ)
+
+    def open_object(
+        self, path: str, files: contextlib.ExitStack, *, may_differ: bool = False
+    ) -> tuple[Located, Any]:
+        """Open the object at a path in HDF5, until `files` are closed; `DatasetError` if none is.
+
+        `ReadError` if the file is not as it was the first time, unless it `may_differ`.
+        """
         self.require_open()
-        with passing(), open_index(self.path) as file, contextlib.ExitStack() as files:
-            stamp = file.source.stamp()
-            if self._stamp is None:
-                self._stamp = stamp
-            if stamp != self._stamp:
-                raise changed(self.filename, "it is not as it was when it was opened")
-            yield self._located(file, path, files)
+        with self._lock:
+            kept = self._kept_file() or self._open(files, may_differ)
+            found = kept.objects.get(path)
+            if found is None:
+                found = self._located(kept, path, files)
+                if found[0].file is kept.file:
+                    kept.objects[path] = found
+                    if len(kept.objects) > _RECENT:
+                        del kept.objects[next(iter(kept.objects))]
+        return found
+
+    def kept_object(self, path: str) -> tuple[Located, Any] | None:
+        """Return an object that HDF5 has open, of a local file; None if it has not.
+
+        Once it was read, `is_kept` tells whether that is valid.
+        """
+        kept = self._kept
+        if kept is None or _writes(kept.stamp):
+            return None
+        return kept.objects.get(path)
+
+    def attributes(self, path: str) -> Attributes:
+        """Read the attributes of an object."""
+        found: dict[str, Any] = {}
+        with self.opened(path.strip("/")) as (_, node):
+            kind = h5py.Dataset if isinstance(node, h5py.h5d.DatasetID) else h5py.Group
+            attributes = kind(node).attrs
+            for name in attributes:
+                try:
+                    with reading(f'{self.filename}: attribute "{name}" of "{path}"'):
+                        found[name] = attributes[name]
+                except H5AsyncError as error:
+                    found[name] = error
+        return Attributes(found)
+
+    def is_kept(self) -> bool:
+        """Tell whether HDF5 has the file open, and the file is as it was."""
+        kept = self._kept
+        return kept is not None and kept.file.source.stamp() == self._stamp
+
+    def _kept_file(self) -> _Opened | None:
+        kept = self._kept
+        if kept is None or kept.file.source.stamp() != self._stamp or _writes(kept.stamp):
+            return None
+        return kept
+
+    def _open(self, files: contextlib.ExitStack, may_differ: bool) -> _Opened:
+        """Open the file until `files` are closed, or for long if that does no harm."""
+        self._kept = None
+        file = files.enter_context(open_index(self.path))
+        stamp = settled(file.source.stamp)
+        if self._stamp is None:
+            self._stamp = stamp
+        if stamp != self._stamp and not (may_differ and stamp.file_id == self._stamp.file_id):
+            raise changed(self.filename, "it is not as it was when it was opened")
+        is_written = file.id.get_intent() & h5py.h5f.ACC_RDWR or file.swmr_mode
+        if self.is_near and not is_written:
+            apart = open_apart(str(self.path))
+            if apart.source.stamp() == stamp:
+                _kept_files.add(apart)
+                self._kept = _Opened(apart, stamp, {}, {})
+                return self._kept
+        return _Opened(file, stamp, {}, {})
 
     def _located(
-        self, file: HDF5File, path: str, files: contextlib.ExitStack
+        self, kept: _Opened, path: str, files: contextlib.ExitStack
     ) -> tuple[Located, Any]:
+        file = kept.file
         if not path:
             return Located(file, "", (), file.id, b"."), file.id
         try:
-            found = locate(file, path, self.reach, files)
+            found = locate(file, path, self.reach, files, kept.last)
             if found.rest:
                 raise KeyError(path)
             return found, found.open()
@@ -105,13 +237,19 @@ class Handle:
         if self._is_closed:
             raise ReaderClosedError(f"{self.filename} was closed; open it again")
 
-    def note_use(self, dataset: InUse) -> list[InUse]:
-        """Note that a dataset has files open; return those that have had theirs open for long."""
+    def notes_use(self, dataset: InUse) -> bool:
+        """Note that a dataset is used; return whether it is one of those that were used last.
+
+        Those that were used long ago are closed.
+        """
         self.require_open()
         with self._lock:
+            is_recent = dataset in self._recent
             self._recent.pop(dataset, None)
             self._recent[dataset] = None
-            surplus = list(self._recent)[:-_RECENT]
+            surplus = [] if is_recent else list(self._recent)[:-_RECENT]
             for old in surplus:
                 del self._recent[old]
-        return surplus
+        for old in surplus:
+            old.close()
+        return is_recent

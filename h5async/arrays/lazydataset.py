@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import h5py
 import numpy as np
@@ -17,36 +19,31 @@ from h5async.arrays.boxreading import (
     H5pyReader,
     RowsReader,
 )
-from h5async.arrays.handle import Handle, InUse
+from h5async.arrays.firstreading import Stored, read_at_once
+from h5async.arrays.handle import Handle
 from h5async.arrays.selections import Box, Selection, box_of, selection_of
 from h5async.core.binding import load_core
-from h5async.errors import BudgetError, ReadError, SelectionError
+from h5async.errors import (
+    BudgetError,
+    DatasetError,
+    ReaderClosedError,
+    ReadError,
+    SelectionError,
+)
+from h5async.index.datasets import Indexer
 from h5async.index.hdf5 import reading
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import files_of
+from h5async.index.links import Located, files_of
+from h5async.io.source import changed
 from h5async.plan.transform import end_strings
 from h5async.read.executors import method_of
 from h5async.reader import lifetime
 from h5async.spelling import named
-from h5async.system.interruptions import interruption
+from h5async.system.interruptions import interruption, suppressing
 
 # A selection of so many bytes is always read; a larger one, if its files have a part of them.
 _LEAST_NBYTES, _TIMES_STORED = 64 << 20, 1024
-
-
-class DatasetFacts(NamedTuple):
-    """What is read of a dataset when it is opened.
-
-    `layout` is None if only h5py can read it; then `is_elsewhere` says that other files hold it.
-    """
-
-    shape: tuple[int, ...] | None
-    dtype: np.dtype[Any]
-    chunks: tuple[int, ...] | None
-    maxshape: tuple[int | None, ...] | None
-    attrs: Mapping[str, Any]
-    layout: DatasetLayout | None
-    is_elsewhere: bool
+_NULL = h5py.h5s.NULL
 
 
 class Dataset:
@@ -64,17 +61,42 @@ class Dataset:
         As in h5py; `chunks` is None if it has none.
     """
 
-    def __init__(self, file: Handle, name: str, facts: DatasetFacts) -> None:
-        self.file, self.name, self.facts = file, name, facts
-        self.dtype, self.chunks, self.maxshape, self.attrs = (
-            facts.dtype,
-            facts.chunks,
-            facts.maxshape,
-            facts.attrs,
-        )
-        self._shape = facts.shape
+    def __init__(self, file: Handle, path: str, located: Located, node: h5py.h5d.DatasetID) -> None:
+        self.file, self.name, self._path = file, f"/{path}", path
+        self.stored = Stored.of(node, file.known)
+        if self.stored.is_elsewhere:  # HDF5 may open sources if it is asked for the shape
+            self.layout = self._read_layout(located, node)
+        space = node.get_space()
+        self._shape = None if space.get_simple_extent_type() == _NULL else space.shape
+        self.dtype, self.chunks = self.stored.dtype, self.stored.chunk_shape
         self._opening = threading.Lock()
         self._reset()
+
+    @cached_property
+    def layout(self) -> DatasetLayout | None:
+        """What the core has to know of it; None if only HDF5 can read it."""
+        if self.dtype.hasobject or not self._shape:
+            return None
+        with self.file.opened(self._path, may_differ=True) as (located, node):
+            if (node.shape, Stored.of(node, [])) != (self._shape, self.stored):
+                raise changed(self.file.filename, f'dataset "{self.name}" is another one')
+            return self._read_layout(located, node)
+
+    def _read_layout(self, located: Located, node: h5py.h5d.DatasetID) -> DatasetLayout | None:
+        with suppressing(DatasetError):  # scalars, elements of variable length, references
+            return Indexer(located.file, self.file.reach).layout(located.path, node, (), 0)
+        return None
+
+    @cached_property
+    def attrs(self) -> Mapping[str, Any]:
+        """Its attributes, read once."""
+        return self.file.attributes(self.name)
+
+    @cached_property
+    def maxshape(self) -> tuple[int | None, ...] | None:
+        """The sizes that its dimensions may grow to; None for no limit."""
+        with self.file.opened(self._path) as (_, node):
+            return h5py.Dataset(node).maxshape  # type: ignore[no-any-return]
 
     def _reset(self) -> None:
         self._readers: dict[str, Any] = {}
@@ -104,7 +126,7 @@ class Dataset:
     def __len__(self) -> int:
         if not self._shape:
             raise TypeError(f"{self._where}: it has no dimension, so no length")
-        return self._shape[0]
+        return int(self._shape[0])
 
     def __bool__(self) -> bool:
         return True
@@ -167,9 +189,10 @@ class Dataset:
         else:
             selection = selection_of(key, self._shape)
             self._require_room(math.prod(selection.shape) * self.dtype.itemsize)
-            found = np.zeros(selection.shape, self.dtype)
-            if found.size:
+            if math.prod(selection.shape):
                 found = self._values(key, selection)
+            else:
+                found = np.zeros(selection.shape, self.dtype)
         if names:
             found = _fields_of(np.asarray(found), names)
         is_scalar = isinstance(found, np.ndarray) and not found.shape
@@ -177,9 +200,10 @@ class Dataset:
 
     def _require_room(self, nbytes: int) -> None:
         """Raise `BudgetError` for a selection that is far larger than the files that hold it."""
-        layout, file = self.facts.layout, self.file
-        if nbytes <= max(_LEAST_NBYTES, file.max_nbytes) or layout is None:
+        file = self.file
+        if nbytes <= max(_LEAST_NBYTES, file.max_nbytes) or self.layout is None:
             return
+        layout = self.layout
         stored = sum(stamp.nbytes for stamp in dict(files_of(layout)).values())
         if nbytes > _TIMES_STORED * stored:
             raise BudgetError(
@@ -189,7 +213,11 @@ class Dataset:
             )
 
     def _values(self, key: tuple[Any, ...], selection: Selection) -> Any:
-        layout = self.facts.layout
+        if not self.file.notes_use(self):
+            found = self._at_once(key, selection)
+            if found is not None:
+                return found
+        layout = self.layout
         reader = None if layout is None else self._reader(layout, selection)
         if layout is None or reader is None:
             return self._through_h5py(key, selection)
@@ -206,11 +234,27 @@ class Dataset:
         base = self.dtype if self.dtype.subdtype is None else self.dtype.subdtype[0]
         return raw.view(base)
 
+    def _at_once(self, key: tuple[Any, ...], selection: Selection) -> Any:
+        """Return what HDF5 reads that has the dataset open; None if the core is to read it."""
+        if not self.file.is_near or self.dtype.hasobject:
+            return None
+        try:
+            with contextlib.ExitStack() as files:
+                opened = self.file.kept_object(self._path)
+                located, node = opened or self.file.open_object(self._path, files)
+                source = located.file.source
+                found = read_at_once(source, node, self.stored, self.shape, key, selection)
+        except Exception as error:  # it is read again, to learn why
+            if interruption(error) is not None or isinstance(error, ReaderClosedError):
+                raise
+            return None
+        return found if self.file.is_kept() else None
+
     def _reads_boxes(self) -> bool:
         """Whether boxes are read to any memory of the dtype of the dataset."""
         if self._num_forks != lifetime.num_forks:
             self._reset()
-        layout = self.facts.layout
+        layout = self.layout
         if self._box_reader is None and layout is not None and self._shape:
             self._reader(layout, selection_of((), self._shape))
         return self._box_reader is not None
@@ -224,14 +268,10 @@ class Dataset:
             way = "parts" if box.size[1:] != list(self.shape[1:]) else "rows"
         elif core is not None and method_of(layout) != "h5py":
             way = "boxes"
-        surplus: list[InUse] = []
         with self._opening:
             found = self._readers.get(way)
             if found is None:
-                surplus = self.file.note_use(self)  # before, so that it is closed with the file
                 found = self._readers[way] = self._new_reader(layout, way)
-        for other in surplus:
-            other.close()
         return found
 
     def _new_reader(self, layout: DatasetLayout, way: str) -> CoreReader | H5pyReader:
@@ -251,14 +291,14 @@ class Dataset:
 
     def _through_h5py(self, key: tuple[Any, ...], selection: Selection | None) -> Any:
         """Return what a key selects of what the core cannot describe: HDF5 opens it each time."""
-        if self.facts.is_elsewhere:
+        if self.stored.is_elsewhere and self.layout is None:
             raise ReadError(
                 f"{self._where}: its values lie in other files, and only HDF5 understands them, or"
                 " a file is missing; read it with h5py",
                 filename=self.file.filename,
                 dataset=self.name,
             )
-        with self.file.opened(self.name) as (_, node), reading(self._where):
+        with self.file.opened(self._path) as (_, node), reading(self._where):
             dataset = h5py.Dataset(node)
             try:
                 return dataset[key]

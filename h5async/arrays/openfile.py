@@ -1,63 +1,43 @@
 """Opens files for reading by indexing: `open_file`, groups, and what is known of their datasets.
 
-A path enters; groups and lazy datasets leave. HDF5 has the file open only while metadata are read.
+A path enters; groups and lazy datasets leave.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import h5py
-import numpy as np
 
-from h5async.arrays.handle import Handle
-from h5async.arrays.lazydataset import Dataset, DatasetFacts
-from h5async.errors import DatasetError, H5AsyncError, ReadError
+from h5async.arrays.handle import Attributes, Handle
+from h5async.arrays.lazydataset import Dataset
+from h5async.errors import DatasetError, ReadError
 from h5async.index.contents import names_in, walk
 from h5async.index.datasets import Indexer
 from h5async.index.hdf5 import NotDirectError, reading
-from h5async.index.links import Located, components, locate
+from h5async.index.links import components, locate
 from h5async.io.stores import HDF5File
 from h5async.spelling import name_bytes, name_text
-from h5async.system.interruptions import suppressing
+from h5async.system.interruptions import passing, suppressing
 
 CACHE_NBYTES = 16 << 20
-_RECENT = 32  # datasets that have files and memory to read with
-
-
-class Attributes(Mapping[str, Any]):
-    """The attributes of an object, read when it was opened. One that cannot be read raises so."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def __getitem__(self, name: str) -> Any:
-        value = self._values[name]
-        if isinstance(value, H5AsyncError):
-            raise value
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return f"<attributes {self._values}>"
 
 
 class Group(Mapping[str, Any]):
     """A group of a file: a mapping of names to groups and datasets. Names may be paths."""
 
-    def __init__(
-        self, file: File | None, name: str, names: Iterable[str], attrs: Attributes
-    ) -> None:
+    def __init__(self, file: File | None, name: str, names: Iterable[str]) -> None:
         self.file: File = self if file is None else file  # type: ignore[assignment]
-        self.name, self.attrs = name, attrs
+        self.name = name
         self._names = tuple(names)
+
+    @cached_property
+    def attrs(self) -> Attributes:
+        """Its attributes, read once."""
+        return self.file.attributes(self.name)
 
     def __getitem__(self, name: str) -> Any:
         return self.file._node(
@@ -94,7 +74,7 @@ class File(Handle, Group):
     """An HDF5 file whose datasets are read by indexing; see `open_file`.
 
     Safe to use from many threads. A pickle has its path and options, and opens the file again. A
-    file that is not closed does no harm: HDF5 has it open only while metadata are read.
+    file that is not closed does no harm: HDF5 does not lock it.
     """
 
     def __init__(
@@ -102,8 +82,8 @@ class File(Handle, Group):
     ) -> None:
         Handle.__init__(self, path, num_threads, cache_bytes, options)
         self._nodes: dict[str, Any] = {}
-        with self.opened("") as (located, node):
-            Group.__init__(self, None, "/", *_group_facts(located, node))
+        with self.opened("") as (_, node):
+            Group.__init__(self, None, "/", _names_in(node))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return File, self.arguments
@@ -130,32 +110,17 @@ class File(Handle, Group):
         found = self._nodes.get(path)
         if found is not None:
             return found
-        with self.opened(path) as (located, node):
+        with passing(), contextlib.ExitStack() as files:
+            located, node = self.open_object(path, files)
             where = f'{self.filename}: "{path}"'
             with reading(where):
                 if isinstance(node, h5py.h5g.GroupID):
-                    made: Any = Group(self, f"/{path}", *_group_facts(located, node))
+                    made: Any = Group(self, f"/{path}", _names_in(node))
                 elif isinstance(node, h5py.h5d.DatasetID):
-                    made = Dataset(self, f"/{path}", self._dataset_facts(located, node))
+                    made = Dataset(self, path, located, node)
                 else:
                     raise DatasetError(f"{where} is a named type, which holds no values")
         return self._nodes.setdefault(path, made)
-
-    def _dataset_facts(self, located: Located, node: h5py.h5d.DatasetID) -> DatasetFacts:
-        dataset, plist, layout = h5py.Dataset(node), node.get_create_plist(), None
-        # First of all, since HDF5 may open sources if it is asked for a shape.
-        with suppressing(DatasetError):  # scalars, elements of variable length, references
-            layout = Indexer(located.file, self.reach).layout(located.path, node, (), 0)
-        is_virtual = plist.get_layout() == h5py.h5d.VIRTUAL
-        return DatasetFacts(
-            dataset.shape,
-            np.dtype(dataset.dtype),
-            dataset.chunks,
-            dataset.maxshape,
-            _attributes(dataset),
-            layout,
-            layout is None and (is_virtual or plist.get_external_count() > 0),
-        )
 
     def require_permitted(self, file: HDF5File) -> None:
         """Raise `UnsafeFileError` if it refers to files that are not permitted."""
@@ -173,21 +138,8 @@ class File(Handle, Group):
                     locate(file, path, self.reach, files)
 
 
-def _group_facts(located: Located, node: Any) -> tuple[tuple[str, ...], Attributes]:
-    group = h5py.Group(node)
-    names = tuple(name_text(name) for name, _ in names_in(group))
-    return names, _attributes(group)
-
-
-def _attributes(node: h5py.Group | h5py.Dataset) -> Attributes:
-    found: dict[str, Any] = {}
-    for name in node.attrs:
-        try:
-            with reading(f'attribute "{name}" of "{node.name}"'):
-                found[name] = node.attrs[name]
-        except H5AsyncError as error:
-            found[name] = error
-    return Attributes(found)
+def _names_in(node: h5py.h5g.GroupID) -> Iterator[str]:
+    return (name_text(name) for name, _ in names_in(h5py.Group(node)))
 
 
 def open_file(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,7 +142,7 @@ def _largest(config: ReaderConfig, file: FileName) -> DatasetLayout:
     fields = [one.path.strip("/") for one in config.batch_fields.values()]
     chosen = [every[path] for path in fields if path in every] or list(every.values())
     groups = [one.path for one in every.values() if one.kind == "sparse"]
-    good = [one for one in chosen if _is_measured(one, groups)]
+    good = [one for one in chosen if not _why_not(one, groups)]
     if not good:
         reasons = "; ".join(f"{one.path}: {_why_not(one, groups)}" for one in chosen)
         raise DatasetError(f"{file}: no dataset of equal rows to advise on ({reasons or 'none'})")
@@ -151,10 +152,6 @@ def _largest(config: ReaderConfig, file: FileName) -> DatasetLayout:
     if isinstance(found, H5AsyncError):
         raise found
     return found
-
-
-def _is_measured(one: Dataset, groups: Sequence[str]) -> bool:
-    return _why_not(one, groups) == ""
 
 
 def _why_not(one: Dataset, groups: Sequence[str]) -> str:
@@ -232,9 +229,7 @@ def trial_of(
         changes["shuffled"] = {"sampler": batches}
     for name in ("in order", "shuffled"):
         one.cold[name] = _cold_speed(trial, changes[name])
-    with AsyncReader(trial, **changes["in order"]) as reader:
-        for _ in reader:
-            pass
+    _epoch(trial, changes["in order"], math.inf)
     return Trial(one, trial, changes)
 
 
@@ -254,13 +249,8 @@ def samples_per_second(
         return speed_of(config, changed, seconds) / row_nbytes
     samples, spent = 0, 0.0
     while spent <= seconds:
-        with AsyncReader(config, **changed) as reader:
-            before, begin = spent, perf_counter()
-            for batch in reader:
-                samples += batch.size
-                spent = before + perf_counter() - begin
-                if spent > most_times * seconds:
-                    break
+        count, taken = _epoch(config, changed, most_times * seconds - spent)
+        samples, spent = samples + count, spent + taken
     return samples / spent
 
 
@@ -270,14 +260,22 @@ def _cold_speed(config: ReaderConfig, changed: Mapping[str, Any]) -> float:
         for name in config.files:
             with open(name, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    samples, seconds = _epoch(config, changed, _COLD_SECONDS)
+    return samples / seconds
+
+
+def _epoch(
+    config: ReaderConfig, changed: Mapping[str, Any], most_seconds: float
+) -> tuple[int, float]:
+    """Read a first epoch, or its beginning; return the number of samples, and the seconds."""
     samples = 0
     with AsyncReader(config, **changed) as reader:
         begin = perf_counter()
         for batch in reader:
             samples += batch.size
-            if perf_counter() - begin > _COLD_SECONDS:
+            if perf_counter() - begin > most_seconds:
                 break
-        return samples / (perf_counter() - begin)
+        return samples, perf_counter() - begin
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -326,9 +324,19 @@ def _cells(found: Advised, number: int) -> tuple[str, ...]:
     asked = ("-",) * len(ORDERS)
     if far is not None:
         asked = tuple(f"{each.count:.3g}" for each in (far.in_order, far.window, far.full))
-    mark = " (now)" * one.layout.is_current + " (best)" * (one is found.best)
     rows = f"{one.layout.rows:,}" if one.layout.rows else "not chunked"
-    return rows + mark, one.layout.filter, decimal(round(one.stored_nbytes)), *warm, *cold, *asked
+    return (
+        rows + _mark(found, one),
+        one.layout.filter,
+        decimal(round(one.stored_nbytes)),
+        *warm,
+        *cold,
+        *asked,
+    )
+
+
+def _mark(found: Advised, one: Finding) -> str:
+    return " (now)" * one.layout.is_current + " (best)" * (one is found.best)
 
 
 def _command(found: Advised) -> str:
@@ -371,10 +379,8 @@ def _content(found: Advised) -> dict[str, Any]:
 
 def _draw(picture: Picture, found: Advised) -> None:
     """Draw the speeds, by order, and the sizes of all layouts."""
-    names, several = [], found.findings
-    for one in several:
-        mark = " (now)" * one.layout.is_current + " (best)" * (one is found.best)
-        names.append(f"{one.layout.rows or '-'}, {one.layout.filter}{mark}")
+    several = found.findings
+    names = [f"{one.layout.rows or '-'}, {one.layout.filter}{_mark(found, one)}" for one in several]
     picture.figure.set_size_inches(11, 2 + 0.42 * len(several))
     picture.figure.suptitle(f"h5async advise: {_named(found)}: {found.layout.path}", fontsize=11)
     speeds, sizes = picture.figure.subplots(1, 2, sharey=True, width_ratios=[2, 1])

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from h5async.cli.options import spell_in_shell
 from h5async.config.files import FileName, home_path, with_variables
-from h5async.errors import ConfigError, MissingPackageError
+from h5async.errors import ConfigError, needs_package
 from h5async.observe.stats import ReaderStats, reader_sentence
 from h5async.opening.dataset import on_indexed
 from h5async.spelling import printable, spelled
@@ -151,13 +151,8 @@ class Picture:
 
     def __init__(self, path: str | Path) -> None:
         path = Path(home_path(with_variables(str(path))))
-        try:
+        with needs_package("'h5async[plot]'", "pictures (--plot)"):
             figure = importlib.import_module("matplotlib.figure")
-        except ImportError as error:
-            raise MissingPackageError(
-                f"--plot needs Matplotlib ({error}); install it with: pip install 'h5async[plot]',"
-                " or pip install matplotlib"
-            ) from error
         self._path = path
         self.figure: Any = figure.Figure(layout="constrained")
         kinds = self.figure.canvas.get_supported_filetypes()

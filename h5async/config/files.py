@@ -116,8 +116,8 @@ def scheme_of(name: FileName) -> str:
 
 def is_index(name: FileName) -> bool:
     """Tell whether a file is a saved index, by its name."""
-    path = name if isinstance(name, Path) else Path(name.partition("?")[0])
-    return path.suffix == INDEX_SUFFIX
+    text = str(name) if isinstance(name, Path) else name.partition("?")[0]
+    return text.endswith(INDEX_SUFFIX) and Path(text).suffix == INDEX_SUFFIX
 
 
 def matching_files(paths: Iterable[FileName]) -> list[FileName]:

@@ -135,7 +135,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 24  # counts changes of the core's structures and functions
+ABI = 25  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -238,7 +238,7 @@ _FUNCTIONS = {
     "ppp": "transform unpack",
     "pqQQQp": "permute",
     "pppqqq": "draw",
-    "ppqq": "window_block copy_events",
+    "ppqq": "window_samples copy_events",
     "ppqqq": "cut",
     "ppppqqq": "cut_sorted scale_rows",
     "ppppppqqq": "read_ranges",
@@ -262,7 +262,7 @@ _FUNCTIONS = {
 }
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
 _BRIEF_FUNCTIONS = {
-    "p": "visit open_queue put_ticket forget_jobs end_queue events wake",
+    "p": "visit is_dropping open_queue put_ticket forget_jobs end_queue events wake",
     "ppppqqqqi": "submit",
     "pqq": "drop samples_at",
     "pq": "serial_at",

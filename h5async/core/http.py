@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address, find_curl
-from h5async.io.source import Source, SourceOver, WebAddress
-from h5async.io.stamps import FileStamp, replaced
+from h5async.io.source import FileStamp, Source, SourceOver, WebAddress, replaced
 from h5async.system.interruptions import call_when_gone, suppressing
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from h5async.index.chunktable import ChunkTable
 from h5async.index.datasettable import Datasets, table_of
 from h5async.index.hdf5 import Opened, indexed
 from h5async.index.layout import DatasetLayout
-from h5async.io.stamps import FileStamp, changed
+from h5async.io.source import FileStamp, changed
 from h5async.io.stores import HDF5File, open_hdf5
 from h5async.spelling import name_bytes
 

@@ -49,10 +49,13 @@ from h5async.index.sources import LOCAL_ONLY, VirtualSources, attached, external
 from h5async.index.storedtypes import StoredType, element_of, is_object, without_metadata
 from h5async.index.variablelength import Forms, fill_reference, stored_compact, variable_length
 from h5async.io.localfiles import may_map
-from h5async.io.stamps import settled
+from h5async.io.source import settled
 from h5async.io.stores import HDF5File, absolute_name, store_of
+from h5async.system.interruptions import suppressing
 
-_Kind = tuple[bytes, bytes, int, int]  # type, properties (both encoded by HDF5), rank, dimension
+_Kind = tuple[bytes, bytes, int, int, int]  # type, properties, as HDF5 encodes them; see `_kind`
+
+_MOST_KINDS = 256  # that are kept
 
 
 class Indexer:
@@ -77,7 +80,8 @@ class Indexer:
         reach.consulted.found(self._path, self._stamp, is_written=self._is_writer)
         self.reach = reach
         self._depth = depth
-        self._alike: dict[_Kind, DatasetLayout] = {}  # contiguous ones found before
+        # Those found before, of each kind.
+        self._alike: dict[_Kind, DatasetLayout] = {} if reach.alike is None else reach.alike
 
     def sources(
         self, where: str, plist: h5py.h5p.PropDCID, forms: Forms | None = None
@@ -106,10 +110,12 @@ class Indexer:
             kind = self._kind(dataset, member, num_dim)
             known = None if kind is None else self._alike.get(kind)
             if known is not None:
-                return self._again(known, name, dataset, where)
+                with suppressing(NotDirectError):
+                    return self._again(known, name, dataset, where)
             layout = self._layout(name, dataset, tuple(member), num_dim, where)
-            is_plain = layout.fallback_reason is None and not layout.chunk_shape
-            if kind is not None and is_plain and layout.offset >= 0:
+            if kind is not None and self._is_plain(layout, dataset):
+                if len(self._alike) >= _MOST_KINDS:
+                    self._alike.clear()
                 self._alike[kind] = layout
             return layout
 
@@ -197,25 +203,52 @@ class Indexer:
         )
 
     def _kind(self, dataset: Opened, member: Sequence[str], num_dim: int | str) -> _Kind | None:
-        """Return what the layouts of contiguous datasets depend on, except size and address."""
+        """Return what layouts depend on, except where values lie, and sizes; None if on more.
+
+        (Which files may be mapped depends on their device.)
+        """
         if isinstance(num_dim, str):
             return None  # each dataset has its own named dimension
-        if member or self._depth or _storage(dataset) != "contiguous":
+        if member or self._depth or self._is_writer:
+            return None
+        if _storage(dataset) not in ("contiguous", "chunked"):
             return None
         undefined = dataset.plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
         if undefined or not dataset.properties or not dataset.shape:
             return None
-        return dataset.encoded_type, dataset.properties, len(dataset.shape), num_dim
+        device = self._stamp.device
+        return dataset.encoded_type, dataset.properties, len(dataset.shape), num_dim, device
+
+    def _is_plain(self, layout: DatasetLayout, dataset: Opened) -> bool:
+        """Return whether others of its kind are read in the same way, with all of its filters."""
+        is_direct = layout.fallback_reason is None and layout.segments is None
+        is_there = layout.offset >= 0 or layout.storage == "chunked"
+        return is_direct and is_there and layout.filters == filters_of(dataset.plist)
 
     def _again(self, known: DatasetLayout, name: str, dataset: Opened, where: str) -> DatasetLayout:
-        """Return the layout of a dataset of a known kind: files have many datasets of few kinds."""
-        shape = dataset.extents
+        """Return the layout of a dataset of a known kind: files have many datasets of few kinds.
+
+        NotDirectError if it cannot be read directly.
+        """
+        shape, place = dataset.extents, dict[str, Any]()
+        if known.storage == "chunked":
+            is_raw = bool(known.filters) and dataset.edges_are_raw
+            chunks = read_chunk_table(dataset, known.filters, is_raw, where)
+            nbytes = int(chunks.nbytes.sum())
+            place.update(chunks=chunks.shortened(), has_raw_edges=is_raw)
+        else:
+            nbytes, place["offset"] = (
+                dataset.id.get_storage_size(),
+                _contiguous_offset(dataset, where),
+            )
         return known.changed(
+            file=self._path,
+            stamp=self._stamp,
             path=name,
             shape=(*shape, *known.shape[len(shape) :]),
-            stored_nbytes=dataset.id.get_storage_size(),
+            stored_nbytes=nbytes,
             indexed=None if known.indexed is None else Indexed(known.indexed.digest, shape),
-            offset=_contiguous_offset(dataset, where),
+            **place,
         )
 
     def _layout(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout, Indexed
 from h5async.index.segments import WHOLE, Int64s, Piece, Segments, extents_of, ranges_of
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 
 # What datasets of a kind differ in, and facts that only a kind of its own may have.
 _DIFFERENT = "file", "stamp", "path", "shape", "offset", "stored_nbytes", "chunks", "indexed"

@@ -33,7 +33,7 @@ from h5async.index.shapes import (
     shape_of_small,
     swaps,
 )
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 
 MOST_PIECES = (1 << 31) - 1  # of a sample: the core counts them in 32 bits
 SEGMENT_NBYTES, EXTENT_NBYTES = 53, 28  # of a row in the tables

@@ -21,7 +21,7 @@ from h5async.codec.filters import Filter
 from h5async.errors import ConfigError
 from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
 from h5async.index.segments import Int64s, Segments, extents_of
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.spelling import printable
 
 _SLICES = 32  # of a contiguous dataset, so that several threads can read it

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import h5py
@@ -29,7 +29,7 @@ from h5async.errors import BudgetError, DatasetError, H5AsyncError, ReadError, U
 from h5async.index.layout import DatasetLayout
 from h5async.io.localfiles import IoMode
 from h5async.io.obstoreclient import WEB
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.io.stores import LOCAL, HDF5File, absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing
@@ -77,7 +77,7 @@ class Consulted:
         self.variables[variable] = os.environ.get(variable, "")
 
     def _name(self, path: FileName) -> str:
-        if store_of(path).is_local and not Path(path).is_absolute():
+        if not os.path.isabs(path) and store_of(path).is_local:
             self.folder = os.getcwd()
         return absolute_name(path)
 
@@ -146,7 +146,8 @@ class Reach:
 
     `roots` are directories (or files) that may be read, wherever the file lies. Missing sources of
     a virtual dataset are an error, unless `missing_is_fill`. `room` limits the memory for declared
-    sizes; `consulted` records which files were used; `named` adds the options of clients to names.
+    sizes; `consulted` records which files were used; `named` adds the options of clients to names;
+    `alike` keeps datasets that others are like, also in other files; None: in one file only.
     """
 
     roots: tuple[FileName, ...] = ()
@@ -155,6 +156,7 @@ class Reach:
     room: Room = field(default_factory=Room, compare=False, repr=False)
     consulted: Consulted = field(default=_NotRecorded(), compare=False, repr=False)
     named: Callable[[str], SourceName] = field(default=_NAMED, compare=False, repr=False)
+    alike: dict[Any, Any] | None = field(default=None, compare=False, repr=False)
 
     def find(self, name: str, holder: str, variable: str, where: str) -> FileName | None:
         """Return the file that `holder` refers to as `name`, or None if there is none.

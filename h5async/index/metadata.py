@@ -261,7 +261,8 @@ def layout_at(
             indexer = Indexer(found.file, indexer.reach)
         layout = indexer.layout(found.path, node, found.rest, num_dim)
         where = f'{found.file.filename}: dataset "{found.path}"'
-        if not wanted.may_be_codes and _has_categories(found, node):
+        is_integer = layout.dtype.kind in "iu"
+        if is_integer and not wanted.may_be_codes and _has_categories(found, node):
             raise OtherKindError(f"{where} holds the codes of categories")
         if wanted.dim_names:
             names = partial(dimension_names, node, indexer.scale_names)

@@ -24,7 +24,7 @@ from h5async.index.links import Consulted, Reach, require_same_store
 from h5async.index.savedfile import read_saved, write_saved
 from h5async.index.savedkinds import NotPortableError, SavedHeader, SavedIndexError
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.io.stores import are_at, is_anything_at, real_name, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing, suppressing

@@ -31,7 +31,7 @@ from h5async.index.chunktable import ChunkTable, grid_of
 from h5async.index.datasettable import Columns
 from h5async.index.layout import CfAttribute, DatasetLayout, Indexed, Storage, Text
 from h5async.index.segments import Int64s, Piece, Segments
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 
 LARGEST = (1 << 62) - 1  # of bytes, chunks, samples, or a position
 _SUPERBLOCK_NBYTES = 48  # at least

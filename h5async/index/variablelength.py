@@ -25,7 +25,7 @@ from h5async.core.binding import Core, address
 from h5async.errors import DamagedError
 from h5async.index.hdf5 import NotDirectError, Opened, file_properties, uses_fill_value
 from h5async.index.storedtypes import describe, without_metadata
-from h5async.io.places import NONSENSE, Format
+from h5async.io.indexreferences import NONSENSE, Format
 from h5async.io.references import IS_SHARED, header_messages
 
 _SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes

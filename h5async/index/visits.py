@@ -154,12 +154,17 @@ def _python_functions() -> list[int | None]:
 
 def _visit_struct(core: Core, dataset: Opened, grid: Sequence[int]) -> tuple[Any, Int64s]:
     """Return the core's description of a dataset, and an array that it points to."""
-    extents = np.array([dataset.chunks, grid], np.int64)
+    extents = _extents(dataset.chunks, tuple(grid))
     at = address(extents)
     struct = core.Visit(
         dataset=dataset.id.id, rank=len(grid), chunk=at, grid=at + extents.nbytes // 2
     )
     return struct, extents
+
+
+@functools.lru_cache(maxsize=16)
+def _extents(chunks: tuple[int, ...], grid: tuple[int, ...]) -> Int64s:
+    return np.array([chunks, grid], np.int64)
 
 
 def _columns(count: int) -> tuple[Int64s, Int64s, Int64s, NDArray[np.uint32]]:

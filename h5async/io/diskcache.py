@@ -37,8 +37,7 @@ from h5async.config.files import Kept, SourceName
 from h5async.errors import ConfigError
 from h5async.io.localfiles import owned
 from h5async.io.shared import map_file
-from h5async.io.source import MappedMirror, Source, SourceOver
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp, MappedMirror, Source, SourceOver
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from h5async.config.files import OBJECT_SCHEME, ObjectName
 from h5async.errors import ReadError
-from h5async.io.source import Source
-from h5async.io.stamps import FileStamp, changed
+from h5async.io.source import FileStamp, Source, changed
 from h5async.io.stores import Store, register
 
 if TYPE_CHECKING:

@@ -14,13 +14,20 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from h5async.io.places import NONSENSE, Format, Place, find_places
+from h5async.io.indexreferences import NONSENSE, Format, Place, find_places
 from h5async.io.references import SUPERBLOCK_NBYTES, read_superblock, superblock_offsets
 from h5async.io.sidebyside import collecting_later
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
     from h5async.io.source import Source
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+
+from h5async.io.sidebyside import start
 
 PAGE_NBYTES = 1 << 10
 _MOST_PAGES = 1 << 18  # that are kept, 256 MiB
@@ -34,6 +41,8 @@ _ROUND_PLACES = 1 << 14
 _WALK_NBYTES = 1 << 26  # and until HDF5 gets what it asked for
 _AHEAD_NBYTES = 1 << 20  # of guesses, before HDF5 comes to a file
 _MOST_PLACES = 1 << 18  # that are remembered
+_MOST_AHEAD = 64  # files that threads open
+_MOST_KEPT = 4  # of those that were given back, as a file is often opened several times
 _NEXT_OBJECTS = 32  # of a group, after the second one
 
 
@@ -230,3 +239,96 @@ class MetadataFile(io.RawIOBase):
             self._objects[place.offset] = place
             self._groups.setdefault(place.group, []).append(place)
             self._offsets = None
+
+
+_Answer = queue.SimpleQueue[MetadataFile | None]  # None if it was not opened
+Open = Callable[[str], MetadataFile]
+_current: ContextVar[Ahead | None] = ContextVar("_current", default=None)
+
+
+@contextmanager
+def opening_ahead(names: Sequence[str]) -> Iterator[None]:
+    """Open sources ahead while the body opens them one by one; see `take`."""
+    ahead = Ahead(names)
+    token = _current.set(ahead)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        ahead.close()
+
+
+def take(name: str, open_source: Open) -> tuple[MetadataFile, Ahead | None]:
+    """Return an open source, and who it may be given back to.
+
+    Raises as `open_source`, by which sources are opened in any thread.
+    """
+    ahead = _current.get()
+    found = None if ahead is None else ahead.take(name, open_source)
+    return (open_source(name) if found is None else found), ahead
+
+
+class Ahead:
+    """Open sources, by their names. Used by one thread."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(dict.fromkeys(names))
+        self._number = {name: number for number, name in enumerate(self._names)}
+        self._next = 0  # all below were begun, or passed over
+        self._begun: dict[str, _Answer] = {}
+        self._kept: dict[str, MetadataFile] = {}
+        self._is_closed = False
+
+    def take(self, name: str, open_source: Open) -> MetadataFile | None:
+        """Return a source that was opened ahead; None if it was not, or was taken before."""
+        if name in self._kept:
+            return self._kept.pop(name)
+        number = self._number.pop(name, None)
+        if number is None or len(self._names) < 2:
+            return None
+        self._next = max(self._next, number)
+        with suppressing(RuntimeError):  # there are no more threads
+            for one in self._names[self._next : number + _MOST_AHEAD]:
+                answer = _Answer()
+                start(partial(self._open, one, open_source, answer))
+                self._begun[one] = answer
+                self._next += 1
+        if name not in self._begun:
+            return None
+        found = self._begun[name].get()
+        del self._begun[name]
+        return found
+
+    def give_back(self, name: str, content: MetadataFile) -> None:
+        """Take a source that is not used any more."""
+        if self._is_closed or name in self._kept:
+            content.source.close()
+            return
+        self._kept[name] = content
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.pop(next(iter(self._kept))).source.close()
+
+    def close(self) -> None:
+        """Close all sources that were not taken."""
+        self._is_closed = True
+        for content in self._kept.values():
+            content.source.close()
+        for answer in self._begun.values():
+            _close(answer)
+
+    def _open(self, name: str, open_source: Open, answer: _Answer) -> None:
+        content = None
+        if not self._is_closed:
+            with suppressing(Exception):  # who asks for it tries again, and finds out why
+                content = open_source(name)
+                content.begin_ahead()
+        answer.put(content)
+        if self._is_closed:
+            _close(answer)
+
+
+def _close(answer: _Answer) -> None:
+    with suppressing(queue.Empty):  # it comes later, or someone else closes it
+        content = answer.get_nowait()
+        if content is not None:
+            content.source.close()

@@ -21,8 +21,7 @@ from h5async.errors import ConfigError, H5AsyncError, ReadError
 from h5async.io.diskcache import keeping
 from h5async.io.obstoreclient import SIGNED_SECONDS, WEB, Client, client_of, failure
 from h5async.io.sidebyside import SideBySide
-from h5async.io.source import Source, WebAddress
-from h5async.io.stamps import FileStamp, replaced
+from h5async.io.source import FileStamp, Source, WebAddress, replaced
 from h5async.io.stores import Store, register
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from io import RawIOBase
 from pathlib import Path
 
 from h5async.config.files import scheme_of
-from h5async.io.places import NONSENSE
+from h5async.io.indexreferences import NONSENSE
 from h5async.io.references import SIGNATURE, SUPERBLOCK_NBYTES, read_superblock, superblock_offsets
 from h5async.system.interruptions import interruption
 

@@ -12,6 +12,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from h5async.io.indexreferences import (
+    NONSENSE,
+    Cursor,
+    Find,
+    Format,
+    Place,
     chunk_tree,
     extensible_array,
     fixed_array,
@@ -19,7 +24,6 @@ from h5async.io.indexreferences import (
     group_tree,
     tree_header,
 )
-from h5async.io.places import NONSENSE, Cursor, Find, Format, Place
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 SUPERBLOCK_NBYTES = 128  # at most

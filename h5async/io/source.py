@@ -1,7 +1,15 @@
-"""Source, an open source: bytes that rows and metadata are read of, wherever they lie."""
+"""Source, an open source: bytes that rows and metadata are read of, wherever they lie.
+
+A local file is identified by device and inode, and a state of it by size and times as well.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import struct
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +18,104 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.io.stamps import FileStamp
+from h5async.config.files import scheme_of
+from h5async.errors import ReadError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
+
+# The tick of file systems' clock: that of Linux's CLOCK_REALTIME_COARSE, for which Python has no
+# name; if the system does not tell it, twice that of most kernels.
+_COARSE_CLOCK, _TICK_NS = 5, 20_000_000
+if sys.platform == "linux" and (_seconds := time.clock_getres(_COARSE_CLOCK)) >= 0.001:
+    _TICK_NS = int(_seconds * 1e9)
+
+
+class FileStamp(NamedTuple):
+    """A file, by device and inode, and its state: size, times of content and status.
+
+    For sources of other stores these are any numbers that differ where sources, or states of them,
+    do; `nbytes` is their size.
+    """
+
+    device: int
+    inode: int
+    nbytes: int = -1
+    modified_ns: int = 0
+    changed_ns: int = 0
+
+    @property
+    def file_id(self) -> tuple[int, int]:
+        """Device and inode."""
+        return self.device, self.inode
+
+    def has_content_of(self, other: FileStamp) -> bool:
+        """Tell whether no more than its status has changed: its mode, its names."""
+        return self[:4] == other[:4]
+
+    @classmethod
+    def of_tag(cls, tag: str, nbytes: int) -> FileStamp:
+        """Return the stamp of a source that is another one as soon as its tag changes."""
+        digest = hashlib.blake2b(tag.encode(), digest_size=16).digest()
+        device, inode = (n >> 1 for n in struct.unpack("<QQ", digest))
+        return cls(device, inode, nbytes)
+
+    @classmethod
+    def of(cls, file: int | str | Path) -> FileStamp:
+        """Return the stamp of an open file, by its descriptor, or of what lies at a path now."""
+        status = os.stat(file)
+        times = status.st_mtime_ns, status.st_ctime_ns
+        return cls(status.st_dev, status.st_ino, status.st_size, *times)
+
+
+def settled(read: Callable[[], FileStamp]) -> FileStamp:
+    """Return a stamp that `read` returns; if possible, once any later change would show in it.
+
+    File systems take the time of a write when it begins, from a clock that ticks every few
+    milliseconds (some count whole seconds). So a second change within a tick, and the rest of that
+    write, leave no trace. If the file was changed that recently, this waits for a tick, and for two
+    at most, since the file may be written to all the time.
+    """
+    stamp = read()
+    for _ in range(2):
+        is_whole = stamp.changed_ns % 1_000_000_000 == 0
+        tick_ns = 1_000_000_000 if is_whole else _TICK_NS
+        left_ns = stamp.changed_ns + tick_ns - time.time_ns()
+        if not 0 < left_ns <= tick_ns:
+            break
+        time.sleep((left_ns + _TICK_NS / 2) / 1e9)
+        stamp = read()
+    return stamp
+
+
+def lies_at(path: str, stamp: FileStamp) -> bool:
+    """Tell whether the file of a stamp lies at a path."""
+    try:
+        return FileStamp.of(path).file_id == stamp.file_id
+    except OSError:
+        return False
+
+
+def changed(path: str, what: str) -> ReadError:
+    """Return the error for a file that was changed under a reader."""
+    return ReadError(
+        f"{path} was changed while it was being read: {what}; make a new reader, which reads it as"
+        " it is now (and a new saved index before that, if one was named)"
+    )
+
+
+def replaced(path: str) -> ReadError:
+    """Return the error for a file that is not the one that was indexed."""
+    if scheme_of(path):
+        return ReadError(
+            f"{path} was replaced by another one after it had been indexed; make a new reader, or a"
+            " new index, which reads the new one"
+        )
+    return ReadError(
+        f"{path} was replaced by another file after it had been indexed, and was not kept open:"
+        " only as many files are as the limit of open files allows (ulimit -n), and none of a saved"
+        " index that was named; make a new reader, or a new index, which reads the new file"
+    )
 
 
 class WebAddress(NamedTuple):

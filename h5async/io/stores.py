@@ -12,37 +12,46 @@ import errno
 import functools
 import io
 import os
+import re
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h5py
 
 from h5async.config.files import FileName, SourceName, expand_with, scheme_of
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
-from h5async.io.ahead import take
 from h5async.io.localfiles import open_regular
-from h5async.io.metadatafile import MetadataFile
+from h5async.io.metadatafile import MetadataFile, take
 from h5async.io.openfailure import directory_reason, reason_unopened
 from h5async.io.sidebyside import SideBySide
-from h5async.io.source import Source
-from h5async.io.stamps import FileStamp, changed, settled
+from h5async.io.source import FileStamp, Source, changed, settled
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
 
+_ANY_OBJECT = h5py.h5f.OBJ_ALL | h5py.h5f.OBJ_LOCAL
+
+
 class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
     """A file that h5py reads, and its source, which is closed with it."""
 
     source: Source
-    name_of_source = ""  # if it lies in another store
+    name_of_source = ""  # by which it was opened
     give_back: Callable[[], None] | None = None  # closes the source, or keeps it
+
+    @classmethod
+    def of(cls, opened: h5py.h5f.FileID) -> HDF5File:
+        """Return an open file, for whose identifier `h5py.File` would get another one."""
+        file = cls.__new__(cls)
+        h5py.Group.__init__(file, opened)
+        return file
 
     @property
     def filename(self) -> str:
@@ -51,7 +60,10 @@ class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        super().close()
+        if self.id.valid and h5py.h5f.get_obj_count(self.id, _ANY_OBJECT) == 1:
+            self.id.close()  # h5py would look for objects to be closed before
+        else:
+            super().close()
         give_back, self.give_back = self.give_back, None
         if give_back is not None:
             give_back()
@@ -97,7 +109,9 @@ class Store(ABC):
             properties = _access_properties(metadata_nbytes).copy()
             properties.set_fileobj_driver(h5py.h5fd.fileobj_driver, content)
             try:
-                file = HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
+                file = HDF5File.of(
+                    h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties)
+                )
             except (OSError, RuntimeError, ValueError) as error:
                 text = f"cannot open {name}: {reason_unopened(content, error)}"
                 raise failed_read(text, error, name) from error
@@ -138,6 +152,10 @@ class LocalSource(Source):
                 raise ReadError(f"{nbytes - len(found)} bytes are missing at byte {offset}")
             found += part
         return found
+
+    def fills(self, out: Any, offset: int) -> bool:
+        """Read to a buffer; return whether it was filled."""
+        return bool(os.preadv(self._descriptor, [out], offset) == out.nbytes)
 
     def close(self) -> None:
         """Close the file, if this object owns it."""
@@ -211,14 +229,14 @@ class LocalStore(Store):
         except (OSError, RuntimeError, ValueError) as error:
             text = f"cannot open {name}: {reason_unopened(name, error)}"
             raise failed_read(text, error, name) from error
-        file.source = LocalSource(file.id.get_vfd_handle())
+        file.source, file.name_of_source = LocalSource(file.id.get_vfd_handle()), name
         return file
 
 
 def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HDF5File:
     try:
         # `h5py.File` would make new property lists for each file.
-        return HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
+        return HDF5File.of(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
     except OSError as error:
         # The caller has it open without locking, and HDF5 requires equal settings; or a writer
         # permits readers (SWMR).
@@ -229,6 +247,19 @@ def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HD
         with suppressing(OSError):
             return HDF5File(name, "r", swmr=True)
         raise
+
+
+def open_apart(name: str) -> HDF5File:
+    """Open a local file for reading, as another one to HDF5 than one that is opened otherwise.
+
+    It is not locked, and shares nothing with others of that name.
+    """
+    properties = _access_properties(None).copy()
+    properties.set_fapl_log(b"", 0, 0)
+    properties.set_file_locking(False, True)
+    file = HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
+    file.source = LocalSource(file.id.get_vfd_handle())
+    return file
 
 
 @functools.cache
@@ -253,6 +284,7 @@ def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
 
 LOCAL = LocalStore()
 _STORES: dict[str, Store] = {}
+_UNTIDY = re.compile(r"//|/\.?(/|$)")  # what `Path` changes
 
 
 def register(scheme: str, store: Store) -> None:
@@ -273,7 +305,10 @@ def far_names(names: Sequence[FileName]) -> list[str]:
 
 def absolute_name(name: FileName) -> str:
     """Return a name that is the same when the current directory changes."""
-    return str(Path(name).absolute()) if store_of(name).is_local else str(name)
+    text = str(name)
+    if not store_of(name).is_local or (text.startswith("/") and not _UNTIDY.search(text)):
+        return text
+    return str(Path(text).absolute())
 
 
 def real_name(name: FileName) -> str:

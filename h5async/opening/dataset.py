@@ -31,8 +31,8 @@ from h5async.index.indexcache import known_of_files
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.savedindex import NamedIndex
-from h5async.io.ahead import opening_ahead
 from h5async.io.localfiles import read_ahead
+from h5async.io.metadatafile import opening_ahead
 from h5async.io.stores import far_names
 from h5async.opening.fieldkinds import unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known

@@ -33,7 +33,7 @@ from h5async.index.links import Reach, Room, files_of, open_index
 from h5async.index.metadata import indexer_at, references, value_layout
 from h5async.index.segments import Int64s
 from h5async.index.variablelength import Sequences, VariableLength
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.read.executors import read_blocks, read_whole
 from h5async.spelling import name_text, named
 
@@ -151,7 +151,8 @@ def reach_of(config: ReaderConfig) -> Reach:
     mode = mapping_mode(config.io)
     room = Room(config.max_batch_bytes)
     named = partial(SourceName, options=config.storage_options, kept=config.kept)
-    return Reach(config.allow_external, config.allow_missing, mode, room, named=named)
+    allowed = config.allow_external, config.allow_missing
+    return Reach(*allowed, mode, room, named=named, alike={})
 
 
 def read_names(reach: Reach, file: FileName, path: str) -> list[str]:

@@ -12,7 +12,7 @@ from h5async.errors import H5AsyncError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
 from h5async.index.savedindex import IndexedFile
-from h5async.io.ahead import opening_ahead
+from h5async.io.metadatafile import opening_ahead
 from h5async.io.stores import absolute_name, far_names
 from h5async.opening.dataset import grouping_of, on_indexed
 from h5async.opening.fieldkinds import with_kinds

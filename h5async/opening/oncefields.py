@@ -31,7 +31,7 @@ from h5async.index.metadata import Further, layout_at
 from h5async.index.savedindex import Wanted
 from h5async.index.segments import Int64s, Segments
 from h5async.index.storedtypes import without_metadata
-from h5async.io.stamps import settled
+from h5async.io.source import settled
 from h5async.io.stores import absolute_name
 from h5async.opening.filevalues import FileValues
 from h5async.opening.selecting import sequences_of

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5async.errors import ConfigError, H5AsyncError
+from h5async.order.sampling import Order
 from h5async.order.selection import Int64s
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
@@ -51,7 +52,7 @@ class _Epoch(NamedTuple):
         return found.hexdigest()
 
 
-class SamplerOrder:
+class SamplerOrder(Order):
     """The order that a sampler draws. Thread-safe.
 
     A batch drawn by the sampler stands for `batch_size` positions, though it may be shorter; `size`

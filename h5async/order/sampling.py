@@ -42,7 +42,7 @@ Shuffle = Literal[False, "full", "window"]
 OrderKey = tuple[int, ...]
 
 # Positions from a number on, and what maps them to those of the selection, if anything does:
-# `permutation`, or `WeightedOrder.mapping`.
+# `permutation`, `WeightedOrder.mapping`, or `WindowOrder.run`.
 Run = tuple[int, NDArray[np.uint64] | None]
 
 _BLOCK = 4096  # draws that are computed at a time, without the core
@@ -78,6 +78,10 @@ class Order(Protocol):
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
+
+    def run(self, epoch: int, start: int, stop: int) -> Run | None:
+        """Return the same as a run; None if the core cannot compute them."""
+        return None
 
 
 class WeightedOrder:
@@ -257,7 +261,7 @@ class Sampling:
         if self.offsets is not None:
             return False
         if self.draws is not None or self.order is not None:
-            return self.draws is not None
+            return True
         return not self.shuffle or (self.pass_samples or self.num_samples) > SORTED_UP_TO
 
     def run_at(self, epoch: int, start: int, stop: int) -> Run | None:
@@ -266,12 +270,15 @@ class Sampling:
             return None
         if self.draws is not None:
             return start, self.draws.mapping(epoch)
-        if self.pass_samples is None:
-            return start, permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
-        (number, start, _), *others = self._in_passes(epoch, start, stop)
-        if others:
-            return None
-        return start, permutation(self.pass_samples, self.seed, number) if self.shuffle else None
+        number, size = epoch, self.pass_samples or self.num_samples
+        if self.pass_samples is not None:
+            (number, start, stop), *others = self._in_passes(epoch, start, stop)
+            if others:
+                return None
+        order = self._order_of(epoch)
+        if order is not None:
+            return order.run(number, start, stop)
+        return start, permutation(size, self.seed, number) if self.shuffle else None
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch, as a new array."""
@@ -290,13 +297,16 @@ class Sampling:
     def _positions(self, epoch: int, start: int, stop: int) -> Int64s:
         if self.draws is not None:
             return self.draws.samples(epoch, start, stop)
-        order = self.order
-        if self.resumed is not None and self.resumed[0] == epoch:
-            order = self.resumed[1]
+        order = self._order_of(epoch)
         if self.pass_samples is None:
             return self._of_pass(order, epoch, start, stop)
         found = [self._of_pass(order, *run) for run in self._in_passes(epoch, start, stop)]
         return np.concatenate((NO_SAMPLES, *found))
+
+    def _order_of(self, epoch: int) -> Order | None:
+        if self.resumed is not None and self.resumed[0] == epoch:
+            return self.resumed[1]
+        return self.order
 
     def _in_passes(self, epoch: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the passes that some positions of an epoch lie in, and where in these."""

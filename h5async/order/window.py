@@ -23,18 +23,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from h5async.core.binding import address, load_core
+from h5async.core.binding import Core, address, load_core
 from h5async.index.datasettable import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.units import sample_bounds
 from h5async.index.units import unit_nbytes as unit_nbytes_of
 from h5async.order.rows import StepRows, numbers_in
-from h5async.order.sampling import Order, WeightedOrder, dealt
+from h5async.order.sampling import Order, Run, WeightedOrder, dealt
 from h5async.order.selection import Int64s, Selection, keyed_hash, permute, permute_each, round_keys
+from h5async.system.interruptions import call_when_gone
 
 _BLOCK_SAMPLES = 1024  # computed at a time: fewer would cost about as much
 _MISSING_SAMPLES = 1 << 18  # counted at a time
+_PLACE_NBYTES = 4  # in the core, of a sample of a block
+_BLOCKS_KEPT = 4  # in the core: threads work on batches that share some
 _GROUP_SAMPLES = 128  # shuffled together: at least a round, at most a small window
 _TIMES_REACH = 16  # length of a merged unit by the reach of steps: few samples lie at its ends
 _LEAST_UNITS = 8  # minimum number of merged units in a window
@@ -50,17 +54,18 @@ class _Table(NamedTuple):
 
     `unit`, int64 (n,), has the units in the order in which they start; `skip` and `counts`, each
     unit's samples that belong to the piece before, and to this one; `begin`, int64 (blocks + 1,),
-    the first position of each block.
+    the first position of each block. `mapping` is that of runs; it owns the core's structure, whose
+    address is its third number.
     """
 
     unit: Int64s
     skip: Int64s
     counts: Int64s
     begin: Int64s
-    struct: Any
+    mapping: NDArray[np.uint64] | None
 
 
-class WindowOrder:
+class WindowOrder(Order):
     """The order of ``shuffle="window"``, in which `window` units are mixed. Thread-safe.
 
     Unit i is samples ``bounds[i]`` to ``bounds[i + 1]``: int64 (n + 1,), ascending from 0. The
@@ -92,14 +97,23 @@ class WindowOrder:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
         if start >= stop:
             return np.zeros(0, np.int64)
-        begin = self._table(epoch).begin
-        first = int(begin.searchsorted(start, side="right")) - 1
-        last = int(begin.searchsorted(stop, side="left"))
+        table, core = self._table(epoch), load_core()
+        if core is not None and table.mapping is not None:
+            samples, struct = np.empty(stop - start, np.int64), int(table.mapping[2])
+            if core.window_samples(struct, address(samples), start, samples.size):
+                return samples
+        first = int(table.begin.searchsorted(start, side="right")) - 1
+        last = int(table.begin.searchsorted(stop, side="left"))
         found = []
         for number in range(first, last):
-            offset = int(begin[number])
+            offset = int(table.begin[number])
             found.append(self._block(epoch, number)[max(0, start - offset) : stop - offset])
         return np.concatenate(found)
+
+    def run(self, epoch: int, start: int, stop: int) -> Run | None:
+        """Return the same as a run; None if there is no core."""
+        mapping = self._table(epoch).mapping
+        return None if mapping is None else (start, mapping)
 
     def _new_table(self, epoch: int) -> _Table:
         unit, skip, counts = self._units(epoch)
@@ -111,12 +125,23 @@ class WindowOrder:
         self._subtract_missing(size, shorter, self._size - counts[shorter])
         begin = np.append(0, np.cumsum(size))[:: self._block_rounds]
         total = int(counts.sum())
-        begin = begin if begin[-1] == total else np.append(begin, total)
-        arrays = unit, skip, counts, self._bounds, self._delay
-        keys = round_keys(self._seed, epoch, "window").tolist()
-        sizes, core = (count, self._size, self._group_rounds), load_core()
-        struct = core and core.Window(*map(address, arrays), *sizes, tuple(keys))
-        return _Table(unit, skip, counts, begin, struct)
+        begin = np.ascontiguousarray(begin) if begin[-1] == total else np.append(begin, total)
+        table = _Table(unit, skip, counts, begin, None)
+        core = load_core()
+        return table if core is None else table._replace(mapping=self._mapping(core, table, epoch))
+
+    def _mapping(self, core: Core, table: _Table, epoch: int) -> NDArray[np.uint64]:
+        arrays = *table[:3], self._bounds, self._delay, table.begin
+        rounds = self._group_rounds, self._block_rounds
+        sizes = table.unit.size, self._size, self.window, *rounds, table.begin.size - 1
+        nbytes = self._block_rounds * self._size * _PLACE_NBYTES
+        blocks = core.new_store(_BLOCKS_KEPT * nbytes, nbytes)
+        keys = tuple(round_keys(self._seed, epoch, "window").tolist())
+        struct = core.Window(*map(address, arrays), *sizes, blocks, keys)
+        found: Any = (ctypes.c_uint64 * 9)(1, 0, ctypes.addressof(struct))
+        found.held = struct, arrays
+        call_when_gone(found, core.free_store, found[2] + core.Window.blocks.offset)
+        return np.frombuffer(found, np.uint64)
 
     def _subtract_missing(self, size: Int64s, shorter: Int64s, missing: Int64s) -> None:
         """Subtract the samples that shorter units lack from the sizes of rounds."""
@@ -151,19 +176,7 @@ class WindowOrder:
         return counts
 
     def _new_block(self, epoch: int, number: int) -> Int64s:
-        """Return the samples of a block of rounds. Shared: do not modify."""
-        core = load_core()
-        if core is not None:
-            samples = np.empty(self._block_rounds * self._size, np.int64)
-            table, begin = self._table(epoch), number * self._block_rounds
-            struct = ctypes.byref(table.struct)
-            count = core.window_block(struct, address(samples), begin, self._block_rounds)
-            if count >= 0:
-                return samples[:count]
-        return self._numpy_block(epoch, number)
-
-    def _numpy_block(self, epoch: int, number: int) -> Int64s:
-        """Compute the same without the core."""
+        """Compute the samples of a block of rounds without the core. Shared: do not modify."""
         table, size = self._table(epoch), self._size
         keys = round_keys(self._seed, epoch, "window")
         serial = np.arange(self._block_rounds * size) + number * self._block_rounds * size
@@ -180,7 +193,7 @@ class WindowOrder:
         return first + permute_each(slot + table.skip[place], self._counts(unit), unit, keys)
 
 
-class DealtOrder:
+class DealtOrder(Order):
     """The order of ``shuffle="window"`` for several ranks. Thread-safe.
 
     In each pass of the data, each rank has a piece of the units, in an order of its own. At each
@@ -235,12 +248,26 @@ class DealtOrder:
 
         return samples, end - begin
 
+    def run(self, epoch: int, start: int, stop: int) -> Run | None:
+        """Return the same as a run, if they are one rank's; else None."""
+        at = epoch * self._num_samples
+        rank, count = self._run(at + start)
+        if stop - start > count:
+            return None
+        begin = self._before(rank, at + start) - self._before(rank, at)
+        return self._piece_of(rank, epoch).run(epoch, begin, begin + stop - start)
+
+    def _piece_of(self, rank: int, number: int) -> Order:
+        """Return the order of a rank in a pass."""
+        first, behind = (at * self._num_samples for at in (number, number + 1))
+        return self._piece(
+            *(self._below(r, behind) - self._below(r, first) for r in (rank, rank + 1))
+        )
+
     def _of_rank(self, rank: int, number: int, start: int, stop: int) -> Int64s:
         """Return what a rank gets in a pass, by how many samples it has had since the first."""
-        first, behind = (at * self._num_samples for at in (number, number + 1))
-        edges = [self._below(r, behind) - self._below(r, first) for r in (rank, rank + 1)]
-        had = self._before(rank, first)
-        return self._piece(*edges).samples(number, start - had, stop - had)
+        had = self._before(rank, number * self._num_samples)
+        return self._piece_of(rank, number).samples(number, start - had, stop - had)
 
     def _run(self, position: int) -> tuple[int, int]:
         """Return the rank whose run holds a position since the first epoch, and what is left."""
@@ -271,7 +298,7 @@ class DealtOrder:
         )
 
 
-class DrawnOrder:
+class DrawnOrder(Order):
     """The order of ``shuffle="window"`` for samples that are drawn with replacement. Thread-safe.
 
     An epoch has the same draws as without a window. Here they are sorted by units, then mixed as

@@ -110,14 +110,13 @@ def write_sample(folder: Path, values: NDArray[Any], layout: Layout) -> Path:
     """Write rows in a layout; return the file."""
     path = folder / f"{layout.rows}-{layout.filter.replace(':', '-')}.h5"
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    rows = max(1, min(layout.rows, len(values)))
-    properties.set_chunk((rows, *values.shape[1:]))
     set_filters(properties, parse_filters(layout.filter))
+    chunks = (max(1, min(layout.rows, len(values))), *values.shape[1:])
     with SafeFile(path, overwrite=True) as safe:
-        of_type, space = h5py.h5t.py_create(values.dtype), h5py.h5s.create_simple(values.shape)
-        made = h5py.h5d.create(safe.file.id, DATASET.encode(), of_type, space, properties)
+        like = {"dtype": values.dtype, "chunks": chunks, "dcpl": properties}
+        made = safe.file.create_dataset(DATASET, values.shape, **like)
         with ChunkWriter(safe) as writer:
-            writer.open(h5py.Dataset(made)).write((0,) * values.ndim, values)
+            writer.open(made).write((0,) * values.ndim, values)
         safe.finish()
     return path
 

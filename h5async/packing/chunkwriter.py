@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -20,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.encoders import find_encoder
+from h5async.core.binding import address
 from h5async.index.chunks import filters_of
 from h5async.index.hdf5 import edges_are_raw
-from h5async.packing.rawvalues import raw_fill, write_raw
+from h5async.packing.rawvalues import HVL_NBYTES, raw_fill, write_raw
 from h5async.packing.safefile import SafeFile
 from h5async.system.interruptions import Gate, Patience, join_threads, start_threads
 from h5async.system.resources import usable_cores
@@ -31,10 +33,9 @@ T = TypeVar("T")
 Offset = tuple[int, ...]
 Chunk = tuple[Offset, Any, int]  # where it is, its bytes, the mask of filters left out
 _TASK_NBYTES = 1 << 20  # small chunks are encoded so many at a time
-_ELEMENT_NBYTES = 256  # a guess, of elements of variable length
 
 
-class ChunkWriter:
+class ChunkWriter(AbstractContextManager["ChunkWriter"]):
     """Writes to a file. For one thread, which may call h5py meanwhile.
 
     Parameters
@@ -95,10 +96,6 @@ class ChunkWriter:
         self._encoders.shutdown(wait=True, cancel_futures=True)
         join_threads([self._thread], Patience(None))
 
-    def __enter__(self) -> ChunkWriter:
-        """Return the writer itself."""
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Flush it, unless there was an error, and close it."""
         try:
@@ -140,13 +137,13 @@ class DatasetWriter:
             self._fill = dataset.fillvalue if raw is None else raw_fill(dataset.id, raw)
 
     def write(self, offset: Offset, values: NDArray[Any], nbytes: int | None = None) -> None:
-        """Write values in a block of the dataset that begins at `offset`; `nbytes` if it is known.
+        """Write values in a block of the dataset that begins at `offset`.
 
         It begins and ends with chunks, or at the end of the dataset, unless HDF5 encodes them.
+        `nbytes` are those of elements of variable length.
         """
         if self._encode is None:
-            of_objects = _ELEMENT_NBYTES * values.size if nbytes is None else nbytes
-            size = of_objects if self._dtype.hasobject else values.nbytes
+            size = values.nbytes if nbytes is None else nbytes
             self._writer.call(partial(self._write_by_hdf5, offset, values), size)
             return
         assert self._chunks is not None
@@ -168,18 +165,17 @@ class DatasetWriter:
         nbytes = sum(len(data) for _, data, _ in chunks)
         self._writer.call(partial(self._write_chunks, lambda: chunks, 0), nbytes)
 
-    def write_made(
-        self, row: int, makes: Sequence[Callable[[], list[NDArray[Any]]]], nbytes: int
+    def write_elements(
+        self, row: int, several: Sequence[Callable[[], Sequence[NDArray[Any]]]], nbytes: int
     ) -> None:
-        """Write elements of variable length, from a row on, which threads make of `nbytes`."""
-        made = [self._writer.encoded(one) for one in makes]
+        """Write elements of variable length, of `nbytes`, from a row on, when they are made."""
 
         def write() -> None:
-            found = [element for one in made for element in one()]
-            several = np.empty(len(found), object)
-            for number, element in enumerate(found):  # (NumPy would make a matrix of equal lengths)
-                several[number] = element
-            self._write_by_hdf5((row,), several)
+            found = [element for made in several for element in made()]
+            self._grow(row + len(found))
+            pairs = [(one.size, address(one)) for one in found]
+            elements = np.array(pairs, np.uint64).reshape(-1, 2)
+            write_raw(self._dataset.id, (row,), elements.view(f"V{HVL_NBYTES}")[:, 0])
 
         self._writer.call(write, nbytes)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Container, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-from h5py import h5a, h5d, h5l, h5o, h5p, h5t
+from h5py import h5a, h5d, h5l, h5o, h5p
 
 from h5async.codec.encoders import spell_filters
 from h5async.errors import WriteError
@@ -16,7 +15,7 @@ from h5async.io.stores import HDF5File
 from h5async.order.selection import Selection
 from h5async.packing.encodedsamples import encoded_images
 from h5async.packing.objects import Entry, ObjectCopy, attribute_names, walk
-from h5async.packing.rawvalues import HVL_NBYTES, Bytes, RawValues, call_hdf5, has_pointers
+from h5async.packing.rawvalues import Bytes, RawValues, call_hdf5, content
 from h5async.packing.rewriting import Rewrite, Run
 from h5async.packing.rowsource import RowSource
 from h5async.spelling import name_text
@@ -43,17 +42,14 @@ class Comparison:
         one, other = (h5o.open(file, b"/") for file in (objects.source, target.id))
         self._compare_attributes(one, other, "the root group")
 
-    def _fail(self, where: str) -> NoReturn:
-        raise WriteError(
-            f"{self._target.filename}: {where} differs from the source; keep the source, and check"
-            " disk and memory",
-            filename=self._target.filename,
-        )
-
     def require(self, is_same: bool, where: str) -> None:
         """Raise the error that something differs, unless it is the same."""
         if not is_same:
-            self._fail(where)
+            raise WriteError(
+                f"{self._target.filename}: {where} differs from the source; keep the source, and"
+                " check disk and memory",
+                filename=self._target.filename,
+            )
 
     def _link(self, entry: Entry) -> tuple[Any, ...]:
         """Return what a link of the target says, without where its object lies."""
@@ -109,8 +105,12 @@ class Comparison:
         where, target = f'dataset "{path}"', self._target[path].id
         if rewrite is None:
             self.require(dataset.shape == target.shape, f"{where}: its shape")
-            if dataset.rank == 0 and dataset.get_space().get_select_npoints():
-                self._compare_scalars(dataset, target, where)
+            kind, space = dataset.get_type(), dataset.get_space()
+            if dataset.rank == 0 and space.get_select_npoints():
+                with RawValues(kind, 1, where) as a, RawValues(kind, 1, where) as b:
+                    a.read(dataset, space, space)
+                    b.read(target, space, space)
+                    self._compare_raw(a, b, where)
             return
         shape = rewrite.shape[:1] if rewrite.encoding else rewrite.shape
         self.require(shape == target.shape, f"{where}: its shape")
@@ -127,28 +127,16 @@ class Comparison:
             return
         of_target = {**options, "hdf5_path": self._target.filename}
         sources = rewrite.source.blocks(rewrite.selection, blocks, rewrite.dtype, dict(options))
-        if rewrite.encoding:  # the same pixels have the same bytes
-            for block, old in zip(blocks, sources, strict=True):
-                images = np.array(old, order="C").view(np.uint8)
-                pairs = zip(
-                    encoded_images(images, rewrite.encoding),
-                    self._target[path][block.begin : block.stop],
-                    strict=True,
-                )
-                is_same = all(np.array_equal(one, other) for one, other in pairs)
-                self.require(is_same, f"{where}, rows {block.begin} to {block.stop}")
-            return
         targets = written.blocks(every, blocks, None, of_target)
+        if rewrite.encoding:
+            targets = (self._target[path][block.begin : block.stop] for block in blocks)
         for block, old, new in zip(blocks, sources, targets, strict=True):
-            rows = f"{where}, rows {block.begin} to {block.stop}"
-            self.require(np.array_equal(_bytes(old), _bytes(new)), rows)
-
-    def _compare_scalars(self, one: h5d.DatasetID, other: h5d.DatasetID, where: str) -> None:
-        kind, space = one.get_type(), one.get_space()
-        with RawValues(kind, 1, where) as a, RawValues(kind, 1, where) as b:
-            a.read(one, space, space)
-            b.read(other, space, space)
-            self._compare_raw(a, b, where)
+            if rewrite.encoding:  # the same pixels have the same bytes
+                images = np.array(old, order="C").view(np.uint8)
+                is_same = all(map(np.array_equal, encoded_images(images, rewrite.encoding), new))
+            else:
+                is_same = np.array_equal(_bytes(old), _bytes(new))
+            self.require(is_same, f"{where}, rows {block.begin} to {block.stop}")
 
 
 def _layout(plist: h5p.PropDCID) -> tuple[Any, ...]:
@@ -160,32 +148,3 @@ def _layout(plist: h5p.PropDCID) -> tuple[Any, ...]:
 
 def _bytes(values: np.ndarray[Any, Any]) -> Bytes:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-
-
-def content(kind: h5t.TypeID, values: Bytes) -> bytes:
-    """Return the bytes of elements (count, bytes of one), with those that pointers lead to."""
-    if not has_pointers(kind):
-        return values.tobytes()
-    if isinstance(kind, h5t.TypeCompoundID):
-        parts = []
-        for i in range(kind.get_nmembers()):
-            member, begin = kind.get_member_type(i), kind.get_member_offset(i)
-            parts.append(content(member, values[:, begin : begin + member.get_size()]))
-        return b"".join(parts)
-    if isinstance(kind, h5t.TypeArrayID):
-        base = kind.get_super()
-        size = base.get_size()
-        starts = range(0, kind.get_size(), size)
-        return b"".join(content(base, values[:, at : at + size]) for at in starts)
-    if isinstance(kind, h5t.TypeStringID):
-        pointers = values[:, :8].copy().view(np.uint64).reshape(-1).tolist()
-        return b"\0".join(ctypes.string_at(one) if one else b"\1" for one in pointers)
-    base, found = kind.get_super(), []
-    for count, pointer in values[:, :HVL_NBYTES].copy().view(np.uint64).tolist():
-        nbytes = count * base.get_size()
-        found.append(count.to_bytes(8, "little"))
-        if nbytes:
-            memory = (ctypes.c_uint8 * nbytes).from_address(pointer)
-            elements = np.frombuffer(memory, np.uint8).reshape(-1, base.get_size())
-            found.append(content(base, elements))
-    return b"".join(found)

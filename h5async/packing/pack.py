@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -151,17 +152,24 @@ def _pack(
                     return [one.written for one in files]
             with PackedFile(at, source, options, f"{digest} {len(files)}", last) as file:
                 files.append(file)
-                if not file.is_finished:
-                    blocks.begin(file.taken, file.encoded)
-                    file.encoded = blocks.encoded
-                    while file.nbytes < most and blocks.following is not None:
-                        file.add(blocks.take())
-                        progress(file.taken, source.count, nbytes + file.nbytes)
-                    source.files.check()
-                    file.finish()
+                for _ in _filled(file, blocks, source, most):
+                    progress(file.taken, source.count, nbytes + file.nbytes)
             if options.shards is None:
                 return [file.written]
             nbytes += file.nbytes
+
+
+def _filled(file: PackedFile, blocks: Blocks, source: Source, most: float) -> Iterator[None]:
+    """Append blocks until a file has so many bytes, or all samples; yield after each."""
+    if file.is_finished:
+        return
+    blocks.begin(file.taken, file.encoded)
+    file.encoded = blocks.encoded
+    while file.nbytes < most and blocks.following is not None:
+        file.add(blocks.take())
+        yield
+    source.files.check()
+    file.finish()
 
 
 class _Shards:
@@ -237,9 +245,8 @@ class _Shards:
         try:
             return self._write(source, shard_path(self._path, number), begin, end)
         except DatasetError as error:
-            where = (
-                paths_text(source.files.paths) if end is None else f"samples {begin:,} to {end:,}"
-            )
+            samples = None if end is None else f"samples {begin:,} to {end:,}"
+            where = samples or paths_text(source.files.paths)
             raise DatasetError(f"{where}: {error.marked}") from error
 
     def _write(self, source: Source, at: Path, begin: int, end: int | None) -> Written:
@@ -248,13 +255,9 @@ class _Shards:
             PackedFile(at, source, self._options, digest, begin=begin, like=self._like) as file,
             Blocks(source, self._options, end) as blocks,
         ):
-            if not file.is_finished:
-                blocks.begin(file.taken, self._encoded)
-                file.encoded = blocks.encoded
-                while blocks.following is not None:
-                    file.add(blocks.take())
-                source.files.check()
-                file.finish()
+            file.encoded = self._encoded
+            for _ in _filled(file, blocks, source, math.inf):
+                pass
             return file.written
 
 
@@ -279,7 +282,7 @@ def _parts_of(source: Source, nbytes: int, row_nbytes: float) -> Sequence[range 
     return parts
 
 
-class Blocks:
+class Blocks(AbstractContextManager["Blocks"]):
     """Makes the blocks of a source, or up to a position in it, in threads, ahead of their use.
 
     So many are made ahead that they take half of the memory.
@@ -302,10 +305,6 @@ class Blocks:
         self.following: Block | None = None
         self.encoded: dict[str, str] = {}
 
-    def __enter__(self) -> Blocks:
-        """Return itself."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
@@ -320,11 +319,17 @@ class Blocks:
             source.rows = max(1, min(source.rows, fitting))
         if options.size is not None:  # decoding takes long, and threads are to end together
             source.rows = min(source.rows, _DECODED_ROWS)
-        order = partial(_permuted, source, options.seed) if options.shuffle else None
-        if self._end is not None:
-            source = copy(source)
-            source.count = self._end
-        self._works = source.work(start, order)
+        if options.shuffle and source.is_in_order:
+            raise ConfigError(
+                f"{source.name} can only be read in order; pack it without {named('shuffle')}, and"
+                " shuffle the file by h5async repack --shuffle full, or let the reader shuffle"
+            )
+        source = copy(source)
+        if options.shuffle:
+            assert source.count is not None
+            source.order = partial(permute, num_samples=source.count, seed=options.seed, epoch=0)
+        source.count = source.count if self._end is None else self._end
+        self._works = source.work(start)
         first = next(self._works, None)
         if first is None:
             return
@@ -351,11 +356,6 @@ class Blocks:
 
     def _make(self, work: Work) -> Block:
         return made_block(work(), self._samples)
-
-
-def _permuted(source: Source, seed: int, positions: Any) -> Any:
-    assert source.count is not None
-    return permute(positions, source.count, seed, 0)
 
 
 class Estimate(NamedTuple):

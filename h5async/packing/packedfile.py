@@ -22,12 +22,10 @@ from numpy.typing import NDArray
 
 from h5async.codec.encoders import set_filters
 from h5async.codec.filters import is_known_to_hdf5
-from h5async.core.binding import address
 from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.index.chunks import filters_of
 from h5async.index.groupfields import KIND
 from h5async.packing.chunkwriter import ChunkWriter
-from h5async.packing.rawvalues import HVL_NBYTES, write_raw
 from h5async.packing.safefile import SafeFile
 from h5async.packing.schema import (
     Block,
@@ -73,17 +71,17 @@ def create(file: h5py.File, column: Column) -> None:
         dtype = h5py.string_dtype() if column.form == "text" else h5py.vlen_dtype(dtype)
     elif column.is_text:
         dtype = h5py.string_dtype("utf-8", dtype.itemsize)
-    created = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    created.set_obj_track_times(False)  # the same bytes at any time
-    created.set_chunk((column.rows if is_array else _REFERENCES, *column.shape))
-    set_filters(created, column.filters if is_array else ())
-    space = h5py.h5s.create_simple((0, *column.shape), (h5py.h5s.UNLIMITED, *column.shape))
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
-    made = h5py.h5d.create(
-        file.id, name_bytes(name), h5py.h5t.py_create(dtype, logical=True), space, created, links
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    set_filters(properties, column.filters if is_array else ())
+    dataset = file.create_dataset(
+        name_bytes(name),
+        (0, *column.shape),
+        dtype,
+        maxshape=(None, *column.shape),
+        chunks=(column.rows if is_array else _REFERENCES, *column.shape),
+        track_times=False,  # the same bytes at any time
+        dcpl=properties,
     )
-    dataset = h5py.Dataset(made)
     if column.units:
         dataset.attrs["units"] = column.units
     if column.kind:
@@ -111,18 +109,10 @@ class Appender:
 class _VaryingAppender(Appender):
     """Appends arrays of any length, which HDF5 copies from where they are."""
 
-    def __init__(self, node: h5py.Dataset, column: Column, writer: ChunkWriter, count: int) -> None:
-        super().__init__(node, column, writer, count)
-        self._dataset, self._writer = node, writer
-
     def append(self, values: Values) -> None:
-        self._writer.call(partial(self._write, self.count, values), nbytes_of(values))
+        assert isinstance(values, list)
+        self._out.write_elements(self.count, [lambda: values], nbytes_of(values))
         self.count += len(values)
-
-    def _write(self, first: int, values: Any) -> None:
-        self._dataset.resize(first + len(values), 0)
-        elements = np.array([(one.size, address(one)) for one in values], np.uint64)
-        write_raw(self._dataset.id, (first,), elements.view(f"V{HVL_NBYTES}")[:, 0])
 
 
 class _ChunkAppender(Appender):
@@ -327,7 +317,8 @@ class PackedFile:
         self.converted += block.converted
         self.nbytes += block.nbytes
         if self._safe.is_due:
-            self._commit()
+            self._flush()
+            self._writer.commit({}, now=True)
 
     def _create(self, block: Block) -> None:
         encoded = self.encoded or {}
@@ -367,10 +358,6 @@ class PackedFile:
         own = self._source.classes.get(name, ())
         every = list(dict.fromkeys([*self._classes.get(name, ()), *own]))
         return every, np.array([every.index(one) for one in own], np.int64)
-
-    def _commit(self) -> None:
-        self._flush()
-        self._writer.commit({}, now=True)
 
     def _flush(self, classes: Mapping[str, Sequence[str]] | None = None) -> None:
         """Write what is kept, and what the file says of itself; with all classes if it is whole."""

@@ -6,7 +6,8 @@ References are the exception: they are made to refer to the same objects of the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import h5py
@@ -48,7 +49,7 @@ def call_hdf5(name: str, where: str, *arguments: Any, result: Any = ctypes.c_int
     return int(found)
 
 
-class RawValues:
+class RawValues(AbstractContextManager["RawValues"]):
     """Memory for `count` elements of a datatype; `bytes` are uint8 (count, bytes of an element).
 
     What HDF5 allocates for elements of variable length is freed on exit.
@@ -57,9 +58,6 @@ class RawValues:
     def __init__(self, kind: h5t.TypeID, count: int, where: str) -> None:
         self.kind, self.count, self._where = kind, count, where
         self.bytes: Bytes = np.zeros((count, kind.get_size()), np.uint8)
-
-    def __enter__(self) -> RawValues:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.count and has_pointers(self.kind):
@@ -134,27 +132,10 @@ class References:
 
     def change(self, kind: h5t.TypeID, values: Bytes, where: str) -> None:
         """Change the references in elements (count, bytes of an element), in place."""
-        if not values.size or not has_references(kind):
-            return
-        if isinstance(kind, h5t.TypeReferenceID):
-            self._of_references(kind, values, where)
-        elif isinstance(kind, h5t.TypeCompoundID):
-            for i in range(kind.get_nmembers()):
-                member, begin = kind.get_member_type(i), kind.get_member_offset(i)
-                self.change(member, values[:, begin : begin + member.get_size()], where)
-        elif isinstance(kind, h5t.TypeArrayID):
-            base = kind.get_super()
-            size = base.get_size()
-            for begin in range(0, kind.get_size(), size):
-                self.change(base, values[:, begin : begin + size], where)
-        else:
-            base = kind.get_super()
-            for count, pointer in values[:, :HVL_NBYTES].copy().view(np.uint64):
-                nbytes = int(count) * base.get_size()
-                if nbytes:
-                    memory = (ctypes.c_uint8 * nbytes).from_address(int(pointer))
-                    elements = np.frombuffer(memory, np.uint8)
-                    self.change(base, elements.reshape(-1, base.get_size()), where)
+        if values.size and has_references(kind):
+            for part, found in parts_of(kind, values):
+                if isinstance(part, h5t.TypeReferenceID):
+                    self._of_references(part, found, where)
 
     def _of_references(self, kind: h5t.TypeReferenceID, values: Bytes, where: str) -> None:
         if kind.equal(h5t.STD_REF_OBJ):
@@ -186,23 +167,58 @@ class References:
         return new
 
 
+def parts_of(kind: h5t.TypeID, values: Bytes) -> Iterator[tuple[h5t.TypeID, Bytes]]:
+    """Yield the datatypes in elements (count, bytes of an element), each with its values, in place.
+
+    Elements of variable length are followed by what their pointers lead to.
+    """
+    if isinstance(kind, h5t.TypeCompoundID):
+        for i in range(kind.get_nmembers()):
+            member, begin = kind.get_member_type(i), kind.get_member_offset(i)
+            yield from parts_of(member, values[:, begin : begin + member.get_size()])
+    elif isinstance(kind, h5t.TypeArrayID):
+        base = kind.get_super()
+        size = base.get_size()
+        for begin in range(0, kind.get_size(), size):
+            yield from parts_of(base, values[:, begin : begin + size])
+    else:
+        yield kind, values
+        if isinstance(kind, h5t.TypeVlenID):
+            base = kind.get_super()
+            for count, pointer in values[:, :HVL_NBYTES].copy().view(np.uint64).tolist():
+                if nbytes := count * base.get_size():
+                    memory = (ctypes.c_uint8 * nbytes).from_address(pointer)
+                    elements = np.frombuffer(memory, np.uint8)
+                    yield from parts_of(base, elements.reshape(-1, base.get_size()))
+
+
+def content(kind: h5t.TypeID, values: Bytes) -> bytes:
+    """Return the bytes of elements (count, bytes of one), with those that pointers lead to."""
+    if not has_pointers(kind):
+        return values.tobytes()
+    found = []
+    for part, own in parts_of(kind, values):
+        if isinstance(part, h5t.TypeVlenID):
+            own = own[:, : HVL_NBYTES // 2]  # lengths
+        elif isinstance(part, h5t.TypeStringID) and part.is_variable_str():
+            pointers = own[:, :8].copy().view(np.uint64).reshape(-1).tolist()
+            found += [ctypes.string_at(one) + b"\0" if one else b"\1" for one in pointers]
+            continue
+        found.append(own.tobytes())
+    return b"".join(found)
+
+
 def has_references(kind: h5t.TypeID) -> bool:
     """Return whether elements of a datatype are references, or hold some."""
-    return _has(kind, h5t.TypeReferenceID)
+    return bool(kind.detect_class(h5t.REFERENCE))
 
 
 def has_pointers(kind: h5t.TypeID) -> bool:
     """Return whether elements of a datatype are of variable length, or hold some that are."""
-    return _has(kind, h5t.TypeVlenID)
-
-
-def _has(kind: h5t.TypeID, wanted: type[h5t.TypeID]) -> bool:
-    if isinstance(kind, wanted):
-        return True
     if isinstance(kind, h5t.TypeStringID):
-        return wanted is h5t.TypeVlenID and bool(kind.is_variable_str())
+        return bool(kind.is_variable_str())
     if isinstance(kind, h5t.TypeCompoundID):
-        return any(_has(kind.get_member_type(i), wanted) for i in range(kind.get_nmembers()))
-    if isinstance(kind, h5t.TypeArrayID | h5t.TypeVlenID):
-        return _has(kind.get_super(), wanted)
-    return False
+        return any(has_pointers(kind.get_member_type(i)) for i in range(kind.get_nmembers()))
+    if isinstance(kind, h5t.TypeArrayID):
+        return has_pointers(kind.get_super())
+    return isinstance(kind, h5t.TypeVlenID)

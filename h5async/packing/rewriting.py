@@ -359,13 +359,10 @@ class Transfer:
         corners, found = corners[found >= 0], found[found >= 0]
         ranges = table.offset[found].tolist(), table.nbytes[found].tolist()
         stored = self._source.files[file].source.get_ranges(*ranges)
-        masks = [self._mask(file, mask) for mask in table.filter_mask[found].tolist()]
+        # (That of chunks at edges that are not filtered says nothing.)
+        is_raw_edge = table.filter_mask[found] == np.iinfo(np.uint32).max
+        masks = np.where(is_raw_edge & dataset.edges_are_raw, 0, table.filter_mask[found]).tolist()
         writer.write_stored(list(zip(map(tuple, corners.tolist()), stored, masks, strict=True)))
-
-    def _mask(self, file: int, mask: int) -> int:
-        """Return the mask as stored: that of chunks at edges that are not filtered says nothing."""
-        is_raw_edge = mask == np.iinfo(np.uint32).max
-        return 0 if is_raw_edge and self._source.datasets[file].edges_are_raw else mask
 
     def _dataset_writer(self) -> DatasetWriter:
         return self._writer.open(self._target, np.dtype(f"V{self._rewrite.itemsize}"))
@@ -396,11 +393,11 @@ class Transfer:
         arrays = self._source.blocks(self._rewrite.selection, blocks, None, self._options)
         for block, array in zip(blocks, arrays, strict=True):
             images = np.array(array, order="C").view(np.uint8)
-            makes = [
-                partial(encoded_images, images[at : at + 8], encoding)
+            made = [
+                self._writer.encoded(partial(encoded_images, images[at : at + 8], encoding))
                 for at in range(0, len(images), 8)
             ]
-            writer.write_made(block.begin, makes, images.nbytes)
+            writer.write_elements(block.begin, made, images.nbytes)
             yield block
 
     def _write(self, values: RawValues, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:

@@ -148,14 +148,13 @@ class RowSource:
         """Where the chunks of each dataset are; None if they cannot be copied as they are."""
         if has_pointers(self.kind) or self._maps is not None or not self.is_stored_alike:
             return None
-        tables = []
         try:
-            for one in self.datasets:
-                found = read_chunk_table(one, filters_of(one.plist), one.edges_are_raw, self.where)
-                tables.append(found)
+            return [
+                read_chunk_table(one, filters_of(one.plist), one.edges_are_raw, self.where)
+                for one in self.datasets
+            ]
         except NotDirectError:
             return None
-        return tables
 
     def blocks(
         self,
@@ -168,37 +167,42 @@ class RowSource:
 
         Rows are those at positions of the selection. An array is valid until the next one.
         """
-        if self._maps is None:
-            yield from self._blocks(selection, blocks, dtype, options)
-            return
-        wanted, stored = dtype or self.first.dtype, self.kind.dtype
-        found = self._blocks(selection, blocks, stored, options)
-        for one, old in zip(blocks, found, strict=True):
-            samples = selection.samples(np.arange(one.begin, one.stop))
-            which = np.searchsorted(self.starts, samples, side="right") - 1
-            new = np.zeros(len(samples), wanted)
-            for number in np.unique(which):
-                here, table = which == number, self._maps[number]
-                if (old[here] < -1).any() or (old[here] >= len(table) - 1).any():
-                    raise DatasetError(
-                        f'{self.files[number].filename}: dataset "{self.path}" has numbers that are'
-                        f" not below {len(table) - 1:,}: the file is damaged"
-                    )
-                new[here] = table[old[here]]
-            yield new
-
-    def _blocks(
-        self,
-        selection: Selection,
-        blocks: Sequence[Block],
-        dtype: np.dtype[Any] | None,
-        options: dict[str, Any],
-    ) -> Iterator[NDArray[Any]]:
-        """Yield the values of blocks, as they are in the files."""
+        stored = dtype if self._maps is None else self.kind.dtype
         nbytes = sum(math.prod(one.shape(self.axis)) for one in blocks) * self.itemsize
+        found = self._by_hdf5(selection, blocks, stored)
         if self.is_plain and nbytes > _BY_READER_NBYTES:
-            yield from self._by_reader(selection, blocks, dtype, options)
+            found = self._by_reader(selection, blocks, stored, options)
+        if self._maps is None:
+            yield from found
             return
+        for one, old in zip(blocks, found, strict=True):
+            yield self._mapped(selection, one, old, dtype or self.first.dtype)
+
+    def _mapped(
+        self, selection: Selection, block: Block, old: NDArray[Any], dtype: np.dtype[Any]
+    ) -> NDArray[Any]:
+        """Return the new numbers for old ones; DatasetError if there are none."""
+        _, which = self._samples(selection, block)
+        new = np.zeros(len(which), dtype)
+        for number, table in enumerate(self._maps or ()):
+            here = which == number
+            if (old[here] < -1).any() or (old[here] >= len(table) - 1).any():
+                raise DatasetError(
+                    f'{self.files[number].filename}: dataset "{self.path}" has numbers that are'
+                    f" not below {len(table) - 1:,}: the file is damaged"
+                )
+            new[here] = table[old[here]]
+        return new
+
+    def _samples(self, selection: Selection, block: Block) -> tuple[Int64s, Int64s]:
+        """Return the samples of a block, of all files together, and the numbers of their files."""
+        samples = selection.samples(np.arange(block.begin, block.stop))
+        return samples, np.searchsorted(self.starts, samples, side="right") - 1
+
+    def _by_hdf5(
+        self, selection: Selection, blocks: Sequence[Block], dtype: np.dtype[Any] | None
+    ) -> Iterator[NDArray[Any]]:
+        """Yield blocks that HDF5 reads."""
         for one in blocks:
             with self.read(selection, one) as values:
                 array = values.bytes.reshape(*one.shape(self.axis), self.itemsize)
@@ -220,9 +224,9 @@ class RowSource:
         while at < len(blocks):
             first, end = blocks[at], at + 1
             rows = first.stop - first.begin
-            most = math.inf if selection.is_range else _MOST_NUMBERS
+            most = first.begin + (math.inf if selection.is_range else _MOST_NUMBERS)
             while end < len(blocks) and blocks[end].corner == first.corner:
-                if blocks[end].stop - first.begin > most:
+                if blocks[end].stop > most:
                     break
                 end += 1
             region: dict[Any, slice | str] = {
@@ -245,8 +249,7 @@ class RowSource:
         """Return the values of a block in HDF5's own form; read run by run of adjacent rows."""
         shape, axis = block.shape(self.axis), self.axis
         values = RawValues(self.kind, math.prod(shape), self.where)
-        samples = selection.samples(np.arange(block.begin, block.stop))
-        which = np.searchsorted(self.starts, samples, side="right") - 1
+        samples, which = self._samples(selection, block)
         breaks = np.flatnonzero((np.diff(samples) != 1) | (np.diff(which) != 0)) + 1
         bounds = [0, *breaks.tolist(), len(samples)] if len(samples) else [0]
         memory = h5s.create_simple(shape)

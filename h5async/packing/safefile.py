@@ -14,7 +14,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def is_begun(path: Path) -> bool:
     return path.exists() or _beside(path, "partial").exists()
 
 
-class SafeFile:
+class SafeFile(AbstractContextManager["SafeFile"]):
     """An HDF5 file that is being written. For one thread at a time.
 
     Parameters
@@ -260,10 +260,6 @@ class SafeFile:
                     self._journal.unlink()
         finally:
             raw.close()
-
-    def __enter__(self) -> SafeFile:
-        """Return the file itself."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close it."""

@@ -45,7 +45,7 @@ from h5async.index.segments import Region
 from h5async.index.shapes import cells_of
 from h5async.index.sources import LOCAL_ONLY
 from h5async.io.keptfiles import KeptFiles
-from h5async.io.stamps import FileStamp, changed, lies_at, replaced
+from h5async.io.source import FileStamp, changed, lies_at, replaced
 from h5async.io.stores import HDF5File, open_hdf5, store_of
 from h5async.plan.records import Int64s
 from h5async.read.rereading import DAMAGED, decoding_error

@@ -23,8 +23,7 @@ from h5async.core.http import http_client
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
 from h5async.index.extents import SourceFile
 from h5async.io.diskcache import disk_cache
-from h5async.io.source import MappedMirror, Source, SourceOver
-from h5async.io.stamps import replaced
+from h5async.io.source import MappedMirror, Source, SourceOver, replaced
 from h5async.io.stores import LocalState, store_of
 from h5async.plan.fetches import ByteRanges, Places, extents_of, requests_of
 from h5async.read.scratch import CLOSED

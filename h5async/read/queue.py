@@ -26,6 +26,7 @@ Uint64s = NDArray[np.uint64]
 
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
+_ALONE = 1  # result of `submit`: no batch that was dropped is under way
 
 
 @dataclass(eq=False, slots=True)
@@ -85,6 +86,8 @@ class BatchQueue:
         self.num_slots = len(batches)
         core.open_queue(self._queue)
         self._samples: list[Int64s] = []  # by slot
+        # By slot: the mappings that the core may use, and so what they refer to.
+        self._mappings: list[list[Uint64s | None]] = [[] for _ in batches]
         self._mapping: Uint64s | None = None
         self._draw: Uint64s | None = None
         self._draw_at: int | None = None
@@ -137,6 +140,11 @@ class BatchQueue:
             needs_python,
         )
         assert taken, f"slot {slot} is in use"
+        mappings = self._mappings[slot]
+        if mapping is not None or mappings:
+            if taken == _ALONE:
+                mappings.clear()
+            mappings.append(mapping)
 
     def drop(self, slot: int, serial: int) -> bool:
         """Say that a batch is no longer wanted. Never blocks; extra calls are harmless.
@@ -202,6 +210,10 @@ class BatchQueue:
     def serial(self, slot: int) -> int:
         """Return the serial of the batch of a slot that `next` returned."""
         return int(self._core.serial_at(self._queue, slot))
+
+    def is_dropping(self) -> bool:
+        """Tell whether a batch that was dropped may still use its mapping."""
+        return bool(self._core.is_dropping(self._queue))
 
     def is_planned(self, slot: int) -> bool:
         """Tell whether the batch that `next` returned was planned."""

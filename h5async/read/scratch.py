@@ -22,6 +22,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.system.timeline import ThreadCounts, Timeline
 
 Bytes = NDArray[np.uint8]
+MOST_WOVEN = 4  # chunks that the core decodes before it writes their rows (weave.c)
 CLOSED = "the reader was closed while a batch was being read"
 
 
@@ -54,18 +55,21 @@ def scratch_size(leaf: DatasetLayout) -> ScratchSize:
         return ScratchSize(0, 0 if leaf.rows_are_whole else leaf.chunk_nbytes, 0)
     assert leaf.chunks is not None
     encoded = int(leaf.chunks.nbytes.max(initial=0))
-    return ScratchSize(encoded, leaf.chunk_nbytes, encoded_room(leaf.chunk_nbytes))
+    along = leaf.grid[-1] if leaf.sample_axis < len(leaf.grid) - 1 else 1
+    at_once = along if along <= MOST_WOVEN else 1
+    return ScratchSize(encoded, at_once * leaf.chunk_nbytes, encoded_room(leaf.chunk_nbytes))
 
 
 @dataclass
 class Scratch:
     """The working memory of one thread, allocated once.
 
-    `encoded` is for an encoded chunk; `raw_chunk` for a decoded one, or its needed parts, that does
-    not go to a batch as a whole; `between` are three buffers: two for results between the filters
-    of a pipeline, one for a decoder. `stop` is not 0 once the reader is being closed; `counts` is
-    what its thread has done in Python. The compiled core notes what it does in `trace`, and work in
-    Python is noted in `timeline`.
+    `encoded` is for an encoded chunk; `raw_chunk` for a decoded one, or its needed parts, that
+    does not go to a batch as a whole, or for those that split the last dimension of the same
+    rows; `between` are three buffers: two for results between the filters of a pipeline, one for
+    a decoder. `stop` is not 0 once the reader is being closed; `counts` is what its thread has
+    done in Python. The compiled core notes what it does in `trace`, and work in Python is noted
+    in `timeline`.
     """
 
     encoded: Bytes

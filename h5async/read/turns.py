@@ -85,6 +85,8 @@ class Turns:
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
         self._keep = queue, scratch, batch, "_later"
+        self._queue = queue
+        self._mappings: list[Any] = []  # that the core may use
         self.run: Any = None  # that is lent to the core
         struct = self._struct
         struct.queue, struct.worker = queue.struct, ctypes.pointer(scratch.worker(core).struct)
@@ -122,6 +124,8 @@ class Turns:
         for name, array in zip(("mapping", "samples", "draw"), numbers[5:], strict=True):
             setattr(struct, name, None if array is None else address(array))
         self.run, struct.run = run, id(run)
+        # Batches of other epochs were delivered, or dropped.
+        self._mappings = [*(self._mappings if self._queue.is_dropping() else ()), numbers.mapping]
         struct.is_lent = True
 
     def state(self) -> tuple[int, int, int | None]:

@@ -26,7 +26,7 @@ from h5async.index.datasettable import shared
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, files_of
 from h5async.index.savedindex import Wanted
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.order.rows import Packing, SpanRows, StepRows, StepSpans
 from h5async.plan.transform import RowTransform
 from h5async.samples.parts import Places, parts_of_rows

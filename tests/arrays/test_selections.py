@@ -275,6 +275,49 @@ def test_the_current_directory_may_change(path: Path, monkeypatch: pytest.Monkey
         assert_same(pickle.loads(copy)[3], data[3])
 
 
+def test_small_datasets_that_are_read_once(tmp_path: Path):
+    rng = np.random.default_rng(4)
+    path = tmp_path / "small.h5"
+    with h5py.File(path, "w") as file:
+        for number in range(90):
+            shape = tuple(rng.integers(1, 20, rng.integers(1, 4)).tolist())
+            dtype = np.dtype(rng.choice(["f4", ">i2", "u1", "?", "S5"]))
+            chunks = [{}, {"chunks": tuple(rng.integers(1, n + 1) for n in shape)}][number % 2]
+            filters = {"compression": rng.choice(["gzip", "lzf"]), "shuffle": True}
+            how = chunks | (filters if number % 4 == 3 else {}) | {"fillvalue": dtype.type(1)}
+            data = file.create_dataset(str(number), shape, dtype, **how)
+            data[: shape[0] if number % 3 else shape[0] // 2] = rng.integers(0, 9)
+    for _ in range(2):  # more than have tables at a time
+        with h5py.File(path) as expected, h5async.open_file(path) as found:
+            for name in expected:
+                for key in ((), np.s_[::2], -1, [0])[: rng.integers(1, 5)]:
+                    assert_same(found[name][key], expected[name][key])
+
+
+def test_values_that_this_process_has_not_stored_yet(tmp_path: Path):
+    path = tmp_path / "written.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.zeros(10)
+    with h5py.File(path, "r+") as file:
+        file["data"][3] = 7
+        with h5async.open_file(path) as opened:
+            assert opened["data"][3] == 7
+
+
+def test_an_open_file_may_be_written_to(tmp_path: Path):
+    path = tmp_path / "written.h5"
+    with h5py.File(path, "w") as file:
+        file["data"], file["text"] = np.zeros(10), ["a", "b"]
+    with h5async.open_file(path) as opened:
+        data, text = opened["data"], opened["text"]
+        assert (text[0], data[0]) == (b"a", 0)
+        with h5py.File(path, "r+") as file:
+            file["data"][0], file["text"][0] = 1, "other"
+        assert data[0] == 1
+        with pytest.raises(ReadError, match="changed"):
+            text[0]
+
+
 def test_a_file_that_was_replaced_is_an_error(tmp_path: Path):
     path = tmp_path / "changes.h5"
     with h5py.File(path, "w") as file:

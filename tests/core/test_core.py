@@ -55,7 +55,7 @@ from h5async.core.binding import Core, address, transform_source
 from h5async.errors import ReaderClosedError
 from h5async.fill.reading import BatchReader
 from h5async.index.metadata import read_layouts
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.plan.transform import RowTransform
 from h5async.read.collection import Collection
 from h5async.read.executors import method_of

@@ -43,7 +43,7 @@ from h5async.codec.filters import (
 from h5async.core.binding import IO_MODES, address
 from h5async.deliver.decodeplan import FrameFormat, Unshuffle, frame_format, unshuffles
 from h5async.index.metadata import read_layouts
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.read.scratch import Scratch
 
 require_extra("hdf5plugin")

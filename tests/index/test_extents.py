@@ -17,7 +17,7 @@ from h5async.index.composition import Part, with_parts
 from h5async.index.extents import TableBuilder
 from h5async.index.segments import Blocks, Piece, Segments, Slab, TooManyRunsError
 from h5async.index.shapes import Kind
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 
 MAX_RANK = 32
 NOWHERE = -1

@@ -17,7 +17,7 @@ from conftest import assert_reads_like_h5py, assert_same_bits, first_batch, read
 
 from h5async.index.changes import fingerprint
 from h5async.index.layout import DatasetLayout
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 from h5async.process.child import HelperDied
 
 INNER = np.dtype({"names": ["a", "b"], "formats": ["<i4", "<f4"], "offsets": [4, 0]})

@@ -26,7 +26,7 @@ from h5async.index.layout import DatasetLayout, Indexed
 from h5async.index.links import Consulted, Reach
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
 from h5async.index.segments import Blocks, Piece, Slab
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 
 PIPELINES = [(), (Filter(2, (4,), "shuffle"), Filter(1, (4,), "deflate")), (Filter(3, (), ""),)]
 DTYPES = [

@@ -22,7 +22,7 @@ from h5py import h5d, h5p, h5s, h5t
 from h5async import AsyncReader, DatasetError, ReadError, UnsafeFileError
 from h5async.errors import BudgetError
 from h5async.index.links import Reach
-from h5async.io.places import NONSENSE, Format
+from h5async.io.indexreferences import NONSENSE, Format
 from h5async.io.references import header_messages
 from h5async.io.stores import LocalSource
 from h5async.opening.filevalues import heap_layout

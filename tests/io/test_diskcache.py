@@ -20,7 +20,7 @@ from memorystore import Held, MemoryStore
 
 from h5async.errors import ConfigError, ReadError
 from h5async.io.diskcache import BLOCK, SUFFIX, DiskCache
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp
 
 NAME = "memory://bucket/a.h5"
 CONTENT = np.random.default_rng(0).bytes(10 * BLOCK + 100)

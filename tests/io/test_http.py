@@ -21,8 +21,7 @@ from h5async.core import binding as libraries
 from h5async.core import http
 from h5async.core.binding import Core
 from h5async.core.http import HttpClient, http_client
-from h5async.io.source import Source, WebAddress
-from h5async.io.stamps import FileStamp
+from h5async.io.source import FileStamp, Source, WebAddress
 
 DATA = np.random.default_rng(1).bytes(6 << 20)
 SOME = [(0, 10), (5 << 20, 100_000), (len(DATA) - 1, 1), (1000, 3 << 20), (7, 1)]

@@ -23,14 +23,16 @@ from h5async.config import Field
 from h5async.index.metadata import list_layouts, read_layouts
 from h5async.io import metadatafile
 from h5async.io.indexreferences import (
+    Format,
+    Place,
     chunk_tree,
     extensible_array,
+    find_places,
     fixed_array,
     fractal_heap,
     tree_header,
 )
 from h5async.io.metadatafile import MetadataFile
-from h5async.io.places import Format, Place, find_places
 from h5async.io.references import object_header
 from h5async.io.stores import open_hdf5
 from h5async.opening.dataset import open_dataset

@@ -217,7 +217,7 @@ def test_the_core_has_no_memory_left() -> None:
     core: Any = load_core()
     order = WindowOrder(equal_units(1000, 10), 20, 3)
     expected = whole(order, 1000, 1)
-    with mock.patch.object(core, "window_block", return_value=-1):
+    with mock.patch.object(core, "window_samples", return_value=0):
         assert np.array_equal(whole(WindowOrder(equal_units(1000, 10), 20, 3), 1000, 1), expected)
 
 

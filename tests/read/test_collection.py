@@ -23,7 +23,7 @@ from conftest import assert_same_bits, open_descriptors
 from h5async import AsyncReader, Field, FileChangedWarning, H5AsyncError
 from h5async.core.binding import PLANNED_ROW_NBYTES
 from h5async.index.metadata import read_layouts
-from h5async.io.stamps import FileStamp, settled
+from h5async.io.source import FileStamp, settled
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.scratch import Scratch, ScratchSize
 

@@ -83,3 +83,17 @@ def test_nothing_is_opened_for_what_is_kept(files, core, monkeypatch):
         assert_same_bits(read.arrays[0][: len(FIRST)], rows[FIRST])
         read.collection.tables.forget_chunks()
         assert read.read(FIRST) == 1
+
+
+def test_whole_chunks_are_kept_for_later_epochs_where_there_is_room_for_all(files, core):
+    """Those that a batch takes whole are decoded into it, and kept once an epoch is over."""
+    _, rows, layouts = files
+    for kept_nbytes, expected in ((1 << 20, [10, 20, 20]), (9 * CHUNK * 24, [10, 20, 30])):
+        decoded = []
+        with Collected(core, layouts, CHUNK, kept_nbytes=kept_nbytes) as read:
+            for _ in range(3):
+                for begin in range(0, len(rows), CHUNK):
+                    assert read.read(range(begin, begin + CHUNK)) == 0
+                    assert_same_bits(read.arrays[0][:CHUNK], rows[begin : begin + CHUNK])
+                decoded.append(read.scratch.worker(core).counts().decoded_chunks)
+        assert decoded == expected

@@ -80,6 +80,25 @@ def test_each_chunk_is_decoded_once(tmp_path, core, threads, dtype):
         assert before == 6 * 4 * values[0].nbytes, "rows of all chunks, and none beside"
 
 
+@each("row, chunk", [
+    ((18, 40, 3), (7, 21, 2)), ((18, 40, 3), (7, 21, 1)), ((40, 5), (19, 2)),
+    ((3, 37, 4), (2, 37, 1)), ((33, 2), (33, 1)), ((2, 3, 17, 3), (1, 2, 9, 1)),
+    ((20, 6), (20, 1)), ((3,), (1,)),
+])  # fmt: skip
+@each("dtype", ["u1", "<u2", ">f4", "<f8", "S3"])
+def test_pieces_that_lie_interleaved_in_rows(tmp_path, core, row, chunk, dtype):
+    """As those of chunks that split channels, of which some are decoded before rows are written."""
+    path = tmp_path / "data.h5"
+    values, layouts = split_dataset(path, 11, row, (4, *chunk), dtype)
+    for threads in (1, 3):
+        with Collected(core, layouts, 11, kept_nbytes=ALL) as read:
+            assert kept_by(read) == {Keeps.ROWS}
+            for samples in (range(11), [10, 0, 3]):
+                assert read.read(samples, threads=threads, cuts=[2]) == 0
+                assert_same_bits(read.arrays[0][: len(samples)], values[list(samples)])
+                assert read.raw[0].is_intact()
+
+
 @each("threads", [1, 3])
 @each("kept_nbytes", [0, 1000, 5000, ALL])
 def test_any_budget(tmp_path, core, threads, kept_nbytes, monkeypatch):

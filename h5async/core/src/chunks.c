@@ -129,23 +129,24 @@ static int read_chunk(Call *call, int64_t cross, const Runs *runs, enum State st
                    runs->length[0] == d->chunk_samples &&
                    d->chunk_samples * d->row_nbytes == d->chunk_nbytes;
     uint8_t *whole = is_whole ? call->batch + runs->position[0] * d->row_nbytes : NULL;
+    const int is_scratch = state == TO_SCRATCH && !whole;
     if (raw && stored != d->chunk_nbytes)
         return fail(w, WRONG_SIZE, -1, d->chunk_nbytes, stored);
     int are_apart = d->sample_stride * d->chunk_samples == d->chunk_nbytes;
     int is_part = d->crop || piece_nbytes(&piece) < d->sample_stride ||
                   d->chunk_nbytes > w->chunk_nbytes;
-    if (in == NULL && raw && state == TO_SCRATCH && !whole && are_apart && is_part)
+    if (in == NULL && raw && is_scratch && are_apart && is_part)
         return read_raw_lines(call, &piece, runs);
     uint8_t *to = !raw ? w->encoded : state == TO_TARGET ? target : whole ? whole : w->chunk;
     if (in == NULL) {
         if (!raw && stored > w->encoded_nbytes)
             return fail(w, NO_ROOM, -1, w->encoded_nbytes, stored);
-        if (raw && to == w->chunk ? !read_raw_samples(d, w, call->file, offset, runs)
+        if (raw && is_scratch ? !read_raw_samples(d, w, call->file, offset, runs)
                                   : !read_fully(call->file, offset, to, stored))
             return 0;
         in = to;
         end_stage(w, READING, &call->last_ns);
-    } else if (raw && to != w->chunk) {
+    } else if (raw && !is_scratch) {
         memcpy(to, in, (size_t)stored);
         in = to;
         end_stage(w, READING, &call->last_ns);

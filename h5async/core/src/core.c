@@ -22,6 +22,7 @@
 #include "plugin.c"
 #include "pipeline.c"
 #include "place.c"
+#include "weave.c"
 #include "chunks.c"
 #include "transform.c"
 #include "unpack.c"

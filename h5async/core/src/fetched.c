@@ -23,9 +23,10 @@ static int piece_is_kept(const Field *f, const Item *item, int32_t cross, const 
     if (f->store == NULL)
         return 0;
     if (shape->keeps != KEEPS_ROWS)
-        return is_looked_up(f, shape, call, runs, extent) && is_ready(f->store, (uint64_t)extent, 0);
+        return is_looked_up(f, shape, call, runs, extent) &&
+               is_ready(f->store, (uint64_t)extent, 0, 1);
     int64_t key = key_of_rows(f, &f->layers[item->layer], item->segment, item->number);
-    return key >= 0 && is_ready(f->store, (uint64_t)key, cross);
+    return key >= 0 && is_ready(f->store, (uint64_t)key, cross, shape->dataset.num_cross);
 }
 
 /* The lines of some samples that lie one after the other as they are. */

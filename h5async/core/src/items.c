@@ -170,13 +170,12 @@ static int cut_item(BatchPlan *plan, int64_t number, int64_t takers, int64_t hel
     return 1;
 }
 
-/* Cut items of many pieces, where there are too few items for all threads. */
+/* Cut items of many pieces, where there are too few items for all threads. Where rows are kept, seldom
+   more than one item of a batch has rows to be put together, so each gets helpers. */
 static int cut_items(BatchPlan *plan, const Field *fields, int64_t threads)
 {
     int64_t count = plan->num_items, wanted = 4 * threads;
-    if (threads < 2 || count >= wanted)
-        return 1;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; threads > 1 && i < count; i++) {
         const Item *item = &plan->items[i];
         int64_t parts = wanted, takers = 0;
         if (item->kind != CHUNKS || fields[item->field].crop != NULL)
@@ -184,6 +183,8 @@ static int cut_items(BatchPlan *plan, const Field *fields, int64_t threads)
         if (keeps_rows(&fields[item->field], item)) {
             parts = (wanted + count - 1) / count;
             takers = parts < item->num_runs ? parts : item->num_runs;
+        } else if (count >= wanted) {
+            continue;
         }
         int64_t helpers = item->cross_end < 2 ? 0 : parts < item->cross_end ? parts : item->cross_end;
         if (takers + helpers > 0 && !cut_item(plan, i, takers, helpers))

@@ -89,10 +89,12 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Job, plan, targets, samples, rows, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
             start, step, table, num_columns, may_spin, plan_ns)
-    MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, is_lent, is_inside, is_alone, waits_not, next,
-            asked, held, assigned, reads_ahead, first, stop, begin, stride, count, samples, mapping,
-            draw, type, member, run, on_left, taken, num_waits, total_ns, begin_ns, end_ns)
-    MEMBERS(Window, unit, skip, count, bounds, delay, num_units, size, group_rounds, keys)
+    MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, is_lent, is_inside, is_alone,
+            waits_not, next, asked, held, assigned, reads_ahead, first, stop, begin, stride, count,
+            samples, mapping, draw, type, member, run, on_left, taken, num_waits, total_ns, begin_ns,
+            end_ns)
+    MEMBERS(Window, unit, skip, count, bounds, delay, begin, num_units, size, window, group_rounds,
+            block_rounds, num_blocks, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,
             curl_easy_cleanup, curl_multi_init, curl_multi_setopt, curl_multi_add_handle,
             curl_multi_remove_handle, curl_multi_perform, curl_multi_poll, curl_multi_info_read,

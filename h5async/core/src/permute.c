@@ -1,6 +1,6 @@
 /* Maps positions to sample numbers, by the permutations of order/selection.py. */
 
-enum { ROUNDS = 6, LANES = 4, MAX_LANES = 16 };
+enum { ROUNDS = 6, LANES = 4, MAX_LANES = 32 };
 
 ALWAYS_INLINE uint64_t hash64(uint64_t x)
 {
@@ -11,54 +11,63 @@ ALWAYS_INLINE uint64_t hash64(uint64_t x)
 
 ALWAYS_INLINE uint64_t shifted(uint64_t half, uint64_t other, uint64_t modulus, uint64_t key)
 {
-    half += (hash64(other + key) >> 32) * modulus >> 32;
+    half += (hash64(other + key) >> 32) * (uint32_t)modulus >> 32;
     return half - (modulus & -(uint64_t)(half >= modulus)); /* no branch: it could not be predicted */
 }
 
+/* Numbers below `count`; `a` * `b` is a few more. */
+typedef struct {
+    uint64_t count, a, b;
+} Domain;
+
 /* Several numbers at a time: one alone waits for its products. `lanes` is known to the compiler, which
-   has them in vectors where the processor multiplies these. */
-ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, uint64_t a, uint64_t b, const uint64_t *keys)
+   has them in vectors where the processor multiplies these. `names` are added to the keys. */
+ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, Domain d, const uint64_t *names,
+                                 const uint64_t *keys)
 {
-    uint64_t right[MAX_LANES], left[MAX_LANES], all = a;
+    uint64_t right[MAX_LANES], left[MAX_LANES], all = d.a;
     for (int j = 0; j < lanes; j++)
         all |= x[j];
     for (int j = 0; j < lanes && all >> 32; j++)
-        right[j] = x[j] / a;
+        right[j] = x[j] / d.a;
     for (int j = 0; j < lanes && !(all >> 32); j++) /* exact: no quotient is rounded up to a number */
-        right[j] = (uint64_t)((double)x[j] / (double)a);
+        right[j] = (uint64_t)((double)x[j] / (double)d.a);
     for (int j = 0; j < lanes; j++)
-        left[j] = x[j] - right[j] * a;
+        left[j] = x[j] - right[j] * d.a;
     for (int i = 0; i < ROUNDS; i += 2) {
         for (int j = 0; j < lanes; j++)
-            left[j] = shifted(left[j], right[j], a, keys[i]);
+            left[j] = shifted(left[j], right[j], d.a, names[j] + keys[i]);
         for (int j = 0; j < lanes; j++)
-            right[j] = shifted(right[j], left[j], b, keys[i + 1]);
+            right[j] = shifted(right[j], left[j], d.b, names[j] + keys[i + 1]);
     }
     for (int j = 0; j < lanes; j++)
-        x[j] = right[j] * a + left[j];
+        x[j] = right[j] * d.a + left[j];
 }
 
-ALWAYS_INLINE uint64_t feistel(uint64_t x, uint64_t a, uint64_t b, const uint64_t *keys)
+/* Permute one number again, until it is in the domain. */
+static uint64_t permute_into(uint64_t x, Domain d, uint64_t name, const uint64_t *keys)
 {
-    feistel_lanes(&x, 1, a, b, keys);
+    while (x >= d.count)
+        feistel_lanes(&x, 1, d, &name, keys);
     return x;
 }
 
+static const uint64_t NO_NAMES[MAX_LANES] = {0};
+
 /* Permute numbers, `lanes` at a time; returns how many, those at the end are left. */
-ALWAYS_INLINE int64_t permute_lanes(uint64_t *numbers, int64_t n, int lanes, uint64_t a, uint64_t b,
+ALWAYS_INLINE int64_t permute_lanes(uint64_t *numbers, int64_t n, int lanes, Domain d,
                                     const uint64_t *keys)
 {
     int64_t i = 0;
     for (; i + lanes <= n; i += lanes)
-        feistel_lanes(numbers + i, lanes, a, b, keys);
+        feistel_lanes(numbers + i, lanes, d, NO_NAMES, keys);
     return i;
 }
 
 #if defined(AVX512)
-AVX512 static int64_t permute_avx512(uint64_t *numbers, int64_t n, uint64_t a, uint64_t b,
-                                     const uint64_t *keys)
+AVX512 static int64_t permute_avx512(uint64_t *numbers, int64_t n, Domain d, const uint64_t *keys)
 {
-    return permute_lanes(numbers, n, MAX_LANES, a, b, keys);
+    return permute_lanes(numbers, n, MAX_LANES, d, keys);
 }
 #endif
 
@@ -66,17 +75,17 @@ AVX512 static int64_t permute_avx512(uint64_t *numbers, int64_t n, uint64_t a, u
 PUBLIC int64_t h5async_permute(uint64_t *numbers, int64_t n, uint64_t count, uint64_t a, uint64_t b,
                                const uint64_t *keys)
 {
+    const Domain d = {count, a, b};
     int64_t i = 0;
     if (a == 0 || b == 0 || count == 0)
         return 0;
 #if defined(AVX512)
     if (HAS_AVX512())
-        i = permute_avx512(numbers, n, a, b, keys);
+        i = permute_avx512(numbers, n, d, keys);
 #endif
-    i += permute_lanes(numbers + i, n - i, LANES, a, b, keys);
-    permute_lanes(numbers + i, n - i, 1, a, b, keys);
+    i += permute_lanes(numbers + i, n - i, LANES, d, keys);
+    permute_lanes(numbers + i, n - i, 1, d, keys);
     for (int64_t j = 0; j < n; j++)
-        while (numbers[j] >= count)
-            numbers[j] = feistel(numbers[j], a, b, keys);
+        numbers[j] = permute_into(numbers[j], d, 0, keys);
     return n;
 }

@@ -25,8 +25,8 @@ static void fill_piece(const Pieces *p, int64_t i)
     fill_elements(p->fill, p->itemsize, place_of_piece(p, i), nbytes_of_piece(p, i));
 }
 
-enum { FEW_NBYTES = 512, LINES_AHEAD = 32, LEAST_AHEAD = 4, MOST_AHEAD = 16 };
-enum { EARLY_NBYTES = 32 * 1024, AHEAD_NBYTES = 4096 };
+enum { FEW_NBYTES = 512, LINES_AHEAD = 128, LEAST_AHEAD = 8, MOST_AHEAD = 32 };
+enum { EARLY_NBYTES = 32 * 1024, AHEAD_NBYTES = 4096, STEP_NBYTES = 256 };
 
 /* Copy so few bytes that a call costs more than they do: two moves may overlap. */
 ALWAYS_INLINE void copy_few(uint8_t *to, const uint8_t *from, int64_t nbytes)
@@ -54,11 +54,12 @@ ALWAYS_INLINE int64_t rows_ahead(int64_t nbytes)
     return ahead < LEAST_AHEAD ? LEAST_AHEAD : ahead > MOST_AHEAD ? MOST_AHEAD : ahead;
 }
 
+/* Into the second cache: more lines may be on their way there than to the first one. */
 ALWAYS_INLINE void fetch(const uint8_t *from, int64_t nbytes)
 {
     for (int64_t at = 0; at < nbytes; at += 64)
-        __builtin_prefetch(from + at);
-    __builtin_prefetch(from + nbytes - 1);
+        __builtin_prefetch(from + at, 0, 2);
+    __builtin_prefetch(from + nbytes - 1, 0, 2);
 }
 
 /* Pieces of a few bytes each: many are on their way from memory at a time. */
@@ -91,18 +92,35 @@ ALWAYS_INLINE void fetch_early(const uint8_t *from, int64_t nbytes)
         __builtin_prefetch(from + at, 0, 2);
 }
 
+/* Copy a piece, and meanwhile fetch one that is copied soon: so the processor waits for neither. Short
+   pieces are copied at once. */
+ALWAYS_INLINE void copy_and_fetch(uint8_t *to, const uint8_t *from, int64_t nbytes, const uint8_t *soon,
+                                  int64_t soon_nbytes)
+{
+    int64_t at = 0, early = soon_nbytes < EARLY_NBYTES ? soon_nbytes : EARLY_NBYTES;
+    for (; nbytes > AHEAD_NBYTES && at < early && at <= nbytes - STEP_NBYTES; at += STEP_NBYTES) {
+        for (int64_t line = 0; line < STEP_NBYTES; line += 64)
+            __builtin_prefetch(soon + at + line, 0, 2);
+        memcpy(to + at, from + at, STEP_NBYTES);
+    }
+    if (at < early)
+        fetch_early(soon + at, early - at);
+    memcpy(to + at, from + at, (size_t)(nbytes - at));
+}
+
 static int64_t copy_pieces(File *file, const Worker *w, const Pieces *p, int64_t available)
 {
     if (p->nbytes == NULL && p->position != NULL && p->unit <= FEW_NBYTES)
         return copy_small(file, w, p, available, p->unit);
     int64_t ahead = 0, fetched = 0; /* bytes from piece i on; pieces */
     for (int64_t i = 0; i < p->count; i++) {
-        int64_t offset = p->offset[i], nbytes = nbytes_of_piece(p, i);
+        int64_t offset = p->offset[i], nbytes = nbytes_of_piece(p, i), soon = -1, soon_nbytes = 0;
         for (; fetched < p->count && (fetched <= i || ahead - nbytes < AHEAD_NBYTES); fetched++) {
-            int64_t next = nbytes_of_piece(p, fetched);
-            if (p->offset[fetched] >= 0 && p->offset[fetched] <= available - next)
-                fetch_early(file->map + p->offset[fetched], next);
-            ahead += next;
+            if (soon >= 0)
+                fetch_early(file->map + soon, soon_nbytes);
+            soon_nbytes = nbytes_of_piece(p, fetched);
+            soon = p->offset[fetched] <= available - soon_nbytes ? p->offset[fetched] : -1;
+            ahead += soon_nbytes;
         }
         ahead -= nbytes;
         if (is_stopped(file, w))
@@ -112,7 +130,8 @@ static int64_t copy_pieces(File *file, const Worker *w, const Pieces *p, int64_t
         else if (offset > available - nbytes)
             return i;
         else
-            memcpy(place_of_piece(p, i), file->map + offset, (size_t)nbytes);
+            copy_and_fetch(place_of_piece(p, i), file->map + offset, nbytes, file->map + soon,
+                           soon < 0 ? 0 : soon_nbytes);
     }
     return p->count;
 }

@@ -60,6 +60,15 @@ static int read_located(Work *work, const Shape *shape, Call *call, int64_t exte
     return 0;
 }
 
+/* Whether chunks that a batch takes whole, and no other one of its epoch, are kept for later epochs: if
+   there is room for all, from the second epoch on. One is then copied once more than needed. */
+static int are_read_again(const Field *f, const Dataset *d)
+{
+    int64_t room = f->store->budget_nbytes / cost_of_kept(d->chunk_nbytes, 1);
+    return room >= f->num_extents &&
+           atomic_fetch_add_explicit(&f->store->whole_reads, 1, memory_order_relaxed) >= f->num_extents;
+}
+
 /* Whether a chunk is taken out of the store, or put there. */
 static int is_looked_up(const Field *f, const Shape *shape, const Call *call, const Runs *runs,
                         int64_t extent)
@@ -68,7 +77,8 @@ static int is_looked_up(const Field *f, const Shape *shape, const Call *call, co
     int is_whole = d->rows_are_whole && runs->count == 1 && runs->length[0] == d->chunk_samples &&
                    f->steps == NULL; /* else other samples need it, too */
     return f->store != NULL && shape->keeps == KEEPS_CHUNKS && extent >= 0 &&
-           (is_small(shape) || (!is_whole && !is_raw(d, call->mask)));
+           (is_small(shape) ||
+            (!is_raw(d, call->mask) && (!is_whole || are_read_again(f, d))));
 }
 
 static enum Outcome read_piece(Work *work, const Field *f, const Target *target, const Item *item,
@@ -104,16 +114,39 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
     return is_good ? READ : FAILED;
 }
 
-/* Decode a piece of rows that are kept, and put it into all of them. */
-static int put_piece(Work *work, const Field *f, const Item *item, int32_t cross)
+/* Decode a piece of rows that are kept, of one chunk or of several that are woven, and put it into all
+   of them. */
+static int put_piece(Work *work, const Field *f, const Item *item, int64_t piece)
 {
     const Shape *shape = shape_of(f, item);
-    const int64_t none = 0, all = shape->dataset.chunk_samples;
+    const Dataset *d = &shape->dataset;
+    const int64_t none = 0, all = d->chunk_samples, count = d->num_cross / work->rows->num_pieces;
+    const int32_t first = (int32_t)(piece * count);
     Runs runs = {&none, &none, &all, 1};
-    Call call;
-    int64_t extent;
-    return locate_piece(work, f, item, &runs, cross, work->rows->data, &call, &extent) &&
-           read_located(work, shape, &call, extent, cross, &runs, TO_SCRATCH, NULL);
+    Woven woven;
+    Call calls[MOST_WOVEN];
+    int64_t extents[MOST_WOVEN];
+    int is_woven = count > 1 && find_woven(d, first, &woven) == count &&
+                   d->chunk_nbytes <= work->w->chunk_nbytes / count;
+    for (int32_t k = 0; k < count; k++) {
+        if (!locate_piece(work, f, item, &runs, first + k, work->rows->data, &calls[k], &extents[k]))
+            return 0;
+        is_woven &= calls[k].is_stored != 0;
+    }
+    runs.count = !is_woven; /* if it is, all are placed at once */
+    for (int32_t k = 0; k < count; k++) {
+        calls[k].last_ns = work->last_ns;
+        if (!read_located(work, shape, &calls[k], extents[k], first + k, &runs,
+                          is_woven ? TO_TARGET : TO_SCRATCH, work->w->chunk + k * d->chunk_nbytes))
+            return 0;
+    }
+    runs.count = 1;
+    if (is_woven)
+        place_woven(&woven, d, work->w->chunk, work->rows->data);
+    for (int32_t k = 0; is_woven && k < count; k++)
+        swap_pieces(d, shape->swaps, first + k, &runs, work->rows->data);
+    end_stage(work->w, PLACING, &work->last_ns);
+    return 1;
 }
 
 static void let_go_of_rows(Work *work)
@@ -127,24 +160,25 @@ static void let_go_of_rows(Work *work)
    other thread decodes them. IS_BUSY: claims are to be published first, or others waited for. */
 static enum Outcome gather_rows(Work *work, const Field *f, const Item *item)
 {
+    const int64_t count = shape_of(f, item)->dataset.num_cross / work->rows->num_pieces;
     int64_t own = 0, at;
     for (int i = 0; i < work->num_claims; i++)
         own += work->claims[i].kept == work->rows;
     for (;; own++) {
-        at = work->cross;
+        at = work->cross / count;
         if (work->num_claims == MAX_CLAIMS)
             return IS_BUSY;
         enum Claim claim =
             claim_piece(f->store, work->rows, own,
-                        item->num_runs && work->may_wait && work->num_claims == 0, item->cross,
-                        item->cross_end, &at);
+                        item->num_runs && work->may_wait && work->num_claims == 0,
+                        item->cross / count, (item->cross_end + count - 1) / count, &at);
         if (claim == READY || (claim == BUSY && item->num_runs == 0))
             return READ;
         if (claim == BUSY)
             return IS_BUSY;
-        work->cross = (int32_t)at;
+        work->cross = (int32_t)(at * count);
         note_claim(work, f->store, work->rows, at);
-        if (!put_piece(work, f, item, (int32_t)at)) {
+        if (!put_piece(work, f, item, at)) {
             work->num_claims--;
             release_piece(f->store, work->rows, at, 0);
             return FAILED;
@@ -163,7 +197,8 @@ static enum Outcome read_kept_rows(Work *work, const Field *f, const Target *tar
     if (work->rows == NULL) {
         int64_t key = key_of_rows(f, l, item->segment, item->number);
         if (key >= 0)
-            work->rows = use_rows(f->store, (uint64_t)key, d->chunk_samples * d->row_nbytes, d->num_cross);
+            work->rows = use_rows(f->store, (uint64_t)key, d->chunk_samples * d->row_nbytes,
+                                  d->num_cross / num_woven(d));
         work->rows_store = f->store;
     }
     if (work->rows == NULL) { /* there is no room: each piece goes where it is wanted */

@@ -24,8 +24,9 @@ enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */
 enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
 
-/* To what positions are mapped: to those that they are permuted to; where `a` is 0, to what is drawn
-   there; where all is 0, to themselves. */
+/* To what positions are mapped: to those that they are permuted to; where `a` is 0, to those that a
+   Window, whose address is `b`, has there, or, with 0, to what is drawn there; where all is 0, to
+   themselves. */
 typedef struct {
     uint64_t count, a, b, keys[ROUNDS];
 } Mapping;
@@ -156,7 +157,8 @@ static int is_to_be_woken(Queue *queue, int is_own)
 
 /* Submit a batch, or do nothing where it was submitted before, but that threads may fill it, unless it
    `is_own` and cheap. `samples` are its numbers, which are copied; or NULL. Returns 0 where the slot has
-   another batch that is not ready, and was not dropped. */
+   another batch that is not ready, and was not dropped; 2 where it waits for the end of one that was,
+   which may still use its mapping. */
 static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *samples, int is_own)
 {
     int is_good = 1, wakes = 0;
@@ -184,6 +186,7 @@ static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *sa
             wakes = is_to_be_woken(queue, is_own);
         }
     }
+    is_good += is_good && job->is_dropped;
     pthread_mutex_unlock(&queue->lock);
     if (wakes) /* out of the lock, which the thread needs at once */
         pthread_cond_signal(&queue->work);
@@ -202,6 +205,17 @@ PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mappin
     if (draw != NULL)
         memcpy(wish.draw, draw, sizeof wish.draw);
     return submit_wish(queue, slot, &wish, samples, 0);
+}
+
+/* Whether a batch that was dropped may still use its mapping. */
+PUBLIC int64_t h5async_is_dropping(Queue *queue)
+{
+    int found = 0;
+    pthread_mutex_lock(&queue->lock);
+    for (int64_t i = 0; i < queue->num_jobs; i++)
+        found |= queue->jobs[i].is_dropped;
+    pthread_mutex_unlock(&queue->lock);
+    return found;
 }
 
 /* The serial of the batch of a slot that is the queue's. */
@@ -295,11 +309,14 @@ static Job *next_job(Queue *queue)
     return found;
 }
 
-static void find_samples(const Queue *queue, const Wish *wish)
+static int find_samples(const Queue *queue, const Wish *wish)
 {
     const Mapping *mapping = &wish->mapping;
     int64_t *samples = wish->samples, count = wish->count;
-    if (mapping->count && !mapping->a) {
+    if (mapping->count && !mapping->a && mapping->b) {
+        if (!h5async_window_samples((const Window *)(uintptr_t)mapping->b, samples, wish->begin, count))
+            return 0;
+    } else if (mapping->count && !mapping->a) {
         h5async_draw(queue->table, mapping->keys, samples, queue->num_columns, wish->begin, count);
     } else {
         for (int64_t i = 0; i < count; i++)
@@ -312,6 +329,7 @@ static void find_samples(const Queue *queue, const Wish *wish)
         samples[i] = queue->selected[samples[i]];
     for (int64_t i = 0; queue->selected == NULL && i < count; i++)
         samples[i] = queue->start + queue->step * samples[i];
+    return 1;
 }
 
 /* Plan a batch. Holds the lock, but not meanwhile. */
@@ -323,8 +341,8 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
     const Wish *wish = &job->wish;
     w->batch = wish->serial;
     begin_tracing(w);
-    if (wish->begin >= 0)
-        find_samples(queue, wish);
+    if (wish->begin >= 0 && !find_samples(queue, wish))
+        memset(wish->samples, -1, (size_t)wish->count * sizeof *wish->samples); /* refused below */
     job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
                                          wish->samples, wish->count, job->rows, queue->num_samples,
                                          queue->num_threads, wish->draw) == 1;

@@ -16,28 +16,36 @@ static Ranks ranks_of_item(const Item *item)
 
 /* (The highest bit of a number that is below 0 is set, or of what it lacks where it is too large.) */
 #define COLLECT_OUTSIDE(Number)                                                                   \
-    for (int64_t i = 0; i < length; i++) {                                                        \
-        uint64_t number = (uint64_t)(int64_t)((const Number *)(const void *)at)[i];               \
-        outside |= number | (last - number);                                                      \
+    {                                                                                             \
+        const Number most = (Number)-1 >> 1;                                                      \
+        const Number last = f->limit - 1 < (int64_t)most ? (Number)(f->limit - 1) : most;         \
+        Number outside = 0;                                                                       \
+        for (int64_t i = 0; i < length; i++) {                                                    \
+            Number number = ((const Number *)(const void *)at)[i];                                \
+            outside |= number | (last - number);                                                  \
+        }                                                                                         \
+        *is_within = outside <= most;                                                             \
     }
 
-static int rows_are_within(const Field *f, const Target *target, int64_t position, int64_t length)
+ALWAYS_INLINE void rows_are_within_inline(const Field *f, const uint8_t *at, int64_t length,
+                                          int *is_within)
 {
-    const uint8_t *at = target->raw + position * f->row_nbytes;
-    uint64_t outside = 0, last = (uint64_t)f->limit - 1;
     if (f->row_nbytes == 4)
-        COLLECT_OUTSIDE(int32_t)
+        COLLECT_OUTSIDE(uint32_t)
     else
-        COLLECT_OUTSIDE(int64_t)
-    return !(outside >> 63);
+        COLLECT_OUTSIDE(uint64_t)
 }
+
+ALSO_FOR_AVX2(rows_are_within, (const Field *f, const uint8_t *at, int64_t length, int *is_within),
+              (f, at, length, is_within))
 
 /* Whether what was read of an item is below the limit of its field, while it lies in the cache. */
 static int item_is_within(const BatchPlan *plan, const Field *f, const Target *target,
                           const Item *item)
 {
     int64_t at = item->first_run, end = at + item->num_runs, position, length, run = item->number;
-    while (f->limit && at < end) {
+    int is_within = 1;
+    while (f->limit && at < end && is_within) {
         if (item->kind == ROWS) {
             const Wanted *w = &plan->sorted[run++];
             position = w->position + at - w->rank;
@@ -47,10 +55,9 @@ static int item_is_within(const BatchPlan *plan, const Field *f, const Target *t
             position = plan->run_position[at], length = plan->run_length[at];
             at++;
         }
-        if (!rows_are_within(f, target, position, length))
-            return 0;
+        rows_are_within(f, target->raw + position * f->row_nbytes, length, &is_within);
     }
-    return 1;
+    return is_within;
 }
 
 /* Where a row lies in the file; -1: it was never written; INT64_MAX: where no read takes it from. */

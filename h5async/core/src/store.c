@@ -11,6 +11,7 @@
 enum Claim { UNKEPT = 0, CLAIMED = 1, READY = 2, BUSY = 3 };
 enum PieceState { PIECE_MISSING = 0, PIECE_CLAIMED, PIECE_READY };
 enum { LEAST_KEPT = 2 }; /* chunks: where two batches share one, the later batch finds it */
+enum { LARGE_PAGE = 1 << 21 };
 enum { KEPT_OVERHEAD = 128 }; /* what a chunk takes beside its bytes, and the system for both */
 
 typedef struct Kept {
@@ -33,6 +34,7 @@ typedef struct {
     int64_t nbytes, budget_nbytes;
     int32_t is_scarce; /* chunks had to make way for others: their order of use is noted from then on */
     int64_t chunk_nbytes, most_chunk_nbytes; /* without KEPT_OVERHEAD: now, and at most so far */
+    _Atomic int64_t whole_reads; /* of chunks that a batch took whole: see are_read_again */
 } Store;
 
 static Kept **bucket_of(Store *store, uint64_t key)
@@ -66,6 +68,20 @@ static void free_kept(Kept *kept)
     free(kept);
 }
 
+/* Rows of many chunks are written all over: with large pages, their addresses are found sooner. */
+static void *new_memory(size_t nbytes)
+{
+    void *memory = NULL;
+    if (nbytes < 2 * LARGE_PAGE)
+        return malloc(nbytes);
+    if (posix_memalign(&memory, LARGE_PAGE, nbytes) != 0)
+        return NULL;
+#if defined(MADV_HUGEPAGE)
+    madvise(memory, nbytes / LARGE_PAGE * LARGE_PAGE, MADV_HUGEPAGE);
+#endif
+    return memory;
+}
+
 /* Return memory for a chunk: what was out of use for longest makes way; NULL: there is none. */
 static Kept *new_kept(Store *store, int64_t nbytes, int64_t num_pieces)
 {
@@ -90,7 +106,7 @@ static Kept *new_kept(Store *store, int64_t nbytes, int64_t num_pieces)
     }
     if (again == NULL) {
         again = calloc(1, sizeof *again + (size_t)num_pieces);
-        if (again == NULL || (again->data = malloc((size_t)nbytes)) == NULL) {
+        if (again == NULL || (again->data = new_memory((size_t)nbytes)) == NULL) {
             free(again);
             return NULL;
         }
@@ -126,14 +142,15 @@ static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pi
     return kept;
 }
 
-/* Whether a piece is kept. */
-static int is_ready(Store *store, uint64_t key, int64_t piece)
+/* Whether what one of so many chunks holds is kept. */
+static int is_ready(Store *store, uint64_t key, int64_t cross, int64_t num_cross)
 {
     pthread_mutex_lock(&store->lock);
     const Kept *kept = *bucket_of(store, key);
     while (kept != NULL && kept->key != key)
         kept = kept->next;
-    int is_there = kept != NULL && piece < kept->num_pieces && kept->pieces[piece] == PIECE_READY;
+    int is_there =
+        kept != NULL && kept->pieces[cross * kept->num_pieces / num_cross] == PIECE_READY;
     pthread_mutex_unlock(&store->lock);
     return is_there;
 }

@@ -6,7 +6,7 @@ import itertools
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,12 @@ from h5async.packing.sources.base import (
     Files,
     Int64s,
     ListedSource,
-    StreamedSource,
+    Source,
     Work,
+    as_slice,
     digest_of,
     reading_file,
-    require_in_order,
+    runs_of,
 )
 
 _MOST_ROWS = 1 << 16
@@ -53,30 +54,26 @@ class ArraySource(ListedSource):
         self.nbytes = sum(array.nbytes for array in self._arrays.values())
         row_nbytes = max(1, self.nbytes // max(1, self.count))
         self.rows = min(_MOST_ROWS, max(1, BLOCK_NBYTES // row_nbytes))
+        self.is_in_order = any(isinstance(one, _ZippedRows) for one in self._arrays.values())
 
     def digest(self) -> str:
         """Return a digest of the files, or of shapes, dtypes, and the first and last rows."""
         if self.files.paths:
-            return self.files.digest()
+            return super().digest()
         parts: list[Any] = []
         for name, array in self._arrays.items():
             ends = [np.asarray(array[at]).tobytes() for at in (0, -1)] if len(array) else []
             parts += [name, array.shape, array.dtype, *ends]
         return digest_of(parts)
 
-    def work(self, start: int, order: Callable[[Int64s], Int64s] | None) -> Iterator[Work]:
+    def work(self, start: int) -> Iterator[Work]:
         """Yield functions that return blocks; what is read in order is read here."""
-        works = super().work(start, order)
-        if not any(isinstance(one, _ZippedRows) for one in self._arrays.values()):
-            return works
-        require_in_order(self.name, order)
-        return (partial(_same, work()) for work in works)
+        works = super().work(start)
+        return (partial(_same, work()) for work in works) if self.is_in_order else works
 
     def read(self, numbers: Int64s) -> Block:
         """Return rows of all arrays."""
-        first, last = int(numbers[0]), int(numbers[-1])
-        is_run = last - first + 1 == len(numbers) and bool((np.diff(numbers) == 1).all())
-        chosen = slice(first, last + 1) if is_run else numbers
+        chosen = as_slice(numbers)
         columns = {name: _values(np.array(array[chosen])) for name, array in self._arrays.items()}
         return Block(columns, len(numbers))
 
@@ -191,7 +188,7 @@ def _values(rows: Any) -> Values:
     return rows.tolist() if rows.dtype.kind in "UOT" else rows  # type: ignore[no-any-return]
 
 
-class RowSource(StreamedSource):
+class RowSource(Source):
     """Samples of an iterable, which must give the same ones again for a pack to be resumed.
 
     Mappings in samples are taken apart: ``{"obs": {"image": ...}}`` is ``obs/image``. The columns
@@ -207,18 +204,12 @@ class RowSource(StreamedSource):
         """Return a digest of its type: what an iterable would give is not known."""
         return digest_of([self.name, self.count])
 
-    def blocks(self, start: int) -> Iterator[Work]:
+    def work(self, start: int) -> Iterator[Work]:
         """Yield functions that make columns, of the samples behind the first ones."""
-        rows: list[Any] = []
-        nbytes, first = 0, start
-        for row in itertools.islice(iter(self._samples), start, None):
-            rows.append(row)
-            nbytes += _nbytes(row)
-            if len(rows) == self.rows or nbytes > BLOCK_NBYTES:
-                yield partial(columns_of, rows, first, self._varying)
-                rows, nbytes, first = [], 0, first + len(rows)
-        if rows:
-            yield partial(columns_of, rows, first, self._varying)
+        rows = itertools.islice(iter(self._samples), start, None)
+        for run in runs_of(rows, self.rows, _nbytes):
+            yield partial(columns_of, run, start, self._varying)
+            start += len(run)
 
 
 def _nbytes(value: Any) -> int:

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import ConfigError, H5AsyncError, ReadError
+from h5async.errors import H5AsyncError, ReadError
 from h5async.packing.schema import Block
-from h5async.spelling import named
 
+T = TypeVar("T")
 Int64s = NDArray[np.int64]
 Work = Callable[[], Block]
 BLOCK_NBYTES = 4 << 20  # of a block, about, if its size is known before
@@ -58,7 +58,8 @@ class Source(ABC):
     `kinds` are those of columns of encoded samples: ``image`` or ``audio``. `classes` are the names
     of integers, by column. `once` are datasets that the file has once, by name: arrays, or lists of
     strings. `files` must not change meanwhile. `notes` say what is left out.
-    If `files_are_sources`, some of them could be packed alone.
+    If `files_are_sources`, some of them could be packed alone. If it `is_in_order`, it can only be
+    read from the beginning; else `order` may map positions to samples.
     """
 
     name = ""
@@ -70,56 +71,53 @@ class Source(ABC):
     once: Mapping[str, Sequence[Any] | NDArray[Any]] = {}
     files = Files([])
     files_are_sources = False
+    is_in_order = True
+    order: Callable[[Int64s], Int64s] | None = None
     notes: Sequence[str] = ()
 
-    @abstractmethod
     def digest(self) -> str:
-        """Return what differs if the source would give other samples."""
+        """Return what differs if the source would give other samples: of files, by default."""
+        return self.files.digest()
 
     @abstractmethod
-    def work(self, start: int, order: Callable[[Int64s], Int64s] | None) -> Iterator[Work]:
-        """Yield functions that return the blocks of all samples from position `start` on.
-
-        `order` maps positions to samples, if they are not packed in order.
-        """
+    def work(self, start: int) -> Iterator[Work]:
+        """Yield functions that return the blocks of all samples from position `start` on."""
 
 
 class ListedSource(Source):
     """A source that can read any of its samples: `read` does, in any thread."""
 
     count: int
+    is_in_order = False
 
     @abstractmethod
     def read(self, numbers: Int64s) -> Block:
         """Return the samples of these numbers, in this order."""
 
-    def work(self, start: int, order: Callable[[Int64s], Int64s] | None) -> Iterator[Work]:
+    def work(self, start: int) -> Iterator[Work]:
         """Yield functions that return blocks, in order or by `order`."""
         for first in range(start, self.count, self.rows):
             numbers = np.arange(first, min(first + self.rows, self.count), dtype=np.int64)
-            yield partial(self.read, numbers if order is None else order(numbers))
+            yield partial(self.read, numbers if self.order is None else self.order(numbers))
 
 
-class StreamedSource(Source):
-    """A source that is read from its beginning: `blocks` yields functions that return blocks."""
+def runs_of(items: Iterable[T], rows: int, nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield runs of items: `rows` of them, or fewer if these have many bytes."""
+    found, nbytes = list[T](), 0
+    for one in items:
+        found.append(one)
+        nbytes += nbytes_of(one)
+        if len(found) == rows or nbytes > BLOCK_NBYTES:
+            yield found
+            found, nbytes = [], 0
+    if found:
+        yield found
 
-    @abstractmethod
-    def blocks(self, start: int) -> Iterator[Work]:
-        """Yield functions that return the blocks from position `start` on."""
 
-    def work(self, start: int, order: Callable[[Int64s], Int64s] | None) -> Iterator[Work]:
-        """Yield functions that return blocks; ConfigError if these must have another order."""
-        require_in_order(self.name, order)
-        return self.blocks(start)
-
-
-def require_in_order(name: str, order: object) -> None:
-    """Raise ConfigError if samples that can only be read in order must have another one."""
-    if order is not None:
-        raise ConfigError(
-            f"{name} can only be read in order; pack it without {named('shuffle')}, and shuffle"
-            " the file by h5async repack --shuffle full, or let the reader shuffle"
-        )
+def as_slice(numbers: Int64s) -> slice | Int64s:
+    """Return numbers of samples as a slice, if they follow each other."""
+    is_run = bool((np.diff(numbers) == 1).all())
+    return slice(int(numbers[0]), int(numbers[-1]) + 1) if is_run else numbers
 
 
 def digest_of(parts: Iterable[object]) -> str:

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, ReadError
-from h5async.io.localfiles import owned
 from h5async.packing.schema import Block, Values
 from h5async.packing.sources.base import Int64s, ListedSource, digest_of, reading_file
 
@@ -139,12 +138,9 @@ def _contents(entries: Sequence[tuple[str, int, int]]) -> list[Any]:
 
 def _read(path: str, nbytes: int, changed: int, view: NDArray[np.uint8]) -> None:
     """Read a file; ReadError if it is not as it was when it was listed."""
-    with reading_file(path), owned(os.open, path, os.O_RDONLY | os.O_CLOEXEC) as file:
+    with reading_file(path), open(path, "rb") as file:
         stat = os.fstat(file.fileno())
-        if (stat.st_size, stat.st_mtime_ns) == (nbytes, changed):
-            done = 0
-            while done < nbytes and (count := os.preadv(file.fileno(), [view[done:].data], done)):
-                done += count
-            if done == nbytes:
-                return
+        is_same = (stat.st_size, stat.st_mtime_ns) == (nbytes, changed)
+        if is_same and file.readinto(view.data) == nbytes:
+            return
     raise ReadError(f"{path} was changed while it was packed; pack it again")

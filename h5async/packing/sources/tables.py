@@ -24,8 +24,9 @@ from h5async.packing.sources.base import (
     Files,
     Int64s,
     ListedSource,
-    StreamedSource,
+    Source,
     Work,
+    as_slice,
     digest_of,
     reading_file,
 )
@@ -44,7 +45,7 @@ _UNITS: Mapping[Any, str] = {
 Fill = Mapping[str, Any]  # values instead of nulls, by column
 
 
-class TableSource(StreamedSource):
+class TableSource(Source):
     """The rows of files of tables, one after the other."""
 
     files_are_sources = True
@@ -60,11 +61,7 @@ class TableSource(StreamedSource):
         known = [count for count in counts if count is not None]
         self.count = sum(known) if len(known) == len(counts) else None
 
-    def digest(self) -> str:
-        """Return a digest of the files' names, sizes and times."""
-        return self.files.digest()
-
-    def blocks(self, start: int) -> Iterator[Work]:
+    def work(self, start: int) -> Iterator[Work]:
         """Yield functions that convert batches of rows."""
         first = 0
         for path, count in zip(self.files.paths, self._counts, strict=True):
@@ -332,7 +329,7 @@ class HuggingFaceSource(ListedSource):
             )
         self.name = f"dataset {dataset.info.dataset_name or ''}".strip()
         self._dataset, self._fill = dataset.with_format("arrow"), fill
-        self.count, self.rows = len(dataset), 64
+        self.count = len(dataset)
         self.nbytes = dataset.data.nbytes
         features = dataset.features
         kinds = {name: type(feature).__name__ for name, feature in features.items()}
@@ -347,10 +344,7 @@ class HuggingFaceSource(ListedSource):
 
     def read(self, numbers: Int64s) -> Block:
         """Return rows."""
-        first, last = int(numbers[0]), int(numbers[-1]) + 1
-        is_run = last - first == len(numbers) and bool((numbers[1:] > numbers[:-1]).all())
-        chosen = slice(first, last) if is_run else numbers.tolist()
-        return block_of(self._dataset[chosen], self._fill, self.name)
+        return block_of(self._dataset[as_slice(numbers)], self._fill, self.name)
 
 
 def saved_dataset(folder: Path) -> Any:

@@ -34,9 +34,9 @@ from h5async.packing.sources.base import (
     Int64s,
     ListedSource,
     Source,
-    StreamedSource,
     Work,
     reading_file,
+    runs_of,
 )
 from h5async.packing.sources.folders import SUFFIXES
 
@@ -44,7 +44,6 @@ ENDINGS = re.compile(r"[.](tar([.](gz|bz2|xz|zst))?|tgz)$", re.IGNORECASE)
 _PARTS = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _NUMBERS = ("cls2", "class", "count", "index", "inx", "id")  # as webdataset decodes them, and cls
 _TEXTS = ("txt", "text", "transcript", "json")
-_ABSENT = -1
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma", b"\x28\xb5\x2f\xfd": "zstd"}
 _ENCODED = {one.removeprefix("."): kind for kind, several in SUFFIXES.items() for one in several}
 _ENCODED["data"] = "image"
@@ -84,10 +83,6 @@ class TarSource(ListedSource):
             self._places.extend(itertools.chain.from_iterable(places))
         self.count = len(self._keys)
 
-    def digest(self) -> str:
-        """Return a digest of the tars' names, sizes and times."""
-        return self.files.digest()
-
     def read(self, numbers: Int64s) -> Block:
         """Return the files of samples, decoded by their extensions."""
         with ExitStack() as stack:
@@ -111,7 +106,7 @@ class TarSource(ListedSource):
         return _Sample(tar, self._keys[number], self._odd.get(number, files))
 
 
-class TarStream(StreamedSource):
+class TarStream(Source):
     """Samples of tars of which some are compressed."""
 
     files_are_sources = True
@@ -119,24 +114,14 @@ class TarStream(StreamedSource):
     def __init__(self, paths: Sequence[Path]) -> None:
         self.name, self.files, self.kinds = str(paths[0]), Files(paths), _ENCODED
 
-    def digest(self) -> str:
-        """Return a digest of the tars' names, sizes and times."""
-        return self.files.digest()
-
-    def blocks(self, start: int) -> Iterator[Work]:
+    def work(self, start: int) -> Iterator[Work]:
         """Yield functions that decode the files of samples."""
-        columns: list[str] = []
-        found, nbytes = list[_Sample](), 0
-        for number, sample in enumerate(_samples(self.files.paths, reads=True)):
-            columns = columns or list(sample.files)
-            if number >= start:
-                found.append(sample)
-                nbytes += sum(map(len, sample.files.values()))
-            if len(found) == self.rows or nbytes > BLOCK_NBYTES:
-                yield partial(_block, found, columns, self.files.paths)
-                found, nbytes = [], 0
-        if found:
-            yield partial(_block, found, columns, self.files.paths)
+        samples = _samples(self.files.paths, reads=True)
+        first = next(samples)
+        columns = list(first.files)
+        wanted = itertools.islice(itertools.chain([first], samples), start, None)
+        for run in runs_of(wanted, self.rows, lambda one: sum(map(len, one.files.values()))):
+            yield partial(_block, run, columns, self.files.paths)
 
 
 def _samples(paths: Sequence[str], *, reads: bool) -> Iterator[_Sample]:

@@ -1,0 +1,169 @@
+"""Reads small selections of a dataset that HDF5 has open: they cost less than tables for the core.
+
+A key and an open dataset enter; values leave, or None if there is any doubt, so that the core reads
+them. What has no filters is read only if all of it is stored: HDF5 says where, or reads it itself
+if it has to be converted, or cut. Chunks with filters are fetched by HDF5, and decoded by the core,
+which notices where they are damaged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import operator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.arrays.selections import Selection
+from h5async.codec.filters import Filter
+from h5async.core.binding import MAX_RANK, address, load_core
+from h5async.index.chunks import filters_of
+from h5async.index.hdf5 import edges_are_raw, stored_nbytes
+from h5async.io.source import Source
+from h5async.io.stores import LocalSource
+from h5async.read.scratch import Scratch, encoded_room
+
+# What HDF5 copies in about the time in which it opens a file, and what one thread decodes in it.
+_COPIED_NBYTES, _DECODED_NBYTES, _MOST_CHUNKS = 8 << 20, 1 << 20, 32
+_KNOWN = 4  # datatypes that many datasets of a file have
+_scratches: list[Scratch] = []
+Known = list[tuple[h5py.h5t.TypeID, tuple[np.dtype[Any], bool]]]  # what datatypes are to NumPy
+
+
+class Stored(NamedTuple):
+    """How a dataset is stored: its dtype, and a storage of HDF5; if that is chunks, of what kind.
+
+    It `is_numpys` if elements are stored as numbers of NumPy are in memory.
+    """
+
+    dtype: np.dtype[Any]
+    is_numpys: bool
+    storage: int
+    chunk_shape: tuple[int, ...] | None = None
+    filters: tuple[Filter, ...] = ()
+
+    @classmethod
+    def of(cls, node: h5py.h5d.DatasetID, known: Known) -> Stored:
+        """Return it of an open dataset; external files are virtual storage here."""
+        datatype, plist = node.get_type(), node.get_create_plist()
+        facts = next((facts for other, facts in known if other == datatype), None)
+        if facts is None:
+            dtype = node.dtype
+            facts = dtype, dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == datatype)
+            known[:] = [(datatype, facts), *known[: _KNOWN - 1]]
+        storage = plist.get_layout()
+        if storage == h5py.h5d.CHUNKED:
+            return cls(*facts, storage, plist.get_chunk(), filters_of(plist))
+        if storage == h5py.h5d.CONTIGUOUS and plist.get_external_count() > 0:
+            storage = h5py.h5d.VIRTUAL
+        return cls(*facts, storage)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other datasets or files hold the values."""
+        return bool(self.storage == h5py.h5d.VIRTUAL)
+
+
+def read_at_once(
+    source: Source,
+    node: h5py.h5d.DatasetID,
+    stored: Stored,
+    shape: tuple[int, ...],
+    key: tuple[Any, ...],
+    selection: Selection,
+) -> Any:
+    """Return what a key selects; None if the core has to read it, or if that fails."""
+    dtype = stored.dtype
+    nbytes = math.prod(selection.shape) * dtype.itemsize
+    if stored.is_elsewhere or nbytes > _COPIED_NBYTES:
+        return None
+    if stored.filters:
+        return _decoded(node, stored, shape, selection)
+    extents, count = shape, 1
+    if stored.chunk_shape is not None:
+        extents = stored.chunk_shape
+        count = math.prod(-(-n // c) for n, c in zip(shape, extents, strict=True))
+    if node.get_storage_size() < count * math.prod(extents) * dtype.itemsize:
+        return None  # not all is stored
+    if selection.shape != shape or not stored.is_numpys:
+        return h5py.Dataset(node)[key]
+    out = np.empty(shape, dtype)
+    if stored.storage == h5py.h5d.CONTIGUOUS and isinstance(source, LocalSource):
+        return out if source.fills(out, node.get_offset()) else None
+    node.read(h5py.h5s.ALL, h5py.h5s.ALL, out)
+    return out
+
+
+@lru_cache(64)
+def _pipeline(filters: tuple[Filter, ...]) -> Any:
+    core = load_core()
+    return None if core is None else core.filters(filters)
+
+
+def _decoded(
+    node: h5py.h5d.DatasetID,
+    stored: Stored,
+    shape: tuple[int, ...],
+    selection: Selection,
+) -> NDArray[Any] | None:
+    """Return what is selected of chunks with filters."""
+    box, chunk, dtype = selection.bounds, stored.chunk_shape, stored.dtype
+    is_possible = stored.is_numpys and selection.mask is None and len(shape) <= MAX_RANK
+    pipeline = _pipeline(stored.filters)
+    if not is_possible or pipeline is None or chunk is None:
+        return None
+    cells = [
+        range(begin // n, (begin + (size - 1) * step) // n + 1)
+        for begin, size, step, n in zip(*box[:3], chunk, strict=True)
+    ]
+    extents = [len(some) * n for some, n in zip(cells, chunk, strict=True)]
+    count = math.prod(map(len, cells))
+    if count > _MOST_CHUNKS or math.prod(extents) * dtype.itemsize > _DECODED_NBYTES:
+        return None
+    ends = [some.stop * n for some, n in zip(cells, chunk, strict=True)]
+    if any(map(operator.gt, ends, shape)) and edges_are_raw(node.get_create_plist()):
+        return None
+    whole = np.empty(extents, dtype)
+    for cell in itertools.product(*cells):
+        corner = tuple(map(operator.mul, cell, chunk))
+        to = whole if count == 1 else np.empty(chunk, dtype)
+        if not _decode(node, stored, corner, pipeline, to):
+            return None
+        if count > 1:
+            at = [(c - some.start) * n for c, some, n in zip(cell, cells, chunk, strict=True)]
+            whole[tuple(slice(a, a + n) for a, n in zip(at, chunk, strict=True))] = to
+    if whole.shape == selection.shape:
+        return whole
+    begin = [b - some.start * n for b, some, n in zip(box.begin, cells, chunk, strict=True)]
+    several = zip(begin, box.size, box.step, strict=True)
+    part = whole[tuple(slice(b, b + (size - 1) * by + 1, by) for b, size, by in several)]
+    return selection.taken(part.reshape(box.shape)).copy()
+
+
+def _decode(
+    node: h5py.h5d.DatasetID,
+    stored: Stored,
+    corner: tuple[int, ...],
+    pipeline: Any,
+    out: NDArray[Any],
+) -> bool:
+    """Decode a chunk to an array of its size; False if it is not stored, or damaged."""
+    core = load_core()
+    if core is None or not 0 < stored_nbytes(node, corner) <= encoded_room(_DECODED_NBYTES):
+        return False
+    mask, encoded = node.read_direct_chunk(corner)
+    try:
+        scratch = _scratches.pop()
+    except IndexError:
+        scratch = Scratch.allocate(0, 0, encoded_room(_DECODED_NBYTES))
+    held = np.frombuffer(encoded, np.uint8)
+    worker = ctypes.byref(scratch.worker(core).struct)
+    numbers = len(stored.filters), held.size, mask, out.nbytes
+    is_done = core.decode(pipeline, worker, address(held), address(out), *numbers)
+    _scratches.append(scratch)
+    return bool(is_done)
