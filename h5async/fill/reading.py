@@ -127,7 +127,7 @@ class BatchReader:
         self._scratches: list[Scratch] = []
         what = f"{self.file}: scratch of {num_threads} threads, for chunks to be decoded"
         with taking_memory(what, f"make {named('num_threads')} smaller, or store smaller chunks"):
-            self._free = deque(self.new_scratch() for _ in range(num_threads))
+            self._free = deque(self._new_scratch() for _ in range(num_threads))
 
     def _batches_of(self, new: Callable[..., SlotBatch], memory: SlotMemory, rows: int) -> _Batches:
         assert self._collection is not None
@@ -162,6 +162,10 @@ class BatchReader:
         """Lend a thread its scratch memory for a call of `BatchQueue`; return the call's result."""
         with self._scratch() as scratch:
             return work(scratch)
+
+    def scratch_of_consumer(self, is_alone: bool) -> Scratch:
+        """Return scratch memory for its calls of the core; all there is, if it `is_alone`."""
+        return self._free[-1] if is_alone else self._new_scratch()
 
     def planned(self, slot: int) -> BatchPlan:
         """Return the plan that the core has made of a batch in a queue, all fields of it."""
@@ -407,7 +411,7 @@ class BatchReader:
         try:
             scratch = self._free.pop()
         except IndexError:  # more callers of `run_next` than `num_threads`
-            scratch = self.new_scratch()
+            scratch = self._new_scratch()
         scratch.timeline = self.recorder.timeline
         try:
             yield scratch
@@ -529,8 +533,7 @@ class BatchReader:
         self._h5py_rows, self._plan_columns, self._cache = [], None, None
         self._collection, self._batches, self._ahead = None, [], None
 
-    def new_scratch(self) -> Scratch:
-        """Return memory for one thread more, which counts what it does."""
+    def _new_scratch(self) -> Scratch:
         scratch = Scratch.allocate(*self._size)
         scratch.stop = self._stop
         scratch.record(self._trace)

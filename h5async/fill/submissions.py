@@ -88,7 +88,8 @@ class Submissions:
         if self._needs_python or not self._assembly.is_plain or self.is_fetched is not _never:
             return None
         assert core is not None
-        scratch, is_alone = self._reader.new_scratch(), not num_threads
+        is_alone = not num_threads
+        scratch = self._reader.scratch_of_consumer(is_alone)
         self.turns = Turns(core, self._queue, scratch, batch, is_alone=is_alone)
         return self.turns
 

@@ -159,14 +159,11 @@ class Turns:
 
     def waits(self) -> NewWaits:
         """Return the waits since the last call."""
-        struct = self._struct
-        number, total, begin, end = (
-            struct.num_waits - self._seen,
-            struct.total_ns,
-            struct.begin_ns,
-            struct.end_ns,
-        )
-        self._seen, struct.total_ns = struct.num_waits, 0
-        at = np.arange(self._seen - min(number, MAX_WAITS), self._seen) % MAX_WAITS
-        begin, end = ((one + self._core.clock_offset_ns()) / 1e9 for one in (begin, end))
-        return NewWaits(number, total / 1e9, begin, end, (self._waits_ns[at] / 1e9).tolist())
+        struct, seen = self._struct, self._seen
+        number, begin_ns, end_ns = struct.num_waits - seen, struct.begin_ns, struct.end_ns
+        each = range(max(seen, struct.num_waits - MAX_WAITS), struct.num_waits)
+        spent = [int(self._waits_ns[wait % MAX_WAITS]) / 1e9 for wait in each]
+        total_ns, self._seen, struct.total_ns = struct.total_ns, struct.num_waits, 0
+        offset_ns = self._core.clock_offset_ns()
+        begin, end = (begin_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9
+        return NewWaits(number, total_ns / 1e9, begin, end, spent)

@@ -37,7 +37,7 @@ from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
 from h5async.reader.runs import Batches, next_run
 from h5async.spelling import named
-from h5async.system.interruptions import interruption, passing
+from h5async.system.interruptions import interruption, passing, suppressing
 from h5async.system.timeline import Recorder
 
 if TYPE_CHECKING:
@@ -111,9 +111,10 @@ class Delivery:
         if counts.open_epoch != course.position(ring.consumer.next).epoch:
             return  # its first batch opens it
         slots = [slot.memory.out for slot in self._setup.slots]
-        run = next_run(self._batches, course, ring, submissions, slots)
-        if run is not None:
-            ring.lend(run)
+        with suppressing(MemoryError):  # it goes on without
+            run = next_run(self._batches, course, ring, submissions, slots)
+            if run is not None:
+                ring.lend(run)
 
     # --- requests ---------------------------------------------------------------------------------
 

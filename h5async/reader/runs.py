@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from h5async.deliver.slots import SlotRing
+from h5async.errors import is_lack_of_memory, out_of_memory
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.order.sampling import NO_SAMPLES, FillRequest, Sampling
@@ -18,6 +19,7 @@ from h5async.order.schedule import Course
 from h5async.read.turns import Numbers
 from h5async.reader.batch import Batch
 from h5async.reader.readersetup import ReaderSetup
+from h5async.spelling import named
 
 
 class Batches:
@@ -88,6 +90,14 @@ class Run:
 
     def complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
         """Make something that a batch lacks: its numbers, its arrays, or all else."""
+        try:
+            self._complete(batch, name, slot, serial)
+        except Exception as error:  # (a context would take longer than all this)
+            if not is_lack_of_memory(error):
+                raise
+            raise out_of_memory(f"the batch with the number {serial}", error, _REMEDY) from error
+
+    def _complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
         epoch, first, sampling = self.epoch, self._first, self._sampling
         if name == "_arrays":
             arrays = tuple([array[: self.numbers.size] for array in self._slots[slot]])
@@ -121,3 +131,4 @@ def next_run(
 
 
 _LEAST = 8  # batches, so that it pays
+_REMEDY = f"keep fewer batches, or make {named('batch_size')} smaller"
