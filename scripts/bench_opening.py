@@ -5,7 +5,10 @@ ratio of the medians.
 
 - files: a reader over so many files of one dataset of 100 rows of 64 float32 (contiguous; and in 10
   chunks, behind gzip), until it is ready; against a loop that opens each with h5py and asks for the
-  shape.
+  shape. "Again": with their saved index in a folder (`index_cache`).
+- many: the same of ten times as many files of 20 contiguous rows.
+- imports: a process that imports NumPy, h5py and h5async; that imports `AsyncReader`, too; and that
+  reads a batch; against one that imports NumPy and h5py.
 - chunks: a reader over one dataset of so many chunks, for each kind of chunk index, until it is
   ready; against HDF5's own H5Dchunk_iter with a compiled visitor that writes four numbers a chunk,
   and nothing else (the file is opened with h5py; only the visit is timed).
@@ -19,6 +22,7 @@ import argparse
 import ctypes
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -94,12 +98,14 @@ def seconds(work: Callable[[], Any]) -> Work:
     return timed
 
 
-def opened(paths: Any) -> Work:
+def opened(paths: Any, index_cache: bool | Path = False) -> Work:
     """Return what makes a reader, and closes it after the clock has stopped."""
 
     def timed() -> float:
         begin = time.perf_counter()
-        reader = AsyncReader(hdf5_path=paths, labels_field=None, device="cpu")
+        reader = AsyncReader(
+            hdf5_path=paths, labels_field=None, device="cpu", index_cache=index_cache
+        )
         taken = time.perf_counter() - begin
         reader.close()
         return taken
@@ -108,23 +114,50 @@ def opened(paths: Any) -> Work:
 
 
 def files(bench: Bench) -> None:
-    rows = np.random.default_rng(0).standard_normal((100, 64)).astype("f4")
-    for what, how in {
-        "contiguous": {},
-        "gzip": {"chunks": (10, 64), "compression": "gzip"},
+    of_files(bench, "files", "contiguous", bench.options.files, 100)
+    how = {"chunks": (10, 64), "compression": "gzip"}
+    of_files(bench, "files", "gzip", bench.options.files, 100, **how)
+
+
+def many(bench: Bench) -> None:
+    of_files(bench, "many", "contiguous", 10 * bench.options.files, 20)
+
+
+def of_files(bench: Bench, case: str, what: str, count: int, rows: int, **how: Any) -> None:
+    values = np.random.default_rng(0).standard_normal((rows, 64)).astype("f4")
+    paths = []
+    for number in range(count):
+        paths.append(bench.folder / f"{case}-{what}{number:05d}.h5")
+        with h5py.File(paths[-1], "w") as file:
+            file.create_dataset("data", data=values, **how)
+
+    def shapes() -> None:
+        for path in paths:
+            with h5py.File(path) as file:
+                _ = file["data"].shape
+
+    bench.compare(case, what, len(paths), opened(paths), seconds(shapes))
+    again = opened(paths, bench.folder)
+    bench.compare(case, f"{what}, again", len(paths), again, seconds(shapes))
+
+
+def imports(bench: Bench) -> None:
+    path = bench.folder / "one.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.zeros((64, 64), "f4")
+
+    def process(code: str = "") -> Work:
+        command = [sys.executable, "-c", f"import numpy, h5py\n{code}"]
+        return seconds(lambda: subprocess.run(command, check=True))
+
+    reading = f"AsyncReader(hdf5_path={str(path)!r}, labels_field=None).get_next_batch()"
+    name = "from h5async import AsyncReader"
+    for what, code in {
+        "import h5async": "import h5async",
+        name: name,
+        "the first batch": f"{name}\n{reading}",
     }.items():
-        paths = []
-        for number in range(bench.options.files):
-            paths.append(bench.folder / f"{what}{number:05d}.h5")
-            with h5py.File(paths[-1], "w") as file:
-                file.create_dataset("data", data=rows, **how)
-
-        def shapes(paths: list[Path] = paths) -> None:
-            for path in paths:
-                with h5py.File(path) as file:
-                    _ = file["data"].shape
-
-        bench.compare("files", what, len(paths), opened(paths), seconds(shapes))
+        bench.compare("imports", what, 1, process(code), process())
 
 
 def chunks(bench: Bench) -> None:
@@ -187,7 +220,7 @@ def groups(bench: Bench) -> None:
     bench.compare("groups", "listing", count, seconds(listing), peer)
 
 
-CASES = {function.__name__: function for function in (files, chunks, groups)}
+CASES = {function.__name__: function for function in (files, many, imports, chunks, groups)}
 
 
 def plot(points: list[dict[str, Any]], path: Path) -> None:

@@ -1,35 +1,19 @@
-"""Compare AsyncReader with other ways to feed a training loop from the same HDF5 files.
+"""Compare AsyncReader with other ways to feed a training loop with the same samples.
 
-Images of 150 kB, batches of 128, page cache warm, a consumer that does nothing. Each file is
-written to a temporary directory, every way's batches are checked against h5py, and then all ways
-take turns, and their medians are compared. A run counts from the first request of a way at rest to
-its last batch, with nothing asked for beyond; pipelines and worker processes are started before,
-and kept. Everybody has two threads or two worker processes, but for loops without any and for
-hidefix, which takes all cores. Where a way has several forms, the fastest is found first, for each
-file and order.
+Two threads or worker processes each, the page cache warm, a loop that does nothing else. Each way
+is opened, its first batches are compared with what h5py reads, and it runs for --seconds, from
+batch to batch and from epoch to epoch, so that pipelines and workers are as full as they get.
+Ours runs before and after the others, half as long each; its speed is the mean of both. What each
+way does not do is said beside its figure; where it is faster than ours is said last, in a list.
 
-- h5py: in order, slices into one preallocated batch, by the faster of `read_direct` and
-  `batch[...] = ds[a:b]`; shuffled, `batch[j] = ds[i]`, a row at a time.
-- PyTorch's DataLoader, without and with two worker processes: the better of `__getitem__` with the
-  default collation and `__getitems__`, which reads a batch into one array, adjacent rows as a
-  slice. Each process opens the file when it first reads; the workers persist; no pinned memory,
-  the default prefetch factor.
-- SPDL: a pipeline of one stage that reads a batch as `__getitems__` does, by the better of one and
-  two of its two threads (a sample an item is slower). Its source waits for requests, so that it
-  is at rest between runs.
-- Grain: `MapDataset`, `to_iter_dataset` with two threads: the better of samples, shuffled and
-  batched by Grain, and batches read as above. At most 4 batches ahead: the default, 500, would be
-  10 GB. Its threads start with each run.
-- hidefix, pyfive: in order, slices as they return them, but copied where pyfive merely maps the
-  file; shuffled, `batch[j] = ds[i : i + 1]`. pyfive has python-neo-lzf, which it wants for lzf.
+Samples are numbered in their first bytes. So each checked batch tells which samples it has: values
+are compared whatever order a way draws, and no sample may come twice in an epoch.
 
-"cannot": hidefix or pyfive raises, or gives other values than h5py. A way of which one batch takes
-longer than 20 times --seconds is timed once, with one batch, and takes no turns: hidefix reads a
-contiguous dataset whole for each slice. Peers that are not installed are left out:
-`pip install '.[bench]'` brings them.
-
-On a busy machine, give --patience: rounds in which other processes had more than 5 % of the CPUs
-are then repeated, whatever they gave.
+Peers that are not installed are left out: `pip install '.[bench]'` brings them (insitubatch needs
+Python 3.12). Not here: loaders of sparse rows (scDataset, annbatch, AnnLoader: `bench_sparse`), of
+robots' files and simulations (robomimic, The Well: `bench_sequences`), and those that read over
+HTTP (h5py over fsspec, a DataLoader, zarr over obstore: `bench_remote_peers`). NVIDIA DALI runs on
+no CPU alone. TensorStore reads no references to chunks of HDF5.
 """
 
 from __future__ import annotations
@@ -39,579 +23,349 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
-import logging
 import multiprocessing
 import os
-import queue
+import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import h5py
 import hdf5plugin
 import numpy as np
-from bench_common import (
-    BATCH,
-    BATCH_NBYTES,
-    ROW,
-    ROW_NBYTES,
-    Round,
-    Run,
-    await_quiet,
-    batches_in,
-    cpu_seconds,
-    fastest,
-    h5py_runs,
-    header,
-    make_images,
-    parse_case_options,
-    reader_run,
-    save,
-    seconds,
-    time_round,
-    time_rounds,
-    verify,
-)
-from rich import box
+from bench_common import RESULTS, header, make_images, save
+from bench_peer_ways import OURS, WAYS, WINDOW, Case, Way
 from rich.console import Console
-from rich.table import Table
 
-from h5async import AsyncReader
-
-THREADS = 2
-AHEAD = 4  # batches that Grain may prefetch
-WITHOUT_HDF5 = {"hidefix", "pyfive"}  # which cannot read every file
-SLOW = 20  # times --seconds: a batch that takes longer is timed once
-
-Forms = dict[str, Run]
+NUMBER = 4  # bytes that a sample's number takes
+LONGEST = 60.0  # seconds that a way may take to open, and to give its first batches
+READY = 3  # batches that are checked, and not timed
 
 
-class Layout(NamedTuple):
-    """A way to store the images."""
+class Kind(NamedTuple):
+    """Samples, how they are stored, and in which order they are read."""
 
     name: str
+    make: Callable[[int], Any]
+    count: int
+    batch_size: int
     options: dict[str, Any]
+    shuffle: bool = True
+    files: int = 1
+    every_way: bool = False  # also those that read a copy, or that others stand for
 
 
-def by_rows(rows: int, **options: Any) -> dict[str, Any]:
-    return {"chunks": (rows, *ROW), **options}
+def images(count: int) -> np.ndarray:
+    return numbered(make_images(count))
 
 
-LAYOUTS = (
-    Layout("contiguous", {}),
-    Layout("1 row a chunk", by_rows(1)),
-    Layout("16 rows a chunk", by_rows(16)),
-    Layout("gzip", by_rows(1, compression="gzip")),
-    Layout("lzf", by_rows(1, compression="lzf")),
-    Layout("zstd", by_rows(1, **hdf5plugin.Zstd())),
-    Layout("blosc-lz4", by_rows(1, **hdf5plugin.Blosc(cname="lz4"))),
-    Layout("bitshuffle-lz4", by_rows(1, **hdf5plugin.Bitshuffle(cname="lz4"))),
-)
+def digits(count: int) -> np.ndarray:
+    """Return small images, as MNIST has them."""
+    return numbered(np.random.default_rng(0).integers(0, 256, (count, 28, 28), np.uint8))
 
 
-class Case(NamedTuple):
-    """One file in one order; a peer closes what it opens with the stack."""
-
-    stack: contextlib.ExitStack
-    path: Path
-    data: h5py.Dataset
-    orders: np.ndarray
-    shuffle: bool
-
-
-def write_file(path: Path, layout: Layout, images: np.ndarray) -> float:
-    """Write the images to disk; return decoded bytes by stored bytes."""
-    with h5py.File(path, "w") as file:
-        dataset = file.create_dataset("data", images.shape, np.uint8, **layout.options)
-        for start in range(0, len(images), BATCH):
-            dataset[start : start + BATCH] = images[start : start + BATCH]
-        file.flush()
-        ratio = images.nbytes / dataset.id.get_storage_size()
-    with path.open("rb") as written:
-        os.fsync(written.fileno())  # nothing is to be written back while something is timed
-    return ratio
-
-
-def read_batch(data: h5py.Dataset, order: Sequence[int]) -> np.ndarray:
-    """Return the samples in memory of their own, as a loader that gives batches away has to."""
-    if list(order) == list(range(order[0], order[0] + len(order))):
-        return data[order[0] : order[0] + len(order)]
-    batch = np.empty((len(order), *data.shape[1:]), data.dtype)
-    for j, i in enumerate(order):
-        batch[j] = data[i]
-    return batch
-
-
-def open_h5py(case: Case) -> Forms:
-    return h5py_runs(case.data, case.orders, case.shuffle)
-
-
-class Samples:
-    """What a DataLoader reads sample by sample; the file is opened by the process that reads."""
-
-    def __init__(self, path: Path, count: int) -> None:
-        self.path, self.count = path, count
-        self.file: h5py.File | None = None
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return self.opened()[i]
-
-    def opened(self) -> h5py.Dataset:
-        """Return the dataset, of a file that this process opened."""
-        if self.file is None:
-            self.file = h5py.File(self.path)
-            self.data = self.file["data"]
-        return self.data
-
-    def close(self) -> None:
-        """Close the file, if this process opened it."""
-        if self.file is not None:
-            self.file.close()
-
-
-class Batches(Samples):
-    """What a DataLoader reads batch by batch."""
-
-    def __getitems__(self, order: list[int]) -> np.ndarray:
-        return read_batch(self.opened(), order)
-
-
-class Turns:
-    """A batch sampler that gives so many batches a run."""
-
-    def __init__(self, orders: np.ndarray) -> None:
-        self.orders, self.batches = orders.tolist(), 1
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return itertools.islice(itertools.cycle(self.orders), self.batches)
-
-
-def open_data_loader(workers: int, case: Case) -> Forms:
-    import torch
-
-    count = case.orders.size
-    return {
-        "__getitem__": data_loader_run(case, Samples(case.path, count), workers, None),
-        "__getitems__": data_loader_run(case, Batches(case.path, count), workers, torch.from_numpy),
-    }
-
-
-def data_loader_run(
-    case: Case, dataset: Samples, workers: int, collate: Callable[[Any], Any] | None
-) -> Run:
-    from torch.utils.data import DataLoader
-
-    turns = Turns(case.orders)
-    options: dict[str, Any] = {}
-    if workers:
-        # The threads of this process make it no parent to fork from.
-        options = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
-    loader = DataLoader(
-        dataset, batch_sampler=turns, num_workers=workers, collate_fn=collate, **options
-    )
-    held = [loader]
-    case.stack.callback(dataset.close)
-    case.stack.callback(held.clear)  # which ends the workers
-    del loader
-
-    def run(batches: int) -> tuple[np.ndarray, np.ndarray]:
-        turns.batches = batches
-        for values in held[0]:  # noqa: B007
-            pass
-        return case.orders[(batches - 1) % len(case.orders)], values.numpy()
-
-    return run
-
-
-def open_spdl(case: Case) -> Forms:
-    return {
-        "1 batch at a time": spdl_run(case, 1),
-        f"{THREADS} batches at a time": spdl_run(case, THREADS),
-    }
-
-
-def spdl_run(case: Case, concurrency: int) -> Run:
-    from spdl.pipeline import PipelineBuilder
-
-    requests: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-    pipeline = (
-        PipelineBuilder()
-        .add_source(iter(requests.get, None))
-        .pipe(partial(read_batch, case.data), concurrency=concurrency, output_order="input")
-        .add_sink(THREADS)
-        .build(num_threads=THREADS, use_thread_output_queue=True)
-    )
-    case.stack.enter_context(pipeline.auto_stop())
-    case.stack.callback(requests.put, None)
-    endless = itertools.cycle(case.orders)
-
-    def run(batches: int) -> tuple[np.ndarray, np.ndarray]:
-        for order in itertools.islice(endless, batches):
-            requests.put(order.tolist())
-        for _ in range(batches):
-            values = pipeline.get_item()
-        return order, values
-
-    return run
-
-
-class Source:
-    """What Grain reads sample by sample."""
-
-    def __init__(self, data: h5py.Dataset) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return self.data[i]
-
-
-def open_grain(case: Case) -> Forms:
-    logging.getLogger("absl").setLevel(logging.ERROR)  # JAX is not needed here
-    import grain
-
-    samples, numbers = grain.MapDataset.source(Source(case.data)), grain.MapDataset.range
-    orders = case.orders
-    if case.shuffle:
-        samples = samples.shuffle(seed=1)
-        orders = np.array(list(numbers(case.orders.size).shuffle(seed=1))).reshape(-1, BATCH)
-    batches = grain.MapDataset.source(case.orders.tolist()).map(partial(read_batch, case.data))
-    return {
-        "a sample each": grain_run(samples.batch(BATCH), orders),
-        "a batch each": grain_run(batches, case.orders),
-    }
-
-
-def grain_run(dataset: Any, orders: np.ndarray) -> Run:
-    import grain
-
-    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
-    endless = dataset.repeat(reseed_each_epoch=False)
-
-    def run(batches: int) -> tuple[np.ndarray, np.ndarray]:
-        for values in endless[:batches].to_iter_dataset(options):  # noqa: B007
-            pass
-        return orders[(batches - 1) % len(orders)], values
-
-    return run
-
-
-def open_hidefix(case: Case) -> Forms:
-    import hidefix
-
-    data = hidefix.Index(str(case.path)).dataset("data")
-    return {"slices": slices_run(case, lambda start, stop: data[slice(start, stop),], False)}
-
-
-def open_pyfive(case: Case) -> Forms:
-    import pyfive
-
-    data = case.stack.enter_context(pyfive.File(str(case.path)))["data"]
-    copy = case.data.chunks is None
-    return {"slices": slices_run(case, lambda start, stop: data[start:stop], copy)}
-
-
-def slices_run(case: Case, read: Callable[[int, int], np.ndarray], copy: bool) -> Run:
-    batch = np.ones((BATCH, *ROW), np.uint8)
-    endless = itertools.cycle(case.orders)
-
-    def rows(order: np.ndarray) -> np.ndarray:
-        for j, i in enumerate(order.tolist()):
-            batch[j] = read(i, i + 1)
-        return batch
-
-    def adjacent(order: np.ndarray) -> np.ndarray:
-        values = read(int(order[0]), int(order[0]) + BATCH)
-        if copy:
-            batch[...] = values
-        return batch if copy else values
-
-    def run(batches: int) -> tuple[np.ndarray, np.ndarray]:
-        for order in itertools.islice(endless, batches):
-            values = rows(order) if case.shuffle else adjacent(order)
-        return order, values
-
-    return run
-
-
-class Peer(NamedTuple):
-    """Another way to read: the package that it needs, and what opens all its forms."""
-
-    name: str
-    package: str
-    open: Callable[[Case], Forms]
-
-
-PEERS = (
-    Peer("h5py", "h5py", open_h5py),
-    Peer("DataLoader, 0 workers", "torch", partial(open_data_loader, 0)),
-    Peer("DataLoader, 2 workers", "torch", partial(open_data_loader, THREADS)),
-    Peer("SPDL", "spdl", open_spdl),
-    Peer("Grain", "grain", open_grain),
-    Peer("hidefix", "hidefix", open_hidefix),
-    Peer("pyfive", "pyfive", open_pyfive),
-)
-
-
-def installed(console: Console) -> tuple[Peer, ...]:
-    """Return the peers that are here, and name the others."""
-    found = tuple(peer for peer in PEERS if importlib.util.find_spec(peer.package))
-    for peer in PEERS:
-        if peer not in found:
-            line = f"{peer.name}: {peer.package} is not installed (pip install '.[bench]')"
-            console.print(line, markup=False)
+def tokens(count: int) -> np.ndarray:
+    """Return texts of 1 to 400 tokens, the first of which is the text's number."""
+    rng = np.random.default_rng(1)
+    found = np.empty(count, object)
+    for number, length in enumerate(rng.integers(1, 401, count)):
+        found[number] = rng.integers(0, 50_000, length, np.int32)
+        found[number][0] = number
     return found
 
 
-def open_reader(case: Case, truth: np.ndarray) -> Run:
-    """Return the reader's way, after an epoch that is checked whole."""
-    reader = case.stack.enter_context(
-        AsyncReader(
-            hdf5_path=case.path,
-            labels_field=None,
-            batch_size=BATCH,
-            shuffle=case.shuffle,
-            num_threads=THREADS,
-            device="cpu",
-        )
+def numbered(rows: np.ndarray) -> np.ndarray:
+    flat = rows.reshape(len(rows), -1)
+    flat[:, :NUMBER] = np.arange(len(rows), dtype=np.int32)[:, None].view(np.uint8)
+    return rows
+
+
+def by_rows(rows: int, shape: tuple[int, ...] = (224, 224, 3), **options: Any) -> dict[str, Any]:
+    return {"chunks": (rows, *shape), **options}
+
+
+IMAGES = (images, 2048, 64)
+DIGITS = digits, 60_000, 256
+GZIP = {"compression": "gzip"}
+LZ4 = hdf5plugin.Blosc(cname="lz4", shuffle=1)
+KINDS = (
+    Kind("150 kB, raw, shuffled", *IMAGES, by_rows(1), every_way=True),
+    Kind("150 kB, raw, in order", *IMAGES, by_rows(1), shuffle=False),
+    Kind("150 kB, gzip, shuffled", *IMAGES, by_rows(1, **GZIP)),
+    Kind("150 kB, gzip, in order", *IMAGES, by_rows(1, **GZIP), shuffle=False),
+    Kind("150 kB, shuffle and lz4, shuffled", *IMAGES, by_rows(1, **LZ4)),
+    Kind("150 kB, 16 in a zstd chunk, shuffled", *IMAGES, by_rows(16, **hdf5plugin.Zstd())),
+    Kind("150 kB, batches of one, shuffled", *IMAGES[:2], 1, by_rows(1)),
+    Kind("784 B, shuffled", *DIGITS, by_rows(64, (28, 28)), every_way=True),
+    Kind("1 to 400 tokens, shuffled", tokens, 60_000, 256, {}, every_way=True),
+    Kind(
+        "784 B, 1,000 files, gzip, shuffled",
+        *(digits, 100_000, 256),
+        by_rows(100, (28, 28), **GZIP),
+        files=1000,
+    ),
+)
+
+
+def write(kind: Kind, samples: Any, folder: Path) -> tuple[Path, ...]:
+    paths = []
+    for number, part in enumerate(np.split(samples, kind.files)):
+        path = folder / f"{number:04}.h5"
+        with h5py.File(path, "w") as file:
+            dtype = h5py.vlen_dtype(np.int32) if samples.dtype == object else samples.dtype
+            made = file.create_dataset("data", part.shape, dtype, **kind.options)
+            for begin in range(0, len(part), 512):
+                made[begin : begin + 512] = part[begin : begin + 512]
+        paths.append(path)
+    return tuple(paths)
+
+
+def taking_part(kind: Kind, installed: set[str]) -> Iterator[Way]:
+    """Yield the ways that can read such files, and are here."""
+    for way in WAYS:
+        if (
+            way.package in installed
+            and (kind.every_way or way.is_common)
+            and (kind.make is not tokens or way.any_length)
+            and (kind.files == 1 or way.many_files)
+        ):
+            yield way
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def arrays(batch: Any) -> Any:
+    """Return a batch as NumPy has it: an array, or a list of arrays."""
+    if hasattr(batch, "numpy"):
+        return batch.numpy()
+    return batch if isinstance(batch, np.ndarray) else [*map(np.asarray, batch)]
+
+
+def numbers_of(batch: Any) -> np.ndarray:
+    if isinstance(batch, np.ndarray):
+        flat = np.ascontiguousarray(batch.reshape(len(batch), -1)[:, :NUMBER])
+        return flat.view(np.int32)[:, 0]
+    return np.array([sample[0] for sample in batch])
+
+
+def check(batch: Any, case: Case, seen: set[int]) -> None:
+    """Compare a batch with what h5py reads; no sample may have been seen before."""
+    values = arrays(batch)
+    numbers = numbers_of(values)
+    if len(values) != case.batch_size or not all(map(np.array_equal, values, case.truth[numbers])):
+        raise AssertionError("a batch is not what h5py reads")
+    if len(seen.union(numbers.tolist())) != len(seen) + len(numbers):
+        raise AssertionError("a sample came twice in an epoch")
+    if not case.shuffle and numbers.tolist() != [*range(len(seen), len(seen) + len(numbers))]:
+        raise AssertionError("samples are not in order")
+    seen.update(numbers.tolist())
+
+
+def speed_of(way: Way, case: Case, seconds: float) -> float:
+    """Return samples a second of a way, in a process of its own; it ends with all it started."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=run, args=(way, case, seconds, theirs)
     )
-    run = reader_run(reader)
-    if verify([run], truth, [1] * len(reader)) != len(truth):
-        raise AssertionError("the reader leaves samples out")
-    if reader.fallback_reads:
-        raise AssertionError(f"h5py was used: {reader.layouts['data'].fallback_reason}")
-    return run
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv() if ours.poll(LONGEST + seconds) else f"nothing in {LONGEST} s"
+    except EOFError:
+        process.join()
+        found = f"it ended with {process.exitcode}"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
 
 
-class Opened(NamedTuple):
-    """What of the peers takes turns, the GB/s of the slow ones, why others cannot read."""
+def run(way: Way, case: Case, seconds: float, pipe: Any) -> None:
+    """Send samples a second of a way, or why it cannot read the case."""
+    os.setsid()
+    try:
+        pipe.send(timed(iter(way.open(case)), case, seconds))
+    except BaseException as error:  # a panic of Rust is no Exception
+        pipe.send(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    time.sleep(LONGEST)  # until it is killed with its workers and threads
 
-    forms: dict[str, Forms]
-    slow: dict[str, float]
-    cannot: dict[str, str]
+
+def timed(batches: Iterator[Any], case: Case, seconds: float) -> float:
+    """Check the first batches, and time those of so many seconds."""
+    seen: set[int] = set()
+    begin = time.perf_counter()
+    while len(seen) < READY * case.batch_size or time.perf_counter() - begin < seconds / 10:
+        batch = next(batches)
+        if len(seen) + case.batch_size <= len(case.truth):
+            check(batch, case, seen)
+    count, begin = 0, time.perf_counter()
+    while (taken := time.perf_counter() - begin) < seconds:
+        count += len(next(batches))
+    return count / taken
 
 
-def open_peers(
-    case: Case, peers: tuple[Peer, ...], truth: np.ndarray, slow_seconds: float
-) -> Opened:
-    opened = Opened({}, {}, {})
-    for peer in peers:
+def measure(kind: Kind, case: Case, ways: list[Way], seconds: float, console: Console) -> Any:
+    """Return what was measured of a case; why a way cannot read it, if it raised."""
+    ours, speeds, cannot = [speed_of(OURS, case, seconds / 2)], {}, {}
+    mixes = case.shuffle and kind.options.get("chunks", (1,))[0] > 1
+    for way in [WINDOW, *ways] if mixes else ways:
         try:
-            forms = peer.open(case)
-            if taken := slow_batch(forms, truth, slow_seconds):
-                opened.slow[peer.name] = BATCH_NBYTES / 1e9 / taken
-            else:
-                verify(forms.values(), truth, [3])
-                opened.forms[peer.name] = forms
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic of Rust is no Exception
-            if peer.package not in WITHOUT_HDF5:
-                raise
-            opened.cannot[peer.name] = (str(error).splitlines() or [repr(error)])[0][:200]
-    return opened
-
-
-def slow_batch(forms: Forms, truth: np.ndarray, slow_seconds: float) -> float:
-    """Check a batch of each form; return the least seconds of another, or 0 if that is not slow."""
-    start = time.perf_counter()
-    verify(forms.values(), truth, [1])
-    if time.perf_counter() - start < slow_seconds:
-        return 0.0
-    taken = min(seconds(run, 1) for run in forms.values())
-    return taken if taken > slow_seconds else 0.0
-
-
-def worker_seconds() -> float:
-    """Return CPU time so far of the worker processes (Linux; else 0)."""
-    ticks = 0
-    for worker in multiprocessing.active_children():
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def time_turns(runs: dict[str, Run], batches: dict[str, int]) -> Round:
-    """Time a round, in which the worker processes do not count as others."""
-    workers, everything = worker_seconds(), cpu_seconds()[2]
-    turns = time_round(runs, batches)
-    workers, everything = worker_seconds() - workers, cpu_seconds()[2] - everything
-    return turns._replace(others=max(0.0, turns.others - workers / max(everything, 1.0)))
-
-
-def batches_about(run: Run, duration: float) -> int:
-    """Return how many batches take about so many seconds, one at least."""
-    return 1 if seconds(run, 1) > duration / 2 else batches_in(run, duration)
-
-
-def bench(
-    path: Path,
-    layout: Layout,
-    shuffle: bool,
-    truth: np.ndarray,
-    peers: tuple[Peer, ...],
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Verify, then time all ways on one file in one order; return the figures."""
-    deadline = time.monotonic() + options.patience
-    order = np.arange(len(truth))
-    if shuffle:
-        order = np.random.default_rng(1).permutation(order)
-    with contextlib.ExitStack() as stack:
-        data = stack.enter_context(h5py.File(path))["data"]
-        case = Case(stack, path, data, order.reshape(-1, BATCH), shuffle)
-        opened = open_peers(case, peers, truth, SLOW * options.seconds)
-        used = {"reader": open_reader(case, truth)}
-        await_quiet(deadline)
-        forms = {way: fastest(runs, options.seconds / 4) for way, runs in opened.forms.items()}
-        used |= {way: opened.forms[way][form] for way, form in forms.items()}
-        batches = {way: batches_about(run, options.seconds) for way, run in used.items()}
-        rounds = time_rounds(used, batches, options.repeats, deadline, time_turns)
-    if multiprocessing.active_children():
-        raise AssertionError("worker processes are left")
-    speeds = {way: median(r.speed[way] for r in rounds) for way in used} | opened.slow
-    return {
-        "layout": layout.name,
-        "order": "shuffled" if shuffle else "in order",
-        "gb_per_s": {way: round(value, 4) for way, value in speeds.items()},
-        "gb_per_s_rounds": {way: [round(r.speed[way], 4) for r in rounds] for way in used},
-        "cpu_share_of_others": [round(r.others, 3) for r in rounds],
-        "batches_per_round": batches,
-        "forms": forms,
-        "timed_once": list(opened.slow),
-        "cannot": opened.cannot,
-        "reader_by": {
-            peer.name: round(speeds["reader"] / speeds[peer.name], 3)
-            for peer in peers
-            if peer.name in speeds
-        },
+            speeds[way.name] = speed_of(way, case, seconds)
+        except RuntimeError as error:
+            cannot[way.name] = str(error)
+    ours.append(speed_of(OURS, case, seconds / 2))
+    mean = sum(ours) / 2
+    found = {
+        "case": kind.name,
+        "batch_size": kind.batch_size,
+        "sample_nbytes": round(sum(sample.nbytes for sample in case.truth) / len(case.truth)),
+        "samples_per_s": {OURS.name: round(mean, 1)}
+        | {name: round(speed, 1) for name, speed in speeds.items()},
+        "ours_before_and_after": [round(one, 1) for one in ours],
+        "ours_by": {name: round(mean / speed, 3) for name, speed in speeds.items()},
+        "cannot": cannot,
     }
+    show(found, console)
+    return found
 
 
-def multiple(case: dict[str, Any], peer: str) -> str:
-    """Return the reader's speed as a multiple of a peer's, for people."""
-    if peer in case["cannot"]:
-        return "cannot"
-    ratio = case["reader_by"][peer]
-    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:.0f}"
+# --- reporting -----------------------------------------------------------------------------------
 
 
-def table(cases: list[dict[str, Any]], peers: tuple[Peer, ...]) -> Table:
-    grid = Table(title="reader's speed, times that of each peer; medians", box=box.SIMPLE_HEAD)
-    for name in ("file", "order"):
-        grid.add_column(name, no_wrap=True)
-    for name in ("reader GB/s", *(peer.name for peer in peers)):
-        grid.add_column(name, justify="right")
+def caveats() -> dict[str, str]:
+    return {way.name: way.caveat for way in (WINDOW, *WAYS)}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print a case, the fastest way first, with the caveat of each."""
+    say = console.print
+    said = caveats()
+    mean = found["samples_per_s"][OURS.name]
+    megabytes = found["sample_nbytes"] / 1e6
+    say(f"\n{found['case']}: {mean:,.0f} samples/s by h5async ({mean * megabytes:,.0f} MB/s)")
+    for name, ratio in sorted(found["ours_by"].items(), key=lambda pair: pair[1]):
+        say(f"  {ratio:8.2f} times {name}: {said[name]}")
+    for name, why in found["cannot"].items():
+        say(f"    cannot    {name}: {why}")
+
+
+def losses(cases: list[dict[str, Any]]) -> list[str]:
+    """Return where a peer is faster than ours, the worst first; and what our window is of it."""
+    found = []
     for case in cases:
-        grid.add_row(
-            case["layout"],
-            case["order"],
-            f"{case['gb_per_s']['reader']:.3g}",
-            *(multiple(case, peer.name) for peer in peers),
-        )
-    return grid
+        window = case["samples_per_s"].get(WINDOW.name)
+        for name, ratio in case["ours_by"].items():
+            if ratio < 1 and name != WINDOW.name:
+                other = case["samples_per_s"][name]
+                mixed = f", {window / other:.2f} with a window" if window else ""
+                line = f"{ratio:.2f} of {name}'s speed{mixed}: {case['case']} ({caveats()[name]})"
+                found.append((ratio, line))
+    return [line for _, line in sorted(found)]
 
 
-def plot(cases: list[dict[str, Any]], peers: tuple[Peer, ...], path: Path) -> None:
-    """Draw a map of ratios for each order: files down, peers across."""
+def plot(cases: list[dict[str, Any]], path: Path) -> None:
+    """Draw a map of ratios: cases down, ways across; red where a peer is faster."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    layouts = list(dict.fromkeys(case["layout"] for case in cases))
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5), sharey=True, layout="constrained")
-    for ax, order in zip(axes, ("in order", "shuffled"), strict=True):
-        draw(ax, [case for case in cases if case["order"] == order], peers)
-        ax.set_title(order, fontsize=11, pad=34)
-    axes[0].set_yticks(range(len(layouts)), layouts)
-    figure.suptitle(
-        "AsyncReader's speed, times that of each peer\nbatches of 128 images of 150 kB, one a chunk"
-        " where compressed; page cache warm; 2 threads or workers"
+    names = [way.name for way in WAYS if any(way.name in case["ours_by"] for case in cases)]
+    ratios = np.array([[case["ours_by"].get(name, np.nan) for name in names] for case in cases])
+    figure, ax = plt.subplots(figsize=(13, 0.45 * len(cases) + 2.2), layout="constrained")
+    colors = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
+    shades = np.clip(np.log10(ratios), -1, 1)
+    ax.imshow(shades, cmap=colors, vmin=-1.4, vmax=1.4, aspect="auto")
+    for (y, x), ratio in np.ndenumerate(ratios):
+        if np.isfinite(ratio):
+            dark = abs(shades[y, x]) > 0.85
+            label = f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
+            ax.text(x, y, label, ha="center", va="center", color="white" if dark else "black")
+    ax.set_yticks(range(len(cases)), [case["case"] for case in cases])
+    ax.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names], fontsize=8)
+    ax.xaxis.tick_top()
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_title(
+        "h5async's speed, times that of each other way; page cache warm, 2 threads or workers"
     )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def draw(ax: Any, cases: list[dict[str, Any]], peers: tuple[Peer, ...]) -> None:
-    """Draw one map: blue where the reader is faster, red where the peer is."""
-    import matplotlib
-
-    names = [peer.name for peer in peers]
-    ratios = [[case["reader_by"].get(name, np.nan) for name in names] for case in cases]
-    speeds = np.full((len(cases), 1), np.nan)
-    colors = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
-    shades = np.hstack([speeds, np.clip(np.log10(ratios), -1, 1)])
-    ax.imshow(shades, cmap=colors, vmin=-1.4, vmax=1.4, aspect="auto")
-    for y, case in enumerate(cases):
-        label = f"{case['gb_per_s']['reader']:.2g} GB/s"
-        ax.text(0, y, label, ha="center", va="center", fontsize=9)
-        for x, name in enumerate(names, 1):
-            faint = name in case["cannot"]
-            dark = not faint and abs(shades[y, x]) > 0.85
-            color = "#888888" if faint else "white" if dark else "black"
-            text = multiple(case, name)
-            ax.text(x, y, text, ha="center", va="center", fontsize=9, color=color)
-    heads = ["AsyncReader", *(name.replace(", ", "\n") for name in names)]
-    ax.set_xticks(range(len(heads)), heads, fontsize=8)
-    ax.xaxis.tick_top()
-    ax.set_xticks(np.arange(0.5, len(heads) - 1), minor=True)
-    ax.set_yticks(np.arange(0.5, len(cases) - 1), minor=True)
-    ax.grid(which="minor", color="white", lw=1.5)
-    ax.tick_params(which="both", length=0)
-    ax.spines[:].set_visible(False)
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--seconds", type=float, default=5.0, help="that each way runs, after its first batches")
+    add("--only", nargs="*", help="parts of the names of cases; default: all")
+    add("--ways", nargs="*", help="parts of the names of ways; default: all")
+    add("--quick", action="store_true", help="short, and a tenth of the samples: nothing to quote")
+    add("--out", type=Path, help="folder for the results; default: scripts/results, or none")
+    options = parser.parse_args()
+    if options.quick:
+        options.seconds = 0.1
+    elif options.out is None and not (options.only or options.ways):
+        options.out = RESULTS
+    return options
 
 
-def all_cases(
-    peers: tuple[Peer, ...], options: argparse.Namespace, console: Console
-) -> Iterator[dict[str, Any]]:
-    images = make_images(options.rows)
-    with tempfile.TemporaryDirectory(prefix="bench_peers-") as directory:
-        for layout in LAYOUTS:
-            if options.only and layout.name not in options.only:
-                continue
-            path = Path(directory) / "images.h5"
-            with console.status(f"{layout.name}: writing"):
-                ratio = write_file(path, layout, images)
-            with h5py.File(path) as file:
-                truth = file["data"][:]
-            for shuffle in (False, True):
-                with console.status(f"{layout.name}: timing"):
-                    case = bench(path, layout, shuffle, truth, peers, options)
-                yield {**case, "compress_ratio": round(ratio, 2)}
-            path.unlink()
+def all_cases(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    installed = {way.package for way in WAYS if importlib.util.find_spec(way.package)}
+    for way in WAYS:
+        if way.package not in installed:
+            console.print(f"{way.name}: left out, {way.package} is not installed")
+    chosen = [k for k in KINDS if not options.only or any(o in k.name for o in options.only)]
+    for (make, count), kinds in itertools.groupby(chosen, lambda kind: (kind.make, kind.count)):
+        samples = make(max(count // 10, 640) if options.quick else count)
+        with tempfile.TemporaryDirectory(prefix="bench_peers-") as directory:
+            for kind in kinds:
+                yield one_case(kind, samples, Path(directory), installed, options, console)
+
+
+def one_case(
+    kind: Kind,
+    samples: Any,
+    folder: Path,
+    installed: set[str],
+    options: argparse.Namespace,
+    console: Console,
+) -> dict[str, Any]:
+    ways = [
+        way
+        for way in taking_part(kind, installed)
+        if not options.ways or any(part in way.name for part in options.ways)
+    ]
+    paths = write(kind, samples, folder)
+    case = Case(paths, folder, samples, kind.shuffle, kind.batch_size)
+    return measure(kind, case, ways, options.seconds, console)
 
 
 def main() -> None:
-    options = parse_case_options(__doc__, 4096, "files", "file and order")
-    console = Console(width=max(120, Console().width))
-    peers = installed(console)
-    multiprocessing.set_forkserver_preload(["torch", "h5async", "hdf5plugin", "rich.table"])
-    packages = {peer.package for peer in peers} - {"h5py"}
+    options = parse_options()
+    warnings.filterwarnings("ignore")
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    if importlib.util.find_spec("torch"):
+        importlib.import_module("torch")  # once, instead of in the process of each way
     result = header()
-    result["versions"] |= {"hdf5plugin": hdf5plugin.version}
-    result["versions"] |= {name: importlib.metadata.version(name) for name in sorted(packages)}
-    result |= {
-        "rows": options.rows,
-        "row_nbytes": ROW_NBYTES,
-        "batch_size": BATCH,
-        "threads": THREADS,
-    }
-    cases = result["cases"] = list(all_cases(peers, options, console))
-    console.print(table(cases, peers))
-    if options.out is not None:
-        save(result, options.out / "bench_peers.json")
-        plot(cases, peers, options.out / "bench_peers.png")
+    for way in WAYS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            result["versions"][way.package] = importlib.metadata.version(way.package)
+    cases: list[dict[str, Any]] = []
+    for case in all_cases(options, console):
+        cases.append(case)
+        if options.out is not None:  # a run that is ended early leaves what it had
+            result |= {"seconds": options.seconds, "losses": losses(cases), "caveats": caveats()}
+            save(result | {"cases": cases}, options.out / "bench_peers.json")
+            plot(cases, options.out / "bench_peers.png")
+    console.print("\nWhere another way is faster than h5async:")
+    for line in losses(cases) or ["nowhere"]:
+        console.print(f"  {line}")
 
 
 if __name__ == "__main__":

@@ -227,7 +227,10 @@ def test_what_is_proposed_is_not_set_or_refused(path: Path) -> None:
     assert remedies(path, shuffle="full") == [window, cache, repack]
     assert remedies(path) == [cache, repack]
     assert remedies(path, shuffle="window") == [cache, repack]
-    assert remedies(path, weights=np.ones(400)) == ['cache="host", as draws repeat', repack]
+    draws = {"weights": np.ones(400)}
+    assert remedies(path, **draws) == [window, 'cache="host", as draws repeat', repack]
+    assert window not in remedies(path, **draws, shuffle="window")
+    assert window not in remedies(path, **draws, epoch_samples=50)
     assert remedies(path, sampler=[[0, 8], [16]]) == [cache, repack]
     assert remedies(path, shuffle="full", cache="host") == [window, repack]
     assert remedies(path, shuffle="full", workers=2, num_threads=1) == [window, repack]

@@ -21,6 +21,7 @@ from imagecodecs import png_encode as encode_png
 from h5async import AsyncReader, Field, ImageField, Images, MissingPackageError
 from h5async.codec import imageformats
 from h5async.codec.imageformats import decode_rgb, read_header
+from h5async.core.binding import Core, load_core
 from h5async.errors import BudgetError, ConfigError, DatasetError, ReadError
 from h5async.fill.finishing import BatchDecoder, DecodedBatch
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes, random_numbers
@@ -524,6 +525,8 @@ def test_postprocess_has_the_pixels(equal):
         ({"steps": [0, 1]}, "steps"),
         ({"scale": 2, "dtype": "u1"}, "float dtype"),
         ({"sise": 9}, "did you mean 'size'"),
+        ({"decode": "scaled"}, "needs size"),
+        ({"decode": "scaled", "size": 9, "interpolation": "area"}, "interpolation"),
     ],
 )
 def test_options_that_do_not_fit(options, words):
@@ -553,6 +556,16 @@ def test_without_opencv_the_error_names_the_package(equal, monkeypatch):
     with pytest.raises(MissingPackageError, match="pip install opencv-python-headless"):
         reading(equal[0], ImageField("jpeg", size=9))
     assert len(all_of(equal[0])[0]) == 17  # decoding needs none
+
+
+def test_without_libjpeg_the_error_names_the_package(equal, monkeypatch):
+    core = load_core()
+    if core is not None:
+        monkeypatch.setattr(core, "missing", core.missing | {"jpeg"})
+        for found, pixels in zip(all_of(equal[0])[1], (equal[1][:4], equal[1][4:8]), strict=False):
+            assert_same_bits(found, np.stack(pixels))
+    with pytest.raises(MissingPackageError, match="wheels of imagecodecs"):
+        reading(equal[0], ImageField("jpeg", size=9, decode="scaled"))
 
 
 def test_datasets_of_other_values_are_refused(tmp_path):
@@ -591,9 +604,112 @@ def test_damaged_bytes_are_what_pillow_makes_of_them_or_an_error():
         assert_same_bits(out, by_pillow(bytes(data)))
 
 
+SCALED = {"decode": "scaled", "crop": "random", "flip": True}
+KINDS = [("JPEG", *one) for one in JPEGS] + [("PNG", "RGB", {})]
+SUBSAMPLINGS = [("JPEG", "RGB", {"subsampling": s, "progressive": s == 1}) for s in (0, 1, 2)]
+
+
+def shapes_and_kinds(most, seed=0):
+    """Return images of all kinds, of sizes from one pixel to `most`."""
+    rng = np.random.default_rng(seed)
+    sizes = [(1, 1), (1, most), (most, 2), *rng.integers(1, most, (40, 2)).tolist()]
+    kinds = itertools.cycle(KINDS + SUBSAMPLINGS)
+    return [
+        encoded(tuple(size), mode, form, number, **how)
+        for number, (size, (form, mode, how)) in enumerate(zip(sizes, kinds, strict=False))
+    ]
+
+
+needs_core = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
+
+
+@needs_core
+@pytest.mark.parametrize("how", [{}, {"axes": (0, 3, 1, 2), "scale": 1 / 255}], ids=["u1", "f4"])
+@pytest.mark.parametrize("seed", range(2))
+def test_parts_that_do_not_shrink_to_half_are_decoded_to_the_same_pixels(tmp_path, how, seed):
+    path = write(tmp_path / "a.h5", shapes_and_kinds(90, seed))
+    given = {"size": (46, 61), "interpolation": "linear", "crop_scale": (0.01, 1), **how}
+    for options in ({}, {"num_threads": 0, "batch_size": 7}):
+        full, _ = all_of(
+            path, ImageField("jpeg", **(SCALED | {"decode": "full"}), **given), **options
+        )
+        scaled, _ = all_of(path, ImageField("jpeg", **SCALED, **given), **options)
+        for number in full:
+            assert_same_bits(scaled[number], full[number])
+
+
+@needs_core
+def test_random_parts_are_resized_and_flipped_as_by_opencv(tmp_path):
+    images = shapes_and_kinds(120, 3)
+    path = write(tmp_path / "a.h5", images)
+    numbers = random_numbers(0, 0, np.arange(len(images)))
+    pixels = [by_pillow(one) for one in images]
+    shapes = np.array([one.shape[:2] for one in pixels])
+    boxes = random_boxes(*shapes.T, (0.08, 1.0), (3 / 4, 4 / 3), numbers).tolist()
+    field = ImageField(
+        "jpeg", size=(40, 50), **(SCALED | {"decode": "full"}), interpolation="linear"
+    )
+    found, _ = all_of(path, field, seed=0)
+    for n, ((top, left, height, width), is_flipped) in enumerate(
+        zip(boxes, are_flipped(numbers).tolist(), strict=True)
+    ):
+        wanted = cv2.resize(pixels[n][top : top + height, left : left + width], (50, 40))
+        assert_same_bits(found[n], cv2.flip(wanted, 1) if is_flipped else wanted)
+
+
+@needs_core
+@pytest.mark.parametrize("kind", SUBSAMPLINGS + KINDS[:2], ids=lambda kind: str(kind[2]))
+@pytest.mark.parametrize("shape", [(200, 340), (331, 257), (700, 530)])
+def test_parts_that_shrink_are_near_those_of_whole_images(tmp_path, kind, shape):
+    images = [encoded(shape, kind[1], kind[0], seed, **kind[2]) for seed in range(4)]
+    path = write(tmp_path / "a.h5", images)
+    given = {"size": 60, "crop_scale": (0.5, 1)}
+    full, _ = all_of(path, ImageField("jpeg", **(SCALED | {"decode": "full"}), **given))
+    scaled, _ = all_of(path, ImageField("jpeg", **SCALED, **given))
+    for number in full:
+        apart = np.abs(full[number].astype(int) - scaled[number])
+        assert apart.mean() < 1.5
+        assert apart.max() < 25
+
+
+@needs_core
+def test_damaged_images_are_decoded_to_the_same_parts_or_refused(tmp_path):
+    rng, images = np.random.default_rng(0), []
+    for number in range(120):
+        kind = (KINDS + SUBSAMPLINGS)[number % 14]
+        data = bytearray(encoded((60, 80), kind[1], kind[0], number, **kind[2]))
+        for _ in range(rng.integers(1, 4)):
+            data[rng.integers(20, len(data))] = rng.integers(0, 256)
+        images.append(
+            bytes(data[: rng.integers(20, len(data))]) if number % 5 == 0 else bytes(data)
+        )
+    path = write(tmp_path / "a.h5", images)
+    given = {"size": 50, "on_error": "zero", "interpolation": "linear"}
+    limit = {"max_batch_bytes": 200_000_000, "num_threads": 2}
+    full, _ = all_of(path, ImageField("jpeg", **(SCALED | {"decode": "full"}), **given), **limit)
+    scaled, _ = all_of(path, ImageField("jpeg", **SCALED, **given), **limit)
+    apart = [n for n in full if not np.array_equal(full[n], scaled[n])]
+    shrunk = [n for n in apart if full[n].any()]  # else the damage lies below the part
+    for number in shrunk:
+        header = read_header(np.frombuffer(images[number], np.uint8))
+        assert max(header.height, header.width) >= 2 * 50
+    assert len(apart) < 12
+
+
+@needs_core
+def test_steps_of_scaled_images(mixed):
+    steps = {"size": 20, "steps": range(-1, 2), "pad": "edge", "interpolation": "linear"}
+    full, _ = all_of(mixed[0], ImageField("jpeg", crop="random", **steps))
+    scaled, _ = all_of(mixed[0], ImageField("jpeg", crop="random", decode="scaled", **steps))
+    for number in full:
+        assert_same_bits(scaled[number], full[number])
+
+
 def test_the_next_batch_is_read_before_all_images_of_one_are_decoded(equal, monkeypatch, core):
     parts, decoded, begun = threading.local(), [], threading.Event()
-    work, batch, decode = DecodedBatch.work, BatchDecoder.batch, imagekind.decode_rgb
+    work, batch = DecodedBatch.work, BatchDecoder.batch
+    owner, name = (imagekind, "decode_rgb") if core is None else (Core, "decode_pictures")
+    decode = getattr(owner, name)
 
     def noted_work(self, must_end, end):
         parts.is_half = end < len(self.works)
@@ -608,12 +724,12 @@ def test_the_next_batch_is_read_before_all_images_of_one_are_decoded(equal, monk
     def slow_decode(*args):
         if not parts.is_half:  # that thread is kept, until the other one has begun the next batch
             assert begun.wait(60)
-        decode(*args)
         decoded.append(0)
+        return decode(*args)
 
     monkeypatch.setattr(DecodedBatch, "work", noted_work)
     monkeypatch.setattr(BatchDecoder, "batch", noted_batch)
-    monkeypatch.setattr(imagekind, "decode_rgb", slow_decode)
+    monkeypatch.setattr(owner, name, slow_decode)
     with reading(equal[0], batch_size=8, num_threads=2, prefetch=3) as reader:
         for number, one in enumerate(itertools.islice(reader, 2)):
             for image, pixels in zip(one.image, equal[1][8 * number :], strict=False):

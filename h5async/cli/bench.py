@@ -209,7 +209,11 @@ def bench(
     if not as_json:
         typer.echo("\n".join(_breakdown(stats)))
         typer.echo(f"\n{safe(limit_text(stats))}\n")
-    trials = _compared(config, seconds, rounds)
+    changes = alternatives(config)
+    with progress_bar("measured") as progress:
+        task = progress.add_task("", total=rounds * (1 + len(changes)))
+        tell = partial(progress.update, task, advance=1, refresh=True)
+        trials = compare(config, changes, seconds, rounds, tell)
     if picture is not None:
         title = f"h5async bench: {files_text(config.files)}"
         picture.save(title, trials, waits, _times(stats))
@@ -218,14 +222,6 @@ def bench(
         return
     typer.echo("\n".join(_trial_lines(trials)))
     typer.echo(f"\nverdict: {_verdict(trials)}")
-
-
-def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
-    changes = alternatives(config)
-    with progress_bar("measured") as progress:
-        task = progress.add_task("", total=rounds * (1 + len(changes)))
-        tell = partial(progress.update, task, advance=1, refresh=True)
-        return compare(config, changes, seconds, rounds, tell)
 
 
 def _breakdown(stats: ReaderStats) -> list[str]:

@@ -156,7 +156,7 @@ _HINTS = {
         'path = "x", crop = 64',
         text="crop of a Field reads a part of each row at a random place; ImageField has its own",
     ),
-    "crop_scale crop_ratio flip interpolation": _of_field(
+    "crop_scale crop_ratio flip interpolation decode": _of_field(
         'ImageField("jpeg", size=(224, 224), flip=True)',
         'path = "jpeg", kind = "image", size = [224, 224], flip = true',
         "image",

@@ -114,6 +114,11 @@ class ImageFieldOptions(RaggedFieldOptions, total=False):
     """How OpenCV resizes. `linear`: between neighbours. `area`: the mean of an area, free of
     aliasing, but slower. `auto`: `area` if an image shrinks to less than half, else `linear`.
     """
+    decode: Literal["full", "scaled"]
+    """How much of a JPEG is decoded if it is resized. `full`: all of it. `scaled`: only the part to
+    be resized, and at 1/2, 1/4 or 1/8 of its size if that is enough for `size`, then resized by
+    `linear`. Pixels are the same if the part does not shrink to half or less.
+    """
     on_error: Literal["raise", "zero"]
     """How to treat an image that cannot be decoded. `raise`: the batch raises `ReadError`. `zero`:
     it is black, and counted in `ReaderStats.broken_images`; this needs `size`.
@@ -162,6 +167,7 @@ class ImageField(RaggedField):
     )
     flip: Bool = False
     interpolation: Literal["auto", "linear", "area"] = "auto"
+    decode: Literal["full", "scaled"] = "full"
     on_error: Literal["raise", "zero"] = "raise"
 
     @model_validator(mode="after")
@@ -178,6 +184,8 @@ class ImageField(RaggedField):
             raise ValueError("steps need size: all images of a sample must have one")
         if self.size is None and self.crop == "random":
             raise ValueError('crop="random" needs size')
+        if self.decode == "scaled" and (self.size is None or self.interpolation == "area"):
+            raise ValueError('decode="scaled" needs size, and interpolation="auto" or "linear"')
         if self.size is None and self.on_error == "zero":
             raise ValueError('on_error="zero" needs size: the size of a broken image is not known')
         for name, (low, high) in (("scale", self.crop_scale), ("ratio", self.crop_ratio)):

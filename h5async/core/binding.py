@@ -50,6 +50,18 @@ LIBRARIES = {
     "blosc": ("blosc_decompress_ctx",),
     "aec": ("aec_buffer_decode",),
     "bz2": ("BZ2_bzBuffToBuffDecompress",),
+    "jpeg": (
+        "jpeg_std_error",
+        "jpeg_CreateDecompress",
+        "jpeg_mem_src",
+        "jpeg_read_header",
+        "jpeg_start_decompress",
+        "jpeg_crop_scanline",
+        "jpeg_skip_scanlines",
+        "jpeg_read_scanlines",
+        "jpeg_finish_decompress",
+        "jpeg_destroy_decompress",
+    ),
 }
 # Likewise, of src/http.c.
 _CURL = (
@@ -135,7 +147,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 25  # counts changes of the core's structures and functions
+ABI = 26  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -212,6 +224,8 @@ VALUE_KINDS = {
     for kind, name in enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"), 1)
 }
 
+PICTURE_NUMBERS = 14  # that describe an image to be decoded: `Picture` in src/jpeg.c
+
 # Numbers of conversions; see src/transform.c.
 _SOURCES = {"uint8": 11, "uint16": 12, "int16": 13, "float32": 14}
 
@@ -257,6 +271,7 @@ _FUNCTIONS = {
     "ppppqqqq": "decode",
     "ppq": "decode_references next",
     "pppqq": "image_headers sum_rows",
+    "pppq": "decode_jpegs",
     "ppppq": "look_up",
     "ppppi": "measure",
 }
@@ -298,6 +313,8 @@ class Core:
         self.turns_of.restype = ctypes.py_object
         addresses, self.missing = find_functions()
         self._libraries = self.Libraries(**addresses)
+        if self.decode_pictures(np.empty((0, PICTURE_NUMBERS), np.int64)) is None:
+            self.missing |= {"jpeg"}  # it is of another kind
 
     if TYPE_CHECKING:
 
@@ -323,6 +340,16 @@ class Core:
         found = (self.Filter * max(1, len(structs)))(*structs)
         found.values = values  # to which the structures point
         return found
+
+    def decode_pictures(self, pictures: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Decode JPEGs as `Picture` in src/jpeg.c says; return which were not refused.
+
+        None if the core has no libjpeg.
+        """
+        is_done = np.empty(len(pictures), np.bool_)
+        libraries = ctypes.addressof(self._libraries)
+        arrays = pictures.ctypes.data, is_done.ctypes.data
+        return is_done if self.decode_jpegs(libraries, *arrays, len(pictures)) else None
 
     def new_worker(
         self,

@@ -150,14 +150,13 @@ class BatchDecoder:
 class DecodedBatch:
     """The encoded samples of one batch while `work` decodes them to the delivered `arrays`.
 
-    There is one of `works` per sample, made before any is decoded, as a loop over all is fastest;
-    and what its error goes to.
+    Each of `works` decodes some samples, and comes with what their errors go to.
     """
 
     arrays: tuple[Any, ...]
     works: list[tuple[DecodingWork, Refuse]]
     note_broken: Callable[[], None]
-    # Threads take samples one by one, because decoding times differ much.
+    # Threads take works one by one, because decoding times differ much.
     todo: Iterator[int] = field(default_factory=itertools.count)
 
     def work(self, must_end: Callable[[], bool], end: int) -> None:
@@ -169,14 +168,21 @@ class DecodedBatch:
             number = next(self.todo)
             if number >= len(self.works):
                 return
-            work, refuse = self.works[number]
-            try:
-                if not work():
-                    self.note_broken()
-            except DamagedError as error:
-                refuse(error)
+            self._do(*self.works[number])
             if number + 1 >= end:
                 return
+
+    def _do(self, work: DecodingWork, refuse: Refuse) -> None:
+        try:
+            left = work()
+        except DamagedError as error:
+            refuse(error)
+            return
+        if left is False:
+            self.note_broken()
+        elif left is not True:
+            for one in left:
+                self._do(one, refuse)
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:

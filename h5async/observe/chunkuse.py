@@ -104,8 +104,9 @@ class ChunkFacts:
         is_alone = len({field_of(column.name) for column in columns}) == 1
         name, unit = "" if is_alone else printable(field_of(culprit.name)), self._unit_of(culprit)
         config, remedies = self._config, []
-        is_free = config.weights is None and config.sampler is None
-        if config.shuffle == "full" and is_free and kind == "encoded" and self._window_fits():
+        is_mixed = config.shuffle == "full" or (config.weights is not None and not config.shuffle)
+        is_mixed &= config.sampler is None
+        if is_mixed and kind == "encoded" and self._window_fits():
             # (h5py would still decode a chunk for each batch that needs it.)
             remedies.append(Remedy(named("shuffle", "window"), self._left_by_window(culprit)))
         if config.cache is None and config.num_helpers <= 1 and config.decode != "device":
@@ -139,8 +140,11 @@ class ChunkFacts:
             per_chunk = max(1.0, per_chunk / max(1, culprit.rows.likely(1)))
         looked_at = np.arange(min(self._selection.size, _LOOKED_AT))
         samples = self._selection.ascending.samples(looked_at)
-        chunks = np.unique(samples // per_chunk).size
-        once = chunks * per_chunk / max(1, samples.size * culprit.rows_of_sample)
+        used: float = samples.size
+        if self._config.weights is not None:  # draws, of which some may be of the same sample
+            used *= (self._config.epoch_samples or self._selection.size) / self._selection.size
+        chunks = min(used, np.unique(samples // per_chunk).size)
+        once = chunks * per_chunk / max(1, used * culprit.rows_of_sample)
         return max(1.0, once) * max(1, self._config.num_helpers)
 
     def _remedies_of_raw(self) -> tuple[Remedy, ...]:

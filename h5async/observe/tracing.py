@@ -19,6 +19,7 @@ import os
 import stat
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -170,7 +171,7 @@ def _us(ns: int) -> str:
     return f"{ns // 1000}.{ns % 1000:03d}"
 
 
-class Trace:
+class Trace(AbstractContextManager["Trace"]):
     """A running trace of a reader, begun by `AsyncReader.trace` and ended by `stop`.
 
     It also ends at the end of its ``with`` block, and with its reader.
@@ -201,9 +202,6 @@ class Trace:
         """End the trace and write the file, or raise `ReadError`. Extra calls are harmless."""
         self.is_ending = True
         self._end(self)
-
-    def __enter__(self) -> Trace:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,8 @@ OfSamples = Callable[[NDArray[np.int64], int], NDArray[Any]]  # of sample number
 Transforms = Sequence[RowTransform]  # of the columns of a field
 CanTransform = Callable[[RowTransform], bool] | None  # of a device; None: the host does everything
 Known = Mapping[str, Sequence[DatasetLayout]]  # per file: what `FieldKind.facts` names
-DecodingWork = Callable[[], bool]  # decodes a sample; returns False if it was broken and replaced
+# Decodes samples. Returns False if one was broken and replaced, or the work that is left to do.
+DecodingWork: TypeAlias = "Callable[[], bool | list[DecodingWork]]"
 
 INDICES = "\0indices"  # suffix of a field's name: its column of indices
 

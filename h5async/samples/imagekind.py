@@ -6,12 +6,11 @@ several samples of a batch share an image by their steps, it is decoded once.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +24,8 @@ from h5async.codec.imageformats import (
     read_header,
 )
 from h5async.config import Field, ImageField
-from h5async.core.binding import Core, address
-from h5async.errors import DamagedError, ReadError, needs_package
+from h5async.core.binding import PICTURE_NUMBERS, Core, address
+from h5async.errors import DamagedError, MissingPackageError, ReadError, needs_package
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import Growing, plain_memory
 from h5async.order.rows import StepSpans
@@ -49,6 +48,12 @@ from h5async.samples.ragged import Images, Ragged
 
 # The shrinking factor above which all pixels are averaged: above 2, neighbours do not suffice.
 _AREA_ABOVE = {"auto": 2.0, "area": 0.0, "linear": math.inf}
+_MOST_DENOMINATOR = 8  # of the scales at which libjpeg decodes
+_COMPONENTS = 1, 3  # of JPEGs that the core decodes
+# A call of the core decodes a group of images: 1 ms of work, or less so that threads share a batch.
+_GROUP_PIXELS, _GROUPS = 300_000, 8
+# Of `Picture` in core/src/jpeg.c: `_SIZES` are height and width, encoded and delivered.
+_OUT, _IMAGE, _SIZES = 8, 13, np.array([[2, 3], [9, 10]])
 _REMEDY = 'mend the file, leave the sample out by indices, or set on_error="zero" and a size'
 
 
@@ -94,6 +99,21 @@ class ImageKind(EncodedKind):
         return _ImageDecoder(self.field, layout, rows, core, limit_nbytes)
 
 
+class _Found(NamedTuple):
+    """The images of a batch; those of several samples are there once.
+
+    Image i has `places[first[i] : first[i + 1]]` of `outs`, each with its row of `cuts`.
+    """
+
+    encoded: Ragged
+    headers: Int64s
+    runs: Int64s
+    places: Int64s
+    first: Int64s
+    outs: Any
+    cuts: Int64s
+
+
 class _Scratch(threading.local):
     """Memory of the calling thread."""
 
@@ -122,13 +142,20 @@ class _ImageDecoder(FieldDecoder):
             with needs_package("opencv-python-headless", "images that are resized or flipped"):
                 import cv2
             self._cv2: Any = cv2
+        if field.decode == "scaled" and (core is None or "jpeg" in core.missing):
+            raise MissingPackageError(
+                'decode="scaled" needs the compiled core of h5async, and libjpeg-turbo as a shared'
+                " library, which wheels of imagecodecs have; install both from wheels for this"
+                ' platform, or use decode="full"'
+            )
         # Of pixels, by shape. Shapes repeat, but there may be very many.
         self._transforms = lru_cache(256)(partial(_transforms, field, core))
 
     def begin(self, batch: EncodedBatch) -> tuple[Any, list[DecodingWork]]:
         """Return the array or `Images` of a batch, and the work that fills it with pixels."""
         index, numbers = batch.samples, batch.numbers
-        encoded = Ragged(batch.encoded.values.view(np.uint8), batch.encoded.offsets)
+        values = np.ascontiguousarray(batch.encoded.values.view(np.uint8))
+        encoded = Ragged(values, np.ascontiguousarray(batch.encoded.offsets))
         runs: Int64s = index
         images: Int64s = np.arange(index.size)  # the image of each place
         if isinstance(self._spans, StepSpans):
@@ -148,16 +175,24 @@ class _ImageDecoder(FieldDecoder):
         places, missing, first = places[first[0] :], places[: first[0]], first - first[0]
         numbers = None if numbers is None else numbers[places]
         cuts = self._cuts(headers[images.ravel()[places]], numbers)
-        several = [outs[place] for place in places.tolist()]
-        works: list[DecodingWork] = [
-            partial(self._decode, data, ImageHeader._make(header), several[a:b], cuts[a:b], run)
-            for data, header, (a, b), run in zip(
-                encoded, headers.tolist(), itertools.pairwise(first.tolist()), runs, strict=True
-            )
-        ]
+        found = _Found(encoded, headers, runs, places, first, outs, cuts)
+        works = self._works(found)
         if missing.size:
             works.append(partial(self._blacken, [outs[place] for place in missing.tolist()]))
         return delivered, works
+
+    def _works(self, found: _Found) -> list[DecodingWork]:
+        """Return the work on all images: alone, or, by the core, in groups."""
+        pictures = self._pictures(found)
+        several = np.setdiff1d(np.arange(found.runs.size), pictures[:, _IMAGE])
+        works: list[DecodingWork] = [partial(self._alone, found, one) for one in several.tolist()]
+        if len(pictures):
+            sizes = pictures[:, _SIZES].prod(axis=2).max(axis=1)
+            most = min(_GROUP_PIXELS, int(sizes.sum()) // _GROUPS + 1)
+            ends = np.flatnonzero(np.diff(np.cumsum(sizes) // most)) + 1
+            groups = np.split(pictures, ends)
+            works += [partial(self._decode_group, found, group) for group in groups]
+        return works
 
     def _unsized(self, headers: Int64s, batch: EncodedBatch) -> Any:
         """Return an array for images that keep their sizes; `Images` if these differ."""
@@ -188,8 +223,7 @@ class _ImageDecoder(FieldDecoder):
 
         Those that are broken or too large, and not to be replaced, are refused.
         """
-        values, offsets = map(np.ascontiguousarray, (encoded.values, encoded.offsets))
-        core = self._core
+        values, offsets, core = encoded.values, encoded.offsets, self._core
         if core is None:
             rows = header_rows(values, offsets)
         else:
@@ -206,19 +240,17 @@ class _ImageDecoder(FieldDecoder):
                 rows[number] = 0
         return rows
 
-    def _cuts(
-        self, headers: Int64s, numbers: NDArray[np.float64] | None
-    ) -> Sequence[list[int] | None]:
-        """Return, per image, the delivered part; None means all of it, unchanged.
+    def _cuts(self, headers: Int64s, numbers: NDArray[np.float64] | None) -> Int64s:
+        """Return the part of each image to be delivered.
 
-        A part is bounds (top, bottom, left, right), how it is resized, and whether it is flipped.
+        It is bounds (top, bottom, left, right), how it is resized, whether it is flipped, and, if
+        only the part is to be decoded, the denominator of the scale that suffices for it.
         `headers` has a row per image; `numbers` has rows of `random_numbers`, if needed.
         """
         field = self._field
-        if field.size is None and not field.flip:
-            return [None] * len(headers)
-        cuts = np.zeros((len(headers), 6), np.int64)
+        cuts = np.zeros((len(headers), 7), np.int64)
         heights, widths = np.maximum(headers[:, 1:3].T, 1)  # 0 for those to be replaced
+        cuts[:, 1], cuts[:, 3] = heights, widths
         if field.size is not None:
             if field.crop == "center":
                 boxes = center_boxes(heights, widths, field.size)
@@ -228,21 +260,75 @@ class _ImageDecoder(FieldDecoder):
                 boxes = random_boxes(heights, widths, *bounds, numbers)
             cuts[:, 0:4:2] = boxes[:, :2]
             cuts[:, 1:4:2] = boxes[:, :2] + boxes[:, 2:]
-            shrinks = (boxes[:, 2:] / field.size).max(axis=1)
-            by_area = shrinks > _AREA_ABOVE[field.interpolation]
+            shrinks = boxes[:, 2:] / field.size
+            by_area = shrinks.max(axis=1) > _AREA_ABOVE[field.interpolation]
             cuts[:, 4] = np.where(by_area, self._cv2.INTER_AREA, self._cv2.INTER_LINEAR)
+            if field.decode == "scaled":
+                least = np.clip(shrinks.min(axis=1), 1, _MOST_DENOMINATOR)
+                cuts[:, 6] = 2 ** np.floor(np.log2(least)).astype(np.int64)
         if field.flip:
             assert numbers is not None
             cuts[:, 5] = are_flipped(numbers)
-        found: list[list[int]] = cuts.tolist()
-        return found
+        return cuts
+
+    def _pictures(self, found: _Found) -> Int64s:
+        """Return the images that the core decodes, as it takes them."""
+        field, headers, core = self._field, found.headers, self._core
+        is_alone = np.diff(found.first) == 1  # in one place: else it is decoded once for all
+        is_taken = is_alone & np.isin(headers[:, 3], _COMPONENTS) & (headers[:, 4] == 8)
+        if core is None or "jpeg" in core.missing or not (self._is_plain or field.size):
+            is_taken[:] = False
+        cuts = found.cuts[np.minimum(found.first[:-1], len(found.cuts) - 1)]
+        if field.size is not None and field.decode == "full":
+            is_taken &= cuts[:, 4] == self._cv2.INTER_LINEAR
+        images = np.flatnonzero(is_taken)
+        cuts, headers = cuts[images], headers[images]
+        pictures = np.empty((images.size, PICTURE_NUMBERS), np.int64)
+        begins, ends = found.encoded.offsets[images], found.encoded.offsets[images + 1]
+        pictures[:, _IMAGE] = images
+        pictures[:, 0] = address(found.encoded.values) + begins
+        pictures[:, 1], pictures[:, 2:4] = ends - begins, headers[:, 1:3]
+        pictures[:, 4:8], pictures[:, 11:13] = cuts[:, :4], cuts[:, 5:]
+        pictures[:, 9:11] = headers[:, 1:3] if field.size is None else field.size
+        if self._is_plain:
+            places, outs = found.places[found.first[images]], found.outs
+            is_array = isinstance(outs, np.ndarray)
+            offsets = places * outs[0].nbytes if is_array else outs.offsets[places]
+            pictures[:, _OUT] = address(outs if is_array else outs.values) + offsets
+        return pictures
+
+    def _decode_group(self, found: _Found, pictures: Int64s) -> list[DecodingWork]:
+        """Have the core decode some images; return the work on those that it refuses."""
+        assert self._core is not None
+        images, size = pictures[:, _IMAGE], self._field.size
+        if not self._is_plain:
+            assert size is not None
+            pixels = _image(self._own.resized, (images.size, *size, CHANNELS))
+            pictures[:, _OUT] = address(pixels) + np.arange(images.size) * pixels[0].nbytes
+        is_done = self._core.decode_pictures(pictures)
+        assert is_done is not None
+        if not self._is_plain:
+            apply = self._transforms(pixels.shape[1:])[1]
+            places = found.places[found.first[images]]
+            for some in np.split(np.arange(images.size), np.flatnonzero(np.diff(places) != 1) + 1):
+                a, b = places[some[0]], places[some[-1]] + 1
+                apply(pixels[some[0] : some[-1] + 1], found.outs[a:b], np.zeros(b - a, np.int64))
+        return [partial(self._alone, found, one) for one in images[~is_done].tolist()]
+
+    def _alone(self, found: _Found, image: int) -> bool:
+        """Decode one image to all its places; False if it was replaced."""
+        a, b = found.first[image : image + 2].tolist()
+        outs = [found.outs[place] for place in found.places[a:b].tolist()]
+        header = ImageHeader._make(found.headers[image].tolist())
+        data, cuts = found.encoded[image], found.cuts[a:b].tolist()
+        return self._decode(data, header, outs, cuts, found.runs[image])
 
     def _decode(
         self,
         data: NDArray[np.uint8],
         header: ImageHeader,
         outs: Sequence[NDArray[Any]],
-        cuts: Sequence[list[int] | None],
+        cuts: Sequence[list[int]],
         run: np.int64,
     ) -> bool:
         """Decode an image to its places, each with a cut of its own; False if it was replaced.
@@ -264,7 +350,7 @@ class _ImageDecoder(FieldDecoder):
             if out is not first and not self.is_random:
                 np.copyto(out, first)
                 continue
-            part = pixels if cut is None else self._cut(pixels, out, cut)
+            part = self._cut(pixels, out, cut)
             if part is not out:
                 self._deliver(part, out)
         return True
@@ -273,7 +359,7 @@ class _ImageDecoder(FieldDecoder):
         self, pixels: NDArray[np.uint8], out: NDArray[Any], cut: list[int]
     ) -> NDArray[np.uint8]:
         """Cut, resize and flip decoded pixels; return the result, in `out` if it is final."""
-        top, bottom, left, right, how, is_flipped = cut
+        top, bottom, left, right, how, is_flipped, _ = cut
         size = self._field.size
         if size is not None:
             part, shape = pixels[top:bottom, left:right], (*size, CHANNELS)
@@ -347,6 +433,6 @@ def _transforms(
     return transform, transformer(core, transform)
 
 
-def _image(memory: Growing, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+def _image(memory: Growing, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     found: NDArray[np.uint8] = memory.of(math.prod(shape)).reshape(shape)
     return found

@@ -91,7 +91,7 @@
     ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
      *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
 
-enum { ABI = 25 }; /* counts changes of the structures and functions that Python uses */
+enum { ABI = 26 }; /* counts changes of the structures and functions that Python uses */
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -132,6 +132,16 @@ typedef struct {
     int (*blosc_decompress_ctx)(const void *, void *, size_t, int);
     int (*aec_buffer_decode)(AecStream *);
     int (*BZ2_bzBuffToBuffDecompress)(char *, unsigned *, char *, unsigned, int, int);
+    void *(*jpeg_std_error)(void *);
+    void (*jpeg_CreateDecompress)(void *, int, size_t);
+    void (*jpeg_mem_src)(void *, const unsigned char *, unsigned long);
+    int (*jpeg_read_header)(void *, int);
+    int (*jpeg_start_decompress)(void *);
+    void (*jpeg_crop_scanline)(void *, unsigned *, unsigned *);
+    unsigned (*jpeg_skip_scanlines)(void *, unsigned);
+    unsigned (*jpeg_read_scanlines)(void *, unsigned char **, unsigned);
+    int (*jpeg_finish_decompress)(void *);
+    void (*jpeg_destroy_decompress)(void *);
 } Libraries;
 
 typedef struct Trace Trace; /* see trace.c */

@@ -2,11 +2,11 @@
    It needs no header of Python's, so that one build serves every version of Python. What it cannot do
    it refuses with a reason, of which Python makes an error. What it does must be what HDF5 would do.
 
-   Codecs are called through the public C interfaces of libdeflate, zstd, lz4, c-blosc, libaec and
-   bzip2, by pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32 (H5Zshuffle.c,
-   H5Zfletcher32.c), LibLZF's stream (h5py's lzf_filter.c), the framing of lz4 (H5Zlz4.c) and of
-   bitshuffle (bshuf_h5filter.c), the header of c-blosc (README_CHUNK_FORMAT.rst). Other filters are
-   undone by HDF5's plugins (plugin.c). */
+   Codecs are called through the public C interfaces of libdeflate, zstd, lz4, c-blosc, libaec, bzip2
+   and libjpeg, by pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32
+   (H5Zshuffle.c, H5Zfletcher32.c), LibLZF's stream (h5py's lzf_filter.c), the framing of lz4
+   (H5Zlz4.c) and of bitshuffle (bshuf_h5filter.c), the header of c-blosc
+   (README_CHUNK_FORMAT.rst). Other filters are undone by HDF5's plugins (plugin.c). */
 
 #include "common.h"
 #include "trace.c"
@@ -55,6 +55,7 @@
 #include "counts.c"
 #include "moments.c"
 #include "images.c"
+#include "jpeg.c"
 #include "http.c"
 #include "members.c"
 

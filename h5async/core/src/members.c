@@ -38,7 +38,10 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Libraries, libdeflate_alloc_decompressor, libdeflate_free_decompressor,
             libdeflate_zlib_decompress, ZSTD_createDCtx, ZSTD_freeDCtx, ZSTD_decompressDCtx,
             ZSTD_isError, LZ4_decompress_safe, blosc_decompress_ctx, aec_buffer_decode,
-            BZ2_bzBuffToBuffDecompress)
+            BZ2_bzBuffToBuffDecompress, jpeg_std_error, jpeg_CreateDecompress, jpeg_mem_src,
+            jpeg_read_header, jpeg_start_decompress, jpeg_crop_scanline, jpeg_skip_scanlines,
+            jpeg_read_scanlines, jpeg_finish_decompress,
+            jpeg_destroy_decompress)
     MEMBERS(TraceEvent, begin_ns, end_ns, thread, batch, stage, field, source, padding)
     MEMBERS(Trace, events, capacity, count)
     MEMBERS(Failure, reason, filter, extent, cross, at, expected, found)

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class ArraySource(ListedSource):
     def work(self, start: int) -> Iterator[Work]:
         """Yield functions that return blocks; what is read in order is read here."""
         works = super().work(start)
-        return (partial(_same, work()) for work in works) if self.is_in_order else works
+        return (partial(copy, work()) for work in works) if self.is_in_order else works
 
     def read(self, numbers: Int64s) -> Block:
         """Return rows of all arrays."""
@@ -153,10 +154,6 @@ def array_files(paths: Sequence[Path], memory: int) -> ArraySource:
             raise DatasetError(f'{path}: another file has "{twice[0]}", too; rename one of them')
         arrays |= found
     return ArraySource(arrays, str(paths[0]), paths)
-
-
-def _same(block: Block) -> Block:
-    return block
 
 
 def _members(arrays: Mapping[str, Any]) -> dict[str, Any]:

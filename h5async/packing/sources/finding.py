@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def _in_folders(paths: Sequence[Path], options: PackOptions) -> Source:
         return HuggingFaceSource(saved_dataset(folder), options.fill)
     with reading_file(folder):
         for kind, suffixes in folders.SUFFIXES.items():
-            if any(_has_any(path, suffixes) for path in paths):
+            walked = chain.from_iterable(os.walk(path, followlinks=True) for path in paths)
+            if any(name.lower().endswith(suffixes) for _, _, names in walked for name in names):
                 return FolderSource(paths, kind)
         files = [file for path in paths for file in sorted(path.rglob("*"))]
         ends = (tars.ENDINGS, *(re.compile(f"{one}$", re.I) for one in (*tables.SUFFIXES, ".npy")))
@@ -86,8 +88,3 @@ def _in_folders(paths: Sequence[Path], options: PackOptions) -> Source:
             if found:
                 return _at(found, options)
     raise ConfigError(f"{folder} has nothing that can be packed; give {_KINDS}")
-
-
-def _has_any(folder: Path, suffixes: tuple[str, ...]) -> bool:
-    walked = os.walk(folder, followlinks=True)
-    return any(name.lower().endswith(suffixes) for _, _, names in walked for name in names)
