@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from h5async.config import ReaderConfig
-from h5async.config.frozen import takes_options
+from h5async.config.describing import takes_options
 from h5async.errors import ConfigError, DatasetError, ReaderClosedError
 from h5async.reader.asyncreader import AsyncReader
 from h5async.reader.batch import Batch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _WRITE = "write DataLoader(dataset, batch_size=None)"
 
 
-@takes_options(ReaderConfig)
+@takes_options(lambda: ReaderConfig)
 class H5Dataset(IterableDataset):
     """An iterable dataset of whole batches, for a loop, a DataLoader or a Lightning Trainer.
 

@@ -3,8 +3,8 @@
     .venv/bin/python scripts/bench_arrays.py
 
 Selections of each size are read at random places, of a dataset without chunks and of one behind
-gzip, by one caller; h5async may use two threads. Files are in the page cache. It needs the extras
-`bench` and `xarray`, and dask.
+gzip, by one caller; h5async may use two threads. "once" are many small datasets, each read once.
+Files are in the page cache. It needs the extras `bench` and `xarray`, and dask.
 """
 
 from __future__ import annotations
@@ -77,6 +77,68 @@ def sizes(bench: Bench, stored: str) -> None:
         bench.measure(f"{stored}, {size}", ways, targets)
 
 
+def once(bench: Bench, stored: str) -> None:
+    """Compare many small datasets of one size, each opened and read once in a turn of all."""
+    for size in (1_000, 13_000, 128_000):
+        path = bench.folder / f"{stored}{size}.h5"
+        values = np.random.default_rng(size).integers(0, 1000, size).astype("f4")
+        with h5py.File(path, "w") as file:
+            for number in range(200):
+                how = {"chunks": True, "compression": "gzip"} if stored == "gzip" else {}
+                file.create_dataset(f"group/{number}", data=values, **how)
+
+        def all_of(open_file: Callable[[Path], Any], path: Path = path) -> Iterator[int]:
+            while True:
+                with open_file(path) as file:
+                    for number in range(200):
+                        file[f"group/{number}"][()]
+                        yield 1
+
+        ways = {"h5py": paced(all_of(h5py.File)), "h5async": paced(all_of(opened))}
+        target = Target("h5async", "h5py", LEAST)
+        bench.measure(f"{stored}, each once, {size * 4 // 1000} kB", ways, [target])
+
+
+def opened(path: Path) -> Any:
+    """Open a file for two threads."""
+    return h5async.open_file(path, num_threads=THREADS)
+
+
+def others(bench: Bench) -> None:
+    """Compare strings, rows of a virtual dataset, and chunks that are still decoded."""
+    path = bench.folder / "others.h5"
+    source = file_of(bench)
+    text = ["x" * n for n in np.random.default_rng(3).integers(3, 60, ROWS).tolist()]
+    layout = h5py.VirtualLayout((2 * ROWS, *ROW), "f4")
+    for number, name in enumerate(("plain", "gzip")):
+        part = slice(number * ROWS, (number + 1) * ROWS)
+        layout[part] = h5py.VirtualSource(source, name, (ROWS, *ROW))
+    with h5py.File(path, "w") as file:
+        file["text"] = text
+        file.create_virtual_dataset("virtual", layout)
+        how = {"chunks": (16, *ROW), "compression": "gzip"}
+        file.create_dataset("decoded", data=np.ones((16, *ROW), "f4"), **how)
+    for name, rows, count in (
+        ("text", ROWS, 1),
+        ("text", ROWS, 100),
+        ("virtual", ROWS, 1),
+        ("decoded", 16, 8),
+        ("decoded", 16, 16),
+    ):
+        with h5py.File(path) as by_h5py, opened(path) as by_h5async:
+
+            def some(data: Any, rows: int = rows, count: int = count) -> Iterator[int]:
+                rng = np.random.default_rng(4)
+                while True:
+                    for first in rng.integers(0, rows - count + 1, 20).tolist():
+                        data[first if count == 1 else slice(first, first + count)]
+                    yield 20
+
+            several = {"h5py": by_h5py[name], "h5async": by_h5async[name]}
+            ways = {way: paced(some(data)) for way, data in several.items()}
+            bench.measure(f"{name}, {count}", ways, [Target("h5async", "h5py", LEAST)])
+
+
 def means(bench: Bench) -> None:
     """Compare the mean along the time, by the threads of dask, of netCDF-4 behind gzip."""
     xarray = importlib.import_module("xarray")
@@ -103,6 +165,9 @@ def means(bench: Bench) -> None:
 CASES = {
     "plain": functools.partial(sizes, stored="plain"),
     "gzip": functools.partial(sizes, stored="gzip"),
+    "once": functools.partial(once, stored="plain"),
+    "once gzip": functools.partial(once, stored="gzip"),
+    "others": others,
     "xarray": means,
 }
 

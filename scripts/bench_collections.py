@@ -17,6 +17,12 @@ its samples alone, a curve is flat.
   file itself.
 - one: batches of one 150 kB sample, shuffled, against `ds[i]`.
 - take: 1,000,000 x 28 float32, batches of 4,096, shuffled, against `np.take` in memory.
+- tiny: so many rows of 16 bytes, contiguous, batches of 4,096; window against full shuffle, and
+  that against in order; up to 100,000,000 rows (1.6 GB).
+- mixed: rows of 16 bytes in gzip chunks of 1,000, in a window of so many bytes; against a full
+  shuffle of the same rows without chunks.
+- threads: rows of 16 bytes, full shuffle, batches of 4,096, so many threads; against two.
+- chunks: bytes that a reader takes for each of so many chunks (not a ratio).
 - images: batches of 256 small images, two threads against one.
 - consumer: what `get_next_batch()` and `fetch_data()` take of a loop with 2 ms of Python a step
   (microseconds; not a ratio).
@@ -27,7 +33,9 @@ The page cache holds all files. What is delivered is compared with h5py once for
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import mmap
 import statistics
 import tempfile
 import time
@@ -38,7 +46,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from bench_common import RESULTS, header, save
+from bench_common import CORES, RESULTS, header, save
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -95,7 +103,7 @@ class Bench:
 
     def sizes(self, *values: int) -> list[int]:
         """Return the values of a curve, fewer of them for a quick look."""
-        return [n for n in values if n <= self.options.most]
+        return [n for n in values if n <= self.options.most] or [min(values)]
 
     @cached_property
     def files(self) -> list[Path]:
@@ -391,9 +399,84 @@ def take(bench: Bench) -> None:
         path = bench.folder / f"{name}.h5"
         with h5py.File(path, "w") as file:
             file.create_dataset("data", data=rows, **how)
-        with reader_of(path, batch_size=4096, shuffle="full") as reader:
-            check(reader, lambda index: rows[index])
-            bench.compare("take", 4096, f"{name}, against np.take", stepper(reader), peer)
+        for shuffle in ("full", "window"):
+            with reader_of(path, batch_size=4096, shuffle=shuffle) as reader:
+                check(reader, lambda index: rows[index])
+                what = f"{name}, {ORDERS[shuffle]}, against np.take"
+                bench.compare("take", 4096, what, stepper(reader), peer)
+
+
+TINY = 16, 4096  # bytes of a row, rows of a batch
+
+
+def write_tiny(path: Path, count: int, **storage: Any) -> Path:
+    """Write rows of four int32, each of which holds its number."""
+    with h5py.File(path, "w") as file:
+        data = file.create_dataset("data", (count, 4), "i4", **storage)
+        for begin in range(0, count, 1_000_000):
+            rows = np.arange(begin, min(begin + 1_000_000, count), dtype="i4")
+            data[begin : begin + len(rows)] = np.repeat(rows, 4).reshape(-1, 4)
+    return path
+
+
+def is_tiny(index: np.ndarray) -> np.ndarray:
+    return np.repeat(index.astype("i4"), 4).reshape(-1, 4)
+
+
+def tiny(bench: Bench) -> None:
+    for count in bench.sizes(10_000, 100_000, 1_000_000, 10_000_000, 100_000_000):
+        path, steps = write_tiny(bench.folder / "tiny.h5", count), {}
+        with contextlib.ExitStack() as opened:
+            for shuffle in ORDERS:
+                reader = reader_of(path, batch_size=TINY[1], shuffle=shuffle)
+                check(opened.enter_context(reader), is_tiny)
+                steps[shuffle] = stepper(reader)
+            for ours, peer in (("window", "full"), ("full", False)):
+                what = f"{ORDERS[ours]}, against {ORDERS[peer]}"
+                bench.compare("tiny", count, what, steps[ours], steps[peer])
+        path.unlink()
+
+
+def mixed(bench: Bench) -> None:
+    count, storage = bench.sizes(100_000, 10_000_000)[-1], {"chunks": (1000, 4), "compression": 1}
+    plain = write_tiny(bench.folder / "plain.h5", count)
+    path = write_tiny(bench.folder / "mixed.h5", count, **storage)
+    with reader_of(plain, batch_size=TINY[1], shuffle="full") as peer:
+        for window in (1 << 20, 1 << 23, 1 << 26, 1 << 28):
+            options = {"batch_size": TINY[1], "shuffle": "window", "window_bytes": window}
+            with reader_of(path, **options) as ours:
+                check(ours, is_tiny)
+                what = "window shuffle, against full shuffle without chunks"
+                bench.compare("mixed", window, what, stepper(ours), stepper(peer))
+
+
+def threads(bench: Bench) -> None:
+    path = write_tiny(bench.folder / "threads.h5", bench.sizes(100_000, 10_000_000)[-1])
+    options = {"batch_size": TINY[1], "shuffle": "full"}
+    with reader_of(path, num_threads=2, **options) as two:
+        for count in (1, 4, 8, 16):
+            with reader_of(path, num_threads=count, **options) as ours:
+                what = f"full shuffle, {CORES} cores, against 2 threads"
+                bench.compare("threads", count, what, stepper(ours), stepper(two))
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def chunks(bench: Bench) -> None:
+    for count in bench.sizes(1000, 10_000, 100_000):
+        path = bench.folder / "chunks.h5"
+        with h5py.File(path, "w") as file:
+            data = file.create_dataset("data", (count, 4), "i4", chunks=(1, 4))
+            for number in range(count):
+                data.id.write_direct_chunk((number, 0), bytes(TINY[0]))
+        before = resident_nbytes()
+        with reader_of(path, batch_size=1) as reader:
+            next(iter(reader))
+            taken = resident_nbytes() - before
+        bench.note("chunks", count, "bytes a chunk, once it is open", taken / count)
+        path.unlink()
 
 
 def images(bench: Bench) -> None:
@@ -431,6 +514,7 @@ CURVES = {
     function.__name__: function
     for function in (
         *(files, labels, many, virtual, fields, batch, row, split, one, take, images, consumer),
+        *(tiny, mixed, threads, chunks),
     )
 }
 
@@ -441,6 +525,8 @@ AXES = {
     "virtual": "sources of a virtual dataset",
     "row": "bytes a row",
     "batch": "samples a batch",
+    "tiny": "rows of 16 bytes",
+    "mixed": "bytes of the window",
 }
 
 
@@ -488,13 +574,13 @@ def parse_options() -> argparse.Namespace:
     add("--only", help=f"some curves, with commas between: {','.join(CURVES)}")
     add("--repeats", type=int, help="rounds; default: 5")
     add("--seconds", type=float, help="that each way takes in a round, about; default: 0.4")
-    add("--most", type=int, help="files at most; default: 10,000")
+    add("--most", type=int, help="files, or rows, at most; default: 10,000 and 100,000,000")
     add("--quick", action="store_true", help="few and small rounds: no figures to quote")
     add("--out", type=Path, help="folder for the results; default: scripts/results, or none")
     options = parser.parse_args()
     options.repeats = options.repeats or (2 if options.quick else 5)
     options.seconds = options.seconds or (0.03 if options.quick else 0.4)
-    options.most = options.most or (100 if options.quick else 10_000)
+    options.most = options.most or (100 if options.quick else 100_000_000)
     if options.out is None and not (options.quick or options.only):
         options.out = RESULTS
     options.only = options.only.split(",") if options.only else list(CURVES)

@@ -17,6 +17,7 @@ LATER = (
     "h5async.process",
     "h5async.read",
     "cloudpickle",
+    "pydantic",
     "cupy",
     "hdf5plugin",
     "imagecodecs",

@@ -41,6 +41,7 @@ from h5async.system.interruptions import call_when_gone, suppressing
 
 # Of a selection that one thread reads as fast as several: of chunks to decode, and of others.
 _ALONE_NBYTES, _ALONE_COPIED_NBYTES = 1 << 18, 1 << 24
+_LIKELY_NBYTES = 4 << 20
 _PARTS = 4  # of a large selection, per thread
 _BLOCK_ROWS = 1 << 18
 _TRIES = 3  # to read a selection while its file changes
@@ -102,6 +103,7 @@ class _Lane:
         self.struct = core.Selected()
         self.scratch = Scratch.allocate(*room)
         worker = self.scratch.worker(core)
+        self.worker, self.decoded_chunks = worker.struct, 0
         self.struct.of = ctypes.pointer(collection.tables.fields[0])
         self.struct.sources = collection.tables.sources
         self.struct.worker = ctypes.addressof(worker.struct)
@@ -140,7 +142,7 @@ class CoreReader:
     ) -> None:
         self.own, self._core, self._threads = own, core, threads
         self._cache_nbytes = cache_nbytes
-        self._changes = 0
+        self._changes, self._decodes = 0, True
         me = weakref.ref(self)
 
         def note_change() -> None:
@@ -162,6 +164,8 @@ class CoreReader:
         self.can_read = tables.can_read[0]  # any of it, by the core
         self._room = ScratchSize.of([layout])
         self._lanes: list[_Lane] = []
+        self._alone_nbytes = _ALONE_NBYTES
+        self._has_buffer, self._pack = _has_buffer(own.dtype), _packer(0)
         self._call, self._offset = core.read_selected, core.Selected.samples.offset
 
     def _lane(self) -> _Lane:
@@ -201,7 +205,33 @@ class CoreReader:
                 self._collection.hold(batch, None)
         if refused:
             self._read_again(lane, refused, count, arrays)
+        self._give_back(lane)
+
+    def _read_small(self, out: NDArray[Any], call: tuple[int, ...]) -> Any:
+        """Read a part to an array, by the members of a call; None if that fails."""
+        try:
+            lane = self._lanes.pop()
+        except IndexError:
+            lane = self._lane()
+        self._pack(lane.struct, self._offset, *call)
+        if self._call(lane.pointer):
+            return None  # it is read again, to learn why
+        self._give_back(lane)
+        return out if out.shape else out[()]
+
+    def _give_back(self, lane: _Lane) -> None:
+        if lane.worker.decoded_chunks != lane.decoded_chunks:
+            lane.decoded_chunks, self._decodes = lane.worker.decoded_chunks, True
         self._lanes.append(lane)
+
+    def _is_copied(self, nbytes: int) -> bool:
+        """Tell whether one thread reads a selection as fast as several.
+
+        If the last one needed no chunk to be decoded, this one does not, either, most likely.
+        """
+        is_copied = not self._decodes and nbytes <= _LIKELY_NBYTES
+        self._decodes = False
+        return is_copied or nbytes <= self._alone_nbytes
 
     def _read_again(self, lane: _Lane, refused: int, count: int, arrays: Any) -> None:
         if refused < 0:
@@ -264,7 +294,7 @@ class BoxReader(CoreReader):
         layout = shared(own.with_one_sample()).changed(crop=whole)
         super().__init__(core, layout, own, *more)
         self._itemsize, self._shape = own.dtype.itemsize, own.shape
-        self._has_buffer, self._pack = _has_buffer(own.dtype), _packer(3 * rank)
+        self._pack = _packer(3 * rank)
         self._alone_nbytes = _ALONE_NBYTES if own.filters else _ALONE_COPIED_NBYTES
         self.cells: Sequence[int] = own.chunk_shape
         if not own.chunk_shape:  # cut along the first dimension: what is read lies together
@@ -282,20 +312,11 @@ class BoxReader(CoreReader):
         begin, size, step, shape = box
         out = np.empty(shape, dtype)
         nbytes = out.nbytes
-        if not 0 < nbytes <= self._alone_nbytes or self._is_far:
+        if not nbytes or self._is_far or not self._is_copied(nbytes):
             return None
-        try:
-            lane = self._lanes.pop()
-        except IndexError:
-            lane = self._lane()
         to = _addressof(_from_buffer(out)) if self._has_buffer else address(out)  # type: ignore[arg-type]
-        is_kept = self._alone_nbytes <= self._cache_nbytes
-        more = 0, 0, 1, to, nbytes, is_kept, True, *begin, *size, *step
-        self._pack(lane.struct, self._offset, *more)
-        if self._call(lane.pointer):
-            return None  # it is read again, to learn why
-        self._lanes.append(lane)
-        return out if shape else out[()]
+        more = 0, 0, 1, to, nbytes, nbytes <= self._cache_nbytes, True, *begin, *size, *step
+        return self._read_small(out, more)
 
     def read_box(self, box: Box, out: NDArray[Any]) -> None:
         """Read a box to an array of its shape, with any strides, of the dataset's dtype."""
@@ -308,7 +329,7 @@ class BoxReader(CoreReader):
     def _read_box(self, box: Box, out: NDArray[Any], strides: list[int]) -> None:
         to, nbytes = address(out), out.nbytes
         may_keep = nbytes <= self._cache_nbytes
-        if nbytes <= self._alone_nbytes or self._threads.count < 2:
+        if self._is_copied(nbytes) or self._threads.count < 2:
             self._read(1, to, nbytes, may_keep, [*box.begin, *box.size, *box.step, *strides], out)
             return
         work = []
@@ -385,6 +406,22 @@ class RowsReader(CoreReader):
         super().__init__(core, layout, own, *more)
         self._layout = layout
 
+    def read_small(self, key: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
+        """Return the rows that a key selects if they are few, and whole; None if not."""
+        box = parts_of_box(key, self.own.shape)
+        if box is None or self._layout.crop is not None or self._is_far or not self.can_read:
+            return None
+        begin, size, step, shape = box
+        if tuple(size[1:]) != self.own.row_shape or step[1:] != [1] * (len(step) - 1):
+            return None
+        out = np.empty(shape, dtype)
+        if not out.nbytes or not self._is_copied(out.nbytes):
+            return None
+        samples = np.arange(begin[0], begin[0] + size[0] * step[0], step[0])
+        to = _addressof(_from_buffer(out)) if self._has_buffer else address(out)  # type: ignore[arg-type]
+        row_nbytes = out.nbytes // size[0]
+        return self._read_small(out, (address(samples), 0, size[0], to, row_nbytes, True, False))
+
     def _read_selection(self, selection: Selection, out: NDArray[Any]) -> None:
         box, index = selection.bounds, selection.indices
         samples = np.arange(box.size[0]) * box.step[0] + box.begin[0]
@@ -411,7 +448,7 @@ class RowsReader(CoreReader):
             ones, strides = [1] * len(size), strides_of(size, self.own.dtype.itemsize)
             numbers = [*begin, *size, *ones, *strides]
         block = _BLOCK_ROWS
-        if out.nbytes > _ALONE_NBYTES:
+        if not self._is_copied(out.nbytes):
             block = min(block, -(-len(out) // (_PARTS * self._threads.count)))
         work = []
         for first in range(0, len(out), block):

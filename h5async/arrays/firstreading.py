@@ -91,7 +91,7 @@ def read_at_once(
     if node.get_storage_size() < count * math.prod(extents) * dtype.itemsize:
         return None  # not all is stored
     if selection.shape != shape or not stored.is_numpys:
-        return h5py.Dataset(node)[key]
+        return h5py.Dataset(node, readonly=True)[key]
     out = np.empty(shape, dtype)
     if stored.storage == h5py.h5d.CONTIGUOUS and isinstance(source, LocalSource):
         return out if source.fills(out, node.get_offset()) else None

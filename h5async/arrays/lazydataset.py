@@ -21,7 +21,7 @@ from h5async.arrays.boxreading import (
 )
 from h5async.arrays.firstreading import Stored, read_at_once
 from h5async.arrays.handle import Handle
-from h5async.arrays.selections import Box, Selection, box_of, selection_of
+from h5async.arrays.selections import Box, Selection, box_of, key_of, selection_of
 from h5async.core.binding import load_core
 from h5async.errors import (
     BudgetError,
@@ -101,6 +101,8 @@ class Dataset:
     def _reset(self) -> None:
         self._readers: dict[str, Any] = {}
         self._box_reader: BoxReader | None = None
+        self._small_reader: BoxReader | RowsReader | None = None
+        self._by_h5py: h5py.Dataset | None = None
         self._num_forks = lifetime.num_forks
 
     @property
@@ -150,7 +152,7 @@ class Dataset:
         """Return what a key selects, as h5py does."""
         if type(key) is not tuple:
             key = (key,)
-        reader = self._box_reader
+        reader = self._small_reader
         try:
             if reader is not None and self._num_forks == lifetime.num_forks:
                 found = reader.read_small(key, self.dtype)
@@ -184,6 +186,11 @@ class Dataset:
             raise SelectionError("None (np.newaxis) adds a dimension, which is not supported")
         if self._num_forks != lifetime.num_forks:
             self._reset()  # what another process has open is of no use here
+        found = None
+        if self.dtype.hasobject and self._shape and not names and self.file.notes_use(self):
+            found = self._of_kept(key)
+        if found is not None:
+            return found
         if not self._shape or any(isinstance(part, h5py.RegionReference) for part in key):
             found = self._through_h5py(key, None)
         else:
@@ -280,17 +287,21 @@ class Dataset:
             return H5pyReader(layout)
         file = self.file
         more = layout, file.reach, file.kept, file.cache_nbytes, file.threads
+        is_plain = not layout.text and layout.dtype == self.dtype and self.dtype.kind != "b"
         if way != "boxes":
-            return RowsReader(core, *more, is_cut=way == "parts")
+            rows = RowsReader(core, *more, is_cut=way == "parts")
+            if is_plain and way == "rows":
+                self._small_reader = rows
+            return rows
         reader = BoxReader(core, *more)
         if not reader.can_read:  # it has as many dimensions as HDF5 permits
             return H5pyReader(layout)
-        if not layout.text and layout.dtype == self.dtype and self.dtype.kind != "b":
-            self._box_reader = reader
+        if is_plain:
+            self._box_reader = self._small_reader = reader
         return reader
 
     def _through_h5py(self, key: tuple[Any, ...], selection: Selection | None) -> Any:
-        """Return what a key selects of what the core cannot describe: HDF5 opens it each time."""
+        """Return what a key selects of what the core cannot describe."""
         if self.stored.is_elsewhere and self.layout is None:
             raise ReadError(
                 f"{self._where}: its values lie in other files, and only HDF5 understands them, or"
@@ -300,12 +311,29 @@ class Dataset:
             )
         with self.file.opened(self._path) as (_, node), reading(self._where):
             dataset = h5py.Dataset(node)
+            if selection is not None:  # h5py takes some keys for others, or fails
+                return np.asarray(dataset[key_of(selection)]).reshape(selection.shape)
             try:
                 return dataset[key]
             except (IndexError, TypeError, ValueError) as error:
-                if selection is not None or interruption(error) is not None:
+                if interruption(error) is not None:
                     raise
                 raise SelectionError(str(error)) from error
+
+    def _of_kept(self, key: tuple[Any, ...]) -> Any:
+        """Return what h5py selects of what HDF5 has open; None if it has not, or fails."""
+        opened = self.file.kept_object(self._path)
+        if opened is None or self.stored.is_elsewhere or self.file.is_written():
+            return None
+        if self._by_h5py is None or self._by_h5py.id is not opened[1]:
+            self._by_h5py = h5py.Dataset(opened[1], readonly=True)  # it caches facts
+        try:
+            found = self._by_h5py[key]
+        except Exception as error:  # it is read again, to learn why
+            if interruption(error) is not None:
+                raise
+            return None
+        return found if self.file.is_kept() else None
 
     def close(self) -> None:
         """Give back what reading takes; it is made again when needed."""

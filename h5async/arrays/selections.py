@@ -170,6 +170,17 @@ def selection_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
     return Selection(box, index, axis, place)
 
 
+def key_of(selection: Selection) -> Any:
+    """Return a plain key of a selection that is not empty; integers are slices of one element."""
+    if selection.mask is not None:
+        return selection.mask
+    several = zip(*selection.box[:3], strict=True)
+    key: list[Any] = [slice(first, first + (n - 1) * by + 1, by) for first, n, by in several]
+    if selection.indices is not None:
+        key[selection.axis] = selection.indices
+    return tuple(key)
+
+
 def _is_mask(part: Any) -> bool:
     return isinstance(part, np.ndarray) and part.dtype.kind == "b"
 

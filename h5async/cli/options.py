@@ -18,8 +18,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from h5async import ConfigError, ReaderConfig
+from h5async.config.describing import descriptions
 from h5async.config.files import kind_of_file, load_file, map_paths, with_variables
-from h5async.config.frozen import Words, descriptions
+from h5async.config.frozen import Words
 from h5async.packing.writeoptions import PackOptions
 from h5async.spelling import as_keyword, in_file, named, shell_word, spelled
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import itertools
 import re
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic import Field as Bound
 
+from h5async.config.describing import OnAccess, describe, descriptions
 from h5async.config.hints import Where, hint_for
 from h5async.config.values import shown
 from h5async.errors import ConfigError
 from h5async.spelling import named
-from h5async.system.interruptions import interruption, raise_again, suppressing
+from h5async.system.interruptions import interruption, raise_again
 
 REQUIRED: Any = ...
 _ANCESTOR_NAMES = {"nthread": "num_threads", "njob": "prefetch", "cuda": "device"}
-_LINE_LENGTH = 90
 _RAISES = """\
 Raises
 ------
@@ -34,17 +28,6 @@ ConfigError
 """
 
 Model = TypeVar("Model", bound=BaseModel)
-Class = TypeVar("Class", bound=type)
-
-
-class _OnAccess:
-    """An attribute that is made when it is asked for, from the class."""
-
-    def __init__(self, make: Callable[[type], object]) -> None:
-        self._make = make
-
-    def __get__(self, _: object, cls: type) -> Any:
-        return self._make(cls)
 
 
 def _add_descriptions(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -104,7 +87,7 @@ def _absent(_: type) -> NoReturn:
 
 
 # pydantic's deprecated method: `copy` may be the name of an option.
-Frozen.copy = _OnAccess(_absent)  # type: ignore[assignment,method-assign]
+Frozen.copy = OnAccess(_absent)  # type: ignore[assignment,method-assign]
 
 
 @dataclass(frozen=True)
@@ -139,73 +122,10 @@ def documented(*keywords: type) -> Callable[[type[Model]], type[Model]]:
 
     def add(model: type[Model]) -> type[Model]:
         cast("Any", model).keywords = keywords
-        _describe(model, "Parameters", model, "Examples\n", _RAISES)
+        describe(model, "Parameters", lambda: model, "Examples\n", _RAISES)
         return model
 
     return add
-
-
-def takes_options(model: type[BaseModel]) -> Callable[[Class], Class]:
-    """Add the options of a model to the docstring and the signature of a class.
-
-    Its ``__init__`` takes them as ``**options``. (Editors get the same from its annotation.)
-    """
-
-    def add(cls: Class) -> Class:
-        def made(of: type) -> Signature:
-            if of is not cls:
-                raise AttributeError("a subclass has a signature of its own")
-            own = list(signature(cast("Any", cls).__init__).parameters.values())[1:-1]
-            options = [
-                Parameter(n, Parameter.KEYWORD_ONLY, default=... if f.is_required() else f.default)
-                for n, f in model.model_fields.items()
-            ]
-            return Signature([*(p.replace(annotation=Parameter.empty) for p in own), *options])
-
-        _describe(cls, "Other Parameters", model, "Raises\n")
-        cast("Any", cls).__signature__ = _OnAccess(made)
-        return cls
-
-    return add
-
-
-def _describe(cls: type, section: str, model: type[BaseModel], before: str, more: str = "") -> None:
-    """Add a section with a model's options to a class's docstring, and more, before another one."""
-    docstring = cls.__doc__
-    if docstring is None:  # python -OO
-        return
-
-    def made(_: type) -> str:
-        text, found, rest = inspect.cleandoc(docstring).partition(before)
-        lines = [section, "-" * len(section)]
-        for name, description in descriptions(model).items():
-            lines += [name, textwrap.indent(textwrap.fill(description, _LINE_LENGTH), "    ")]
-        return "\n".join([text + lines[0], *lines[1:], "", more + found + rest])
-
-    cls.__doc__ = cast("str", _OnAccess(made))
-
-
-def descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Return the description of each option."""
-    told: dict[str, str] = {}
-    for base in reversed(model.__mro__):
-        for keywords in vars(base).get("keywords", ()):
-            told |= _docstrings(keywords)
-    fields = model.model_fields.items()
-    return {name: field.description or told.get(name, "") for name, field in fields}
-
-
-@functools.cache
-def _docstrings(keywords: type) -> dict[str, str]:
-    """Return the docstrings below the names of a `TypedDict`, which only its source has."""
-    found: dict[str, str] = {}
-    with suppressing(OSError):  # there is no source
-        (of_class,) = ast.parse(inspect.getsource(keywords)).body
-        assert isinstance(of_class, ast.ClassDef)
-        for name, text in itertools.pairwise(of_class.body):
-            if isinstance(name, ast.AnnAssign) and isinstance(text, ast.Expr):
-                found[ast.unparse(name.target)] = " ".join(ast.literal_eval(text.value).split())
-    return found
 
 
 def _message(error: ValidationError) -> str:

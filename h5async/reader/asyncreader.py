@@ -8,24 +8,31 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
-from numpy.typing import ArrayLike
-
-from h5async.config import ReaderConfig, check_timeout
-from h5async.config.files import paths_text
-from h5async.config.frozen import takes_options
-from h5async.errors import ConfigError, ReadError, Skipped
-from h5async.observe.stats import ReaderStats
-from h5async.observe.tracing import Trace
+from h5async.config.describing import takes_options
+from h5async.errors import ConfigError, ReadError
 from h5async.reader import lifetime  # noqa: F401  # registers exit and fork handlers
-from h5async.reader.batch import Batch
 from h5async.system.interruptions import passing
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from h5async.config import ReaderConfig
     from h5async.config.keywords import ReaderOptions
+    from h5async.errors import Skipped
     from h5async.index.layout import DatasetLayout
+    from h5async.observe.stats import ReaderStats
+    from h5async.observe.tracing import Trace
+    from h5async.reader.batch import Batch
 
 
-@takes_options(ReaderConfig)
+def load_config() -> type[ReaderConfig]:
+    """Return the class of options, loading what it needs."""
+    from h5async.config import ReaderConfig
+
+    return ReaderConfig
+
+
+@takes_options(load_config)
 class AsyncReader:
     """Reads minibatches from HDF5 files in threads, ahead of the loop that uses them.
 
@@ -80,7 +87,7 @@ class AsyncReader:
         # Imported here, because it loads nearly all of the package.
         from h5async.reader.engine import Engine
 
-        self._config = ReaderConfig.load(config, **options)
+        self._config = load_config().load(config, **options)
         self._engine = Engine(self._config)
         self._dropped = weakref.finalize(self, self._engine.drop)
         self._dropped.atexit = False
@@ -289,7 +296,11 @@ class AsyncReader:
         ...     print(batch)
         <Batch 0 of epoch 0: data=(64, 8, 8) uint8, labels=(64,) int64>
         """
-        seconds = self._config.timeout if timeout is None else check_timeout(timeout)
+        seconds = self._config.timeout
+        if timeout is not None:
+            from h5async.config import check_timeout
+
+            seconds = check_timeout(timeout)
         self._engine.settle()
         delivery = self._engine.delivery
         serial, filled = delivery.wait(seconds)
@@ -435,6 +446,8 @@ class AsyncReader:
     __setstate__ = load_state_dict  # of a reader that `__reduce__` made
 
     def __repr__(self) -> str:
+        from h5async.config.files import paths_text
+
         state = ", closed" if self._engine.ring.is_closed else ""
         try:
             batches = f"{len(self)} batches an epoch"

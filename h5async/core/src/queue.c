@@ -235,8 +235,8 @@ PUBLIC int64_t h5async_put_ticket(Queue *queue)
     pthread_mutex_lock(&queue->lock);
     queue->tickets++;
     atomic_fetch_add(&queue->offers, 1);
-    pthread_cond_signal(&queue->work);
     pthread_mutex_unlock(&queue->lock);
+    pthread_cond_signal(&queue->work);
     return 1;
 }
 
@@ -328,10 +328,11 @@ static int read_range(Queue *queue, Job *job, Worker *w)
         return 0;
     job->next_item = stop;
     job->under_way++;
-    if (stop < plan->num_items && queue->num_idle)
-        pthread_cond_signal(&queue->work); /* that thread will wake the next one */
+    int wakes = stop < plan->num_items && queue->num_idle;
     w->batch = job->wish.serial;
     pthread_mutex_unlock(&queue->lock);
+    if (wakes)
+        pthread_cond_signal(&queue->work); /* that thread will wake the next one */
     int64_t refused = h5async_read_batch(job->plan, queue->fields, job->targets, queue->sources, w,
                                          start, stop);
     pthread_mutex_lock(&queue->lock);
@@ -360,7 +361,9 @@ static int64_t advance(Queue *queue, Job *job, Worker *w)
         return job - queue->jobs;
     }
     job->state = READY_JOB;
+    pthread_mutex_unlock(&queue->lock); /* the consumer needs it at once; to wake it takes long */
     h5async_wake(queue);
+    pthread_mutex_lock(&queue->lock);
     return NEXT_READY;
 }
 

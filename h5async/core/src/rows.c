@@ -165,6 +165,8 @@ ALWAYS_INLINE void copy_singles(const Wanted *w, int64_t count, const uint8_t *f
                                 uint8_t *to, int64_t nbytes)
 {
     int64_t first = w->sample, ahead = rows_ahead(nbytes);
+    for (int64_t i = 0; i < ahead && i < count; i++)
+        fetch(from + (w[i].sample - first) * stride, nbytes);
     for (int64_t i = 0; i < count; i++) {
         if (i + ahead < count)
             fetch(from + (w[i + ahead].sample - first) * stride, nbytes);
