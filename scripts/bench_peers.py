@@ -4,7 +4,7 @@ Two threads or worker processes each, the page cache warm, a loop that does noth
 is opened, its first batches are compared with what h5py reads, and it runs for --seconds, from
 batch to batch and from epoch to epoch, so that pipelines and workers are as full as they get.
 Ours runs before and after the others, half as long each; its speed is the mean of both. What each
-way does not do is said beside its figure; where it is faster than ours is said last, in a list.
+way does not do is said beside its figure; where it is faster than ours is said first.
 
 Samples are numbered in their first bytes. So each checked batch tells which samples it has: values
 are compared whatever order a way draws, and no sample may come twice in an epoch.
@@ -210,7 +210,7 @@ def timed(batches: Iterator[Any], case: Case, seconds: float) -> float:
     return count / taken
 
 
-def measure(kind: Kind, case: Case, ways: list[Way], seconds: float, console: Console) -> Any:
+def measure(kind: Kind, case: Case, ways: list[Way], seconds: float) -> dict[str, Any]:
     """Return what was measured of a case; why a way cannot read it, if it raised."""
     ours, speeds, cannot = [speed_of(OURS, case, seconds / 2)], {}, {}
     mixes = case.shuffle and kind.options.get("chunks", (1,))[0] > 1
@@ -231,7 +231,6 @@ def measure(kind: Kind, case: Case, ways: list[Way], seconds: float, console: Co
         "ours_by": {name: round(mean / speed, 3) for name, speed in speeds.items()},
         "cannot": cannot,
     }
-    show(found, console)
     return found
 
 
@@ -325,7 +324,8 @@ def all_cases(options: argparse.Namespace, console: Console) -> Iterator[dict[st
         samples = make(max(count // 10, 640) if options.quick else count)
         with tempfile.TemporaryDirectory(prefix="bench_peers-") as directory:
             for kind in kinds:
-                yield one_case(kind, samples, Path(directory), installed, options, console)
+                console.print(f"{kind.name} ...")
+                yield one_case(kind, samples, Path(directory), installed, options)
 
 
 def one_case(
@@ -334,7 +334,6 @@ def one_case(
     folder: Path,
     installed: set[str],
     options: argparse.Namespace,
-    console: Console,
 ) -> dict[str, Any]:
     ways = [
         way
@@ -343,7 +342,7 @@ def one_case(
     ]
     paths = write(kind, samples, folder)
     case = Case(paths, folder, samples, kind.shuffle, kind.batch_size)
-    return measure(kind, case, ways, options.seconds, console)
+    return measure(kind, case, ways, options.seconds)
 
 
 def main() -> None:
@@ -366,6 +365,8 @@ def main() -> None:
     console.print("\nWhere another way is faster than h5async:")
     for line in losses(cases) or ["nowhere"]:
         console.print(f"  {line}")
+    for case in cases:
+        show(case, console)
 
 
 if __name__ == "__main__":
