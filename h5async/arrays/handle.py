@@ -166,9 +166,11 @@ class Handle:
         Once it was read, `is_kept` tells whether that is valid.
         """
         kept = self._kept
-        if kept is None or _writes(kept.stamp):
-            return None
-        return kept.objects.get(path)
+        return None if kept is None else kept.objects.get(path)
+
+    def is_written(self) -> bool:
+        """Tell whether this process may have the file open for writing."""
+        return self._stamp is None or _writes(self._stamp)
 
     def attributes(self, path: str) -> Attributes:
         """Read the attributes of an object."""

@@ -323,7 +323,7 @@ class Dataset:
     def _of_kept(self, key: tuple[Any, ...]) -> Any:
         """Return what h5py selects of what HDF5 has open; None if it has not, or fails."""
         opened = self.file.kept_object(self._path)
-        if opened is None or self.stored.is_elsewhere:
+        if opened is None or self.stored.is_elsewhere or self.file.is_written():
             return None
         if self._by_h5py is None or self._by_h5py.id is not opened[1]:
             self._by_h5py = h5py.Dataset(opened[1], readonly=True)  # it caches facts

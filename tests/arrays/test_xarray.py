@@ -170,8 +170,8 @@ def test_chunks_of_dask_follow_the_file(path: Path):
     ):
         assert found.t2m.chunks[0] == (7, 7, 7, 7, 7, 5)
         means = found.t2m.mean("time")
-        for scheduler in ("threads", "synchronous"):
-            with dask.config.set(scheduler=scheduler):
+        for scheduler in ("threads", "synchronous", "processes"):
+            with dask.config.set(scheduler=scheduler, num_workers=2):
                 xarray.testing.assert_allclose(means.compute(), expected.t2m.mean("time"))
 
 
