@@ -104,7 +104,7 @@ static void bound_taps(Tap *taps, int64_t count, int64_t last, int is_flipped)
 }
 
 /* Both may be read, and written, LOAD_NBYTES further than pixels reach. */
-static void resize_row(const uint8_t *row, const Tap *taps, int64_t count, int16_t *out)
+ALWAYS_INLINE void resize_row_inline(const uint8_t *row, const Tap *taps, int64_t count, int16_t *out)
 {
     for (int64_t i = 0; i < count; i++, out += JPEG_CHANNELS) {
         const uint8_t *at = row + taps[i].at * JPEG_CHANNELS;
@@ -124,14 +124,22 @@ static void resize_row(const uint8_t *row, const Tap *taps, int64_t count, int16
     }
 }
 
-static void join_rows(const int16_t *one, const int16_t *other, const int16_t *weights, uint8_t *out,
-                      int64_t count)
+ALSO_FOR_AVX2(resize_row, (const uint8_t *row, const Tap *taps, int64_t count, int16_t *out),
+              (row, taps, count, out))
+
+ALWAYS_INLINE void join_rows_inline(const int16_t *one, const int16_t *other, const int16_t *weights,
+                                    uint8_t *out, int64_t count)
 {
     int16_t first = weights[0], second = weights[1];
     for (int64_t i = 0; i < count; i++)
         out[i] = (uint8_t)((int16_t)((int16_t)(one[i] * first >> 16) +
                                      (int16_t)(other[i] * second >> 16) + 2) >> 2);
 }
+
+ALSO_FOR_AVX2(join_rows,
+              (const int16_t *one, const int16_t *other, const int16_t *weights, uint8_t *out,
+               int64_t count),
+              (one, other, weights, out, count))
 
 static int64_t within(int64_t number, int64_t last)
 {
