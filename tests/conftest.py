@@ -386,7 +386,11 @@ def assert_reads_like_h5py(
 
 
 def fetch_and_keep_the_gil(reader: AsyncReader) -> None:
-    """Ask for a batch, and give the GIL to nobody until it is filled."""
+    """Ask for a batch, and give the GIL to nobody until it is filled.
+
+    By another thread: the loop is kept from calls in which it fills small batches itself.
+    """
+    reader._engine.delivery.take_turn = reader._engine.delivery.ask_turn = lambda *_: False
     submissions = reader._engine.delivery._submissions
     assert submissions is not None
     seen = submissions.events()

@@ -115,6 +115,7 @@ def test_percentiles_are_those_of_the_span(path: Path) -> None:
             noted(begin, begin + (100.0 if waits.totals.number < 9 else 1.0))
 
         waits.note = note_first_as_long  # type: ignore[method-assign]
+        reader._engine.delivery.take_turn = lambda *_: False  # the core notes its waits itself
         for _ in range(2):
             for _ in reader:
                 pass

@@ -147,7 +147,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 25  # counts changes of the core's structures and functions
+ABI = 26  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -247,7 +247,7 @@ _SAME_CLOCK_NS = 10_000_000  # two readings of one clock are closer together
 _COUNTED = "read_ns", "decode_ns", "place_ns", "read_nbytes", "decoded_chunks", "decoded_nbytes"
 
 # The core's functions by the types of their parameters; comments in `src/` explain them.
-_TYPES = {"p": c_void_p, "i": c_int32, "q": c_int64, "Q": c_uint64}
+_TYPES = {"p": c_void_p, "i": c_int32, "q": c_int64, "Q": c_uint64, "o": ctypes.py_object}
 _FUNCTIONS = {
     "ppp": "transform unpack",
     "pqQQQp": "permute",
@@ -277,9 +277,11 @@ _FUNCTIONS = {
 }
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
 _BRIEF_FUNCTIONS = {
-    "p": "visit open_queue put_ticket forget_jobs end_queue events wake",
+    "p": "visit is_dropping open_queue put_ticket forget_jobs end_queue events wake",
     "ppppqqqqi": "submit",
     "pqq": "drop samples_at",
+    "pq": "serial_at",
+    "o": "turns_of",
     "": "clock",
     "pp": "trace",
 }
@@ -308,6 +310,7 @@ class Core:
         except AttributeError as error:
             raise OSError(f"{path} is not h5async's core") from error
         self.new_store.restype = c_void_p
+        self.turns_of.restype = ctypes.py_object
         addresses, self.missing = find_functions()
         self._libraries = self.Libraries(**addresses)
         if self.decode_pictures(np.empty((0, PICTURE_NUMBERS), np.int64)) is None:
@@ -316,6 +319,11 @@ class Core:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def clock_offset_ns(self) -> int:
+        """Return `time.perf_counter_ns` minus the core's clock: 0 on Linux."""
+        offset_ns = time.perf_counter_ns() - int(self.clock())
+        return 0 if abs(offset_ns) < _SAME_CLOCK_NS else offset_ns
 
     def filters(self, filters: tuple[Filter, ...]) -> Any | None:
         """Return a pipeline as the core takes it, or None if the core cannot undo it."""
@@ -409,10 +417,7 @@ class CoreTrace:
         self._core = core
         self._events: NDArray[Any] = np.zeros(capacity, core.TraceEvent)
         self.struct = core.Trace(address(self._events), capacity, 0)
-        # Python's clock minus the core's: 0 on Linux.
-        self._offset_ns = time.perf_counter_ns() - int(core.clock())
-        if abs(self._offset_ns) < _SAME_CLOCK_NS:
-            self._offset_ns = 0
+        self._offset_ns = core.clock_offset_ns()
 
     @property
     def count(self) -> int:

@@ -7,12 +7,15 @@ names, outside its lock. Batches have serial numbers that continue through all e
 What the consumer wants is one value, which each of its calls changes in one assignment. So an
 exception at any point (Ctrl-C) finds the call done or not done, but never half done; and a call may
 be repeated. Workers assign slots by `assign`.
+
+All this may be lent, to `Turns`, which then does the same for a run of batches that are alike. The
+first other call of the consumer takes it back.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -69,6 +72,36 @@ class Completions(Protocol[Result_co]):
         """Have `wait` return. Never blocks."""
 
 
+class Turns(Protocol):
+    """Has the state while it is lent, and does in one call what the consumer's calls do here.
+
+    What it has assigned is answered by `Completions`.
+    """
+
+    run: Any  # for which the state is lent; None: it is not
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the state is lent."""
+
+    def lend(
+        self, run: Any, wanted: tuple[int, int, int | None, bool], slots: Mapping[int, int]
+    ) -> None:
+        """Take next, asked, held and `reads_ahead`, and the slots of batches, by serial."""
+
+    def state(self) -> tuple[int, int, int | None]:
+        """Return next, asked and held."""
+
+    def slots(self) -> dict[int, int]:
+        """Return the slots of all batches that have one, by serial."""
+
+    def end(self) -> None:
+        """Give the state back."""
+
+    def stop_waiting(self) -> None:
+        """Let the ring wait for a batch from now on."""
+
+
 class _FilledOnly:
     """The completions of a ring whose batches are all reported by `SlotRing.filled`."""
 
@@ -112,16 +145,68 @@ class SlotRing(Generic[Result]):
     def __init__(self, num_slots: int) -> None:
         # Set before the first batch, if not only `filled` reports batches.
         self.completions: Completions[Result] = _FilledOnly()
-        self.consumer = Consumer()  # what it wants; only its own calls change it
+        self.turns: Turns | None = None  # to which the state may be lent
+        self._consumer = Consumer()  # what it wants; only its own calls change it
         self.is_closed = self._at_exit = False
         # Held, only this thread changes the ring. Reentrant: a reader may be collected, and closed,
         # by the garbage collector while one of its own threads is in here.
         self.lock = threading.RLock()
         self._num_slots = num_slots
+        self.was_lent = False  # since whoever carries out assignments looked at all of them
         self._never_given = list(reversed(range(num_slots)))
         # By serial, ascending. An entry is removed when it is ready and no longer needed.
         self._entries: dict[int, _Entry[Result]] = {}
         self._failure: str | None = None
+
+    # --- the state, while it is lent --------------------------------------------------------------
+
+    @property
+    def consumer(self) -> Consumer:
+        """What the consumer wants."""
+        if self.turns is None or not self.turns.is_lent:
+            return self._consumer
+        return _new_consumer((*self.turns.state(), *self._consumer[3:]))
+
+    @property
+    def run(self) -> Any:
+        """The run of batches for which the state is lent; None: it is not."""
+        return None if self.turns is None else self.turns.run
+
+    def lend(self, run: Any) -> None:
+        """Lend the state for a run, in the consumer's thread.
+
+        Not if batches before the next one have slots still, but the one in use.
+        """
+        with self.lock:
+            following, asked, held, reads_ahead, *_ = self._consumer
+            slots = {serial: entry.slot for serial, entry in self._entries.items()}
+            low = following if held not in slots else held
+            is_whole = list(slots) == list(range(low, low + len(slots)))
+            if self.turns is not None and not self.is_closed and is_whole:
+                wanted = following, asked, held if low == held else None, reads_ahead
+                self.turns.lend(run, wanted, slots)
+
+    def take_back(self) -> None:
+        """Have the state here again, until it is lent again."""
+        with self.lock:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """Have the state here again; under the lock, first of all."""
+        turns = self.turns
+        if turns is None or not turns.is_lent:
+            return
+        consumer, reported = self.consumer, self._entries
+        entries: dict[int, _Entry[Result]] = {}
+        for serial, slot in turns.slots().items():
+            entry = reported.get(serial)
+            if entry is None or not entry.is_ready or entry.slot != slot:
+                entry = _Entry(slot, is_ready=serial == consumer.held)
+            entries[serial] = entry
+        self._never_given = []  # some may have been given; those that no entry has are free
+        self._entries, self._consumer = entries, consumer
+        self.was_lent = True
+        turns.end()
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -129,7 +214,9 @@ class SlotRing(Generic[Result]):
     def serials(self) -> list[int]:
         """Serials of all batches that have slots."""
         with self.lock:
-            return list(self._entries)
+            turns = self.turns
+            of_turns = turns.slots() if turns is not None and turns.is_lent else None
+            return list(self._entries if of_turns is None else of_turns)
 
     @property
     def in_use(self) -> int | None:
@@ -141,9 +228,10 @@ class SlotRing(Generic[Result]):
     def ask(self) -> int:
         """Request one batch more; return its serial. Never blocks."""
         with self.lock:
+            self._take_back()
             self.check_open()
-            following, asked, *others = self.consumer
-            self.consumer = _new_consumer((following, asked + 1, *others))
+            following, asked, *others = self._consumer
+            self._consumer = _new_consumer((following, asked + 1, *others))
             return asked
 
     def ask_for(self, course_from: Callable[[int, int], Any]) -> int:
@@ -156,13 +244,14 @@ class SlotRing(Generic[Result]):
         unchanged for those below its serial.
         """
         with self.lock:
+            self._take_back()
             self.check_open()
-            following, asked, held, reads_ahead, _, loops = self.consumer
+            following, asked, held, reads_ahead, _, loops = self._consumer
             serial = max(asked, self._next_to_assign())
             if loops:
                 serial = max(serial, following + self._num_slots - (held is not None))
             course = course_from(serial, following)
-            self.consumer = Consumer(following, serial + 1, held, reads_ahead, course, loops)
+            self._consumer = Consumer(following, serial + 1, held, reads_ahead, course, loops)
             return serial
 
     def skip_to(self, serial: int, *, read_ahead: bool, loops: bool = False) -> None:
@@ -171,10 +260,11 @@ class SlotRing(Generic[Result]):
         `loops`: a loop takes them; see `ask_for`.
         """
         with self.lock:
+            self._take_back()
             self.check_open()
-            following = max(self.consumer.next, serial)
-            asked = max(self.consumer.asked, following)
-            self.consumer = self.consumer._replace(
+            following = max(self._consumer.next, serial)
+            asked = max(self._consumer.asked, following)
+            self._consumer = self._consumer._replace(
                 next=following, asked=asked, reads_ahead=read_ahead, loops=loops
             )
 
@@ -186,20 +276,24 @@ class SlotRing(Generic[Result]):
         serial numbers from there on.
         """
         with self.lock:
+            self._take_back()
             self.check_open()
-            serial = max(self.consumer.asked, self._next_to_assign())
-            self.consumer = Consumer(serial, serial, self.consumer.held, False, course_from(serial))
+            serial = max(self._consumer.asked, self._next_to_assign())
+            self._consumer = Consumer(
+                serial, serial, self._consumer.held, False, course_from(serial)
+            )
 
     def hand_back(self) -> None:
         """Give the slot in use back, and request at least one batch."""
         with self.lock:
+            self._take_back()
             self.check_open()
-            following, asked, _, *others = self.consumer
-            self.consumer = _new_consumer((following, max(asked, following + 1), None, *others))
+            following, asked, _, *others = self._consumer
+            self._consumer = _new_consumer((following, max(asked, following + 1), None, *others))
 
     def is_ready(self) -> bool:
         """Tell whether the next batch can be taken without waiting."""
-        serial = self.consumer.next
+        serial = self._consumer.next
         entry = self._entries.get(serial)
         return entry is not None and self._is_done(serial, entry)
 
@@ -220,7 +314,7 @@ class SlotRing(Generic[Result]):
         while True:
             with self.lock:
                 seen = self.completions.events()
-            if begin is not None and self.consumer.next not in self._entries:
+            if begin is not None and self._consumer.next not in self._entries:
                 begin()  # after reading the events: it is called again after the next one
             found = self._next()
             if found is not None:
@@ -230,7 +324,7 @@ class SlotRing(Generic[Result]):
             wait = partial(self.completions.wait, seen)
             if not patience.wait(wait) and patience.is_over:
                 raise BatchTimeoutError(
-                    f"batch {self.consumer.next} was not ready within {timeout_seconds} s; call"
+                    f"batch {self._consumer.next} was not ready within {timeout_seconds} s; call"
                     " get_next_batch() again to go on waiting for it"
                 )
 
@@ -238,7 +332,7 @@ class SlotRing(Generic[Result]):
         """Return the next batch's serial, slot and result; None if it is not ready."""
         with self.lock:
             self.check_open()
-            serial = self.consumer.next
+            serial = self._consumer.next
             entry = self._entries.get(serial)
             is_done = entry is not None and self._is_done(serial, entry)
             self.check_open()  # a signal handler may have closed it meanwhile
@@ -252,16 +346,21 @@ class SlotRing(Generic[Result]):
             entry = self._entries.get(serial)
             if forget and entry is not None:
                 entry.result = None
-            _, asked, _, *others = self.consumer
-            self.consumer = _new_consumer((serial + 1, asked, serial, *others))
+            _, asked, _, *others = self._consumer
+            self._consumer = _new_consumer((serial + 1, asked, serial, *others))
 
-    def put_back(self, serial: int, result: Result) -> None:
-        """Undo `take`, whether or not it was done: the batch is the next one again."""
+    def put_back(self, serial: int, result: Result | None = None) -> None:
+        """Undo `take`, whether or not it was done: the batch is the next one again.
+
+        None: the result is that of `Completions`.
+        """
         with self.lock:
+            self._take_back()
             entry = self._entries.get(serial)
             if entry is not None:
                 entry.result = result
-            self.consumer = self.consumer._replace(next=serial, held=None)
+                entry.is_ready = result is not None
+            self._consumer = self._consumer._replace(next=serial, held=None)
 
     # --- the workers' calls -----------------------------------------------------------------------
 
@@ -270,7 +369,7 @@ class SlotRing(Generic[Result]):
         with self.lock:
             return (
                 not self.is_closed
-                and (self.consumer.reads_ahead or self._next_to_assign() < self.consumer.asked)
+                and (self._consumer.reads_ahead or self._next_to_assign() < self._consumer.asked)
                 and len(self._entries) - len(self._done_with()) < self._num_slots
             )
 
@@ -281,10 +380,10 @@ class SlotRing(Generic[Result]):
         """
         assignments: list[Assignment] = []
         with self.lock:
-            if self.is_closed:
+            if self.is_closed or (self.turns is not None and self.turns.is_lent):
                 return assignments
             serial = self._next_to_assign()
-            if not (self.consumer.reads_ahead or serial < self.consumer.asked):
+            if not (self._consumer.reads_ahead or serial < self._consumer.asked):
                 return assignments
             free: list[int] = []
             for done in self._done_with():
@@ -292,7 +391,7 @@ class SlotRing(Generic[Result]):
                 if entry is not None:  # else the garbage collector has closed the ring
                     free.append(entry.slot)
             while len(self._entries) < self._num_slots:
-                if not (self.consumer.reads_ahead or serial < self.consumer.asked):
+                if not (self._consumer.reads_ahead or serial < self._consumer.asked):
                     break
                 if not (free or self._never_given):  # slots were taken back, or lost
                     used = {entry.slot for entry in self._entries.values()}
@@ -312,6 +411,9 @@ class SlotRing(Generic[Result]):
         """Say that an assignment was carried out, with or without an error. Never blocks."""
         with self.lock:
             entry = self._entries.get(serial)
+            if entry is None and self.turns is not None and self.turns.is_lent:
+                slot = self.turns.slots().get(serial)
+                entry = None if slot is None else self._entries.setdefault(serial, _Entry(slot))
             if entry is not None:  # else it is closed
                 entry.result = result
                 entry.is_ready = True
@@ -324,6 +426,8 @@ class SlotRing(Generic[Result]):
                 f"a worker of the reader broke down ({type(error).__name__}: {error}), and batches"
                 " that it had to fill may never come; close the reader and make a new one"
             )
+            if self.turns is not None:
+                self.turns.stop_waiting()
             self.completions.wake()
 
     def unassign(self) -> None:
@@ -343,6 +447,8 @@ class SlotRing(Generic[Result]):
             self._at_exit = self._at_exit or at_exit
             self.is_closed = True
             self._entries = {}  # a new one: this may come in the middle of a loop over the old
+            if self.turns is not None:
+                self.turns.end()
             self.completions.wake()
             return was_open
 
@@ -356,11 +462,11 @@ class SlotRing(Generic[Result]):
     # --- under the lock ---------------------------------------------------------------------------
 
     def _next_to_assign(self) -> int:
-        return max(next(reversed(self._entries), -1) + 1, self.consumer.next)
+        return max(next(reversed(self._entries), -1) + 1, self._consumer.next)
 
     def _done_with(self) -> list[int]:
         """Return batches that were delivered, or dropped: their slots are free."""
-        following, held = self.consumer.next, self.consumer.held
+        following, held = self._consumer.next, self._consumer.held
         done: list[int] = []
         for serial, entry in self._entries.items():
             if serial >= following:

@@ -247,6 +247,9 @@ class Filler:
         self._reader.interrupt()
         if self._fetcher is not None:
             self._fetcher.stop(do_nothing)
+        turns = None if self.submissions is None else self.submissions.turns
+        if turns is not None:
+            self._pool.wait_for(turns.when_left)
         self._pool.stop(partial(self._let_go, then))
 
     def _find_work(self) -> list[tuple[int, Work]]:

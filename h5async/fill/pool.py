@@ -12,6 +12,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 from h5async.errors import ReaderClosedError, ReadError
@@ -22,6 +23,7 @@ T = TypeVar("T")
 Work = Callable[[], None]
 
 THREAD_NAME = "h5async"
+_OTHER = -1  # stands for the thread of `Workers.wait_for`
 
 
 class Tickets(Protocol):
@@ -75,6 +77,15 @@ class Workers:
         if is_idle:
             self._ending.do(self._end)
 
+    def wait_for(self, when_left: Callable[[Callable[[], None]], bool]) -> None:
+        """Count, before `stop`, a thread that is no worker as one, unless it has left.
+
+        `when_left` has a function called when it leaves, and returns False if it has.
+        """
+        with self._lock:
+            if not self.is_stopped and when_left(partial(self._leave, _OTHER)):
+                self._workers.add(_OTHER)
+
     def join(self, patience_seconds: float | None = None) -> None:
         """Wait until what `stop` requested is done; a worker does not wait for itself."""
         if threading.get_ident() in self._workers:
@@ -118,9 +129,9 @@ class Workers:
                 self._workers.add(threading.get_ident())
             return not self.is_stopped
 
-    def _leave(self) -> None:
+    def _leave(self, worker: int | None = None) -> None:
         with self._lock:
-            self._workers.discard(threading.get_ident())
+            self._workers.discard(threading.get_ident() if worker is None else worker)
             is_last = self.is_stopped and not self._workers
         if is_last:
             self._ending.do(self._end)

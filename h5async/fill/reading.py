@@ -163,6 +163,10 @@ class BatchReader:
         with self._scratch() as scratch:
             return work(scratch)
 
+    def scratch_of_consumer(self, is_alone: bool) -> Scratch:
+        """Return scratch memory for its calls of the core; all there is, if it `is_alone`."""
+        return self._free[-1] if is_alone else self._new_scratch()
+
     def planned(self, slot: int) -> BatchPlan:
         """Return the plan that the core has made of a batch in a queue, all fields of it."""
         return [*[IncludedPlan()] * len(self._layouts), _batch_items(self._batches[slot].batch)]

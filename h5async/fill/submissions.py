@@ -21,8 +21,9 @@ from h5async.errors import DatasetError, Skipped
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
-from h5async.order.sampling import NO_SAMPLES, FillRequest
+from h5async.order.sampling import NO_SAMPLES, FillRequest, Sampling
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue
+from h5async.read.turns import Numbers, Turns
 from h5async.samples.assembly import Assembly
 from h5async.system.interruptions import interruption
 
@@ -32,6 +33,7 @@ Resume = Callable[[FillRequest, NDArray[np.int64], Sequence[Skipped], bool], Non
 
 # The arguments `begin`, `count`, `mapping` and `samples` of `BatchQueue.submit`.
 _Numbers = tuple[int, int, NDArray[np.uint64] | None, NDArray[np.int64] | None]
+_AHEAD_SAMPLES = 8192  # whose numbers are told at once
 _NO_NUMBERS: _Numbers = 0, 0, None, NO_SAMPLES
 
 
@@ -74,8 +76,46 @@ class Submissions:
         self._lock = threading.RLock()
         self.resume: Resume = do_nothing  # continues a batch of which something is left
         self.is_fetched: Callable[[int], bool] = _never  # ahead, so that Python has to take it
+        # Returns the request for a slot and serial that `turns` has submitted.
+        self.request_of: Callable[[int, int], FillRequest] = _no_request
+        self.turns: Turns | None = None
 
     # --- the consumer's calls ---------------------------------------------------------------------
+
+    def open_turns(self, batch: type, num_threads: int) -> Turns | None:
+        """Return the turns of the consumer in the core; None if batches need Python."""
+        core = self._reader.core
+        if self._needs_python or not self._assembly.is_plain or self.is_fetched is not _never:
+            return None
+        assert core is not None
+        is_alone = not num_threads
+        scratch = self._reader.scratch_of_consumer(is_alone)
+        self.turns = Turns(core, self._queue, scratch, batch, is_alone=is_alone)
+        return self.turns
+
+    def sampling(self, request: FillRequest) -> Sampling:
+        """Return the order that a request refers to."""
+        return self._reader.samplings.at(request.order)
+
+    def numbers(self, request: FillRequest, count: int) -> Numbers | None:
+        """Return the samples of full batches, from a request on: of `count`, or of fewer.
+
+        None if their numbers cannot be told ahead.
+        """
+        sampling, epoch = self.sampling(request), request.epoch
+        if type(sampling) is not Sampling or self._reader.damage:
+            return None
+        stride, size = sampling.step_samples, sampling.batch_size
+        begin = request.start + sampling.rank * size
+        draw, first = self._reader.draw(epoch), request.serial
+        run = sampling.run_at(epoch, begin, begin + (count - 1) * stride + size)
+        if run is not None:
+            return Numbers(first, first + count, run[0], stride, size, run[1], None, draw)
+        count = min(count, _AHEAD_SAMPLES // stride)
+        if count < 1:
+            return None
+        samples = sampling.samples(epoch, begin, begin + (count - 1) * stride + size)
+        return Numbers(first, first + count, 0, stride, size, None, samples, draw)
 
     def submit(self, request: FillRequest) -> None:
         """Have a batch filled. Never blocks; submitting it again has no effect.
@@ -163,8 +203,10 @@ class Submissions:
         return None if found in (END, NOTHING) else self._rest_of(found)
 
     def _rest_of(self, found: int) -> Work:
-        latest = self._latest[found]
-        assert latest is not None
+        latest, serial = self._latest[found], self._queue.serial(found)
+        if latest is None or latest.request.serial != serial:
+            with self._lock:
+                latest = self._latest[found] = self._new(self.request_of(found, serial))
         try:
             samples = self._queue.samples(found, latest.numbers[1])
         except MemoryError as error:
@@ -183,9 +225,14 @@ class Submissions:
     def close(self) -> None:
         """Release memory and functions. No thread is at work. Idempotent."""
         self._queue.close()
-        self.resume, self.is_fetched = do_nothing, _never
+        self.resume, self.is_fetched, self.request_of = do_nothing, _never, _no_request
+        self.turns = None
         self._latest = [None] * len(self._latest)
 
 
 def _never(serial: int) -> bool:
     return False
+
+
+def _no_request(slot: int, serial: int) -> FillRequest:
+    raise AssertionError(f"batch {serial} was not submitted")

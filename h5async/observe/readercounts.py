@@ -26,6 +26,7 @@ from h5async.observe.chunkuse import ChunkFacts, Used, direct_share
 from h5async.observe.stats import ReaderStats
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
+from h5async.read.turns import Turns
 from h5async.samples.assembly import by_field
 from h5async.spelling import named
 from h5async.system.timeline import StageTimes, ThreadCounts
@@ -50,8 +51,35 @@ class Waits:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
         self._last: deque[float] = deque(maxlen=_KEPT_WAITS)
-        self.totals = self.before = WaitTotals()  # of all waits, and of all but the last
+        self._totals = self._before = WaitTotals()  # of all waits, and of all but the last
         self._begin: float | None = None
+        self.turns: Turns | None = None  # which notes waits, too
+
+    @property
+    def totals(self) -> WaitTotals:
+        """Of all waits."""
+        with self._lock:
+            self._catch_up()
+            return self._totals
+
+    @property
+    def before(self) -> WaitTotals:
+        """Of all waits but the last."""
+        with self._lock:
+            self._catch_up()
+            return self._before
+
+    def _catch_up(self) -> None:
+        """Add what the core has noted since; under the lock."""
+        new = None if self.turns is None else self.turns.waits()
+        if new is None or not new.each or self._begin is None:
+            return
+        number, seconds, _ = self._totals
+        number, seconds = number + new.number, seconds + new.seconds
+        begin, end = new.begin - self._begin, new.end - self._begin
+        self._last.extend(new.each)
+        self._before = WaitTotals(number - 1, seconds - new.each[-1], begin)
+        self._totals = WaitTotals(number, seconds, end)
 
     def note(self, begin: float, end: float) -> None:
         """Note a wait, in seconds of `time.perf_counter`; leave out the first one, start-up."""
@@ -59,15 +87,17 @@ class Waits:
             if self._begin is None:
                 self._begin = end
                 return
-            number, seconds, _ = self.totals
-            self.before = self.totals._replace(elapsed_seconds=begin - self._begin)
+            self._catch_up()
+            number, seconds, _ = self._totals
+            self._before = self._totals._replace(elapsed_seconds=begin - self._begin)
             self._last.append(end - begin)
-            self.totals = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
+            self._totals = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
 
     def percentiles(self, totals: WaitTotals, since: WaitTotals) -> tuple[float, float]:
         """Return median and 99th percentile of the kept waits between two moments."""
         with self._lock:
-            later = self.totals.number - totals.number
+            self._catch_up()
+            later = self._totals.number - totals.number
             kept = list(self._last)
         kept = kept[: max(0, len(kept) - later)][since.number - totals.number :]
         if not kept or totals.number <= since.number:
@@ -128,6 +158,7 @@ class ReaderCounts:
         self._is_scattered = config.shuffle == "full"
         self._most_flights = config.requests_in_flight * max(1, config.num_helpers)
         self.waits = Waits()
+        self._batch_size = config.batch_size
         self.upload_times = StageTimes()
         self.last: tuple[int, int] | None = None  # epoch and number of the last batch of an epoch
         self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
@@ -231,12 +262,14 @@ class ReaderCounts:
     def _now(self, work: FillerStats) -> _Moment:
         """Return the current moment; called under the lock."""
         nbytes, used = 0, Used()
+        turns = self.waits.turns
+        taken = 0 if turns is None else turns.taken  # full batches, of which samples are not ragged
+        samples = self._counted[None] + taken * self._batch_size
         for rows, (of_each, used_of_each) in self._sizes.items():
-            count = self._counted[rows]
+            count = samples if rows is None else self._counted[rows]
             nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
-        samples, waits = self._counted[None], self.waits.totals
-        counts = self._batches, samples, self._skipped, nbytes
-        return _Moment(*counts, used, waits, work, self._reader)
+        counts = self._batches + taken, samples, self._skipped, nbytes
+        return _Moment(*counts, used, self.waits.totals, work, self._reader)
 
     def _span_since(self, since: ReaderStats | None, now: _Moment) -> _Span:
         if since is None:

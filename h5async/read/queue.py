@@ -82,7 +82,8 @@ class BatchQueue:
             table=None if drawn is None else address(drawn),
             num_columns=0 if drawn is None else drawn.size,
         )
-        self._queue = ctypes.pointer(self._struct)
+        self.struct = self._queue = ctypes.pointer(self._struct)
+        self.num_slots = len(batches)
         core.open_queue(self._queue)
         self._samples: list[Int64s] = []  # by slot
         # By slot: the mappings that the core may use, and so what they refer to.
@@ -205,6 +206,14 @@ class BatchQueue:
         """Return the sample numbers of a batch that `next` returned, as a new array (count,)."""
         at = self._core.samples_at(self._queue, slot, -1)
         return self._samples[slot][at : at + count].copy()
+
+    def serial(self, slot: int) -> int:
+        """Return the serial of the batch of a slot that `next` returned."""
+        return int(self._core.serial_at(self._queue, slot))
+
+    def is_dropping(self) -> bool:
+        """Tell whether a batch that was dropped may still use its mapping."""
+        return bool(self._core.is_dropping(self._queue))
 
     def is_planned(self, slot: int) -> bool:
         """Tell whether the batch that `next` returned was planned."""

@@ -265,6 +265,8 @@ class AsyncReader:
         [1000, 797, 3]
         >>> reader.close()
         """
+        if index is None and self._engine.delivery.ask_turn():
+            return False
         self._engine.settle()
         return self._engine.delivery.fetch(index)
 
@@ -296,11 +298,19 @@ class AsyncReader:
         ...     print(batch)
         <Batch 0 of epoch 0: data=(64, 8, 8) uint8, labels=(64,) int64>
         """
+        taken: list[Batch] = []  # by the core
         seconds = self._config.timeout
         if timeout is not None:
             from h5async.config import check_timeout
 
             seconds = check_timeout(timeout)
+        try:
+            if self._engine.delivery.take_turn(taken, *(() if seconds is None else (seconds,))):
+                return taken[0]
+        except BaseException:  # Ctrl-C: the next call returns this batch
+            if taken:
+                self._engine.ring.put_back(self._engine.ring.consumer.next - 1)
+            raise
         self._engine.settle()
         delivery = self._engine.delivery
         serial, filled = delivery.wait(seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -60,8 +60,10 @@ class Batch(Sequence[Any]):
     """
 
     __slots__ = (
-        *("_arrays", "_device", "_life", "_sequences"),
+        *("_arrays", "_device", "_sequences"),
         *("epoch", "index", "last", "number", "size", "static"),
+        "_is_over",
+        "_later",  # of one that the core handed over: of what the rest is made when asked for
     )
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a sequence's method of that name)
@@ -75,12 +77,12 @@ class Batch(Sequence[Any]):
         last: bool,
         device: Device | None = None,
         sequences: SequenceTable | None = None,
-        life: Life | None = None,
+        is_over: Callable[[], bool] | None = None,
         static: Mapping[str, Any] | None = None,
     ) -> None:
         self.static = static or {}
         self._device = device
-        self._life = life
+        self._is_over = is_over
         self._sequences = sequences
         self._arrays = arrays
         self.index = index
@@ -117,7 +119,13 @@ class Batch(Sequence[Any]):
         return iter(self._arrays.values())
 
     def __getattr__(self, name: str) -> Any:
-        arrays = object.__getattribute__(self, "_arrays")
+        if name in Batch.__slots__:
+            if name == "_later":
+                raise AttributeError(name)
+            run, slot, serial = self._later
+            run.complete(self, name, slot, serial)
+            return object.__getattribute__(self, name)
+        arrays = self._arrays
         if name not in arrays:
             raise AttributeError(f"a batch of {', '.join(arrays)} has no {name!r}")
         return arrays[name]
@@ -125,6 +133,12 @@ class Batch(Sequence[Any]):
     def __dir__(self) -> list[str]:
         """Add the fields, for completion in a notebook."""
         return sorted({*super().__dir__(), *filter(str.isidentifier, self._arrays)})
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """Leave out what only a batch of a slot has."""
+        return None, {name: getattr(self, name) for name in Batch.__slots__[:-2]} | {
+            "_is_over": None
+        }
 
     @property
     def _where(self) -> str:
@@ -141,7 +155,7 @@ class Batch(Sequence[Any]):
 
     def _repr_html_(self) -> str:
         title = self._where.removeprefix("a ").capitalize()
-        if isinstance(self._arrays, _ExpiredArrays) or (self._life is not None and self._life.over):
+        if isinstance(self._arrays, _ExpiredArrays) or (self._is_over and self._is_over()):
             return table(title, [], note=_OVER)
         device = "cpu" if self._device is None else self._device.name
         rows = [[name, *_cells(array)] for name, array in self._arrays.items()]
@@ -181,12 +195,6 @@ def _cells(array: Any) -> tuple[str, str, str]:
 def _shown(array: Any) -> str:
     shape = getattr(array, "shape", None)
     return repr(array) if shape is None else f"{shape} {array.dtype}"
-
-
-class Life:
-    """The life of a batch in the memory of a slot: `over` when the next batch is requested."""
-
-    over = False
 
 
 class _ExpiredArrays(dict[str, Any]):

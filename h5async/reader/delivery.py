@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from h5async.config.files import paths_text
-from h5async.deliver.device import host_slot
+from h5async.deliver.device import Device, host_slot
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
     ConfigError,
@@ -32,11 +32,12 @@ from h5async.observe.readercounts import ReaderCounts, SkippedSamples
 from h5async.opening.selecting import sample_numbers
 from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
-from h5async.reader.batch import Batch, Life, expire
+from h5async.reader.batch import Batch, expire
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
+from h5async.reader.runs import Batches, next_run
 from h5async.spelling import named
-from h5async.system.interruptions import interruption, passing
+from h5async.system.interruptions import interruption, passing, suppressing
 from h5async.system.timeline import Recorder
 
 if TYPE_CHECKING:
@@ -74,13 +75,46 @@ class Delivery:
         config, files = setup.config, setup.opened.skipped
         self.skipped = SkippedSamples(config.hdf5_path, files, config.max_skipped)
         self._held: Batch | None = None  # the caller's batch, with debug_lifetimes
-        self._life = Life()  # of the caller's batch
+        self._batches = Batches(setup, ring)
+        # The same in one call of the core, where that can be; see `Turns`.
+        self.take_turn: Callable[..., bool] = _no_turn
+        self.ask_turn: Callable[[], bool] = _no_turn
 
     def fill_by(self, filler: Filler | HelperFiller) -> None:
         """Set the filler, before the first batch."""
         self._filler = filler
         if isinstance(filler, Filler) and filler.submissions is not None:
             self._ring.completions = self._submissions = filler.submissions
+            filler.submissions.request_of = self._request_of
+            self._open_turns(filler.submissions)
+
+    def _open_turns(self, submissions: Submissions) -> None:
+        setup, config = self._setup, self._setup.config
+        is_plain = type(self._device) is Device and self._device.is_writable_at_once
+        does_more = config.copy or config.debug_lifetimes or config.on_error == "skip"
+        if not is_plain or does_more or config.sampler is not None:
+            return
+        turns = submissions.open_turns(Batch, setup.num_threads if setup.has_threads else 0)
+        if turns is not None:
+            self._ring.turns = self._counts.waits.turns = turns
+            self.take_turn, self.ask_turn = turns.take, turns.ask
+
+    def _request_of(self, slot: int, serial: int) -> FillRequest:
+        return self._position.requests([Assignment(slot, serial)])[0]
+
+    def _lend(self) -> None:
+        """Have the core take the next batches, if they are alike, until a call needs more."""
+        counts, ring, submissions = self._counts, self._ring, self._submissions
+        if ring.turns is None or submissions is None or self._recorder.timeline is not None:
+            return
+        course = self._position.course
+        if counts.open_epoch != course.position(ring.consumer.next).epoch:
+            return  # its first batch opens it
+        slots = [slot.memory.out for slot in self._setup.slots]
+        with suppressing(MemoryError):  # it goes on without
+            run = next_run(self._batches, course, ring, submissions, slots)
+            if run is not None:
+                ring.lend(run)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -92,6 +126,7 @@ class Delivery:
             return False
         serial = self._ring.ask()
         self.begin()
+        self._lend()
         return self._position.schedule.is_last(serial)
 
     def next_epoch(self, get_next_batch: Callable[[], Batch]) -> Iterator[Batch]:
@@ -113,7 +148,8 @@ class Delivery:
             if self._ring.can_assign():
                 self._filler.kick()
             return
-        may_have_lost, self._may_have_lost = self._may_have_lost, True
+        may_have_lost, self._may_have_lost = self._may_have_lost or self._ring.was_lent, True
+        self._ring.was_lent = False
         assignments = self._ring.assign()
         if may_have_lost:
             assignments = self._ring.pending()
@@ -263,6 +299,7 @@ class Delivery:
             self._note(batch, len(filled.skipped))
         elif self._submissions is not None:
             self._submissions.drop_error(serial)
+        self._lend()
         return batch
 
     def _note(self, batch: Batch, skipped: int) -> None:
@@ -291,8 +328,7 @@ class Delivery:
         is_last = course.schedule.is_last(serial)
         if epoch >= 0:
             self._position.looped_epoch = epoch
-        self._life = Life()
-        batch = self._batch(filled, epoch, number, is_last, self._life)
+        batch = self._batches.batch(filled, epoch, number, is_last, serial)
         if config.copy:
             return batch.copy()
         if config.debug_lifetimes:
@@ -300,29 +336,8 @@ class Delivery:
             self._device.share()
         return batch
 
-    def _batch(
-        self,
-        filled: FillOutcome,
-        epoch: int,
-        number: int,
-        last: bool,
-        life: Life | None = None,
-    ) -> Batch:
-        names, masks, index = filled.names or self._setup.names, self._setup.masks, filled.index
-        made = filled.arrays[len(names) :]
-        arrays = dict(zip(names, filled.arrays, strict=not made))
-        if masks:
-            if not made:
-                made = self._device.owned(tuple([mask(index, epoch) for mask in masks.values()]))
-            for name, mask in zip(masks, made, strict=True):
-                arrays.setdefault(name, mask)  # `postprocess` may have replaced it
-        device, static = self._device, self._setup.static
-        sequences = self._setup.samplings.sequences
-        return Batch(arrays, index, epoch, number, last, device, sequences, life, static)
-
     def _end_life(self) -> None:
         """With `debug_lifetimes`, also make fields raise and arrays poison."""
-        self._life.over = True
         if self._held is not None:
             held, self._held = self._held, None
             self._device.poison(held)
@@ -352,7 +367,8 @@ class Delivery:
         if found.skipped:
             self.skipped.note(found.skipped, -1, -1, 0)
             self._counts.note_skipped(len(found.skipped))
-        return self._batch(found._replace(arrays=self._device.owned(found.arrays)), -1, -1, False)
+        found = found._replace(arrays=self._device.owned(found.arrays))
+        return self._batches.batch(found, -1, -1, False)
 
     def _samples(self, index: ArrayLike) -> NDArray[np.int64]:
         """Return sample numbers as a new, non-empty array, or raise `ConfigError`."""
@@ -394,6 +410,10 @@ class Delivery:
         return found
 
 
+def _no_turn(*_: object) -> bool:
+    return False
+
+
 class Epoch(Iterator[Batch]):
     """The rest of one epoch; it ends if another loop has moved the reader on.
 
@@ -415,6 +435,9 @@ class Epoch(Iterator[Batch]):
         self._get_next_batch = get_next_batch
 
     def __next__(self) -> Batch:
+        run = self._ring.run
+        if run is not None and run.epoch == self._epochs[0] and run.place is self._place:
+            return self._get_next_batch()
         course, serial = self._position.course, self._ring.consumer.next
         if course.place is not self._place or course.position(serial).epoch not in self._epochs:
             self._position.looped_epoch = None

@@ -37,6 +37,9 @@ def register(engine: Any) -> None:
 def _note_fork() -> None:
     global num_forks
     num_forks += 1
+    for engine in list(_open):
+        if engine.ring.turns is not None:
+            engine.ring.turns.end()  # so that the next call finds out
 
 
 if hasattr(os, "register_at_fork"):

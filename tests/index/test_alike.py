@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from h5async import AsyncReader, Field
+from h5async.index.chunktable import ChunkTable
 from h5async.index.datasets import Indexer
+from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
 
 
@@ -51,6 +53,9 @@ def same(one, other):
         if isinstance(value, np.ndarray):
             assert found.dtype == value.dtype
             assert found.tobytes() == value.tobytes()
+        elif isinstance(value, ChunkTable):
+            for column in ("index", "offset", "nbytes", "filter_mask"):
+                np.testing.assert_array_equal(getattr(found, column), getattr(value, column))
         elif name not in ("segments", "datasets"):
             assert found == value, name
     assert len(one.datasets) == len(other.datasets)
@@ -95,3 +100,28 @@ def test_values(path):
             h5py.File(path) as file,
         ):
             assert (reader.get_next_batch().one == file[f"{kind}/{n}"][...]).all()
+
+
+def rows_of(path):
+    with h5py.File(path) as file:
+        return file["data"][:]
+
+
+def test_files_of_known_kinds_have_the_layouts_that_they_have_alone(tmp_path):
+    paths, whole = [], {"data": Field("data")}
+    for n, rows in enumerate((20, 23, 7, 20, 40)):  # chunks are cut short, missing, raw at the edge
+        paths.append(tmp_path / f"{n}.h5")
+        with h5py.File(paths[-1], "w", libver="latest") as file:
+            how = {"compression": "gzip"} if n != 3 else {}
+            made = file.create_dataset("data", (rows, 6), "i4", chunks=(5, 3), fillvalue=9, **how)
+            made[: rows // 2] = np.arange(rows // 2 * 6).reshape(-1, 6) + n
+    alike = Reach(alike={})
+    for path in paths:
+        same(read_layouts(path, whole, alike)["data"], read_layouts(path, whole)["data"])
+    assert len(alike.alike) == 2
+    with h5py.File(paths[-1], "r+"):  # which has it open for writing
+        found = read_layouts(paths[-1], whole, alike)["data"]
+    assert "open for writing" in found.fallback_reason
+    with AsyncReader(hdf5_path=paths, labels_field=None, batch_size=200, device="cpu") as reader:
+        expected = np.concatenate([rows_of(path) for path in paths])
+        np.testing.assert_array_equal(reader.get_next_batch()[0], expected)

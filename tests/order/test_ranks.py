@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import types
+from typing import Any
 
 import h5py
 import numpy as np
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from orders import batch_of
 
 from h5async import AsyncReader, ConfigError, DatasetError
+from h5async.core.binding import address, load_core
 from h5async.order.ranks import find_source
 from h5async.order.sampling import Sampling, dealt
 from h5async.order.window import DealtOrder, WindowOrder
@@ -682,3 +684,19 @@ def test_what_is_left_at_the_end_goes_to_the_rank_that_it_is_dealt_to(count, ran
         low, high = dealt(left, rank, ranks)
         assert low <= inside < high
         assert (order._before(rank, position), run) == (steps + inside - low, high - inside)
+
+
+@pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
+def test_runs_of_a_window_are_its_samples() -> None:
+    """Of one rank, and of several, whose batches are runs of their pieces."""
+    core: Any = load_core()
+    whole = WindowOrder(np.append(np.arange(0, 1000, 30), 1000), 5, 7)
+    dealt_to_ranks = DealtOrder(whole, 3, 1000, 16)
+    for order, pieces in ((whole, 1), (dealt_to_ranks, 3)):
+        for start in range(0, 960, 16):
+            run = order.run(2, start, start + 16)
+            assert run is not None
+            found = np.empty(16, np.int64)
+            assert core.window_samples(int(run[1][2]), address(found), run[0], 16)
+            assert np.array_equal(found, order.samples(2, start, start + 16))
+        assert (order.run(2, 8, 24) is None) == (pieces > 1)

@@ -17,7 +17,7 @@ typedef struct {
         TraceEvent: "TraceEvent", Failure: "Failure", Dataset: "Dataset", POINTED_TO(Libraries),  \
         POINTED_TO(Filter), POINTED_TO(Crop), POINTED_TO(Transform), POINTED_TO(Heap), POINTED_TO(Shape),           \
         POINTED_TO(Layer), POINTED_TO(StepRows), POINTED_TO(SpanRows), POINTED_TO(BatchPlan),     \
-        POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources),              \
+        POINTED_TO(Target), POINTED_TO(Field), POINTED_TO(Job), POINTED_TO(Sources), POINTED_TO(Queue), POINTED_TO(Worker),              \
         BatchPlan: "BatchPlan", Field: "Field", Target: "Target", default: "")
 
 /* A macro is not expanded within its own expansion, but when that is scanned again. */
@@ -92,6 +92,10 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Job, plan, targets, samples, rows, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
             start, step, table, num_columns, may_spin, plan_ns)
+    MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, is_lent, is_inside, is_alone,
+            waits_not, next, asked, held, assigned, reads_ahead, first, stop, begin, stride, count,
+            samples, mapping, draw, type, member, run, on_left, taken, num_waits, total_ns, begin_ns,
+            end_ns)
     MEMBERS(Window, unit, skip, count, bounds, delay, begin, num_units, size, window, group_rounds,
             block_rounds, num_blocks, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,

@@ -16,6 +16,9 @@
 #endif
 
 enum { SPIN_NS = 100000, LONG_GAP_NS = 1000000 };
+/* The consumer itself fills batches that take no longer than to wake a thread, and those that it finds
+   begun by nobody. */
+enum { CHEAP_NS = 25000, MOST_FILL_NS = 200000 };
 enum { RANGES_PER_THREAD = 2, RANGE_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
 enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */
@@ -46,7 +49,8 @@ typedef struct {
     int64_t *samples;      /* room for the numbers of two batches, of `rows` each */
     int64_t rows, next_item, under_way, refused, range_nbytes;
     Wish wish, following;
-    int32_t state, is_planned, is_dropped;
+    int64_t work_ns; /* so far */
+    int32_t state, is_planned, is_dropped, is_own; /* is_own: the consumer will fill it */
 } Job;
 
 typedef struct {
@@ -64,6 +68,7 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t work;
     int64_t tickets, num_idle, plan_ns, submitted_ns;
+    int64_t fill_ns; /* that a batch takes, smoothed */
     int32_t is_ended;
     int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
     int64_t num_here; /* threads that are not in Python */
@@ -84,6 +89,7 @@ static void spin(const Queue *queue, const _Atomic uint32_t *count, uint32_t see
 PUBLIC int64_t h5async_open_queue(Queue *queue)
 {
     queue->gap_ns = LONG_GAP_NS;
+    queue->fill_ns = MOST_FILL_NS;
     for (int64_t i = 0; i < queue->num_jobs; i++)
         queue->jobs[i].wish.serial = queue->jobs[i].following.serial = -1;
     return pthread_mutex_init(&queue->lock, NULL) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
@@ -134,52 +140,51 @@ PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
 }
 
 /* Note that a batch was submitted, and tell whether a thread is to be woken for it. Where batches come
-   quickly, one thread keeps up with them, and comes for the next one by itself. Holds the lock. */
-static int is_to_be_woken(Queue *queue)
+   quickly, one thread keeps up with them, and comes for the next one by itself. Not for one that the
+   consumer will fill. Holds the lock. */
+static int is_to_be_woken(Queue *queue, int is_own)
 {
     int64_t now = now_ns(), gap = now - queue->submitted_ns;
     gap = gap > LONG_GAP_NS ? LONG_GAP_NS : gap;
     atomic_store(&queue->gap_ns, (3 * atomic_load(&queue->gap_ns) + gap) / 4);
     queue->submitted_ns = now;
+    if (is_own)
+        return 0;
     atomic_fetch_add(&queue->offers, 1);
     int is_quick = queue->may_spin && atomic_load(&queue->gap_ns) <= SPIN_NS;
     return queue->num_idle && !queue->spinners && !(is_quick && queue->num_here > queue->num_idle);
 }
 
-/* Submit a batch, or do nothing where it was submitted before.
-
-   `samples` are its numbers, which are copied; NULL: they are those of `count` positions from `begin`
-   on, or, with a `mapping` (else NULL), of what these are mapped to. `draw`: see draw_places. Returns
-   0 where the slot has another batch that is not ready, and was not dropped; 2 where it waits for the
-   end of one that was, which may still use its mapping. */
-PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mapping *mapping,
-                              const uint64_t *draw, int64_t begin, int64_t count, int64_t slot,
-                              int64_t serial, int32_t needs_python)
+/* Submit a batch, or do nothing where it was submitted before, but that threads may fill it, unless it
+   `is_own` and cheap. `samples` are its numbers, which are copied; or NULL. Returns 0 where the slot has
+   another batch that is not ready, and was not dropped; 2 where it waits for the end of one that was,
+   which may still use its mapping. */
+static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *samples, int is_own)
 {
     int is_good = 1, wakes = 0;
-    Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python};
-    if (mapping != NULL)
-        wish.mapping = *mapping;
-    if (draw != NULL)
-        memcpy(wish.draw, draw, sizeof wish.draw);
     pthread_mutex_lock(&queue->lock);
     Job *job = &queue->jobs[slot];
-    if (job->wish.serial != serial && job->following.serial != serial && !queue->is_ended) {
+    is_own = is_own && queue->fill_ns <= CHEAP_NS;
+    if (job->wish.serial == wish->serial) {
+        wakes = job->is_own && !is_own && is_to_be_woken(queue, 0);
+        job->is_own &= is_own;
+    } else if (job->following.serial != wish->serial && !queue->is_ended) {
         /* Of a batch that was dropped, a thread may still use the numbers. */
         int is_second = job->is_dropped && job->wish.samples == job->samples;
-        wish.samples = job->samples + (is_second ? job->rows : 0);
-        if (count > job->rows ||
-            !(job->is_dropped || job->state == NO_JOB || job->state == READY_JOB ||
-              job->state == WITH_PYTHON))
-            is_good = 0;
+        wish->samples = job->samples + (is_second ? job->rows : 0);
+        is_good = wish->count <= job->rows &&
+                  (job->is_dropped || job->state == NO_JOB || job->state == READY_JOB ||
+                   job->state == WITH_PYTHON);
         if (is_good && samples != NULL) {
-            memcpy(wish.samples, samples, (size_t)count * sizeof *samples);
-            wish.begin = -1;
+            memcpy(wish->samples, samples, (size_t)wish->count * sizeof *samples);
+            wish->begin = -1;
         }
         if (is_good && job->is_dropped)
-            job->following = wish;
-        else if (is_good)
-            job->wish = wish, job->state = TO_PLAN, wakes = is_to_be_woken(queue);
+            job->following = *wish;
+        else if (is_good) {
+            job->wish = *wish, job->state = TO_PLAN, job->work_ns = 0, job->is_own = is_own;
+            wakes = is_to_be_woken(queue, is_own);
+        }
     }
     is_good += is_good && job->is_dropped;
     pthread_mutex_unlock(&queue->lock);
@@ -188,11 +193,45 @@ PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mappin
     return is_good;
 }
 
+/* Submit a batch, whose numbers are `samples`; NULL: they are those of `count` positions from `begin`
+   on, or, with a `mapping` (else NULL), of what these are mapped to. `draw`: see draw_places. */
+PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mapping *mapping,
+                              const uint64_t *draw, int64_t begin, int64_t count, int64_t slot,
+                              int64_t serial, int32_t needs_python)
+{
+    Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python};
+    if (mapping != NULL)
+        wish.mapping = *mapping;
+    if (draw != NULL)
+        memcpy(wish.draw, draw, sizeof wish.draw);
+    return submit_wish(queue, slot, &wish, samples, 0);
+}
+
+/* Whether a batch that was dropped may still use its mapping. */
+PUBLIC int64_t h5async_is_dropping(Queue *queue)
+{
+    int found = 0;
+    pthread_mutex_lock(&queue->lock);
+    for (int64_t i = 0; i < queue->num_jobs; i++)
+        found |= queue->jobs[i].is_dropped;
+    pthread_mutex_unlock(&queue->lock);
+    return found;
+}
+
+/* The serial of the batch of a slot that is the queue's. */
+PUBLIC int64_t h5async_serial_at(Queue *queue, int64_t slot)
+{
+    pthread_mutex_lock(&queue->lock);
+    int64_t serial = queue->jobs[slot].wish.serial;
+    pthread_mutex_unlock(&queue->lock);
+    return serial;
+}
+
 static void end_job(Job *job)
 {
     job->wish.serial = -1, job->state = NO_JOB, job->is_dropped = 0;
     if (job->following.serial >= 0) {
-        job->wish = job->following, job->state = TO_PLAN;
+        job->wish = job->following, job->state = TO_PLAN, job->work_ns = 0, job->is_own = 0;
         job->following.serial = -1;
     }
 }
@@ -251,15 +290,20 @@ PUBLIC int64_t h5async_end_queue(Queue *queue)
     return h5async_wake(queue);
 }
 
+static int is_open(const Job *job)
+{
+    return job->state == TO_PLAN ||
+           (job->state == TO_READ && job->next_item < job->plan->num_items);
+}
+
 /* The oldest batch that a thread can do something of. Holds the lock. */
 static Job *next_job(Queue *queue)
 {
     Job *found = NULL;
     for (int64_t i = 0; i < queue->num_jobs; i++) {
         Job *job = &queue->jobs[i];
-        int is_open = job->state == TO_PLAN ||
-                      (job->state == TO_READ && job->next_item < job->plan->num_items);
-        if (is_open && (found == NULL || job->wish.serial < found->wish.serial))
+        if (is_open(job) && !job->is_own &&
+            (found == NULL || job->wish.serial < found->wish.serial))
             found = job;
     }
     return found;
@@ -311,7 +355,7 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
         note_stage(w, PLANNING, begin, end);
     end_tracing(w);
     pthread_mutex_lock(&queue->lock);
-    queue->plan_ns += end - begin;
+    queue->plan_ns += end - begin, job->work_ns += end - begin;
     job->next_item = job->is_planned && !job->is_dropped ? 0 : job->plan->num_items;
     job->under_way = job->refused = 0;
     job->state = TO_READ;
@@ -333,10 +377,12 @@ static int read_range(Queue *queue, Job *job, Worker *w)
     pthread_mutex_unlock(&queue->lock);
     if (wakes)
         pthread_cond_signal(&queue->work); /* that thread will wake the next one */
+    int64_t begin = now_ns();
     int64_t refused = h5async_read_batch(job->plan, queue->fields, job->targets, queue->sources, w,
                                          start, stop);
+    int64_t taken = now_ns() - begin;
     pthread_mutex_lock(&queue->lock);
-    job->under_way--;
+    job->under_way--, job->work_ns += taken;
     if (refused > 0)
         job->refused += refused;
     return refused < 0;
@@ -361,6 +407,8 @@ static int64_t advance(Queue *queue, Job *job, Worker *w)
         return job - queue->jobs;
     }
     job->state = READY_JOB;
+    int64_t fill_ns = job->work_ns < MOST_FILL_NS ? job->work_ns : MOST_FILL_NS;
+    queue->fill_ns = (queue->fill_ns + fill_ns) / 2;
     pthread_mutex_unlock(&queue->lock); /* the consumer needs it at once; to wake it takes long */
     h5async_wake(queue);
     pthread_mutex_lock(&queue->lock);

@@ -1,0 +1,202 @@
+/* The consumer's turns: in one call it hands a batch back, has free slots filled with the next ones,
+   and takes the next. The ring of slots (deliver/slots.py) lends its state to this for the batches of a
+   run, which are alike: all of one epoch, all full. Python calls functions of its own kind, which
+   ctypes would make slower than what they do.
+
+   Python's functions are declared here, all of its stable interface: so no header ties a build to one
+   version of Python. All members change while the GIL is held. */
+
+typedef struct Object Object;
+typedef struct {
+    const char *name;
+    Object *(*function)(Object *self, Object *const *arguments, intptr_t count);
+    int flags;
+    const char *doc;
+} Method;
+extern Object *PyCFunction_NewEx(Method *method, Object *self, Object *module);
+extern char *PyByteArray_AsString(Object *array);
+extern Object *PyType_GenericAlloc(Object *type, intptr_t count);
+extern Object *PyTuple_Pack(intptr_t count, ...);
+extern Object *PyLong_FromLongLong(long long value);
+extern Object *PyBool_FromLong(long value);
+extern Object *PyObject_CallFunctionObjArgs(Object *function, ...);
+extern int PyObject_SetAttr(Object *object, Object *name, Object *value);
+extern int PyList_Append(Object *list, Object *item);
+extern void Py_IncRef(Object *object);
+extern void Py_DecRef(Object *object);
+extern int PyErr_CheckSignals(void);
+extern void *PyEval_SaveThread(void);
+extern void PyEval_RestoreThread(void *thread);
+enum { METH_FASTCALL = 0x80, METH_NOARGS = 0x4 };
+enum { MAX_WAITS = 4096 };
+
+typedef struct {
+    Queue *queue;
+    Worker *worker; /* the consumer's, who fills batches, too */
+    int64_t num_slots;
+    int64_t *slot_of;  /* [num_slots]: of a batch, by its serial modulo `num_slots` */
+    int64_t *waits_ns; /* [MAX_WAITS]: how long the last ones took, by number modulo MAX_WAITS */
+    int64_t is_lent, is_inside, is_alone, waits_not; /* is_alone: no other thread fills batches */
+    /* What the consumer wants, as in slots.py; `assigned`: those below have slots. */
+    int64_t next, asked, held, assigned, reads_ahead;
+    /* The run: batches `first` to `stop` of `count` samples, at positions from `begin` on, and
+       `stride` further on for each; of `samples`, unless NULL; see h5async_submit. */
+    int64_t first, stop, begin, stride, count;
+    const int64_t *samples;
+    const Mapping *mapping;
+    const uint64_t *draw;
+    /* Python's: the type of batches, the name of the member that the run, slot and serial are set
+       to, and what is called when the consumer has left a reader that was closed meanwhile. */
+    Object *type, *member, *run, *on_left;
+    int64_t taken, num_waits, total_ns, begin_ns, end_ns; /* of all runs; times of the last wait */
+} Turns;
+
+/* Give free slots to the next batches, and submit these. */
+static void submit_next(Turns *t)
+{
+    int64_t low = t->held >= 0 ? t->held : t->next;
+    for (; t->assigned - low < t->num_slots && (t->reads_ahead || t->assigned < t->asked) &&
+           t->assigned < t->stop; t->assigned++) {
+        int64_t skipped = (t->assigned - t->first) * t->stride;
+        Wish wish = {.count = t->count, .serial = t->assigned, .begin = t->begin + skipped};
+        if (t->mapping != NULL)
+            wish.mapping = *t->mapping;
+        if (t->draw != NULL)
+            memcpy(wish.draw, t->draw, sizeof wish.draw);
+        submit_wish(t->queue, t->slot_of[t->assigned % t->num_slots], &wish,
+                    t->samples == NULL ? NULL : t->samples + skipped, 1);
+    }
+}
+
+/* Without the GIL: do something for a batch, or wait until something happens. Returns -1 where Python
+   is to go on; 0 where it was not waited, though `may_wait`: for Python to look for signals first. */
+static int advance_or_wait(Turns *t, Job *job, int may_wait, int may_sleep)
+{
+    Queue *queue = t->queue;
+    uint32_t seen = atomic_load(&queue->events);
+    int64_t next = NEXT_NOTHING;
+    pthread_mutex_lock(&queue->lock);
+    int is_ready = job->state == READY_JOB || job->wish.serial != t->next;
+    int is_left = job->state == WITH_PYTHON || queue->is_ended;
+    int is_ours = is_open(job) && (t->is_alone || job->is_own || queue->fill_ns <= CHEAP_NS);
+    if (is_ours && !is_ready && !is_left)
+        next = advance(queue, job, t->worker);
+    if (next >= 0) /* Python has to do the rest, once a thread has found it out again */
+        job->state = TO_PLAN;
+    if (next >= 0 || next == NEXT_END)
+        is_left = 1;
+    pthread_mutex_unlock(&queue->lock);
+    if (is_left || is_ready || is_ours)
+        return is_left ? -1 : 1;
+    if (h5async_spin(queue, seen))
+        return 1;
+    if (!may_wait)
+        return -1;
+    return may_sleep ? (h5async_wait(queue, seen, -1), 1) : 0;
+}
+
+/* Wait for the next batch. Returns 1 where it is there; 0 where Python is to go on; -1: it raised. */
+static int await_next(Turns *t, int may_wait)
+{
+    Job *job = &t->queue->jobs[t->slot_of[t->next % t->num_slots]];
+    for (int status = 1; status >= 0 && t->is_lent && !t->waits_not;) {
+        pthread_mutex_lock(&t->queue->lock);
+        int is_ready = job->state == READY_JOB && job->wish.serial == t->next;
+        int is_other = job->wish.serial != t->next;
+        pthread_mutex_unlock(&t->queue->lock);
+        if (is_ready || is_other)
+            return is_ready;
+        int may_sleep = status == 0;
+        if (may_sleep && PyErr_CheckSignals())
+            return -1;
+        t->is_inside = 1;
+        void *thread = PyEval_SaveThread();
+        status = advance_or_wait(t, job, may_wait, may_sleep);
+        PyEval_RestoreThread(thread);
+        t->is_inside = 0;
+    }
+    Object *on_left = t->is_lent ? NULL : t->on_left, *result = NULL;
+    if (on_left != NULL) {
+        t->on_left = NULL;
+        result = PyObject_CallFunctionObjArgs(on_left, NULL);
+        if (result == NULL)
+            return -1;
+        Py_DecRef(result);
+    }
+    return 0;
+}
+
+static Object *new_batch(const Turns *t)
+{
+    Object *slot = PyLong_FromLongLong(t->slot_of[t->next % t->num_slots]);
+    Object *serial = PyLong_FromLongLong(t->next);
+    Object *made = slot && serial ? PyTuple_Pack(3, t->run, slot, serial) : NULL;
+    Object *batch = made ? PyType_GenericAlloc(t->type, 0) : NULL;
+    if (batch != NULL && PyObject_SetAttr(batch, t->member, made) != 0) {
+        Py_DecRef(batch);
+        batch = NULL;
+    }
+    Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(made);
+    return batch;
+}
+
+static void note_wait(Turns *t, int64_t begin)
+{
+    t->begin_ns = begin, t->end_ns = now_ns();
+    t->waits_ns[t->num_waits++ % MAX_WAITS] = t->end_ns - begin;
+    t->total_ns += t->end_ns - begin;
+}
+
+/* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
+   Python goes on; it has to wait, unless the second argument is given. */
+static Object *take(Object *self, Object *const *arguments, intptr_t count)
+{
+    Turns *t = (void *)PyByteArray_AsString(self);
+    if (!t->is_lent || t->next >= t->stop || (t->reads_ahead && t->assigned >= t->stop))
+        return PyBool_FromLong(0);
+    int64_t begin = now_ns();
+    t->held = -1;
+    if (t->asked <= t->next)
+        t->asked = t->next + 1;
+    submit_next(t);
+    int status = await_next(t, count > 1);
+    if (status < 0)
+        return NULL;
+    Object *batch = status ? new_batch(t) : NULL;
+    if (status && batch == NULL)
+        return NULL;
+    int is_taken = batch != NULL && t->is_lent; /* collecting garbage may close a reader */
+    if (is_taken && PyList_Append(arguments[0], batch) != 0)
+        is_taken = -1;
+    if (is_taken > 0) {
+        note_wait(t, begin);
+        t->held = t->next++;
+        t->taken++;
+    }
+    Py_DecRef(batch);
+    return is_taken < 0 ? NULL : PyBool_FromLong(is_taken);
+}
+
+/* Request a batch more. Returns whether it was done here; then it is not the last of its epoch. */
+static Object *ask(Object *self, Object *const *arguments, intptr_t count)
+{
+    (void)arguments, (void)count;
+    Turns *t = (void *)PyByteArray_AsString(self);
+    if (!t->is_lent || t->asked >= t->stop)
+        return PyBool_FromLong(0);
+    t->asked++;
+    submit_next(t);
+    return PyBool_FromLong(1);
+}
+
+static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL}, {"ask", ask, METH_FASTCALL, NULL}};
+
+/* Return `take` and `ask` for Python, for a structure in a bytearray, which they keep. */
+PUBLIC Object *h5async_turns_of(Object *memory)
+{
+    Object *one = PyCFunction_NewEx(&TURNS[0], memory, NULL);
+    Object *other = PyCFunction_NewEx(&TURNS[1], memory, NULL);
+    Object *both = one && other ? PyTuple_Pack(2, one, other) : NULL;
+    Py_DecRef(one), Py_DecRef(other);
+    return both;
+}

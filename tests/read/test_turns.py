@@ -1,0 +1,215 @@
+"""Batches that are alike: the core takes them in one call, and all else goes on as before."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from h5async import AsyncReader, ReaderClosedError, ReadError
+from h5async.core.binding import load_core
+
+pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
+
+SAMPLES, SIZE, DEADLOCK_SECONDS = 3000, 10, 60
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    values = np.random.default_rng(0).integers(0, 99, (SAMPLES, 6), np.uint8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["data"] = values
+        file.create_dataset("gzip", data=values, chunks=(50, 6), compression="gzip")
+        file["labels"] = np.arange(SAMPLES)
+    return tmp_path / "a.h5"
+
+
+def opened(path: Path, **options: Any) -> AsyncReader:
+    fields = {"data": "data", "gzip": "gzip", "labels": "labels"}
+    plain = {"hdf5_path": path, "fields": fields, "batch_size": SIZE, "device": "cpu"}
+    return AsyncReader(plain | {"timeout": None} | options)
+
+
+def taken(reader: AsyncReader) -> int:
+    """Return how many batches the core has handed over."""
+    turns = reader._engine.ring.turns
+    return 0 if turns is None else turns.taken  # type: ignore[attr-defined]
+
+
+def truth(path: Path) -> dict[str, np.ndarray]:
+    with h5py.File(path) as file:
+        return {name: file[name][:] for name in ("data", "gzip", "labels")}
+
+
+def check(batch: Any, expected: dict[str, np.ndarray]) -> None:
+    for name, array in expected.items():
+        np.testing.assert_array_equal(batch[name], array[batch.index])
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("more", [{}, {"epoch_samples": 1700}, {"rank": 1, "world_size": 3}])
+@pytest.mark.parametrize("shuffle", [False, "full", "window"])
+def test_epochs(path, shuffle, more, num_threads):
+    expected, found = truth(path), []
+    options = {"shuffle": shuffle, "seed": 3, "num_threads": num_threads, **more}
+    with opened(path, debug_lifetimes=True, **options) as reader:  # which the core does not do
+        slow = [batch.index for _ in range(2) for batch in reader]
+        assert not taken(reader)
+    with opened(path, **options) as reader:
+        for epoch in range(2):
+            for number, batch in enumerate(reader):
+                check(batch, expected)
+                assert (batch.epoch, batch.number, batch.size) == (epoch, number, batch.index.size)
+                assert batch.last == (number == len(reader) - 1)
+                found.append(batch.index)
+        assert taken(reader) > len(reader)
+        stats = reader.stats()
+        assert (stats.batches, stats.samples) == (len(found), sum(map(len, found)))
+        assert stats._waits == len(found) - 1
+        assert reader.stats(epoch=1).batches == len(reader)
+    for one, other in zip(found, slow, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_all_calls_in_any_order(path, num_threads, prefetch):
+    """Beside a reader of which the core takes nothing; batches that are kept say what they did."""
+    expected, random = truth(path), np.random.default_rng(prefetch)
+    options = {"shuffle": "full", "num_threads": num_threads, "prefetch": prefetch}
+    kept, states = [], []
+    with opened(path, **options) as reader, opened(path, copy=True, **options) as other:
+        loops = iter(reader), iter(other)
+        for _ in range(500):
+            call = random.choice(
+                ["get", "next", "fetch", "given", "read", "jump", "state", "load", "loop"],
+                p=[0.4, 0.3, 0.15, 0.03, 0.03, 0.02, 0.03, 0.02, 0.02],
+            )
+            some, epoch = random.integers(SAMPLES, size=4), int(random.integers(3))
+            for one in reader, other:
+                if call == "fetch":
+                    one.fetch_data()
+                elif call == "given":
+                    one.fetch_data(some)
+                elif call == "jump":
+                    one.set_epoch(epoch)
+                elif call == "load" and states:
+                    one.load_state_dict(states[-1])
+            if call == "loop":
+                loops = iter(reader), iter(other)
+            if call == "state":
+                states.append(reader.state_dict())
+                assert states[-1] == other.state_dict()
+            if call == "read":
+                check(reader.read(some), expected)
+            if call in ("get", "next"):
+                if call == "next":
+                    pair = [next(loop, None) for loop in loops]
+                else:
+                    pair = [one.get_next_batch() for one in (reader, other)]
+                assert (pair[0] is None) == (pair[1] is None)
+                if pair[0] is not None:
+                    check(pair[0], expected)
+                    kept.append(pair)
+        assert taken(reader)
+        counts = reader.stats(), other.stats()
+        assert counts[0].batches == counts[1].batches
+        assert counts[0].samples == counts[1].samples
+    for one, other_one in kept:
+        assert (one.epoch, one.number, one.last) == (
+            other_one.epoch,
+            other_one.number,
+            other_one.last,
+        )
+        np.testing.assert_array_equal(one.index, other_one.index)
+
+
+def test_a_batch_that_nobody_looked_at_yet(path):
+    with opened(path, num_threads=1) as reader:
+        for _ in range(20):
+            batch = reader.get_next_batch()
+        assert taken(reader)
+        again = pickle.loads(pickle.dumps(batch))
+        assert (again.epoch, again.number, again.size) == (0, 19, SIZE)
+        check(again, truth(path))
+        batch = reader.get_next_batch()
+        assert repr(batch).startswith("<Batch 20 of epoch 0: data=(10, 6)")
+        batch = reader.get_next_batch()
+        assert "is over" not in batch._repr_html_()
+        copied = batch.copy()
+        later = reader.get_next_batch()
+        assert "is over" in batch._repr_html_()
+        check(copied, truth(path))
+        data, *_ = later
+        data.shape = (60,)  # of this view alone
+        for _ in range(4):
+            assert reader.get_next_batch().data.shape == (SIZE, 6)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_batch_that_cannot_be_read(path, num_threads):
+    with h5py.File(path) as file:
+        chunk = file["gzip"].id.get_chunk_info_by_coord((1000, 0))
+    with path.open("r+b") as file:
+        file.seek(chunk.byte_offset)
+        file.write(b"\xff" * 20)
+    delivered, errors = [], []
+    with opened(path, num_threads=num_threads) as reader:
+        while len(delivered) + len(errors) < len(reader):
+            try:
+                batch = reader.get_next_batch()
+                np.testing.assert_array_equal(batch.labels, batch.index)
+                delivered.append(batch.number)
+            except ReadError as error:
+                errors.append(str(error))
+        assert taken(reader)
+    assert len(errors) == 5
+    assert all('"gzip"' in error for error in errors)
+    assert sorted({*range(300)} - {*delivered}) == [100, 101, 102, 103, 104]
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_another_thread_closes_the_reader_in_the_middle(path, num_threads):
+    """While the loop's thread is in the core, or anywhere else."""
+    for turn in range(30):
+        reader = opened(path, num_threads=num_threads)
+        batch, begun = reader.get_next_batch(), threading.Event()
+
+        def close(reader: AsyncReader = reader, begun: threading.Event = begun) -> None:
+            begun.wait(DEADLOCK_SECONDS)
+            reader.close()
+
+        closer = threading.Thread(target=close)
+        closer.start()
+        for _ in range(turn):
+            batch = reader.get_next_batch()
+        begun.set()
+        with pytest.raises(ReaderClosedError):
+            batch = [*iter(reader.get_next_batch, None)][-1]
+        closer.join(DEADLOCK_SECONDS)
+        assert not closer.is_alive()
+        assert batch.data.shape == (SIZE, 6)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_that_it_has_no_reader(path):
+    with opened(path, num_threads=1) as reader:
+        for _ in range(10):
+            reader.get_next_batch()
+        assert taken(reader)
+        child = os.fork()
+        if not child:
+            try:
+                reader.get_next_batch()
+            except ReaderClosedError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        check(reader.get_next_batch(), truth(path))
