@@ -108,6 +108,8 @@ class Delivery:
         if ring.turns is None or submissions is None or self._recorder.timeline is not None:
             return
         course = self._position.course
+        if not ring.turns.are_worthwhile:  # threads at work would wait longer for the consumer
+            return
         if counts.open_epoch != course.position(ring.consumer.next).epoch:
             return  # its first batch opens it
         slots = [slot.memory.out for slot in self._setup.slots]
