@@ -106,7 +106,7 @@ class _Lane:
         self.worker, self.decoded_chunks = worker.struct, 0
         self.struct.of = ctypes.pointer(collection.tables.fields[0])
         self.struct.sources = collection.tables.sources
-        self.struct.worker = ctypes.addressof(worker.struct)
+        self.struct.worker = ctypes.pointer(worker.struct)
         self.struct.num_samples = collection.tables.num_samples
         self.pointer = ctypes.byref(self.struct)
         call_when_gone(self, core.free_plan, ctypes.byref(self.struct.plan))
