@@ -26,6 +26,7 @@ Uint64s = NDArray[np.uint64]
 
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
+_SLOW_NS = 500_000  # HELPED_NS in core/src/queue.c
 _ALONE = 1  # result of `submit`: no batch that was dropped is under way
 
 
@@ -236,6 +237,13 @@ class BatchQueue:
     def end(self) -> None:
         """Have all threads return from `next` as soon as they can, and wake the waiting thread."""
         self._core.end_queue(self._queue)
+
+    def is_slow(self) -> bool:
+        """Tell whether batches take so long that what the consumer does for each does not matter.
+
+        So it is before the first ones are read.
+        """
+        return bool(self._struct.fill_ns > _SLOW_NS)
 
     def plan_seconds(self) -> float:
         """Return the time spent on plans, summed up over all threads."""

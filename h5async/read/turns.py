@@ -101,6 +101,11 @@ class Turns:
         return bool(self._struct.is_lent)
 
     @property
+    def are_worthwhile(self) -> bool:
+        """Whether batches come so quickly that the consumer's time for each matters."""
+        return bool(self._struct.is_alone) or not self._queue.is_slow()
+
+    @property
     def taken(self) -> int:
         """The batches that were taken by `take` so far."""
         return int(self._struct.taken)

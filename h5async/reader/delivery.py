@@ -105,9 +105,12 @@ class Delivery:
     def _lend(self) -> None:
         """Have the core take the next batches, if they are alike, until a call needs more."""
         counts, ring, submissions = self._counts, self._ring, self._submissions
-        if ring.turns is None or submissions is None or self._recorder.timeline is not None:
+        turns = None if submissions is None else submissions.turns
+        if submissions is None or turns is None or self._recorder.timeline is not None:
             return
         course = self._position.course
+        if not turns.are_worthwhile:  # threads at work would wait longer for the consumer
+            return
         if counts.open_epoch != course.position(ring.consumer.next).epoch:
             return  # its first batch opens it
         slots = [slot.memory.out for slot in self._setup.slots]

@@ -16,9 +16,10 @@
 #endif
 
 enum { SPIN_NS = 100000, LONG_GAP_NS = 1000000 };
-/* The consumer itself fills batches that take no longer than to wake a thread, and those that it finds
-   begun by nobody. */
-enum { CHEAP_NS = 25000, MOST_FILL_NS = 200000 };
+/* The consumer itself fills batches that take no longer than to wake a thread. While it waits for one
+   that takes little longer, it helps the threads: to look for its end in a loop would keep a core from
+   them, and to sleep would take as long. */
+enum { CHEAP_NS = 25000, HELPED_NS = 500000, MOST_FILL_NS = 1000000 };
 enum { RANGES_PER_THREAD = 2, RANGE_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
 enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */

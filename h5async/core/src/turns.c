@@ -78,7 +78,7 @@ static int advance_or_wait(Turns *t, Job *job, int may_wait, int may_sleep)
     pthread_mutex_lock(&queue->lock);
     int is_ready = job->state == READY_JOB || job->wish.serial != t->next;
     int is_left = job->state == WITH_PYTHON || queue->is_ended;
-    int is_ours = is_open(job) && (t->is_alone || job->is_own || queue->fill_ns <= CHEAP_NS);
+    int is_ours = is_open(job) && (t->is_alone || job->is_own || queue->fill_ns <= HELPED_NS);
     if (is_ours && !is_ready && !is_left)
         next = advance(queue, job, t->worker);
     if (next >= 0) /* Python has to do the rest, once a thread has found it out again */
