@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ _NAMES = {
     "samples.sparse": "Csr",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+_loading = threading.RLock()  # threads that first load NumPy at once would see parts of it
 
 # If the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -78,7 +80,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name in __all__:
-        module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}")
+        with _loading:
+            module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}")
         return globals().setdefault(name, getattr(module, name))
     path = f"{__name__}.{name}"
     if name.startswith("_") or importlib.util.find_spec(path) is None:

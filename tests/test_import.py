@@ -87,6 +87,25 @@ def test_a_name_that_is_not_there():
         h5async.AsyncReeder  # noqa: B018
 
 
+NAMES_IN_THREADS = """
+import threading
+import h5async
+barrier, found = threading.Barrier(8), []
+def use(names):
+    barrier.wait()
+    found.extend(name for name in names if getattr(h5async, name))
+threads = [threading.Thread(target=use, args=(h5async.__all__[i::8],)) for i in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(sorted(found) == sorted(h5async.__all__))
+"""
+
+
+@pytest.mark.parametrize("_", range(3))
+def test_names_may_first_be_used_in_many_threads_at_once(_):
+    assert run(NAMES_IN_THREADS) == "True\n"
+
+
 MANY_THREADS = """
 import sys, threading
 import h5py, numpy as np

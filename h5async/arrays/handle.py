@@ -25,10 +25,11 @@ from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosed
 from h5async.index.contents import what_is_there
 from h5async.index.hdf5 import reading
 from h5async.index.links import LastGroup, Located, locate, open_index
+from h5async.io.keptfiles import affordable_files
 from h5async.io.source import FileStamp, changed, settled
 from h5async.io.stores import HDF5File, open_apart
 from h5async.opening.filevalues import reach_of
-from h5async.system.interruptions import interruption, passing
+from h5async.system.interruptions import interruption, passing, suppressing
 from h5async.system.resources import usable_cores
 
 _RECENT = 32  # datasets that have files and memory to read with
@@ -207,12 +208,13 @@ class Handle:
         if stamp != self._stamp and not (may_differ and stamp.file_id == self._stamp.file_id):
             raise changed(self.filename, "it is not as it was when it was opened")
         is_written = file.id.get_intent() & h5py.h5f.ACC_RDWR or file.swmr_mode
-        if self.is_near and not is_written:
-            apart = open_apart(str(self.path))
-            if apart.source.stamp() == stamp:
-                _kept_files.add(apart)
-                self._kept = _Opened(apart, stamp, {}, {})
-                return self._kept
+        if self.is_near and not is_written and len(_kept_files) < affordable_files():
+            with suppressing(OSError):  # it is another one by now
+                apart = open_apart(str(self.path))
+                if apart.source.stamp() == stamp:
+                    _kept_files.add(apart)
+                    self._kept = _Opened(apart, stamp, {}, {})
+                    return self._kept
         return _Opened(file, stamp, {}, {})
 
     def _located(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -294,6 +296,24 @@ def test_small_datasets_that_are_read_once(tmp_path: Path):
             for name in expected:
                 for key in ((), np.s_[::2], -1, [0])[: rng.integers(1, 5)]:
                     assert_same(found[name][key], expected[name][key])
+
+
+MANY_FILES = """
+import os, resource, sys
+import h5async
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+files = [h5async.open_file(sys.argv[1]) for _ in range(100)]
+print({len(file["plain"][:]) for file in files}, len(os.listdir("/proc/self/fd")) < 40)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits and lists descriptors as Linux does")
+def test_more_files_may_be_open_than_there_are_descriptors(tmp_path: Path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["plain"] = np.arange(10)
+    command = [sys.executable, "-c", MANY_FILES, str(tmp_path / "a.h5")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("{10} True\n", "")
 
 
 def test_values_that_this_process_has_not_stored_yet(tmp_path: Path):

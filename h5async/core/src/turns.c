@@ -128,15 +128,16 @@ static int await_next(Turns *t, int may_wait)
 
 static Object *new_batch(const Turns *t)
 {
-    Object *slot = PyLong_FromLongLong(t->slot_of[t->next % t->num_slots]);
+    Object *run = t->run, *slot = PyLong_FromLongLong(t->slot_of[t->next % t->num_slots]);
     Object *serial = PyLong_FromLongLong(t->next);
-    Object *made = slot && serial ? PyTuple_Pack(3, t->run, slot, serial) : NULL;
+    Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
+    Object *made = slot && serial ? PyTuple_Pack(3, run, slot, serial) : NULL;
     Object *batch = made ? PyType_GenericAlloc(t->type, 0) : NULL;
     if (batch != NULL && PyObject_SetAttr(batch, t->member, made) != 0) {
         Py_DecRef(batch);
         batch = NULL;
     }
-    Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(made);
+    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(made);
     return batch;
 }
 
