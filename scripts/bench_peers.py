@@ -116,7 +116,10 @@ def write(kind: Kind, samples: Any, folder: Path) -> tuple[Path, ...]:
         path = folder / f"{number:04}.h5"
         with h5py.File(path, "w") as file:
             dtype = h5py.vlen_dtype(np.int32) if samples.dtype == object else samples.dtype
-            made = file.create_dataset("data", part.shape, dtype, **kind.options)
+            fitting = dict(kind.options)
+            if "chunks" in fitting:  # of few samples, with --quick
+                fitting["chunks"] = tuple(map(min, fitting["chunks"], part.shape))
+            made = file.create_dataset("data", part.shape, dtype, **fitting)
             for begin in range(0, len(part), 512):
                 made[begin : begin + 512] = part[begin : begin + 512]
         paths.append(path)
