@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import struct
+from importlib.metadata import version
 
 import h5py
 import imagecodecs
@@ -148,6 +149,8 @@ def test_cut_chunks_are_an_error(pipeline):
 
 @pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
 def test_damage_stays_inside_and_has_the_right_length(pipeline):
+    if pipeline[0].startswith("blosc2") and int(version("hdf5plugin").partition(".")[0]) < 6:
+        pytest.skip("this Blosc2 reads outside of damaged chunks, which crashes at times")
     rng = np.random.default_rng(SEED)
     encoder = HDF5Encoder(pipeline, 4)
     for values in contents(4, 60):
