@@ -81,11 +81,15 @@ static int advance_or_wait(Turns *t, Job *job, int may_wait, int may_sleep)
     int is_ours = is_open(job) && (t->is_alone || job->is_own || queue->fill_ns <= HELPED_NS);
     if (is_ours && !is_ready && !is_left)
         next = advance(queue, job, t->worker);
-    if (next >= 0) /* Python has to do the rest, once a thread has found it out again */
-        job->state = TO_PLAN;
-    if (next >= 0 || next == NEXT_END)
-        is_left = 1;
+    int is_left_over = next >= 0; /* Python has to do the rest, once a thread has found it out again */
+    if (is_left_over) {
+        job->state = TO_PLAN, job->is_own = 0;
+        atomic_fetch_add(&queue->offers, 1);
+    }
+    is_left |= is_left_over || next == NEXT_END;
     pthread_mutex_unlock(&queue->lock);
+    if (is_left_over)
+        pthread_cond_signal(&queue->work); /* it may sleep: nobody was woken for this batch */
     if (is_left || is_ready || is_ours)
         return is_left ? -1 : 1;
     if (h5async_spin(queue, seen))
