@@ -190,14 +190,13 @@ static int unuse_kept(Kept *kept)
 /* Look up some chunks at once; those that are not there decoded are NULL. */
 static void take_ready(Store *store, const uint64_t *keys, int count, Kept **found)
 {
-    pthread_mutex_lock(&store->lock);
     for (int i = 0; i < count; i++)
         __builtin_prefetch(bucket_of(store, keys[i]));
+    for (int i = 0; i < count; i++) /* out of the lock, which is held the shorter for it */
+        __builtin_prefetch(__atomic_load_n(bucket_of(store, keys[i]), __ATOMIC_RELAXED));
+    pthread_mutex_lock(&store->lock);
     for (int i = 0; i < count; i++) {
         found[i] = *bucket_of(store, keys[i]);
-        __builtin_prefetch(found[i]);
-    }
-    for (int i = 0; i < count; i++) {
         while (found[i] != NULL && found[i]->key != keys[i])
             found[i] = found[i]->next;
         if (found[i] == NULL || found[i]->missing) {
@@ -279,7 +278,7 @@ PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbyte
         free(store);
         return NULL;
     }
-    pthread_mutex_init(&store->lock, NULL);
+    init_lock(&store->lock);
     pthread_cond_init(&store->published, NULL);
     return store;
 }
