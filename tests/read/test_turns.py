@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async import AsyncReader, ReaderClosedError, ReadError
+from h5async import AsyncReader, H5AsyncError, ReaderClosedError, ReadError
 from h5async.core.binding import load_core
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
@@ -238,3 +238,51 @@ def test_a_damaged_batch_that_the_consumer_meets_while_threads_sleep(path):
                 errors.append(str(error))
         assert taken(reader)
     assert all('"gzip"' in error for error in errors)
+
+
+def refuses_a_second_thread(reader: AsyncReader, is_waiting: Any, go_on: Any) -> None:
+    """Check that one is refused while another waits, which gets its batch once it can go on."""
+    found: list[Any] = []
+    first = threading.Thread(target=lambda: found.append(reader.get_next_batch()))
+    first.start()
+    while not is_waiting():
+        time.sleep(0)
+    for _ in range(2):
+        with pytest.raises(H5AsyncError, match="another thread is waiting"):
+            reader.get_next_batch()
+    go_on()
+    first.join(DEADLOCK_SECONDS)
+    np.testing.assert_array_equal(found[0].labels, found[0].index)
+    assert reader.get_next_batch().number == found[0].number + 1
+
+
+def test_a_second_thread_while_one_waits_in_the_core(path):
+    with opened(path, num_threads=1, prefetch=1) as reader:
+        for _ in range(20):
+            reader.get_next_batch()
+        assert taken(reader)
+        submissions = reader._engine.filler.submissions  # type: ignore[union-attr]
+        queue = submissions._queue._struct
+        while queue.num_idle < 1:
+            time.sleep(0)
+        queue.fill_ns = 10**9  # so that the consumer leaves batches to the thread
+        queue.spinners = 1  # and this is not woken, as if another one was awake
+        is_inside = reader._engine.ring.turns.is_inside  # type: ignore[union-attr]
+
+        def go_on() -> None:
+            queue.spinners = 0
+            submissions.put(True)
+
+        refuses_a_second_thread(reader, is_inside, go_on)
+
+
+def test_a_second_thread_while_one_waits_for_python(path):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def postprocess(*arrays: np.ndarray) -> None:
+        begun.set()
+        may_end.wait(DEADLOCK_SECONDS)
+
+    with opened(path, num_threads=1, postprocess=postprocess) as reader:
+        delivery = reader._engine.delivery
+        refuses_a_second_thread(reader, lambda: begun.is_set() and delivery._waiting, may_end.set)
