@@ -213,3 +213,17 @@ def test_a_forked_process_is_told_that_it_has_no_reader(path):
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         check(reader.get_next_batch(), truth(path))
+
+
+def test_waiting_for_threads(path):
+    """The core waits where there is no timeout; else the ring does, which ends it."""
+    expected = truth(path)
+    for timeout in (None, 20):
+        with opened(path, num_threads=1, timeout=timeout) as reader:
+            queue = reader._engine.filler.submissions._queue._struct  # type: ignore[union-attr]
+            queue.may_spin = 0
+            for _ in range(len(reader) - 1):
+                queue.fill_ns = 100_000 if reader._engine.ring.run is None else 600_000  # no help
+                check(reader.get_next_batch(), expected)
+            if timeout is None:
+                assert taken(reader) == len(reader) - 2

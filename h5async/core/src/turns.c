@@ -164,7 +164,7 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     if (t->asked <= t->next)
         t->asked = t->next + 1;
     submit_next(t);
-    int status = await_next(t, count > 1);
+    int status = await_next(t, count == 1);
     if (status < 0)
         return NULL;
     Object *batch = status ? new_batch(t) : NULL;
