@@ -36,9 +36,9 @@ from obstore.store import HTTPStore
 
 from h5async.config.files import SourceName
 from h5async.core.binding import load_core
-from h5async.core.http import HttpClient, http_client
 from h5async.io.source import Source
 from h5async.io.stores import store_of
+from h5async.read.farsources import HttpClient, http_client
 
 mpl.use("agg")
 import matplotlib.pyplot as plt

@@ -16,7 +16,7 @@ from typing import Literal
 
 Order = Literal["full", "window", "own"]
 
-# How h5async joins ranges of bytes (`h5async/plan/fetches.py`), and how many batches it plans
+# How h5async joins ranges of bytes (`h5async/plan/records.py`), and how many batches it plans
 # together (`h5async/fill/fetching.py`).
 GAP_NBYTES, MOST_NBYTES = 32 * 1024, 2 << 20
 LITTLE_NBYTES, MOST_TOGETHER = 512 * 1024, 64

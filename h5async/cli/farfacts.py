@@ -17,7 +17,7 @@ from h5async.config.readerconfig import ReaderConfig
 from h5async.index.layout import DatasetLayout
 from h5async.order.selection import permute
 from h5async.order.window import window_order
-from h5async.plan.fetches import ByteRanges, extents_of, requests_of
+from h5async.plan.records import ByteRanges, extents_of, requests_of
 
 MOST_RATE = 5500  # GETs a second that S3 permits for a prefix; an assumption
 _MOST_SAMPLES = 1 << 16  # for which requests are computed

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from h5async.fill.pool import Work, Workers, do_nothing
 from h5async.order.sampling import FillRequest
-from h5async.plan.fetches import ByteRanges, Places, extents_of, requests_of, union
+from h5async.plan.records import ByteRanges, Places, extents_of, requests_of, union
 from h5async.read.farsources import FarSources, FetchCounts, Held
 from h5async.system.timeline import Recorder
 

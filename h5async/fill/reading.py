@@ -26,9 +26,10 @@ from h5async.opening.dataset import Samplings
 from h5async.order.rows import NO_ROW, SpanRows, StepRows, StepSpans
 from h5async.order.sampling import NO_EPOCH, FillRequest
 from h5async.plan.crops import Uint64s, draws_of, epoch_keys
-from h5async.plan.fetches import NO_RANGES, ByteRanges, union
 from h5async.plan.records import (
+    NO_RANGES,
     BatchItems,
+    ByteRanges,
     GatherPlan,
     IncludedPlan,
     Int64s,
@@ -36,6 +37,7 @@ from h5async.plan.records import (
     Ranges,
     ReadPlan,
     SamplesPlan,
+    union,
 )
 from h5async.plan.transform import NativeTransform, RowTransform, transformer
 from h5async.read.collection import Collection

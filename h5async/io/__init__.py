@@ -3,4 +3,4 @@
 A name and byte ranges enter; bytes in the caller's memory leave. Stamps identify states of sources.
 """
 
-from h5async.io import fileobjects, objectstores  # noqa: F401  # register schemes, everywhere
+from h5async.io import objectstores  # noqa: F401  # registers schemes, everywhere

@@ -13,7 +13,9 @@ import functools
 import io
 import os
 import re
+import secrets
 import stat
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -23,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import h5py
 
-from h5async.config.files import FileName, SourceName, expand_with, scheme_of
+from h5async.config.files import (
+    OBJECT_SCHEME,
+    FileName,
+    ObjectName,
+    SourceName,
+    expand_with,
+    scheme_of,
+)
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
 from h5async.io.localfiles import open_regular
 from h5async.io.metadatafile import MetadataFile, take
@@ -280,10 +289,70 @@ def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
     return properties
 
 
+# --- file objects ---------------------------------------------------------------------------------
+
+_locks: dict[int, threading.Lock] = {}  # by the identities of file objects
+_PROCESS = secrets.token_hex(8)  # stamps of file objects mean nothing elsewhere
+
+
+class FileObjectSource(Source):
+    """An open file object, in which only one thread reads at a time; its owner closes it."""
+
+    identity = "the file object and its size"
+
+    def __init__(self, name: ObjectName) -> None:
+        self._name = name
+        self._file: Any = name.file
+        self._lock = _locks.setdefault(id(self._file), threading.Lock())
+        self._stamp = self._now()
+
+    def stamp(self) -> FileStamp:
+        """Return the size, and which object it is."""
+        return self._now()
+
+    def get_ranges(self, offsets: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
+        """Read ranges one after the other."""
+        return list(map(self._get, offsets, lengths))
+
+    def close(self) -> None:
+        """Leave the file object to its owner."""
+
+    def _get(self, offset: int, nbytes: int) -> bytes:
+        found = b""
+        with self._lock:
+            self._file.seek(offset)
+            while len(found) < nbytes:
+                part = self._file.read(nbytes - len(found))
+                if not part:
+                    raise changed(self._name, f"it ends before byte {offset + nbytes:,}")
+                found += part
+        return found
+
+    def _now(self) -> FileStamp:
+        with self._lock:
+            nbytes = self._file.seek(0, os.SEEK_END)
+        return FileStamp.of_tag(f"{_PROCESS} {id(self._file)}", nbytes)
+
+
+class FileObjectStore(Store):
+    """Python's file objects that names carry: of `open`, `fsspec.open`, and `BytesIO`."""
+
+    is_lasting = False
+
+    def open(self, name: str, *, is_patient: bool = False) -> Source:
+        """Return a source over the file object of a name."""
+        if not isinstance(name, ObjectName):
+            raise FileNotFoundError(errno.ENOENT, "a file object cannot be given by its name", name)
+        try:
+            return FileObjectSource(name)
+        except (OSError, ValueError) as error:
+            raise ReadError(f"cannot open {name}: {error}", filename=name) from error
+
+
 # --- by the scheme of a name ---------------------------------------------------------------------
 
 LOCAL = LocalStore()
-_STORES: dict[str, Store] = {}
+_STORES: dict[str, Store] = {OBJECT_SCHEME: FileObjectStore()}
 _UNTIDY = re.compile(r"//|/\.?(/|$)")  # what `Path` changes
 
 

@@ -29,8 +29,8 @@ from h5async.packing.newfiles import join_shards, remove_other_shards, shard_pat
 from h5async.packing.packedfile import VERSION, PackedFile, Written
 from h5async.packing.safefile import exists, is_begun, require_new
 from h5async.packing.schema import Block, columns_of
+from h5async.packing.sources import open_source
 from h5async.packing.sources.base import ListedSource, Source, Work, digest_of
-from h5async.packing.sources.finding import open_source
 from h5async.packing.writeoptions import PackKeywords, PackOptions, RepackOptions
 from h5async.spelling import named
 from h5async.system.jobs import run_jobs

@@ -22,8 +22,7 @@ from h5async.errors import DamagedError, ReaderClosedError, ReadError
 from h5async.index.changes import FileChanges
 from h5async.index.shapes import Kind
 from h5async.order.rows import numbers_in
-from h5async.plan.fetches import NO_RANGES, ByteRanges, union
-from h5async.plan.records import Ranges
+from h5async.plan.records import NO_RANGES, ByteRanges, Ranges, union
 from h5async.read.coretables import CoreTables
 from h5async.read.farsources import Held
 from h5async.read.queue import SlotBatch

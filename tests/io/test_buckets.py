@@ -17,8 +17,8 @@ from conftest import assert_epoch_is, require_extra, truth
 from h5async import AsyncReader, ReadError
 from h5async.config.files import SourceName
 from h5async.core.binding import Core
-from h5async.core.http import http_client
 from h5async.io.stores import store_of
+from h5async.read.farsources import http_client
 
 obstore = require_extra("obstore")
 

@@ -18,10 +18,10 @@ from httpserver import Rule, Server, serving
 
 from h5async import ReadError
 from h5async.core import binding as libraries
-from h5async.core import http
 from h5async.core.binding import Core
-from h5async.core.http import HttpClient, http_client
 from h5async.io.source import FileStamp, Source, WebAddress
+from h5async.read import farsources
+from h5async.read.farsources import HttpClient, http_client
 
 DATA = np.random.default_rng(1).bytes(6 << 20)
 SOME = [(0, 10), (5 << 20, 100_000), (len(DATA) - 1, 1), (1000, 3 << 20), (7, 1)]
@@ -175,9 +175,9 @@ def test_a_source_that_always_fails_is_left_to_the_store(
     server.strike(Rule("status", 403, ranged=True))
     store = StoreSource(server)
     source = client.quicker(store, "a.bin")
-    for _ in range(http._MOST_FAILURES + 3):
+    for _ in range(farsources._MOST_FAILURES + 3):
         assert got(source, SOME) == expected(SOME)
-    assert server.struck() == [http._MOST_FAILURES * len(SOME)]
+    assert server.struck() == [farsources._MOST_FAILURES * len(SOME)]
 
 
 @pytest.mark.parametrize("fault", ["stall", "stall_body"])
@@ -244,10 +244,10 @@ def test_a_forked_child_has_connections_of_its_own(server: Server, client: HttpC
 
 
 def test_without_libcurl(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    http._curl.cache_clear()
-    monkeypatch.setattr(http, "find_curl", lambda: None)
+    farsources._curl.cache_clear()
+    monkeypatch.setattr(farsources, "find_curl", lambda: None)
     assert http_client(core) is None
-    http._curl.cache_clear()
+    farsources._curl.cache_clear()
 
 
 def test_libcurl_is_that_of_pycurl(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async.plan.fetches import ByteRanges, Places, extents_of, requests_of, union
+from h5async.plan.records import ByteRanges, Places, extents_of, requests_of, union
 
 SIZES = [300_000, 0, 5_000_000, 1]
 MOST, GAP = 2 << 20, 32 << 10

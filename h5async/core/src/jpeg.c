@@ -202,14 +202,16 @@ static void decode_picture(const Libraries *l, Jpeg *jpeg, const Picture *p, voi
         l->jpeg_finish_decompress(jpeg);
         return;
     }
-    int64_t row_nbytes = decoded * JPEG_CHANNELS + LOAD_NBYTES, count = p->out_height + p->out_width;
+    int64_t row_nbytes = 1 + decoded * JPEG_CHANNELS + LOAD_NBYTES;
+    int64_t count = p->out_height + p->out_width;
     int64_t sums_nbytes = 2 * (p->out_width * JPEG_CHANNELS + LOAD_NBYTES) * (int64_t)sizeof(int16_t);
     Tap *taps = malloc((size_t)(count * (int64_t)sizeof(Tap) + sums_nbytes + row_nbytes));
     *memory = taps;
     if (!taps)
         jpeg_failed(jpeg);
     int16_t *sums = (int16_t *)(void *)(taps + count);
-    uint8_t *row = (uint8_t *)sums + sums_nbytes;
+    /* At an odd address: libjpeg writes aligned rows past the caches, out of which they are read. */
+    uint8_t *row = (uint8_t *)sums + sums_nbytes + 1;
     find_taps(taps, p->out_height, p->top, p->bottom, denominator);
     find_taps(taps + p->out_height, p->out_width, p->left, p->right, denominator);
     bound_taps(taps + p->out_height, p->out_width, width - 1, p->is_flipped != 0);

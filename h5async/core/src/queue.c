@@ -95,7 +95,7 @@ PUBLIC int64_t h5async_open_queue(Queue *queue)
     queue->fill_ns = MOST_FILL_NS;
     for (int64_t i = 0; i < queue->num_jobs; i++)
         queue->jobs[i].wish.serial = queue->jobs[i].following.serial = -1;
-    return init_lock(&queue->lock) && pthread_cond_init(&queue->work, NULL) == 0;
+    return init_short_lock(&queue->lock) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
 }
 
 /* Something has happened that the consumer may wait for. */

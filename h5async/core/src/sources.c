@@ -239,7 +239,7 @@ static void release_source(Sources *all, Source *s, const File *file)
 
 PUBLIC int64_t h5async_open_sources(Sources *sources)
 {
-    return init_lock(&sources->lock);
+    return init_short_lock(&sources->lock) == 0;
 }
 
 /* Nobody uses them any more. */

@@ -1,24 +1,49 @@
-"""Lists folders of images and of audio: folders enter; bytes of files and their classes leave.
+"""Lists files as samples: folders of images and audio, or tars, enter; their bytes leave.
 
-Classes are the sorted names of the folders below, and files are sorted within a class, as by
-torchvision's ``ImageFolder``. A folder without folders has no labels.
+In folders, classes are the sorted names of the folders below, and files are sorted within a class,
+as by torchvision's ``ImageFolder``. A folder without folders has no labels.
+
+In tars, as WebDataset has them, a sample is a run of files with the same name up to the first dot.
+``.cls`` is ``labels``, and the names are ``filenames``; other columns are named by extension.
+Images are the column ``data``, whatever their extensions, unless samples have several. Tars that
+are compressed are read in order.
 """
 
 from __future__ import annotations
 
+import importlib
+import io
 import itertools
+import json
+import lzma
 import os
+import re
+import tarfile
+import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import DatasetError, ReadError
+from h5async.errors import DatasetError, ReadError, needs_package
+from h5async.io.localfiles import owned
 from h5async.packing.schema import Block, Values
-from h5async.packing.sources.base import Int64s, ListedSource, digest_of, reading_file
+from h5async.packing.sources.base import (
+    BLOCK_NBYTES,
+    Files,
+    Int64s,
+    ListedSource,
+    Source,
+    Work,
+    digest_of,
+    reading_file,
+    runs_of,
+)
 
 SUFFIXES = {
     "image": (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),
@@ -144,3 +169,217 @@ def _read(path: str, nbytes: int, changed: int, view: NDArray[np.uint8]) -> None
         if is_same and file.readinto(view.data) == nbytes:
             return
     raise ReadError(f"{path} was changed while it was packed; pack it again")
+
+
+# --- samples in tars ------------------------------------------------------------------------------
+
+ENDINGS = re.compile(r"[.](tar([.](gz|bz2|xz|zst))?|tgz)$", re.IGNORECASE)
+_PARTS = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+_NUMBERS = ("cls2", "class", "count", "index", "inx", "id")  # as webdataset decodes them, and cls
+_TEXTS = ("txt", "text", "transcript", "json")
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma", b"\x28\xb5\x2f\xfd": "zstd"}
+_ENCODED = {one.removeprefix("."): kind for kind, several in SUFFIXES.items() for one in several}
+_ENCODED["data"] = "image"
+
+
+def tar_source(paths: Sequence[Path]) -> Source:
+    """Return the samples of tars."""
+    return TarStream(paths) if any(map(_compression_of, paths)) else TarSource(paths)
+
+
+class _Sample(NamedTuple):
+    """A sample: the number of its tar, its key, and its files by column, or where they are."""
+
+    tar: int
+    key: str
+    files: Mapping[str, Any]
+
+
+class TarSource(ListedSource):
+    """Samples of tars that are not compressed."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.name, self.files, self.kinds = str(paths[0]), Files(paths), _ENCODED
+        self.nbytes = self.files.nbytes
+        self._keys: list[str] = []
+        self._tars = array("q")  # of each sample
+        self._places = array("q")  # of each sample and column: offset and size
+        self._odd: dict[int, Mapping[str, Any]] = {}  # the files of samples with other columns
+        self._columns: list[str] = []
+        for number, sample in enumerate(_samples(self.files.paths, reads=False)):
+            self._columns = self._columns or list(sample.files)
+            places = [sample.files.get(name, (0, 0)) for name in self._columns]
+            if sample.files.keys() != {*self._columns}:
+                self._odd[number] = sample.files
+            self._keys.append(sample.key)
+            self._tars.append(sample.tar)
+            self._places.extend(itertools.chain.from_iterable(places))
+        self.count = len(self._keys)
+
+    def read(self, numbers: Int64s) -> Block:
+        """Return the files of samples, decoded by their extensions."""
+        with ExitStack() as stack:
+            opened: dict[int, io.FileIO] = {}
+            found = [self._read(number, opened, stack) for number in numbers.tolist()]
+        return _block(found, self._columns, self.files.paths)
+
+    def _read(self, number: int, opened: dict[int, io.FileIO], stack: ExitStack) -> _Sample:
+        tar, files, at = self._tars[number], {}, 2 * len(self._columns) * number
+        path = self.files.paths[tar]
+        with reading_file(path):
+            if tar not in opened:
+                file = owned(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+                opened[tar] = stack.enter_context(file)
+            for name in self._columns:
+                offset, size = self._places[at : at + 2]
+                files[name] = os.pread(opened[tar].fileno(), size, offset)
+                at += 2
+                if len(files[name]) < size:
+                    raise ReadError(f"{path} was changed while it was packed; pack it again")
+        return _Sample(tar, self._keys[number], self._odd.get(number, files))
+
+
+class TarStream(Source):
+    """Samples of tars of which some are compressed."""
+
+    files_are_sources = True
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.name, self.files, self.kinds = str(paths[0]), Files(paths), _ENCODED
+
+    def work(self, start: int) -> Iterator[Work]:
+        """Yield functions that decode the files of samples."""
+        samples = _samples(self.files.paths, reads=True)
+        first = next(samples)
+        columns = list(first.files)
+        wanted = itertools.islice(itertools.chain([first], samples), start, None)
+        for run in runs_of(wanted, self.rows, lambda one: sum(map(len, one.files.values()))):
+            yield partial(_block, run, columns, self.files.paths)
+
+
+def _samples(paths: Sequence[str], *, reads: bool) -> Iterator[_Sample]:
+    """Yield the samples of tars with their files, or, unless it `reads`, where these are.
+
+    Of the first sample depends whether images are the column ``data``, of which it has one then.
+    """
+    is_single = None
+    for tar, path in enumerate(paths):
+        for key, several in itertools.groupby(
+            _members(Path(path), reads=reads), lambda one: one[0]
+        ):
+            files: dict[str, Any] = {}
+            for _, extension, found in several:
+                if extension in files:
+                    raise DatasetError(f'{path}: sample "{key}" has two files of {extension}')
+                files[extension] = found
+            images = [name for name in files if _ENCODED.get(name) == "image"]
+            is_single = len(images) < 2 if is_single is None else is_single
+            names = {"cls": "labels"}
+            if is_single and len(images) == 1:
+                names[images[0]] = "data"
+            yield _Sample(tar, key, {names.get(name, name): one for name, one in files.items()})
+    if is_single is None:
+        raise DatasetError(f"{paths[0]} has no samples")
+
+
+class _Header(tarfile.TarInfo):
+    """A header of a tar. One that is damaged is an error, where tarfile would see an end."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> Any:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if not any(buf):
+                raise
+            raise tarfile.ReadError(f"the header is damaged ({error})") from None
+
+
+def _members(path: Path, *, reads: bool) -> Iterator[tuple[str, str, Any]]:
+    """Yield the keys and extensions of files in a tar, and their contents, or where these are."""
+    tar = None
+    with reading_file(path), _opened(path) as file:
+        try:
+            mode: Any = "r|" if reads else "r:"
+            with tarfile.open(fileobj=file, mode=mode, tarinfo=_Header) as tar:
+                while (member := tar.next()) is not None:
+                    tar.members.clear()  # type: ignore[attr-defined]  # or it would keep them all
+                    parts = _PARTS.fullmatch(member.name)
+                    if not member.isreg() or parts is None or _is_hidden(member.name):
+                        continue
+                    if member.issparse():
+                        raise tarfile.ReadError(f"{member.name} is sparse")
+                    found: Any = member.offset_data, member.size
+                    if reads:
+                        found = tar.extractfile(member).read()  # type: ignore[union-attr]
+                    yield parts[1], parts[2].lower(), found
+                if reads and tar.fileobj.tell() == tar.offset:
+                    raise tarfile.ReadError("it is cut off")
+                while reads and file.read(BLOCK_NBYTES):
+                    pass  # to the end, where checksums of what is compressed are
+        except (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+            where = f"at byte {tar.offset:,}, " if tar is not None else ""
+            raise ReadError(f"cannot read {path}: {where}{error}; make the tar anew") from error
+
+
+def _compression_of(path: Path) -> str | None:
+    """Return the module that decompresses a file, by its first bytes; None if it is as it is."""
+    with reading_file(path), open(path, "rb") as file:
+        head = file.read(6)
+    return next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
+
+
+def _opened(path: Path) -> Any:
+    compression = _compression_of(path)
+    if compression == "zstd":
+        with needs_package("pyarrow", "tars that are compressed by zstd"):
+            import pyarrow
+        return pyarrow.input_stream(str(path), compression=compression)
+    return importlib.import_module(compression or "io").open(path, "rb")
+
+
+def _block(samples: Sequence[_Sample], names: Sequence[str], paths: Sequence[str]) -> Block:
+    """Return the decoded files of samples, which are to have columns of these names."""
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    bad: dict[int, str] = {}
+    for place, sample in enumerate(samples):
+        odd = sorted(sample.files.keys() ^ columns.keys())
+        try:
+            if odd:
+                has = "has no" if odd[0] in columns else "has a"
+                raise ValueError(f"it {has} {odd[0]}, unlike the first sample")
+            values = [_decoded(name, sample.files[name]) for name in names]
+        except (ValueError, OverflowError, EOFError) as error:
+            bad[place] = str(error)
+            continue
+        for several, value in zip(columns.values(), values, strict=True):
+            several.append(value)
+    found: dict[str, Values] = {name: _joined(several) for name, several in columns.items()}
+    found["filenames"] = [one.key for place, one in enumerate(samples) if place not in bad]
+    return Block(found, len(samples), [f"{paths[one.tar]}: {one.key}" for one in samples], bad)
+
+
+def _is_hidden(name: str) -> bool:
+    base = name.rpartition("/")[2]
+    return base.startswith(".") or (base.startswith("__") and base.endswith("__"))
+
+
+def _decoded(name: str, content: bytes) -> Any:
+    last = name.rpartition(".")[2]
+    if last == "npy":
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    if last in ("labels", *_NUMBERS):
+        return np.int64(int(content))
+    if last in _TEXTS:
+        text = content.decode("utf-8")
+        if last == "json":
+            json.loads(text)  # or it is damaged
+        return text
+    return content
+
+
+def _joined(several: list[Any]) -> Values:
+    if not several or isinstance(several[0], str | bytes):
+        return several
+    arrays = [np.asarray(one) for one in several]
+    return np.stack(arrays) if len({one.shape for one in arrays}) == 1 else arrays
