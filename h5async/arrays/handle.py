@@ -79,16 +79,15 @@ _kept_files: WeakSet[HDF5File] = WeakSet()  # of this process
 def _writes(stamp: FileStamp) -> bool:
     """Tell whether this process has a file open for writing: HDF5 may hold what it has not stored.
 
-    One whose name says nothing is taken for the file.
+    One of another driver than the usual one is taken for the file.
     """
     if h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE) <= len(_kept_files):
         return False
     for file in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
         if file.get_intent() & h5py.h5f.ACC_RDWR:
-            try:
-                status = os.stat(file.name)
-            except OSError:
+            if file.get_access_plist().get_driver() != h5py.h5fd.SEC2:
                 return True
+            status = os.fstat(file.get_vfd_handle())
             if (status.st_dev, status.st_ino) == stamp.file_id:
                 return True
     return False

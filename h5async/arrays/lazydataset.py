@@ -44,6 +44,10 @@ from h5async.system.interruptions import interruption, suppressing
 # A selection of so many bytes is always read; a larger one, if its files have a part of them.
 _LEAST_NBYTES, _TIMES_STORED = 64 << 20, 1024
 _NULL = h5py.h5s.NULL
+_FACTS = frozenset(
+    "maxshape fillvalue compression compression_opts shuffle fletcher32 scaleoffset filter_ids"
+    " filter_names external is_virtual is_scale".split()
+)
 
 
 class Dataset:
@@ -57,9 +61,16 @@ class Dataset:
     ----------
     name
         Its path in the file.
-    shape, dtype, chunks, maxshape, attrs
+    shape, dtype, chunks, attrs
         As in h5py; `chunks` is None if it has none.
+    maxshape, fillvalue, compression, compression_opts, shuffle, fletcher32, scaleoffset, \
+    filter_ids, filter_names, external, is_virtual, is_scale
+        As in h5py.
     """
+
+    # They call `__getitem__`, and ask for no more than what is here.
+    asstr, astype, fields = h5py.Dataset.asstr, h5py.Dataset.astype, h5py.Dataset.fields
+    iter_chunks = h5py.Dataset.iter_chunks
 
     def __init__(self, file: Handle, path: str, located: Located, node: h5py.h5d.DatasetID) -> None:
         self.file, self.name, self._path = file, f"/{path}", path
@@ -92,11 +103,13 @@ class Dataset:
         """Its attributes, read once."""
         return self.file.attributes(self.name)
 
-    @cached_property
-    def maxshape(self) -> tuple[int | None, ...] | None:
-        """The sizes that its dimensions may grow to; None for no limit."""
-        with self.file.opened(self._path) as (_, node):
-            return h5py.Dataset(node).maxshape  # type: ignore[no-any-return]
+    def __getattr__(self, name: str) -> Any:
+        """Return what h5py knows of it, read when it is first asked for."""
+        if name not in _FACTS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with self.file.opened(self._path) as (_, node), reading(self._where):
+            value = self.__dict__[name] = getattr(h5py.Dataset(node), name)
+        return value
 
     def _reset(self) -> None:
         self._readers: dict[str, Any] = {}
@@ -142,33 +155,36 @@ class Dataset:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
             raise ValueError("a dataset cannot be made an array without a copy")
-        found = np.asarray(self[()])
-        return found if dtype is None else found.astype(dtype, copy=False)
+        if self._shape is None:
+            raise TypeError(f"{self._where}: it is empty, so it is no array")
+        return np.asarray(self.__getitem__(..., dtype))
 
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Any, new_dtype: Any = None) -> Any:
         """Return what a key selects, as h5py does."""
         if type(key) is not tuple:
             key = (key,)
         reader = self._small_reader
         try:
-            if reader is not None and self._num_forks == lifetime.num_forks:
+            is_same_process = self._num_forks == lifetime.num_forks
+            if reader is not None and is_same_process and new_dtype is None:
                 found = reader.read_small(key, self.dtype)
                 if found is not None:
                     return found
-            return self._get(key)
+            return self._get(key, new_dtype)
         except SelectionError as error:
             raise SelectionError(f"{self._where} of shape {self._shape}: {error}") from error
 
-    def read_direct(self, dest: NDArray[Any], source_sel: Any = (), dest_sel: Any = ()) -> None:
+    def read_direct(self, dest: NDArray[Any], source_sel: Any = None, dest_sel: Any = None) -> None:
         """Read what `source_sel` selects to what `dest_sel` selects of an array, as h5py does."""
-        target = dest[dest_sel or ...]
+        target = dest[... if dest_sel is None else dest_sel]
+        source_sel = () if source_sel is None else source_sel
         key = source_sel if isinstance(source_sel, tuple) else (source_sel,)
         box = box_of(key, self._shape) if self._reads_boxes() else None  # type: ignore[arg-type]
         if box is None or target.dtype != self.dtype or target.shape != box.shape:
-            target[...] = self[source_sel]
+            target[...] = self.__getitem__(source_sel, target.dtype)
         elif target.size and self._box_reader is not None:
             self._box_reader.read_box(box, target)
 
@@ -178,19 +194,25 @@ class Dataset:
     def _where(self) -> str:
         return f'{self.file.filename}: dataset "{self.name}"'
 
-    def _get(self, key: tuple[Any, ...]) -> Any:
+    def _get(self, key: tuple[Any, ...], new_dtype: Any) -> Any:
         self.file.require_open()
         names = [part for part in key if isinstance(part, str)]
-        key = tuple(part for part in key if not isinstance(part, str))
+        if names:
+            key = tuple(part for part in key if not isinstance(part, str))
+            chosen = names[0] if len(names) == 1 else names
+            try:
+                return self.fields(chosen, _prior_dtype=new_dtype)[key]
+            except ValueError as error:
+                raise SelectionError(str(error)) from error
         if any(part is None for part in key):
             raise SelectionError("None (np.newaxis) adds a dimension, which is not supported")
         if self._num_forks != lifetime.num_forks:
             self._reset()  # what another process has open is of no use here
         found = None
-        if self.dtype.hasobject and self._shape and not names and self.file.notes_use(self):
+        if self.dtype.hasobject and self._shape and self.file.notes_use(self):
             found = self._of_kept(key)
         if found is not None:
-            return found
+            return found if new_dtype is None else _converted(np.asarray(found), new_dtype)
         if not self._shape or any(isinstance(part, h5py.RegionReference) for part in key):
             found = self._through_h5py(key, None)
         else:
@@ -200,8 +222,8 @@ class Dataset:
                 found = self._values(key, selection)
             else:
                 found = np.zeros(selection.shape, self.dtype)
-        if names:
-            found = _fields_of(np.asarray(found), names)
+        if new_dtype is not None and self._shape is not None:
+            found = _converted(np.asarray(found), np.dtype(new_dtype))
         is_scalar = isinstance(found, np.ndarray) and not found.shape
         return found[()] if is_scalar and (self._shape or Ellipsis not in key) else found
 
@@ -358,15 +380,26 @@ def _with_extra(selection: Selection, extra: tuple[int, ...]) -> Selection:
     return selection._replace(box=box, mask=mask)
 
 
-def _fields_of(values: NDArray[Any], names: list[str]) -> NDArray[Any]:
-    """Return fields of compounds: the values of one, or a packed compound of several."""
-    for name in names:
-        if values.dtype.names is None or name not in values.dtype.names:
-            raise SelectionError(f'there is no field "{name}" in {values.dtype}')
-    if len(names) == 1:
-        return np.array(values[names[0]])
-    dtype = np.dtype([(name, values.dtype[name]) for name in names])
-    found = np.empty(values.shape, dtype)
-    for name in names:
-        found[name] = values[name]
-    return found
+def _converted(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return values of another dtype, as HDF5 converts them; of compounds, those that it names."""
+    own = values.dtype
+    if own == dtype:
+        return values
+    if own.names and dtype.names:
+        found = np.empty(values.shape, dtype)
+        for name in dtype.names:
+            found[name] = _converted(values[name], dtype[name])
+        return found
+    if dtype.kind == "S" and h5py.check_string_dtype(own) and own.hasobject:
+        return values.astype(dtype)
+    rest = values.shape[values.ndim - dtype.ndim :]
+    if own.names or dtype.names or dtype.shape != rest:
+        raise SelectionError(f"HDF5 does not convert {own} to {dtype}")
+    dtype = dtype.base
+    room = np.empty(values.size * max(own.itemsize, dtype.itemsize), np.uint8)
+    try:
+        room[: values.nbytes] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        h5py.h5t.convert(h5py.h5t.py_create(own), h5py.h5t.py_create(dtype), values.size, room)
+        return room[: values.size * dtype.itemsize].view(dtype).reshape(values.shape)
+    except (OSError, TypeError) as error:  # also of objects, which have no bytes
+        raise SelectionError(f"HDF5 does not convert {own} to {dtype}: {error}") from error

@@ -27,22 +27,38 @@ CACHE_NBYTES = 16 << 20
 
 
 class Group(Mapping[str, Any]):
-    """A group of a file: a mapping of names to groups and datasets. Names may be paths."""
+    """A group of a file: a mapping of names to groups and datasets.
+
+    Names may be paths, or references to objects.
+    """
 
     def __init__(self, file: File | None, name: str, names: Iterable[str]) -> None:
         self.file: File = self if file is None else file  # type: ignore[assignment]
         self.name = name
-        self._names = tuple(names)
+        self._names = dict.fromkeys(names)
 
     @cached_property
     def attrs(self) -> Attributes:
         """Its attributes, read once."""
         return self.file.attributes(self.name)
 
-    def __getitem__(self, name: str) -> Any:
-        return self.file._node(
-            "/".join(components(name if name[:1] == "/" else f"{self.name}/{name}"))
-        )
+    def __getitem__(self, name: Any) -> Any:
+        path = self._path_of(name)
+        if not name or path is None:
+            raise DatasetError(f'{self.file.filename}: there is no object "{name}"')
+        return self.file._node(path)
+
+    def _path_of(self, name: Any) -> str | None:
+        """Return the path in the file; None if there is none."""
+        if isinstance(name, h5py.Reference):
+            with self.file.opened("") as (located, _):
+                name = name and h5py.h5r.get_name(name, located.file.id)
+            if not name:
+                return None
+        if not isinstance(name, str | bytes):
+            raise TypeError(f"objects are found by their names, found {type(name).__name__}")
+        name = name_text(name)
+        return "/".join(components(name if name[:1] == "/" else f"{self.name}/{name}"))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -51,13 +67,16 @@ class Group(Mapping[str, Any]):
         return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        if not isinstance(name, str):
-            return False
+        """Tell whether there is such a link, as h5py does: it may lead nowhere."""
+        path = self._path_of(name)
+        if not name or not path:
+            return path == "" and bool(name)
+        parent, _, last = path.rpartition("/")
         try:
-            self[name]
+            above = self.file._node(parent)
         except DatasetError:
             return False
-        return True
+        return isinstance(above, Group) and last in above._names
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _node_of, (self.file, self.name)

@@ -201,12 +201,18 @@ class FallbackReader:
                 f"{' or '.join(_VARIABLES)} was changed after the file had been opened, so HDF5"
                 " would look for other files; make a new reader"
             )
+        path = name_bytes(layout.path)
         if not layout.attached:
-            return file[name_bytes(layout.path)]
+            return file[path]
         properties = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
         if not os.environ.get("HDF5_EXTFILE_PREFIX"):
             properties.set_efile_prefix(self._folder)
-        return h5py.Dataset(h5py.h5d.open(file.id, name_bytes(layout.path), properties))
+        try:
+            return h5py.Dataset(h5py.h5d.open(file.id, path, properties))
+        except (KeyError, OSError):
+            if os.fsencode(os.getcwd()) != self._folder:
+                raise
+            return file[path]  # the program has it open without a prefix, which is the same now
 
     # --- files that change ------------------------------------------------------------------------
 

@@ -1,0 +1,163 @@
+"""What datasets and groups of `open_file` are, beside what is selected of them, as h5py has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+import h5async
+
+DTYPES = ["i1", "u1", ">i2", "u4", "i8", "f2", ">f4", "f8", "?", "S2", "S6", "c8"]
+FACTS = (
+    "shape dtype size ndim nbytes chunks maxshape fillvalue name compression compression_opts"
+    " shuffle fletcher32 scaleoffset filter_ids filter_names external is_virtual is_scale"
+).split()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("datasets") / "several.h5"
+    rng = np.random.default_rng(5)
+    with h5py.File(found, "w") as file:
+        for dtype in DTYPES:
+            count = 40 * np.dtype(dtype).itemsize
+            values = np.frombuffer(rng.bytes(count), "u1" if dtype == "?" else dtype)
+            file[f"as/{dtype}"] = (values % 2 == 1 if dtype == "?" else values).reshape(5, 8)
+        pairs = np.zeros(7, [("a", "f8"), ("b", "i4", (2,)), ("c", [("x", "i2"), ("y", "S3")])])
+        pairs["a"], pairs["b"] = rng.normal(0, 1e5, 7), rng.integers(-(10**6), 10**6, (7, 2))
+        file["pairs"], file["pair"] = pairs, pairs[3]
+        chunked = {"chunks": (3, 4), "maxshape": (None, 8), "fillvalue": 5}
+        chunked |= {"compression": "gzip", "compression_opts": 3, "shuffle": True}
+        file.create_dataset("gzip", (6, 8), "i2", **chunked)[:4] = 1
+        file.create_dataset("scaled", data=np.arange(9), chunks=(4,), scaleoffset=0)
+        file["bytes"], file["integer"] = np.array(b"ab", "S5"), np.array(5, ">i4")
+        file["text"], file["texts"], file["empty"] = "é", ["a", "é", ""], h5py.Empty("f4")
+        file["group/reference"] = file["gzip"].ref
+        file["type"] = np.dtype("f4")
+        file["dangling"] = h5py.SoftLink("/nothing")
+        file["soft"] = h5py.SoftLink("/group")
+        file["away"] = h5py.ExternalLink("/nowhere/else.h5", "data")
+    return found
+
+
+def outcome(work: Callable[[Any], Any], file: Any) -> Any:
+    """Return a value with all that counts, or that an error was raised."""
+    try:
+        found = work(file)
+    except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError):
+        return "an error"
+    if isinstance(found, np.ndarray | np.generic):
+        value = found.tolist() if found.dtype.hasobject else found.tobytes()
+        return type(found), found.dtype, found.shape, value
+    return type(found), found
+
+
+def assert_same(path: Path, work: Callable[[Any], Any]) -> None:
+    with h5py.File(path) as expected, h5async.open_file(path) as found:
+        assert outcome(work, found) == outcome(work, expected)
+
+
+@pytest.mark.parametrize("name", ["gzip", "scaled", "bytes", "texts", "empty", "pairs"])
+def test_what_is_known_of_datasets(path: Path, name: str):
+    for fact in FACTS:
+        assert_same(path, lambda file, fact=fact: getattr(file[name], fact))
+    assert_same(path, lambda file: list(file[name].iter_chunks()))
+    with h5async.open_file(path) as file:
+        assert not hasattr(file[name], "other")
+
+
+@pytest.mark.parametrize("name", ["bytes", "integer", "text", "texts", "empty", "gzip", "pair"])
+def test_arrays_of_whole_datasets(path: Path, name: str):
+    for dtype in (None, "i4", "S3"):
+        assert_same(path, lambda file, dtype=dtype: np.asarray(file[name], dtype))
+    for key in ((), ..., 0, slice(1, 3)):
+        assert_same(path, lambda file, key=key: file[name].asstr()[key])
+    assert_same(path, lambda file: np.asarray(file[name].asstr("latin-1")))
+
+
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.sampled_from([(), ..., 2, np.s_[1:3, 5], np.s_[[0, 2]], np.s_[4, 1]]),
+)
+def test_values_of_another_dtype(path: Path, stored: str, dtype: str, key: Any):
+    assert_same(path, lambda file: file[f"as/{stored}"].astype(dtype)[key])
+    assert_same(path, lambda file: np.asarray(file[f"as/{stored}"], dtype))
+
+    def direct(file: Any) -> Any:
+        out = np.zeros((5, 8), dtype)
+        file[f"as/{stored}"].read_direct(out)
+        return out
+
+    assert_same(path, direct)
+
+
+@pytest.mark.parametrize("names", ["a", "b", "c", ["a"], ["c", "a"], "missing"])
+def test_fields_of_compounds(path: Path, names: Any):
+    others = [("a", "f4")], [("c", [("y", "S2")]), ("a", ">i2")], "c16", "i4", ("i4", (2,))
+    for name in ("pairs", "pair"):
+        for key in ((), ..., 2, slice(1, 3), [0, 2]):
+            assert_same(path, lambda file, of=name, key=key: file[of].fields(names)[key])
+        for dtype in others[: 2 if names == "a" else 0]:
+            assert_same(path, lambda file, of=name, dtype=dtype: file[of].astype(dtype)["a"])
+            assert_same(path, lambda file, of=name, dtype=dtype: file[of].astype(dtype)[()])
+    with h5async.open_file(path) as file:
+        for dtype in others[2:]:  # of which HDF5 would make zeros
+            with pytest.raises(h5async.SelectionError, match="does not convert"):
+                file["pairs"].astype(dtype)[()]
+
+
+def test_what_a_group_contains(path: Path):
+    names = ("gzip", "/gzip", "group/reference", "group/", "./group", "/", "", ".", "nothing")
+    links = ("dangling", "away", "soft", "soft/reference", "dangling/x", "gzip/x", "type", b"gzip")
+    for name in (*names, *links, 3):
+        assert_same(path, lambda file, name=name: name in file)
+        assert_same(path, lambda file, name=name: name in file["group"])
+        if name not in ("type", b"type"):
+            assert_same(path, lambda file, name=name: file[name].name)
+
+
+def test_references_lead_to_objects(path: Path):
+    assert_same(path, lambda file: file[file["group/reference"][()]][0])
+    assert_same(path, lambda file: file["group"][file["group/reference"][()]].name)
+    assert_same(path, lambda file: file[h5py.Reference()])
+
+
+def test_external_values_of_a_dataset_that_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        np.arange(60, dtype="i4").tofile(name)
+    parts = [(str(tmp_path / "a"), 0, 198), ("b", 0, 202)]  # which cut an element
+    with h5py.File("external.h5", "w") as file:
+        file.create_dataset("data", (100,), "i4", external=parts)
+    with (
+        h5py.File("external.h5") as file,
+        h5async.open_file("external.h5", allow_external=tmp_path) as opened,
+    ):
+        expected = file["data"]
+        np.testing.assert_array_equal(opened["data"][40:60], expected[40:60])
+
+
+def test_a_file_that_is_written_under_a_relative_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("elsewhere").mkdir()
+    for name in ("data.h5", "elsewhere/data.h5"):
+        with h5py.File(name, "w") as file:
+            file["data"] = np.zeros(10)
+    with h5async.open_file("data.h5") as opened:
+        assert opened["data"][3] == 0
+        with h5py.File("data.h5", "r+") as file:
+            monkeypatch.chdir("elsewhere")
+            file["data"][3] = 7
+            assert opened.is_written()
+            assert opened["data"][3] == 7
+        assert not opened.is_written()
