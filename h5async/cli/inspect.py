@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from h5async import DatasetError
 from h5async.cli.datasetfacts import Dataset, cells, listed, listed_in_index
 from h5async.cli.options import reader_config, takes_options
 from h5async.cli.output import Json, plain, print_json, safe
 from h5async.config.files import FileName, is_index, matching_files
 from h5async.core.binding import why_no_core
+from h5async.errors import DatasetError
 from h5async.index.savedindex import NamedIndex
 from h5async.io.stores import far_names, store_of
 from h5async.opening.filevalues import reach_of
