@@ -317,11 +317,12 @@ def locate(
     if mark and not file.id.links.exists(name_bytes(components(path)[0])):
         file, path = _other_file(file, path, other, reach, files), rest
         last = None
-    todo, done = components(path), list[str]()
-    group: h5py.h5g.GroupID = file.id
-    if last and tuple(todo[:-1]) in last:
-        group = last[tuple(todo[:-1])]
-        done, todo = todo[:-1], todo[-1:]
+    todo = components(path)
+    done, group = todo[:-1], file.id
+    if last and (found := last.get(tuple(done))) is not None:
+        group, todo = found, todo[-1:]
+    else:
+        done = []
     at, links = b".", 0
     while todo:
         name = todo.pop(0)
