@@ -27,9 +27,8 @@ import h5py
 from h5async.config.files import FileName, SourceName, scheme_of
 from h5async.errors import BudgetError, DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.index.layout import DatasetLayout
-from h5async.io.localfiles import IoMode
 from h5async.io.obstoreclient import WEB
-from h5async.io.source import FileStamp
+from h5async.io.source import FileStamp, IoMode
 from h5async.io.stores import LOCAL, HDF5File, absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing

@@ -20,8 +20,7 @@ from h5async.index.extents import Keeps, TableBuilder, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape
 from h5async.io.keptfiles import affordable_maps
-from h5async.io.localfiles import IoMode, may_map
-from h5async.io.source import FileStamp
+from h5async.io.source import FileStamp, IoMode, may_map
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.crops import draws_of
 from h5async.plan.transform import NativeTransform
@@ -31,8 +30,10 @@ Int64s = NDArray[np.int64]
 _ALL_BITS = (1 << 64) - 1
 # For this time after a file was last checked for changes, rows of its kept decoded chunks are
 # delivered without another check, which would cost more than they do. Batches are read ahead by
-# more than that.
+# more than that. It is longer where many files are checked by turns, up to `_MOST_TRUSTED` times.
 _TRUSTED_NS = 100_000_000
+_FILES_CHECKED = 1000  # in that time
+_MOST_TRUSTED = 10
 
 
 class CoreTables:
@@ -141,7 +142,7 @@ class CoreTables:
             most_files=max(1, self._most_files),
             io=IO_MODES[self._io],
             gives_back=gives_back,
-            trusted_ns=_TRUSTED_NS,
+            trusted_ns=int(_TRUSTED_NS * min(max(1, len(table) / _FILES_CHECKED), _MOST_TRUSTED)),
         )
         self._core.open_sources(ctypes.byref(opened))
         return ctypes.pointer(opened)

@@ -67,8 +67,8 @@ class Turns:
     thread fills batches.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
-    if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `ask`
-    requests a batch, and returns whether it did.
+    if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
+    undoes it, and `ask` requests a batch; both return whether they did.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class Turns:
         self._struct = core.Turns.from_buffer(self._memory)
         self.take: Callable[..., bool]
         self.ask: Callable[[], bool]
-        self.take, self.ask = core.turns_of(self._memory)
+        self.put_back: Callable[[], bool]
+        self.take, self.ask, self.put_back = core.turns_of(self._memory)
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
         self._seen = 0  # of the waits
@@ -148,6 +149,10 @@ class Turns:
         """Take the state back."""
         self._struct.is_lent = False
         self.run = None
+
+    def is_inside(self) -> bool:
+        """Tell whether a thread is in `take` without the GIL."""
+        return bool(self._struct.is_inside)
 
     def stop_waiting(self) -> None:
         """Have `take` never wait from now on."""

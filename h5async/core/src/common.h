@@ -91,7 +91,7 @@
     ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
      *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
 
-enum { ABI = 26 }; /* counts changes of the structures and functions that Python uses */
+enum { ABI = 27 }; /* counts changes of the structures and functions that Python uses */
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -272,6 +272,17 @@ static int fail(Worker *w, int64_t reason, int64_t filter, int64_t expected, int
     if (w->failure.reason == 0)
         w->failure = (Failure){reason, filter, -1, 0, -1, expected, found};
     return 0;
+}
+
+/* Make a lock that nobody holds for long: who finds it held looks again a while before it sleeps. */
+static int init_short_lock(pthread_mutex_t *lock)
+{
+#if defined(PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP)
+    *lock = (pthread_mutex_t)PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP;
+    return 0;
+#else
+    return pthread_mutex_init(lock, NULL);
+#endif
 }
 
 static int64_t now_ns(void)

@@ -157,7 +157,8 @@ static void note_wait(Turns *t, int64_t begin)
 static Object *take(Object *self, Object *const *arguments, intptr_t count)
 {
     Turns *t = (void *)PyByteArray_AsString(self);
-    if (!t->is_lent || t->next >= t->stop || (t->reads_ahead && t->assigned >= t->stop))
+    if (!t->is_lent || t->is_inside || t->next >= t->stop ||
+        (t->reads_ahead && t->assigned >= t->stop))
         return PyBool_FromLong(0);
     int64_t begin = now_ns();
     t->held = -1;
@@ -182,6 +183,18 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     return is_taken < 0 ? NULL : PyBool_FromLong(is_taken);
 }
 
+/* Have the batch that was taken last be the next one again. Returns whether it is; nothing can come
+   between, as this is one call for Python. */
+static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
+{
+    (void)arguments, (void)count;
+    Turns *t = (void *)PyByteArray_AsString(self);
+    int is_taken = t->is_lent && t->held >= 0 && t->held == t->next - 1;
+    if (is_taken)
+        t->next = t->held, t->held = -1, t->taken--;
+    return PyBool_FromLong(is_taken);
+}
+
 /* Request a batch more. Returns whether it was done here; then it is not the last of its epoch. */
 static Object *ask(Object *self, Object *const *arguments, intptr_t count)
 {
@@ -194,14 +207,18 @@ static Object *ask(Object *self, Object *const *arguments, intptr_t count)
     return PyBool_FromLong(1);
 }
 
-static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL}, {"ask", ask, METH_FASTCALL, NULL}};
+static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL},
+                         {"ask", ask, METH_FASTCALL, NULL},
+                         {"put_back", put_back, METH_FASTCALL, NULL}};
 
-/* Return `take` and `ask` for Python, for a structure in a bytearray, which they keep. */
+/* Return `take`, `ask` and `put_back` for Python, for a structure in a bytearray, which they keep. */
 PUBLIC Object *h5async_turns_of(Object *memory)
 {
-    Object *one = PyCFunction_NewEx(&TURNS[0], memory, NULL);
-    Object *other = PyCFunction_NewEx(&TURNS[1], memory, NULL);
-    Object *both = one && other ? PyTuple_Pack(2, one, other) : NULL;
-    Py_DecRef(one), Py_DecRef(other);
-    return both;
+    Object *made[3], *all;
+    for (int i = 0; i < 3; i++)
+        made[i] = PyCFunction_NewEx(&TURNS[i], memory, NULL);
+    all = made[0] && made[1] && made[2] ? PyTuple_Pack(3, made[0], made[1], made[2]) : NULL;
+    for (int i = 0; i < 3; i++)
+        Py_DecRef(made[i]);
+    return all;
 }
