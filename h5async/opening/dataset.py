@@ -30,8 +30,8 @@ from h5async.index.indexcache import known_of_files
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.savedindex import NamedIndex
-from h5async.io.localfiles import read_ahead
 from h5async.io.metadatafile import opening_ahead
+from h5async.io.source import read_ahead
 from h5async.io.stores import far_names
 from h5async.opening.fieldkinds import on_indexed, unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
@@ -43,9 +43,9 @@ from h5async.order.lengths import NO_LIMIT, Lengths, SamplingByLength
 from h5async.order.rows import LengthRows, SpanRows, StepSpans
 from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling, WeightedOrder
 from h5async.order.window import window_order
+from h5async.plan.crops import require_same_places
 from h5async.samples.assembly import columns_of, field_kinds, spans_of
 from h5async.samples.fieldkind import FieldKind, Rows, steps_of
-from h5async.samples.parts import require_same_places
 from h5async.spelling import named
 
 

@@ -340,6 +340,11 @@ static int find_samples(const Queue *queue, const Wish *wish)
 {
     const Mapping *mapping = &wish->mapping;
     int64_t *samples = wish->samples, count = wish->count;
+    if (!mapping->count && queue->selected == NULL) {
+        for (int64_t i = 0; i < count; i++)
+            samples[i] = queue->start + queue->step * (wish->begin + i);
+        return 1;
+    }
     if (mapping->count && !mapping->a && mapping->b) {
         if (!h5async_window_samples((const Window *)(uintptr_t)mapping->b, samples, wish->begin, count))
             return 0;
