@@ -181,8 +181,8 @@ def _open_kinds(
         )
     _check_lengths({name: joined[name] for name in columns if name not in once})
     if failed:
-        files = tuple(file for file in config.files if file not in failed)
-        config = config.model_copy(update={"hdf5_path": files})
+        left = tuple(file for file in files if file not in failed)
+        config = config.model_copy(update={"hdf5_path": left})
     layouts = with_rows_of_samples(config, joined, once, facts)
     static = static_values(config.static_fields, facts, reach)
     skipped = (Skipped(str(file), None, None, str(one)) for file, one in (failed or {}).items())
