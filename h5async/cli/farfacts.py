@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.filesize import decimal
 
-from h5async.config.readerconfig import ReaderConfig
+from h5async.config import ReaderConfig
 from h5async.index.layout import DatasetLayout
 from h5async.index.segments import Int64s, repetitions
 from h5async.observe.stats import MOST_RATE

@@ -190,7 +190,6 @@ def begins(places: Int64s, axes: Sequence[int]) -> Int64s:
 
 
 # --- by the options of a field --------------------------------------------------------------------
-# --- by the options of a field --------------------------------------------------------------------
 
 
 class Places(NamedTuple):
