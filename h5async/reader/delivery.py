@@ -460,7 +460,8 @@ class Epoch(Iterator[Batch]):
         self._get_next_batch = get_next_batch
 
     def __next__(self) -> Batch:
-        run = self._ring.run
+        turns = self._ring.turns
+        run = None if turns is None else turns.run
         if run is not None and run.epoch == self._epochs[0] and run.place is self._place:
             return self._get_next_batch()
         course, serial = self._position.course, self._ring.consumer.next
