@@ -63,9 +63,9 @@ static const Structure ALL_STRUCTURES[] = {
             block_nbytes, expected_nbytes, pitch, source, source_nbytes, target, target_nbytes,
             copy_source, copy_target, copy_nbytes, adler, max_tasks, max_copies, num_tasks,
             num_copies)
-    MEMBERS(Visit, iterate, save_thread, restore_thread, check_signals, dataset, rank, chunk, grid,
-            number, offset, nbytes, mask, capacity, count, end, least, most, is_ascending, is_apart,
-            is_outside)
+    MEMBERS(Visit, iterate, look_up, most_looked_up, save_thread, restore_thread, check_signals,
+            dataset, rank, chunk, grid, number, offset, nbytes, mask, capacity, count, end, least,
+            most, is_ascending, is_apart, is_outside, unlike)
     MEMBERS(Sparse, data, indices, indptr, out, rows, columns, total, row_nbytes, data_kind,
             out_kind, index_nbytes, padding)
     MEMBERS(Heap, length, place, count, base, value_nbytes, address_nbytes, size_nbytes, is_text,
