@@ -42,6 +42,7 @@ from h5async.system.timeline import Recorder
 
 if TYPE_CHECKING:
     from h5async.process.helper import HelperFiller
+    from h5async.process.posted import PostedBatches
 
 
 class Delivery:
@@ -70,7 +71,7 @@ class Delivery:
         # On the host, masks are made when a batch is handed over.
         self._masks_to_upload = list(setup.masks.values()) if setup.is_on_gpu else []
         self._filler: Filler | HelperFiller
-        self._submissions: Submissions | None = None
+        self._submissions: Submissions | PostedBatches | None = None
         self._may_have_lost = False  # an assignment is not submitted yet
         config, files = setup.config, setup.opened.skipped
         self.skipped = SkippedSamples(config.hdf5_path, files, config.max_skipped)
@@ -83,17 +84,26 @@ class Delivery:
     def fill_by(self, filler: Filler | HelperFiller) -> None:
         """Set the filler, before the first batch."""
         self._filler = filler
-        if isinstance(filler, Filler) and filler.submissions is not None:
-            self._ring.completions = self._submissions = filler.submissions
-            filler.submissions.request_of = self._request_of
-            self._open_turns(filler.submissions)
+        setup, submissions = self._setup, None
+        if isinstance(filler, Filler):
+            submissions = filler.submissions
+        elif self._may_have_turns() and setup.config.postprocess is None:
+            if all(kind.is_plain for kind in setup.kinds.values()):
+                submissions = filler.post(setup.samplings, setup.rows, len(setup.slots))
+        if submissions is not None:
+            self._ring.completions = self._submissions = submissions
+            submissions.request_of = self._request_of
+            if self._may_have_turns():
+                self._open_turns(submissions)
 
-    def _open_turns(self, submissions: Submissions) -> None:
-        setup, config = self._setup, self._setup.config
+    def _may_have_turns(self) -> bool:
+        config = self._setup.config
         is_plain = type(self._device) is Device and self._device.is_writable_at_once
         does_more = config.copy or config.debug_lifetimes or config.on_error == "skip"
-        if not is_plain or does_more or config.sampler is not None:
-            return
+        return is_plain and not does_more and config.sampler is None
+
+    def _open_turns(self, submissions: Submissions | PostedBatches) -> None:
+        setup = self._setup
         turns = submissions.open_turns(Batch, setup.num_threads if setup.has_threads else 0)
         if turns is not None:
             self._ring.turns = self._counts.waits.turns = turns
@@ -160,7 +170,9 @@ class Delivery:
             self._submit(self._submissions, assignments)
         self._may_have_lost = False
 
-    def _submit(self, submissions: Submissions, assignments: Sequence[Assignment]) -> None:
+    def _submit(
+        self, submissions: Submissions | PostedBatches, assignments: Sequence[Assignment]
+    ) -> None:
         for request in self._requests(assignments):
             submissions.submit(request)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h5async.deliver.slots import SlotRing
 from h5async.errors import is_lack_of_memory, out_of_memory
@@ -20,6 +20,9 @@ from h5async.read.turns import Numbers
 from h5async.reader.batch import Batch
 from h5async.reader.readersetup import ReaderSetup
 from h5async.spelling import named
+
+if TYPE_CHECKING:
+    from h5async.process.posted import PostedBatches
 
 
 class Batches:
@@ -114,7 +117,11 @@ class Run:
 
 
 def next_run(
-    batches: Batches, course: Course, ring: SlotRing[Any], submissions: Submissions, slots: Any
+    batches: Batches,
+    course: Course,
+    ring: SlotRing[Any],
+    submissions: Submissions | PostedBatches,
+    slots: Any,
 ) -> Run | None:
     """Return the run of the next batches; None if they are not alike, or too few."""
     following = ring.consumer.next

@@ -91,7 +91,7 @@ static const Structure ALL_STRUCTURES[] = {
             out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
-            start, step, table, num_columns, may_spin, plan_ns, fill_ns)
+            start, step, table, num_columns, may_spin, is_remote, plan_ns, fill_ns)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, is_lent, is_inside, is_alone,
             waits_not, next, asked, held, assigned, reads_ahead, first, stop, begin, stride, count,
             samples, mapping, draw, type, member, run, on_left, taken, num_waits, total_ns, begin_ns,
