@@ -17,6 +17,8 @@ from h5async.read.queue import END, TICKET, BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch
 from h5async.read.turns import Numbers, Turns
 
+_ENDLESS = 1 << 48  # batches
+
 
 class PostedBatches:
     """Batches that helpers fill, used as `Submissions` are. Safe to use from many threads.
@@ -55,6 +57,19 @@ class PostedBatches:
         if type(sampling) is not Sampling:
             return None
         return Numbers(first, first + count, 0, 0, sampling.batch_size)
+
+    def endless(self, request: FillRequest) -> Numbers | None:
+        """Return those of this epoch and all later ones; None if not all batches are full."""
+        sampling, epoch, serial = self.sampling(request), request.epoch, request.serial
+        if type(sampling) is not Sampling or not sampling.is_uniform:
+            return None
+        left, count = sampling.batches_from(epoch, request.start), sampling.num_batches
+        for begin, most in (request.start, left), (0, count):
+            first, end = sampling.dealt_at(epoch, sampling.step_at(epoch, begin, most - 1)[1])
+            if end - first < sampling.batch_size:
+                return None
+        numbers = Numbers(serial, serial + _ENDLESS, 0, 0, sampling.batch_size)
+        return numbers._replace(epoch_end=serial + left, epoch_batches=count)
 
     def submit(self, request: FillRequest) -> None:
         """Have a batch filled. Never blocks; submitting it again has no effect."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
 
 _TASKS_OF_CPU, _LITTLE_NBYTES = 4, 8 << 20  # more tasks would cost more than they even out
+_STORE_PART = 4  # the blocks of all tasks that run at once fit into this part of Ray's store
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -39,8 +40,8 @@ def read_hdf5(
 ) -> ray.data.Dataset:
     """Return a dataset of Ray Data, with a row per sample and a column per field.
 
-    Each task reads some whole chunks, of all fields, into one block of Arrow tensors. Samples come
-    in the order of `AsyncReader` without shuffling, if ``DataContext.execution_options`` has
+    Each task reads some whole chunks, of all fields, into blocks of Arrow tensors. Samples come in
+    the order of `AsyncReader` without shuffling, if ``DataContext.execution_options`` has
     ``preserve_order``.
 
     Columns have the names of fields. Samples of any length are lists or tensors of variable shape;
@@ -127,14 +128,18 @@ class Hdf5Datasource(Datasource):
         return int(self._survey.nbytes_at(list(self._columns))[-1])
 
     def best_num_blocks(self) -> int | None:
-        """Return a number of tasks that keeps all CPUs busy, for blocks as large as that allows.
+        """Return the number of tasks: few large ones, which keep all CPUs busy.
 
-        (Ray itself would have 200 tasks, of 1 MiB, of a small dataset.) None for an empty one.
+        A CPU is idle for 0.1 to 0.3 s before Ray starts its next task; and of a small dataset Ray
+        itself would have 200 tasks, of 1 MiB. None for an empty one.
         """
         nbytes = self._survey.nbytes_at(list(self._columns))
         total, most = nbytes[-1], DataContext.get_current().target_max_block_size or math.inf
-        busy = _TASKS_OF_CPU * ray.cluster_resources().get("CPU", 1)
-        wanted = int(max(1, total // most, min(busy, total // _LITTLE_NBYTES)))
+        cluster = ray.cluster_resources()
+        at_once = max(1, cluster.get("CPU", 1) / self._threads)
+        fitting = cluster.get("object_store_memory", 0) / at_once / _STORE_PART
+        least = total // max(most, fitting)
+        wanted = int(max(1, least, min(_TASKS_OF_CPU * at_once, total // _LITTLE_NBYTES)))
         while (found := len(cut(nbytes, wanted, None, 1))) < wanted:
             wanted = found  # or Ray would split blocks, to have as many
         return found or None

@@ -31,8 +31,10 @@ Int64s = NDArray[np.int64]
 _ALL_BITS = (1 << 64) - 1
 # For this time after a file was last checked for changes, rows of its kept decoded chunks are
 # delivered without another check, which would cost more than they do. Batches are read ahead by
-# more than that.
+# more than that. It is longer where many files are checked by turns, up to `_MOST_TRUSTED` times.
 _TRUSTED_NS = 100_000_000
+_FILES_CHECKED = 1000  # in that time
+_MOST_TRUSTED = 10
 
 
 class CoreTables:
@@ -141,7 +143,7 @@ class CoreTables:
             most_files=max(1, self._most_files),
             io=IO_MODES[self._io],
             gives_back=gives_back,
-            trusted_ns=_TRUSTED_NS,
+            trusted_ns=int(_TRUSTED_NS * min(max(1, len(table) / _FILES_CHECKED), _MOST_TRUSTED)),
         )
         self._core.open_sources(ctypes.byref(opened))
         return ctypes.pointer(opened)

@@ -25,7 +25,8 @@ class Numbers(NamedTuple):
 
     They are those at positions of the selection from `begin` on, `stride` further on for each
     batch; `mapping` and `draw` as for `BatchQueue.submit`. Or they lie in `samples` at such a
-    distance.
+    distance. Batches of several epochs have `epoch_batches` in each but the first, which ends before
+    `epoch_end`.
     """
 
     first: int
@@ -36,6 +37,8 @@ class Numbers(NamedTuple):
     mapping: NDArray[np.uint64] | None = None
     samples: NDArray[np.int64] | None = None
     draw: NDArray[np.uint64] | None = None
+    epoch_end: int = 0
+    epoch_batches: int = 0
 
 
 class NewWaits(NamedTuple):
@@ -67,8 +70,10 @@ class Turns:
     thread fills batches.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
-    if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `ask`
-    requests a batch, and returns whether it did.
+    if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
+    undoes it, and returns whether it did. `ask` requests a batch; it returns 0 if it did not, and 2
+    if that is the last of its epoch. `on_epoch` is called when an epoch begins with the next batch,
+    but the first one of a run.
     """
 
     def __init__(
@@ -78,8 +83,9 @@ class Turns:
         self._memory = bytearray(ctypes.sizeof(core.Turns))
         self._struct = core.Turns.from_buffer(self._memory)
         self.take: Callable[..., bool]
-        self.ask: Callable[[], bool]
-        self.take, self.ask = core.turns_of(self._memory)
+        self.ask: Callable[[], int]
+        self.put_back: Callable[[], bool]
+        self.take, self.ask, self.put_back = core.turns_of(self._memory)
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
         self._seen = 0  # of the waits
@@ -94,6 +100,10 @@ class Turns:
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
         struct.type, struct.member = id(batch), id(self._keep[-1])
         struct.held = -1
+
+    def on_epoch(self, function: Callable[[], object] | None) -> None:
+        """Set what is called when an epoch begins, while the state is lent."""
+        self._on_epoch, self._struct.on_epoch = function, id(function)
 
     @property
     def is_lent(self) -> bool:
@@ -126,8 +136,9 @@ class Turns:
         struct.assigned = max(slots, default=following - 1) + 1
         numbers = run.numbers
         struct.first, struct.stop, struct.begin, struct.stride, struct.count = numbers[:5]
-        for name, array in zip(("mapping", "samples", "draw"), numbers[5:], strict=True):
+        for name, array in zip(("mapping", "samples", "draw"), numbers[5:8], strict=True):
             setattr(struct, name, None if array is None else address(array))
+        struct.epoch_end, struct.epoch_batches = numbers.epoch_end, numbers.epoch_batches
         self.run, struct.run = run, id(run)
         # Batches of other epochs were delivered, or dropped.
         self._mappings = [*(self._mappings if self._queue.is_dropping() else ()), numbers.mapping]
@@ -148,6 +159,11 @@ class Turns:
         """Take the state back."""
         self._struct.is_lent = False
         self.run = None
+        self.on_epoch(None)
+
+    def is_inside(self) -> bool:
+        """Tell whether a thread is in `take` without the GIL."""
+        return bool(self._struct.is_inside)
 
     def stop_waiting(self) -> None:
         """Have `take` never wait from now on."""

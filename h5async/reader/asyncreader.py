@@ -265,8 +265,8 @@ class AsyncReader:
         [1000, 797, 3]
         >>> reader.close()
         """
-        if index is None and self._engine.delivery.ask_turn():
-            return False
+        if index is None and (asked := self._engine.delivery.ask_turn()):
+            return asked > 1
         self._engine.settle()
         return self._engine.delivery.fetch(index)
 
@@ -304,27 +304,33 @@ class AsyncReader:
             from h5async.config import check_timeout
 
             seconds = check_timeout(timeout)
+        engine, delivery = self._engine, self._engine.delivery
+        limits = () if seconds is None else (seconds,)
         try:
-            if self._engine.delivery.take_turn(taken, *(() if seconds is None else (seconds,))):
+            if delivery.take_turn(taken, *limits):
                 return taken[0]
-        except BaseException:  # Ctrl-C: the next call returns this batch
-            if taken:
-                self._engine.ring.put_back(self._engine.ring.consumer.next - 1)
+            engine.settle()
+            delivery.check_alone()
+            if delivery.lend() and delivery.take_turn(taken, *limits):
+                return taken[0]
+        except BaseException:  # Ctrl-C: the next call returns this batch, whatever comes meanwhile
+            if taken and not delivery.put_back_turn():  # a signal handler has called the reader
+                engine.ring.put_back(engine.ring.consumer.next - 1)
             raise
-        self._engine.settle()
-        delivery = self._engine.delivery
         serial, filled = delivery.wait(seconds)
-        try:
-            batch = delivery.take(serial, filled)
-        except BaseException:  # Ctrl-C: the next call returns this batch
-            self._engine.ring.put_back(serial, filled)
-            raise
-        if batch is None:
+        if filled.error is not None:
             try:
-                assert filled.error is not None
+                delivery.forget(serial)
+            except BaseException:  # Ctrl-C: the next call raises this error
+                engine.ring.put_back(serial, filled)
+                raise
+            try:
                 raise filled.error
             finally:
                 del filled  # the traceback holds this frame, and would keep the reader alive
+        batch = delivery.made(serial, filled)
+        wanted = engine.ring.after(serial)
+        engine.ring.wanted = wanted  # no signal handler runs between this and the end
         return batch
 
     def read(self, index: ArrayLike) -> Batch:

@@ -75,7 +75,10 @@ class _IsOver:
 
 
 class Run:
-    """Full batches of an epoch, but not its last one, which the core submits and hands over."""
+    """Full batches which the core submits and hands over.
+
+    Those of an epoch, but its last one; or of several epochs, where no loop ends with one.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class Run:
     ) -> None:
         self.numbers = numbers
         self.epoch, self.place = request.epoch, course.place
-        self._batches, self._first, self._sampling = batches, request, sampling
+        self._batches, self._course, self._sampling = batches, course, sampling
         self._slots = slots  # the arrays of each
 
     def complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
@@ -101,18 +104,19 @@ class Run:
             raise out_of_memory(f"the batch with the number {serial}", error, _REMEDY) from error
 
     def _complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
-        epoch, first, sampling = self.epoch, self._first, self._sampling
+        course, sampling = self._course, self._sampling
+        epoch, number, start = course.position(serial)
         if name == "_arrays":
             arrays = tuple([array[: self.numbers.size] for array in self._slots[slot]])
             index = batch.index if self._batches.has_masks else NO_SAMPLES
             batch._arrays = self._batches.arrays(FillOutcome(index, arrays), epoch)
             return
-        number, start = sampling.step_at(epoch, first.start, serial - first.serial)
         if name == "index":
             batch.index = sampling.batch_at(epoch, start)
             return
+        last = course.schedule.is_last(serial)
         batch.__init__(  # type: ignore[misc]  # it was made without
-            batch._arrays, batch.index, epoch, number, False, *self._batches.more(serial)
+            batch._arrays, batch.index, epoch, number, last, *self._batches.more(serial)
         )
 
 
@@ -131,7 +135,11 @@ def next_run(
     request = FillRequest(0, following, epoch, number, start, course.order)
     sampling = submissions.sampling(request)
     left = sampling.batches_from(epoch, start) - 1
-    numbers = submissions.numbers(request, left) if left >= _LEAST else None
+    numbers = None
+    if not isinstance(submissions, Submissions) and not ring.consumer.reads_ahead:
+        numbers = submissions.endless(request)
+    if numbers is None and left >= _LEAST:
+        numbers = submissions.numbers(request, left)
     if numbers is None or numbers.stop - following < _LEAST:
         return None
     return Run(batches, course, request, numbers, sampling, slots)

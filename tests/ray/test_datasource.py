@@ -294,18 +294,31 @@ def test_a_limit_is_not_exceeded(paths):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "cpus", "most", "blocks"),
-    [(1, 2, 128, 8), (1, 100, 128, 12), (1, 1, 5, 20), (60, 2, 128, 2), (7, 100, None, 12)],
+    ("chunk", "cpus", "threads", "store", "most", "tasks"),
+    [
+        (1, 2, 1, 0, 128, 8),
+        (1, 2, 2, 0, 128, 4),
+        (1, 100, 1, 0, 128, 12),
+        (1, 1, 1, 0, 5, 20),
+        (1, 1, 1, 40, 5, 10),
+        (1, 2, 1, 40, 5, 20),
+        (1, 1, 4, 400, 5, 4),
+        (60, 2, 1, 0, 128, 2),
+        (7, 100, 1, 0, None, 12),
+    ],
 )
-def test_blocks_are_large_and_keep_all_cpus_busy(tmp_path, monkeypatch, chunk, cpus, most, blocks):
+def test_tasks_are_large_and_keep_all_cpus_busy(
+    tmp_path, monkeypatch, chunk, cpus, threads, store, most, tasks
+):
     with h5py.File(tmp_path / "data.h5", "w") as file:
         shape = (chunk, MIB)
         file.create_dataset("data", (100, MIB), "u1", chunks=shape, compression="gzip")
-    made = source(tmp_path / "data.h5", labels_field=None)
+    made = source(tmp_path / "data.h5", labels_field=None, threads=threads)
     context = SimpleNamespace(target_max_block_size=most and most * MIB)
     monkeypatch.setattr(datasource.DataContext, "get_current", lambda: context)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(cpus)})
-    assert made.best_num_blocks() == blocks
+    cluster = {"CPU": float(cpus), "object_store_memory": float(store * MIB)}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
+    assert made.best_num_blocks() == tasks
 
 
 def test_what_tasks_tell(paths):

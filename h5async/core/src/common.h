@@ -274,6 +274,17 @@ static int fail(Worker *w, int64_t reason, int64_t filter, int64_t expected, int
     return 0;
 }
 
+/* Make a lock that nobody holds for long: who finds it held looks again a while before it sleeps. */
+static int init_short_lock(pthread_mutex_t *lock)
+{
+#if defined(PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP)
+    *lock = (pthread_mutex_t)PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP;
+    return 0;
+#else
+    return pthread_mutex_init(lock, NULL);
+#endif
+}
+
 static int64_t now_ns(void)
 {
     struct timespec t;

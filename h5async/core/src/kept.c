@@ -2,7 +2,8 @@
    at again if that was done a moment ago. Chunks are looked up many at a time: so threads seldom wait
    for each other, and what lies in memory far apart is fetched at the same time. */
 
-enum { MAX_KEPT = 64, NUM_BLOCKS = 8, FETCHED_AHEAD = 4, MOST_FETCHED = 512 };
+enum { MAX_KEPT = 64, NUM_BLOCKS = 8, FETCHED_AHEAD = 4, MOST_FETCHED = 512,
+       SOURCES_AHEAD = 16 };
 
 /* Pieces of some items of one field, all kept in its store or not at all. */
 typedef struct {
@@ -131,8 +132,10 @@ static void read_kept(Work *work, const Sources *sources, int64_t start, int64_t
     int32_t field = SEVERAL - 1; /* none */
     for (int i = 0; i < NUM_BLOCKS; i++)
         blocks[i].store = NULL, blocks[i].num_items = blocks[i].num_pieces = 0;
-    for (int64_t i = start; i < stop; i++) {
+    for (int64_t i = start, ahead = start; i < stop; i++) {
         Item *item = &work->plan->items[i];
+        for (; ahead < stop && ahead <= i + SOURCES_AHEAD; ahead++)
+            __builtin_prefetch(&sources->sources[work->plan->items[ahead].source].checked_ns);
         if (item->kind != CHUNKS || item->source < 0 || item->source >= sources->count)
             continue;
         int64_t checked_ns = sources->sources[item->source].checked_ns;

@@ -25,7 +25,7 @@ static void fill_piece(const Pieces *p, int64_t i)
     fill_elements(p->fill, p->itemsize, place_of_piece(p, i), nbytes_of_piece(p, i));
 }
 
-enum { FEW_NBYTES = 512, LINES_AHEAD = 128, LEAST_AHEAD = 8, MOST_AHEAD = 32 };
+enum { FEW_NBYTES = 512, LINES_AHEAD = 128, LEAST_AHEAD = 8, MOST_AHEAD = 64 };
 enum { EARLY_NBYTES = 32 * 1024, AHEAD_NBYTES = 4096, STEP_NBYTES = 256 };
 
 /* Copy so few bytes that a call costs more than they do: two moves may overlap. */

@@ -160,18 +160,56 @@ static int64_t read_row_pieces(Work *work, const Field *f, const Shape *shape, c
 }
 
 /* Copy rows of which no two follow each other, straight from the sorted samples; the first lies at
-   `from` and the samples after it `stride` bytes apart. */
+   `from` and the samples after it `stride` bytes apart. Those that are copied after them lie likewise
+   from `next` on: so the processor has no less to fetch at the end. */
 ALWAYS_INLINE void copy_singles(const Wanted *w, int64_t count, const uint8_t *from, int64_t stride,
-                                uint8_t *to, int64_t nbytes)
+                                const uint8_t *next, uint8_t *to, int64_t nbytes)
 {
-    int64_t first = w->sample, ahead = rows_ahead(nbytes);
-    for (int64_t i = 0; i < ahead && i < count; i++)
+    int64_t first = w->sample, most = rows_ahead(nbytes), ahead = most < count ? most : count;
+    for (int64_t i = 0; i < ahead; i++)
         fetch(from + (w[i].sample - first) * stride, nbytes);
-    for (int64_t i = 0; i < count; i++) {
-        if (i + ahead < count)
-            fetch(from + (w[i + ahead].sample - first) * stride, nbytes);
+    for (int64_t i = 0; i < count - ahead; i++) {
+        fetch(from + (w[i + ahead].sample - first) * stride, nbytes);
         copy_few(to + w[i].position * nbytes, from + (w[i].sample - first) * stride, nbytes);
     }
+    for (int64_t i = count - ahead, k = 0; i < count; i++, k++) {
+        if (next != NULL)
+            fetch(next + (w[k].sample - first) * stride, nbytes);
+        copy_few(to + w[i].position * nbytes, from + (w[i].sample - first) * stride, nbytes);
+    }
+}
+
+/* Note the least and the greatest sample of an item, which often are those of the item before. */
+static void find_bounds(Work *work, const Wanted *w, int64_t count)
+{
+    if (work->bounded == w && work->num_bounded == count)
+        return;
+    work->bounded = w, work->num_bounded = count;
+    work->least = work->most = w->sample;
+    for (int64_t i = 1; i < count; i++) {
+        work->least = w[i].sample < work->least ? w[i].sample : work->least;
+        work->most = w[i].sample > work->most ? w[i].sample : work->most;
+    }
+}
+
+/* Where the rows of an item begin out of whose samples the least is `sample`; INT64_MAX: see above. */
+static int64_t offset_of_sample(const Field *f, const Item *item, int64_t sample)
+{
+    const Layer *l = &f->layers[item->layer];
+    const int64_t segment = item->segment, rows = sample - l->first[segment];
+    return offset_of_row(l, shape_of(f, item), segment, l->row[segment] + rows * l->step[segment]);
+}
+
+/* Where the item after one has the same samples, if it is another field's that lies likewise. */
+static const uint8_t *after_item(const Work *work, const Item *item)
+{
+    const Item *next = item + 1;
+    if (work->at + 1 >= work->end || next->kind != ROWS || next->number != item->number ||
+        next->num_runs != item->num_runs)
+        return NULL;
+    const int64_t first = work->plan->sorted[next->number].sample;
+    int64_t offset = offset_of_sample(&work->fields[next->field], next, first);
+    return offset < 0 || offset >= work->available ? NULL : work->file->map + offset;
 }
 
 /* Copy an item's rows out of the map, if they are as described above, and all there; 0: not so. */
@@ -186,23 +224,18 @@ static int copy_item(Work *work, const Field *f, const Shape *shape, const Targe
         w[count - 1].rank != item->first_run + count - 1 || /* (ends of groups have no rank) */
         w[count].rank != item->first_run + count)
         return 0;
-    int64_t least = w->sample, most = w->sample;
-    for (int64_t i = 1; i < count; i++) {
-        least = w[i].sample < least ? w[i].sample : least;
-        most = w[i].sample > most ? w[i].sample : most;
-    }
-    int64_t row = l->row[segment] + (least - l->first[segment]) * l->step[segment];
-    int64_t last_row = row + (most - least) * l->step[segment];
-    int64_t offset = offset_of_row(l, shape, segment, row);
-    int64_t last = offset_of_row(l, shape, segment, last_row);
+    find_bounds(work, w, count);
+    int64_t offset = offset_of_sample(f, item, work->least);
+    int64_t last = offset_of_sample(f, item, work->most);
     if (offset < 0 || l->step[segment] < 0 || last > work->available - nbytes)
         return 0;
     int64_t stride = l->step[segment] * shape->source_row_nbytes;
-    const uint8_t *from = work->file->map + offset + (w->sample - least) * stride;
+    const uint8_t *from = work->file->map + offset + (w->sample - work->least) * stride;
+    const uint8_t *next = after_item(work, item);
     if (nbytes == 16) /* which the compiler then knows */
-        copy_singles(w, count, from, stride, target->raw, 16);
+        copy_singles(w, count, from, stride, next, target->raw, 16);
     else
-        copy_singles(w, count, from, stride, target->raw, nbytes);
+        copy_singles(w, count, from, stride, next, target->raw, nbytes);
     if (f->transform) {
         end_stage(work->w, READING, &work->last_ns);
         for (int64_t i = 0; i < count; i++)

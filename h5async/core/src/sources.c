@@ -239,7 +239,7 @@ static void release_source(Sources *all, Source *s, const File *file)
 
 PUBLIC int64_t h5async_open_sources(Sources *sources)
 {
-    return pthread_mutex_init(&sources->lock, NULL) == 0;
+    return init_short_lock(&sources->lock) == 0;
 }
 
 /* Nobody uses them any more. */

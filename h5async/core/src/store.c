@@ -15,13 +15,13 @@ enum { LARGE_PAGE = 1 << 21 };
 enum { KEPT_OVERHEAD = 128 }; /* what a chunk takes beside its bytes, and the system for both */
 
 typedef struct Kept {
-    uint64_t key;
+    uint64_t key;                 /* with the next ones, of each that is looked up */
     struct Kept *next;            /* in a bucket; or in the list of those that are not used */
-    struct Kept *newer, *older;   /* among all that are there, by their last use: see is_scarce */
-    int64_t nbytes, num_pieces;
     int64_t missing;              /* pieces that are not ready */
     int32_t users, is_dropped;
     uint8_t *data;
+    int64_t nbytes, num_pieces;
+    struct Kept *newer, *older;   /* among all that are there, by their last use: see is_scarce */
     uint8_t pieces[];             /* enum PieceState, of each */
 } Kept;
 
@@ -190,12 +190,13 @@ static int unuse_kept(Kept *kept)
 /* Look up some chunks at once; those that are not there decoded are NULL. */
 static void take_ready(Store *store, const uint64_t *keys, int count, Kept **found)
 {
-    pthread_mutex_lock(&store->lock);
     for (int i = 0; i < count; i++)
         __builtin_prefetch(bucket_of(store, keys[i]));
+    pthread_mutex_lock(&store->lock);
     for (int i = 0; i < count; i++) {
         found[i] = *bucket_of(store, keys[i]);
-        __builtin_prefetch(found[i]);
+        __builtin_prefetch(found[i], 1);
+        __builtin_prefetch((const uint8_t *)found[i] + offsetof(Kept, nbytes), 1);
     }
     for (int i = 0; i < count; i++) {
         while (found[i] != NULL && found[i]->key != keys[i])
@@ -279,7 +280,7 @@ PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbyte
         free(store);
         return NULL;
     }
-    pthread_mutex_init(&store->lock, NULL);
+    init_short_lock(&store->lock);
     pthread_cond_init(&store->published, NULL);
     return store;
 }

@@ -45,9 +45,12 @@ typedef struct {
     const int64_t *samples;
     const Mapping *mapping;
     const uint64_t *draw;
+    /* The serial with which the next epoch begins, and the batches of each; 0: the run has one alone. */
+    int64_t epoch_end, epoch_batches;
     /* Python's: the type of batches, the name of the member that the run, slot and serial are set
-       to, and what is called when the consumer has left a reader that was closed meanwhile. */
-    Object *type, *member, *run, *on_left;
+       to, what is called when the consumer has left a reader that was closed meanwhile, and when an
+       epoch begins with the next batch. */
+    Object *type, *member, *run, *on_left, *on_epoch;
     int64_t taken, num_waits, total_ns, begin_ns, end_ns; /* of all runs; times of the last wait */
 } Turns;
 
@@ -152,12 +155,26 @@ static void note_wait(Turns *t, int64_t begin)
     t->total_ns += t->end_ns - begin;
 }
 
+/* Have Python note that an epoch begins with the next batch, if one does. Returns 0 if it raised. */
+static int begin_epoch(Turns *t)
+{
+    if (!t->epoch_batches || t->next != t->epoch_end)
+        return 1;
+    t->epoch_end += t->epoch_batches;
+    Object *on_epoch = t->on_epoch, *result;
+    Py_IncRef(on_epoch); /* which a reader that is closed meanwhile lets go of */
+    result = PyObject_CallFunctionObjArgs(on_epoch, NULL);
+    Py_DecRef(on_epoch), Py_DecRef(result);
+    return result != NULL;
+}
+
 /* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
    Python goes on; it has to wait, unless the second argument is given. */
 static Object *take(Object *self, Object *const *arguments, intptr_t count)
 {
     Turns *t = (void *)PyByteArray_AsString(self);
-    if (!t->is_lent || t->next >= t->stop || (t->reads_ahead && t->assigned >= t->stop))
+    if (!t->is_lent || t->is_inside || t->next >= t->stop ||
+        (t->reads_ahead && t->assigned >= t->stop))
         return PyBool_FromLong(0);
     int64_t begin = now_ns();
     t->held = -1;
@@ -170,11 +187,16 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     Object *batch = status ? new_batch(t) : NULL;
     if (status && batch == NULL)
         return NULL;
+    if (status)
+        note_wait(t, begin);
+    if (status && !begin_epoch(t)) {
+        Py_DecRef(batch);
+        return NULL;
+    }
     int is_taken = batch != NULL && t->is_lent; /* collecting garbage may close a reader */
     if (is_taken && PyList_Append(arguments[0], batch) != 0)
         is_taken = -1;
     if (is_taken > 0) {
-        note_wait(t, begin);
         t->held = t->next++;
         t->taken++;
     }
@@ -182,26 +204,43 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     return is_taken < 0 ? NULL : PyBool_FromLong(is_taken);
 }
 
-/* Request a batch more. Returns whether it was done here; then it is not the last of its epoch. */
+/* Have the batch that was taken last be the next one again. Returns whether it is; nothing can come
+   between, as this is one call for Python. */
+static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
+{
+    (void)arguments, (void)count;
+    Turns *t = (void *)PyByteArray_AsString(self);
+    int is_taken = t->is_lent && t->held >= 0 && t->held == t->next - 1;
+    if (is_taken)
+        t->next = t->held, t->held = -1, t->taken--;
+    return PyBool_FromLong(is_taken);
+}
+
+/* Request a batch more. Returns 0 where it was not done here, and 2 if it is the last of its epoch. */
 static Object *ask(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)arguments, (void)count;
     Turns *t = (void *)PyByteArray_AsString(self);
     if (!t->is_lent || t->asked >= t->stop)
-        return PyBool_FromLong(0);
+        return PyLong_FromLongLong(0);
     t->asked++;
     submit_next(t);
-    return PyBool_FromLong(1);
+    int is_last = t->epoch_batches && (t->asked - t->epoch_end) % t->epoch_batches == 0;
+    return PyLong_FromLongLong(1 + is_last);
 }
 
-static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL}, {"ask", ask, METH_FASTCALL, NULL}};
+static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL},
+                         {"ask", ask, METH_FASTCALL, NULL},
+                         {"put_back", put_back, METH_FASTCALL, NULL}};
 
-/* Return `take` and `ask` for Python, for a structure in a bytearray, which they keep. */
+/* Return `take`, `ask` and `put_back` for Python, for a structure in a bytearray, which they keep. */
 PUBLIC Object *h5async_turns_of(Object *memory)
 {
-    Object *one = PyCFunction_NewEx(&TURNS[0], memory, NULL);
-    Object *other = PyCFunction_NewEx(&TURNS[1], memory, NULL);
-    Object *both = one && other ? PyTuple_Pack(2, one, other) : NULL;
-    Py_DecRef(one), Py_DecRef(other);
-    return both;
+    Object *made[3], *all;
+    for (int i = 0; i < 3; i++)
+        made[i] = PyCFunction_NewEx(&TURNS[i], memory, NULL);
+    all = made[0] && made[1] && made[2] ? PyTuple_Pack(3, made[0], made[1], made[2]) : NULL;
+    for (int i = 0; i < 3; i++)
+        Py_DecRef(made[i]);
+    return all;
 }

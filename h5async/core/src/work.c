@@ -24,6 +24,8 @@ typedef struct {
     Claimed claims[MAX_CLAIMS]; /* to be published if the file was not changed meanwhile */
     Kept *rows; /* that the item at hand takes, while its pieces are put together; NULL: none */
     Store *rows_store;
+    const Wanted *bounded; /* the last samples that were compared, how many, and their bounds */
+    int64_t num_bounded, least, most;
     int num_claims, may_wait, is_cold; /* is_cold: it was not in the page cache, and is asked for */
 } Work;
 
