@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from h5async.core.binding import Core
-from h5async.fill.outcomes import FillOutcome
+from h5async.fill.outcomes import Answers, FillOutcome
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import FillRequest, Sampling
 from h5async.read.queue import END, TICKET, BatchQueue, SlotBatch
@@ -36,7 +36,7 @@ class PostedBatches:
         self.wake, self.put_ticket, self.end = queue.wake, queue.put_ticket, queue.end
         self._scratch = Scratch.allocate(1, 1, 1)  # which the core asks for, and does not use
         self._requests: list[FillRequest | None] = [None] * num_slots  # the last submitted ones
-        self._answers: list[FillOutcome | None] = [None] * num_slots  # the last ones
+        self.answers: Answers = [None] * num_slots  # the last ones
         self.request_of: Callable[[int, int], FillRequest] | None = None
         self.turns: Turns | None = None
 
@@ -78,8 +78,11 @@ class PostedBatches:
 
     def result(self, slot: int, serial: int) -> FillOutcome | None:
         """Return a batch that a helper has filled; None if it is not ready."""
-        is_ready = self._queue.ready(slot, serial, 0) is not None
-        return self._answers[slot] if is_ready else None
+        answers = self.answers
+        if self._queue.ready(slot, serial, 0) is None or not answers:  # it was closed meanwhile
+            return None
+        answer = answers[slot]
+        return None if answer is None else answer[1]
 
     def drop_error(self, serial: int) -> None:
         """Do nothing: the ring has the errors."""
@@ -100,12 +103,12 @@ class PostedBatches:
     def finish(self, request: FillRequest, outcome: FillOutcome) -> bool:
         """Make a batch ready; return False if the ring has to be told of it."""
         is_plain = outcome.error is None and not outcome.warnings and not outcome.skipped
-        self._answers[request.slot] = outcome if is_plain else None
+        self.answers[request.slot] = (request.serial, outcome) if is_plain else None
         self._queue.finish(request.slot, request.serial, is_ready=is_plain)
         return is_plain
 
     def close(self) -> None:
         """Release memory and functions; no thread will call it any more."""
         self._queue.close()
-        self._answers, self._requests = [], []
+        self.answers, self._requests = [], []
         self.request_of = self.turns = None

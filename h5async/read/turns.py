@@ -25,8 +25,8 @@ class Numbers(NamedTuple):
 
     They are those at positions of the selection from `begin` on, `stride` further on for each
     batch; `mapping` and `draw` as for `BatchQueue.submit`. Or they lie in `samples` at such a
-    distance. Batches of several epochs have `epoch_batches` in each but the first, which ends before
-    `epoch_end`.
+    distance. Of batches of several epochs, `epoch_batches` are in each but the first epoch, which
+    ends before `epoch_end`.
     """
 
     first: int

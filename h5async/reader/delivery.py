@@ -81,14 +81,15 @@ class Delivery:
         self._batches = Batches(setup, ring)
         # The same in one call of the core, where that can be; see `Turns`.
         self.take_turn: Callable[..., bool] = _no_turn
-        self.ask_turn: Callable[[], bool] = _no_turn
+        self.ask_turn: Callable[[], int] = _no_turn
         self.put_back_turn: Callable[[], bool] = _no_turn
         self._waiting: int | None = None  # the thread that waits for a batch
 
     def fill_by(self, filler: Filler | HelperFiller) -> None:
         """Set the filler, before the first batch."""
         self._filler = filler
-        setup, submissions = self._setup, None
+        setup = self._setup
+        submissions: Submissions | PostedBatches | None = None
         if isinstance(filler, Filler):
             submissions = filler.submissions
         elif self._may_have_turns() and setup.config.postprocess is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from h5async.deliver.slots import SlotRing
 from h5async.errors import is_lack_of_memory, out_of_memory
-from h5async.fill.outcomes import FillOutcome
+from h5async.fill.outcomes import Answers, FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.order.sampling import NO_SAMPLES, FillRequest, Sampling
 from h5async.order.schedule import Course
@@ -87,12 +87,13 @@ class Run:
         request: FillRequest,
         numbers: Numbers,
         sampling: Sampling,
+        answers: Answers,
         slots: Sequence[tuple[Any, ...]],
     ) -> None:
         self.numbers = numbers
         self.epoch, self.place = request.epoch, course.place
         self._batches, self._course, self._sampling = batches, course, sampling
-        self._slots = slots  # the arrays of each
+        self._answers, self._slots = answers, slots  # the arrays of each
 
     def complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
         """Make something that a batch lacks: its numbers, its arrays, or all else."""
@@ -104,15 +105,22 @@ class Run:
             raise out_of_memory(f"the batch with the number {serial}", error, _REMEDY) from error
 
     def _complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
-        course, sampling = self._course, self._sampling
+        answer = self._answers[slot]
+        filled = answer[1] if answer is not None and answer[0] == serial else None
+        if name == "index" and filled is not None:
+            batch.index = filled.index
+            return
+        course = self._course
         epoch, number, start = course.position(serial)
         if name == "_arrays":
-            arrays = tuple([array[: self.numbers.size] for array in self._slots[slot]])
-            index = batch.index if self._batches.has_masks else NO_SAMPLES
-            batch._arrays = self._batches.arrays(FillOutcome(index, arrays), epoch)
+            if filled is None:
+                arrays = tuple([array[: self.numbers.size] for array in self._slots[slot]])
+                index = batch.index if self._batches.has_masks else NO_SAMPLES
+                filled = FillOutcome(index, arrays)
+            batch._arrays = self._batches.arrays(filled, epoch)
             return
         if name == "index":
-            batch.index = sampling.batch_at(epoch, start)
+            batch.index = self._sampling.batch_at(epoch, start)
             return
         last = course.schedule.is_last(serial)
         batch.__init__(  # type: ignore[misc]  # it was made without
@@ -142,7 +150,7 @@ def next_run(
         numbers = submissions.numbers(request, left)
     if numbers is None or numbers.stop - following < _LEAST:
         return None
-    return Run(batches, course, request, numbers, sampling, slots)
+    return Run(batches, course, request, numbers, sampling, submissions.answers, slots)
 
 
 _LEAST = 8  # batches, so that it pays
