@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter, folders_of_hdf5plugin
 from h5async.errors import ConfigError
-from h5async.io.localfiles import IoMode
+from h5async.io.source import IoMode
 from h5async.system.interruptions import call_when_gone, interruption, suppressing
 from h5async.system.timeline import ThreadCounts
 

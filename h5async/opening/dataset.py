@@ -6,8 +6,7 @@ Options enter; the layout of each field across all files leaves, and the distrib
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,12 +30,12 @@ from h5async.index.indexcache import known_of_files
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.savedindex import NamedIndex
-from h5async.io.localfiles import read_ahead
 from h5async.io.metadatafile import opening_ahead
+from h5async.io.source import read_ahead
 from h5async.io.stores import far_names
-from h5async.opening.fieldkinds import unlike, with_kinds
+from h5async.opening.fieldkinds import on_indexed, unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
-from h5async.opening.filevalues import reach_of, read_names
+from h5async.opening.filevalues import grouping_of, reach_of
 from h5async.opening.oncefields import static_values, with_rows_of_samples
 from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.drawn import SamplerOrder
@@ -44,13 +43,10 @@ from h5async.order.lengths import NO_LIMIT, Lengths, SamplingByLength
 from h5async.order.rows import LengthRows, SpanRows, StepSpans
 from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling, WeightedOrder
 from h5async.order.window import window_order
+from h5async.plan.crops import require_same_places
 from h5async.samples.assembly import columns_of, field_kinds, spans_of
 from h5async.samples.fieldkind import FieldKind, Rows, steps_of
-from h5async.samples.parts import require_same_places
 from h5async.spelling import named
-
-# Called after each file with the number of indexed files and the total.
-on_indexed: ContextVar[Callable[[int, int], None] | None] = ContextVar("on_indexed", default=None)
 
 
 class OpenedDataset(NamedTuple):
@@ -207,14 +203,6 @@ def _check_ragged(config: ReaderConfig, kinds: Mapping[str, FieldKind]) -> None:
         f'"{kind.field.path}" ({kind.name}) has samples of differing lengths, for which {option} is'
         f" not supported; {remedy}"
     )
-
-
-def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
-    """Return which groups of the files are sequences, or None."""
-    sequences = config.sequences
-    if sequences is None or sequences.groups is None:
-        return None
-    return Grouping(sequences.groups, sequences.only or "", partial(read_names, reach))
 
 
 class Samplings:

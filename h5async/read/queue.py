@@ -80,7 +80,7 @@ class BatchQueue:
             selected=None if selection.numbers is None else address(selection.numbers),
             start=selection.start,
             step=selection.step,
-            may_spin=usable_cores() > 1,
+            num_cores=usable_cores(),
             is_remote=tables is None,
             table=None if drawn is None else address(drawn),
             num_columns=0 if drawn is None else drawn.size,

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
-from h5async.config.describing import takes_options
 from h5async.errors import ConfigError, ReadError
 from h5async.reader import lifetime  # noqa: F401  # registers exit and fork handlers
+from h5async.system.describing import takes_options
 from h5async.system.interruptions import passing
 
 if TYPE_CHECKING:

@@ -145,19 +145,21 @@ def test_external_values_of_a_dataset_that_is_open(tmp_path: Path, monkeypatch: 
         np.testing.assert_array_equal(opened["data"][40:60], expected[40:60])
 
 
-def test_a_file_that_is_written_under_a_relative_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_values_of_a_file_that_this_process_opens_again_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libver: str
 ):
     monkeypatch.chdir(tmp_path)
     Path("elsewhere").mkdir()
     for name in ("data.h5", "elsewhere/data.h5"):
-        with h5py.File(name, "w") as file:
-            file["data"] = np.zeros(10)
+        with h5py.File(name, "w", libver=libver) as file:
+            file["data"], file["text"] = np.zeros(10), ["a", "b"]
     with h5async.open_file("data.h5") as opened:
-        assert opened["data"][3] == 0
-        with h5py.File("data.h5", "r+") as file:
+        data, text = opened["data"], opened["text"]
+        assert (data[3], text[0]) == (0, b"a")
+        with h5py.File("data.h5", "r+", libver=libver) as file:
             monkeypatch.chdir("elsewhere")
-            file["data"][3] = 7
-            assert opened.is_written()
-            assert opened["data"][3] == 7
-        assert not opened.is_written()
+            file["data"][3], file["text"][0] = 7, "other"  # which is not stored yet
+            assert data[3] == 7
+            with pytest.raises(h5async.ReadError, match="changed"):
+                text[0]
