@@ -135,8 +135,11 @@ class Delivery:
         """
         counts, ring, submissions = self._counts, self._ring, self._submissions
         turns = None if submissions is None else submissions.turns
-        if submissions is None or turns is None or self._recorder.timeline is not None:
+        timeline = self._recorder.timeline  # the core does not tell other tools
+        if turns is None or submissions is None or (timeline is not None and timeline.open_ranges):
             return False
+        if timeline is not None and not isinstance(self._filler, Filler):
+            return False  # nor what helpers are asked for
         course = self._position.course
         # Threads at work would wait longer for the consumer.
         if turns.is_lent or not turns.are_worthwhile:
@@ -481,7 +484,8 @@ class Epoch(Iterator[Batch]):
         self._get_next_batch = get_next_batch
 
     def __next__(self) -> Batch:
-        run = self._ring.run
+        turns = self._ring.turns
+        run = None if turns is None else turns.run
         if run is not None and run.epoch == self._epochs[0] and run.place is self._place:
             return self._get_next_batch()
         course, serial = self._position.course, self._ring.consumer.next

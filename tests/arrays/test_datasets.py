@@ -124,6 +124,18 @@ def test_what_a_group_contains(path: Path):
             assert_same(path, lambda file, name=name: file[name].name)
 
 
+def test_names_are_in_the_order_of_h5py(tmp_path: Path):
+    for number, orders in enumerate((0, h5py.h5p.CRT_ORDER_TRACKED, 3)):
+        properties = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+        properties.set_link_creation_order(orders)
+        path = tmp_path / f"{number}.h5"
+        with h5py.File(path, "w", track_order=bool(number)) as file:
+            group = h5py.Group(h5py.h5g.create(file.id, b"z", gcpl=properties))
+            for name in "yxa":
+                file[name] = group[name] = 1
+        assert_same(path, lambda file: (list(file), list(file["z"])))
+
+
 def test_references_lead_to_objects(path: Path):
     assert_same(path, lambda file: file[file["group/reference"][()]][0])
     assert_same(path, lambda file: file["group"][file["group/reference"][()]].name)

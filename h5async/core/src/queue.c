@@ -19,7 +19,7 @@ enum { SPIN_NS = 200000, QUICK_NS = 100000, LONG_GAP_NS = 1000000 };
 /* The consumer itself fills batches that take no longer than to wake a thread. While it waits for one
    that takes little longer, it helps the threads: to look for its end in a loop would keep a core from
    them, and to sleep would take as long. */
-enum { CHEAP_NS = 25000, HELPED_NS = 500000, MOST_FILL_NS = 1000000 };
+enum { CHEAP_NS = 25000, HELPED_NS = 300000, MOST_FILL_NS = 1000000 };
 /* What is left of a batch is cut into ranges for all who may read; the last ones are the smallest. */
 enum { RANGES_EACH = 2, LEAST_RANGE_NBYTES = 128 * 1024 };
 enum { WOKEN_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
@@ -341,6 +341,11 @@ static int find_samples(const Queue *queue, const Wish *wish)
 {
     const Mapping *mapping = &wish->mapping;
     int64_t *samples = wish->samples, count = wish->count;
+    if (!mapping->count && queue->selected == NULL) {
+        for (int64_t i = 0; i < count; i++)
+            samples[i] = queue->start + queue->step * (wish->begin + i);
+        return 1;
+    }
     if (mapping->count && !mapping->a && mapping->b) {
         if (!h5async_window_samples((const Window *)(uintptr_t)mapping->b, samples, wish->begin, count))
             return 0;
@@ -456,8 +461,8 @@ static void wait_for_work(Queue *queue)
     uint32_t seen = atomic_load(&queue->offers);
     if (queue->idle_since_ns == 0)
         queue->idle_since_ns = now_ns();
-    if (queue->spinners == 0 && queue->num_cores > 1 && num_busy(queue) <= queue->num_cores &&
-        queue->idle_ns <= SPIN_NS) {
+    int64_t num_awake = queue->num_here - queue->num_idle + 1; /* the consumer needs a core, too */
+    if (queue->spinners == 0 && num_awake <= queue->num_cores && queue->idle_ns <= SPIN_NS) {
         queue->spinners = 1;
         pthread_mutex_unlock(&queue->lock);
         spin(&queue->offers, seen);

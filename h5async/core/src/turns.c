@@ -17,6 +17,12 @@ extern Object *PyCFunction_NewEx(Method *method, Object *self, Object *module);
 extern char *PyByteArray_AsString(Object *array);
 extern Object *PyType_GenericAlloc(Object *type, intptr_t count);
 extern Object *PyTuple_Pack(intptr_t count, ...);
+extern Object *PyTuple_GetItem(Object *tuple, intptr_t at);
+extern intptr_t PyTuple_Size(Object *tuple);
+extern Object *PyDict_New(void);
+extern int PyDict_SetItem(Object *dict, Object *key, Object *value);
+extern Object *PyObject_GetItem(Object *object, Object *key);
+extern void PyErr_Clear(void);
 extern Object *PyLong_FromLongLong(long long value);
 extern Object *PyBool_FromLong(long value);
 extern Object *PyObject_CallFunctionObjArgs(Object *function, ...);
@@ -42,15 +48,17 @@ typedef struct {
     /* The run: batches `first` to `stop` of `count` samples, at positions from `begin` on, and
        `stride` further on for each; of `samples`, unless NULL; see h5async_submit. */
     int64_t first, stop, begin, stride, count;
+    int64_t epoch, number; /* of the batch `first`, for traces */
     const int64_t *samples;
     const Mapping *mapping;
     const uint64_t *draw;
     /* The serial with which the next epoch begins, and the batches of each; 0: the run has one alone. */
     int64_t epoch_end, epoch_batches;
-    /* Python's: the type of batches, the name of the member that the run, slot and serial are set
-       to, what is called when the consumer has left a reader that was closed meanwhile, and when an
-       epoch begins with the next batch. */
-    Object *type, *member, *run, *on_left, *on_epoch;
+    /* Python's: the type of batches, the names of the members that the arrays, and the run, slot and
+       serial, are set to; of the run: names of fields (NULL: arrays are not made), arrays of each slot,
+       and the part of these; what is called when the consumer has left a reader that was closed
+       meanwhile, and when an epoch begins with the next batch. */
+    Object *type, *made, *later, *run, *names, *arrays, *part, *on_left, *on_epoch;
     int64_t taken, num_waits, total_ns, begin_ns, end_ns; /* of all runs; times of the last wait */
 } Turns;
 
@@ -66,8 +74,14 @@ static void submit_next(Turns *t)
             wish.mapping = *t->mapping;
         if (t->draw != NULL)
             memcpy(wish.draw, t->draw, sizeof wish.draw);
+        /* (While another thread waits, the worker is its own.) */
+        int64_t begin = t->worker->trace && !t->is_inside ? now_ns() : 0;
         submit_wish(t->queue, t->slot_of[t->assigned % t->num_slots], &wish,
                     t->samples == NULL ? NULL : t->samples + skipped, 1);
+        if (begin) /* as its field and source: its number and epoch */
+            note_alone(t->worker, REQUESTING, t->assigned,
+                       (int32_t)(t->number + t->assigned - t->first), (int32_t)t->epoch, begin,
+                       now_ns());
     }
 }
 
@@ -133,18 +147,37 @@ static int await_next(Turns *t, int may_wait)
     return 0;
 }
 
+/* Return views of a slot's arrays by name; NULL, without an exception: there is no memory. */
+static Object *new_views(Object *names, Object *arrays, Object *part)
+{
+    Object *views = PyDict_New();
+    for (intptr_t i = 0, count = PyTuple_Size(names); views != NULL && i < count; i++) {
+        Object *view = PyObject_GetItem(PyTuple_GetItem(arrays, i), part);
+        if (view == NULL || PyDict_SetItem(views, PyTuple_GetItem(names, i), view) != 0) {
+            Py_DecRef(views);
+            views = NULL;
+        }
+        Py_DecRef(view);
+    }
+    if (views == NULL)
+        PyErr_Clear();
+    return views;
+}
+
 static Object *new_batch(const Turns *t)
 {
-    Object *run = t->run, *slot = PyLong_FromLongLong(t->slot_of[t->next % t->num_slots]);
-    Object *serial = PyLong_FromLongLong(t->next);
+    int64_t at = t->slot_of[t->next % t->num_slots];
+    Object *run = t->run, *slot = PyLong_FromLongLong(at), *serial = PyLong_FromLongLong(t->next);
     Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
-    Object *made = slot && serial ? PyTuple_Pack(3, run, slot, serial) : NULL;
-    Object *batch = made ? PyType_GenericAlloc(t->type, 0) : NULL;
-    if (batch != NULL && PyObject_SetAttr(batch, t->member, made) != 0) {
+    Object *views = t->names ? new_views(t->names, PyTuple_GetItem(t->arrays, at), t->part) : NULL;
+    Object *later = slot && serial ? PyTuple_Pack(3, run, slot, serial) : NULL;
+    Object *batch = later ? PyType_GenericAlloc(t->type, 0) : NULL;
+    if (batch != NULL && (PyObject_SetAttr(batch, t->later, later) != 0 ||
+                          (views && PyObject_SetAttr(batch, t->made, views) != 0))) {
         Py_DecRef(batch);
         batch = NULL;
     }
-    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(made);
+    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(later), Py_DecRef(views);
     return batch;
 }
 
@@ -153,6 +186,7 @@ static void note_wait(Turns *t, int64_t begin)
     t->begin_ns = begin, t->end_ns = now_ns();
     t->waits_ns[t->num_waits++ % MAX_WAITS] = t->end_ns - begin;
     t->total_ns += t->end_ns - begin;
+    note_alone(t->worker, WAITING, t->next, SEVERAL, SEVERAL, begin, t->end_ns);
 }
 
 /* Have Python note that an epoch begins with the next batch, if one does. Returns 0 if it raised. */
