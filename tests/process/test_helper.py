@@ -91,7 +91,7 @@ def test_the_core_hands_over_batches_of_several_epochs(path, drop_last, count):
             assert facts == (epoch, number, number == 5)
             assert reader.stats(epoch=-1).batches == number + 1
         assert ends == [serial % 6 == 5 for serial in range(len(ends))]
-        assert reader._engine.ring.run is not None
+        assert reader._engine.ring.turns.is_lent
         assert reader.stats(epoch=0).batches == reader.stats(epoch=1).batches == 6
 
 
