@@ -86,12 +86,13 @@ def __getattr__(name: str) -> Any:
     path = f"{__name__}.{name}"
     if name.startswith("_") or importlib.util.find_spec(path) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(f"{__name__}.reader.engine")  # loads nearly everything
-    return importlib.import_module(path)
+    with _loading:
+        importlib.import_module(f"{__name__}.reader.engine")  # loads nearly everything
+        return importlib.import_module(path)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__
 
 
 def _version() -> str:

@@ -15,11 +15,11 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from h5async.config import ReaderConfig
-from h5async.config.describing import takes_options
 from h5async.errors import ConfigError, DatasetError, ReaderClosedError
 from h5async.reader.asyncreader import AsyncReader
 from h5async.reader.batch import Batch
 from h5async.samples.samplearrays import NoTensorError, SampleArrays, tensor_of
+from h5async.system.describing import takes_options
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions

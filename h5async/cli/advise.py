@@ -15,13 +15,13 @@ import typer
 from numpy.typing import NDArray
 from rich.filesize import decimal
 
-from h5async import AsyncReader, ReaderConfig
 from h5async.cli.bench import speed_of
 from h5async.cli.datasetfacts import Dataset, listed
 from h5async.cli.farfacts import FarCost, far_cost
 from h5async.cli.options import reader_config, takes_reader
 from h5async.cli.output import Json, Picture, PlotFile, print_json, progress_bar, safe, tidy
 from h5async.cli.read import stopping_by_sigterm
+from h5async.config import ReaderConfig
 from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError, H5AsyncError
 from h5async.index.layout import DatasetLayout
@@ -42,6 +42,7 @@ from h5async.packing.advising import (
     whole_layout,
     write_sample,
 )
+from h5async.reader.asyncreader import AsyncReader
 from h5async.spelling import named, printable, shell_word
 from h5async.system.resources import free_memory
 

@@ -11,16 +11,15 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from h5async import H5AsyncError
 from h5async.cli.farfacts import FarCost, far_cost
 from h5async.cli.options import spell_in_shell
 from h5async.config.files import FileName
 from h5async.core.binding import load_core
-from h5async.errors import DatasetError
+from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasettable import kinds_of, table_of
 from h5async.index.groupfields import column, sparse_group
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach, open_index
+from h5async.index.links import Reach, components, open_index
 from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.io.stores import far_names
@@ -366,8 +365,8 @@ def is_meant(path: str, patterns: Sequence[str]) -> bool:
 
     ``**`` matches any number of names; characters of patterns also match themselves.
     """
-    names = _names(path)
-    return not patterns or any(_begins(names, _names(pattern)) for pattern in patterns)
+    names = components(path)
+    return not patterns or any(_begins(names, components(pattern)) for pattern in patterns)
 
 
 def _begins(names: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -379,7 +378,3 @@ def _begins(names: Sequence[str], pattern: Sequence[str]) -> bool:
         return False
     is_same = names[0] == pattern[0] or fnmatchcase(names[0], pattern[0])
     return is_same and _begins(names[1:], pattern[1:])
-
-
-def _names(path: str) -> list[str]:
-    return [name for name in path.split("/") if name not in ("", ".")]

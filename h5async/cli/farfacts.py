@@ -10,21 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.filesize import decimal
 
-from h5async.config.readerconfig import ReaderConfig
+from h5async.config import ReaderConfig
 from h5async.index.layout import DatasetLayout
+from h5async.index.segments import Int64s, repetitions
+from h5async.observe.stats import MOST_RATE
 from h5async.order.selection import permute
 from h5async.order.window import window_order
 from h5async.plan.records import ByteRanges, extents_of, requests_of
 
-MOST_RATE = 5500  # GETs a second that S3 permits for a prefix; an assumption
 _MOST_SAMPLES = 1 << 16  # for which requests are computed
 _FEWER = 2.0  # times: what makes the window worth a word
 _SMALL_NBYTES = 256 * 1024  # of a request, below which the rate of requests is the limit
-
-Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -129,9 +127,7 @@ def _ranges(layout: DatasetLayout) -> Callable[[Int64s], ByteRanges]:
     def of(samples: Int64s) -> ByteRanges:
         wanted = np.unique(samples // rows) if layout.filters else samples // rows
         begin, end = (np.searchsorted(unit, wanted, side) for side in ("left", "right"))
-        held = end - begin
-        of_wanted = np.repeat(np.arange(wanted.size), held)
-        which = np.arange(of_wanted.size) - np.repeat(np.cumsum(held) - held, held)
+        of_wanted, which = repetitions(end - begin)
         which += begin[of_wanted]
         if layout.filters:
             return _made(chunks.offset[which], chunks.nbytes[which])

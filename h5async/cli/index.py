@@ -9,17 +9,18 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from h5async import ConfigError, H5AsyncError, ReaderConfig
 from h5async.cli.options import spell_in_shell, takes_options, typed_options
 from h5async.cli.output import Json, Ray, opening, print_json, safe
+from h5async.config import ReaderConfig
 from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
+from h5async.errors import ConfigError, H5AsyncError
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.savedindex import write_index
 from h5async.index.savedkinds import NotPortableError
 from h5async.io.metadatafile import opening_ahead
 from h5async.io.stores import far_names
+from h5async.opening.fieldkinds import index_files
 from h5async.opening.filevalues import reach_of
-from h5async.opening.indexing import index_files
 from h5async.samples.fieldkind import AUDIO, CATEGORIES, IMAGE, NULLABLE, SHAPE, TEXTS
 
 # Kinds of entries beside datasets' layouts.

@@ -25,7 +25,7 @@ from h5async.cli.output import safe
 from h5async.cli.pack import pack, repack
 from h5async.cli.read import read
 from h5async.cli.stats import stats
-from h5async.config.hints import hint_for
+from h5async.config.frozen import hint_for
 
 _ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")  # of a cluster, which --ray may be without
 _UsageError: Any = typer.BadParameter.__base__  # click's, or the copy in typer

@@ -17,12 +17,13 @@ import typer
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from h5async import ConfigError, ReaderConfig
-from h5async.config.describing import descriptions
+from h5async.config import ReaderConfig
 from h5async.config.files import kind_of_file, load_file, map_paths, with_variables
 from h5async.config.frozen import Words
+from h5async.errors import ConfigError
 from h5async.packing.writeoptions import PackOptions
 from h5async.spelling import as_keyword, in_file, named, shell_word, spelled
+from h5async.system.describing import descriptions
 
 _CONFIG = typer.Option(
     metavar="FILE", help="File of options (TOML, .json, .yaml); those typed here win."

@@ -23,7 +23,7 @@ from h5async.cli.options import spell_in_shell
 from h5async.config.files import FileName, home_path, with_variables
 from h5async.errors import ConfigError, needs_package
 from h5async.observe.stats import ReaderStats, reader_sentence
-from h5async.opening.dataset import on_indexed
+from h5async.opening.fieldkinds import on_indexed
 from h5async.spelling import printable, spelled
 
 VERSION = 1  # of all schemas: raised if a key is renamed or removed, not if one is added

@@ -14,13 +14,13 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from h5async import AsyncReader
 from h5async.cli import output
 from h5async.cli.bench import require_batches
 from h5async.cli.datasetfacts import method_text, methods_of
 from h5async.cli.options import reader_config, takes_reader
 from h5async.cli.output import Json, files_text, limit_text, opening, print_json, progress_bar, safe
 from h5async.config.files import home_path, with_variables
+from h5async.reader.asyncreader import AsyncReader
 from h5async.samples.samplearrays import SampleArrays
 
 _CTRL_C, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes, as in shells

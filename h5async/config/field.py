@@ -17,14 +17,13 @@ from pydantic import (
 )
 
 from h5async.config import values
-from h5async.config.frozen import REQUIRED, Frozen, documented, option
-from h5async.config.hints import hint_for
+from h5async.config.frozen import REQUIRED, Frozen, documented, hint_for, option
 from h5async.config.statistics import Statistics
 from h5async.errors import ConfigError
 from h5async.spelling import Spell, as_keyword, in_file
 
 if TYPE_CHECKING:
-    from h5async.config.hints import Where
+    from h5async.config.frozen import Where
 
 Per = Literal["sequence", "file", "dataset"]
 _NOT_GIVEN: Any = object()

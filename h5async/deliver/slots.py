@@ -98,6 +98,9 @@ class Turns(Protocol):
     def end(self) -> None:
         """Give the state back."""
 
+    def is_inside(self) -> bool:
+        """Tell whether a thread waits for a batch in there."""
+
     def stop_waiting(self) -> None:
         """Let the ring wait for a batch from now on."""
 
@@ -146,7 +149,8 @@ class SlotRing(Generic[Result]):
         # Set before the first batch, if not only `filled` reports batches.
         self.completions: Completions[Result] = _FilledOnly()
         self.turns: Turns | None = None  # to which the state may be lent
-        self._consumer = Consumer()  # what it wants; only its own calls change it
+        # What the consumer wants; only its own calls change it. `consumer`, while it is lent.
+        self.wanted = Consumer()
         self.is_closed = self._at_exit = False
         # Held, only this thread changes the ring. Reentrant: a reader may be collected, and closed,
         # by the garbage collector while one of its own threads is in here.
@@ -164,13 +168,8 @@ class SlotRing(Generic[Result]):
     def consumer(self) -> Consumer:
         """What the consumer wants."""
         if self.turns is None or not self.turns.is_lent:
-            return self._consumer
-        return _new_consumer((*self.turns.state(), *self._consumer[3:]))
-
-    @property
-    def run(self) -> Any:
-        """The run of batches for which the state is lent; None: it is not."""
-        return None if self.turns is None else self.turns.run
+            return self.wanted
+        return _new_consumer((*self.turns.state(), *self.wanted[3:]))
 
     def lend(self, run: Any) -> None:
         """Lend the state for a run, in the consumer's thread.
@@ -178,7 +177,7 @@ class SlotRing(Generic[Result]):
         Not if batches before the next one have slots still, but the one in use.
         """
         with self.lock:
-            following, asked, held, reads_ahead, *_ = self._consumer
+            following, asked, held, reads_ahead, *_ = self.wanted
             slots = {serial: entry.slot for serial, entry in self._entries.items()}
             low = following if held not in slots else held
             is_whole = list(slots) == list(range(low, low + len(slots)))
@@ -204,7 +203,7 @@ class SlotRing(Generic[Result]):
                 entry = _Entry(slot, is_ready=serial == consumer.held)
             entries[serial] = entry
         self._never_given = []  # some may have been given; those that no entry has are free
-        self._entries, self._consumer = entries, consumer
+        self._entries, self.wanted = entries, consumer
         self.was_lent = True
         turns.end()
 
@@ -230,8 +229,8 @@ class SlotRing(Generic[Result]):
         with self.lock:
             self._take_back()
             self.check_open()
-            following, asked, *others = self._consumer
-            self._consumer = _new_consumer((following, asked + 1, *others))
+            following, asked, *others = self.wanted
+            self.wanted = _new_consumer((following, asked + 1, *others))
             return asked
 
     def ask_for(self, course_from: Callable[[int, int], Any]) -> int:
@@ -246,12 +245,12 @@ class SlotRing(Generic[Result]):
         with self.lock:
             self._take_back()
             self.check_open()
-            following, asked, held, reads_ahead, _, loops = self._consumer
+            following, asked, held, reads_ahead, _, loops = self.wanted
             serial = max(asked, self._next_to_assign())
             if loops:
                 serial = max(serial, following + self._num_slots - (held is not None))
             course = course_from(serial, following)
-            self._consumer = Consumer(following, serial + 1, held, reads_ahead, course, loops)
+            self.wanted = Consumer(following, serial + 1, held, reads_ahead, course, loops)
             return serial
 
     def skip_to(self, serial: int, *, read_ahead: bool, loops: bool = False) -> None:
@@ -262,9 +261,9 @@ class SlotRing(Generic[Result]):
         with self.lock:
             self._take_back()
             self.check_open()
-            following = max(self._consumer.next, serial)
-            asked = max(self._consumer.asked, following)
-            self._consumer = self._consumer._replace(
+            following = max(self.wanted.next, serial)
+            asked = max(self.wanted.asked, following)
+            self.wanted = self.wanted._replace(
                 next=following, asked=asked, reads_ahead=read_ahead, loops=loops
             )
 
@@ -278,22 +277,20 @@ class SlotRing(Generic[Result]):
         with self.lock:
             self._take_back()
             self.check_open()
-            serial = max(self._consumer.asked, self._next_to_assign())
-            self._consumer = Consumer(
-                serial, serial, self._consumer.held, False, course_from(serial)
-            )
+            serial = max(self.wanted.asked, self._next_to_assign())
+            self.wanted = Consumer(serial, serial, self.wanted.held, False, course_from(serial))
 
     def hand_back(self) -> None:
         """Give the slot in use back, and request at least one batch."""
         with self.lock:
             self._take_back()
             self.check_open()
-            following, asked, _, *others = self._consumer
-            self._consumer = _new_consumer((following, max(asked, following + 1), None, *others))
+            following, asked, _, *others = self.wanted
+            self.wanted = _new_consumer((following, max(asked, following + 1), None, *others))
 
     def is_ready(self) -> bool:
         """Tell whether the next batch can be taken without waiting."""
-        serial = self._consumer.next
+        serial = self.wanted.next
         entry = self._entries.get(serial)
         return entry is not None and self._is_done(serial, entry)
 
@@ -314,7 +311,7 @@ class SlotRing(Generic[Result]):
         while True:
             with self.lock:
                 seen = self.completions.events()
-            if begin is not None and self._consumer.next not in self._entries:
+            if begin is not None and self.wanted.next not in self._entries:
                 begin()  # after reading the events: it is called again after the next one
             found = self._next()
             if found is not None:
@@ -324,7 +321,7 @@ class SlotRing(Generic[Result]):
             wait = partial(self.completions.wait, seen)
             if not patience.wait(wait) and patience.is_over:
                 raise BatchTimeoutError(
-                    f"batch {self._consumer.next} was not ready within {timeout_seconds} s; call"
+                    f"batch {self.wanted.next} was not ready within {timeout_seconds} s; call"
                     " get_next_batch() again to go on waiting for it"
                 )
 
@@ -332,7 +329,7 @@ class SlotRing(Generic[Result]):
         """Return the next batch's serial, slot and result; None if it is not ready."""
         with self.lock:
             self.check_open()
-            serial = self._consumer.next
+            serial = self.wanted.next
             entry = self._entries.get(serial)
             is_done = entry is not None and self._is_done(serial, entry)
             self.check_open()  # a signal handler may have closed it meanwhile
@@ -340,17 +337,24 @@ class SlotRing(Generic[Result]):
                 return None
             return serial, entry.slot, entry.result
 
-    def take(self, serial: int, *, forget: bool = False) -> None:
-        """Mark the batch that was waited for as in use; `forget` drops its result here."""
+    def after(self, serial: int) -> Consumer:
+        """Return what is `wanted` once the batch that was waited for is in use.
+
+        Whoever sets it so, and returns the batch right then, cannot be interrupted in between.
+        """
+        _, asked, _, *others = self.wanted
+        return _new_consumer((serial + 1, asked, serial, *others))
+
+    def forget(self, serial: int) -> None:
+        """Forget the error of the batch that was waited for; the next one is the next."""
         with self.lock:
             entry = self._entries.get(serial)
-            if forget and entry is not None:
+            if entry is not None:
                 entry.result = None
-            _, asked, _, *others = self._consumer
-            self._consumer = _new_consumer((serial + 1, asked, serial, *others))
+            self.wanted = self.after(serial)
 
     def put_back(self, serial: int, result: Result | None = None) -> None:
-        """Undo `take`, whether or not it was done: the batch is the next one again.
+        """Undo `forget`, or what turns did, if it was done: the batch is the next one again.
 
         None: the result is that of `Completions`.
         """
@@ -360,7 +364,7 @@ class SlotRing(Generic[Result]):
             if entry is not None:
                 entry.result = result
                 entry.is_ready = result is not None
-            self._consumer = self._consumer._replace(next=serial, held=None)
+            self.wanted = self.wanted._replace(next=serial, held=None)
 
     # --- the workers' calls -----------------------------------------------------------------------
 
@@ -369,7 +373,7 @@ class SlotRing(Generic[Result]):
         with self.lock:
             return (
                 not self.is_closed
-                and (self._consumer.reads_ahead or self._next_to_assign() < self._consumer.asked)
+                and (self.wanted.reads_ahead or self._next_to_assign() < self.wanted.asked)
                 and len(self._entries) - len(self._done_with()) < self._num_slots
             )
 
@@ -383,7 +387,7 @@ class SlotRing(Generic[Result]):
             if self.is_closed or (self.turns is not None and self.turns.is_lent):
                 return assignments
             serial = self._next_to_assign()
-            if not (self._consumer.reads_ahead or serial < self._consumer.asked):
+            if not (self.wanted.reads_ahead or serial < self.wanted.asked):
                 return assignments
             free: list[int] = []
             for done in self._done_with():
@@ -391,7 +395,7 @@ class SlotRing(Generic[Result]):
                 if entry is not None:  # else the garbage collector has closed the ring
                     free.append(entry.slot)
             while len(self._entries) < self._num_slots:
-                if not (self._consumer.reads_ahead or serial < self._consumer.asked):
+                if not (self.wanted.reads_ahead or serial < self.wanted.asked):
                     break
                 if not (free or self._never_given):  # slots were taken back, or lost
                     used = {entry.slot for entry in self._entries.values()}
@@ -462,11 +466,11 @@ class SlotRing(Generic[Result]):
     # --- under the lock ---------------------------------------------------------------------------
 
     def _next_to_assign(self) -> int:
-        return max(next(reversed(self._entries), -1) + 1, self._consumer.next)
+        return max(next(reversed(self._entries), -1) + 1, self.wanted.next)
 
     def _done_with(self) -> list[int]:
         """Return batches that were delivered, or dropped: their slots are free."""
-        following, held = self._consumer.next, self._consumer.held
+        following, _, held, *_ = self.wanted
         done: list[int] = []
         for serial, entry in self._entries.items():
             if serial >= following:

@@ -17,6 +17,7 @@ from h5async.config.files import FileName, SourceName
 from h5async.core.binding import NOWHERE, load_core, mapping_mode
 from h5async.errors import DatasetError, failed_read
 from h5async.index.composition import with_lengths
+from h5async.index.contents import Grouping
 from h5async.index.datasettable import table_of
 from h5async.index.groupfields import (
     Column,
@@ -153,6 +154,14 @@ def reach_of(config: ReaderConfig) -> Reach:
     named = partial(SourceName, options=config.storage_options, kept=config.kept)
     allowed = config.allow_external, config.allow_missing
     return Reach(*allowed, mode, room, named=named, alike={})
+
+
+def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
+    """Return which groups of the files are sequences, or None."""
+    sequences = config.sequences
+    if sequences is None or sequences.groups is None:
+        return None
+    return Grouping(sequences.groups, sequences.only or "", partial(read_names, reach))
 
 
 def read_names(reach: Reach, file: FileName, path: str) -> list[str]:

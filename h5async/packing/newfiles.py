@@ -15,8 +15,8 @@ from h5async.config.files import INDEX_SUFFIX, FileName, home_path, is_index, pa
 from h5async.errors import ConfigError, ReadError, WriteError
 from h5async.index.links import open_index
 from h5async.index.savedindex import write_index
+from h5async.opening.fieldkinds import index_files
 from h5async.opening.filevalues import reach_of
-from h5async.opening.indexing import index_files
 from h5async.packing.repacking import Progress, Repacked, Repacking
 from h5async.packing.rewriting import Plan
 from h5async.packing.safefile import require_new

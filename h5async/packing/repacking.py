@@ -24,7 +24,7 @@ from h5async.opening.dataset import Samplings, open_dataset
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.comparing import Comparison
-from h5async.packing.objects import ObjectCopy, making_of, walk
+from h5async.packing.objects import ObjectCopy, is_outside, making_of, walk
 from h5async.packing.rawvalues import has_references
 from h5async.packing.rewriting import (
     Plan,
@@ -35,7 +35,7 @@ from h5async.packing.rewriting import (
     move_scalar,
     pieces_of,
 )
-from h5async.packing.rowsource import RowSource, has_shape, is_outside
+from h5async.packing.rowsource import RowSource, has_shape
 from h5async.packing.safefile import SafeFile, partial_of
 from h5async.packing.sparsegroups import (
     ElementRows,

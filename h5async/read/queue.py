@@ -26,7 +26,7 @@ Uint64s = NDArray[np.uint64]
 
 # Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
-_SLOW_NS = 500_000  # HELPED_NS in core/src/queue.c
+_SLOW_NS = 300_000  # HELPED_NS in core/src/queue.c
 _ALONE = 1  # result of `submit`: no batch that was dropped is under way
 
 
@@ -79,7 +79,7 @@ class BatchQueue:
             selected=None if selection.numbers is None else address(selection.numbers),
             start=selection.start,
             step=selection.step,
-            may_spin=usable_cores() > 1,
+            num_cores=usable_cores(),
             table=None if drawn is None else address(drawn),
             num_columns=0 if drawn is None else drawn.size,
         )

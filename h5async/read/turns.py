@@ -58,17 +58,21 @@ class Run(Protocol):
     def numbers(self) -> Numbers:
         """Which samples they have."""
 
+    @property
+    def views(self) -> tuple[tuple[str, ...] | None, tuple[tuple[Any, ...], ...], slice]:
+        """Names of fields, arrays of each slot, and the part of these; no names: none are made."""
+
 
 class Turns:
     """The consumer's turns in the core.
 
-    `batch` is the type of batches: one is made without a call of its `__init__`, and has its member
-    `_later` set to its run, slot and serial. `scratch` is the consumer's; `is_alone`: no other
-    thread fills batches.
+    `batch` is the type of batches: one is made without a call of its `__init__`, and has its
+    members `_arrays` set to views, and `_later` to its run, slot and serial. `scratch` is the
+    consumer's; `is_alone`: no other thread fills batches.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
-    if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `ask`
-    requests a batch, and returns whether it did.
+    if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
+    undoes it, and `ask` requests a batch; both return whether they did.
     """
 
     def __init__(
@@ -79,12 +83,13 @@ class Turns:
         self._struct = core.Turns.from_buffer(self._memory)
         self.take: Callable[..., bool]
         self.ask: Callable[[], bool]
-        self.take, self.ask = core.turns_of(self._memory)
+        self.put_back: Callable[[], bool]
+        self.take, self.ask, self.put_back = core.turns_of(self._memory)
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
-        self._keep = queue, scratch, batch, "_later"
+        self._keep = queue, scratch, batch, "_arrays", "_later"
         self._queue = queue
         self._mappings: list[Any] = []  # that the core may use
         self.run: Any = None  # that is lent to the core
@@ -92,7 +97,7 @@ class Turns:
         struct.queue, struct.worker = queue.struct, ctypes.pointer(scratch.worker(core).struct)
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
-        struct.type, struct.member = id(batch), id(self._keep[-1])
+        struct.type, struct.made, struct.later = map(id, self._keep[2:])
         struct.held = -1
 
     @property
@@ -128,6 +133,9 @@ class Turns:
         struct.first, struct.stop, struct.begin, struct.stride, struct.count = numbers[:5]
         for name, array in zip(("mapping", "samples", "draw"), numbers[5:], strict=True):
             setattr(struct, name, None if array is None else address(array))
+        struct.names, struct.arrays, struct.part = map(id, run.views)
+        if run.views[0] is None:
+            struct.names = None
         self.run, struct.run = run, id(run)
         # Batches of other epochs were delivered, or dropped.
         self._mappings = [*(self._mappings if self._queue.is_dropping() else ()), numbers.mapping]
@@ -148,6 +156,10 @@ class Turns:
         """Take the state back."""
         self._struct.is_lent = False
         self.run = None
+
+    def is_inside(self) -> bool:
+        """Tell whether a thread is in `take` without the GIL."""
+        return bool(self._struct.is_inside)
 
     def stop_waiting(self) -> None:
         """Have `take` never wait from now on."""

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
-from h5async.config.describing import takes_options
 from h5async.errors import ConfigError, ReadError
 from h5async.reader import lifetime  # noqa: F401  # registers exit and fork handlers
+from h5async.system.describing import takes_options
 from h5async.system.interruptions import passing
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class AsyncReader:
         from h5async.reader.engine import Engine
 
         self._config = load_config().load(config, **options)
+        self._timeout = self._config.timeout
         self._engine = Engine(self._config)
         self._dropped = weakref.finalize(self, self._engine.drop)
         self._dropped.atexit = False
@@ -299,32 +300,39 @@ class AsyncReader:
         <Batch 0 of epoch 0: data=(64, 8, 8) uint8, labels=(64,) int64>
         """
         taken: list[Batch] = []  # by the core
-        seconds = self._config.timeout
+        seconds = self._timeout
         if timeout is not None:
             from h5async.config import check_timeout
 
             seconds = check_timeout(timeout)
+        engine, delivery = self._engine, self._engine.delivery
+        take = delivery.take_turn
         try:
-            if self._engine.delivery.take_turn(taken, *(() if seconds is None else (seconds,))):
+            while not (take(taken) if seconds is None else take(taken, seconds)):
+                engine.settle()
+                delivery.check_alone()
+                if not delivery.lend():
+                    break
+            else:
                 return taken[0]
-        except BaseException:  # Ctrl-C: the next call returns this batch
-            if taken:
-                self._engine.ring.put_back(self._engine.ring.consumer.next - 1)
+        except BaseException:  # Ctrl-C: the next call returns this batch, whatever comes meanwhile
+            if taken and not delivery.put_back_turn():  # a signal handler has called the reader
+                engine.ring.put_back(engine.ring.consumer.next - 1)
             raise
-        self._engine.settle()
-        delivery = self._engine.delivery
         serial, filled = delivery.wait(seconds)
-        try:
-            batch = delivery.take(serial, filled)
-        except BaseException:  # Ctrl-C: the next call returns this batch
-            self._engine.ring.put_back(serial, filled)
-            raise
-        if batch is None:
+        if filled.error is not None:
             try:
-                assert filled.error is not None
+                delivery.forget(serial)
+            except BaseException:  # Ctrl-C: the next call raises this error
+                engine.ring.put_back(serial, filled)
+                raise
+            try:
                 raise filled.error
             finally:
                 del filled  # the traceback holds this frame, and would keep the reader alive
+        batch = delivery.made(serial, filled)
+        wanted = engine.ring.after(serial)
+        engine.ring.wanted = wanted  # no signal handler runs between this and the end
         return batch
 
     def read(self, index: ArrayLike) -> Batch:
@@ -431,7 +439,7 @@ class AsyncReader:
         and the reader is still closed.
         """
         try:
-            self._engine.close(self._config.timeout)
+            self._engine.close(self._timeout)
         except ReadError:
             self._dropped.detach()
             raise

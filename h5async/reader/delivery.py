@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
     ConfigError,
     FileChangedWarning,
+    H5AsyncError,
     is_lack_of_memory,
     out_of_memory,
     taking_memory,
@@ -80,6 +82,8 @@ class Delivery:
         # The same in one call of the core, where that can be; see `Turns`.
         self.take_turn: Callable[..., bool] = _no_turn
         self.ask_turn: Callable[[], bool] = _no_turn
+        self.put_back_turn: Callable[[], bool] = _no_turn
+        self._waiting: int | None = None  # the thread that waits for a batch
 
     def fill_by(self, filler: Filler | HelperFiller) -> None:
         """Set the filler, before the first batch."""
@@ -99,26 +103,42 @@ class Delivery:
         if turns is not None:
             self._ring.turns = self._counts.waits.turns = turns
             self.take_turn, self.ask_turn = turns.take, turns.ask
+            self.put_back_turn = turns.put_back
 
     def _request_of(self, slot: int, serial: int) -> FillRequest:
         return self._position.requests([Assignment(slot, serial)])[0]
 
-    def _lend(self) -> None:
-        """Have the core take the next batches, if they are alike, until a call needs more."""
+    def check_alone(self) -> None:
+        """Raise `H5AsyncError` if another thread waits for a batch."""
+        turns = self._ring.turns
+        is_inside = turns is not None and turns.is_inside()
+        if is_inside or self._waiting not in (None, get_ident()):
+            raise H5AsyncError(
+                "another thread is waiting in get_next_batch() of this reader, which serves one"
+                " thread at a time; let one thread take the batches, or make a reader for each"
+            )
+
+    def lend(self) -> bool:
+        """Have the core take the next batches, if they are alike, until a call needs more.
+
+        Returns whether it does, from now on.
+        """
         counts, ring, submissions = self._counts, self._ring, self._submissions
         turns = None if submissions is None else submissions.turns
         if submissions is None or turns is None or self._recorder.timeline is not None:
-            return
+            return False
         course = self._position.course
-        if not turns.are_worthwhile:  # threads at work would wait longer for the consumer
-            return
-        if counts.open_epoch != course.position(ring.consumer.next).epoch:
-            return  # its first batch opens it
+        # Threads at work would wait longer for the consumer.
+        if turns.is_lent or not turns.are_worthwhile:
+            return False
+        if self._waiting or counts.open_epoch != course.position(ring.consumer.next).epoch:
+            return False  # its first batch opens it
         slots = [slot.memory.out for slot in self._setup.slots]
         with suppressing(MemoryError):  # it goes on without
             run = next_run(self._batches, course, ring, submissions, slots)
             if run is not None:
                 ring.lend(run)
+        return turns.is_lent
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -130,7 +150,7 @@ class Delivery:
             return False
         serial = self._ring.ask()
         self.begin()
-        self._lend()
+        self.lend()
         return self._position.schedule.is_last(serial)
 
     def next_epoch(self, get_next_batch: Callable[[], Batch]) -> Iterator[Batch]:
@@ -238,8 +258,9 @@ class Delivery:
     # --- the next batch ---------------------------------------------------------------------------
 
     def wait(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
-        """End the life of the batch in use, and wait for the next one; `take` puts it in use."""
+        """End the life of the batch in use, and wait for the next one."""
         self._end_life()
+        self._waiting = get_ident()
         begin, end, is_there = time.perf_counter(), 0.0, False
         ring, slots, timeline = self._ring, self._setup.slots, self._recorder.timeline
         if timeline is not None and timeline.open_ranges:
@@ -267,6 +288,7 @@ class Delivery:
             finally:
                 del filled, slots  # an error from filling here holds this frame
         finally:
+            self._waiting = None  # right here: nothing can come between
             if timeline is not None:
                 end = end or time.perf_counter()
                 timeline.waited(begin, end, ring.consumer.next, is_there)
@@ -289,22 +311,22 @@ class Delivery:
                 self._ring.unassign()
             raise
 
-    def take(self, serial: int, filled: FillOutcome) -> Batch | None:
-        """Return the batch that was waited for, and put it in use; None if it has an error.
+    def made(self, serial: int, filled: FillOutcome) -> Batch:
+        """Return the batch that was waited for; then the ring is to have it in use."""
+        for message in self._counts.new_warnings(filled.warnings) if filled.warnings else ():
+            warnings.warn(message, FileChangedWarning, stacklevel=3)
+        batch = self._handed_over(serial, filled)
+        self._note(batch, len(filled.skipped))
+        return batch
+
+    def forget(self, serial: int) -> None:
+        """Forget the error of the batch that was waited for, whose traceback will hold the reader.
 
         The caller undoes it after an exception, also one that comes as this returns.
         """
-        for message in self._counts.new_warnings(filled.warnings) if filled.warnings else ():
-            warnings.warn(message, FileChangedWarning, stacklevel=3)
-        batch = self._handed_over(serial, filled) if filled.error is None else None
-        # The error's traceback will hold the reader, so nothing may hold the error.
-        self._ring.take(serial, forget=batch is None)
-        if batch is not None:
-            self._note(batch, len(filled.skipped))
-        elif self._submissions is not None:
+        self._ring.forget(serial)
+        if self._submissions is not None:
             self._submissions.drop_error(serial)
-        self._lend()
-        return batch
 
     def _note(self, batch: Batch, skipped: int) -> None:
         counts = self._counts
@@ -442,7 +464,8 @@ class Epoch(Iterator[Batch]):
         self._get_next_batch = get_next_batch
 
     def __next__(self) -> Batch:
-        run = self._ring.run
+        turns = self._ring.turns
+        run = None if turns is None else turns.run
         if run is not None and run.epoch == self._epochs[0] and run.place is self._place:
             return self._get_next_batch()
         course, serial = self._position.course, self._ring.consumer.next

@@ -1,7 +1,7 @@
 """Makes `Batch` objects; lends the ring to the core for runs of batches that are alike.
 
-The core hands over batches of a run in which nothing is made yet: most loops ask for the arrays
-alone, and an object that is touched for the first time in a while costs a microsecond.
+The core hands over batches of a run in which only the arrays are made: most loops ask for nothing
+else, and an object that is touched for the first time in a while costs a microsecond.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from h5async.deliver.slots import SlotRing
 from h5async.errors import is_lack_of_memory, out_of_memory
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.submissions import Submissions
-from h5async.order.sampling import NO_SAMPLES, FillRequest, Sampling
+from h5async.order.sampling import FillRequest, Sampling
 from h5async.order.schedule import Course
 from h5async.read.turns import Numbers
 from h5async.reader.batch import Batch
@@ -29,14 +29,14 @@ class Batches:
     """
 
     def __init__(self, setup: ReaderSetup, ring: SlotRing[FillOutcome]) -> None:
-        self._names, self._masks, self._device = setup.names, setup.masks, setup.device
+        self.names, self._masks, self._device = setup.names, setup.masks, setup.device
         self._sequences, self._static = setup.samplings.sequences, setup.static
         self._ring = weakref.ref(ring)
         self.has_masks = bool(self._masks)
 
     def arrays(self, filled: FillOutcome, epoch: int) -> dict[str, Any]:
         """Return the arrays of a batch by name, and its masks."""
-        names, masks = filled.names or self._names, self._masks
+        names, masks = filled.names or self.names, self._masks
         made = filled.arrays[len(names) :]
         arrays = dict(zip(names, filled.arrays, strict=not made))
         if masks:
@@ -86,7 +86,9 @@ class Run:
         self.numbers = numbers
         self.epoch, self.place = request.epoch, course.place
         self._batches, self._first, self._sampling = batches, request, sampling
-        self._slots = slots  # the arrays of each
+        self._slots = tuple(map(tuple, slots))  # the arrays of each
+        names = None if batches.has_masks else batches.names
+        self.views = names, self._slots, slice(0, numbers.size)
 
     def complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
         """Make something that a batch lacks: its numbers, its arrays, or all else."""
@@ -99,10 +101,9 @@ class Run:
 
     def _complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
         epoch, first, sampling = self.epoch, self._first, self._sampling
-        if name == "_arrays":
+        if name == "_arrays":  # with masks, or where there was no memory for them
             arrays = tuple([array[: self.numbers.size] for array in self._slots[slot]])
-            index = batch.index if self._batches.has_masks else NO_SAMPLES
-            batch._arrays = self._batches.arrays(FillOutcome(index, arrays), epoch)
+            batch._arrays = self._batches.arrays(FillOutcome(batch.index, arrays), epoch)
             return
         number, start = sampling.step_at(epoch, first.start, serial - first.serial)
         if name == "index":

@@ -28,7 +28,7 @@ DEADLOCK_SECONDS = 200
 
 def take(ring: SlotRing[Any], timeout: float | None = 0) -> tuple[int, int, Any]:
     taken = ring.wait(timeout)
-    ring.take(taken[0])
+    ring.wanted = ring.after(taken[0])
     return taken
 
 
@@ -175,7 +175,9 @@ def test_a_batch_that_was_put_back_is_the_next_one_again() -> None:
     ring.put_back(0, "a")
     assert ring.wait(0) == (0, 0, "a")
     for forget in (False, True):
-        ring.take(0, forget=forget)
+        ring.wanted = ring.after(0)
+        if forget:
+            ring.forget(0)
         assert ring.consumer.next == 1
         ring.put_back(0, "a")
         assert ring.in_use is None
@@ -207,7 +209,7 @@ def test_an_error_that_was_raised_is_not_kept() -> None:
     error = Error()
     ring.filled(0, error)
     ring.wait(0)
-    ring.take(0, forget=True)
+    ring.forget(0)
     gone = weakref.ref(error)
     del error
     assert gone() is None
@@ -494,7 +496,7 @@ def test_what_a_batch_costs_does_not_grow_with_the_number_of_slots():
         for expected in range(2 * num_slots):
             serial, _, result = ring.wait(10)
             assert serial == result == expected
-            ring.take(serial)
+            ring.wanted = ring.after(serial)
             ring.hand_back()
             ring.ask()
             for _, serial in ring.assign():

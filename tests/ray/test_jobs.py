@@ -18,7 +18,7 @@ import h5async
 from h5async.cli import app
 from h5async.errors import ConfigError, DatasetError, MissingPackageError, ReadError, WriteError
 from h5async.measure import statistics
-from h5async.opening import indexing
+from h5async.opening import fieldkinds
 from h5async.packing.safefile import SafeFile
 from h5async.system.jobs import run_jobs
 
@@ -141,7 +141,7 @@ def test_statistics_are_the_same_bit_for_bit(cluster, files, monkeypatch):
 
 @pytest.mark.parametrize("typed", [[], ["--field", "x=data"]])
 def test_an_index_has_the_same_bytes(cluster, files, monkeypatch, typed):
-    monkeypatch.setattr(indexing, "_FILES_OF_JOB", 1)
+    monkeypatch.setattr(fieldkinds, "_FILES_OF_JOB", 1)
     for name, more in [("here", []), ("there", ["--ray"])]:
         run = CliRunner().invoke(app, ["index", *files, "-o", f"{name}.h5idx", *typed, *more])
         assert run.exit_code == 0, run.output

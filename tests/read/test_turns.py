@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async import AsyncReader, ReaderClosedError, ReadError
+from h5async import AsyncReader, H5AsyncError, ReaderClosedError, ReadError
 from h5async.core.binding import load_core
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
@@ -75,6 +76,14 @@ def test_epochs(path, shuffle, more, num_threads):
         assert reader.stats(epoch=1).batches == len(reader)
     for one, other in zip(found, slow, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def damage_gzip(path: Path, row: int) -> None:
+    with h5py.File(path) as file:
+        chunk = file["gzip"].id.get_chunk_info_by_coord((row, 0))
+    with path.open("r+b") as damaged:
+        damaged.seek(chunk.byte_offset)
+        damaged.write(b"\xff" * 20)
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 2])
@@ -154,11 +163,7 @@ def test_a_batch_that_nobody_looked_at_yet(path):
 
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_a_batch_that_cannot_be_read(path, num_threads):
-    with h5py.File(path) as file:
-        chunk = file["gzip"].id.get_chunk_info_by_coord((1000, 0))
-    with path.open("r+b") as file:
-        file.seek(chunk.byte_offset)
-        file.write(b"\xff" * 20)
+    damage_gzip(path, 1000)
     delivered, errors = [], []
     with opened(path, num_threads=num_threads) as reader:
         while len(delivered) + len(errors) < len(reader):
@@ -215,15 +220,85 @@ def test_a_forked_process_is_told_that_it_has_no_reader(path):
         check(reader.get_next_batch(), truth(path))
 
 
+def test_a_damaged_batch_that_the_consumer_meets_while_threads_sleep(path):
+    """It wakes one for what is left to Python: nobody was woken when the batch was submitted."""
+    damage_gzip(path, 1000)
+    errors = []
+    with opened(path, num_threads=1, prefetch=1, timeout=20) as reader:
+        queue = reader._engine.filler.submissions._queue._struct  # type: ignore[union-attr]
+        while len(errors) < 5:
+            while queue.num_idle < 1:
+                time.sleep(0)
+            queue.fill_ns = 100_000  # so that the consumer helps
+            # As if a thread looked for work, which comes too late, and sleeps.
+            queue.spinners = reader._engine.ring.turns.run is not None
+            try:
+                reader.get_next_batch()
+            except ReadError as error:
+                errors.append(str(error))
+        assert taken(reader)
+    assert all('"gzip"' in error for error in errors)
+
+
+def refuses_a_second_thread(reader: AsyncReader, is_waiting: Any, go_on: Any) -> None:
+    """Check that one is refused while another waits, which gets its batch once it can go on."""
+    found: list[Any] = []
+    first = threading.Thread(target=lambda: found.append(reader.get_next_batch()))
+    first.start()
+    while not is_waiting():
+        time.sleep(0)
+    for _ in range(2):
+        with pytest.raises(H5AsyncError, match="another thread is waiting"):
+            reader.get_next_batch()
+    go_on()
+    first.join(DEADLOCK_SECONDS)
+    np.testing.assert_array_equal(found[0].labels, found[0].index)
+    assert reader.get_next_batch().number == found[0].number + 1
+
+
+def test_a_second_thread_while_one_waits_in_the_core(path):
+    with opened(path, num_threads=1, prefetch=1) as reader:
+        for _ in range(20):
+            reader.get_next_batch()
+        assert taken(reader)
+        submissions = reader._engine.filler.submissions  # type: ignore[union-attr]
+        queue = submissions._queue._struct
+        while queue.num_idle < 1:
+            time.sleep(0)
+        queue.fill_ns = 10**9  # so that the consumer leaves batches to the thread
+        queue.spinners = 1  # and this is not woken, as if another one was awake
+        is_inside = reader._engine.ring.turns.is_inside  # type: ignore[union-attr]
+
+        def go_on() -> None:
+            queue.spinners = 0
+            submissions.put(True)
+
+        refuses_a_second_thread(reader, is_inside, go_on)
+
+
+def test_a_second_thread_while_one_waits_for_python(path):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def postprocess(*arrays: np.ndarray) -> None:
+        begun.set()
+        may_end.wait(DEADLOCK_SECONDS)
+
+    with opened(path, num_threads=1, postprocess=postprocess) as reader:
+        delivery = reader._engine.delivery
+        refuses_a_second_thread(reader, lambda: begun.is_set() and delivery._waiting, may_end.set)
+
+
 def test_waiting_for_threads(path):
     """The core waits where there is no timeout; else the ring does, which ends it."""
     expected = truth(path)
     for timeout in (None, 20):
         with opened(path, num_threads=1, timeout=timeout) as reader:
             queue = reader._engine.filler.submissions._queue._struct  # type: ignore[union-attr]
-            queue.may_spin = 0
+            queue.num_cores = 1  # so that nobody looks in a loop
             for _ in range(len(reader) - 1):
-                queue.fill_ns = 100_000 if reader._engine.ring.run is None else 600_000  # no help
+                queue.fill_ns = (
+                    100_000 if reader._engine.ring.turns.run is None else 600_000
+                )  # no help
                 check(reader.get_next_batch(), expected)
             if timeout is None:
                 assert taken(reader) == len(reader) - 2

@@ -6,21 +6,23 @@
    Who waits for the consumer's event is woken by a count of all events: whoever looks at the count
    first, then for what it waits for, and then waits for another count, misses none.
 
-   To put a thread to sleep and wake it takes longer than to read a small batch. So where batches come
-   quickly one after the other, one thread without work looks for more in a loop for a moment, and so
-   does the consumer, before they sleep. */
+   To put a thread to sleep and wake it takes longer than to read a small batch. So where the next one
+   is due soon, one thread without work looks for it in a loop for a moment; so does the consumer that
+   helps, for what others are about to finish. No more threads are woken than there are cores for. */
 
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #endif
 
-enum { SPIN_NS = 100000, LONG_GAP_NS = 1000000 };
+enum { SPIN_NS = 200000, QUICK_NS = 100000, LONG_GAP_NS = 1000000 };
 /* The consumer itself fills batches that take no longer than to wake a thread. While it waits for one
    that takes little longer, it helps the threads: to look for its end in a loop would keep a core from
    them, and to sleep would take as long. */
-enum { CHEAP_NS = 25000, HELPED_NS = 500000, MOST_FILL_NS = 1000000 };
-enum { RANGES_PER_THREAD = 2, RANGE_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
+enum { CHEAP_NS = 25000, HELPED_NS = 300000, MOST_FILL_NS = 1000000 };
+/* What is left of a batch is cut into ranges for all who may read; the last ones are the smallest. */
+enum { RANGES_EACH = 2, LEAST_RANGE_NBYTES = 128 * 1024 };
+enum { WOKEN_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
 enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */
 enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
@@ -48,7 +50,7 @@ typedef struct {
     BatchPlan *plan;
     const Target *targets; /* where rows go */
     int64_t *samples;      /* room for the numbers of two batches, of `rows` each */
-    int64_t rows, next_item, under_way, refused, range_nbytes;
+    int64_t rows, next_item, under_way, refused, left_nbytes;
     Wish wish, following;
     int64_t work_ns; /* so far */
     int32_t state, is_planned, is_dropped, is_own; /* is_own: the consumer will fill it */
@@ -64,36 +66,36 @@ typedef struct {
                                 start + step * position */
     int64_t start, step;
     const Column *table; /* an alias table, of which samples are drawn */
-    int64_t num_columns, may_spin;
+    int64_t num_columns, num_cores;
     /* The core's: */
     pthread_mutex_t lock;
     pthread_cond_t work;
     int64_t tickets, num_idle, plan_ns, submitted_ns;
+    int64_t gap_ns;        /* between batches that are submitted, smoothed */
+    int64_t idle_since_ns; /* since when a thread has waited for the next one; 0: none has */
+    int64_t idle_ns;       /* for how long that was, smoothed */
     int64_t fill_ns; /* that a batch takes, smoothed */
-    int32_t is_ended;
+    int32_t is_ended, is_helped; /* is_helped: by the consumer */
     int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
     int64_t num_here; /* threads that are not in Python */
-    _Atomic int64_t gap_ns; /* between batches that are submitted, smoothed */
     _Atomic int32_t consumers; /* that wait */
     _Atomic uint32_t events, offers; /* offers: batches that were submitted, and whatever else wakes */
 } Queue;
 
-/* Loop until a count is not `seen` any more, but for a moment only. Not where batches come slowly. */
-static void spin(const Queue *queue, const _Atomic uint32_t *count, uint32_t seen)
+/* Loop until a count is not `seen` any more, but for a moment only. */
+static void spin(const _Atomic uint32_t *count, uint32_t seen)
 {
-    if (!queue->may_spin || atomic_load(&queue->gap_ns) > SPIN_NS)
-        return;
     for (int64_t end = now_ns() + SPIN_NS; atomic_load(count) == seen && now_ns() < end;)
         sched_yield(); /* who is waited for may be on this core */
 }
 
 PUBLIC int64_t h5async_open_queue(Queue *queue)
 {
-    queue->gap_ns = LONG_GAP_NS;
+    queue->gap_ns = queue->idle_ns = LONG_GAP_NS;
     queue->fill_ns = MOST_FILL_NS;
     for (int64_t i = 0; i < queue->num_jobs; i++)
         queue->jobs[i].wish.serial = queue->jobs[i].following.serial = -1;
-    return pthread_mutex_init(&queue->lock, NULL) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
+    return init_short_lock(&queue->lock) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
 }
 
 /* Something has happened that the consumer may wait for. */
@@ -112,11 +114,15 @@ PUBLIC int64_t h5async_events(Queue *queue)
     return (int64_t)atomic_load(&queue->events);
 }
 
-/* Look for another count of events than `seen` for a moment, where batches come quickly. Not a part of
-   h5async_wait: a signal that came meanwhile would not end that. */
+/* Look for another count of events than `seen` for a moment, where batches come quickly, or the consumer
+   helps. Not a part of h5async_wait: a signal that came meanwhile would not end that. */
 PUBLIC int64_t h5async_spin(Queue *queue, int64_t seen)
 {
-    spin(queue, &queue->events, (uint32_t)seen);
+    pthread_mutex_lock(&queue->lock);
+    int is_soon = queue->num_cores > 1 && (queue->is_helped || queue->gap_ns <= QUICK_NS);
+    pthread_mutex_unlock(&queue->lock);
+    if (is_soon)
+        spin(&queue->events, (uint32_t)seen);
     return atomic_load(&queue->events) != (uint32_t)seen;
 }
 
@@ -140,24 +146,43 @@ PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
     return atomic_load(&queue->events) != (uint32_t)seen;
 }
 
+static int64_t smoothed(int64_t before, int64_t now)
+{
+    return (3 * before + (now > LONG_GAP_NS ? LONG_GAP_NS : now)) / 4;
+}
+
+/* How many threads and the consumer are at work, and so keep cores. Holds the lock. */
+static int64_t num_busy(const Queue *queue)
+{
+    return queue->num_here - queue->num_idle - queue->spinners + queue->is_helped;
+}
+
+/* Have threads look for work. Returns whether a sleeping one is to be woken, outside of the lock, which
+   it needs at once: where all sleep, as the consumer may leave work to them, or there is a core for one
+   more. Holds the lock. */
+static int offer(Queue *queue)
+{
+    int all_sleep = queue->num_here == queue->num_idle;
+    atomic_fetch_add(&queue->offers, 1);
+    return queue->num_idle && !queue->spinners && (all_sleep || num_busy(queue) < queue->num_cores);
+}
+
 /* Note that a batch was submitted, and tell whether a thread is to be woken for it. Where batches come
    quickly, one thread keeps up with them, and comes for the next one by itself. Not for one that the
    consumer will fill. Holds the lock. */
 static int is_to_be_woken(Queue *queue, int is_own)
 {
-    int64_t now = now_ns(), gap = now - queue->submitted_ns;
-    gap = gap > LONG_GAP_NS ? LONG_GAP_NS : gap;
-    atomic_store(&queue->gap_ns, (3 * atomic_load(&queue->gap_ns) + gap) / 4);
+    int64_t now = now_ns();
+    queue->gap_ns = smoothed(queue->gap_ns, now - queue->submitted_ns);
+    queue->idle_ns = smoothed(queue->idle_ns, queue->idle_since_ns ? now - queue->idle_since_ns : 0);
     queue->submitted_ns = now;
-    if (is_own)
-        return 0;
-    atomic_fetch_add(&queue->offers, 1);
-    int is_quick = queue->may_spin && atomic_load(&queue->gap_ns) <= SPIN_NS;
-    return queue->num_idle && !queue->spinners && !(is_quick && queue->num_here > queue->num_idle);
+    queue->idle_since_ns = queue->num_here == queue->num_idle ? now : 0;
+    int is_quick = queue->num_cores > 1 && queue->gap_ns <= QUICK_NS;
+    return !is_own && offer(queue) && !(is_quick && queue->num_here > queue->num_idle);
 }
 
 /* Submit a batch, or do nothing where it was submitted before, but that threads may fill it, unless it
-   `is_own` and cheap. `samples` are its numbers, which are copied; or NULL. Returns 0 where the slot has
+   `is_own`, of a consumer that helps, and cheap. `samples` are its numbers, which are copied; or NULL. Returns 0 where the slot has
    another batch that is not ready, and was not dropped; 2 where it waits for the end of one that was,
    which may still use its mapping. */
 static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *samples, int is_own)
@@ -165,6 +190,7 @@ static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *sa
     int is_good = 1, wakes = 0;
     pthread_mutex_lock(&queue->lock);
     Job *job = &queue->jobs[slot];
+    queue->is_helped = is_own && queue->fill_ns <= HELPED_NS;
     is_own = is_own && queue->fill_ns <= CHEAP_NS;
     if (job->wish.serial == wish->serial) {
         wakes = job->is_own && !is_own && is_to_be_woken(queue, 0);
@@ -314,6 +340,11 @@ static int find_samples(const Queue *queue, const Wish *wish)
 {
     const Mapping *mapping = &wish->mapping;
     int64_t *samples = wish->samples, count = wish->count;
+    if (!mapping->count && queue->selected == NULL) {
+        for (int64_t i = 0; i < count; i++)
+            samples[i] = queue->start + queue->step * (wish->begin + i);
+        return 1;
+    }
     if (mapping->count && !mapping->a && mapping->b) {
         if (!h5async_window_samples((const Window *)(uintptr_t)mapping->b, samples, wish->begin, count))
             return 0;
@@ -347,10 +378,7 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
     job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
                                          wish->samples, wish->count, job->rows, queue->num_samples,
                                          queue->num_threads, wish->draw) == 1;
-    int64_t ranges = RANGES_PER_THREAD * queue->num_threads;
-    job->range_nbytes = job->plan->nbytes / ranges;
-    if (job->range_nbytes < RANGE_NBYTES)
-        job->range_nbytes = RANGE_NBYTES;
+    job->left_nbytes = job->plan->nbytes;
     end = now_ns();
     if (is_traced(w))
         note_stage(w, PLANNING, begin, end);
@@ -360,6 +388,7 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
     job->next_item = job->is_planned && !job->is_dropped ? 0 : job->plan->num_items;
     job->under_way = job->refused = 0;
     job->state = TO_READ;
+    atomic_fetch_add(&queue->events, 1); /* for a consumer that looks for work of it; one asleep waits on */
 }
 
 /* Read a range of a plan. Holds the lock, but not meanwhile. Returns whether the reader is closed. */
@@ -367,13 +396,18 @@ static int read_range(Queue *queue, Job *job, Worker *w)
 {
     const BatchPlan *plan = job->plan;
     int64_t start = job->next_item, stop = start, nbytes = 0;
-    while (stop < plan->num_items && nbytes < job->range_nbytes)
+    int64_t readers = queue->num_here + queue->is_helped;
+    readers = readers < queue->num_cores ? readers : queue->num_cores;
+    int64_t wanted = readers > 1 ? job->left_nbytes / (RANGES_EACH * readers) : job->left_nbytes;
+    wanted = wanted > LEAST_RANGE_NBYTES ? wanted : LEAST_RANGE_NBYTES;
+    while (stop < plan->num_items && nbytes < wanted)
         nbytes += plan->items[stop++].nbytes;
     if (start == stop)
         return 0;
     job->next_item = stop;
+    job->left_nbytes -= nbytes;
     job->under_way++;
-    int wakes = stop < plan->num_items && queue->num_idle;
+    int wakes = job->left_nbytes >= WOKEN_NBYTES && !job->is_own && offer(queue);
     w->batch = job->wish.serial;
     pthread_mutex_unlock(&queue->lock);
     if (wakes)
@@ -420,16 +454,19 @@ static int64_t advance(Queue *queue, Job *job, Worker *w)
 static void wait_for_work(Queue *queue)
 {
     uint32_t seen = atomic_load(&queue->offers);
-    if (queue->spinners == 0) {
+    if (queue->idle_since_ns == 0)
+        queue->idle_since_ns = now_ns();
+    int64_t num_awake = queue->num_here - queue->num_idle + 1; /* the consumer needs a core, too */
+    if (queue->spinners == 0 && num_awake <= queue->num_cores && queue->idle_ns <= SPIN_NS) {
         queue->spinners = 1;
         pthread_mutex_unlock(&queue->lock);
-        spin(queue, &queue->offers, seen);
+        spin(&queue->offers, seen);
         pthread_mutex_lock(&queue->lock);
         queue->spinners = 0;
         uint32_t offers = atomic_load(&queue->offers) - seen;
-        if (offers > 1 && queue->num_idle) /* nobody was woken for them */
-            pthread_cond_signal(&queue->work);
-        if (offers || next_job(queue) != NULL) /* who offers ranges of a batch counts none */
+        if (offers > 1 && queue->num_idle && num_busy(queue) < queue->num_cores)
+            pthread_cond_signal(&queue->work); /* nobody was woken for them */
+        if (offers || next_job(queue) != NULL)
             return;
     }
     queue->num_idle++;

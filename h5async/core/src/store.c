@@ -55,7 +55,7 @@ static void drop_kept(Store *store, Kept *kept)
     Kept **at = bucket_of(store, kept->key);
     while (*at != kept)
         at = &(*at)->next;
-    *at = kept->next;
+    __atomic_store_n(at, kept->next, __ATOMIC_RELAXED); /* see take_ready */
     UNLINK(store, kept);
     store->nbytes -= cost_of_kept(kept->nbytes, kept->num_pieces);
     store->chunk_nbytes -= kept->nbytes;
@@ -128,7 +128,7 @@ static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pi
     } else if ((kept = new_kept(store, nbytes, num_pieces)) != NULL) {
         kept->key = key, kept->users = 0, kept->is_dropped = 0;
         kept->next = *bucket;
-        *bucket = kept;
+        __atomic_store_n(bucket, kept, __ATOMIC_RELAXED);
         store->nbytes += cost_of_kept(nbytes, num_pieces);
         store->chunk_nbytes += nbytes;
         if (store->chunk_nbytes > store->most_chunk_nbytes)
@@ -192,13 +192,14 @@ static void take_ready(Store *store, const uint64_t *keys, int count, Kept **fou
 {
     for (int i = 0; i < count; i++)
         __builtin_prefetch(bucket_of(store, keys[i]));
+    for (int i = 0; i < count; i++) { /* out of the lock, which is held the shorter for it */
+        const Kept *kept = __atomic_load_n(bucket_of(store, keys[i]), __ATOMIC_RELAXED);
+        __builtin_prefetch(kept, 1);
+        __builtin_prefetch((const uint8_t *)kept + offsetof(Kept, nbytes), 1);
+    }
     pthread_mutex_lock(&store->lock);
     for (int i = 0; i < count; i++) {
         found[i] = *bucket_of(store, keys[i]);
-        __builtin_prefetch(found[i], 1);
-        __builtin_prefetch((const uint8_t *)found[i] + offsetof(Kept, nbytes), 1);
-    }
-    for (int i = 0; i < count; i++) {
         while (found[i] != NULL && found[i]->key != keys[i])
             found[i] = found[i]->next;
         if (found[i] == NULL || found[i]->missing) {

@@ -17,6 +17,12 @@ extern Object *PyCFunction_NewEx(Method *method, Object *self, Object *module);
 extern char *PyByteArray_AsString(Object *array);
 extern Object *PyType_GenericAlloc(Object *type, intptr_t count);
 extern Object *PyTuple_Pack(intptr_t count, ...);
+extern Object *PyTuple_GetItem(Object *tuple, intptr_t at);
+extern intptr_t PyTuple_Size(Object *tuple);
+extern Object *PyDict_New(void);
+extern int PyDict_SetItem(Object *dict, Object *key, Object *value);
+extern Object *PyObject_GetItem(Object *object, Object *key);
+extern void PyErr_Clear(void);
 extern Object *PyLong_FromLongLong(long long value);
 extern Object *PyBool_FromLong(long value);
 extern Object *PyObject_CallFunctionObjArgs(Object *function, ...);
@@ -45,9 +51,11 @@ typedef struct {
     const int64_t *samples;
     const Mapping *mapping;
     const uint64_t *draw;
-    /* Python's: the type of batches, the name of the member that the run, slot and serial are set
-       to, and what is called when the consumer has left a reader that was closed meanwhile. */
-    Object *type, *member, *run, *on_left;
+    /* Python's: the type of batches, the names of the members that the arrays, and the run, slot and
+       serial, are set to; of the run: names of fields (NULL: arrays are not made), arrays of each slot,
+       and the part of these; what is called when the consumer has left a reader that was closed
+       meanwhile. */
+    Object *type, *made, *later, *run, *names, *arrays, *part, *on_left;
     int64_t taken, num_waits, total_ns, begin_ns, end_ns; /* of all runs; times of the last wait */
 } Turns;
 
@@ -130,18 +138,37 @@ static int await_next(Turns *t, int may_wait)
     return 0;
 }
 
+/* Return views of a slot's arrays by name; NULL, without an exception: there is no memory. */
+static Object *new_views(Object *names, Object *arrays, Object *part)
+{
+    Object *views = PyDict_New();
+    for (intptr_t i = 0, count = PyTuple_Size(names); views != NULL && i < count; i++) {
+        Object *view = PyObject_GetItem(PyTuple_GetItem(arrays, i), part);
+        if (view == NULL || PyDict_SetItem(views, PyTuple_GetItem(names, i), view) != 0) {
+            Py_DecRef(views);
+            views = NULL;
+        }
+        Py_DecRef(view);
+    }
+    if (views == NULL)
+        PyErr_Clear();
+    return views;
+}
+
 static Object *new_batch(const Turns *t)
 {
-    Object *run = t->run, *slot = PyLong_FromLongLong(t->slot_of[t->next % t->num_slots]);
-    Object *serial = PyLong_FromLongLong(t->next);
+    int64_t at = t->slot_of[t->next % t->num_slots];
+    Object *run = t->run, *slot = PyLong_FromLongLong(at), *serial = PyLong_FromLongLong(t->next);
     Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
-    Object *made = slot && serial ? PyTuple_Pack(3, run, slot, serial) : NULL;
-    Object *batch = made ? PyType_GenericAlloc(t->type, 0) : NULL;
-    if (batch != NULL && PyObject_SetAttr(batch, t->member, made) != 0) {
+    Object *views = t->names ? new_views(t->names, PyTuple_GetItem(t->arrays, at), t->part) : NULL;
+    Object *later = slot && serial ? PyTuple_Pack(3, run, slot, serial) : NULL;
+    Object *batch = later ? PyType_GenericAlloc(t->type, 0) : NULL;
+    if (batch != NULL && (PyObject_SetAttr(batch, t->later, later) != 0 ||
+                          (views && PyObject_SetAttr(batch, t->made, views) != 0))) {
         Py_DecRef(batch);
         batch = NULL;
     }
-    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(made);
+    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(later), Py_DecRef(views);
     return batch;
 }
 
@@ -157,7 +184,8 @@ static void note_wait(Turns *t, int64_t begin)
 static Object *take(Object *self, Object *const *arguments, intptr_t count)
 {
     Turns *t = (void *)PyByteArray_AsString(self);
-    if (!t->is_lent || t->next >= t->stop || (t->reads_ahead && t->assigned >= t->stop))
+    if (!t->is_lent || t->is_inside || t->next >= t->stop ||
+        (t->reads_ahead && t->assigned >= t->stop))
         return PyBool_FromLong(0);
     int64_t begin = now_ns();
     t->held = -1;
@@ -182,6 +210,18 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     return is_taken < 0 ? NULL : PyBool_FromLong(is_taken);
 }
 
+/* Have the batch that was taken last be the next one again. Returns whether it is; nothing can come
+   between, as this is one call for Python. */
+static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
+{
+    (void)arguments, (void)count;
+    Turns *t = (void *)PyByteArray_AsString(self);
+    int is_taken = t->is_lent && t->held >= 0 && t->held == t->next - 1;
+    if (is_taken)
+        t->next = t->held, t->held = -1, t->taken--;
+    return PyBool_FromLong(is_taken);
+}
+
 /* Request a batch more. Returns whether it was done here; then it is not the last of its epoch. */
 static Object *ask(Object *self, Object *const *arguments, intptr_t count)
 {
@@ -194,14 +234,18 @@ static Object *ask(Object *self, Object *const *arguments, intptr_t count)
     return PyBool_FromLong(1);
 }
 
-static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL}, {"ask", ask, METH_FASTCALL, NULL}};
+static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL},
+                         {"ask", ask, METH_FASTCALL, NULL},
+                         {"put_back", put_back, METH_FASTCALL, NULL}};
 
-/* Return `take` and `ask` for Python, for a structure in a bytearray, which they keep. */
+/* Return `take`, `ask` and `put_back` for Python, for a structure in a bytearray, which they keep. */
 PUBLIC Object *h5async_turns_of(Object *memory)
 {
-    Object *one = PyCFunction_NewEx(&TURNS[0], memory, NULL);
-    Object *other = PyCFunction_NewEx(&TURNS[1], memory, NULL);
-    Object *both = one && other ? PyTuple_Pack(2, one, other) : NULL;
-    Py_DecRef(one), Py_DecRef(other);
-    return both;
+    Object *made[3], *all;
+    for (int i = 0; i < 3; i++)
+        made[i] = PyCFunction_NewEx(&TURNS[i], memory, NULL);
+    all = made[0] && made[1] && made[2] ? PyTuple_Pack(3, made[0], made[1], made[2]) : NULL;
+    for (int i = 0; i < 3; i++)
+        Py_DecRef(made[i]);
+    return all;
 }
