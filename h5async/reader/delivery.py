@@ -125,7 +125,8 @@ class Delivery:
         """
         counts, ring, submissions = self._counts, self._ring, self._submissions
         turns = None if submissions is None else submissions.turns
-        if submissions is None or turns is None or self._recorder.timeline is not None:
+        timeline = self._recorder.timeline  # the core does not tell other tools
+        if turns is None or submissions is None or (timeline is not None and timeline.open_ranges):
             return False
         course = self._position.course
         # Threads at work would wait longer for the consumer.
