@@ -94,8 +94,8 @@ static const Structure ALL_STRUCTURES[] = {
             start, step, table, num_columns, num_cores, num_idle, plan_ns, fill_ns, spinners)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, is_lent, is_inside, is_alone,
             waits_not, next, asked, held, assigned, reads_ahead, first, stop, begin, stride, count,
-            samples, mapping, draw, type, made, later, run, names, arrays, part, on_left, taken, num_waits, total_ns, begin_ns,
-            end_ns)
+            epoch, number, samples, mapping, draw, type, made, later, run, names, arrays, part,
+            on_left, taken, num_waits, total_ns, begin_ns, end_ns)
     MEMBERS(Window, unit, skip, count, bounds, delay, begin, num_units, size, window, group_rounds,
             block_rounds, num_blocks, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,
