@@ -147,7 +147,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 27  # counts changes of the core's structures and functions
+ABI = 28  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -271,8 +271,7 @@ _FUNCTIONS = {
     "ppppqqqq": "decode",
     "ppq": "decode_references next",
     "pppqq": "image_headers sum_rows",
-    "pppq": "decode_jpegs",
-    "ppppq": "look_up",
+    "pppq": "decode_jpegs look_up",
     "ppppi": "measure",
 }
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.

@@ -79,6 +79,7 @@ def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
     return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset, offset, default=0)
 
 
+@functools.cache
 def function_address(name: str) -> int:
     """Return the address of a function of h5py's HDF5; 0 if it cannot be found."""
     function = hdf5_function(name)

@@ -144,7 +144,8 @@ def _open_kinds(
             return {}
 
     wanted = {name: need.wanted for name, need in needs.items()}
-    several = known_of_files(config.files, wanted, read, reach, config.index_cache, indices)
+    files = config.files  # which looks for those that match globs
+    several = known_of_files(files, wanted, read, reach, config.index_cache, indices)
     columns = columns_of(kinds)
     once = {name: field for name, field in columns.items() if field.per is not None}
     facts: dict[str, list[DatasetLayout]] = {name: [] for name in needs}
@@ -158,16 +159,16 @@ def _open_kinds(
         except DatasetError as error:
             if failed is None:
                 raise
-            failed[config.files[number - 1]] = error
+            failed[files[number - 1]] = error
             continue
         for name, layout in (known | layouts).items():
             facts[name].append(layout)
-        if number == 1 < len(config.files) and not indices:
+        if number == 1 < len(files) and not indices:
             samples = config.batch_size * config.prefetch
             nbytes = samples * sum(layout.part_nbytes for layout in layouts.values())
-            read_ahead(config.files[0], nbytes)
+            read_ahead(files[0], nbytes)
         if tell is not None:
-            tell(number, len(config.files))
+            tell(number, len(files))
     joined: dict[str, DatasetLayout] = {}
     for kind in kinds.values():
         joined |= kind.join(facts, config, reach)
@@ -180,8 +181,8 @@ def _open_kinds(
         )
     _check_lengths({name: joined[name] for name in columns if name not in once})
     if failed:
-        files = tuple(file for file in config.files if file not in failed)
-        config = config.model_copy(update={"hdf5_path": files})
+        left = tuple(file for file in files if file not in failed)
+        config = config.model_copy(update={"hdf5_path": left})
     layouts = with_rows_of_samples(config, joined, once, facts)
     static = static_values(config.static_fields, facts, reach)
     skipped = (Skipped(str(file), None, None, str(one)) for file, one in (failed or {}).items())

@@ -52,7 +52,10 @@ class NewWaits(NamedTuple):
 
 
 class Run(Protocol):
-    """Batches that are alike."""
+    """Batches that are alike, of an epoch, from a number on."""
+
+    epoch: int
+    number: int
 
     @property
     def numbers(self) -> Numbers:
@@ -133,6 +136,7 @@ class Turns:
         struct.first, struct.stop, struct.begin, struct.stride, struct.count = numbers[:5]
         for name, array in zip(("mapping", "samples", "draw"), numbers[5:], strict=True):
             setattr(struct, name, None if array is None else address(array))
+        struct.epoch, struct.number = run.epoch, run.number
         struct.names, struct.arrays, struct.part = map(id, run.views)
         if run.views[0] is None:
             struct.names = None

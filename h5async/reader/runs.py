@@ -84,7 +84,7 @@ class Run:
         slots: Sequence[tuple[Any, ...]],
     ) -> None:
         self.numbers = numbers
-        self.epoch, self.place = request.epoch, course.place
+        self.epoch, self.number, self.place = request.epoch, request.number, course.place
         self._batches, self._first, self._sampling = batches, request, sampling
         self._slots = tuple(map(tuple, slots))  # the arrays of each
         names = None if batches.has_masks else batches.names

@@ -48,6 +48,7 @@ typedef struct {
     /* The run: batches `first` to `stop` of `count` samples, at positions from `begin` on, and
        `stride` further on for each; of `samples`, unless NULL; see h5async_submit. */
     int64_t first, stop, begin, stride, count;
+    int64_t epoch, number; /* of the batch `first`, for traces */
     const int64_t *samples;
     const Mapping *mapping;
     const uint64_t *draw;
@@ -71,8 +72,14 @@ static void submit_next(Turns *t)
             wish.mapping = *t->mapping;
         if (t->draw != NULL)
             memcpy(wish.draw, t->draw, sizeof wish.draw);
+        /* (While another thread waits, the worker is its own.) */
+        int64_t begin = t->worker->trace && !t->is_inside ? now_ns() : 0;
         submit_wish(t->queue, t->slot_of[t->assigned % t->num_slots], &wish,
                     t->samples == NULL ? NULL : t->samples + skipped, 1);
+        if (begin) /* as its field and source: its number and epoch */
+            note_alone(t->worker, REQUESTING, t->assigned,
+                       (int32_t)(t->number + t->assigned - t->first), (int32_t)t->epoch, begin,
+                       now_ns());
     }
 }
 
@@ -177,6 +184,7 @@ static void note_wait(Turns *t, int64_t begin)
     t->begin_ns = begin, t->end_ns = now_ns();
     t->waits_ns[t->num_waits++ % MAX_WAITS] = t->end_ns - begin;
     t->total_ns += t->end_ns - begin;
+    note_alone(t->worker, WAITING, t->next, SEVERAL, SEVERAL, begin, t->end_ns);
 }
 
 /* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
