@@ -38,6 +38,7 @@ from h5async.fill.submissions import Submissions
 from h5async.io.diskcache import DiskCache, disk_cache
 from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.opening.limits import MemoryPlan
+from h5async.opening.slotsizes import keeps_chunks
 from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
@@ -75,8 +76,9 @@ class Filler:
         self._next_requests = calls.next_requests
         postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
         self._cache: HostCache | Budget | KeptChunks | DiskCache | None = None
-        if config.cache == "host" and any(y.crop is not None for y in opened.layouts.values()):
-            self._cache = KeptChunks(sum(memory_plan.kept_nbytes))
+        kept_nbytes = sum(memory_plan.kept_nbytes)
+        if keeps_chunks(config, opened.layouts, samplings.rows, kept_nbytes):
+            self._cache = KeptChunks(kept_nbytes)
         elif config.cache == "host":
             self._cache = open_host_cache(
                 samplings.selection,

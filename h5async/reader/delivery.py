@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from h5async.config.files import paths_text
-from h5async.deliver.device import Device, host_slot
+from h5async.deliver.device import Device, Empty, host_slot
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
     ConfigError,
@@ -30,6 +30,7 @@ from h5async.errors import (
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.submissions import Submissions
+from h5async.io.shared import plain_memory
 from h5async.observe.readercounts import ReaderCounts, SkippedSamples
 from h5async.opening.selecting import sample_numbers
 from h5async.order.rows import SpanRows
@@ -395,8 +396,11 @@ class Delivery:
     # --- given samples ----------------------------------------------------------------------------
 
     @passing()
-    def read(self, index: ArrayLike) -> Batch:
-        """Read samples in the calling thread, to a batch outside of epochs that lasts."""
+    def read(self, index: ArrayLike, empty: Empty = plain_memory) -> Batch:
+        """Read samples in the calling thread, to a batch outside of epochs that lasts.
+
+        `empty` returns its memory.
+        """
         samples, setup, filler = self._samples(index), self._setup, self._filler
         if not isinstance(filler, Filler):
             raise ConfigError(
@@ -411,7 +415,7 @@ class Delivery:
                 for transform, rows in self._transforms
             ]
             on_host = [not transform.is_identity for transform in transforms]
-            laid_out = host_slot(samples.size, transforms, on_host)
+            laid_out = host_slot(samples.size, transforms, on_host, empty=empty)
         found = filler.read(samples, laid_out.memory)
         if found.skipped:
             self.skipped.note(found.skipped, -1, -1, 0)

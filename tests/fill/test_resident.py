@@ -76,6 +76,24 @@ def test_later_epochs_read_nothing(path, prefetch):
             assert np.array_equal(batch.data, file["data"][...][index])
 
 
+def test_each_chunk_is_decoded_once_in_the_first_epoch(path):
+    """Where all rows are in encoded chunks, and these fit; else rows are kept, as they come."""
+    options = {"labels_field": None, "batch_size": BATCH, "shuffle": "full", "cache": "host"}
+    with h5py.File(path) as file:
+        data = file["data"][...]
+    for cache_bytes, cache in (
+        (None, "host, decoded chunks"),
+        (4500, "host, 100 % of the samples"),
+    ):
+        with AsyncReader(hdf5_path=path, cache_bytes=cache_bytes, **options) as reader:
+            for _ in range(3):
+                for batch in reader:
+                    assert np.array_equal(batch.data, data[batch.index])
+            assert reader.stats().cache.startswith(cache)
+            if "chunks" in cache:
+                assert reader.stats().decoded_chunks == -(-N // 4)
+
+
 def test_a_loop_that_breaks_keeps_what_it_saw(path):
     with AsyncReader(hdf5_path=path, batch_size=BATCH, cache="host", shuffle="full") as reader:
         with h5py.File(path) as file:
