@@ -447,6 +447,7 @@ ONLY = {
         "io/shared.py",
         "deliver/gpu.py",
         "reader/asyncreader.py",
+        "ray/blockreading.py",  # interrupted, the memory is not used again
     },  # of Python functions
     # As the program ends; of a folder, which no file object takes; others use `owned`.
     "os.open": {"cli/main.py", "packing/partialfile.py"},
