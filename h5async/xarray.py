@@ -40,7 +40,6 @@ _OPTIONS = (
     "allow_external",
     "allow_missing",
     "storage_options",
-    "cache",
     "cache_dir",
 )
 
@@ -177,7 +176,9 @@ def _opened(name: Any, options: dict[str, Any]) -> Iterator[Any]:
     of_h5netcdf.setdefault("decode_vlen_strings", True)
     if isinstance(name, bytes | memoryview):
         name = io.BytesIO(name)
-    file = open_file(name, **options)
+    # (`cache` is an option of xarray's own.)
+    cache: Any = None if options.get("cache_dir") is None else "disk"
+    file = open_file(name, cache=cache, **options)
     with file.opened("") as (located, _):
         file.require_permitted(located.file)
         with h5netcdf.File(located.file, "r", **of_h5netcdf) as opened:

@@ -71,6 +71,28 @@ def test_both_ways_to_visit_chunks_agree(tmp_path, monkeypatch):
         assert np.array_equal(getattr(tables[0], name), getattr(tables[1], name))
 
 
+@pytest.mark.parametrize("count", [1, 256, 600])
+def test_chunks_are_looked_up_by_their_keys(tmp_path, monkeypatch, count):
+    """All of few, a part of many; the last chunk visited is taken for another one."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = file.create_dataset("data", (count, 2), "u1", chunks=(1, 1), compression="gzip")
+        data[:] = 1
+    with h5py.File(tmp_path / "a.h5") as file:
+        dataset = Opened(file["data"].id, LocalSource(file.id.get_vfd_handle()))
+        for core in (visits.load_core, lambda: None):
+            monkeypatch.setattr(visits, "load_core", core)
+            visited = visits.visit_chunks(dataset, (count, 2), 2 * count, "")
+            assert visited.unlike in (visits.NOT_LOOKED_UP, -1)
+            assert (visited.unlike == -1) == (visits.load_core() is not None)
+            step = -(-2 * count // 256)
+            sizes = visited.nbytes.copy()
+            for wrong in (None, 2 * count - step, 0):
+                if wrong is not None:
+                    sizes[wrong] += 1
+                found = visits.first_unlike(dataset, (count, 2), visited.number, sizes)
+                assert found == (-1 if wrong is None else wrong)
+
+
 @pytest.mark.parametrize("capacity", [1, 1000, 19_999, 20_000, 20_001])
 def test_columns_that_are_too_short_at_first(tmp_path, monkeypatch, capacity):
     path = tmp_path / "a.h5"

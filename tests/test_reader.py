@@ -39,7 +39,7 @@ from h5async import (
 )
 from h5async.core import binding as core_module
 from h5async.fill.reading import BatchReader
-from h5async.io.localfiles import can_map
+from h5async.io.source import can_map
 
 DEADLOCK_SECONDS = 200
 NUM_SAMPLES = 23
@@ -1427,7 +1427,7 @@ def test_columns_are_read_by_mapping_and_a_reason_says_so(kinds: Path) -> None:
 def test_only_map_maps_where_the_file_system_is_not_known(
     kinds: Path, monkeypatch: pytest.MonkeyPatch, io: str, is_mapped: bool
 ) -> None:
-    monkeypatch.setattr("h5async.io.localfiles.can_map", lambda path: False)
+    monkeypatch.setattr("h5async.io.source.can_map", lambda path: False)
     for name in KINDS:
         options = {**kind_options(name), "io": io, "num_threads": 0}
         with AsyncReader(hdf5_path=kinds, shuffle="full", **options) as reader:

@@ -133,6 +133,27 @@ def test_a_trace_has_what_was_done_for_each_batch(path: Path, num_threads: int) 
     assert files <= {str(path), None}
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_batches_that_the_core_takes_are_traced(path: Path, num_threads: int) -> None:
+    """Each is requested, waited for once and in use once, in this order."""
+    if load_core() is None:
+        pytest.skip("there is no core")
+    trace = path.with_name("t.json")
+    with AsyncReader(hdf5_path=path, batch_size=10, num_threads=num_threads) as reader:
+        turns = reader._engine.ring.turns
+        with reader.trace(trace):
+            for _ in range(2):
+                for _ in reader:
+                    pass
+        assert turns is not None
+        assert turns.taken > len(reader)  # type: ignore[attr-defined]
+    expected = [(epoch, batch) for epoch in range(2) for batch in range(SAMPLES // 10)]
+    for stage in ("wait", "in use"):
+        assert batches_of(trace, stage) == expected
+    requested = dict.fromkeys(batches_of(trace, "request"))  # some again, when Python goes on
+    assert [one for one in requested if one in expected] == expected
+
+
 def test_stages_of_a_trace_are_those_of_the_statistics(path: Path) -> None:
     trace = path.with_name("t.json")
     reader = AsyncReader(

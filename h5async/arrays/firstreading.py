@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from h5async.arrays.selections import Selection
 from h5async.codec.filters import Filter
-from h5async.core.binding import MAX_RANK, address, load_core
+from h5async.core.binding import MAX_RANK, load_core
 from h5async.index.chunks import filters_of
 from h5async.index.hdf5 import edges_are_raw, stored_nbytes
 from h5async.io.source import Source
@@ -29,8 +29,9 @@ from h5async.io.stores import LocalSource
 from h5async.read.scratch import Scratch, encoded_room
 
 # What HDF5 copies in about the time in which it opens a file, and what one thread decodes in it.
-_COPIED_NBYTES, _DECODED_NBYTES, _MOST_CHUNKS = 8 << 20, 1 << 20, 32
+COPIED_NBYTES, _DECODED_NBYTES, _MOST_CHUNKS = 8 << 20, 1 << 20, 32
 _KNOWN = 4  # datatypes that many datasets of a file have
+_memory = (ctypes.c_char * 1).from_buffer  # of an array; sooner than its address
 _scratches: list[Scratch] = []
 Known = list[tuple[h5py.h5t.TypeID, tuple[np.dtype[Any], bool]]]  # what datatypes are to NumPy
 
@@ -50,12 +51,15 @@ class Stored(NamedTuple):
     @classmethod
     def of(cls, node: h5py.h5d.DatasetID, known: Known) -> Stored:
         """Return it of an open dataset; external files are virtual storage here."""
-        datatype, plist = node.get_type(), node.get_create_plist()
+        datatype = node.get_type()
         facts = next((facts for other, facts in known if other == datatype), None)
         if facts is None:
             dtype = node.dtype
             facts = dtype, dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == datatype)
             known[:] = [(datatype, facts), *known[: _KNOWN - 1]]
+        if node.get_offset() is not None:  # which only contiguous values in this file have
+            return cls(*facts, h5py.h5d.CONTIGUOUS)
+        plist = node.get_create_plist()
         storage = plist.get_layout()
         if storage == h5py.h5d.CHUNKED:
             return cls(*facts, storage, plist.get_chunk(), filters_of(plist))
@@ -79,8 +83,7 @@ def read_at_once(
 ) -> Any:
     """Return what a key selects; None if the core has to read it, or if that fails."""
     dtype = stored.dtype
-    nbytes = math.prod(selection.shape) * dtype.itemsize
-    if stored.is_elsewhere or nbytes > _COPIED_NBYTES:
+    if stored.is_elsewhere:
         return None
     if stored.filters:
         return _decoded(node, stored, shape, selection)
@@ -161,9 +164,8 @@ def _decode(
         scratch = _scratches.pop()
     except IndexError:
         scratch = Scratch.allocate(0, 0, encoded_room(_DECODED_NBYTES))
-    held = np.frombuffer(encoded, np.uint8)
     worker = ctypes.byref(scratch.worker(core).struct)
-    numbers = len(stored.filters), held.size, mask, out.nbytes
-    is_done = core.decode(pipeline, worker, address(held), address(out), *numbers)
+    numbers = len(stored.filters), len(encoded), mask, out.nbytes
+    is_done = core.decode(pipeline, worker, encoded, _memory(out), *numbers)  # type: ignore[arg-type]
     _scratches.append(scratch)
     return bool(is_done)

@@ -8,12 +8,11 @@ it, it is opened anew each time, so that no metadata are used that HDF5 remember
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import h5py
 
@@ -73,24 +72,7 @@ class _Opened(NamedTuple):
     objects: dict[str, tuple[Located, Any]]
 
 
-_kept_files: WeakSet[HDF5File] = WeakSet()  # of this process
-
-
-def _writes(stamp: FileStamp) -> bool:
-    """Tell whether this process has a file open for writing: HDF5 may hold what it has not stored.
-
-    One of another driver than the usual one is taken for the file.
-    """
-    if h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE) <= len(_kept_files):
-        return False
-    for file in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
-        if file.get_intent() & h5py.h5f.ACC_RDWR:
-            if file.get_access_plist().get_driver() != h5py.h5fd.SEC2:
-                return True
-            status = os.fstat(file.get_vfd_handle())
-            if (status.st_dev, status.st_ino) == stamp.file_id:
-                return True
-    return False
+_kept_files: WeakValueDictionary[int, HDF5File] = WeakValueDictionary()  # of this process
 
 
 class Handle:
@@ -168,10 +150,6 @@ class Handle:
         kept = self._kept
         return None if kept is None else kept.objects.get(path)
 
-    def is_written(self) -> bool:
-        """Tell whether this process may have the file open for writing."""
-        return self._stamp is None or _writes(self._stamp)
-
     def attributes(self, path: str) -> Attributes:
         """Read the attributes of an object."""
         found: dict[str, Any] = {}
@@ -193,9 +171,8 @@ class Handle:
 
     def _kept_file(self) -> _Opened | None:
         kept = self._kept
-        if kept is None or kept.file.source.stamp() != self._stamp or _writes(kept.stamp):
-            return None
-        return kept
+        # HDF5 writes to a file when it opens it for writing: after that, it is not as it was.
+        return None if kept is None or kept.file.source.stamp() != self._stamp else kept
 
     def _open(self, files: contextlib.ExitStack, may_differ: bool) -> _Opened:
         """Open the file until `files` are closed, or for long if that does no harm."""
@@ -211,7 +188,7 @@ class Handle:
             with suppressing(OSError):  # it is another one by now
                 apart = open_apart(str(self.path))
                 if apart.source.stamp() == stamp:
-                    _kept_files.add(apart)
+                    _kept_files[id(apart)] = apart
                     self._kept = _Opened(apart, stamp, {}, {})
                     return self._kept
         return _Opened(file, stamp, {}, {})
@@ -250,9 +227,9 @@ class Handle:
             is_recent = dataset in self._recent
             self._recent.pop(dataset, None)
             self._recent[dataset] = None
-            surplus = [] if is_recent else list(self._recent)[:-_RECENT]
-            for old in surplus:
+            old = next(iter(self._recent)) if len(self._recent) > _RECENT else None
+            if old is not None:
                 del self._recent[old]
-        for old in surplus:
+        if old is not None:
             old.close()
         return is_recent

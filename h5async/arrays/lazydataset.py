@@ -19,7 +19,7 @@ from h5async.arrays.boxreading import (
     H5pyReader,
     RowsReader,
 )
-from h5async.arrays.firstreading import Stored, read_at_once
+from h5async.arrays.firstreading import COPIED_NBYTES, Stored, read_at_once
 from h5async.arrays.handle import Handle
 from h5async.arrays.selections import Box, Selection, box_of, key_of, selection_of
 from h5async.core.binding import load_core
@@ -77,8 +77,9 @@ class Dataset:
         self.stored = Stored.of(node, file.known)
         if self.stored.is_elsewhere:  # HDF5 may open sources if it is asked for the shape
             self.layout = self._read_layout(located, node)
-        space = node.get_space()
-        self._shape = None if space.get_simple_extent_type() == _NULL else space.shape
+        self._shape: tuple[int, ...] | None = node.shape
+        if not self._shape and node.get_space().get_simple_extent_type() == _NULL:
+            self._shape = None
         self.dtype, self.chunks = self.stored.dtype, self.stored.chunk_shape
         self._opening = threading.Lock()
         self._reset()
@@ -114,8 +115,7 @@ class Dataset:
     def _reset(self) -> None:
         self._readers: dict[str, Any] = {}
         self._box_reader: BoxReader | None = None
-        self._small_reader: BoxReader | RowsReader | None = None
-        self._by_h5py: h5py.Dataset | None = None
+        self._small_reader: BoxReader | RowsReader | _OpenReader | None = None
         self._num_forks = lifetime.num_forks
 
     @property
@@ -208,18 +208,15 @@ class Dataset:
             raise SelectionError("None (np.newaxis) adds a dimension, which is not supported")
         if self._num_forks != lifetime.num_forks:
             self._reset()  # what another process has open is of no use here
-        found = None
-        if self.dtype.hasobject and self._shape and self.file.notes_use(self):
-            found = self._of_kept(key)
-        if found is not None:
-            return found if new_dtype is None else _converted(np.asarray(found), new_dtype)
+        found: Any = None
         if not self._shape or any(isinstance(part, h5py.RegionReference) for part in key):
             found = self._through_h5py(key, None)
         else:
             selection = selection_of(key, self._shape)
-            self._require_room(math.prod(selection.shape) * self.dtype.itemsize)
-            if math.prod(selection.shape):
-                found = self._values(key, selection)
+            nbytes = math.prod(selection.shape) * self.dtype.itemsize
+            self._require_room(nbytes)
+            if nbytes:
+                found = self._values(key, selection, nbytes)
             else:
                 found = np.zeros(selection.shape, self.dtype)
         if new_dtype is not None and self._shape is not None:
@@ -241,8 +238,8 @@ class Dataset:
                 f" set {named('max_batch_bytes')} to {nbytes} if you trust the file"
             )
 
-    def _values(self, key: tuple[Any, ...], selection: Selection) -> Any:
-        if not self.file.notes_use(self):
+    def _values(self, key: tuple[Any, ...], selection: Selection, nbytes: int) -> Any:
+        if not self.file.notes_use(self) and nbytes <= COPIED_NBYTES:
             found = self._at_once(key, selection)
             if found is not None:
                 return found
@@ -332,7 +329,10 @@ class Dataset:
                 dataset=self.name,
             )
         with self.file.opened(self._path) as (_, node), reading(self._where):
-            dataset = h5py.Dataset(node)
+            dataset = h5py.Dataset(node, readonly=True)  # so it caches facts
+            if self.file.kept_object(self._path) is not None and not self.stored.is_elsewhere:
+                self.file.notes_use(self)
+                self._small_reader = _OpenReader(self.file, self._path, dataset)
             if selection is not None:  # h5py takes some keys for others, or fails
                 return np.asarray(dataset[key_of(selection)]).reshape(selection.shape)
             try:
@@ -342,25 +342,30 @@ class Dataset:
                     raise
                 raise SelectionError(str(error)) from error
 
-    def _of_kept(self, key: tuple[Any, ...]) -> Any:
-        """Return what h5py selects of what HDF5 has open; None if it has not, or fails."""
-        opened = self.file.kept_object(self._path)
-        if opened is None or self.stored.is_elsewhere or self.file.is_written():
-            return None
-        if self._by_h5py is None or self._by_h5py.id is not opened[1]:
-            self._by_h5py = h5py.Dataset(opened[1], readonly=True)  # it caches facts
-        try:
-            found = self._by_h5py[key]
-        except Exception as error:  # it is read again, to learn why
-            if interruption(error) is not None:
-                raise
-            return None
-        return found if self.file.is_kept() else None
-
     def close(self) -> None:
         """Give back what reading takes; it is made again when needed."""
         with self._opening:
             self._reset()
+
+
+class _OpenReader:
+    """Reads of a dataset that HDF5 has open, through h5py."""
+
+    def __init__(self, file: Handle, path: str, dataset: h5py.Dataset) -> None:
+        self._file, self._path, self._dataset = file, path, dataset
+
+    def read_small(self, key: tuple[Any, ...], _: np.dtype[Any]) -> Any:
+        """Return what a key selects; None if it fails, or the file is not open any more."""
+        opened = self._file.kept_object(self._path)
+        if opened is None or opened[1] is not self._dataset.id:
+            return None
+        try:
+            found = self._dataset[key]
+        except Exception as error:  # it is read again, to learn why
+            if interruption(error) is not None:
+                raise
+            return None
+        return found if self._file.is_kept() else None
 
 
 def _dataset_of(file: Any, name: str) -> Any:

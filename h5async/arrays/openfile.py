@@ -101,7 +101,7 @@ class File(Handle, Group):
     ) -> None:
         Handle.__init__(self, path, num_threads, cache_bytes, options)
         self._nodes: dict[str, Any] = {}
-        with self.opened("") as (_, node):
+        with self.opened("") as (_, node), reading(f"{self.filename}: its root group"):
             Group.__init__(self, None, "/", _names_in(node))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -158,7 +158,11 @@ class File(Handle, Group):
 
 
 def _names_in(node: h5py.h5g.GroupID) -> Iterator[str]:
-    return (name_text(name) for name, _ in names_in(h5py.Group(node)))
+    """Return the names in a group, in the order of creation if it has kept that, as in h5py."""
+    group = h5py.Group(h5py.h5g.open(node, b"."))  # (a file does not know it of its root)
+    orders = group.id.get_create_plist().get_link_creation_order()
+    index = h5py.h5.INDEX_CRT_ORDER if orders & h5py.h5p.CRT_ORDER_TRACKED else h5py.h5.INDEX_NAME
+    return (name_text(name) for name, _ in names_in(group, index=index))
 
 
 def open_file(

@@ -143,6 +143,9 @@ def parts_of_box(
 
 def selection_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
     """Return what any key selects; `SelectionError` if h5py would refuse it."""
+    plain = box_of(key, shape)
+    if plain is not None:
+        return Selection(plain)
     if len(key) == 1 and _is_mask(key[0]) and key[0].shape == shape:
         every = Box([0] * len(shape), list(shape), [1] * len(shape), shape)
         return Selection(every, mask=key[0])

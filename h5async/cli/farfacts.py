@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from rich.filesize import decimal
 
-from h5async.config.readerconfig import ReaderConfig
+from h5async.config import ReaderConfig
 from h5async.index.layout import DatasetLayout
 from h5async.index.segments import Int64s, repetitions
+from h5async.observe.stats import MOST_RATE
 from h5async.order.selection import permute
 from h5async.order.window import window_order
 from h5async.plan.records import ByteRanges, extents_of, requests_of
 
-MOST_RATE = 5500  # GETs a second that S3 permits for a prefix; an assumption
 _MOST_SAMPLES = 1 << 16  # for which requests are computed
 _FEWER = 2.0  # times: what makes the window worth a word
 _SMALL_NBYTES = 256 * 1024  # of a request, below which the rate of requests is the limit

@@ -27,6 +27,7 @@ from h5async.cli.output import Json, plain, print_json, safe
 from h5async.config.files import FileName, is_index, matching_files
 from h5async.core.binding import why_no_core
 from h5async.errors import DatasetError
+from h5async.index.contents import natural_key
 from h5async.index.savedindex import NamedIndex
 from h5async.io.stores import far_names, store_of
 from h5async.opening.filevalues import reach_of
@@ -196,18 +197,13 @@ def folded(datasets: Iterable[Dataset], deepest: int = _DEEPEST) -> Iterator[Lin
 
 
 def _lines(item: _Item, indent: str) -> Iterator[Line]:
-    first, last = min(item.names, key=_natural), max(item.names, key=_natural)
+    first, last = min(item.names, key=natural_key), max(item.names, key=natural_key)
     if item.datasets:
         yield f"{indent}{first}", item.datasets
         return
     yield f"{indent}{first} … {last} ({len(item.names):,} groups alike)", ()
     for inner in item.content:
         yield from _lines(inner, f"{indent}  ")
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key by which 10 follows 9."""
-    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _items(datasets: Iterable[Dataset], depth: int, deepest: int) -> Iterator[_Item]:

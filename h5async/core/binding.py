@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter, folders_of_hdf5plugin
 from h5async.errors import ConfigError
-from h5async.io.localfiles import IoMode
+from h5async.io.source import IoMode
 from h5async.system.interruptions import call_when_gone, interruption, suppressing
 from h5async.system.timeline import ThreadCounts
 
@@ -147,7 +147,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 27  # counts changes of the core's structures and functions
+ABI = 29  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -271,8 +271,7 @@ _FUNCTIONS = {
     "ppppqqqq": "decode",
     "ppq": "decode_references next",
     "pppqq": "image_headers sum_rows",
-    "pppq": "decode_jpegs",
-    "ppppq": "look_up",
+    "pppq": "decode_jpegs look_up",
     "ppppi": "measure",
 }
 # Those that take less time than releasing the GIL keep it; "visit" gives it away itself.
@@ -280,6 +279,7 @@ _BRIEF_FUNCTIONS = {
     "p": "visit is_dropping open_queue put_ticket forget_jobs end_queue events wake",
     "ppppqqqqi": "submit",
     "pqq": "drop samples_at",
+    "pqqq": "finish",
     "pq": "serial_at",
     "o": "turns_of",
     "": "clock",

@@ -171,11 +171,6 @@ class SlotRing(Generic[Result]):
             return self.wanted
         return _new_consumer((*self.turns.state(), *self.wanted[3:]))
 
-    @property
-    def run(self) -> Any:
-        """The run of batches for which the state is lent; None: it is not."""
-        return None if self.turns is None else self.turns.run
-
     def lend(self, run: Any) -> None:
         """Lend the state for a run, in the consumer's thread.
 

@@ -38,6 +38,7 @@ from h5async.fill.submissions import Submissions
 from h5async.io.diskcache import DiskCache, disk_cache
 from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.opening.limits import MemoryPlan
+from h5async.opening.slotsizes import keeps_chunks
 from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
@@ -75,8 +76,9 @@ class Filler:
         self._next_requests = calls.next_requests
         postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
         self._cache: HostCache | Budget | KeptChunks | DiskCache | None = None
-        if config.cache == "host" and any(y.crop is not None for y in opened.layouts.values()):
-            self._cache = KeptChunks(sum(memory_plan.kept_nbytes))
+        kept_nbytes = sum(memory_plan.kept_nbytes)
+        if keeps_chunks(config, opened.layouts, samplings.rows, kept_nbytes):
+            self._cache = KeptChunks(kept_nbytes)
         elif config.cache == "host":
             self._cache = open_host_cache(
                 samplings.selection,
@@ -300,10 +302,13 @@ class Recording:
         """Return what was recorded since the last call. Safe to call from many threads."""
         timeline = self.timeline
         with self._lock:
-            events = [self._named(event) for event in timeline.take_events(time.perf_counter_ns())]
+            found = [] if self._trace is None else self._core_events(self._trace)
+            waits = [event for event in found if event.stage == "wait"]
+            events = [event for event in found if event.stage != "wait"]
+            events += timeline.take_events(time.perf_counter_ns(), waits)
+            events = [self._named(event) for event in events]
             dropped, timeline.dropped = timeline.dropped, 0
             if self._trace is not None:
-                events += self._core_events(self._trace)
                 before, self._dropped = self._dropped, self._trace.count - timeline.max_events
                 dropped += max(0, self._dropped) - max(0, before)
             return Recorded(os.getpid(), dict(timeline.threads), events, dropped)
@@ -316,10 +321,13 @@ class Recording:
         self._taken += found.size
         names = ("begin_ns", "end_ns", "thread", "batch", "stage", "field", "source")
         columns = (found[name].tolist() for name in names)
-        return [
-            self._named(Event(CORE_STAGES[stage], begin, end, thread, batch, field, source))
-            for begin, end, thread, batch, stage, field, source in zip(*columns, strict=True)
-        ]
+        events = []
+        for begin, end, thread, batch, stage, field, source in zip(*columns, strict=True):
+            if CORE_STAGES[stage] == "request":
+                self.timeline.batches[batch] = source, field
+                field = source = -1
+            events.append(Event(CORE_STAGES[stage], begin, end, thread, batch, field, source))
+        return events
 
     def _named(self, event: Event) -> Event:
         field, source = event.field, event.source

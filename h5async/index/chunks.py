@@ -29,12 +29,18 @@ from h5async.index.hdf5 import (
     reading,
 )
 from h5async.index.layout import DatasetLayout
-from h5async.index.visits import MISREPORTED, Visited, first_unlike, positions_of, visit_chunks
+from h5async.index.visits import (
+    MISREPORTED,
+    NOT_LOOKED_UP,
+    Visited,
+    first_unlike,
+    positions_of,
+    visit_chunks,
+)
 from h5async.system.interruptions import suppressing
 
 _MANY_CHUNKS = 1 << 24
 _SUPERBLOCK_NBYTES = 48  # at least
-_LOOKUPS = 256
 _ALL_FILTERS = 0xFFFFFFFF
 _UNIT_NBYTES = 1 << 16  # of contiguous values that are converted at a time
 _MOST_UNITS = 1 << 20
@@ -294,7 +300,9 @@ class _Checks:
     def require_within(self, end: int) -> None:
         """Raise ReadError for chunks that do not lie in the file."""
         offset, nbytes = self.visited.offset, self.visited.nbytes
-        bad = np.False_ if self.visited.end <= end else (nbytes > end) | (offset > end - nbytes)
+        if self.visited.end <= end:
+            return
+        bad = (nbytes > end) | (offset > end - nbytes)
         if bad.any():
             at = int(bad.argmax())
             raise DamagedError(
@@ -364,12 +372,11 @@ class _Checks:
 
         All chunks are looked up if they are few, else a part of them.
         """
-        number, nbytes = self.visited.number, self.visited.nbytes
-        step = -(-number.size // _LOOKUPS) or 1
-        number, nbytes = number[::step], nbytes[::step]
-        # (`get_chunk_info_by_coord` visits all chunks, and would find it.)
-        found = first_unlike(self.dataset, self.grid, number, nbytes)
-        return number[found] if found < number.size else None
+        visited, found = self.visited, self.visited.unlike
+        if found == NOT_LOOKED_UP:
+            # (`get_chunk_info_by_coord` visits all chunks, and would find it.)
+            found = first_unlike(self.dataset, self.grid, visited.number, visited.nbytes)
+        return None if found < 0 else visited.number[found]
 
     def table(self, obstacle: str) -> ChunkTable:
         """Return the chunks in the order of the grid.

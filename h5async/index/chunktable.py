@@ -6,7 +6,7 @@ Chunks make a grid; a chunk's number is that of its cell in C order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,8 @@ class ChunkTable:
 
     def shortened(self) -> ChunkTable:
         """Return the same table; each column of equal numbers takes the memory of one."""
-        return replace(self, nbytes=shortened(self.nbytes), filter_mask=shortened(self.filter_mask))
+        nbytes, filter_mask = shortened(self.nbytes), shortened(self.filter_mask)
+        return ChunkTable(self.index, self.offset, nbytes, filter_mask)
 
     @classmethod
     def joined(cls, tables: Sequence[ChunkTable]) -> ChunkTable:

@@ -192,8 +192,10 @@ def _address(info: h5py.h5o.ObjInfo) -> tuple[int, int]:
     return info.fileno, info.addr
 
 
-def names_in(group: h5py.Group, most: int | None = None) -> Iterator[tuple[bytes, int]]:
-    """Return the readable names in a group, and the kinds of their links."""
+def names_in(
+    group: h5py.Group, most: int | None = None, index: int = h5py.h5.INDEX_NAME
+) -> Iterator[tuple[bytes, int]]:
+    """Return the readable names in a group, in the order of an index, and their links' kinds."""
     found: dict[bytes, int] = {}
 
     def note(name: bytes, info: h5py.h5l.LinkInfo) -> bool | None:
@@ -203,7 +205,7 @@ def names_in(group: h5py.Group, most: int | None = None) -> Iterator[tuple[bytes
         return None
 
     with suppressing(Exception):  # damage ends the list
-        group.id.links.iterate(note, info=True)
+        group.id.links.iterate(note, info=True, idx_type=index)
     return iter(found.items())
 
 

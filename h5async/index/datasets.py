@@ -48,8 +48,7 @@ from h5async.index.segments import Piece, Slab
 from h5async.index.sources import LOCAL_ONLY, VirtualSources, attached, external_layout
 from h5async.index.storedtypes import StoredType, element_of, is_object, without_metadata
 from h5async.index.variablelength import Forms, fill_reference, stored_compact, variable_length
-from h5async.io.localfiles import may_map
-from h5async.io.source import settled
+from h5async.io.source import may_map, settled
 from h5async.io.stores import HDF5File, absolute_name, store_of
 from h5async.system.interruptions import suppressing
 

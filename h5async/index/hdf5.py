@@ -6,11 +6,9 @@ values that were never written; and the digest that tells a dataset from one tha
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -48,17 +46,22 @@ class OtherKindError(DatasetError):
     """A path leads to an object that is not an array, but may be a field of another kind."""
 
 
-@contextlib.contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Turn h5py's errors for `what` into a `ReadError`: damaged metadata may raise anything."""
-    try:
-        yield
-    except H5AsyncError:
-        raise
-    except Exception as error:
+class reading:
+    """Turns h5py's errors for `what` into a `ReadError`: damaged metadata may raise anything."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Raise the error that names what was read, from h5py's."""
+        if not isinstance(error, Exception) or isinstance(error, H5AsyncError):
+            return
         if is_lack_of_memory(error):
-            raise out_of_memory(what, error) from error
-        raise failed_read(f"{what} cannot be read ({error})", error, None) from error
+            raise out_of_memory(self._what, error) from error
+        raise failed_read(f"{self._what} cannot be read ({error})", error, None) from error
 
 
 # Kinds of chunk indices (H5Dpublic.h).
@@ -76,6 +79,7 @@ def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
     return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset, offset, default=0)
 
 
+@functools.cache
 def function_address(name: str) -> int:
     """Return the address of a function of h5py's HDF5; 0 if it cannot be found."""
     function = hdf5_function(name)

@@ -27,9 +27,8 @@ import h5py
 from h5async.config.files import FileName, SourceName, scheme_of
 from h5async.errors import BudgetError, DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.index.layout import DatasetLayout
-from h5async.io.localfiles import IoMode
 from h5async.io.obstoreclient import WEB
-from h5async.io.source import FileStamp
+from h5async.io.source import FileStamp, IoMode
 from h5async.io.stores import LOCAL, HDF5File, absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing
@@ -317,11 +316,12 @@ def locate(
     if mark and not file.id.links.exists(name_bytes(components(path)[0])):
         file, path = _other_file(file, path, other, reach, files), rest
         last = None
-    todo, done = components(path), list[str]()
-    group: h5py.h5g.GroupID = file.id
-    if last and tuple(todo[:-1]) in last:
-        group = last[tuple(todo[:-1])]
-        done, todo = todo[:-1], todo[-1:]
+    todo = components(path)
+    done, group = todo[:-1], file.id
+    if last and (found := last.get(tuple(done))) is not None:
+        group, todo = found, todo[-1:]
+    else:
+        done = []
     at, links = b".", 0
     while todo:
         name = todo.pop(0)

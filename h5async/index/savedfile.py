@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from h5async.config.files import FileName
 from h5async.index.savedkinds import SavedIndexError, to_json
-from h5async.io.localfiles import open_regular, owned
 from h5async.io.shared import forget_pages, map_file
+from h5async.io.source import open_regular, owned
 from h5async.io.stores import store_of
 from h5async.system.interruptions import suppressing
 

@@ -37,8 +37,7 @@ from h5async.index.savedkinds import (
 )
 from h5async.index.segments import Piece, Segments, extents_of
 from h5async.index.variablelength import Sequences, VariableLength
-from h5async.io.localfiles import IoMode, may_map
-from h5async.io.source import FileStamp
+from h5async.io.source import FileStamp, IoMode, may_map
 
 _NOT_SAVED = {"limit": None, "is_shared": False, "file_samples": ()}  # no other values
 

@@ -12,12 +12,14 @@ the position in the array, which gives the true ones.
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import functools
 import itertools
 import math
+import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import h5py
@@ -28,6 +30,7 @@ from h5async.core.binding import Core, address, load_core
 from h5async.errors import DamagedError
 from h5async.index.chunktable import grid_of
 from h5async.index.hdf5 import (
+    B_TREE_V1,
     EXTENSIBLE_ARRAY,
     NotDirectError,
     Opened,
@@ -39,9 +42,17 @@ from h5async.system.interruptions import suppressing
 
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
 _LEAST_VERSION = (1, 14)  # of HDF5, with a known way of calling a visitor
+_FEW = 1024  # chunks: their columns are kept, and copied
+_MOST_UNUSED = 16
+_LOOKUPS = 256  # of chunks by their keys, of a dataset
+LOOK_UP = "H5Dget_chunk_storage_size"
 _PYTHON_FUNCTIONS = ("PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals")
+_STRUCT_FUNCTIONS = ("save_thread", "restore_thread", "check_signals")
 MISREPORTED = "only dimension {} is unlimited: HDF5 misreports chunks"
 _MOST_POSITIONS = 1 << 40  # an array has at most 2 ** 32 (H5D_EARRAY_MAX_NELMTS_BITS)
+
+
+NOT_LOOKED_UP = -2
 
 
 class Visited(NamedTuple):
@@ -57,6 +68,10 @@ class Visited(NamedTuple):
     end: int = np.iinfo(np.int64).max  # one past the last byte of all chunks; by default unknown
     least: int = 0  # bytes of the smallest,
     most: int = -1  # and the largest; by default unknown
+    unlike: int = NOT_LOOKED_UP  # the index of a chunk that HDF5 does not find by its key; -1: none
+
+
+_FACTS = operator.attrgetter(*Visited._fields[4:])
 
 
 def visit_chunks(
@@ -72,10 +87,12 @@ def visit_chunks(
     damaged.
     """
     if not math.prod(grid):
-        return Visited(*_columns(0))
+        number, offset, nbytes, mask = _columns(0)
+        return Visited(number, offset, nbytes, mask)
     reported, visited = grid if positions is None else positions.reported_grid, None
     with suppressing(MemoryError):  # a reservation may be refused
-        visited = _by_core(dataset, reported, most)
+        is_tree = positions is None and dataset.index_kind == B_TREE_V1
+        visited = _by_core(dataset, reported, most, function_address(LOOK_UP) if is_tree else 0)
     if visited is None:
         visited = _in_python(dataset.id, dataset.chunks, reported, most)
     if visited.number.size > most:
@@ -93,81 +110,94 @@ def visit_chunks(
     )
 
 
-def first_unlike(dataset: Opened, grid: Sequence[int], number: Int64s, nbytes: Int64s) -> int:
-    """Look up chunks by their keys; return the index of the first of another size.
+def first_unlike(dataset: Opened, grid: tuple[int, ...], number: Int64s, nbytes: Int64s) -> int:
+    """Look up chunks by their keys, a part if they are many; return the index of one not found.
 
-    Returns `number.size` if HDF5 finds all with their `nbytes`.
+    -1 if HDF5 finds all of them, with their `nbytes`.
     """
-    core, look_up = load_core(), function_address("H5Dget_chunk_storage_size")
-    count = len(number)
+    core, look_up = load_core(), function_address(LOOK_UP)
     if core is not None and look_up:
         number, nbytes = np.ascontiguousarray(number), np.ascontiguousarray(nbytes)
-        struct, _extents = _visit_struct(core, dataset, grid)
-        pointers = ctypes.byref(struct), address(number), address(nbytes), look_up
-        with h5py._objects.phil:
-            found = int(core.look_up(*pointers, count))
-        return found
-    cells = np.unravel_index(number, tuple(grid))
-    for item, expected in enumerate(nbytes.tolist()):
+        with _prepared(core, dataset.chunks, grid, 1) as prepared:
+            struct = ctypes.byref(prepared.of(dataset, look_up))
+            return int(core.look_up(struct, address(number), address(nbytes), number.size))
+    step = -(-number.size // _LOOKUPS) or 1
+    cells = np.unravel_index(number[::step], grid)
+    for item, expected in enumerate(nbytes[::step].tolist()):
         corner = (int(cell[item]) * n for cell, n in zip(cells, dataset.chunks, strict=True))
         if stored_nbytes(dataset.id, tuple(corner)) != expected:
-            return item
-    return count
+            return item * step
+    return -1
 
 
-def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
+class _Prepared:
+    """The core's description of a visit, and columns for so many chunks."""
+
+    def __init__(
+        self, core: Core, chunks: tuple[int, ...], grid: tuple[int, ...], capacity: int
+    ) -> None:
+        self._columns = _columns(capacity)
+        self._extents = np.array([chunks, grid], np.int64)
+        at, pointers = address(self._extents), map(address, self._columns)
+        self._struct = core.Visit(capacity=capacity, most_looked_up=_LOOKUPS, rank=len(grid))
+        self._struct.iterate = function_address("H5Dchunk_iter")
+        self._struct.chunk, self._struct.grid = at, at + self._extents.nbytes // 2
+        for name, pointer in zip(Visited._fields, pointers, strict=False):
+            setattr(self._struct, name, pointer)
+        functions = (getattr(ctypes.pythonapi, name) for name in _PYTHON_FUNCTIONS)
+        for name, function in zip(_STRUCT_FUNCTIONS, functions, strict=True):
+            setattr(self._struct, name, ctypes.cast(function, ctypes.c_void_p).value)
+
+    def of(self, dataset: Opened, look_up: int) -> Any:
+        """Return the description, of a dataset; `look_up` is the address of a function, or 0."""
+        self._struct.dataset, self._struct.look_up = dataset.id.id, look_up
+        return self._struct
+
+    def visited(self) -> Visited:
+        """Return what was visited; once only if there are many chunks."""
+        count, capacity = self._struct.count, self._struct.capacity
+        for column in self._columns if capacity > _FEW and count < capacity // 2 else ():
+            column.resize(count, refcheck=False)  # in place: a copy would double the memory
+        number, offset, nbytes, mask = (
+            column[:count].copy() if capacity <= _FEW else column[:count]
+            for column in self._columns
+        )
+        return Visited(number, offset, nbytes, mask, *_FACTS(self._struct))
+
+
+_unused: dict[Any, _Prepared] = {}  # files of a collection often have chunks that are alike
+
+
+@contextlib.contextmanager
+def _prepared(core: Core, *key: Any) -> Iterator[_Prepared]:
+    """Lend what was prepared before for chunks, grid and capacity; to one user at a time."""
+    found = _unused.pop((core, key), None) or _Prepared(core, *key)
+    with h5py._objects.phil:
+        yield found
+    if key[-1] <= _FEW:
+        if len(_unused) >= _MOST_UNUSED:
+            _unused.clear()
+        _unused[core, key] = found
+
+
+def _by_core(dataset: Opened, grid: tuple[int, ...], most: int, look_up: int) -> Visited | None:
     """Visit chunks by a compiled function; None if there is none, or HDF5 reports an error."""
-    core, iterate = load_core(), function_address("H5Dchunk_iter")
-    if core is None or not iterate or h5py.version.hdf5_version_tuple < _LEAST_VERSION:
+    core = load_core()
+    is_known = h5py.version.hdf5_version_tuple >= _LEAST_VERSION
+    if core is None or not function_address("H5Dchunk_iter") or not is_known:
         return None
-    struct, _extents = _visit_struct(core, dataset, grid)
-    struct.iterate = iterate
-    struct.save_thread, struct.restore_thread, struct.check_signals = _python_functions()
-    capacity = _FIRST_CAPACITY
+    # One more than the maximum, to detect more.
+    capacity = _FEW if most < _FEW else min(most + 1, _FIRST_CAPACITY)
     while True:
-        # One more than the maximum, to detect more.
-        columns = _columns(min(most + 1, capacity))
-        pointers = (address(column) for column in columns)
-        struct.number, struct.offset, struct.nbytes, struct.mask = pointers
-        struct.capacity = columns[0].size
-        with h5py._objects.phil:
-            status = core.visit(ctypes.byref(struct))
-        count = struct.count
-        if count == struct.capacity and count <= most:
-            capacity *= 8
-            continue
-        if status and count <= most:
-            return None
-        if count < struct.capacity // 2:
-            for column in columns:  # in place: a copy would double the memory for a moment
-                column.resize(count, refcheck=False)
-        number, offset, nbytes, mask = columns
-        facts = (getattr(struct, name) for name in Visited._fields[4:])
-        return Visited(number[:count], offset[:count], nbytes[:count], mask[:count], *facts)
+        with _prepared(core, dataset.chunks, grid, capacity) as prepared:
+            struct = prepared.of(dataset, look_up)
+            status, count = core.visit(ctypes.byref(struct)), struct.count
+            if count < capacity or count > most:
+                return None if status and count <= most else prepared.visited()
+        capacity = min(most + 1, 8 * capacity)
 
 
-@functools.cache
-def _python_functions() -> list[int | None]:
-    functions = (getattr(ctypes.pythonapi, name) for name in _PYTHON_FUNCTIONS)
-    return [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
-
-
-def _visit_struct(core: Core, dataset: Opened, grid: Sequence[int]) -> tuple[Any, Int64s]:
-    """Return the core's description of a dataset, and an array that it points to."""
-    extents = _extents(dataset.chunks, tuple(grid))
-    at = address(extents)
-    struct = core.Visit(
-        dataset=dataset.id.id, rank=len(grid), chunk=at, grid=at + extents.nbytes // 2
-    )
-    return struct, extents
-
-
-@functools.lru_cache(maxsize=16)
-def _extents(chunks: tuple[int, ...], grid: tuple[int, ...]) -> Int64s:
-    return np.array([chunks, grid], np.int64)
-
-
-def _columns(count: int) -> tuple[Int64s, Int64s, Int64s, NDArray[np.uint32]]:
+def _columns(count: int) -> tuple[NDArray[Any], ...]:
     number, offset, nbytes = (np.empty(count, np.int64) for _ in range(3))
     return number, offset, nbytes, np.empty(count, np.uint32)
 
@@ -227,12 +257,13 @@ def positions_of(dataset: Opened) -> Positions | None:
 
     NotDirectError if they cannot be found.
     """
+    kind = dataset.index_kind
+    if kind not in (EXTENSIBLE_ARRAY, -1):
+        return None
     unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]
     if len(unlimited) != 1 or unlimited == [0]:
         return None
-    axis, kind = unlimited[0], dataset.index_kind
-    if kind not in (EXTENSIBLE_ARRAY, -1):
-        return None
+    axis = unlimited[0]
     extents = tuple(
         size if extent is None else extent
         for extent, size in zip(dataset.maxshape, dataset.chunks, strict=True)

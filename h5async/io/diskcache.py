@@ -35,9 +35,8 @@ from numpy.typing import NDArray
 
 from h5async.config.files import Kept, SourceName
 from h5async.errors import ConfigError
-from h5async.io.localfiles import owned
 from h5async.io.shared import map_file
-from h5async.io.source import FileStamp, MappedMirror, Source, SourceOver
+from h5async.io.source import FileStamp, MappedMirror, Source, SourceOver, owned
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 

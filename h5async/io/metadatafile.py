@@ -10,24 +10,21 @@ HDF5 called from.
 from __future__ import annotations
 
 import io
+import queue
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING
 
 from h5async.io.indexreferences import NONSENSE, Format, Place, find_places
 from h5async.io.references import SUPERBLOCK_NBYTES, read_superblock, superblock_offsets
-from h5async.io.sidebyside import collecting_later
+from h5async.io.sidebyside import collecting_later, start
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
     from h5async.io.source import Source
-import queue
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import partial
-
-from h5async.io.sidebyside import start
 
 PAGE_NBYTES = 1 << 10
 _MOST_PAGES = 1 << 18  # that are kept, 256 MiB

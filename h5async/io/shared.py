@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import OutOfMemoryError
-from h5async.io.localfiles import owned
+from h5async.io.source import owned
 from h5async.spelling import named
 from h5async.system.interruptions import call_when_gone, suppressing
 

@@ -34,11 +34,10 @@ from h5async.config.files import (
     scheme_of,
 )
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
-from h5async.io.localfiles import open_regular
 from h5async.io.metadatafile import MetadataFile, take
 from h5async.io.openfailure import directory_reason, reason_unopened
 from h5async.io.sidebyside import SideBySide
-from h5async.io.source import FileStamp, Source, changed, settled
+from h5async.io.source import FileStamp, Source, changed, open_regular, settled
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:

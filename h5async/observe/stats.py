@@ -23,7 +23,7 @@ _WASTED = 1.5  # samples decoded per used one, from which waste is mentioned
 _WAITS_FOR_BYTES = 0.5  # seconds that a batch waits for them, per second that the loop waits
 _FULL = 0.5  # share of `requests_in_flight` from which that is what holds requests up
 _QUEUED = 4  # times what the quickest took, from which requests wait for each other; S3 varies by 3
-_MOST_RATE = 5500  # GETs a second that S3 permits for a prefix
+MOST_RATE = 5500  # GETs a second that S3 permits for a prefix
 _LARGE_NBYTES = 1 << 20  # a request that takes longer for its bytes than for the way there
 _WORK = {  # names of stages in the sentence
     "plan": "planning",
@@ -359,9 +359,9 @@ def _limit_of_fetching(stats: ReaderStats) -> str:
     if stats.filters and stats._is_scattered:
         larger = f"{named('shuffle', 'window')} or {larger}"
     fewer = f"read larger pieces ({larger}){disk}"
-    if rate >= _FULL * _MOST_RATE:
+    if rate >= _FULL * MOST_RATE:
         limit = "the rate of requests"
-        advice = f"S3 permits some {_MOST_RATE:,} a second for a prefix; {fewer}"
+        advice = f"S3 permits some {MOST_RATE:,} a second for a prefix; {fewer}"
     elif not stats.num_threads:
         limit = "the latency of the network"
         advice = f"only threads fetch ahead: leave out {named('num_threads', 0)}"

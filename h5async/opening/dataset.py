@@ -30,8 +30,8 @@ from h5async.index.indexcache import known_of_files
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.savedindex import NamedIndex
-from h5async.io.localfiles import read_ahead
 from h5async.io.metadatafile import opening_ahead
+from h5async.io.source import read_ahead
 from h5async.io.stores import far_names
 from h5async.opening.fieldkinds import on_indexed, unlike, with_kinds
 from h5async.opening.filefacts import needs_of, read_known
@@ -43,9 +43,9 @@ from h5async.order.lengths import NO_LIMIT, Lengths, SamplingByLength
 from h5async.order.rows import LengthRows, SpanRows, StepSpans
 from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling, WeightedOrder
 from h5async.order.window import window_order
+from h5async.plan.crops import require_same_places
 from h5async.samples.assembly import columns_of, field_kinds, spans_of
 from h5async.samples.fieldkind import FieldKind, Rows, steps_of
-from h5async.samples.parts import require_same_places
 from h5async.spelling import named
 
 
@@ -144,7 +144,8 @@ def _open_kinds(
             return {}
 
     wanted = {name: need.wanted for name, need in needs.items()}
-    several = known_of_files(config.files, wanted, read, reach, config.index_cache, indices)
+    files = config.files  # which looks for those that match globs
+    several = known_of_files(files, wanted, read, reach, config.index_cache, indices)
     columns = columns_of(kinds)
     once = {name: field for name, field in columns.items() if field.per is not None}
     facts: dict[str, list[DatasetLayout]] = {name: [] for name in needs}
@@ -158,16 +159,16 @@ def _open_kinds(
         except DatasetError as error:
             if failed is None:
                 raise
-            failed[config.files[number - 1]] = error
+            failed[files[number - 1]] = error
             continue
         for name, layout in (known | layouts).items():
             facts[name].append(layout)
-        if number == 1 < len(config.files) and not indices:
+        if number == 1 < len(files) and not indices:
             samples = config.batch_size * config.prefetch
             nbytes = samples * sum(layout.part_nbytes for layout in layouts.values())
-            read_ahead(config.files[0], nbytes)
+            read_ahead(files[0], nbytes)
         if tell is not None:
-            tell(number, len(config.files))
+            tell(number, len(files))
     joined: dict[str, DatasetLayout] = {}
     for kind in kinds.values():
         joined |= kind.join(facts, config, reach)
@@ -180,8 +181,8 @@ def _open_kinds(
         )
     _check_lengths({name: joined[name] for name in columns if name not in once})
     if failed:
-        files = tuple(file for file in config.files if file not in failed)
-        config = config.model_copy(update={"hdf5_path": files})
+        left = tuple(file for file in files if file not in failed)
+        config = config.model_copy(update={"hdf5_path": left})
     layouts = with_rows_of_samples(config, joined, once, facts)
     static = static_values(config.static_fields, facts, reach)
     skipped = (Skipped(str(file), None, None, str(one)) for file, one in (failed or {}).items())

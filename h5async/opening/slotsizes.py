@@ -8,21 +8,24 @@ from dataclasses import replace
 import numpy as np
 
 from h5async.config import ReaderConfig
-from h5async.core.binding import KEPT_OVERHEAD_NBYTES
+from h5async.core.binding import KEPT_OVERHEAD_NBYTES, load_core
 from h5async.index.datasettable import kinds_of, pieces_read
 from h5async.index.extents import kept_whole_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.units import unit_nbytes
+from h5async.io.stores import far_names
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
 from h5async.order.window import kept_nbytes
 from h5async.plan.transform import RowTransform, row_transform
 from h5async.samples.assembly import columns_of, field_kinds
 from h5async.samples.fieldkind import FieldKind, Outline, Rows
+from h5async.system.resources import free_memory
 
 # A dataset of encoded chunks that decodes to at most this (labels, for example) is decoded once; as
 # much of small datasets is kept.
 _KEPT_WHOLE_NBYTES = 64 << 20
+_HOST_SHARE = 0.5  # of free memory, for a cache without a limit
 # The number of groups of chunks that split the same rows and are shared by batches in order.
 _IN_ORDER_GROUPS = 4
 # The core cuts a batch into this number of items per thread if it has fewer groups (plan.h).
@@ -86,8 +89,7 @@ def wanted_kept_nbytes(
     in_window |= config.shuffle == "window"
     drawing = config.weights is not None, config.sampler is not None
     mixing = config.shuffle, config.bucket, config.batch_values, *drawing  # else in file order
-    # Parts of rows are cropped out of kept chunks, if a cache is to have all of them.
-    is_cached = config.cache == "host" and any(layout.crop is not None for layout in several)
+    is_cached = keeps_chunks(config, layouts, rows)
     for number, layout in enumerate(several):
         nbytes, small_nbytes = kept_whole_nbytes(layout)
         if is_cached:
@@ -105,6 +107,35 @@ def wanted_kept_nbytes(
             nbytes += small_nbytes
         wanted.append(nbytes)
     return wanted
+
+
+def keeps_chunks(
+    config: ReaderConfig,
+    layouts: Mapping[str, DatasetLayout],
+    rows: Sequence[Rows],
+    granted_nbytes: int | None = None,
+) -> bool:
+    """Tell whether ``cache="host"`` keeps decoded chunks, each decoded once, in place of rows.
+
+    So parts are cropped out of them, and so it is if all rows are in encoded chunks that the core
+    reads, and all of these fit into `granted_nbytes`, by default what the cache may take.
+    """
+    several = list(layouts.values())
+    if config.cache != "host" or any(layout.crop is not None for layout in several):
+        return config.cache == "host"
+    are_encoded = all(
+        leaf.filters and leaf.chunk_shape and leaf.fallback_reason is None and not leaf.heaps
+        for layout in several
+        for leaf, _ in kinds_of(layout)
+    )
+    if not are_encoded or any(one is not None for one in rows) or far_names(config.files):
+        return False
+    if granted_nbytes is None:
+        granted_nbytes = config.cache_bytes
+    if granted_nbytes is None:
+        granted_nbytes = int(free_memory()[0].nbytes * _HOST_SHARE)
+    whole = sum(kept_whole_nbytes(layout).encoded for layout in several)
+    return load_core() is not None and whole <= granted_nbytes
 
 
 def _window_nbytes(

@@ -81,6 +81,12 @@ def walk(file: h5f.FileID, leaves_out: LeavesOut = lambda path, node: False) -> 
                 groups.append((entry.path, node))
 
 
+def is_outside(dataset: h5d.DatasetID) -> bool:
+    """Tell whether values of a dataset are in other datasets or files."""
+    plist = dataset.get_create_plist()
+    return bool(plist.get_layout() == h5d.VIRTUAL or plist.get_external_count())
+
+
 def _names(group: h5g.GroupID) -> list[bytes]:
     is_tracked = group.get_create_plist().get_link_creation_order() & h5p.CRT_ORDER_TRACKED
     names: list[bytes] = []
@@ -236,10 +242,10 @@ class ObjectCopy:
         dataset: h5d.DatasetID = entry.node
         making, kind = self._change(entry.path, dataset), dataset.get_type()
         plist = dataset.get_create_plist()
-        is_outside = plist.get_layout() == h5d.VIRTUAL or plist.get_external_count() > 0
+        has_own = not is_outside(dataset)
         # HDF5 would copy where such a fill value is in the other file, not the value.
         has_far_fill = has_pointers(kind) and plist.fill_value_defined() == _USER_DEFINED
-        is_apart = kind.committed() or has_references(kind) or is_outside or has_far_fill
+        is_apart = kind.committed() or has_references(kind) or not has_own or has_far_fill
         is_small = dataset.get_storage_size() <= SMALL_NBYTES
         if making is None and is_small and self._can_copy and not is_apart:
             self._copy_whole(entry, group, properties)
@@ -247,7 +253,7 @@ class ObjectCopy:
         if making is None:
             if plist.get_layout() == h5d.VIRTUAL:
                 plist = self._virtual(plist)
-            has_values = not is_outside and dataset.get_storage_size() > 0
+            has_values = has_own and dataset.get_storage_size() > 0
             making = Making(dataset.get_space(), None, plist, has_values)
         new_kind = self._type(kind, where) if making.kind is None else making.kind
         try:

@@ -24,7 +24,7 @@ from h5async.opening.dataset import Samplings, open_dataset
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.comparing import Comparison
-from h5async.packing.objects import ObjectCopy, making_of, walk
+from h5async.packing.objects import ObjectCopy, is_outside, making_of, walk
 from h5async.packing.rawvalues import has_references
 from h5async.packing.rewriting import (
     Plan,
@@ -35,7 +35,7 @@ from h5async.packing.rewriting import (
     move_scalar,
     pieces_of,
 )
-from h5async.packing.rowsource import RowSource, has_shape, is_outside
+from h5async.packing.rowsource import RowSource, has_shape
 from h5async.packing.safefile import SafeFile, partial_of
 from h5async.packing.sparsegroups import (
     ElementRows,
@@ -381,18 +381,15 @@ class Repacking:
     @property
     def reader_options(self) -> dict[str, Any]:
         """The options of readers of rows."""
-        options = self._options
-        found: dict[str, Any] = {
+        return {
             "hdf5_path": self.config.files,
             "device": "cpu",
             "rank": 0,
             "world_size": 1,
             "max_batch_bytes": self.memory,
-            "allow_external": options.allow_external,
+            "allow_external": self._options.allow_external,
+            "num_threads": self._options.num_threads,
         }
-        if options.num_threads is not None:
-            found["num_threads"] = options.num_threads
-        return found
 
     def replaces(self, path: Path) -> bool:
         """Tell whether the new file takes the place of a source."""

@@ -27,9 +27,9 @@ from h5async.index.hdf5 import Opened
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter, DatasetWriter
 from h5async.packing.encodedsamples import encoded_images
-from h5async.packing.objects import Making
+from h5async.packing.objects import Making, is_outside
 from h5async.packing.rawvalues import RawValues, References, call_hdf5, has_pointers
-from h5async.packing.rowsource import Block, Extents, RowSource, is_outside
+from h5async.packing.rowsource import Block, Extents, RowSource
 from h5async.spelling import named
 
 _BLOCK_NBYTES = 16 << 20  # of rows in order: more would be no faster

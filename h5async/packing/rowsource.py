@@ -53,12 +53,6 @@ class Block(NamedTuple):
         return (*self.corner[:axis], self.begin, *self.corner[axis + 1 :])
 
 
-def is_outside(dataset: h5d.DatasetID) -> bool:
-    """Tell whether values of a dataset are in other datasets or files."""
-    plist = dataset.get_create_plist()
-    return bool(plist.get_layout() == h5d.VIRTUAL or plist.get_external_count())
-
-
 def has_shape(dataset: h5d.DatasetID) -> bool:
     """Tell whether a dataset has dimensions, or a single value."""
     return bool(dataset.get_space().get_simple_extent_type() == h5s.SIMPLE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import h5py
 import numpy as np
@@ -19,7 +19,7 @@ from h5async.config import Field, RaggedField
 from h5async.errors import DatasetError
 from h5async.io.stores import HDF5File
 from h5async.order.selection import Int64s, Selection
-from h5async.spelling import name_bytes, named
+from h5async.spelling import name_bytes, name_text, named
 
 OffsetsKind = Literal["offsets", "ends", "lengths"]
 _BLOCK = 1 << 20  # numbers that are read at a time
@@ -140,7 +140,7 @@ class SparseRows(ElementRows):
                 )
         shapes = [tuple(map(int, group.attrs["shape"])) for group in groups]
         where = f'{files[0].filename}: "{path}"'
-        if any(text_of(group.attrs["encoding-type"]) != "csr_matrix" for group in groups):
+        if any(name_text(group.attrs["encoding-type"]) != "csr_matrix" for group in groups):
             raise DatasetError(
                 f"{where} is not of compressed rows (CSR), so no rows can be selected or joined;"
                 " convert it (in Python: X.tocsr())"
@@ -220,7 +220,7 @@ def may_have_samples(file: HDF5File, path: str) -> bool:
 
 def is_anndata(file: HDF5File) -> bool:
     """Tell whether a file was written by AnnData."""
-    return text_of(file.attrs.get("encoding-type", "")) == "anndata"
+    return name_text(file.attrs.get("encoding-type", "")) == "anndata"
 
 
 def refuse_old_anndata(file: HDF5File) -> None:
@@ -279,8 +279,3 @@ def _total(numbers: h5py.Dataset) -> int:
             return -1
         total += int(block[:_BLOCK].sum())
     return total
-
-
-def text_of(value: Any) -> str:
-    """Return an attribute as text."""
-    return value.decode() if isinstance(value, bytes) else str(value)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from h5async.errors import DatasetError
 from h5async.io.stores import HDF5File
 from h5async.order.selection import Int64s
-from h5async.packing.sparsegroups import is_anndata, refuse_old_anndata, text_of
+from h5async.packing.sparsegroups import is_anndata, refuse_old_anndata
 from h5async.spelling import name_bytes, name_text, named
 
 Join = Literal["inner", "outer"]
@@ -88,7 +88,7 @@ def unite(files: Sequence[HDF5File], paths: Collection[str], join: Join | None) 
 
 def _index_of(files: Sequence[HDF5File], table: str) -> str:
     """Return the path of the names of the rows of a table."""
-    found = {f"{table}/{text_of(file[table].attrs['_index'])}" for file in files}
+    found = {f"{table}/{name_text(file[table].attrs['_index'])}" for file in files}
     if len(found) > 1:
         raise DatasetError(f'"{table}" has its names in differing columns: {sorted(found)}')
     return found.pop()
@@ -121,7 +121,7 @@ def _unite_categories(found: United, files: Sequence[HDF5File], group: str) -> N
 def _unite_classes(found: United, files: Sequence[HDF5File], path: str) -> None:
     """Unite the names of classes that an attribute of labels has."""
     names = [
-        [text_of(one) for one in np.atleast_1d(file[path].attrs.get("classes", ())).tolist()]
+        [name_text(one) for one in np.atleast_1d(file[path].attrs.get("classes", ())).tolist()]
         if path in file
         else []
         for file in files
@@ -265,7 +265,7 @@ def _correct_order(found: United, file: HDF5File, table: str) -> None:
     if table not in file or "column-order" not in file[table].attrs:
         return
     before: Mapping[str, Any] = file[table].attrs
-    columns = [text_of(one) for one in before["column-order"]]
+    columns = [name_text(one) for one in before["column-order"]]
     kept = [one for one in columns if not found.leaves_out(f"{table}/{one}")]
     if kept != columns:
         found.attributes[table] = {"column-order": np.array(kept, object)}

@@ -24,7 +24,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, files_of
 from h5async.index.units import unit_nbytes
 from h5async.io.keptfiles import affordable_files
-from h5async.io.localfiles import IoMode
+from h5async.io.source import IoMode
 from h5async.order.rows import SpanRows, StepRows
 from h5async.plan.records import SamplesPlan
 from h5async.plan.transform import NativeTransform

@@ -88,6 +88,7 @@ class AsyncReader:
         from h5async.reader.engine import Engine
 
         self._config = load_config().load(config, **options)
+        self._timeout = self._config.timeout
         self._engine = Engine(self._config)
         self._dropped = weakref.finalize(self, self._engine.drop)
         self._dropped.atexit = False
@@ -265,8 +266,8 @@ class AsyncReader:
         [1000, 797, 3]
         >>> reader.close()
         """
-        if index is None and self._engine.delivery.ask_turn():
-            return False
+        if index is None and (asked := self._engine.delivery.ask_turn()):
+            return asked > 1
         self._engine.settle()
         return self._engine.delivery.fetch(index)
 
@@ -299,19 +300,20 @@ class AsyncReader:
         <Batch 0 of epoch 0: data=(64, 8, 8) uint8, labels=(64,) int64>
         """
         taken: list[Batch] = []  # by the core
-        seconds = self._config.timeout
+        seconds = self._timeout
         if timeout is not None:
             from h5async.config import check_timeout
 
             seconds = check_timeout(timeout)
         engine, delivery = self._engine, self._engine.delivery
-        limits = () if seconds is None else (seconds,)
+        take = delivery.take_turn
         try:
-            if delivery.take_turn(taken, *limits):
-                return taken[0]
-            engine.settle()
-            delivery.check_alone()
-            if delivery.lend() and delivery.take_turn(taken, *limits):
+            while not (take(taken) if seconds is None else take(taken, seconds)):
+                engine.settle()
+                delivery.check_alone()
+                if not delivery.lend():
+                    break
+            else:
                 return taken[0]
         except BaseException:  # Ctrl-C: the next call returns this batch, whatever comes meanwhile
             if taken and not delivery.put_back_turn():  # a signal handler has called the reader
@@ -437,7 +439,7 @@ class AsyncReader:
         and the reader is still closed.
         """
         try:
-            self._engine.close(self._config.timeout)
+            self._engine.close(self._timeout)
         except ReadError:
             self._dropped.detach()
             raise

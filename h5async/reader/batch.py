@@ -119,7 +119,7 @@ class Batch(Sequence[Any]):
         return iter(self._arrays.values())
 
     def __getattr__(self, name: str) -> Any:
-        if name in Batch.__slots__:
+        if name in _MEMBERS:
             if name == "_later":
                 raise AttributeError(name)
             run, slot, serial = self._later
@@ -183,6 +183,9 @@ class Batch(Sequence[Any]):
         place = self.epoch, self.number, self.last
         more = self._device, self._sequences
         return Batch(arrays, self.index, *place, *more, static=self.static)
+
+
+_MEMBERS = frozenset(Batch.__slots__)
 
 
 def _cells(array: Any) -> tuple[str, str, str]:

@@ -225,7 +225,7 @@ class Engine:
     def trace(self, path: str | os.PathLike[str] | None, **options: Any) -> Trace:
         """Begin a trace of all work from now on."""
         self.check_open()
-        self.ring.take_back()  # the core does not record what the consumer does
+        self.ring.take_back()
         position = self.position
         return self._tracing.begin(
             path,

@@ -28,8 +28,8 @@ from h5async.index.links import Reach, files_of
 from h5async.index.savedindex import Wanted
 from h5async.io.source import FileStamp
 from h5async.order.rows import Packing, SpanRows, StepRows, StepSpans
+from h5async.plan.crops import Places, parts_of_rows
 from h5async.plan.transform import RowTransform
-from h5async.samples.parts import Places, parts_of_rows
 from h5async.samples.ragged import Ragged, put_padded
 
 Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 STAGES = ("plan", "fetch", "read", "decode", "place", "transform", "postprocess", "upload")
 # Names of the core's stages, by its numbers.
-CORE_STAGES = ("plan", "read", "decode", "place", "transform")
+CORE_STAGES = ("plan", "read", "decode", "place", "transform", "request", "wait")
 
 NO_BATCH, NO_FIELD = -1, -1
 
@@ -198,8 +198,11 @@ class Timeline:
 
     # --- what is made of it -----------------------------------------------------------------------
 
-    def take_events(self, end_ns: int) -> list[Event]:
-        """Return the events since the last call; a batch in use ends at `end_ns`."""
+    def take_events(self, end_ns: int, more: Sequence[Event] = ()) -> list[Event]:
+        """Return the events since the last call; a batch in use ends at `end_ns`.
+
+        `more` are waits of the consumer in the core.
+        """
         self.note_threads()
         count = len(self._events)
         events = list(map(Event._make, self._events[:count]))
@@ -214,12 +217,16 @@ class Timeline:
                 self.batches[serial] = epoch, batch
                 at = begin_ns + number * share
                 events.append(Event("request", at, at + share, thread, serial))
-        waits, self._waits = list(_WAIT.iter_unpack(bytes(self._waits))), bytearray()
-        ends = [_ns(wait[0]) for wait in waits[1:]]
+        packed, self._waits = bytes(self._waits), bytearray()
+        waits = [
+            (_ns(begin), _ns(end), *others) for begin, end, *others in _WAIT.iter_unpack(packed)
+        ]
+        waits += [(one.begin_ns, one.end_ns, one.thread, one.batch, True) for one in more]
+        waits.sort()
+        ends = [wait[0] for wait in waits[1:]]
         for wait, next_ns in zip(waits, [*ends, end_ns], strict=False):
-            begin, taken, thread, serial, is_there = wait
-            begin_ns, taken_ns = _ns(begin), _ns(taken)
-            if begin < taken:  # otherwise it was in use already
+            begin_ns, taken_ns, thread, serial, is_there = wait
+            if begin_ns < taken_ns:  # otherwise it was in use already
                 events.append(Event("wait", begin_ns, taken_ns, thread, serial))
             if is_there:
                 events.append(Event("in use", taken_ns, next_ns, thread, serial))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,35 @@ def test_what_a_group_contains(path: Path):
             assert_same(path, lambda file, name=name: file[name].name)
 
 
+def test_names_are_in_the_order_of_h5py(tmp_path: Path):
+    for number, orders in enumerate((0, h5py.h5p.CRT_ORDER_TRACKED, 3)):
+        properties = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+        properties.set_link_creation_order(orders)
+        path = tmp_path / f"{number}.h5"
+        with h5py.File(path, "w", track_order=bool(number)) as file:
+            group = h5py.Group(h5py.h5g.create(file.id, b"z", gcpl=properties))
+            for name in "yxa":
+                file[name] = group[name] = 1
+        assert_same(path, lambda file: (list(file), list(file["z"])))
+
+
 def test_references_lead_to_objects(path: Path):
     assert_same(path, lambda file: file[file["group/reference"][()]][0])
     assert_same(path, lambda file: file["group"][file["group/reference"][()]].name)
     assert_same(path, lambda file: file[h5py.Reference()])
+
+
+@pytest.mark.parametrize("place", [96, 112, 120, 136])  # of the header of the root, and its tree
+def test_a_root_that_is_damaged(tmp_path: Path, place: int):
+    path = tmp_path / "damaged.h5"
+    for value in (0, 1, 17, 255):
+        with h5py.File(path, "w", libver="earliest") as file:
+            file["data"] = 1
+        content = bytearray(path.read_bytes())
+        content[place] = value
+        path.write_bytes(content)
+        with contextlib.suppress(h5async.H5AsyncError), h5async.open_file(path) as file:
+            file["data"][()]
 
 
 def test_external_values_of_a_dataset_that_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -145,19 +171,21 @@ def test_external_values_of_a_dataset_that_is_open(tmp_path: Path, monkeypatch: 
         np.testing.assert_array_equal(opened["data"][40:60], expected[40:60])
 
 
-def test_a_file_that_is_written_under_a_relative_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_values_of_a_file_that_this_process_opens_again_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libver: str
 ):
     monkeypatch.chdir(tmp_path)
     Path("elsewhere").mkdir()
     for name in ("data.h5", "elsewhere/data.h5"):
-        with h5py.File(name, "w") as file:
-            file["data"] = np.zeros(10)
+        with h5py.File(name, "w", libver=libver) as file:
+            file["data"], file["text"] = np.zeros(10), ["a", "b"]
     with h5async.open_file("data.h5") as opened:
-        assert opened["data"][3] == 0
-        with h5py.File("data.h5", "r+") as file:
+        data, text = opened["data"], opened["text"]
+        assert (data[3], text[0]) == (0, b"a")
+        with h5py.File("data.h5", "r+", libver=libver) as file:
             monkeypatch.chdir("elsewhere")
-            file["data"][3] = 7
-            assert opened.is_written()
-            assert opened["data"][3] == 7
-        assert not opened.is_written()
+            file["data"][3], file["text"][0] = 7, "other"  # which is not stored yet
+            assert data[3] == 7
+            with pytest.raises(h5async.ReadError, match="changed"):
+                text[0]

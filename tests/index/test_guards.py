@@ -1492,7 +1492,7 @@ def many_layouts(path):
 def test_file_system_where_nothing_may_be_mapped(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     names = many_layouts(path)
-    monkeypatch.setattr("h5async.io.localfiles.can_map", lambda path: False)
+    monkeypatch.setattr("h5async.io.source.can_map", lambda path: False)
     for name, num_dim in itertools.product(names, (0, 1)):
         fallback = "mapping" if (name, num_dim) == ("contiguous", 1) else None
         assert_reads_like_h5py(path, name, num_dim=num_dim, fallback=fallback)

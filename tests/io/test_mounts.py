@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async.io import localfiles
+from h5async.io import source as localfiles
 
 NAMES = {
     "not UTF-8": b"\xff\xfe",
@@ -32,7 +32,7 @@ import os, subprocess, sys
 from pathlib import Path
 import h5py, numpy as np
 from h5async import AsyncReader
-from h5async.io.localfiles import can_map, may_map
+from h5async.io.source import can_map, may_map
 
 place, plain = map(os.fsencode, sys.argv[1:])
 

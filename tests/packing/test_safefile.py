@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from killing import ROWS, assert_whole, write
 
 from h5async import ConfigError, DamagedError, WriteError
-from h5async.io.localfiles import owned
+from h5async.io.source import owned
 from h5async.packing.partialfile import PartialFile
 from h5async.packing.safefile import SafeFile
 

@@ -29,6 +29,7 @@ def cluster(tmp_path_factory):
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     context.target_min_block_size = 32 << 10  # several small blocks
+    context.target_max_block_size = 300 << 10  # two of a task
     yield
     ray.shutdown()
 

@@ -36,6 +36,7 @@ pa = require_extra("pyarrow")
 from h5async.ray import blockreading, datasource  # noqa: E402
 from h5async.ray.datasource import Hdf5Datasource  # noqa: E402
 from h5async.ray.survey import cut  # noqa: E402
+from h5async.reader.delivery import Delivery  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # of its own options
 MIB = 1 << 20
@@ -321,6 +322,28 @@ def test_tasks_are_large_and_keep_all_cpus_busy(
     assert made.best_num_blocks() == tasks
 
 
+def test_memory_is_used_again_once_no_block_holds_it(paths, monkeypatch):
+    monkeypatch.setattr(blockreading, "_LARGE_NBYTES", 0)
+    blockreading._free.clear()
+    truth = np.concatenate([h5py.File(path)["data"][:] for path in paths])
+    made = source(paths, labels_field=None)
+
+    def values(block):
+        return block["data"].combine_chunks().to_numpy()
+
+    places, begin = set(), 0
+    for task in made.get_read_tasks(8):
+        for block in task():
+            found = values(block)
+            assert np.array_equal(found, truth[begin : begin + len(found)])
+            places.add(found.ctypes.data)
+            begin += len(found)
+    assert len(places) <= 3
+    held = [values(block) for block in blocks(made, 8)]
+    assert len({one.ctypes.data for one in held}) == len(held) > 4
+    assert np.array_equal(np.concatenate(held), truth)
+
+
 def test_what_tasks_tell(paths):
     tasks = source(paths).get_read_tasks(4)
     for task in tasks:
@@ -396,15 +419,15 @@ def test_a_file_that_changed_is_an_error(paths):
 def test_errors_that_ray_retries_are_tried_again(paths, monkeypatch):
     monkeypatch.setattr(blockreading.time, "sleep", lambda seconds: None)
     made, failures = source(paths), iter(["AWS Error SLOW_DOWN", "AWS Error SLOW_DOWN"])
-    read = AsyncReader.read
+    read = Delivery.read
 
-    def failing(reader, index):
+    def failing(*args):
         for text in failures:
             raise ReadError(text)
-        return read(reader, index)
+        return read(*args)
 
     tasks = made.get_read_tasks(1)
-    monkeypatch.setattr(AsyncReader, "read", failing)
+    monkeypatch.setattr(Delivery, "read", failing)
     assert pa.concat_tables(tasks[0]()).num_rows == 321
     failures = iter(["something else"])
     with pytest.raises(ReadError, match="something else"):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from h5async import AsyncReader, Field
 from h5async.fill import phases
-from h5async.io import localfiles
+from h5async.io import source as localfiles
 
 PLAIN = [
     f"{order}{kind}" for order in "<>" for kind in ("u2 i2 u4 i4 u8 i8 f2 f4 f8 c8 c16").split()

@@ -25,7 +25,7 @@ from hdf5files import type_for_h5py
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
 from h5async.fill import phases
-from h5async.io.localfiles import open_regular
+from h5async.io.source import open_regular
 from h5async.read import coretables, executors, h5pyrows
 
 OPTIONS: dict[str, Any] = {"labels_field": None, "device": "cpu", "batch_size": 4}

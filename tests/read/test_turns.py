@@ -231,7 +231,7 @@ def test_a_damaged_batch_that_the_consumer_meets_while_threads_sleep(path):
                 time.sleep(0)
             queue.fill_ns = 100_000  # so that the consumer helps
             # As if a thread looked for work, which comes too late, and sleeps.
-            queue.spinners = reader._engine.ring.run is not None
+            queue.spinners = reader._engine.ring.turns.run is not None
             try:
                 reader.get_next_batch()
             except ReadError as error:
@@ -296,7 +296,9 @@ def test_waiting_for_threads(path):
             queue = reader._engine.filler.submissions._queue._struct  # type: ignore[union-attr]
             queue.num_cores = 1  # so that nobody looks in a loop
             for _ in range(len(reader) - 1):
-                queue.fill_ns = 100_000 if reader._engine.ring.run is None else 600_000  # no help
+                queue.fill_ns = (
+                    100_000 if reader._engine.ring.turns.run is None else 600_000
+                )  # no help
                 check(reader.get_next_batch(), expected)
             if timeout is None:
                 assert taken(reader) == len(reader) - 2

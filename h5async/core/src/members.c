@@ -63,9 +63,9 @@ static const Structure ALL_STRUCTURES[] = {
             block_nbytes, expected_nbytes, pitch, source, source_nbytes, target, target_nbytes,
             copy_source, copy_target, copy_nbytes, adler, max_tasks, max_copies, num_tasks,
             num_copies)
-    MEMBERS(Visit, iterate, save_thread, restore_thread, check_signals, dataset, rank, chunk, grid,
-            number, offset, nbytes, mask, capacity, count, end, least, most, is_ascending, is_apart,
-            is_outside)
+    MEMBERS(Visit, iterate, look_up, most_looked_up, save_thread, restore_thread, check_signals,
+            dataset, rank, chunk, grid, number, offset, nbytes, mask, capacity, count, end, least,
+            most, is_ascending, is_apart, is_outside, unlike)
     MEMBERS(Sparse, data, indices, indptr, out, rows, columns, total, row_nbytes, data_kind,
             out_kind, index_nbytes, padding)
     MEMBERS(Heap, length, place, count, base, value_nbytes, address_nbytes, size_nbytes, is_text,
@@ -91,11 +91,12 @@ static const Structure ALL_STRUCTURES[] = {
             out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
-            start, step, table, num_columns, num_cores, num_idle, plan_ns, fill_ns, spinners)
+            start, step, table, num_columns, num_cores, is_remote, num_idle, plan_ns,
+            fill_ns, spinners)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, is_lent, is_inside, is_alone,
             waits_not, next, asked, held, assigned, reads_ahead, first, stop, begin, stride, count,
-            samples, mapping, draw, type, member, run, on_left, taken, num_waits, total_ns, begin_ns,
-            end_ns)
+            epoch, number, samples, mapping, draw, epoch_end, epoch_batches, type, made, later, run,
+            names, arrays, part, on_left, on_epoch, taken, num_waits, total_ns, begin_ns, end_ns)
     MEMBERS(Window, unit, skip, count, bounds, delay, begin, num_units, size, window, group_rounds,
             block_rounds, num_blocks, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,

@@ -20,10 +20,11 @@ enum { SPIN_NS = 200000, QUICK_NS = 100000, LONG_GAP_NS = 1000000 };
 /* The consumer itself fills batches that take no longer than to wake a thread. While it waits for one
    that takes little longer, it helps the threads: to look for its end in a loop would keep a core from
    them, and to sleep would take as long. */
-enum { CHEAP_NS = 25000, HELPED_NS = 500000, MOST_FILL_NS = 1000000 };
+enum { CHEAP_NS = 25000, HELPED_NS = 300000, MOST_FILL_NS = 1000000 };
 /* What is left of a batch is cut into ranges for all who may read; the last ones are the smallest. */
 enum { RANGES_EACH = 2, LEAST_RANGE_NBYTES = 128 * 1024 };
 enum { WOKEN_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
+/* IN_PLAN: or with another process. */
 enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */
 enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
@@ -67,7 +68,7 @@ typedef struct {
                                 start + step * position */
     int64_t start, step;
     const Column *table; /* an alias table, of which samples are drawn */
-    int64_t num_columns, num_cores;
+    int64_t num_columns, num_cores, is_remote; /* is_remote: other processes fill the batches */
     /* The core's: */
     pthread_mutex_t lock;
     pthread_cond_t work;
@@ -348,6 +349,11 @@ static int find_samples(const Queue *queue, const Wish *wish)
 {
     const Mapping *mapping = &wish->mapping;
     int64_t *samples = wish->samples, count = wish->count;
+    if (!mapping->count && queue->selected == NULL) {
+        for (int64_t i = 0; i < count; i++)
+            samples[i] = queue->start + queue->step * (wish->begin + i);
+        return 1;
+    }
     if (mapping->count && !mapping->a && mapping->b) {
         if (!h5async_window_samples((const Window *)(uintptr_t)mapping->b, samples, wish->begin, count))
             return 0;
@@ -431,6 +437,10 @@ static int read_range(Queue *queue, Job *job, Worker *w)
    more of it, or other threads are at it; NEXT_READY; NEXT_END; or its slot, where work is left. */
 static int64_t advance(Queue *queue, Job *job, Worker *w)
 {
+    if (queue->is_remote) {
+        job->state = IN_PLAN;
+        return job - queue->jobs;
+    }
     if (job->state == TO_PLAN)
         plan_job(queue, job, w);
     if (read_range(queue, job, w))
@@ -460,8 +470,8 @@ static void wait_for_work(Queue *queue)
     uint32_t seen = atomic_load(&queue->offers);
     if (queue->idle_since_ns == 0)
         queue->idle_since_ns = now_ns();
-    if (queue->spinners == 0 && queue->num_cores > 1 && num_busy(queue) <= queue->num_cores &&
-        queue->idle_ns <= SPIN_NS) {
+    int64_t num_awake = queue->num_here - queue->num_idle + 1; /* the consumer needs a core, too */
+    if (queue->spinners == 0 && num_awake <= queue->num_cores && queue->idle_ns <= SPIN_NS) {
         queue->spinners = 1;
         pthread_mutex_unlock(&queue->lock);
         spin(&queue->offers, seen);
@@ -508,6 +518,25 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
     pthread_mutex_unlock(&queue->lock);
     w->returned_ns = now_ns();
     return next;
+}
+
+/* Note that another process has filled a batch, or that Python is to do the rest. */
+PUBLIC int64_t h5async_finish(Queue *queue, int64_t slot, int64_t serial, int64_t is_ready)
+{
+    pthread_mutex_lock(&queue->lock);
+    Job *job = &queue->jobs[slot];
+    if (job->wish.serial == serial && job->state == IN_PLAN) {
+        if (job->is_dropped)
+            end_job(job);
+        else
+            job->state = is_ready ? READY_JOB : WITH_PYTHON;
+    }
+    int wakes = is_open(job);
+    atomic_fetch_add(&queue->offers, wakes);
+    pthread_mutex_unlock(&queue->lock);
+    if (wakes) /* the batch that is to follow one that was dropped */
+        pthread_cond_signal(&queue->work);
+    return h5async_wake(queue);
 }
 
 /* Forget all batches. Nobody is at work on any. */

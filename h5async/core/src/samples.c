@@ -118,17 +118,22 @@ ALWAYS_INLINE void list_run(Listed *listed, Wanted *wanted, int64_t sample, int6
                             int64_t length)
 {
     listed->least = sample < listed->least ? sample : listed->least;
-    listed->most = sample > listed->most ? sample : listed->most;
+    int64_t last = sample + (length - 1);
+    listed->most = last > listed->most ? last : listed->most;
     listed->is_ascending &= listed->latest <= sample;
     listed->latest = sample;
     wanted[listed->count++] = (Wanted){sample, (int32_t)position, (int32_t)length};
 }
 
-static NOINLINE Listed list_each(Wanted *wanted, const int64_t *samples, int64_t count)
+static NOINLINE Listed list_each(Wanted *wanted, const int64_t *samples, int64_t count, int is_joined)
 {
     Listed listed = NONE_LISTED;
-    for (int64_t i = 0; i < count; i++)
-        list_run(&listed, wanted, samples[i], i, 1);
+    for (int64_t i = 0, end; i < count; i = end) {
+        for (end = i + 1; is_joined && end < count && samples[end] > 0 &&
+                          samples[end - 1] == samples[end] - 1;)
+            end++;
+        list_run(&listed, wanted, samples[i], i, end - i);
+    }
     return listed;
 }
 
@@ -232,14 +237,15 @@ static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, 
         return 0;
     if (most_rows >= INT32_MAX || !grow_wanted(plan, most_rows + 1))
         return 0;
-    Listed listed = steps == NULL ? list_each(plan->wanted, samples, count)
+    Listed listed = steps == NULL ? list_each(plan->wanted, samples, count, 1)
                                   : list_steps(plan->wanted, samples, count, steps, 1);
     if (listed.least < 0 || listed.most >= num_samples)
         return -1;
     int is_put = put_runs(plan, &listed, most_rows, is_sorted);
-    if (is_put >= 0 || steps == NULL)
+    if (is_put >= 0)
         return is_put;
-    listed = list_steps(plan->wanted, samples, count, steps, 0); /* samples share rows */
+    listed = steps == NULL ? list_each(plan->wanted, samples, count, 0) /* samples share rows */
+                           : list_steps(plan->wanted, samples, count, steps, 0);
     return put_runs(plan, &listed, most_rows, is_sorted);
 }
 

@@ -6,7 +6,7 @@
    A trace ends while threads are at work. So each says, for the time of a call, that it uses the
    buffer; who ends the trace is told, and keeps the buffer as long. */
 
-enum Stage { PLANNING = 0, READING, DECODING, PLACING, TRANSFORMING };
+enum Stage { PLANNING = 0, READING, DECODING, PLACING, TRANSFORMING, REQUESTING, WAITING };
 enum { SEVERAL = -1, BRIEF_NS = 1000 };
 
 struct Trace {
@@ -92,6 +92,19 @@ static void end_tracing(Worker *w)
         return;
     put_event(w);
     atomic_store(&w->tracing, NULL);
+}
+
+/* Note a stage alone, outside of a call. */
+static void note_alone(Worker *w, enum Stage stage, int64_t batch, int32_t field, int32_t source,
+                       int64_t begin, int64_t end)
+{
+    begin_tracing(w);
+    if (!is_traced(w))
+        return;
+    w->batch = batch;
+    set_traced(w, field, source);
+    note_stage(w, stage, begin, end);
+    end_tracing(w);
 }
 
 /* Give a worker, which may be at work, a buffer; NULL: none. Returns whether it uses one at present,

@@ -17,6 +17,12 @@ extern Object *PyCFunction_NewEx(Method *method, Object *self, Object *module);
 extern char *PyByteArray_AsString(Object *array);
 extern Object *PyType_GenericAlloc(Object *type, intptr_t count);
 extern Object *PyTuple_Pack(intptr_t count, ...);
+extern Object *PyTuple_GetItem(Object *tuple, intptr_t at);
+extern intptr_t PyTuple_Size(Object *tuple);
+extern Object *PyDict_New(void);
+extern int PyDict_SetItem(Object *dict, Object *key, Object *value);
+extern Object *PyObject_GetItem(Object *object, Object *key);
+extern void PyErr_Clear(void);
 extern Object *PyLong_FromLongLong(long long value);
 extern Object *PyBool_FromLong(long value);
 extern Object *PyObject_CallFunctionObjArgs(Object *function, ...);
@@ -42,12 +48,17 @@ typedef struct {
     /* The run: batches `first` to `stop` of `count` samples, at positions from `begin` on, and
        `stride` further on for each; of `samples`, unless NULL; see h5async_submit. */
     int64_t first, stop, begin, stride, count;
+    int64_t epoch, number; /* of the batch `first`, for traces */
     const int64_t *samples;
     const Mapping *mapping;
     const uint64_t *draw;
-    /* Python's: the type of batches, the name of the member that the run, slot and serial are set
-       to, and what is called when the consumer has left a reader that was closed meanwhile. */
-    Object *type, *member, *run, *on_left;
+    /* The serial with which the next epoch begins, and the batches of each; 0: the run has one alone. */
+    int64_t epoch_end, epoch_batches;
+    /* Python's: the type of batches, the names of the members that the arrays, and the run, slot and
+       serial, are set to; of the run: names of fields (NULL: arrays are not made), arrays of each slot,
+       and the part of these; what is called when the consumer has left a reader that was closed
+       meanwhile, and when an epoch begins with the next batch. */
+    Object *type, *made, *later, *run, *names, *arrays, *part, *on_left, *on_epoch;
     int64_t taken, num_waits, total_ns, begin_ns, end_ns; /* of all runs; times of the last wait */
 } Turns;
 
@@ -63,8 +74,14 @@ static void submit_next(Turns *t)
             wish.mapping = *t->mapping;
         if (t->draw != NULL)
             memcpy(wish.draw, t->draw, sizeof wish.draw);
+        /* (While another thread waits, the worker is its own.) */
+        int64_t begin = t->worker->trace && !t->is_inside ? now_ns() : 0;
         submit_wish(t->queue, t->slot_of[t->assigned % t->num_slots], &wish,
                     t->samples == NULL ? NULL : t->samples + skipped, 1);
+        if (begin) /* as its field and source: its number and epoch */
+            note_alone(t->worker, REQUESTING, t->assigned,
+                       (int32_t)(t->number + t->assigned - t->first), (int32_t)t->epoch, begin,
+                       now_ns());
     }
 }
 
@@ -132,18 +149,37 @@ static int await_next(Turns *t, int may_wait)
     return 0;
 }
 
+/* Return views of a slot's arrays by name; NULL, without an exception: there is no memory. */
+static Object *new_views(Object *names, Object *arrays, Object *part)
+{
+    Object *views = PyDict_New();
+    for (intptr_t i = 0, count = PyTuple_Size(names); views != NULL && i < count; i++) {
+        Object *view = PyObject_GetItem(PyTuple_GetItem(arrays, i), part);
+        if (view == NULL || PyDict_SetItem(views, PyTuple_GetItem(names, i), view) != 0) {
+            Py_DecRef(views);
+            views = NULL;
+        }
+        Py_DecRef(view);
+    }
+    if (views == NULL)
+        PyErr_Clear();
+    return views;
+}
+
 static Object *new_batch(const Turns *t)
 {
-    Object *run = t->run, *slot = PyLong_FromLongLong(t->slot_of[t->next % t->num_slots]);
-    Object *serial = PyLong_FromLongLong(t->next);
+    int64_t at = t->slot_of[t->next % t->num_slots];
+    Object *run = t->run, *slot = PyLong_FromLongLong(at), *serial = PyLong_FromLongLong(t->next);
     Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
-    Object *made = slot && serial ? PyTuple_Pack(3, run, slot, serial) : NULL;
-    Object *batch = made ? PyType_GenericAlloc(t->type, 0) : NULL;
-    if (batch != NULL && PyObject_SetAttr(batch, t->member, made) != 0) {
+    Object *views = t->names ? new_views(t->names, PyTuple_GetItem(t->arrays, at), t->part) : NULL;
+    Object *later = slot && serial ? PyTuple_Pack(3, run, slot, serial) : NULL;
+    Object *batch = later ? PyType_GenericAlloc(t->type, 0) : NULL;
+    if (batch != NULL && (PyObject_SetAttr(batch, t->later, later) != 0 ||
+                          (views && PyObject_SetAttr(batch, t->made, views) != 0))) {
         Py_DecRef(batch);
         batch = NULL;
     }
-    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(made);
+    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(later), Py_DecRef(views);
     return batch;
 }
 
@@ -152,6 +188,20 @@ static void note_wait(Turns *t, int64_t begin)
     t->begin_ns = begin, t->end_ns = now_ns();
     t->waits_ns[t->num_waits++ % MAX_WAITS] = t->end_ns - begin;
     t->total_ns += t->end_ns - begin;
+    note_alone(t->worker, WAITING, t->next, SEVERAL, SEVERAL, begin, t->end_ns);
+}
+
+/* Have Python note that an epoch begins with the next batch, if one does. Returns 0 if it raised. */
+static int begin_epoch(Turns *t)
+{
+    if (!t->epoch_batches || t->next != t->epoch_end)
+        return 1;
+    t->epoch_end += t->epoch_batches;
+    Object *on_epoch = t->on_epoch, *result;
+    Py_IncRef(on_epoch); /* which a reader that is closed meanwhile lets go of */
+    result = PyObject_CallFunctionObjArgs(on_epoch, NULL);
+    Py_DecRef(on_epoch), Py_DecRef(result);
+    return result != NULL;
 }
 
 /* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
@@ -173,11 +223,16 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     Object *batch = status ? new_batch(t) : NULL;
     if (status && batch == NULL)
         return NULL;
+    if (status)
+        note_wait(t, begin);
+    if (status && !begin_epoch(t)) {
+        Py_DecRef(batch);
+        return NULL;
+    }
     int is_taken = batch != NULL && t->is_lent; /* collecting garbage may close a reader */
     if (is_taken && PyList_Append(arguments[0], batch) != 0)
         is_taken = -1;
     if (is_taken > 0) {
-        note_wait(t, begin);
         t->held = t->next++;
         t->taken++;
     }
@@ -197,16 +252,17 @@ static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
     return PyBool_FromLong(is_taken);
 }
 
-/* Request a batch more. Returns whether it was done here; then it is not the last of its epoch. */
+/* Request a batch more. Returns 0 where it was not done here, and 2 if it is the last of its epoch. */
 static Object *ask(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)arguments, (void)count;
     Turns *t = (void *)PyByteArray_AsString(self);
     if (!t->is_lent || t->asked >= t->stop)
-        return PyBool_FromLong(0);
+        return PyLong_FromLongLong(0);
     t->asked++;
     submit_next(t);
-    return PyBool_FromLong(1);
+    int is_last = t->epoch_batches && (t->asked - t->epoch_end) % t->epoch_batches == 0;
+    return PyLong_FromLongLong(1 + is_last);
 }
 
 static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL},

@@ -9,8 +9,12 @@ enum { MAX_VISIT_RANK = 32, VISITS_BETWEEN_SIGNALS = 1 << 16 };
 typedef int (*Visitor)(const uint64_t *corner, unsigned mask, uint64_t address, uint64_t nbytes,
                        void *data);
 
+typedef int (*Lookup)(int64_t dataset, const uint64_t *corner, uint64_t *nbytes);
+
 typedef struct {
     int (*iterate)(int64_t dataset, int64_t transfer, Visitor visitor, void *data);
+    Lookup look_up;    /* H5Dget_chunk_storage_size: chunks that were visited are looked up; NULL: not */
+    int64_t most_looked_up; /* of more, a part is */
     /* Of Python: PyEval_SaveThread, PyEval_RestoreThread, PyErr_CheckSignals. */
     void *(*save_thread)(void);
     void (*restore_thread)(void *);
@@ -27,6 +31,7 @@ typedef struct {
     int64_t is_ascending;       /* each number is higher than the one before */
     int64_t is_apart;           /* each chunk begins where the one before ends, or behind it */
     int64_t is_outside;         /* a corner is no chunk's of the grid; `number` is one near it */
+    int64_t unlike; /* a chunk that is not found by its key; -1: none; -2: none was looked up */
     void *thread;               /* used here: what Python knows this thread by */
 } Visit;
 
@@ -69,33 +74,37 @@ static int visit_chunk(const uint64_t *corner, unsigned mask, uint64_t address, 
     return v->count % VISITS_BETWEEN_SIGNALS == 0 && is_interrupted(v) ? -1 : 0;
 }
 
+/* Looks a chunk up by its number; returns whether HDF5 finds it with the size that is expected. */
+static int is_found_by_key(const Visit *v, int64_t number, int64_t expected)
+{
+    uint64_t corner[MAX_VISIT_RANK], nbytes = 0;
+    for (int64_t a = v->rank; a-- > 0; number /= v->grid[a])
+        corner[a] = (uint64_t)(number % v->grid[a]) * (uint64_t)v->chunk[a];
+    return v->look_up(v->dataset, corner, &nbytes) >= 0 && nbytes == (uint64_t)expected;
+}
+
+/* Looks up some chunks; returns the index of the first that is not found, or -1. */
+PUBLIC int64_t h5async_look_up(const Visit *v, const int64_t *number, const int64_t *expected,
+                               int64_t count)
+{
+    int64_t step = count > v->most_looked_up ? (count - 1) / v->most_looked_up + 1 : 1;
+    for (int64_t i = 0; i < count; i += step)
+        if (!is_found_by_key(v, number[i], expected[i]))
+            return i;
+    return -1;
+}
+
 /* Fills the columns; returns 0, or -1 where HDF5 reports an error or the visitor stopped it: then
    Python visits the chunks again, and words the error. Called with the GIL, which it gives away. */
 PUBLIC int64_t h5async_visit(Visit *v)
 {
     v->count = v->end = v->least = v->most = v->is_outside = 0;
     v->is_ascending = v->is_apart = 1;
+    v->unlike = -2;
     v->thread = v->save_thread();
     int status = v->iterate(v->dataset, 0, visit_chunk, v);
+    if (status >= 0 && v->look_up != NULL)
+        v->unlike = h5async_look_up(v, v->number, v->nbytes, v->count);
     v->restore_thread(v->thread);
     return status < 0 ? -1 : 0;
-}
-
-typedef int (*Lookup)(int64_t dataset, const uint64_t *corner, uint64_t *nbytes);
-
-/* Looks chunks up by their numbers (H5Dget_chunk_storage_size); returns how many of them HDF5 finds
-   with the size that is expected, before the first that it does not. */
-PUBLIC int64_t h5async_look_up(const Visit *v, const int64_t *number, const int64_t *expected,
-                               Lookup look_up, int64_t count)
-{
-    uint64_t corner[MAX_VISIT_RANK];
-    for (int64_t i = 0; i < count; i++) {
-        int64_t rest = number[i];
-        for (int64_t a = v->rank; a-- > 0; rest /= v->grid[a])
-            corner[a] = (uint64_t)(rest % v->grid[a]) * (uint64_t)v->chunk[a];
-        uint64_t nbytes = 0;
-        if (look_up(v->dataset, corner, &nbytes) < 0 || nbytes != (uint64_t)expected[i])
-            return i;
-    }
-    return count;
 }

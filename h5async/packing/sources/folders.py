@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, ReadError, needs_package
-from h5async.io.localfiles import owned
+from h5async.io.source import owned
 from h5async.packing.schema import Block, Values
 from h5async.packing.sources.base import (
     BLOCK_NBYTES,
