@@ -76,6 +76,7 @@ class Delivery:
         self._filler: Filler | HelperFiller
         self._submissions: Submissions | PostedBatches | None = None
         self._may_have_lost = False  # an assignment is not submitted yet
+        self._is_left = False  # filling here was interrupted, and what is left is not dropped yet
         config, files = setup.config, setup.opened.skipped
         self.skipped = SkippedSamples(config.hdf5_path, files, config.max_skipped)
         self._held: Batch | None = None  # the caller's batch, with debug_lifetimes
@@ -320,13 +321,21 @@ class Delivery:
 
     @passing()
     def _fill_here(self, filler: Filler) -> None:
+        if self._is_left:
+            self._leave(filler)
+            self.begin()
         try:
             while not self._ring.is_ready() and filler.run_next():
                 pass
         except BaseException:  # Ctrl-C: the next call begins the batch again
-            if filler.abandon():
-                self._ring.unassign()
+            self._is_left = True
+            self._leave(filler)
             raise
+
+    def _leave(self, filler: Filler) -> None:
+        if filler.abandon():
+            self._ring.unassign()
+        self._is_left = False
 
     def made(self, serial: int, filled: FillOutcome) -> Batch:
         """Return the batch that was waited for; then the ring is to have it in use."""

@@ -113,6 +113,29 @@ def test_what_an_exception_kept_from_being_submitted_is_submitted_later(
     assert found == [divmod(serial, per_epoch) for serial in range(2 * per_epoch)]
 
 
+@pytest.mark.parametrize("name", ["abandon", "unassign"])
+def test_an_interruption_of_what_another_one_leaves(path, name, monkeypatch):
+    """Two Ctrl-C, of which the second comes while the batch of the first is dropped."""
+    with opened(path, num_threads=0, timeout=DEADLOCK_SECONDS) as reader:
+        filler, ring = reader._engine.filler, reader._engine.ring
+        owner = filler if name == "abandon" else ring
+        errors = [KeyboardInterrupt, KeyboardInterrupt]
+
+        def interrupt(*_: object) -> Any:
+            raise errors.pop()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Submissions, "get_here", interrupt)
+            patch.setattr(owner, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                reader.get_next_batch()
+        assert not errors
+        for number in range(3):
+            batch = reader.get_next_batch()
+            check(batch, path)
+            assert batch.number == number
+
+
 @pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize("more", [{}, {"postprocess": lambda *arrays: arrays}])
 def test_many_threads_fill_what_the_samples_say(path, num_threads, more):
