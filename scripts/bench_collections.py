@@ -24,8 +24,8 @@ its samples alone, a curve is flat.
 - threads: rows of 16 bytes, full shuffle, batches of 4,096, so many threads; against two.
 - chunks: bytes that a reader takes for each of so many chunks (not a ratio).
 - images: batches of 256 small images, two threads against one.
-- consumer: what `get_next_batch()` and `fetch_data()` take of a loop with 2 ms of Python a step
-  (microseconds; not a ratio).
+- consumer: processor time that `get_next_batch()` and `fetch_data()` take of a loop of so many
+  milliseconds of other Python a step, against 70 trivial calls there (times, not speeds).
 
 The page cache holds all files. What is delivered is compared with h5py once for each point.
 """
@@ -490,24 +490,48 @@ def images(bench: Bench) -> None:
         bench.compare("images", 256, what, stepper(two), stepper(single))
 
 
+def other_python(seconds: float) -> None:
+    """Do other work for a while, which leaves other memory in the caches."""
+    made, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        made.append({str(len(made)): [end]})
+
+
+def trivial_calls() -> None:
+    def nothing(x: int) -> int:
+        return x
+
+    for _ in range(70):
+        nothing(1)
+
+
 def consumer(bench: Bench) -> None:
-    rows = np.random.default_rng(0).random((100_000, 64), "f4")
-    path = bench.folder / "consumer.h5"
+    path, position = bench.folder / "consumer.h5", itertools.count(0, 16)
     with h5py.File(path, "w") as file:
-        file["data"] = rows
-    taken = []
-    with reader_of(path, batch_size=256, shuffle="full") as reader:
-        reader.fetch_data()
-        for _ in range(300 if bench.options.most > 1000 else 50):
-            end = time.perf_counter() + 0.002
-            total = 0
-            while time.perf_counter() < end:
-                total += 1
-            begin = time.perf_counter()
-            reader.get_next_batch()
-            reader.fetch_data()
-            taken.append(time.perf_counter() - begin)
-    bench.note("consumer", 256, "us for a ready batch (median)", statistics.median(taken) * 1e6)
+        file["data"] = np.random.default_rng(0).random((100_000, 4), "f4")
+    for milliseconds, steps in ((0, 1500), (0.2, 1000), (2, 200), (20, 40)):
+        with reader_of(path, batch_size=256) as reader, h5py.File(path) as file:
+            dataset = file["data"]
+            ways: dict[str, Callable[[], Any]] = {
+                "a batch, against 70 trivial calls": lambda r=reader: (
+                    r.get_next_batch(),
+                    r.fetch_data(),
+                ),
+                "h5py slice of 4 kB, against 70 trivial calls": lambda d=dataset: d[
+                    (begin := next(position)) : begin + 256
+                ],
+                "": trivial_calls,
+            }
+            taken: dict[str, list[float]] = {what: [] for what in ways}
+            for _ in range(steps if bench.options.most > 1000 else 30):
+                for what, way in ways.items():
+                    other_python(milliseconds / 1000)
+                    begin = time.thread_time()
+                    way()
+                    taken[what].append(time.thread_time() - begin)
+        *_, trivial = medians = [statistics.median(times) for times in taken.values()]
+        for what, median in zip([*ways][:2], medians, strict=False):
+            bench.note("consumer", milliseconds, what, median / trivial, us=median * 1e6)
 
 
 CURVES = {

@@ -381,18 +381,15 @@ class Repacking:
     @property
     def reader_options(self) -> dict[str, Any]:
         """The options of readers of rows."""
-        options = self._options
-        found: dict[str, Any] = {
+        return {
             "hdf5_path": self.config.files,
             "device": "cpu",
             "rank": 0,
             "world_size": 1,
             "max_batch_bytes": self.memory,
-            "allow_external": options.allow_external,
+            "allow_external": self._options.allow_external,
+            "num_threads": self._options.num_threads,
         }
-        if options.num_threads is not None:
-            found["num_threads"] = options.num_threads
-        return found
 
     def replaces(self, path: Path) -> bool:
         """Tell whether the new file takes the place of a source."""
