@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import h5py
 
@@ -72,7 +72,7 @@ class _Opened(NamedTuple):
     objects: dict[str, tuple[Located, Any]]
 
 
-_kept_files: WeakSet[HDF5File] = WeakSet()  # of this process
+_kept_files: WeakValueDictionary[int, HDF5File] = WeakValueDictionary()  # of this process
 
 
 class Handle:
@@ -188,7 +188,7 @@ class Handle:
             with suppressing(OSError):  # it is another one by now
                 apart = open_apart(str(self.path))
                 if apart.source.stamp() == stamp:
-                    _kept_files.add(apart)
+                    _kept_files[id(apart)] = apart
                     self._kept = _Opened(apart, stamp, {}, {})
                     return self._kept
         return _Opened(file, stamp, {}, {})

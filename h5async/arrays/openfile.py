@@ -101,7 +101,7 @@ class File(Handle, Group):
     ) -> None:
         Handle.__init__(self, path, num_threads, cache_bytes, options)
         self._nodes: dict[str, Any] = {}
-        with self.opened("") as (_, node):
+        with self.opened("") as (_, node), reading(f"{self.filename}: its root group"):
             Group.__init__(self, None, "/", _names_in(node))
 
     def __reduce__(self) -> tuple[Any, ...]:

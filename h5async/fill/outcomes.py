@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Collection as Names
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +95,9 @@ class FillOutcome(NamedTuple):
     warnings: tuple[str, ...] = ()  # for the consumer, each reported once
     names: tuple[str, ...] = ()  # of the arrays, after a `postprocess`; otherwise the fields
     skipped: tuple[Skipped, ...] = ()  # samples of the batch that were left out
+
+
+Answers: TypeAlias = list[tuple[int, FillOutcome] | None]  # by slot, with serials
 
 
 class FillerStats(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, Skipped
-from h5async.fill.outcomes import FillOutcome
+from h5async.fill.outcomes import Answers, FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.order.sampling import NO_SAMPLES, FillRequest, Sampling
@@ -73,6 +73,7 @@ class Submissions:
         self._assembly = assembly
         self._needs_python = needs_python
         self._latest: list[_Submission | None] = [None] * len(self._slots.memory)
+        self.answers: Answers = [None] * len(self._latest)  # none: the consumer makes them
         self._lock = threading.RLock()
         self.resume: Resume = do_nothing  # continues a batch of which something is left
         self.is_fetched: Callable[[int], bool] = _never  # ahead, so that Python has to take it

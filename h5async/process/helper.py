@@ -23,15 +23,18 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
+from h5async.core.binding import load_core
 from h5async.errors import ConfigError, ReadError
 from h5async.fill.outcomes import NO_CALLS, Calls, FillerStats, FillOutcome, Recorded
 from h5async.fill.pool import Workers
 from h5async.fill.resident import Residency
 from h5async.io.shared import SharedMemory
+from h5async.opening.dataset import Samplings
 from h5async.opening.limits import MemoryPlan
 from h5async.order.sampling import NO_SAMPLES, FillRequest
 from h5async.process.child import check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opened, Starting
+from h5async.process.posted import PostedBatches
 from h5async.process.sharedslots import ReaderSlots
 from h5async.process.supervisor import Supervisor
 from h5async.samples.assembly import SlotMemory
@@ -74,9 +77,9 @@ class HelperFiller(Workers):
             ) from error
         # True: fetch requests; False: send queued messages; None: the end.
         self._tickets: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
-        wake_sender = functools.partial(self._tickets.put, False)
+        self.posted: PostedBatches | None = None  # which takes the place of tickets
         self.supervisors = [
-            Supervisor(self._what, opening, self.shared, self._lock, wake_sender)
+            Supervisor(self._what, opening, self.shared, self._lock, self._wake_sender)
             for _ in range(config.num_helpers)
         ]
         self._device_cache: Residency | None = None
@@ -112,6 +115,16 @@ class HelperFiller(Workers):
         assert first is not None
         return first
 
+    def post(self, samplings: Samplings, rows: int, num_slots: int) -> PostedBatches | None:
+        """Have the consumer submit batches itself, before `start`; None if that cannot be.
+
+        Parameters are those of `PostedBatches`.
+        """
+        core = load_core()
+        if core is not None and not any(each.is_alone for each in self.supervisors):
+            self.posted = PostedBatches(core, samplings, rows, num_slots)
+        return self.posted
+
     def start(
         self,
         slots: Sequence[SlotMemory],
@@ -132,7 +145,7 @@ class HelperFiller(Workers):
         self._device_cache = device_cache
         starting = Starting(own.specs, rows, memory_plan, device_cache is not None)
         for supervisor in self.supervisors:
-            supervisor.start_filling(own, starting, calls.on_done)
+            supervisor.start_filling(own, starting, self._done)
         self._start({"send": self._send_all}, self._what)
         for supervisor in self.supervisors:
             supervisor.await_started(self._config.timeout)
@@ -173,17 +186,32 @@ class HelperFiller(Workers):
 
     def _send_all(self) -> None:
         """Send notes, and each request once its slot may be written to; runs in its own thread."""
-        while (ticket := self._tickets.get()) is not None:
-            for request in self._calls.next_requests() if ticket else ():
+        take = self._take if self.posted is None else self.posted.take
+        while (requests := take()) is not None:
+            for request in requests:
                 try:
                     self._calls.before_fill(request.slot)
                 except BaseException as error:
-                    self._calls.on_done(request, FillOutcome(NO_SAMPLES, (), error))
+                    self._done(request, FillOutcome(NO_SAMPLES, (), error))
                     continue
                 if not self._request(request):
                     return
                 self._flush()
             self._flush()
+
+    def _take(self) -> Sequence[FillRequest] | None:
+        ticket = self._tickets.get()
+        return self._calls.next_requests() if ticket else None if ticket is None else ()
+
+    def _wake_sender(self) -> None:
+        if self.posted is None:
+            self._tickets.put(False)
+        else:
+            self.posted.put_ticket()
+
+    def _done(self, request: FillRequest, outcome: FillOutcome) -> None:
+        if self.posted is None or not self.posted.finish(request, outcome):
+            self._calls.on_done(request, outcome)
 
     def _request(self, request: FillRequest) -> bool:
         """Post a request to one helper; return False if this is closed."""
@@ -201,15 +229,26 @@ class HelperFiller(Workers):
         except BaseException as error:
             self._calls.on_crash(error)
 
+    def stop(self, let_go: Callable[[], None]) -> None:
+        """Stop; see `Workers`. A consumer who waits in the core leaves it first."""
+        turns = None if self.posted is None else self.posted.turns
+        if turns is not None:
+            self.wait_for(turns.when_left)
+        super().stop(let_go)
+
     def _wake(self) -> None:
         for supervisor in self.supervisors:
             supervisor.close()
         self._tickets.put(None)
+        if self.posted is not None:
+            self.posted.end()
 
     def _end(self) -> None:
         self.shared.close()
         # These functions are bound to the owner of this object.
         self._calls = NO_CALLS
+        if self.posted is not None:
+            self.posted.close()
         for supervisor in self.supervisors:
             supervisor.release()
         super()._end()

@@ -179,7 +179,7 @@ class Supervisor:
         self._recorded: dict[int, Recorded] = {}  # by process
         self._start_error: BaseException | None = None
         self._opener_id = threading.get_native_id()  # of the system's thread
-        self._is_alone = False  # there is no other thread of the system
+        self.is_alone = False  # there is no other thread of the system; see `run`
 
     @property
     def num_outstanding(self) -> int:
@@ -306,7 +306,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Keep a helper alive and take its answers until this is closed; in one thread."""
-        self._is_alone = threading.get_native_id() == self._opener_id
+        self.is_alone = threading.get_native_id() == self._opener_id
         while self._go_on(self._serve_once()) and self._await_request():
             pass
 
@@ -353,7 +353,7 @@ class Supervisor:
             self._takes_notes = True  # later notes are posted after it
             if self._max_events:
                 process.post(Record(self._max_events))
-        if self._is_alone:
+        if self.is_alone:
             process.flush()
         else:
             self._wake_sender()  # this thread must receive, and does not send
@@ -369,8 +369,8 @@ class Supervisor:
         return True
 
     def _take_answers(self, process: HelperProcess) -> None:
-        while not self._is_alone or self._await_request():
-            if self._is_alone:
+        while not self.is_alone or self._await_request():
+            if self.is_alone:
                 process.flush()
             self._take(process.receive())
 

@@ -53,13 +53,14 @@ class BatchQueue:
     Its memory lasts as long as this object, and so as long as any call. `tables` are closed by
     their owner after the last call of `next`, which `num_threads` threads will call. `batches` are
     by slot; `selection` maps positions to sample numbers, and `drawn` is the alias table from which
-    positions are drawn, if they are.
+    positions are drawn, if they are. Without tables, `next` returns with each batch at once, and
+    `finish` says that another process has filled it.
     """
 
     def __init__(
         self,
         core: Core,
-        tables: CoreTables,
+        tables: CoreTables | None,
         batches: Sequence[SlotBatch],
         num_threads: int,
         selection: Selection,
@@ -69,17 +70,18 @@ class BatchQueue:
         self._keep: tuple[Any, ...] = tables, batches, selection.numbers, drawn
         self._jobs = (core.Job * len(batches))()
         self._struct = core.Queue(
-            fields=tables.fields,
-            sources=tables.sources,
+            fields=None if tables is None else tables.fields,
+            sources=None if tables is None else tables.sources,
             jobs=self._jobs,
-            num_fields=len(tables.fields),
-            num_samples=tables.num_samples,
+            num_fields=0 if tables is None else len(tables.fields),
+            num_samples=0 if tables is None else tables.num_samples,
             num_jobs=len(batches),
             num_threads=num_threads,
             selected=None if selection.numbers is None else address(selection.numbers),
             start=selection.start,
             step=selection.step,
             num_cores=usable_cores(),
+            is_remote=tables is None,
             table=None if drawn is None else address(drawn),
             num_columns=0 if drawn is None else drawn.size,
         )
@@ -216,6 +218,10 @@ class BatchQueue:
         """Tell whether a batch that was dropped may still use its mapping."""
         return bool(self._core.is_dropping(self._queue))
 
+    def finish(self, slot: int, serial: int, *, is_ready: bool) -> None:
+        """Say that a batch that `next` returned is ready, or that Python has to do the rest."""
+        self._core.finish(self._queue, slot, serial, is_ready)
+
     def is_planned(self, slot: int) -> bool:
         """Tell whether the batch that `next` returned was planned."""
         return bool(self._jobs[slot].is_planned)
@@ -239,11 +245,11 @@ class BatchQueue:
         self._core.end_queue(self._queue)
 
     def is_slow(self) -> bool:
-        """Tell whether batches take so long that what the consumer does for each does not matter.
+        """Tell whether batches take threads so long that what the consumer does does not matter.
 
         So it is before the first ones are read.
         """
-        return bool(self._struct.fill_ns > _SLOW_NS)
+        return bool(self._struct.fill_ns > _SLOW_NS and not self._struct.is_remote)
 
     def plan_seconds(self) -> float:
         """Return the time spent on plans, summed up over all threads."""

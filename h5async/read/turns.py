@@ -25,7 +25,8 @@ class Numbers(NamedTuple):
 
     They are those at positions of the selection from `begin` on, `stride` further on for each
     batch; `mapping` and `draw` as for `BatchQueue.submit`. Or they lie in `samples` at such a
-    distance.
+    distance. Of batches of several epochs, `epoch_batches` are in each but the first epoch, which
+    ends before `epoch_end`.
     """
 
     first: int
@@ -36,6 +37,8 @@ class Numbers(NamedTuple):
     mapping: NDArray[np.uint64] | None = None
     samples: NDArray[np.int64] | None = None
     draw: NDArray[np.uint64] | None = None
+    epoch_end: int = 0
+    epoch_batches: int = 0
 
 
 class NewWaits(NamedTuple):
@@ -75,7 +78,9 @@ class Turns:
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
     if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
-    undoes it, and `ask` requests a batch; both return whether they did.
+    undoes it, and returns whether it did. `ask` requests a batch; it returns 0 if it did not, and 2
+    if that is the last of its epoch. `on_epoch` is called when an epoch begins with the next batch,
+    but the first one of a run.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Turns:
         self._memory = bytearray(ctypes.sizeof(core.Turns))
         self._struct = core.Turns.from_buffer(self._memory)
         self.take: Callable[..., bool]
-        self.ask: Callable[[], bool]
+        self.ask: Callable[[], int]
         self.put_back: Callable[[], bool]
         self.take, self.ask, self.put_back = core.turns_of(self._memory)
         self._slots = np.zeros(queue.num_slots, np.int64)
@@ -102,6 +107,10 @@ class Turns:
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
         struct.type, struct.made, struct.later = map(id, self._keep[2:])
         struct.held = -1
+
+    def on_epoch(self, function: Callable[[], object] | None) -> None:
+        """Set what is called when an epoch begins, while the state is lent."""
+        self._on_epoch, self._struct.on_epoch = function, id(function)
 
     @property
     def is_lent(self) -> bool:
@@ -134,8 +143,9 @@ class Turns:
         struct.assigned = max(slots, default=following - 1) + 1
         numbers = run.numbers
         struct.first, struct.stop, struct.begin, struct.stride, struct.count = numbers[:5]
-        for name, array in zip(("mapping", "samples", "draw"), numbers[5:], strict=True):
+        for name, array in zip(("mapping", "samples", "draw"), numbers[5:8], strict=True):
             setattr(struct, name, None if array is None else address(array))
+        struct.epoch_end, struct.epoch_batches = numbers.epoch_end, numbers.epoch_batches
         struct.epoch, struct.number = run.epoch, run.number
         struct.names, struct.arrays, struct.part = map(id, run.views)
         if run.views[0] is None:
@@ -160,6 +170,7 @@ class Turns:
         """Take the state back."""
         self._struct.is_lent = False
         self.run = None
+        self.on_epoch(None)
 
     def is_inside(self) -> bool:
         """Tell whether a thread is in `take` without the GIL."""

@@ -266,8 +266,8 @@ class AsyncReader:
         [1000, 797, 3]
         >>> reader.close()
         """
-        if index is None and self._engine.delivery.ask_turn():
-            return False
+        if index is None and (asked := self._engine.delivery.ask_turn()):
+            return asked > 1
         self._engine.settle()
         return self._engine.delivery.fetch(index)
 

@@ -45,6 +45,7 @@ from h5async.system.timeline import Recorder
 
 if TYPE_CHECKING:
     from h5async.process.helper import HelperFiller
+    from h5async.process.posted import PostedBatches
 
 
 class Delivery:
@@ -73,7 +74,7 @@ class Delivery:
         # On the host, masks are made when a batch is handed over.
         self._masks_to_upload = list(setup.masks.values()) if setup.is_on_gpu else []
         self._filler: Filler | HelperFiller
-        self._submissions: Submissions | None = None
+        self._submissions: Submissions | PostedBatches | None = None
         self._may_have_lost = False  # an assignment is not submitted yet
         config, files = setup.config, setup.opened.skipped
         self.skipped = SkippedSamples(config.hdf5_path, files, config.max_skipped)
@@ -81,24 +82,34 @@ class Delivery:
         self._batches = Batches(setup, ring)
         # The same in one call of the core, where that can be; see `Turns`.
         self.take_turn: Callable[..., bool] = _no_turn
-        self.ask_turn: Callable[[], bool] = _no_turn
+        self.ask_turn: Callable[[], int] = _no_turn
         self.put_back_turn: Callable[[], bool] = _no_turn
         self._waiting: int | None = None  # the thread that waits for a batch
 
     def fill_by(self, filler: Filler | HelperFiller) -> None:
         """Set the filler, before the first batch."""
         self._filler = filler
-        if isinstance(filler, Filler) and filler.submissions is not None:
-            self._ring.completions = self._submissions = filler.submissions
-            filler.submissions.request_of = self._request_of
-            self._open_turns(filler.submissions)
+        setup = self._setup
+        submissions: Submissions | PostedBatches | None = None
+        if isinstance(filler, Filler):
+            submissions = filler.submissions
+        elif self._may_have_turns() and setup.config.postprocess is None:
+            if all(kind.is_plain for kind in setup.kinds.values()):
+                submissions = filler.post(setup.samplings, setup.rows, len(setup.slots))
+        if submissions is not None:
+            self._ring.completions = self._submissions = submissions
+            submissions.request_of = self._request_of
+            if self._may_have_turns():
+                self._open_turns(submissions)
 
-    def _open_turns(self, submissions: Submissions) -> None:
-        setup, config = self._setup, self._setup.config
+    def _may_have_turns(self) -> bool:
+        config = self._setup.config
         is_plain = type(self._device) is Device and self._device.is_writable_at_once
         does_more = config.copy or config.debug_lifetimes or config.on_error == "skip"
-        if not is_plain or does_more or config.sampler is not None:
-            return
+        return is_plain and not does_more and config.sampler is None
+
+    def _open_turns(self, submissions: Submissions | PostedBatches) -> None:
+        setup = self._setup
         turns = submissions.open_turns(Batch, setup.num_threads if setup.has_threads else 0)
         if turns is not None:
             self._ring.turns = self._counts.waits.turns = turns
@@ -128,6 +139,8 @@ class Delivery:
         timeline = self._recorder.timeline  # the core does not tell other tools
         if turns is None or submissions is None or (timeline is not None and timeline.open_ranges):
             return False
+        if timeline is not None and not isinstance(self._filler, Filler):
+            return False  # nor what helpers are asked for
         course = self._position.course
         # Threads at work would wait longer for the consumer.
         if turns.is_lent or not turns.are_worthwhile:
@@ -138,6 +151,7 @@ class Delivery:
         with suppressing(MemoryError):  # it goes on without
             run = next_run(self._batches, course, ring, submissions, slots)
             if run is not None:
+                turns.on_epoch(self._begin_next_epoch)
                 ring.lend(run)
         return turns.is_lent
 
@@ -182,7 +196,9 @@ class Delivery:
             self._submit(self._submissions, assignments)
         self._may_have_lost = False
 
-    def _submit(self, submissions: Submissions, assignments: Sequence[Assignment]) -> None:
+    def _submit(
+        self, submissions: Submissions | PostedBatches, assignments: Sequence[Assignment]
+    ) -> None:
         for request in self._requests(assignments):
             submissions.submit(request)
 
@@ -332,13 +348,20 @@ class Delivery:
     def _note(self, batch: Batch, skipped: int) -> None:
         counts = self._counts
         if batch.epoch not in (-1, counts.open_epoch):
-            before = self.work() if counts.open_epoch >= 0 else FillerStats()
-            counts.begin_epoch(batch.epoch, before)
+            self._begin_epoch(batch.epoch)
         counts.note(batch.index, skipped)
         if batch.epoch >= 0:
             counts.last = batch.epoch, batch.number
         if batch.last:
             counts.end_epoch(self.work())
+
+    def _begin_epoch(self, epoch: int) -> None:
+        before = self.work() if self._counts.open_epoch >= 0 else FillerStats()
+        self._counts.begin_epoch(epoch, before)
+
+    def _begin_next_epoch(self) -> None:
+        """Note that the next batch, which the core hands over, is the first of its epoch."""
+        self._begin_epoch(self._position.course.position(self._ring.consumer.next).epoch)
 
     def work(self, done: FillerStats | None = None) -> FillerStats:
         """Return the work of all threads so far; `done` is that of the filler, if known."""

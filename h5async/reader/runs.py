@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h5async.deliver.slots import SlotRing
 from h5async.errors import is_lack_of_memory, out_of_memory
-from h5async.fill.outcomes import FillOutcome
+from h5async.fill.outcomes import Answers, FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.order.sampling import FillRequest, Sampling
 from h5async.order.schedule import Course
@@ -20,6 +20,9 @@ from h5async.read.turns import Numbers
 from h5async.reader.batch import Batch
 from h5async.reader.readersetup import ReaderSetup
 from h5async.spelling import named
+
+if TYPE_CHECKING:
+    from h5async.process.posted import PostedBatches
 
 
 class Batches:
@@ -72,7 +75,10 @@ class _IsOver:
 
 
 class Run:
-    """Full batches of an epoch, but not its last one, which the core submits and hands over."""
+    """Full batches which the core submits and hands over.
+
+    Those of an epoch, but its last one; or of several epochs, where no loop ends with one.
+    """
 
     def __init__(
         self,
@@ -81,12 +87,13 @@ class Run:
         request: FillRequest,
         numbers: Numbers,
         sampling: Sampling,
+        answers: Answers,
         slots: Sequence[tuple[Any, ...]],
     ) -> None:
         self.numbers = numbers
         self.epoch, self.number, self.place = request.epoch, request.number, course.place
-        self._batches, self._first, self._sampling = batches, request, sampling
-        self._slots = tuple(map(tuple, slots))  # the arrays of each
+        self._batches, self._course, self._sampling = batches, course, sampling
+        self._answers, self._slots = answers, tuple(map(tuple, slots))  # the arrays of each
         names = None if batches.has_masks else batches.names
         self.views = names, self._slots, slice(0, numbers.size)
 
@@ -100,22 +107,31 @@ class Run:
             raise out_of_memory(f"the batch with the number {serial}", error, _REMEDY) from error
 
     def _complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
-        epoch, first, sampling = self.epoch, self._first, self._sampling
+        answer = self._answers[slot]
+        if name == "index" and answer is not None and answer[0] == serial:
+            batch.index = answer[1].index
+            return
+        course = self._course
+        epoch, number, start = course.position(serial)
         if name == "_arrays":  # with masks, or where there was no memory for them
             arrays = tuple([array[: self.numbers.size] for array in self._slots[slot]])
             batch._arrays = self._batches.arrays(FillOutcome(batch.index, arrays), epoch)
             return
-        number, start = sampling.step_at(epoch, first.start, serial - first.serial)
         if name == "index":
-            batch.index = sampling.batch_at(epoch, start)
+            batch.index = self._sampling.batch_at(epoch, start)
             return
+        last = course.schedule.is_last(serial)
         batch.__init__(  # type: ignore[misc]  # it was made without
-            batch._arrays, batch.index, epoch, number, False, *self._batches.more(serial)
+            batch._arrays, batch.index, epoch, number, last, *self._batches.more(serial)
         )
 
 
 def next_run(
-    batches: Batches, course: Course, ring: SlotRing[Any], submissions: Submissions, slots: Any
+    batches: Batches,
+    course: Course,
+    ring: SlotRing[Any],
+    submissions: Submissions | PostedBatches,
+    slots: Any,
 ) -> Run | None:
     """Return the run of the next batches; None if they are not alike, or too few."""
     following = ring.consumer.next
@@ -125,10 +141,14 @@ def next_run(
     request = FillRequest(0, following, epoch, number, start, course.order)
     sampling = submissions.sampling(request)
     left = sampling.batches_from(epoch, start) - 1
-    numbers = submissions.numbers(request, left) if left >= _LEAST else None
+    numbers = None
+    if not isinstance(submissions, Submissions) and not ring.consumer.reads_ahead:
+        numbers = submissions.endless(request)
+    if numbers is None and left >= _LEAST:
+        numbers = submissions.numbers(request, left)
     if numbers is None or numbers.stop - following < _LEAST:
         return None
-    return Run(batches, course, request, numbers, sampling, slots)
+    return Run(batches, course, request, numbers, sampling, submissions.answers, slots)
 
 
 _LEAST = 8  # batches, so that it pays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,19 @@ def test_references_lead_to_objects(path: Path):
     assert_same(path, lambda file: file[file["group/reference"][()]][0])
     assert_same(path, lambda file: file["group"][file["group/reference"][()]].name)
     assert_same(path, lambda file: file[h5py.Reference()])
+
+
+@pytest.mark.parametrize("place", [96, 112, 120, 136])  # of the header of the root, and its tree
+def test_a_root_that_is_damaged(tmp_path: Path, place: int):
+    path = tmp_path / "damaged.h5"
+    for value in (0, 1, 17, 255):
+        with h5py.File(path, "w", libver="earliest") as file:
+            file["data"] = 1
+        content = bytearray(path.read_bytes())
+        content[place] = value
+        path.write_bytes(content)
+        with contextlib.suppress(h5async.H5AsyncError), h5async.open_file(path) as file:
+            file["data"][()]
 
 
 def test_external_values_of_a_dataset_that_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -73,6 +73,28 @@ def path(tmp_path_factory):
     return path
 
 
+@each("drop_last", [True, False])
+@each("count", [1, 4])
+def test_the_core_hands_over_batches_of_several_epochs(path, drop_last, count):
+    options = {"hdf5_path": path, "batch_size": 4, "shuffle": "full", "drop_last": drop_last}
+    options |= {"indices": slice(0, 24), "prefetch": count}
+    with AsyncReader(**options, num_threads=0) as reader:
+        expected = [[batch.copy() for batch in reader] for _ in range(3)]
+    with AsyncReader(**options, workers="process") as reader:
+        ends = [reader.fetch_data() for _ in range(count)]
+        for epoch, number in np.ndindex(3, 6):
+            batch, other = reader.get_next_batch(), expected[epoch][number]
+            ends.append(reader.fetch_data())
+            assert (batch.index == other.index).all()
+            assert (batch.data == other.data).all()
+            facts = batch.epoch, batch.number, batch.last
+            assert facts == (epoch, number, number == 5)
+            assert reader.stats(epoch=-1).batches == number + 1
+        assert ends == [serial % 6 == 5 for serial in range(len(ends))]
+        assert reader._engine.ring.turns.is_lent
+        assert reader.stats(epoch=0).batches == reader.stats(epoch=1).batches == 6
+
+
 FIELDS = {
     "image": Field("data", axes=(0, 3, 1, 2), scale=(0.5, 1.0, 2.0), offset=1.0),
     "raw": "data",

@@ -8,7 +8,8 @@
 
    To put a thread to sleep and wake it takes longer than to read a small batch. So where the next one
    is due soon, one thread without work looks for it in a loop for a moment; so does the consumer that
-   helps, for what others are about to finish. No more threads are woken than there are cores for. */
+   helps, for what others are about to finish. No more threads are woken than there are cores for, unless
+   they wait for storage. */
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -23,6 +24,7 @@ enum { CHEAP_NS = 25000, HELPED_NS = 300000, MOST_FILL_NS = 1000000 };
 /* What is left of a batch is cut into ranges for all who may read; the last ones are the smallest. */
 enum { RANGES_EACH = 2, LEAST_RANGE_NBYTES = 128 * 1024 };
 enum { WOKEN_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
+/* IN_PLAN: or with another process. */
 enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */
 enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
@@ -66,7 +68,7 @@ typedef struct {
                                 start + step * position */
     int64_t start, step;
     const Column *table; /* an alias table, of which samples are drawn */
-    int64_t num_columns, num_cores;
+    int64_t num_columns, num_cores, is_remote; /* is_remote: other processes fill the batches */
     /* The core's: */
     pthread_mutex_t lock;
     pthread_cond_t work;
@@ -76,6 +78,7 @@ typedef struct {
     int64_t idle_ns;       /* for how long that was, smoothed */
     int64_t fill_ns; /* that a batch takes, smoothed */
     int32_t is_ended, is_helped; /* is_helped: by the consumer */
+    int32_t is_cold; /* the last range that was read was not all in the page cache */
     int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
     int64_t num_here; /* threads that are not in Python */
     _Atomic int32_t consumers; /* that wait */
@@ -157,6 +160,12 @@ static int64_t num_busy(const Queue *queue)
     return queue->num_here - queue->num_idle - queue->spinners + queue->is_helped;
 }
 
+/* How many of them may be. Who waits for storage keeps no core. */
+static int64_t most_busy(const Queue *queue)
+{
+    return queue->is_cold ? INT64_MAX : queue->num_cores;
+}
+
 /* Have threads look for work. Returns whether a sleeping one is to be woken, outside of the lock, which
    it needs at once: where all sleep, as the consumer may leave work to them, or there is a core for one
    more. Holds the lock. */
@@ -164,7 +173,7 @@ static int offer(Queue *queue)
 {
     int all_sleep = queue->num_here == queue->num_idle;
     atomic_fetch_add(&queue->offers, 1);
-    return queue->num_idle && !queue->spinners && (all_sleep || num_busy(queue) < queue->num_cores);
+    return queue->num_idle && !queue->spinners && (all_sleep || num_busy(queue) < most_busy(queue));
 }
 
 /* Note that a batch was submitted, and tell whether a thread is to be woken for it. Where batches come
@@ -397,7 +406,7 @@ static int read_range(Queue *queue, Job *job, Worker *w)
     const BatchPlan *plan = job->plan;
     int64_t start = job->next_item, stop = start, nbytes = 0;
     int64_t readers = queue->num_here + queue->is_helped;
-    readers = readers < queue->num_cores ? readers : queue->num_cores;
+    readers = readers < most_busy(queue) ? readers : most_busy(queue);
     int64_t wanted = readers > 1 ? job->left_nbytes / (RANGES_EACH * readers) : job->left_nbytes;
     wanted = wanted > LEAST_RANGE_NBYTES ? wanted : LEAST_RANGE_NBYTES;
     while (stop < plan->num_items && nbytes < wanted)
@@ -418,6 +427,7 @@ static int read_range(Queue *queue, Job *job, Worker *w)
     int64_t taken = now_ns() - begin;
     pthread_mutex_lock(&queue->lock);
     job->under_way--, job->work_ns += taken;
+    queue->is_cold = !plan->was_cached;
     if (refused > 0)
         job->refused += refused;
     return refused < 0;
@@ -427,6 +437,10 @@ static int read_range(Queue *queue, Job *job, Worker *w)
    more of it, or other threads are at it; NEXT_READY; NEXT_END; or its slot, where work is left. */
 static int64_t advance(Queue *queue, Job *job, Worker *w)
 {
+    if (queue->is_remote) {
+        job->state = IN_PLAN;
+        return job - queue->jobs;
+    }
     if (job->state == TO_PLAN)
         plan_job(queue, job, w);
     if (read_range(queue, job, w))
@@ -464,7 +478,7 @@ static void wait_for_work(Queue *queue)
         pthread_mutex_lock(&queue->lock);
         queue->spinners = 0;
         uint32_t offers = atomic_load(&queue->offers) - seen;
-        if (offers > 1 && queue->num_idle && num_busy(queue) < queue->num_cores)
+        if (offers > 1 && queue->num_idle && num_busy(queue) < most_busy(queue))
             pthread_cond_signal(&queue->work); /* nobody was woken for them */
         if (offers || next_job(queue) != NULL)
             return;
@@ -504,6 +518,25 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
     pthread_mutex_unlock(&queue->lock);
     w->returned_ns = now_ns();
     return next;
+}
+
+/* Note that another process has filled a batch, or that Python is to do the rest. */
+PUBLIC int64_t h5async_finish(Queue *queue, int64_t slot, int64_t serial, int64_t is_ready)
+{
+    pthread_mutex_lock(&queue->lock);
+    Job *job = &queue->jobs[slot];
+    if (job->wish.serial == serial && job->state == IN_PLAN) {
+        if (job->is_dropped)
+            end_job(job);
+        else
+            job->state = is_ready ? READY_JOB : WITH_PYTHON;
+    }
+    int wakes = is_open(job);
+    atomic_fetch_add(&queue->offers, wakes);
+    pthread_mutex_unlock(&queue->lock);
+    if (wakes) /* the batch that is to follow one that was dropped */
+        pthread_cond_signal(&queue->work);
+    return h5async_wake(queue);
 }
 
 /* Forget all batches. Nobody is at work on any. */

@@ -52,11 +52,13 @@ typedef struct {
     const int64_t *samples;
     const Mapping *mapping;
     const uint64_t *draw;
+    /* The serial with which the next epoch begins, and the batches of each; 0: the run has one alone. */
+    int64_t epoch_end, epoch_batches;
     /* Python's: the type of batches, the names of the members that the arrays, and the run, slot and
        serial, are set to; of the run: names of fields (NULL: arrays are not made), arrays of each slot,
        and the part of these; what is called when the consumer has left a reader that was closed
-       meanwhile. */
-    Object *type, *made, *later, *run, *names, *arrays, *part, *on_left;
+       meanwhile, and when an epoch begins with the next batch. */
+    Object *type, *made, *later, *run, *names, *arrays, *part, *on_left, *on_epoch;
     int64_t taken, num_waits, total_ns, begin_ns, end_ns; /* of all runs; times of the last wait */
 } Turns;
 
@@ -128,6 +130,8 @@ static int await_next(Turns *t, int may_wait)
         int may_sleep = status == 0;
         if (may_sleep && PyErr_CheckSignals())
             return -1;
+        if (!t->is_lent) /* a signal handler has called the reader */
+            break;
         t->is_inside = 1;
         void *thread = PyEval_SaveThread();
         status = advance_or_wait(t, job, may_wait, may_sleep);
@@ -187,6 +191,19 @@ static void note_wait(Turns *t, int64_t begin)
     note_alone(t->worker, WAITING, t->next, SEVERAL, SEVERAL, begin, t->end_ns);
 }
 
+/* Have Python note that an epoch begins with the next batch, if one does. Returns 0 if it raised. */
+static int begin_epoch(Turns *t)
+{
+    if (!t->epoch_batches || t->next != t->epoch_end)
+        return 1;
+    t->epoch_end += t->epoch_batches;
+    Object *on_epoch = t->on_epoch, *result;
+    Py_IncRef(on_epoch); /* which a reader that is closed meanwhile lets go of */
+    result = PyObject_CallFunctionObjArgs(on_epoch, NULL);
+    Py_DecRef(on_epoch), Py_DecRef(result);
+    return result != NULL;
+}
+
 /* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
    Python goes on; it has to wait, unless the second argument is given. */
 static Object *take(Object *self, Object *const *arguments, intptr_t count)
@@ -206,11 +223,16 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     Object *batch = status ? new_batch(t) : NULL;
     if (status && batch == NULL)
         return NULL;
+    if (status)
+        note_wait(t, begin);
+    if (status && !begin_epoch(t)) {
+        Py_DecRef(batch);
+        return NULL;
+    }
     int is_taken = batch != NULL && t->is_lent; /* collecting garbage may close a reader */
     if (is_taken && PyList_Append(arguments[0], batch) != 0)
         is_taken = -1;
     if (is_taken > 0) {
-        note_wait(t, begin);
         t->held = t->next++;
         t->taken++;
     }
@@ -230,16 +252,17 @@ static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
     return PyBool_FromLong(is_taken);
 }
 
-/* Request a batch more. Returns whether it was done here; then it is not the last of its epoch. */
+/* Request a batch more. Returns 0 where it was not done here, and 2 if it is the last of its epoch. */
 static Object *ask(Object *self, Object *const *arguments, intptr_t count)
 {
     (void)arguments, (void)count;
     Turns *t = (void *)PyByteArray_AsString(self);
     if (!t->is_lent || t->asked >= t->stop)
-        return PyBool_FromLong(0);
+        return PyLong_FromLongLong(0);
     t->asked++;
     submit_next(t);
-    return PyBool_FromLong(1);
+    int is_last = t->epoch_batches && (t->asked - t->epoch_end) % t->epoch_batches == 0;
+    return PyLong_FromLongLong(1 + is_last);
 }
 
 static Method TURNS[] = {{"take", take, METH_FASTCALL, NULL},
