@@ -224,7 +224,9 @@ import h5py
 path = os.path.join(FOLDER, "large.h5")
 with h5py.File(path, "w") as file:
     file.create_dataset("large", (1 << 13, 1 << 14), "u1", chunks=(64, 1 << 14), compression="gzip")
-KINDS["large"] = dict(hdf5_path="large.h5", data_field="large", cache="host", batch_size=256)
+    file["large"][...] = 1
+KINDS["large"] = dict(hdf5_path="large.h5", data_field="large", cache="host", batch_size=256,
+                      shuffle="full")
 def read_all():
     reader = opened("large")
     for batch in reader:

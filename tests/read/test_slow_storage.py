@@ -225,6 +225,22 @@ print(slow.slow_begun() - before)
 
 
 @pytest.mark.slow
+def test_more_threads_than_cores_wait_for_storage(folder, library):
+    body = """
+reader = opened(data_field="raw", num_threads=4, prefetch=4)
+reader._engine.filler.submissions._queue._struct.num_cores = 1
+reader.get_next_batch()
+slow.slow_gate(1)
+for _ in range(4):
+    reader.fetch_data()
+slow.slow_await(4)
+slow.slow_gate(0)
+reader.close()
+"""
+    assert run(folder, library, body) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_a_reader_that_is_dropped_waits_for_a_moment_only(folder, library, num_threads):
     """A loop is left, and nobody closes the reader whose threads wait for the disk."""

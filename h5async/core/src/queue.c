@@ -8,7 +8,8 @@
 
    To put a thread to sleep and wake it takes longer than to read a small batch. So where the next one
    is due soon, one thread without work looks for it in a loop for a moment; so does the consumer that
-   helps, for what others are about to finish. No more threads are woken than there are cores for. */
+   helps, for what others are about to finish. No more threads are woken than there are cores for, unless
+   they wait for storage. */
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -77,6 +78,7 @@ typedef struct {
     int64_t idle_ns;       /* for how long that was, smoothed */
     int64_t fill_ns; /* that a batch takes, smoothed */
     int32_t is_ended, is_helped; /* is_helped: by the consumer */
+    int32_t is_cold; /* the last range that was read was not all in the page cache */
     int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
     int64_t num_here; /* threads that are not in Python */
     _Atomic int32_t consumers; /* that wait */
@@ -158,6 +160,12 @@ static int64_t num_busy(const Queue *queue)
     return queue->num_here - queue->num_idle - queue->spinners + queue->is_helped;
 }
 
+/* How many of them may be. Who waits for storage keeps no core. */
+static int64_t most_busy(const Queue *queue)
+{
+    return queue->is_cold ? INT64_MAX : queue->num_cores;
+}
+
 /* Have threads look for work. Returns whether a sleeping one is to be woken, outside of the lock, which
    it needs at once: where all sleep, as the consumer may leave work to them, or there is a core for one
    more. Holds the lock. */
@@ -165,7 +173,7 @@ static int offer(Queue *queue)
 {
     int all_sleep = queue->num_here == queue->num_idle;
     atomic_fetch_add(&queue->offers, 1);
-    return queue->num_idle && !queue->spinners && (all_sleep || num_busy(queue) < queue->num_cores);
+    return queue->num_idle && !queue->spinners && (all_sleep || num_busy(queue) < most_busy(queue));
 }
 
 /* Note that a batch was submitted, and tell whether a thread is to be woken for it. Where batches come
@@ -398,7 +406,7 @@ static int read_range(Queue *queue, Job *job, Worker *w)
     const BatchPlan *plan = job->plan;
     int64_t start = job->next_item, stop = start, nbytes = 0;
     int64_t readers = queue->num_here + queue->is_helped;
-    readers = readers < queue->num_cores ? readers : queue->num_cores;
+    readers = readers < most_busy(queue) ? readers : most_busy(queue);
     int64_t wanted = readers > 1 ? job->left_nbytes / (RANGES_EACH * readers) : job->left_nbytes;
     wanted = wanted > LEAST_RANGE_NBYTES ? wanted : LEAST_RANGE_NBYTES;
     while (stop < plan->num_items && nbytes < wanted)
@@ -419,6 +427,7 @@ static int read_range(Queue *queue, Job *job, Worker *w)
     int64_t taken = now_ns() - begin;
     pthread_mutex_lock(&queue->lock);
     job->under_way--, job->work_ns += taken;
+    queue->is_cold = !plan->was_cached;
     if (refused > 0)
         job->refused += refused;
     return refused < 0;
@@ -469,7 +478,7 @@ static void wait_for_work(Queue *queue)
         pthread_mutex_lock(&queue->lock);
         queue->spinners = 0;
         uint32_t offers = atomic_load(&queue->offers) - seen;
-        if (offers > 1 && queue->num_idle && num_busy(queue) < queue->num_cores)
+        if (offers > 1 && queue->num_idle && num_busy(queue) < most_busy(queue))
             pthread_cond_signal(&queue->work); /* nobody was woken for them */
         if (offers || next_job(queue) != NULL)
             return;

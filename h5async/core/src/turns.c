@@ -130,6 +130,8 @@ static int await_next(Turns *t, int may_wait)
         int may_sleep = status == 0;
         if (may_sleep && PyErr_CheckSignals())
             return -1;
+        if (!t->is_lent) /* a signal handler has called the reader */
+            break;
         t->is_inside = 1;
         void *thread = PyEval_SaveThread();
         status = advance_or_wait(t, job, may_wait, may_sleep);
