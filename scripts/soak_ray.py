@@ -34,7 +34,7 @@ def anonymous_mb() -> float:
 
 def kill_readers(kills: list[int], ended: threading.Event) -> None:
     """Kill a random process that reads, now and then."""
-    while not ended.wait(random.uniform(1, 3)):
+    while not ended.wait(random.uniform(4, 12)):
         names = [(one, one.info["cmdline"]) for one in psutil.process_iter(["cmdline"])]
         reading = [one for one, name in names if name and name[0].startswith("ray::Read")]
         if reading:

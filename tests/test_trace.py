@@ -661,6 +661,7 @@ def test_there_is_no_memory_for_events_without_a_trace(path: Path) -> None:
 def test_events_of_the_core_end_with_the_trace(path: Path) -> None:
     if load_core() is None:
         pytest.skip("there is no core")
+    gc.collect()  # traces of other tests
     with AsyncReader(hdf5_path=path, batch_size=50, num_threads=0) as reader:
         running = reader.trace(path.with_name("t.json"))
         reader.get_next_batch()
