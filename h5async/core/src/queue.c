@@ -191,9 +191,9 @@ static int is_to_be_woken(Queue *queue, int is_own)
 }
 
 /* Submit a batch, or do nothing where it was submitted before, but that threads may fill it, unless it
-   `is_own`, of a consumer that helps, and cheap. `samples` are its numbers, which are copied; or NULL. Returns 0 where the slot has
-   another batch that is not ready, and was not dropped; 2 where it waits for the end of one that was,
-   which may still use its mapping. */
+   `is_own`, of a consumer that helps, and cheap. `samples` are its numbers, which are copied; or NULL.
+   Returns 0 where the slot has another batch that is not ready, and was not dropped; 2 where it waits
+   for the end of one that was, which may still use its mapping. */
 static int submit_wish(Queue *queue, int64_t slot, Wish *wish, const int64_t *samples, int is_own)
 {
     int is_good = 1, wakes = 0;
