@@ -56,7 +56,8 @@ class Stored(NamedTuple):
         if facts is None:
             dtype = node.dtype
             facts = dtype, dtype.kind in "iuf" and bool(h5py.h5t.py_create(dtype) == datatype)
-            known[:] = [(datatype, facts), *known[: _KNOWN - 1]]
+            if not dtype.hasobject:  # HDF5 takes strings of other character sets for the same
+                known[:] = [(datatype, facts), *known[: _KNOWN - 1]]
         if node.get_offset() is not None:  # which only contiguous values in this file have
             return cls(*facts, h5py.h5d.CONTIGUOUS)
         plist = node.get_create_plist()

@@ -74,6 +74,22 @@ def test_what_is_known_of_datasets(path: Path, name: str):
         assert not hasattr(file[name], "other")
 
 
+def test_strings_of_two_character_sets(tmp_path: Path):
+    path = tmp_path / "strings.h5"
+    with h5py.File(path, "w") as file:
+        for name, kind in (("a", h5py.string_dtype("ascii")), ("b", h5py.string_dtype())):
+            file[name] = np.array("x" if name == "a" else "é", kind)
+            file[f"in {name}"] = np.array([("x",)], [("text", kind)])
+    for names in ("ab", "ba"):
+        assert_same(path, lambda file, some=names: [file[one].asstr()[()] for one in some])
+        fields = [f"in {name}" for name in names]
+        assert_same(path, lambda file, some=fields: [_encoding(file[one]) for one in some])
+
+
+def _encoding(dataset: Any) -> str:
+    return h5py.check_string_dtype(dataset.dtype["text"]).encoding
+
+
 @pytest.mark.parametrize("name", ["bytes", "integer", "text", "texts", "empty", "gzip", "pair"])
 def test_arrays_of_whole_datasets(path: Path, name: str):
     for dtype in (None, "i4", "S3"):
