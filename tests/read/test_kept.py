@@ -71,6 +71,8 @@ def test_what_is_kept_and_what_is_read_are_of_one_state(files, core, monkeypatch
         )
         assert read.read(mixed) == 0
         assert_same_bits(read.arrays[0][:5], rows[mixed])
+        os.utime(paths[0])
+        assert read.read(FIRST) == 1, "what has changed once is compared each time from then on"
 
 
 def test_nothing_is_opened_for_what_is_kept(files, core, monkeypatch):

@@ -157,7 +157,7 @@ static void read_file(Work *work, File *file, Source *s, int64_t begin, int64_t 
             work->plan->items[i].status = REFUSED;
         if (!is_good)
             break;
-        s->checked_ns = now;
+        s->checked_ns = s->was_changed ? 0 : now;
         if (work->at == end && work->skipped < end) {
             go_to(work, work->skipped);
             work->skipped = end;

@@ -18,6 +18,7 @@ typedef struct Source {
     int64_t is_far; /* it is no file here; `path` and `map` are NULL */
     _Atomic(const Mirror *) mirror; /* of a far one; Python keeps all that it has set */
     int32_t is_open, users, has_swmr_writer, is_stale;
+    _Atomic int32_t was_changed; /* since it was indexed: it may be again, at any time */
     _Atomic int32_t was_cached, uses; /* was_cached: how often in turn; below 0: it was not */
     _Atomic int64_t checked_ns; /* when it was last found to be what was indexed; 0: it may not be */
     struct Source *newer, *older; /* among those that are open and have no users */
@@ -29,7 +30,8 @@ typedef struct {
     int64_t count, most_open, most_files; /* stay open; of these, with a descriptor: both at least 1,
                                              beside those in use */
     int64_t io, gives_back;               /* gives_back: descriptors of mapped sources */
-    int64_t trusted_ns; /* for so long after it was checked, a source need not be for kept chunks */
+    int64_t trusted_ns; /* for so long after it was checked, a source need not be for kept chunks,
+                           unless it has changed: it may have been read amid a write */
     /* The core's: */
     int64_t num_open, num_files; /* num_open: without users too */
     pthread_mutex_t lock;
@@ -338,7 +340,7 @@ PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes,
     pthread_mutex_lock(&sources->lock);
     int is_fit = !s->has_swmr_writer && (s->map ? s->map_nbytes == nbytes : !may_map);
     s->nbytes = nbytes, s->modified_ns = modified_ns, s->changed_ns = changed_ns;
-    s->checked_ns = 0;
+    s->checked_ns = 0, s->was_changed = 1;
     s->may_map = may_map;
     if (s->is_open && !is_fit && s->users) {
         s->is_stale = 1;
