@@ -103,9 +103,11 @@ static int advance_or_wait(Turns *t, Job *job, int may_wait, int may_sleep)
         job->state = TO_PLAN, job->is_own = 0;
         atomic_fetch_add(&queue->offers, 1);
     }
+    /* Batches have begun to take longer while this one was planned here: it is left to the threads. */
+    int wakes = is_left_over || (!is_ours && is_open(job) && queue->num_here == queue->num_idle);
     is_left |= is_left_over || next == NEXT_END;
     pthread_mutex_unlock(&queue->lock);
-    if (is_left_over)
+    if (wakes)
         pthread_cond_signal(&queue->work); /* it may sleep: nobody was woken for this batch */
     if (is_left || is_ready || is_ours)
         return is_left ? -1 : 1;
