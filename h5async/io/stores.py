@@ -242,14 +242,17 @@ class LocalStore(Store):
 
 
 def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HDF5File:
+    if in_use:  # nor is it locked: its writer may be about to open it again
+        properties = properties.copy()
+        properties.set_file_locking(False, True)
     try:
         # `h5py.File` would make new property lists for each file.
         return HDF5File.of(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
     except OSError as error:
-        # The caller has it open without locking, and HDF5 requires equal settings; or a writer
+        # The caller has it open in the other way, and HDF5 requires equal settings; or a writer
         # permits readers (SWMR).
-        if "file locking flag" in str(error) or (in_use and error.errno == errno.EAGAIN):
-            return HDF5File(name, "r", locking=False)
+        if "file locking flag" in str(error):
+            return HDF5File(name, "r", locking=in_use)
         if "already open for write" not in str(error):
             raise
         with suppressing(OSError):
@@ -423,6 +426,7 @@ def open_hdf5(
 
     HDF5 caches `metadata_nbytes` of its metadata; None: as many as by default. The settings of a
     file that is already open in this process stay. `in_use`: also open a file that a writer has
-    locked and may be writing to. `ReadError` is raised if it cannot be opened, and says why.
+    locked and may be writing to, without a lock. `ReadError` is raised if it cannot be opened, and
+    says why.
     """
     return store_of(name).open_hdf5(str(name), metadata_nbytes, in_use=in_use)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import fcntl
 import io
 import itertools
 import os
@@ -28,7 +30,7 @@ from h5async.index.metadata import read_layouts
 from h5async.index.savedindex import IndexedFile, Wanted, write_index
 from h5async.io.metadatafile import MetadataFile
 from h5async.io.references import SIGNATURE
-from h5async.io.stores import LOCAL, absolute_name, settled_stamp, store_of
+from h5async.io.stores import LOCAL, absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.samples.sparse import Csr
 
 READABLE = {name: q for name, q in QUIRKS.items() if q.way in ("direct", "h5py")}
@@ -530,3 +532,15 @@ def test_nothing_above_opens_the_files_itself():
             if name == "h5py.File" and not any(k.arg == "driver" for k in node.keywords):
                 found.append(f"{path.name}:{node.lineno}: {name}")
     assert not found
+
+
+@pytest.mark.parametrize("locking", [None, True, False])
+def test_a_file_in_use_is_checked_without_a_lock(tmp_path: Path, locking: bool | None):
+    path = tmp_path / "used.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = 1
+    own = contextlib.nullcontext() if locking is None else h5py.File(path, locking=locking)
+    with own, open_hdf5(path, in_use=True) as found, open(path, "rb") as other:
+        assert found["data"][()] == 1
+        if not locking:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
