@@ -164,10 +164,11 @@ class Handle:
                     found[name] = error
         return Attributes(found)
 
-    def is_kept(self) -> bool:
-        """Tell whether HDF5 has the file open, and the file is as it was."""
+    def is_kept(self, file: HDF5File | None = None) -> bool:
+        """Tell whether HDF5 has the file open, else by a `file`, and it is as it was."""
         kept = self._kept
-        return kept is not None and kept.file.source.stamp() == self._stamp
+        file = file if kept is None else kept.file
+        return file is not None and file.source.stamp() == self._stamp
 
     def _kept_file(self) -> _Opened | None:
         kept = self._kept

@@ -270,11 +270,11 @@ class Dataset:
                 located, node = opened or self.file.open_object(self._path, files)
                 source = located.file.source
                 found = read_at_once(source, node, self.stored, self.shape, key, selection)
+                return found if self.file.is_kept(located.file) else None
         except Exception as error:  # it is read again, to learn why
             if interruption(error) is not None or isinstance(error, ReaderClosedError):
                 raise
             return None
-        return found if self.file.is_kept() else None
 
     def _reads_boxes(self) -> bool:
         """Whether boxes are read to any memory of the dtype of the dataset."""

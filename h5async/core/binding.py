@@ -147,7 +147,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 29  # counts changes of the core's structures and functions
+ABI = 30  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -261,7 +261,7 @@ _FUNCTIONS = {
     "pp": "get_http",
     "pq": "open_ahead spin",
     "pqqqqi": "restamp",
-    "qq": "new_store",
+    "qqq": "new_store",
     "pppqpqqqqp": "plan_batch",
     "pppppqq": "read_batch",
     "pppppqqpq": "list_ranges",

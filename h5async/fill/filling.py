@@ -106,6 +106,7 @@ class Filler:
             partial(_forget, self._residencies),
             samplings.selection.size,
             config.kept,
+            keeps_all=isinstance(self._cache, KeptChunks),
         )
         try:
             num_threads = min(config.thread_count, memory_plan.most_threads)

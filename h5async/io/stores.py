@@ -252,7 +252,7 @@ def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HD
         # The caller has it open in the other way, and HDF5 requires equal settings; or a writer
         # permits readers (SWMR).
         if "file locking flag" in str(error):
-            return HDF5File(name, "r", locking=in_use)
+            return HDF5File(name, "r", locking=None if in_use else False)
         if "already open for write" not in str(error):
             raise
         with suppressing(OSError):

@@ -135,7 +135,7 @@ class WindowOrder(Order):
         rounds = self._group_rounds, self._block_rounds
         sizes = table.unit.size, self._size, self.window, *rounds, table.begin.size - 1
         nbytes = self._block_rounds * self._size * _PLACE_NBYTES
-        blocks = core.new_store(_BLOCKS_KEPT * nbytes, nbytes)
+        blocks = core.new_store(_BLOCKS_KEPT * nbytes, nbytes, False)
         keys = tuple(round_keys(self._seed, epoch, "window").tolist())
         struct = core.Window(*map(address, arrays), *sizes, blocks, keys)
         found: Any = (ctypes.c_uint64 * 9)(1, 0, ctypes.addressof(struct))

@@ -43,7 +43,8 @@ class CoreTables:
     The other parameters are by field: `layouts`; `kept_nbytes`, for decoded chunks that later
     batches may need; `transforms`, done while reading, if any; `steps`, the rows of each sample
     (None: its own; empty: None for all). `samples` are those of an epoch; None: all. `kept` says
-    where bytes of files are kept, if they are.
+    where bytes of files are kept, if they are. With `keeps_all`, chunks that a batch takes whole
+    are kept the first time, too.
 
     `of_fields` has the table of each field; `fields` and `sources` are the same for the core, and
     `files` those of `sources`. By field, `can_read` says whether the core reads it, at least in
@@ -65,8 +66,10 @@ class CoreTables:
         steps: Sequence[StepRows | SpanRows | None] = (),
         samples: int | None = None,
         kept: Kept | None = None,
+        keeps_all: bool = False,
     ) -> None:
         self._core, self._io, self._most_files = core, io, most_files
+        self._keeps_all = keeps_all
         self._keep: list[Any] = []  # what structures point to
         self._num_places = 0  # of all fields before: numbers that say where a part of a row begins
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are shared
@@ -179,7 +182,7 @@ class CoreTables:
             self._keep.append(transform)
         least = min((s.chunk_nbytes for s in table.shapes if s.keeps), default=0)
         if least:
-            struct.store = self._core.new_store(kept_nbytes, least)
+            struct.store = self._core.new_store(kept_nbytes, least, self._keeps_all)
             if not struct.store:
                 raise MemoryError("no memory is left for decoded chunks")
 

@@ -59,7 +59,7 @@ class Executors:
     By field, `kept_nbytes` is memory for decoded chunks that later batches may need. `on_change` is
     called if a file has changed but still holds what was indexed: rows read from it before are
     invalid. `samples` are those of an epoch; None: all. `kept` says where bytes of files are kept,
-    if they are. `changes` has what was noticed of changed files.
+    if they are; `keeps_all`: see `CoreTables`. `changes` has what was noticed of changed files.
     """
 
     def __init__(
@@ -71,8 +71,9 @@ class Executors:
         on_change: Callable[[], None],
         samples: int | None = None,
         kept: Kept | None = None,
+        keeps_all: bool = False,
     ) -> None:
-        self.core, self._kept = core, kept
+        self.core, self._kept, self._keeps_all = core, kept, keeps_all
         self._samples = samples
         self.layouts = layouts
         self._kept_nbytes = kept_nbytes
@@ -125,6 +126,7 @@ class Executors:
             steps=steps,
             samples=self._samples,
             kept=self._kept,
+            keeps_all=self._keeps_all,
         )
         self._collections.append(Collection(self.core, tables, self.changes))
         return self._collections[-1]

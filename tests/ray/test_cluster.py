@@ -28,9 +28,11 @@ def cluster(tmp_path_factory):
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
+    limits = context.target_min_block_size, context.target_max_block_size
     context.target_min_block_size = 32 << 10  # several small blocks
     context.target_max_block_size = 300 << 10  # two of a task
     yield
+    context.target_min_block_size, context.target_max_block_size = limits
     ray.shutdown()
 
 

@@ -266,7 +266,8 @@ static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wa
     return claim;
 }
 
-PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbytes)
+/* With `keeps_all`, chunks that a batch takes whole are kept the first time, too: see are_read_again. */
+PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbytes, int64_t keeps_all)
 {
     int64_t least = least_chunk_nbytes < 0 ? 0 : least_chunk_nbytes;
     int64_t most = budget_nbytes / (least + KEPT_OVERHEAD);
@@ -274,6 +275,7 @@ PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbyte
     if (store == NULL)
         return NULL;
     store->budget_nbytes = budget_nbytes, store->num_buckets = 16;
+    store->whole_reads = keeps_all ? INT64_MAX / 2 : 0;
     while (store->num_buckets < most && store->num_buckets < 1 << 20)
         store->num_buckets *= 2;
     store->buckets = calloc((size_t)store->num_buckets, sizeof *store->buckets);
