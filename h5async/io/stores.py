@@ -249,14 +249,16 @@ def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HD
         # `h5py.File` would make new property lists for each file.
         return HDF5File.of(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
     except OSError as error:
-        # The caller has it open in the other way, and HDF5 requires equal settings; or a writer
+        # The caller has it open in another way, and HDF5 requires equal settings; or a writer
         # permits readers (SWMR).
-        if "file locking flag" in str(error):
-            return HDF5File(name, "r", locking=None if in_use else False)
-        if "already open for write" not in str(error):
-            raise
-        with suppressing(OSError):
-            return HDF5File(name, "r", swmr=True)
+        others: list[dict[str, Any]] = []
+        if "file locking" in str(error):
+            others = [{"locking": None}, {"locking": True}] if in_use else [{"locking": False}]
+        elif "already open for write" in str(error):
+            others = [{"swmr": True}]
+        for other in others:
+            with suppressing(OSError):
+                return HDF5File(name, "r", **other)
         raise
 
 
