@@ -38,7 +38,7 @@ from h5async.order.sampling import FillRequest
 from h5async.reader.batch import Batch, expire
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
-from h5async.reader.runs import Batches, next_run
+from h5async.reader.runs import Batches, Epoch, next_run
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing, suppressing
 from h5async.system.timeline import Recorder
@@ -474,35 +474,3 @@ class Delivery:
 
 def _no_turn(*_: object) -> bool:
     return False
-
-
-class Epoch(Iterator[Batch]):
-    """The rest of one epoch; it ends if another loop has moved the reader on.
-
-    Batches of given samples among its own are part of it. `get_next_batch` is the reader's, which
-    it keeps alive. (A generator would end with the first error.)
-    """
-
-    def __init__(
-        self,
-        position: ReaderPosition,
-        ring: SlotRing[FillOutcome],
-        first: int,
-        get_next_batch: Callable[[], Batch],
-    ) -> None:
-        self._position = position
-        self._ring = ring
-        self._place = position.course.place
-        self._epochs = position.schedule.position(first).epoch, -1
-        self._get_next_batch = get_next_batch
-
-    def __next__(self) -> Batch:
-        turns = self._ring.turns
-        run = None if turns is None else turns.run
-        if run is not None and run.epoch == self._epochs[0] and run.place is self._place:
-            return self._get_next_batch()
-        course, serial = self._position.course, self._ring.consumer.next
-        if course.place is not self._place or course.position(serial).epoch not in self._epochs:
-            self._position.looped_epoch = None
-            raise StopIteration
-        return self._get_next_batch()

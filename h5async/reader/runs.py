@@ -1,4 +1,4 @@
-"""Makes `Batch` objects; lends the ring to the core for runs of batches that are alike.
+"""Makes `Batch` objects, and epochs; lends the ring to the core for runs of batches that are alike.
 
 The core hands over batches of a run in which only the arrays are made: most loops ask for nothing
 else, and an object that is touched for the first time in a while costs a microsecond.
@@ -7,7 +7,7 @@ else, and an object that is touched for the first time in a while costs a micros
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from h5async.deliver.slots import SlotRing
@@ -18,6 +18,7 @@ from h5async.order.sampling import FillRequest, Sampling
 from h5async.order.schedule import Course
 from h5async.read.turns import Numbers
 from h5async.reader.batch import Batch
+from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
 from h5async.spelling import named
 
@@ -153,3 +154,35 @@ def next_run(
 
 _LEAST = 8  # batches, so that it pays
 _REMEDY = f"keep fewer batches, or make {named('batch_size')} smaller"
+
+
+class Epoch(Iterator[Batch]):
+    """The rest of one epoch; it ends if another loop has moved the reader on.
+
+    Batches of given samples among its own are part of it. `get_next_batch` is the reader's, which
+    it keeps alive. (A generator would end with the first error.)
+    """
+
+    def __init__(
+        self,
+        position: ReaderPosition,
+        ring: SlotRing[FillOutcome],
+        first: int,
+        get_next_batch: Callable[[], Batch],
+    ) -> None:
+        self._position = position
+        self._ring = ring
+        self._place = position.course.place
+        self._epochs = position.schedule.position(first).epoch, -1
+        self._get_next_batch = get_next_batch
+
+    def __next__(self) -> Batch:
+        turns = self._ring.turns
+        run = None if turns is None else turns.run
+        if run is not None and run.epoch == self._epochs[0] and run.place is self._place:
+            return self._get_next_batch()
+        course, serial = self._position.course, self._ring.consumer.next
+        if course.place is not self._place or course.position(serial).epoch not in self._epochs:
+            self._position.looped_epoch = None
+            raise StopIteration
+        return self._get_next_batch()
