@@ -340,7 +340,8 @@ PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes,
     pthread_mutex_lock(&sources->lock);
     int is_fit = !s->has_swmr_writer && (s->map ? s->map_nbytes == nbytes : !may_map);
     s->nbytes = nbytes, s->modified_ns = modified_ns, s->changed_ns = changed_ns;
-    s->checked_ns = 0, s->was_changed = 1;
+    s->checked_ns = 0;
+    s->was_changed = 1;
     s->may_map = may_map;
     if (s->is_open && !is_fit && s->users) {
         s->is_stale = 1;
