@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 import threading
 import traceback
@@ -78,7 +79,16 @@ class Simulation:
         self.library = library
         library.simulated_used.restype = ctypes.c_size_t
         self._calls: dict[int, Callable[[], None]] = {}
-        self._run = Call(lambda number: self._calls.pop(number)())
+        self._run = Call(self._call)
+
+    def _call(self, number: int) -> None:
+        is_enabled = gc.isenabled()
+        gc.disable()  # the driver is locked, and what is collected may free memory of it
+        try:
+            self._calls.pop(number)()
+        finally:
+            if is_enabled:
+                gc.enable()
 
     @property
     def count(self) -> int:
