@@ -203,8 +203,10 @@ def _plain(part: Any) -> Any:
         )
     if not found.size and not isinstance(part, np.ndarray):
         found = found.astype(np.int64)
-    if found.dtype.kind not in "biu":
-        raise SelectionError(f"lists of indices must hold integers, found {found.dtype}")
+    if found.dtype.kind not in ("biu" if isinstance(part, np.ndarray) else "iu"):
+        raise SelectionError(
+            f"lists of indices must hold integers, and masks be arrays; found {found.dtype}"
+        )
     return found
 
 
