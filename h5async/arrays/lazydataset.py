@@ -217,9 +217,9 @@ class Dataset:
             if nbytes:
                 found = self._values(key, selection, nbytes)
             else:
-                found = np.zeros(selection.shape, self.dtype)
+                return np.zeros(selection.shape, new_dtype or self.dtype)
         if new_dtype is not None and self._shape is not None:
-            found = _converted(np.asarray(found), np.dtype(new_dtype))
+            found = _converted(np.asarray(found), self.dtype, np.dtype(new_dtype))
         is_scalar = isinstance(found, np.ndarray) and not found.shape
         return found[()] if is_scalar and (self._shape or Ellipsis not in key) else found
 
@@ -384,22 +384,21 @@ def _with_extra(selection: Selection, extra: tuple[int, ...]) -> Selection:
     return selection._replace(box=box, mask=mask)
 
 
-def _converted(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+def _converted(values: NDArray[Any], own: np.dtype[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return values of another dtype, as HDF5 converts them; of compounds, those that it names."""
-    own = values.dtype
     if own == dtype:
         return values
-    if own.names and dtype.names:
-        found = np.zeros(values.shape, dtype)  # as members that are not stored are
-        for name in set(own.names).intersection(dtype.names):
-            found[name] = _converted(values[name], dtype[name])
-        return found
+    mine, wanted = _with_members(own), _with_members(dtype)
+    if mine.names and wanted.names and (own.names or dtype.names):
+        found = np.zeros(values.shape, wanted)  # as members that are not stored are
+        for name in set(mine.names).intersection(wanted.names):
+            found[name] = _converted(values.view(mine)[name], mine[name], wanted[name])
+        return found.view(dtype)
     if dtype.kind == "S" and h5py.check_string_dtype(own) and own.hasobject:
         return values.astype(dtype)
-    rest = values.shape[values.ndim - dtype.ndim :]
-    if own.names or dtype.names or dtype.shape != rest:
+    if own.names or dtype.names or own.shape != dtype.shape:
         raise SelectionError(f"HDF5 does not convert {own} to {dtype}")
-    dtype = dtype.base
+    own, dtype = own.base, dtype.base
     room = np.empty(values.size * max(own.itemsize, dtype.itemsize), np.uint8)
     try:
         room[: values.nbytes] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
@@ -407,3 +406,9 @@ def _converted(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         return room[: values.size * dtype.itemsize].view(dtype).reshape(values.shape)
     except (OSError, TypeError) as error:  # also of objects, which have no bytes
         raise SelectionError(f"HDF5 does not convert {own} to {dtype}: {error}") from error
+
+
+def _with_members(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return what HDF5 takes a dtype for: of complex numbers, a compound."""
+    part = f"{dtype.byteorder}f{dtype.itemsize // 2}"
+    return np.dtype([("r", part), ("i", part)]) if dtype.kind == "c" else dtype
