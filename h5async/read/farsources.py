@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config.files import Kept
-from h5async.core.binding import Core, address, find_curl
+from h5async.core.binding import Core, address, find_curl, members_of
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
 from h5async.index.extents import SourceFile
 from h5async.io.diskcache import disk_cache
@@ -431,7 +431,7 @@ def http_client(core: Core) -> HttpClient | None:
 
 @functools.cache
 def _curl(core: Core) -> Any | None:
-    found = find_curl()
+    found = find_curl(members_of(core.Curl))
     if found is None:
         return None
     start = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_long)(found["curl_global_init"])
