@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.deliver.device import PinnedPart
-from h5async.deliver.gpu import Gpu
-from h5async.deliver.kernels import Kernels, RowChange
+from h5async.deliver.gpu import Gpu, Kernels, RowChange
 from h5async.errors import DeviceError
 from h5async.io.shared import MORE, Growing
 from h5async.plan.transform import RowTransform

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.deliver.decodeplan import EncodedFormat, NotDecoded, plan_encoded
-from h5async.deliver.device import Device
+from h5async.deliver.device import Device, Pinning
 from h5async.errors import DeviceError
 from h5async.fill.outcomes import FillOutcome, PlanColumns
 from h5async.index.layout import DatasetLayout
@@ -69,8 +69,6 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
     says which, and what to do. ``"auto"`` tolerates what is missing, but not a GPU that fails.
     """
     if pin_memory:
-        from h5async.deliver.gpu import Pinning
-
         return Device(Pinning())
     if name == "cpu":
         return Device()
