@@ -21,8 +21,7 @@ from h5async.index.changes import fingerprint
 from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings, digest
 from h5async.order.ranks import Rank, Source, find_source, may_change
-from h5async.order.sampling import FillRequest, Sampling
-from h5async.order.schedule import Course, Schedule
+from h5async.order.sampling import Course, FillRequest, Sampling, Schedule
 
 _log = logging.getLogger("h5async")
 

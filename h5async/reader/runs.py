@@ -14,8 +14,7 @@ from h5async.deliver.slots import SlotRing
 from h5async.errors import is_lack_of_memory, out_of_memory
 from h5async.fill.outcomes import Answers, FillOutcome
 from h5async.fill.submissions import Submissions
-from h5async.order.sampling import FillRequest, Sampling
-from h5async.order.schedule import Course
+from h5async.order.sampling import Course, FillRequest, Sampling
 from h5async.read.turns import Numbers
 from h5async.reader.batch import Batch
 from h5async.reader.position import ReaderPosition
