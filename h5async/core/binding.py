@@ -103,7 +103,6 @@ def _curl_paths() -> Iterator[str]:
 
 
 def _other_paths(name: str) -> Iterator[str]:
-    """Yield a shared library of the environment, and the system's."""
     for suffix in (".so", ".dylib"):
         path = Path(sys.prefix, "lib", f"lib{name}{suffix}")
         if path.exists():

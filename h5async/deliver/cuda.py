@@ -372,7 +372,6 @@ class CudaDevice(Device):
         return list(slots)
 
     def _compile(self) -> None:
-        """Compile the kernels now, so that a failure is no error of a batch."""
         gpu = self.gpu
         try:
             with gpu.failing("the kernels could not be run"):

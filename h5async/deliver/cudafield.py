@@ -128,7 +128,6 @@ class CudaField:
         return self._plain(arrays, self._made[: len(batch)])
 
     def _plain(self, arrays: Sequence[Any], out: Any) -> Any:
-        """Return a plain array, made from samples of differing lengths."""
         cupy = self._gpu.cupy
         if self._index_dtype is not None:
             data, indices, indptr = arrays
@@ -161,7 +160,6 @@ class CudaField:
         return out
 
     def _numbers(self, count: int) -> Any:
-        """Return the numbers 0 to `count` - 1."""
         if self._every is None or count > self._every.size:
             with self._gpu.allocating():
                 every = np.arange(max(64, count + count // MORE), dtype=np.int64)

@@ -213,7 +213,6 @@ class Device:
         return [self._slot(contents) for _ in range(count)]
 
     def _slot(self, contents: SlotContents) -> DeviceSlot:
-        """Return a slot for which the filler does all transforming."""
         todo, shared = list(contents.transforms.values()), contents.shared
         empty = plain_memory if self._pinning is None else page_memory
         laid_out = host_slot(
@@ -371,7 +370,6 @@ class Pinning:
 
 @contextlib.contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """Turn PyTorch's errors of CUDA into a `DeviceError` that says what failed."""
     try:
         yield
     except RuntimeError as error:

@@ -297,7 +297,6 @@ class DevicePolicy:
         return {column: plan.chunks for column, plan in slot.staged.items()}
 
     def _begins(self, serial: int) -> bool:
-        """Tell whether the device decodes a batch that is filled now."""
         if not self._holds_memory:
             return False
         with self._lock:  # as in `end`, which frees the memory once no batch may need it

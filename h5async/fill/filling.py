@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import CoreTrace, load_core, mapping_mode
-from h5async.fill.fetching import Fetcher, FetchLimits
+from h5async.fill.fetching import Fetcher
 from h5async.fill.finishing import BatchDecoder, Postprocess
 from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, OnDevice, Recorded, Slots
 from h5async.fill.phases import Phases
@@ -30,8 +30,8 @@ from h5async.fill.resident import (
     Budget,
     Damage,
     HostCache,
-    KeptChunks,
     Residency,
+    gigabytes,
     open_host_cache,
 )
 from h5async.fill.submissions import Submissions
@@ -75,10 +75,11 @@ class Filler:
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
         postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
-        self._cache: HostCache | Budget | KeptChunks | DiskCache | None = None
+        self._cache: HostCache | Budget | DiskCache | str | None = None  # its text is for users
         kept_nbytes = sum(memory_plan.kept_nbytes)
-        if keeps_chunks(config, opened.layouts, samplings.rows, kept_nbytes):
-            self._cache = KeptChunks(kept_nbytes)
+        keeps_all = keeps_chunks(config, opened.layouts, samplings.rows, kept_nbytes)
+        if keeps_all:  # in place of rows, of which parts are drawn
+            self._cache = f"host, decoded chunks, {gigabytes(kept_nbytes)} for all"
         elif config.cache == "host":
             self._cache = open_host_cache(
                 samplings.selection,
@@ -106,7 +107,7 @@ class Filler:
             partial(_forget, self._residencies),
             samplings.selection.size,
             config.kept,
-            keeps_all=isinstance(self._cache, KeptChunks),
+            keeps_all=keeps_all,
         )
         try:
             num_threads = min(config.thread_count, memory_plan.most_threads)
@@ -144,7 +145,8 @@ class Filler:
                 is_dealt = config.num_helpers > 1  # each gets some of the batches
                 self._fetcher = Fetcher(
                     self._reader.far,
-                    FetchLimits(config.requests_in_flight, config.fetch_bytes),
+                    config.requests_in_flight,
+                    config.fetch_bytes,
                     self._reader.ahead,
                     (lambda request: None) if is_dealt else samplings.following,
                     pool.add,

@@ -16,7 +16,6 @@ import pkgutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +36,6 @@ from h5async.samples.fieldkind import (
     EncodedBatch,
     FieldDecoder,
     FieldKind,
-    Mask,
     OfSamples,
     Rows,
 )
@@ -185,19 +183,13 @@ class DecodedBatch:
                 self._do(one, refuse)
 
 
-def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
-    """Import a ``"module:function"``; return anything else as it is.
-
-    `ConfigError` is raised if there is no such module or function.
-    """
-    if not isinstance(function, str):
-        return function
+def _function_of(option: Callable[..., Any] | str | None) -> Callable[..., Any]:
     try:
-        found: Callable[..., Any] = pkgutil.resolve_name(function)
+        found: Any = pkgutil.resolve_name(option) if isinstance(option, str) else option
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{named('postprocess')}: cannot import {function!r}: {error}") from error
+        raise ConfigError(f"{named('postprocess')}: cannot import {option!r}: {error}") from error
     if not callable(found):
-        raise ConfigError(f"{named('postprocess')}: {function!r} is not callable")
+        raise ConfigError(f"{named('postprocess')}: {option!r} is not callable")
     return found
 
 
@@ -211,14 +203,11 @@ def masks_of(
     rows = dict(zip(columns, several, strict=True))
     found: dict[str, OfSamples] = {}
     for name, kind in kinds.items():
-        found |= {own: partial(_mask, mask) for own, mask in kind.masks(rows[name]).items()}
+        for own, mask in kind.masks(rows[name]).items():
+            found[own] = lambda index, _, mask=mask: mask(index)
         if kind.places is not None and kind.places.num_cut:
             found[f"{name}_crop"] = kind.places.begins
     return found
-
-
-def _mask(mask: Mask, index: Int64s, _: int) -> NDArray[Any]:
-    return mask(index)
 
 
 class Postprocess:
@@ -235,9 +224,7 @@ class Postprocess:
 
     def __init__(self, opened: OpenedDataset, samplings: Samplings) -> None:
         config = opened.config
-        function = load_function(config.postprocess)
-        assert function is not None
-        self._function = function
+        function = self._function = _function_of(config.postprocess)
         self._names = names_of(opened.kinds)
         self._returned, self._seed = config.postprocess_fields, config.seed
         self._static = opened.static
@@ -347,7 +334,6 @@ def _by_name(
 
 
 def _arrays_of(result: Sequence[Any], where: str) -> list[Any]:
-    """Return values as arrays of the same number of rows; `PostprocessError` otherwise."""
     try:
         made = [a if isinstance(a, SampleArrays) else np.asarray(a) for a in result]
     except Exception as error:  # rows of unequal lengths, say

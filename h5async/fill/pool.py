@@ -229,7 +229,6 @@ class WorkPool(Workers):
             self._tickets.put(False)
 
     def _work(self) -> None:
-        """Do work until the end, as the target of each thread."""
         while (ticket := self._tickets.get()) is not False:
             try:
                 if ticket is True:

@@ -123,7 +123,6 @@ class WeightedOrder:
         return parameters(self.table.size, 0, 0, self._seed, epoch, "weights")
 
     def _drawn(self, keys: NDArray[np.uint64], number: int) -> Int64s:
-        """Draw a block without the core."""
         # Each count gives four numbers. (Multiplying by powers of two does not round.)
         random = np.random.Philox(counter=number * (_BLOCK // 2), key=keys[:2])
         column, coin = np.split((random.random_raw(2 * _BLOCK) >> _BITS) * 2.0**-53, 2)
@@ -339,7 +338,6 @@ class Sampling:
 
 @functools.lru_cache(maxsize=8)
 def _permuted_block(num_samples: int, seed: int, number: int, block: int) -> Int64s:
-    """Return the samples at some positions of a pass. Shared: do not modify."""
     begin = block * _PERMUTED_AT_ONCE
     positions = np.arange(begin, min(begin + _PERMUTED_AT_ONCE, num_samples))
     return permute(positions, num_samples, seed, number)
@@ -393,7 +391,6 @@ class Schedule:
 
     @functools.cached_property
     def _first(self) -> int:
-        """Number of batches in the first epoch, or in the rest of it."""
         return self.sampling.batches_from(self.epoch, self.start)
 
     @classmethod
@@ -404,7 +401,6 @@ class Schedule:
         return cls(sampling, serial, epoch, start)
 
     def _passed(self, serial: int) -> int:
-        """Return the number of batches of epochs before a serial number."""
         passed = serial - self.serial
         return passed - bisect.bisect_left(self.others, serial) if self.others else passed
 

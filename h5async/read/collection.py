@@ -340,7 +340,6 @@ class Collection:
         return error
 
     def _place_of(self, batch: SlotBatch, item: Any, element: int) -> Place:
-        """Return the rows of an item, or the run that is an element of it."""
         plan, field = self.planned(batch), int(item["field"])
         runs = slice(item["first_run"], item["first_run"] + item["num_runs"])
         if item["kind"] == Kind.HEAP:
@@ -401,7 +400,6 @@ class Collection:
 
 
 def _array(memory: int | None, count: int, dtype: Any) -> NDArray[Any]:
-    """Return memory of the core as an array, valid as long as the memory."""
     dtype = np.dtype(dtype)
     if not memory or not count:
         return np.zeros(0, dtype)

@@ -230,7 +230,6 @@ class FallbackReader:
         self._file(layout)
 
     def _changed_paths(self, layout: DatasetLayout) -> list[tuple[str, FileStamp, FileStamp]]:
-        """Return changed files: their paths, former and present stamps."""
         files = dict(layout.attached or [(y.file, y.stamp) for y in layout.origins()])
         files[layout.file] = layout.stamp
         found = []
@@ -268,7 +267,6 @@ def _opened(layout: DatasetLayout) -> HDF5File:
 
 
 def _variables() -> list[str | None]:
-    """Return the environment variables by which HDF5 finds other files, besides names in files."""
     return [os.environ.get(name) for name in _VARIABLES]
 
 

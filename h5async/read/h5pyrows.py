@@ -254,7 +254,6 @@ def _as_stored(layout: DatasetLayout) -> DatasetLayout:
 
 
 def _are_same_bytes(some: np.dtype[Any], found: np.dtype[Any]) -> bool:
-    """Tell whether compounds have the same members at the same places."""
     if some.fields is None or found.fields is None or some.itemsize != found.itemsize:
         return False
     return all(found.fields.get(name, ())[:2] == field[:2] for name, field in some.fields.items())

@@ -369,7 +369,6 @@ class Delivery:
         self._counts.begin_epoch(epoch, before)
 
     def _begin_next_epoch(self) -> None:
-        """Note that the next batch, which the core hands over, is the first of its epoch."""
         self._begin_epoch(self._position.course.position(self._ring.consumer.next).epoch)
 
     def work(self, done: FillerStats | None = None) -> FillerStats:

@@ -281,5 +281,4 @@ class ReaderPosition:
 
 
 def _is(found: object, expected: object) -> bool:
-    """Compare values of a state: True and 1.0 are not 1."""
     return type(found) is type(expected) and found == expected

@@ -93,7 +93,6 @@ class CodesKind(FieldKind):
 
 
 def _no_category(where: str, row: int, sample: int, code: int, count: int) -> DatasetError:
-    """Return the error for a code outside `count` categories."""
     return DatasetError(
         f"{where}: row {row} (sample {sample}) has the code {code}, and there are {count:,}"
         " categories; the file is damaged"
@@ -130,7 +129,6 @@ def _of_one_dtype(layouts: Sequence[DatasetLayout], reach: Reach) -> list[Datase
 
 
 def _check_mapping(name: str, field: Field, config: ReaderConfig, where: Sequence[str]) -> None:
-    """Reject options that do not permit mapping codes while they are read."""
     for is_given, option in (
         (field.scale is not None, "scale"),
         (field.offset is not None, "offset"),
