@@ -192,18 +192,8 @@ def _shuffle(element: int, chunk: Bytes) -> Any:
 
 
 def _fletcher32(chunk: Bytes) -> Any:
-    """Append HDF5's checksum, of big-endian words of 16 bits."""
-    words = np.concatenate([chunk, chunk[:0] if len(chunk) % 2 == 0 else np.zeros(1, np.uint8)])
-    words = words.view(">u2").astype(np.uint64)
-    first, second = 0, 0
-    for begin in range(0, len(words), 1 << 20):  # sums of so many are below 2 ** 64
-        part = words[begin : begin + (1 << 20)]
-        weights = np.arange(len(part), 0, -1, dtype=np.uint64)
-        second += first * len(part) + int(part @ weights)
-        first += int(part.sum())
-    # HDF5's remainders are 65535 in place of 0, unless all words are 0.
-    sums = [(total - 1) % 65535 + 1 if total else 0 for total in (first, second)]
-    return np.concatenate([chunk, np.array(sums, "<u2").view(np.uint8)])
+    checksum = np.array([imagecodecs.h5checksum_fletcher32(chunk)], "<u4")
+    return np.concatenate([chunk, checksum.view(np.uint8)])
 
 
 # H5Z_func_t: flags, client data, bytes, bytes of the buffer, the buffer; called without the GIL.

@@ -24,7 +24,7 @@ from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 from h5async.system.interruptions import Patience
 
 if TYPE_CHECKING:
-    from h5async.read.turns import Turns
+    from h5async.read.queue import Turns
 
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
