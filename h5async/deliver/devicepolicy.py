@@ -137,8 +137,8 @@ def choose(cupy: Any, count: int) -> tuple[int, str]:
     """Return the number of the GPU, of `count`, that fits this process best, and why.
 
     That is the current one of CuPy or PyTorch, if it was chosen or PyTorch uses it. Under a
-    launcher of several processes on a node, it is each process's own; else the first. If this
-    process sees only one, there is no choice: some launchers show each process only its own GPU.
+    launcher of several processes on a node, which may show each only its own GPU, it is each
+    process's own; else the first.
     """
     current = int(cupy.cuda.runtime.getDevice())
     if current:

@@ -198,10 +198,7 @@ class Filler:
         self._pool.add(request.serial, [partial(self._phases.begin, request)])
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> FillOutcome:
-        """Read samples in the calling thread, while other work is under way, to memory of n rows.
-
-        `H5AsyncError` is raised if they cannot be read, or the filler was stopped.
-        """
+        """Read samples in the calling thread, while other work is under way, to memory for them."""
         return self._pool.run(lambda: self._phases.read(index, memory))
 
     def stats(self) -> FillerStats:
@@ -244,11 +241,7 @@ class Filler:
         self._resident.add(index)
 
     def stop(self, then: Callable[[], None]) -> None:
-        """Drop pending work; after work under way has ended, close the files and call `then`.
-
-        Never waits: the garbage collector may call it in any thread, which may hold a lock that a
-        worker waits for. Extra calls are harmless, and complete what an exception interrupted.
-        """
+        """Drop pending work; close the files when it has ended, and call `then`; see `Workers`."""
         self._reader.interrupt()
         if self._fetcher is not None:
             self._fetcher.stop(do_nothing)
@@ -262,7 +255,6 @@ class Filler:
         return [(request.serial, partial(begin, request)) for request in self._next_requests()]
 
     def _let_go(self, then: Callable[[], None]) -> None:
-        """Release all that only workers use; called after the last of them."""
         self._executors.close()
         self._final_stats = self.stats()
         self._slots.memory = ()  # the caller may still hold a batch
@@ -277,17 +269,9 @@ class Filler:
 
 
 class Recording:
-    """Events of the threads of a filler, from now on.
+    """Events of the threads of a filler, from now on; `timeline` records those of Python."""
 
-    `timeline` records Python's events; `columns` are names.
-    """
-
-    def __init__(
-        self,
-        timeline: Timeline,
-        reader: BatchReader,
-        columns: Sequence[str],
-    ) -> None:
+    def __init__(self, timeline: Timeline, reader: BatchReader, columns: Sequence[str]) -> None:
         self.timeline = timeline
         self._fields = list(map(field_of, columns))
         self._source_path = reader.source_path

@@ -39,11 +39,7 @@ _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake
 
 @dataclass(slots=True, eq=False)
 class _Fill:
-    """One batch on its way.
-
-    `index` is None until it is known; `damage` was found by this attempt; `skipped` samples were
-    left out before.
-    """
+    """One batch on its way; `damage` was found by this attempt, and `skipped` left out before."""
 
     request: FillRequest
     samples: NDArray[np.int64] | None = None

@@ -145,9 +145,8 @@ class Workers:
 class WorkPool(Workers):
     """Threads that do work, or, without threads, the caller of `run_next`.
 
-    Once `is_stopped`, work that is added is dropped. A worker that finds no work calls `find_work`,
-    which returns some with its serial numbers, and `on_crash` with an exception of its work, after
-    which it goes on. Threads wait for `tickets`; None: a simple queue.
+    A worker that finds no work calls `find_work`, which returns some with its serial numbers, and
+    `on_crash` with an exception of its work, after which it goes on. Threads wait for `tickets`.
     """
 
     def __init__(

@@ -174,10 +174,7 @@ class BatchReader:
         return [*[IncludedPlan()] * len(self._layouts), _batch_items(self._batches[slot].batch)]
 
     def plan(self, index: Int64s, request: FillRequest) -> BatchPlan:
-        """Plan how the samples `index` of a batch are read, to the slot of the request.
-
-        Returns one plan per field and, if the core reads several fields at once, one more.
-        """
+        """Plan how the samples `index` of a batch are read, to the slot of the request."""
         batches = self._batches[request.slot] if self._batches else None
         others: Mapping[int, Ranges] = {}
         if batches is not None and self._plan_columns is not None:
@@ -348,10 +345,7 @@ class BatchReader:
                 self.transform(field, raw[:count], out[:count], index)
 
     def fetch(self, plans: BatchPlan) -> None:
-        """Fetch what the core will read of far sources, in the calling thread.
-
-        `ReadError` is raised if it cannot be had.
-        """
+        """Fetch what the core will read of far sources, in the calling thread."""
         if self.far is not None:
             with self._scratch() as scratch:
                 for collection, batch in self._by_core(plans):

@@ -246,9 +246,8 @@ class Collection:
     ) -> None:
         """Read refused items from files that are opened again, and checked.
 
-        `ReadError` is raised if something cannot be read or decoded; it names file, dataset and
-        chunk or sample. What is damaged is added to `damage` instead, if given.
-        `ReaderClosedError` is raised if the items are no longer wanted.
+        `ReadError` names file, dataset and chunk or sample; what is damaged is added to `damage`
+        instead, if given. `ReaderClosedError` is raised if the items are no longer wanted.
         """
         refused = self.refused(batch)
         sources = self._items(batch)["source"][refused]

@@ -109,11 +109,7 @@ class Executors:
         transforms: Sequence[NativeTransform | None],
         steps: Sequence[StepRows | SpanRows | None] = (),
     ) -> Collection | None:
-        """Return what reads the rows of all fields by the core; None if there is no core.
-
-        `transforms` has, by field, the transform done while reading, if any; `steps` the rows of
-        each sample, or None for its own.
-        """
+        """Return what reads rows of all fields by the core, if there is one; see `CoreTables`."""
         if self.core is None:
             return None
         tables = CoreTables(

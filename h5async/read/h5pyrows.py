@@ -42,9 +42,8 @@ class H5pyRows:
         self._datasets: dict[int, DatasetRows] = {}  # by the identity of their layouts
 
     def execute(self, plan: SamplesPlan, raw: NDArray[Any], scratch: Scratch) -> None:
-        """Read the rows of a plan to `raw`, (batch, *raw_row), C-contiguous.
+        """Read the rows of a plan to `raw`, (batch, *raw_row); raises as `FallbackReader.read`.
 
-        `ReadError` is raised if they cannot be read or decoded; it names file, dataset and samples.
         The `place` of a `DamagedError` has the rows of `raw`, if they are known.
         """
         layout, sample, rows = self._layout, plan.sample, plan.rows
