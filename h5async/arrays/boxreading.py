@@ -36,7 +36,7 @@ from h5async.read.executors import Executors
 from h5async.read.fallback import FallbackReader, WantedRows
 from h5async.read.farsources import FarSources
 from h5async.read.queue import SlotBatch
-from h5async.read.scratch import Scratch, ScratchSize
+from h5async.read.coretables import Scratch, ScratchSize
 from h5async.system.interruptions import call_when_gone, suppressing
 
 # Of a selection that one thread reads as fast as several: of chunks to decode, and of others.

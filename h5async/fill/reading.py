@@ -46,7 +46,7 @@ from h5async.read.farsources import FarSources, Held
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.rereading import Place
-from h5async.read.scratch import Scratch, ScratchSize
+from h5async.read.coretables import Scratch, ScratchSize
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder, StageTimes, ThreadCounts

@@ -32,12 +32,12 @@ from h5async.io.diskcache import disk_cache
 from h5async.io.source import FileStamp, MappedMirror, Source, SourceOver, WebAddress, replaced
 from h5async.io.stores import LocalState, store_of
 from h5async.plan.records import ByteRanges, Places, extents_of, requests_of
-from h5async.read.scratch import CLOSED
 from h5async.system.interruptions import call_when_gone, suppressing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
+CLOSED = "the reader was closed while a batch was being read"
 Bytes = NDArray[np.uint8]
 Part = tuple[int, Bytes]  # of a source: its place, and its bytes
 

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
 from h5async.order.selection import Selection
-from h5async.read.coretables import CoreTables
-from h5async.read.scratch import Scratch
+from h5async.read.coretables import CoreTables, Scratch
 from h5async.system.resources import usable_cores
 
 Int64s = NDArray[np.int64]
