@@ -25,7 +25,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.chunklengths import decoded_nbytes, unchecked
+from h5async.codec.encoders import decoded_nbytes, unchecked
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import Core, address
 from h5async.errors import (
