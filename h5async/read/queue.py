@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -91,6 +92,12 @@ class BatchQueue:
         self.struct = self._queue = ctypes.pointer(self._struct)
         self.num_slots = len(batches)
         core.open_queue(self._queue)
+        # Never block: wake the waiting thread; have one thread return from `next`, or all of them
+        # for good; and forget all batches, if no thread is at work on any.
+        names = "wake", "put_ticket", "end_queue", "forget_jobs"
+        self.wake, self.put_ticket, self.end, self.forget = (
+            partial(getattr(core, name), self._queue) for name in names
+        )
         self._samples: list[Int64s] = []  # by slot
         # By slot: the mappings that the core may use, and so what they refer to.
         self._mappings: list[list[Uint64s | None]] = [[] for _ in batches]
@@ -183,10 +190,6 @@ class BatchQueue:
         timeout_ns = -1 if seconds is None else int(min(seconds, 1e9) * 1e9)
         return bool(self._core.wait(self._queue, seen, timeout_ns))
 
-    def wake(self) -> None:
-        """Wake the waiting thread. Never blocks."""
-        self._core.wake(self._queue)
-
     # --- the threads' calls -----------------------------------------------------------------------
 
     def next(self, scratch: Scratch) -> int:
@@ -231,21 +234,9 @@ class BatchQueue:
 
     # --- the pool's calls -------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Forget all batches; no thread is at work on any."""
-        self._core.forget_jobs(self._queue)
-
     def close(self) -> None:
         """Release the memory of slots, and tables; no thread will ask for work any more."""
         self._keep, self._samples = (), []
-
-    def put_ticket(self) -> None:
-        """Have one thread return from `next`. Never blocks."""
-        self._core.put_ticket(self._queue)
-
-    def end(self) -> None:
-        """Have all threads return from `next` as soon as they can, and wake the waiting thread."""
-        self._core.end_queue(self._queue)
 
     def is_slow(self) -> bool:
         """Tell whether batches take threads so long that what the consumer does does not matter.
