@@ -16,8 +16,9 @@ import pkgutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ from h5async.samples.fieldkind import (
     EncodedBatch,
     FieldDecoder,
     FieldKind,
+    Mask,
     OfSamples,
     Rows,
 )
@@ -190,7 +192,7 @@ def _function_of(option: Callable[..., Any] | str | None) -> Callable[..., Any]:
         raise ConfigError(f"{named('postprocess')}: cannot import {option!r}: {error}") from error
     if not callable(found):
         raise ConfigError(f"{named('postprocess')}: {option!r} is not callable")
-    return found
+    return cast("Callable[..., Any]", found)
 
 
 def masks_of(
@@ -203,11 +205,14 @@ def masks_of(
     rows = dict(zip(columns, several, strict=True))
     found: dict[str, OfSamples] = {}
     for name, kind in kinds.items():
-        for own, mask in kind.masks(rows[name]).items():
-            found[own] = lambda index, _, mask=mask: mask(index)
+        found |= {own: partial(_mask, mask) for own, mask in kind.masks(rows[name]).items()}
         if kind.places is not None and kind.places.num_cut:
             found[f"{name}_crop"] = kind.places.begins
     return found
+
+
+def _mask(mask: Mask, index: Int64s, _: int) -> NDArray[Any]:
+    return mask(index)
 
 
 class Postprocess:

@@ -41,12 +41,12 @@ from h5async.plan.records import (
 )
 from h5async.plan.transform import NativeTransform, RowTransform, transformer
 from h5async.read.collection import Collection
+from h5async.read.coretables import Scratch, ScratchSize
 from h5async.read.executors import Executors
 from h5async.read.farsources import FarSources, Held
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.rereading import Place
-from h5async.read.coretables import Scratch, ScratchSize
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder, StageTimes, ThreadCounts

@@ -13,8 +13,8 @@ from h5async.core.binding import Core
 from h5async.fill.outcomes import Answers, FillOutcome
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import FillRequest, Sampling
-from h5async.read.queue import END, TICKET, BatchQueue, Numbers, SlotBatch, Turns
 from h5async.read.coretables import Scratch
+from h5async.read.queue import END, TICKET, BatchQueue, Numbers, SlotBatch, Turns
 
 _ENDLESS = 1 << 48  # batches
 

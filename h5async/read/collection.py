@@ -23,6 +23,8 @@ from h5async.index.changes import FileChanges
 from h5async.index.shapes import Kind
 from h5async.order.rows import numbers_in
 from h5async.plan.records import NO_RANGES, ByteRanges, Ranges, union
+from h5async.read.coretables import CoreTables, Scratch
+from h5async.read.farsources import CLOSED, Held
 from h5async.read.queue import SlotBatch
 from h5async.read.rereading import (
     Chunk,
@@ -35,8 +37,6 @@ from h5async.read.rereading import (
     error_of_element,
     find_chunk,
 )
-from h5async.read.coretables import CoreTables, Scratch
-from h5async.read.farsources import CLOSED, Held
 
 Int64s = NDArray[np.int64]
 MOST_ROUNDS = 64  # of fetching, each after what the one before has told

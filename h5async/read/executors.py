@@ -29,10 +29,10 @@ from h5async.order.rows import SpanRows, StepRows
 from h5async.plan.records import SamplesPlan
 from h5async.plan.transform import NativeTransform
 from h5async.read.collection import Collection
+from h5async.read.coretables import CoreTables, Scratch, ScratchSize
 from h5async.read.fallback import FallbackReader
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import SlotBatch
-from h5async.read.coretables import CoreTables, Scratch, ScratchSize
 
 _BLOCK_SAMPLES = 1 << 18
 Method = Literal["core", "h5py", "memory"]

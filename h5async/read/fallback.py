@@ -48,9 +48,9 @@ from h5async.io.keptfiles import KeptFiles
 from h5async.io.source import FileStamp, changed, lies_at, replaced
 from h5async.io.stores import HDF5File, open_hdf5, store_of
 from h5async.plan.records import Int64s
-from h5async.read.rereading import DAMAGED, decoding_error
-from h5async.read.coretables import encoded_room, Scratch
+from h5async.read.coretables import Scratch, encoded_room
 from h5async.read.farsources import Bytes
+from h5async.read.rereading import DAMAGED, decoding_error
 from h5async.spelling import name_bytes
 from h5async.system.interruptions import interruption, suppressing
 

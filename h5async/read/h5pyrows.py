@@ -21,8 +21,8 @@ from h5async.index.datasettable import cut_piece, part_shape, table_of
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.variablelength import DAMAGED
 from h5async.plan.records import Int64s, SamplesPlan
-from h5async.read.fallback import ChunkCheck, FallbackReader, WantedRows
 from h5async.read.coretables import Scratch
+from h5async.read.fallback import ChunkCheck, FallbackReader, WantedRows
 
 _SCRATCH_NBYTES = 1 << 20  # rows that are read at once if only pieces of them are wanted
 _OBJECTS = 4096  # elements of variable length that are in memory at a time
