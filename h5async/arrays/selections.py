@@ -170,8 +170,9 @@ def selection_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
         place = axis - sum(type(part) is int for part in before)
     box = box_of(tuple(parts), shape)
     assert box is not None
-    if index is not None and index.size and all(box.size[:axis] + box.size[axis + 1 :]):
-        if not 0 <= index[0] <= index[-1] < shape[axis]:
+    if index is not None and index.size:
+        is_empty = not all(box.size[:axis] + box.size[axis + 1 :])  # then h5py allows one more
+        if not 0 <= index[0] <= index[-1] < shape[axis] + is_empty:
             raise SelectionError(
                 f"indices are out of range for dimension {axis} of {shape[axis]} elements: {index}"
             )
