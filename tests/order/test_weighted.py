@@ -53,7 +53,7 @@ def test_the_core_and_its_twin_agree(weights, start, count, seed, epoch):
     order = WeightedOrder(np.array(weights), seed)
     found = order.samples(epoch, start, start + count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5async.order.sampling.load_core", lambda: None)
+        patch.setattr("h5async.order.selection.load_core", lambda: None)
         expected = order.samples(epoch, start, start + count)
     assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
 
