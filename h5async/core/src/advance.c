@@ -45,9 +45,9 @@ static int find_samples(const Queue *queue, const Wish *wish)
 /* Plan a batch. Holds the lock, but not meanwhile. */
 static void plan_job(Queue *queue, Job *job, Worker *w)
 {
-    job->state = IN_PLAN;
-    pthread_mutex_unlock(&queue->lock);
     int64_t begin = now_ns(), end;
+    job->state = IN_PLAN, job->begun_ns = begin;
+    pthread_mutex_unlock(&queue->lock);
     const Wish *wish = &job->wish;
     w->batch = wish->serial;
     begin_tracing(w);

@@ -54,7 +54,7 @@ typedef struct {
     int64_t *samples;      /* room for the numbers of two batches, of `rows` each */
     int64_t rows, next_item, under_way, refused, left_nbytes;
     Wish wish, following;
-    int64_t work_ns; /* so far */
+    int64_t begun_ns, work_ns; /* when it was begun; so far */
     int32_t state, is_planned, is_dropped, is_own; /* is_own: the consumer will fill it */
 } Job;
 

@@ -85,28 +85,34 @@ static void submit_next(Turns *t)
     }
 }
 
-/* Of which batch the consumer does something while it waits for one: of that; or, while threads plan it,
-   or read the last of it, of a later one. NULL: of none. Holds the lock. */
-static Job *job_to_help(const Turns *t, Job *job)
+/* Of which batch the consumer does something while it waits for one: of that; or, where threads have just
+   begun with it, of a later one, and of that as long as there is something, since this core has it in its
+   caches. NULL: of none. Holds the lock. */
+static Job *job_to_help(const Turns *t, Job *job, Job *helped)
 {
-    int helps = t->is_alone || t->queue->fill_ns <= HELPED_NS;
-    if (is_open(job) && (helps || job->is_own))
-        return job;
-    return helps ? next_job(t->queue) : NULL;
+    const Queue *queue = t->queue;
+    int helps = t->is_alone || queue->fill_ns <= HELPED_NS;
+    if (helps && helped != NULL && is_open(helped) && !helped->is_own)
+        return helped;
+    if (is_open(job))
+        return helps || job->is_own ? job : NULL;
+    /* What takes longer than the rest of the batch would keep the consumer from handing its slot back. */
+    return helps && now_ns() - job->begun_ns < queue->fill_ns / 4 ? next_job(t->queue) : NULL;
 }
 
 enum Help { LEFT_TO_PYTHON = -1, HAS_NOT_WAITED, LOOKS_AGAIN, HAS_HELPED };
 
 /* Without the GIL: do something for a batch, or wait until something happens. HAS_NOT_WAITED, though
    `may_wait`: for Python to look for signals first. */
-static enum Help help_or_wait(Turns *t, Job *job, int may_wait, int may_sleep)
+static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wait, int may_sleep)
 {
     Queue *queue = t->queue;
     uint32_t seen = atomic_load(&queue->events);
     pthread_mutex_lock(&queue->lock);
     int is_ready = job->state == READY_JOB || job->wish.serial != t->next;
     int is_left = job->state == WITH_PYTHON || queue->is_ended;
-    Job *helped = is_ready || is_left ? NULL : job_to_help(t, job);
+    Job *helped = is_ready || is_left ? NULL : job_to_help(t, job, *helped_last);
+    *helped_last = helped;
     int64_t next = helped ? advance(queue, helped, t->worker) : NEXT_NOTHING;
     int is_left_over = next >= 0; /* Python has to do the rest, once a thread has found it out again */
     if (is_left_over)
@@ -136,7 +142,7 @@ static enum Help help_or_wait(Turns *t, Job *job, int may_wait, int may_sleep)
 /* Wait for the next batch. Returns 1 where it is there; 0 where Python is to go on; -1: it raised. */
 static int await_next(Turns *t, int may_wait)
 {
-    Job *job = &t->queue->jobs[t->slot_of[t->next % t->num_slots]];
+    Job *job = &t->queue->jobs[t->slot_of[t->next % t->num_slots]], *helped = NULL;
     for (enum Help done = LOOKS_AGAIN; done != LEFT_TO_PYTHON && t->is_lent && !t->waits_not;) {
         pthread_mutex_lock(&t->queue->lock);
         int is_ready = job->state == READY_JOB && job->wish.serial == t->next;
@@ -152,7 +158,7 @@ static int await_next(Turns *t, int may_wait)
         t->is_inside = 1;
         void *thread = PyEval_SaveThread();
         do
-            done = help_or_wait(t, job, may_wait, may_sleep);
+            done = help_or_wait(t, job, &helped, may_wait, may_sleep);
         while (done == HAS_HELPED); /* without the GIL, which others may keep for long */
         PyEval_RestoreThread(thread);
         t->is_inside = 0;
