@@ -24,9 +24,9 @@ from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosed
 from h5async.index.contents import what_is_there
 from h5async.index.hdf5 import reading
 from h5async.index.links import LastGroup, Located, locate, open_index
-from h5async.io.keptfiles import affordable_files
+from h5async.io.hdf5files import HDF5File, affordable_files
 from h5async.io.source import FileStamp, changed, settled
-from h5async.io.stores import HDF5File, open_apart
+from h5async.io.stores import open_apart
 from h5async.opening.filevalues import reach_of
 from h5async.system.interruptions import interruption, passing, suppressing
 from h5async.system.resources import usable_cores

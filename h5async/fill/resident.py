@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.errors import DamagedError, Skipped
-from h5async.index.segments import Segments
+from h5async.index.tables import Segments
 from h5async.order.rows import SpanRows, StepRows
 from h5async.order.sampling import NO_SAMPLES
 from h5async.order.selection import Selection

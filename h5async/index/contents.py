@@ -23,7 +23,7 @@ from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasets import Indexer
 from h5async.index.links import Located, Reach, components, found_at, metadata_cache
-from h5async.io.stores import HDF5File
+from h5async.io.hdf5files import HDF5File
 from h5async.spelling import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from h5async.core.binding import load_core
 from h5async.errors import DamagedError, DatasetError
-from h5async.index.attributes import dimension_names, numbered_axis
 from h5async.index.chunks import (
     TooManyChunksError,
     converted,
@@ -36,20 +35,32 @@ from h5async.index.hdf5 import (
     NotDirectError,
     Opened,
     OtherKindError,
+    dimension_names,
     fill_value,
     indexed,
+    numbered_axis,
     reading,
     require_fill,
     uses_fill_value,
 )
 from h5async.index.layout import DatasetLayout, Indexed, Storage, normal_axis
 from h5async.index.links import LastGroup, Located, Reach
-from h5async.index.segments import Piece, Slab
 from h5async.index.sources import LOCAL_ONLY, VirtualSources, attached, external_layout
-from h5async.index.storedtypes import StoredType, element_of, is_object, without_metadata
-from h5async.index.variablelength import Forms, fill_reference, stored_compact, variable_length
+from h5async.index.storedtypes import (
+    Forms,
+    StoredType,
+    describe,
+    element_of,
+    fill_reference,
+    is_object,
+    stored_compact,
+    variable_length,
+    without_metadata,
+)
+from h5async.index.tables import Piece, Slab
+from h5async.io.hdf5files import HDF5File
 from h5async.io.source import may_map, settled
-from h5async.io.stores import HDF5File, absolute_name, store_of
+from h5async.io.stores import absolute_name, store_of
 from h5async.system.interruptions import suppressing
 
 _Kind = tuple[bytes, bytes, int, int, int]  # type, properties, as HDF5 encodes them; see `_kind`
@@ -236,10 +247,8 @@ class Indexer:
             nbytes = int(chunks.nbytes.sum())
             place.update(chunks=chunks.shortened(), has_raw_edges=is_raw)
         else:
-            nbytes, place["offset"] = (
-                dataset.id.get_storage_size(),
-                _contiguous_offset(dataset, where),
-            )
+            nbytes = dataset.id.get_storage_size()
+            place["offset"] = _contiguous_offset(dataset, where)
         return known.changed(
             file=self._path,
             stamp=self._stamp,
@@ -289,7 +298,9 @@ class Indexer:
                 return layout.changed(values=values.view(layout.raw_dtype))
             require_fill(dataset, layout.stored_itemsize, where)
             layout = with_checked_filters(layout, dataset, where)
-            converts = self._converts(element, member)
+            is_needed = not element.is_numpys or (element.text and self._depth)
+            can_convert = element.conversion and not member and load_core() is not None
+            converts = bool(is_needed and can_convert)  # as chunks are decoded
             if converts and undecodable(layout.filters):
                 raise NotDirectError("a stored type to convert, and filters that are not decoded")
             self._require_direct(layout, dataset, element, converts)
@@ -306,12 +317,6 @@ class Indexer:
             require_filters_of_hdf5(layout, dataset, where)
             nbytes = self._stored_nbytes(layout, dataset, where)
             return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())
-
-    def _converts(self, element: StoredType, member: tuple[str, ...]) -> bool:
-        """Tell whether stored bytes are converted as a chunk is decoded."""
-        is_needed = not element.is_numpys or (element.text and self._depth)
-        can = element.conversion and not member and load_core() is not None
-        return bool(is_needed and can)
 
     def _require_direct(
         self, layout: DatasetLayout, dataset: Opened, element: StoredType, converts: bool = False
@@ -378,7 +383,7 @@ class Indexer:
         )
         fill = np.zeros(layout.stored_itemsize, np.uint8)
         if uses_fill_value(dataset.plist):
-            value = fill_value(dataset.plist, dataset.dtype, ())
+            value = fill_value(dataset.plist, describe(dataset.encoded_type).dtype, ())
             value = np.asarray(_member_of(value, layout.member))
             fill[element.offset :][: value.nbytes] = np.frombuffer(value.tobytes(), np.uint8)
         source = layout.changed(

@@ -19,10 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import KEPT_OVERHEAD_NBYTES
-from h5async.index.chunktable import ChunkTable
 from h5async.index.datasettable import Datasets, pieces_read, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Int64s, Piece
 from h5async.index.shapes import (
     FieldTable,
     Kind,
@@ -33,6 +31,7 @@ from h5async.index.shapes import (
     shape_of_small,
     swaps,
 )
+from h5async.index.tables import ChunkTable, Int64s, Piece
 from h5async.io.source import FileStamp
 
 MOST_PIECES = (1 << 31) - 1  # of a sample: the core counts them in 32 bits

@@ -25,9 +25,13 @@ from h5async.config.files import INDEX_SUFFIX, FileName, is_index, user_cache
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
-from h5async.index.savedfile import is_saved_index, remove_unfinished
+from h5async.index.savedfile import (
+    NotPortableError,
+    SavedIndexError,
+    is_saved_index,
+    remove_unfinished,
+)
 from h5async.index.savedindex import IndexedFile, NamedIndex, SavedIndex, Wanted, write_index
-from h5async.index.savedkinds import NotPortableError, SavedIndexError
 from h5async.io.stores import absolute_name, are_at, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
 from h5async.errors import ConfigError
-from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
-from h5async.index.segments import Int64s, Segments, extents_of
+from h5async.index.tables import ChunkTable, Int64s, Segments, extents_of, grid_of
 from h5async.io.source import FileStamp
 from h5async.spelling import printable
 
@@ -435,3 +434,13 @@ def normal_axis(axis: int, rank: int, where: str) -> int:
     if not -rank <= axis < rank:
         raise ConfigError(f"{where}: there is no dimension {axis}; the dataset has {rank}")
     return axis % rank
+
+
+def needed_nbytes(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], corner: Sequence[int], itemsize: int
+) -> int:
+    """Return the bytes of a chunk up to the last one within the dataset."""
+    last = 0
+    for extent, size, begin in zip(shape, chunk_shape, corner, strict=True):
+        last = last * size + min(size, extent - begin) - 1
+    return (last + 1) * itemsize

@@ -1,7 +1,7 @@
 """Converts layouts to the header and the arrays of a saved index, and back. Pure.
 
 All layouts are one table, `Datasets`, and are saved as they are: its columns are arrays, its kinds
-are in the header (`savedkinds.py`). A layout that consists of others follows them in the table; its
+are in the header (`savedfile.py`). A layout that consists of others follows them in the table; its
 segments are facts of its own.
 """
 
@@ -17,26 +17,23 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import NOWHERE, can_decode, load_core
-from h5async.index.chunktable import ChunkTable, repeated
 from h5async.index.datasettable import Columns, Datasets, has_own_extent
 from h5async.index.hdf5 import COLUMNS_REASON
 from h5async.index.layout import DatasetLayout, HeapFile, Indexed, SequenceLengths
-from h5async.index.savedfile import Arrays
-from h5async.index.savedkinds import (
+from h5async.index.savedfile import (
     LARGEST,
     SHARED,
+    Arrays,
     NotPortableError,
     OwnFacts,
     Place,
     SavedHeader,
     SavedHeap,
     SavedSegments,
-    require_sound,
-    require_sound_segments,
     to_json,
 )
-from h5async.index.segments import Piece, Segments, extents_of
-from h5async.index.variablelength import Sequences, VariableLength
+from h5async.index.storedtypes import Sequences, VariableLength
+from h5async.index.tables import ChunkTable, Int64s, Piece, Segments, extents_of, repeated
 from h5async.io.source import FileStamp, IoMode, may_map
 
 _NOT_SAVED = {"limit": None, "is_shared": False, "file_samples": ()}  # no other values
@@ -233,8 +230,8 @@ def _shared_facts(layout: DatasetLayout) -> dict[str, Any]:
 class LayoutReader:
     """Makes the layouts of a saved index, each on its first request. Used by one thread.
 
-    `files` are those of the index, with the paths to open. SavedIndexError if chunks cannot lie at
-    their positions; ValueError if it makes no sense.
+    `files` are those of the index, with the paths to open. `columns` and `kinds` are its table, not
+    checked yet. ValueError if it makes no sense.
     """
 
     def __init__(
@@ -250,8 +247,8 @@ class LayoutReader:
             if arrays[name].dtype != dtype:
                 raise ValueError(f"the array {name} is of {arrays[name].dtype}")
         self._arrays = arrays
-        self._kinds = [kind.layout() for kind in header.kinds]
-        self._is_usable = [_is_usable(kind) for kind in self._kinds]
+        self.kinds = [kind.layout() for kind in header.kinds]
+        self._is_usable = [_is_usable(kind) for kind in self.kinds]
         path, is_sparse = arrays["path"], arrays["is_sparse"].astype(np.bool_)
         if ((path < 0) | (path >= len(header.paths))).any():
             raise ValueError("a dataset names a path that is not there")
@@ -260,7 +257,7 @@ class LayoutReader:
         count = arrays["offset"].size
         if is_sparse.any() and arrays["number"].size != count:
             raise ValueError("chunks have no numbers")
-        self._columns = Columns(
+        self.columns = Columns(
             **{name: arrays[name] for name in ("kind", "file", "rows", "stored_nbytes", "begin")},
             paths=[header.paths[at] for at in path.tolist()],
             offset=arrays["address"],
@@ -273,14 +270,13 @@ class LayoutReader:
             ),
             files=tuple(files),
         )
-        require_sound(self._columns, self._kinds)
         self._own, self._is_own = header.own, np.zeros(path.size, np.bool_)
         self._is_own[list(header.own)] = True
         self._made: dict[int, DatasetLayout] = {}
         self._maps: dict[tuple[str, IoMode], bool] = {}
 
     def __len__(self) -> int:
-        return self._columns.kind.size
+        return self.columns.kind.size
 
     def layout(self, number: int, io: IoMode) -> DatasetLayout:
         """Return layout `number`; `io` says how files are read. Equal sources are the same objects.
@@ -289,9 +285,9 @@ class LayoutReader:
         """
         found = self._made.get(number)
         if found is None:
-            kind = int(self._columns.kind[number])
-            self._require_usable(kind, int(self._columns.file[number]), io)
-            found = self._columns.layout(number, self._kinds[kind])
+            kind = int(self.columns.kind[number])
+            self._require_usable(kind, int(self.columns.file[number]), io)
+            found = self.columns.layout(number, self.kinds[kind])
             if number in self._own:
                 self._add_own_facts(found, OwnFacts.model_validate(self._own[number]), number, io)
             has_own_chunks = found.chunk_shape and found.segments is None
@@ -307,7 +303,7 @@ class LayoutReader:
         """
         if not self._is_usable[kind]:
             raise NotUsableError
-        like, path = self._kinds[kind], self._files[file][0]
+        like, path = self.kinds[kind], self._files[file][0]
         if not like.is_columns or like.fallback_reason not in (None, COLUMNS_REASON):
             return
         key = path, io
@@ -352,12 +348,12 @@ class LayoutReader:
         first, count = saved.datasets
         if not count or first + count > number:
             raise ValueError("a layout is its own dataset")
-        columns = self._columns.part(first, count)
+        columns = self.columns.part(first, count)
         pairs = np.unique(columns.kind.astype(np.int64) * len(self._files) + columns.file)
         for kind, file in map(divmod, pairs.tolist(), [len(self._files)] * pairs.size):
             self._require_usable(kind, file, io)
         kind_of, at = columns.kind.copy(), np.flatnonzero(self._is_own[first : first + count])
-        kind_of[at] = len(self._kinds) + np.arange(at.size)
+        kind_of[at] = len(self.kinds) + np.arange(at.size)
         _, example, which = np.unique(kind_of, return_index=True, return_inverse=True)
         order = np.argsort(example)  # fingerprints depend on it
         kinds = [self.layout(first + at, io) for at in example[order].tolist()]
@@ -375,7 +371,7 @@ class LayoutReader:
         if max(column.max(initial=0) for column in arrays[4:]) >= 1 << 31:
             raise ValueError("a segment names what is not there")
         segments = Segments.of(arrays, saved.pieces, saved.even, saved.kept_nbytes)
-        require_sound_segments(segments, columns.rows, layout.num_samples)
+        _require_sound(segments, columns.rows, layout.num_samples)
         for piece in saved.pieces:
             _extents(piece.region, layout.row_shape)
         keys = columns.kind[segments.dataset].astype(np.int64) * len(saved.pieces) + segments.piece
@@ -429,6 +425,34 @@ def _repeated(column: NDArray[Any], count: int) -> NDArray[Any]:
     if column.size != 1 or count < 1:
         raise ValueError("a column of chunks has another length")
     return repeated(int(column[0]), count, column.dtype.str)
+
+
+def _require_sound(segments: Segments, rows: Int64s, num_samples: int) -> None:
+    """Raise ValueError unless segments lie in datasets of some `rows`, and do not overlap."""
+    first, length, row, step = segments.first, segments.length, segments.row, segments.step
+    require_below(segments.dataset, rows.size, "dataset")
+    require_below(segments.piece, len(segments.pieces), "piece")
+    if (first < 0).any() or (length < 1).any() or (row < 0).any() or (step < 1).any():
+        raise ValueError("a segment has a negative size")
+    if (length > num_samples).any() or (first > num_samples - length).any():
+        raise ValueError("a segment lies outside its dataset")
+    limit = rows[segments.dataset]
+    if (row >= limit).any() or (step > np.maximum(1, limit))[length > 1].any():
+        raise ValueError("a segment lies outside the dataset that holds it")
+    if (length - 1 > (limit - 1 - row) // step).any():
+        raise ValueError("a segment lies outside the dataset that holds it")
+    if (first[1:] < first[:-1]).any():
+        raise ValueError("segments are not in order")
+    if any((layer.end[:-1] > layer.first[1:]).any() for _, layer in segments.layers):
+        raise ValueError("segments overlap")
+    if any(not 0 <= begin <= end <= num_samples or size < 0 for begin, end, size in segments.even):
+        raise ValueError("units lie outside their dataset")
+
+
+def require_below(column: NDArray[np.int32], limit: int, what: str) -> None:
+    """Raise ValueError unless all numbers of a column are below a limit."""
+    if ((column < 0) | (column >= limit)).any():
+        raise ValueError(f"a {what} is named that is not there")
 
 
 def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) -> None:

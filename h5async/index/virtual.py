@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from h5async.index.composition import Part
 from h5async.index.hdf5 import NotDirectError
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Blocks, Piece, Region, Selection, Slab, region_key
+from h5async.index.tables import Blocks, Piece, Region, Selection, Slab, region_key
 
 _UNLIMITED = h5py.h5s.UNLIMITED
 _MAX_NUMBERED = 100_000

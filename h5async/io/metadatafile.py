@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from h5async.io.indexreferences import NONSENSE, Format, Place, find_places
 from h5async.io.references import SUPERBLOCK_NBYTES, read_superblock, superblock_offsets
-from h5async.io.sidebyside import collecting_later, start
+from h5async.io.source import collecting_later, start
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from h5async.config.files import SourceName, scheme_of
 from h5async.errors import ConfigError, H5AsyncError, ReadError
 from h5async.io.diskcache import keeping
 from h5async.io.obstoreclient import SIGNED_SECONDS, WEB, Client, client_of, failure
-from h5async.io.sidebyside import SideBySide
-from h5async.io.source import FileStamp, Source, WebAddress, replaced
+from h5async.io.source import FileStamp, SideBySide, Source, WebAddress, replaced
 from h5async.io.stores import Store, register
 
 if TYPE_CHECKING:
@@ -113,7 +112,10 @@ class RemoteSource(Source):
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
         end = offset + nbytes
-        self._require_within(end)
+        if end > self._stamp.nbytes:
+            raise ReadError(
+                f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
+            )
         if end <= len(self._beginning):  # once: then the reader has it
             beginning, self._beginning = self._beginning, memoryview(b"")
             return beginning[offset:end]
@@ -144,7 +146,6 @@ class RemoteSource(Source):
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn errors of the client into `ReadError`."""
         try:
             yield
         except H5AsyncError:
@@ -154,12 +155,6 @@ class RemoteSource(Source):
         except Exception as error:
             reason = failure(error, self._name).strerror
             raise ReadError(f"{self._name} cannot be read: {reason}") from error
-
-    def _require_within(self, end: int) -> None:
-        if end > self._stamp.nbytes:
-            raise ReadError(
-                f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
-            )
 
 
 class RemoteStore(Store):

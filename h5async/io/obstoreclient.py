@@ -222,11 +222,11 @@ def _forgotten_modules() -> Iterator[None]:
 
 
 class _Cause(NamedTuple):
-    """A cause of failures: a pattern of obstore's message, an error number, and what to say."""
+    """A cause of failures: a pattern of obstore's message, what to say, and an error number."""
 
     pattern: str
-    number: int
     reason: str
+    number: int = errno.EIO
 
 
 _CREDENTIALS = f"give them as {named('storage_options')}, or log in as the cloud's own tools do"
@@ -234,68 +234,56 @@ _NETWORK = "check the name, the endpoint and the network"
 _CAUSES = (
     _Cause(
         r"169\.254\.|metadata\.google|token request",
-        errno.EACCES,
         f"no credentials were found; {_CREDENTIALS}; public data need"
         f" {named('storage_options', {'skip_signature': True})}",
+        errno.EACCES,
     ),
     _Cause(
         "<Code>(ExpiredToken|TokenRefreshRequired|RequestExpired)|Request has expired|expired",
-        errno.EACCES,
         f"the credentials have expired; {_CREDENTIALS}",
+        errno.EACCES,
     ),
     _Cause(
         "<Code>(InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|AuthenticationFailed)",
-        errno.EACCES,
         f"the credentials are wrong; {_CREDENTIALS}",
+        errno.EACCES,
     ),
     _Cause(
         "BareRedirect|PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint",
-        errno.EACCES,
         "the bucket is in another region; give it as"
         f" {named('storage_options', {'aws_region': '...'})}",
+        errno.EACCES,
     ),
-    _Cause("NoSuchBucket|ContainerNotFound", errno.EACCES, "there is no such bucket"),
+    _Cause("NoSuchBucket|ContainerNotFound", "there is no such bucket", errno.EACCES),
     _Cause(
         "PermissionDenied|Unauthenticated|status: 40[13]",
-        errno.EACCES,
         "access was denied: the credentials may not read it, or there is no such object;"
         f" {_CREDENTIALS}",
+        errno.EACCES,
     ),
     _Cause(
         "RangeNotSupported|non-partial response",
-        errno.EOPNOTSUPP,
         "the server does not answer requests of ranges",
+        errno.EOPNOTSUPP,
     ),
-    _Cause(
-        r"Requested \d+\.\.\d+, got",
-        errno.EIO,
-        "the server sent another range than it was asked for",
-    ),
-    _Cause(
-        "dns error",
-        errno.EIO,
-        f"its host is not known; {_NETWORK}",
-    ),
+    _Cause(r"Requested \d+\.\.\d+, got", "the server sent another range than it was asked for"),
+    _Cause("dns error", f"its host is not known; {_NETWORK}"),
     _Cause(
         "InvalidCertificate|InvalidMessage|[Cc]ertificate",
-        errno.EIO,
         "the server's certificate is not trusted, or it does not speak TLS; check the URL, or give"
         f" {named('storage_options', {'client_options': {'root_certificate': '...'}})}",
     ),
     _Cause(
         "BadScheme",
-        errno.EACCES,
         "its endpoint is http://, which needs"
         f" {named('storage_options', {'client_options': {'allow_http': True}})}",
+        errno.EACCES,
     ),
-    _Cause(
-        "ConnectionRefused|kind: Connect", errno.EIO, f"the server cannot be reached; {_NETWORK}"
-    ),
-    _Cause("kind: Timeout|TimedOut", errno.EIO, "the server did not answer in time"),
-    _Cause("body error", errno.EIO, "the connection was lost in the middle of an answer"),
+    _Cause("ConnectionRefused|kind: Connect", f"the server cannot be reached; {_NETWORK}"),
+    _Cause("kind: Timeout|TimedOut", "the server did not answer in time"),
+    _Cause("body error", "the connection was lost in the middle of an answer"),
     _Cause(
         "status: (429|503)|SlowDown",
-        errno.EIO,
         f"the server is overloaded; try a smaller {named('requests_in_flight')}",
     ),
 )

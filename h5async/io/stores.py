@@ -9,7 +9,6 @@ others know of a source is its name and its stamps.
 from __future__ import annotations
 
 import errno
-import functools
 import io
 import os
 import re
@@ -17,7 +16,7 @@ import secrets
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -34,47 +33,19 @@ from h5async.config.files import (
     scheme_of,
 )
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
+from h5async.io.hdf5files import (
+    HDF5File,
+    access_properties,
+    directory_reason,
+    open_local,
+    reason_unopened,
+)
 from h5async.io.metadatafile import MetadataFile, take
-from h5async.io.openfailure import directory_reason, reason_unopened
-from h5async.io.sidebyside import SideBySide
-from h5async.io.source import FileStamp, Source, changed, open_regular, settled
+from h5async.io.source import FileStamp, SideBySide, Source, changed, open_regular, settled
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
-
-
-_ANY_OBJECT = h5py.h5f.OBJ_ALL | h5py.h5f.OBJ_LOCAL
-
-
-class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
-    """A file that h5py reads, and its source, which is closed with it."""
-
-    source: Source
-    name_of_source = ""  # by which it was opened
-    give_back: Callable[[], None] | None = None  # closes the source, or keeps it
-
-    @classmethod
-    def of(cls, opened: h5py.h5f.FileID) -> HDF5File:
-        """Return an open file, for whose identifier `h5py.File` would get another one."""
-        file = cls.__new__(cls)
-        h5py.Group.__init__(file, opened)
-        return file
-
-    @property
-    def filename(self) -> str:
-        """The name by which it was opened."""
-        return self.name_of_source or str(super().filename)
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self.id.valid and h5py.h5f.get_obj_count(self.id, _ANY_OBJECT) == 1:
-            self.id.close()  # h5py would look for objects to be closed before
-        else:
-            super().close()
-        give_back, self.give_back = self.give_back, None
-        if give_back is not None:
-            give_back()
 
 
 class Store(ABC):
@@ -114,7 +85,7 @@ class Store(ABC):
             raise failed_read(text, error, name) from error
         source = content.source
         try:
-            properties = _access_properties(metadata_nbytes).copy()
+            properties = access_properties(metadata_nbytes).copy()
             properties.set_fileobj_driver(h5py.h5fd.fileobj_driver, content)
             try:
                 file = HDF5File.of(
@@ -231,7 +202,7 @@ class LocalStore(Store):
                     if stat.S_ISDIR(mode):
                         reason = directory_reason(Path(name))
                     raise DamagedError(f"cannot open {name}: {reason}", filename=name)
-            file = _open_local(name, _access_properties(metadata_nbytes), in_use=in_use)
+            file = open_local(name, access_properties(metadata_nbytes), in_use=in_use)
         except H5AsyncError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
@@ -241,56 +212,17 @@ class LocalStore(Store):
         return file
 
 
-def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HDF5File:
-    if in_use:  # nor is it locked: its writer may be about to open it again
-        properties = properties.copy()
-        properties.set_file_locking(False, True)
-    try:
-        # `h5py.File` would make new property lists for each file.
-        return HDF5File.of(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
-    except OSError as error:
-        # The caller has it open in another way, and HDF5 requires equal settings; or a writer
-        # permits readers (SWMR).
-        others: list[dict[str, Any]] = []
-        if "file locking" in str(error):
-            others = [{"locking": None}, {"locking": True}] if in_use else [{"locking": False}]
-        elif "already open for write" in str(error):
-            others = [{"swmr": True}]
-        for other in others:
-            with suppressing(OSError):
-                return HDF5File(name, "r", **other)
-        raise
-
-
 def open_apart(name: str) -> HDF5File:
     """Open a local file for reading, as another one to HDF5 than one that is opened otherwise.
 
     It is not locked, and shares nothing with others of that name.
     """
-    properties = _access_properties(None).copy()
+    properties = access_properties(None).copy()
     properties.set_fapl_log(b"", 0, 0)
     properties.set_file_locking(False, True)
     file = HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
     file.source = LocalSource(file.id.get_vfd_handle())
     return file
-
-
-@functools.cache
-def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
-    """Return the default access properties or, to read metadata, those without a chunk cache.
-
-    HDF5 would allocate that cache whenever a dataset is opened.
-    """
-    properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    if metadata_nbytes is not None:
-        unused, _slots, _nbytes, preemption = properties.get_cache()
-        properties.set_cache(unused, 0, 0, preemption)
-        cache = properties.get_mdc_config()
-        cache.set_initial_size = True
-        cache.initial_size = cache.max_size = metadata_nbytes
-        cache.min_size = min(cache.min_size, metadata_nbytes)
-        properties.set_mdc_config(cache)
-    return properties
 
 
 # --- file objects ---------------------------------------------------------------------------------

@@ -28,11 +28,10 @@ from h5async.core.binding import (
     PLANNED_SAMPLE_NBYTES,
 )
 from h5async.errors import BudgetError, ConfigError
-from h5async.index.datasettable import kinds_of, table_of
+from h5async.index.datasettable import kinds_of, most_units, table_of
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import MEMORY_SHARE, Room, files_of
-from h5async.index.units import most_units
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import method_of

@@ -20,7 +20,7 @@ from h5async.config.values import slice_of
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import files_of
-from h5async.index.segments import Int64s
+from h5async.index.tables import Int64s
 from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.rows import SequenceTable, StepRows

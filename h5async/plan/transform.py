@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from h5async.config import Field
 from h5async.core.binding import Core, address, transform_source
 from h5async.errors import ConfigError
-from h5async.index.attributes import DimensionNames, numbered_axis
+from h5async.index.hdf5 import DimensionNames, numbered_axis
 from h5async.index.layout import DatasetLayout, Text
 from h5async.plan.cf import CfDecoder, Unpacking, cf_decoder
 

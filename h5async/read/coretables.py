@@ -19,7 +19,7 @@ from h5async.core.binding import IO_MODES, MAX_RANK, Core, address
 from h5async.index.extents import Keeps, TableBuilder, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape
-from h5async.io.keptfiles import affordable_maps
+from h5async.io.hdf5files import affordable_maps
 from h5async.io.source import FileStamp, IoMode, may_map
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.crops import draws_of

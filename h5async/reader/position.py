@@ -18,7 +18,7 @@ from h5async.config.files import paths_text
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import ConfigError, ReadError
 from h5async.index.changes import fingerprint
-from h5async.index.units import unit_nbytes
+from h5async.index.datasettable import unit_nbytes
 from h5async.opening.dataset import Samplings, digest
 from h5async.order.ranks import Rank, Source, find_source, may_change
 from h5async.order.sampling import FillRequest, Sampling

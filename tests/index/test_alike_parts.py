@@ -20,11 +20,10 @@ from h5async.cli import app
 from h5async.index import datasettable
 from h5async.index.changes import fingerprint
 from h5async.index.contents import Grouping
-from h5async.index.datasettable import Columns, kinds_of
+from h5async.index.datasettable import Columns, kinds_of, unit_bounds, unit_nbytes
 from h5async.index.extents import SMALL_NBYTES, TableBuilder, kept_whole_nbytes
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
-from h5async.index.units import unit_bounds, unit_nbytes
 
 GROUPS = 30
 GROUPING = Grouping("data/demo_*")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from h5async.codec.filters import Filter
 from h5async.index.composition import Part, with_parts
 from h5async.index.extents import TableBuilder
-from h5async.index.segments import Blocks, Piece, Segments, Slab, TooManyRunsError
 from h5async.index.shapes import Kind
+from h5async.index.tables import Blocks, Piece, Segments, Slab, TooManyRunsError
 from h5async.io.source import FileStamp
 
 MAX_RANK = 32
