@@ -118,7 +118,7 @@ class IndexCache:
         if self._index is None or not self._is_fresh[number]:
             return {}
         try:
-            found = self._index.find(number, self._index.datasets(number), self._reach)
+            found = self._index.find(number, self._index.datasets(number))
         except SavedIndexError as error:
             if not self._is_entry:
                 raise self._not_usable(error) from error
@@ -295,7 +295,7 @@ def _known_of_index(
     """Yield the facts in a saved index; others are read from its files."""
     several = list(wanted.values())
     for number, name in enumerate(index.paths):
-        known = index.find(number, several, reach)
+        known = index.find(number, several)
         missing = [name for name, one in wanted.items() if one not in known]
         found = read(name, missing, reach) if missing else {}
         stamp = index.stamp(number)

@@ -186,7 +186,7 @@ class SavedIndex:
                 raise ValueError("there is no such file")
             if not {*saved.needs, *saved.absent} <= {*range(len(saved.primary))}:
                 raise ValueError("there is no such indexed file")
-            self._layouts = LayoutReader(saved, arrays, self._files, forget)
+            self._layouts = LayoutReader(saved, arrays, self._files, forget, reach.io)
             _require_sound(self._layouts.columns, self._layouts.kinds)
             self._entries: list[dict[Wanted, int]] = [{} for _ in saved.primary]
             wanted = [Wanted(*found) for found in saved.wanted]
@@ -205,9 +205,7 @@ class SavedIndex:
         """Return the files with the stamps that they have on this machine."""
         return files
 
-    def find(
-        self, number: int, wanted: Sequence[Wanted], reach: Reach
-    ) -> dict[Wanted, DatasetLayout]:
+    def find(self, number: int, wanted: Sequence[Wanted]) -> dict[Wanted, DatasetLayout]:
         """Return the layouts of a file's datasets that are known and valid here.
 
         SavedIndexError if a layout makes no sense; of a `NamedIndex`, ReadError.
@@ -218,7 +216,7 @@ class SavedIndex:
             if at is None:
                 continue
             try:
-                found[one] = self._layouts.layout(at, reach.io)
+                found[one] = self._layouts.layout(at)
             except NotUsableError:
                 continue
             except _MALFORMED as error:

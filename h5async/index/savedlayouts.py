@@ -231,7 +231,7 @@ class LayoutReader:
     """Makes the layouts of a saved index, each on its first request. Used by one thread.
 
     `files` are those of the index, with the paths to open. `columns` and `kinds` are its table, not
-    checked yet. ValueError if it makes no sense.
+    checked yet; `io` says how files are read. ValueError if it makes no sense.
     """
 
     def __init__(
@@ -240,8 +240,9 @@ class LayoutReader:
         arrays: Arrays,
         files: Sequence[tuple[str, FileStamp]],
         forget: Callable[[NDArray[Any]], None],
+        io: IoMode,
     ) -> None:
-        self._forget = forget
+        self._forget, self._io = forget, io
         self._files = files
         for name, dtype in (_COLUMNS | _CHUNKS | _FACTS).items():
             if arrays[name].dtype != dtype:
@@ -273,30 +274,30 @@ class LayoutReader:
         self._own, self._is_own = header.own, np.zeros(path.size, np.bool_)
         self._is_own[list(header.own)] = True
         self._made: dict[int, DatasetLayout] = {}
-        self._maps: dict[tuple[str, IoMode], bool] = {}
+        self._maps: dict[str, bool] = {}
 
     def __len__(self) -> int:
         return self.columns.kind.size
 
-    def layout(self, number: int, io: IoMode) -> DatasetLayout:
-        """Return layout `number`; `io` says how files are read. Equal sources are the same objects.
+    def layout(self, number: int) -> DatasetLayout:
+        """Return layout `number`. Equal sources are the same objects.
 
         NotUsableError if the dataset must be indexed again for this installation, or this `io`.
         """
         found = self._made.get(number)
         if found is None:
             kind = int(self.columns.kind[number])
-            self._require_usable(kind, int(self.columns.file[number]), io)
+            self._require_usable(kind, int(self.columns.file[number]))
             found = self.columns.layout(number, self.kinds[kind])
             if number in self._own:
-                self._add_own_facts(found, OwnFacts.model_validate(self._own[number]), number, io)
+                self._add_own_facts(found, OwnFacts.model_validate(self._own[number]), number)
             has_own_chunks = found.chunk_shape and found.segments is None
             if has_own_chunks and found.chunks is None and found.fallback_reason is None:
                 raise ValueError("chunks have no table")
             self._made[number] = found
         return found
 
-    def _require_usable(self, kind: int, file: int, io: IoMode) -> None:
+    def _require_usable(self, kind: int, file: int) -> None:
         """Raise NotUsableError for a kind of another installation.
 
         Also if columns were to be read differently: directly only if mapped.
@@ -306,13 +307,12 @@ class LayoutReader:
         like, path = self.kinds[kind], self._files[file][0]
         if not like.is_columns or like.fallback_reason not in (None, COLUMNS_REASON):
             return
-        key = path, io
-        if key not in self._maps:
-            self._maps[key] = may_map(path, io)
-        if self._maps[key] != (like.fallback_reason is None):
+        if path not in self._maps:
+            self._maps[path] = may_map(path, self._io)
+        if self._maps[path] != (like.fallback_reason is None):
             raise NotUsableError
 
-    def _add_own_facts(self, layout: DatasetLayout, own: OwnFacts, number: int, io: IoMode) -> None:
+    def _add_own_facts(self, layout: DatasetLayout, own: OwnFacts, number: int) -> None:
         members = layout.__dict__
         if own.indexed_shape is not None and layout.indexed is not None:
             members["indexed"] = Indexed(layout.indexed.digest, own.indexed_shape)
@@ -324,7 +324,7 @@ class LayoutReader:
         members["attached"] = tuple(self._files[i] for i in own.attached)
         if max(own.sources, default=-1) >= number:
             raise ValueError("a layout is its own source")
-        members["sources"] = tuple(self.layout(i, io) for i in own.sources)
+        members["sources"] = tuple(map(self.layout, own.sources))
         if own.spans is not None:
             spans = members["spans"] = self._array("numbers", own.spans)
             if not spans.size or (spans[1:] < spans[:-1]).any():
@@ -340,23 +340,21 @@ class LayoutReader:
                 raise ValueError("sequences have other rows than the dataset")
             members["sequences"] = SequenceLengths(held, held)
         if own.segments is not None:
-            self._add_segments(layout, own.segments, number, io)
+            self._add_segments(layout, own.segments, number)
 
-    def _add_segments(
-        self, layout: DatasetLayout, saved: SavedSegments, number: int, io: IoMode
-    ) -> None:
+    def _add_segments(self, layout: DatasetLayout, saved: SavedSegments, number: int) -> None:
         first, count = saved.datasets
         if not count or first + count > number:
             raise ValueError("a layout is its own dataset")
         columns = self.columns.part(first, count)
         pairs = np.unique(columns.kind.astype(np.int64) * len(self._files) + columns.file)
         for kind, file in map(divmod, pairs.tolist(), [len(self._files)] * pairs.size):
-            self._require_usable(kind, file, io)
+            self._require_usable(kind, file)
         kind_of, at = columns.kind.copy(), np.flatnonzero(self._is_own[first : first + count])
         kind_of[at] = len(self.kinds) + np.arange(at.size)
         _, example, which = np.unique(kind_of, return_index=True, return_inverse=True)
         order = np.argsort(example)  # fingerprints depend on it
-        kinds = [self.layout(first + at, io) for at in example[order].tolist()]
+        kinds = [self.layout(first + at) for at in example[order].tolist()]
         if any(kind.segments is not None for kind in kinds):
             raise ValueError("a layout of layouts of others")
         files, of_file = np.unique(columns.file, return_inverse=True)

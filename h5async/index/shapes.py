@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
+from h5async.core.binding import MAX_RANK
 from h5async.index.datasettable import Datasets, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.tables import (
@@ -304,21 +305,17 @@ def swaps(source: DatasetLayout, whole: DatasetLayout) -> int | None:
     return nbytes if is_number and stored.newbyteorder("S") == wanted else None
 
 
-def can_take_member(
-    layout: DatasetLayout, piece: Piece, whole: DatasetLayout, max_rank: int
-) -> bool:
+def can_take_member(layout: DatasetLayout, piece: Piece, whole: DatasetLayout) -> bool:
     """Return whether the core can take a member of a dataset's compound type."""
     fields = layout.dtype.fields
-    if piece.region is not None:
-        return False
-    if fields is None or piece.member is None or piece.member not in fields:
+    if piece.region is not None or fields is None or piece.member not in fields:
         return False
     member = fields[piece.member][0]
     return (
         len({element.tobytes() for element in _member_fill(layout, piece.member)}) == 1
         and member.base == whole.raw_dtype
         and part_shape(layout, piece) == whole.row_shape
-        and len(layout.shape) + len(member.shape) <= max_rank
+        and len(layout.shape) + len(member.shape) <= MAX_RANK
     )
 
 

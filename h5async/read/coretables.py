@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config.files import Kept
-from h5async.core.binding import IO_MODES, MAX_RANK, Core, address
+from h5async.core.binding import IO_MODES, Core, address
 from h5async.index.extents import Keeps, TableBuilder, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape
@@ -73,7 +73,7 @@ class CoreTables:
         self._keep: list[Any] = []  # what structures point to
         self._num_places = 0  # of all fields before: numbers that say where a part of a row begins
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are shared
-        builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
+        builder = TableBuilder(lambda filters: core.filters(filters) is not None)
         self.of_fields = [
             builder.build(layout, nbytes)
             for layout, nbytes in zip(layouts, kept_nbytes, strict=True)

@@ -129,7 +129,7 @@ def test_their_tables_say_the_same(path, monkeypatch, kept_nbytes):
     found = layouts_of(path)
     monkeypatch.setattr(datasettable, "is_own_kind", lambda layout: True)
     for name, layout in layouts_of(path).items():
-        builders = [TableBuilder(lambda filters: True, 32) for _ in range(2)]
+        builders = [TableBuilder(lambda filters: True) for _ in range(2)]
         one, other = (
             builder.build(several, kept_nbytes)
             for builder, several in zip(builders, (found[name], layout), strict=True)

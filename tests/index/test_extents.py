@@ -19,14 +19,13 @@ from h5async.index.shapes import Kind
 from h5async.index.tables import Blocks, Piece, Segments, Slab, TooManyRunsError
 from h5async.io.source import FileStamp
 
-MAX_RANK = 32
 NOWHERE = -1
 DEFLATE = (Filter(1, (4,), "deflate"),)
 UNKNOWN = (Filter(32013, (), "zfp"),)
 
 
 def builder():
-    return TableBuilder(lambda filters: filters != UNKNOWN, MAX_RANK)
+    return TableBuilder(lambda filters: filters != UNKNOWN)
 
 
 # --- what a table says ----------------------------------------------------------------------------

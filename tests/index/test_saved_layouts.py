@@ -186,7 +186,7 @@ def test_layouts_come_back_as_they_were(several, data, tmp_path_factory):
         path, Reach(io=data.draw(st.sampled_from(("auto", "pread")))), (os.geteuid(),)
     )
     for number, layout in enumerate(several):
-        found = index.find(number, index.datasets(number), Reach())
+        found = index.find(number, index.datasets(number))
         assert found.keys() == files[number].layouts.keys()
         for other in found.values():
             assert_same(layout, other)
