@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from io import RawIOBase
@@ -239,49 +237,39 @@ def _bytes_at(file: RawIOBase, at: int, nbytes: int) -> bytes:
 
 
 class KeptFiles:
-    """Open files of h5py, by their paths. Safe to use from many threads.
-
-    If too many are open, unused files are closed, the least recently used first. Files are opened
-    and closed outside the lock. `kept` is the number of unused files that stay open.
-    """
+    """Open files of h5py, by their paths: the `kept` most recently used ones. Used under a lock."""
 
     def __init__(self, kept: int) -> None:
-        self._lock = threading.Lock()
         self._kept = kept
         self._files: OrderedDict[str, HDF5File] = OrderedDict()  # the most recent use comes last
-        self._users: dict[str, int] = {}
 
-    def take(self, path: str, open_file: Callable[[], HDF5File]) -> HDF5File:
-        """Return a file, which stays open until it is given back.
+    def get(self, path: str, open_file: Callable[[], HDF5File]) -> HDF5File:
+        """Return a file, which stays open until others are used.
 
         `open_file` opens it if it is not open. If the process has no descriptor left, it is called
         again after others were closed. It raises `ReadError`.
         """
-        with self._lock:
-            file = self._files.get(path)
-            if file is not None:
-                self._users[path] += 1
-                self._files.move_to_end(path)
-                return file
-        return self._opened(path, open_file)
-
-    def give_back(self, path: str) -> None:
-        """Note that a file that was taken is no longer used."""
-        with self._lock:
-            self._users[path] -= 1
-            unused = self._unused()
-        for other in unused:
-            other.close()
+        if path not in self._files:
+            try:
+                self._files[path] = open_file()
+            except ReadError as error:
+                if getattr(error.__cause__, "errno", None) != errno.EMFILE:
+                    raise
+                # The rest of the program took descriptors meanwhile.
+                self._kept = max(1, len(self._files) // 2)
+                self._close_surplus()
+                self._files[path] = open_file()
+        self._files.move_to_end(path)
+        self._close_surplus()
+        return self._files[path]
 
     def find(self, path: str) -> HDF5File | None:
-        """Return a file if it is open; another thread may close it unless it is in use."""
+        """Return a file if it is open."""
         return self._files.get(path)
 
     def discard(self, path: str) -> None:
-        """Close a file that is not in use, if it is open."""
-        with self._lock:
-            file = self._files.pop(path, None)
-            self._users.pop(path, None)
+        """Close a file, if it is open."""
+        file = self._files.pop(path, None)
         if file is not None:
             file.close()
 
@@ -291,34 +279,9 @@ class KeptFiles:
             file.close()
             self._files.pop(path, None)  # an exception leaves the others for the next call
 
-    def _opened(self, path: str, open_file: Callable[[], HDF5File]) -> HDF5File:
-        try:
-            file = open_file()
-        except ReadError as error:
-            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EMFILE:
-                raise
-            with self._lock:
-                # The rest of the program took descriptors meanwhile.
-                self._kept = max(1, len(self._files) // 2)
-                unused = self._unused()
-            for other in unused:
-                other.close()
-            file = open_file()
-        with self._lock:
-            first = self._files.setdefault(path, file)  # another thread may have been faster
-            self._users[path] = self._users.get(path, 0) + 1
-        if first is not file:
-            file.close()
-        return first
-
-    def _unused(self) -> list[HDF5File]:
-        """Remove and return the least recently used of the surplus files."""
-        surplus = max(0, len(self._files) - self._kept)
-        unused = (path for path in self._files if not self._users[path])
-        paths = list(itertools.islice(unused, surplus))
-        for path in paths:
-            del self._users[path]
-        return [self._files.pop(path) for path in paths]
+    def _close_surplus(self) -> None:
+        while len(self._files) > self._kept:
+            self._files.popitem(last=False)[1].close()
 
 
 def affordable_files() -> int:

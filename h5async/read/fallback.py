@@ -252,10 +252,8 @@ class FallbackReader:
         return found
 
     def _file(self, layout: DatasetLayout) -> HDF5File:
-        """Return the open file of a dataset, for this thread; it may be closed later."""
-        file = self._files.take(layout.file, partial(_opened, layout))
-        self._files.give_back(layout.file)
-        return file
+        """Return the open file of a dataset; it may be closed when others are used."""
+        return self._files.get(layout.file, partial(_opened, layout))
 
 
 def _opened(layout: DatasetLayout) -> HDF5File:
