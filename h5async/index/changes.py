@@ -142,7 +142,6 @@ def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
 
 
 def _difference(file: HDF5File, layout: DatasetLayout, path: str, may_grow: bool) -> str | None:
-    """Return how a dataset differs from the indexed one, or None."""
     name, known = f'dataset "{layout.path}"', layout.indexed
     where, found = f"{path}: {name}", file.get(name_bytes(layout.path))
     if known is None or not isinstance(found, h5py.Dataset):
@@ -213,7 +212,6 @@ def fingerprint(
 
 
 def _add_dataset(digest: Any, layout: DatasetLayout, has_places: bool) -> None:
-    """Hash a dataset, and the datasets that hold its samples."""
     stamps = [stamp for _, stamp in layout.attached] or [layout.stamp]
     stamps = [] if layout.storage == "files" else stamps  # its datasets have them
     _add(digest, [stamp.nbytes for stamp in (*stamps, *(heap.stamp for heap in layout.heaps))])

@@ -127,7 +127,6 @@ def shape_of_field(group: h5py.Group) -> tuple[int, ...] | None:
 
 
 def _read_command(file: HDF5File, readable: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return a command that reads the largest readable object, if there is any."""
     if not readable:
         return None
     data = max(readable, key=lambda name: math.prod(readable[name]))

@@ -353,7 +353,6 @@ class Indexer:
     def _direct(
         self, layout: DatasetLayout, dataset: Opened, where: str, **changes: Any
     ) -> DatasetLayout:
-        """Add the position of the bytes to a layout, and make other `changes`."""
         if layout.storage == "chunked":
             layout = with_chunks(layout, dataset, where).changed(**changes)
         else:

@@ -83,7 +83,6 @@ class TableBuilder:
         return _FieldBuilder(self, layout, keeps_small).build()
 
     def _heap_table(self, layout: DatasetLayout) -> FieldTable:
-        """Return the table of variable-length elements: each file is a segment."""
         heaps, count = layout.heaps, len(layout.heaps)
         sources = (SourceFile(heap.file, heap.stamp, is_heap=True) for heap in heaps)
         columns: dict[str, NDArray[Any]] = {
@@ -144,7 +143,6 @@ class _FieldBuilder:
         self._shape_numbers: dict[Any, int] = {}
 
     def build(self) -> FieldTable:
-        """Return the table."""
         segments, layout = self._segments, self._layout
         shape = self._shapes_of_segments()
         columns = self._columns(shape)
@@ -170,7 +168,6 @@ class _FieldBuilder:
         return is_small
 
     def _shapes_of_segments(self) -> NDArray[np.int32]:
-        """Return the number of the shape of each segment."""
         segments, columns = self._segments, self._datasets.columns
         kind, rows = columns.kind[segments.dataset], columns.rows[segments.dataset]
         is_small = self._is_small

@@ -188,7 +188,6 @@ def _shape_of(value: object, what: str) -> tuple[int, int]:
 
 
 def _require_fit(parts: dict[str, DatasetLayout], shape: tuple[int, int], where: str) -> None:
-    """Raise DatasetError unless the datasets are flat, of these dtypes, and of matching lengths."""
     for name, kinds in (("data", "biufc"), ("indices", "iu"), ("indptr", "iu")):
         layout = parts[name]
         if len(layout.shape) != 1 or layout.dtype.kind not in kinds:
@@ -209,7 +208,6 @@ def _require_fit(parts: dict[str, DatasetLayout], shape: tuple[int, int], where:
 
 
 def _conversion(located: Located) -> str:
-    """Return a command that copies a file and compresses the rows of a matrix."""
     name = located.file.filename
     stem, dot, suffix = name.rpartition(".")
     copy = f"{stem}.csr.{suffix}" if dot else f"{name}.csr"

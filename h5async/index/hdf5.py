@@ -389,7 +389,6 @@ def _attribute(
 def _datasets(
     dataset: h5py.h5d.DatasetID, references: Sequence[Any]
 ) -> Iterator[h5py.h5d.DatasetID]:
-    """Yield the datasets that references lead to; others may lead to deleted objects."""
     for reference in references[:_MOST_SCALES]:
         with suppressing(ValueError, RuntimeError):
             found = h5py.h5r.dereference(reference, dataset)

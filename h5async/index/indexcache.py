@@ -82,7 +82,6 @@ def clear_cache(folder: Path) -> tuple[int, int]:
 
 
 def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
-    """Return a text that differs for entries of different content."""
     roots = [absolute_name(root) for root in reach.roots]
     versions = h5py.__version__, h5py.version.hdf5_version
     parts = [files, wanted, roots, reach.missing_is_fill, versions]
@@ -227,7 +226,6 @@ def _entries(folder: Path) -> list[tuple[int, int, str]]:
 
 
 def _remove_oldest(folder: Path, most_nbytes: int) -> None:
-    """Remove least recently used entries until the others are small enough."""
     entries = sorted(_entries(folder))
     surplus = sum(nbytes for _, nbytes, _ in entries) - most_nbytes
     for _, nbytes, path in entries:

@@ -128,7 +128,6 @@ def _digest(head: bytes, text: bytes) -> bytes:
 
 
 def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> None:
-    """Write a file beside a path, and move it there."""
     remove_unfinished(path.parent, re.escape(path.name))
     beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:

@@ -126,7 +126,6 @@ def write_index(
 
 
 def _below(name: str, folder: str) -> str:
-    """Return the name of a file relative to a folder above it; otherwise the name itself."""
     rest = name.removeprefix(folder)
     return name if ".." in rest.split(os.sep) else rest
 
@@ -149,7 +148,6 @@ def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
 
 
 def _are_read(datasets: Datasets) -> NDArray[np.bool_]:
-    """Return for which datasets reading any row opens their file."""
     columns = datasets.columns
     has_values = datasets.by_kind(lambda kind: kind.values is not None, np.bool_)
     by_h5py = datasets.by_kind(lambda kind: kind.fallback_reason is not None, np.bool_)

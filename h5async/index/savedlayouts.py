@@ -181,7 +181,6 @@ class LayoutWriter:
         }
 
     def _heap(self, heap: HeapFile) -> dict[str, Any]:
-        """Describe variable-length elements; their lengths are those of the layout."""
         elements: Sequences = heap.elements
         return {
             "file": self.file(heap.file, heap.stamp),
@@ -203,7 +202,6 @@ class LayoutWriter:
 
 
 def _place(layout: DatasetLayout) -> Any:
-    """Return what a dataset and a source have in common if they are the same."""
     where = layout.file, layout.stamp, layout.path, layout.sample_axis, layout.segments is None
     return *where, layout.shape, layout.dtype, layout.storage, layout.offset, layout.member
 
@@ -387,7 +385,6 @@ class LayoutReader:
         return found
 
     def _add_heaps(self, layout: DatasetLayout, place: Place, saved: Sequence[SavedHeap]) -> None:
-        """Add the positions of variable-length elements, as a copy that may be written to."""
         lengths = self._array("lengths", place)
         if int(lengths.sum(dtype=np.int64)) != layout.num_samples:
             raise ValueError("elements have other lengths than their dataset")

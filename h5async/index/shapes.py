@@ -265,7 +265,6 @@ def _of_parts(shape: Shape, whole: DatasetLayout, region: Region, axes: Sequence
 
 
 def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    """Return the distances between neighbours along each dimension, in C order."""
     products = np.cumprod((itemsize, *shape[:0:-1]), dtype=np.int64)
     return [int(stride) for stride in products[::-1][: len(shape)]]
 
@@ -424,7 +423,6 @@ def cut_piece(
 
 
 def _row_shape(source: DatasetLayout, piece: Piece) -> tuple[int, ...]:
-    """Return the dimensions of a row of a source, and of the member that is taken of it."""
     if piece.member is None:
         return source.row_shape
     assert source.dtype.fields is not None
@@ -432,7 +430,6 @@ def _row_shape(source: DatasetLayout, piece: Piece) -> tuple[int, ...]:
 
 
 def _common(one: range, other: range) -> range:
-    """Return the numbers that two ascending ranges have in common."""
     found = np.intersect1d(np.asarray(one), np.asarray(other))
     return range(0) if not found.size else _as_range(*found[:2].tolist(), count=found.size)
 

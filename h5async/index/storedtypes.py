@@ -185,7 +185,6 @@ def _texts_of(steps: list[Step], stored_nbytes: int, nbytes: int) -> tuple[Text,
 
 
 def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
-    """Return whether the bytes of a stored type are those of a dtype."""
     is_equal = None
     with suppressing(Exception):  # a type that h5py can read but not write
         is_equal = bool(stored.equal(h5py.h5t.py_create(dtype, logical=True)))
@@ -422,7 +421,6 @@ def stored_compact(dataset: Opened) -> bytes:
 
 
 def _counted(body: bytes, at: int, width: int) -> bytes:
-    """Return bytes that follow their number."""
     begin = at + width
     end = begin + int.from_bytes(body[at:begin], "little")
     if end > len(body):

@@ -120,7 +120,6 @@ class MetadataFile(io.RawIOBase):
         return at, self._block_end - at
 
     def _fetch(self, pages: Iterable[int], *, is_guess: bool = False) -> None:
-        """Fetch pages in one round, with small gaps between them."""
         runs: list[list[int]] = []
         gap, most = _GAP_NBYTES // PAGE_NBYTES, _RANGE_NBYTES // PAGE_NBYTES
         for page in sorted(pages):

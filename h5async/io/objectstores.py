@@ -227,7 +227,6 @@ def _begin(client: Client, key: str, nbytes: int) -> tuple[Mapping[str, Any], by
 
 
 def _listed(client: Client, prefix: str, is_flat: bool) -> list[str]:
-    """Return the keys below a prefix, or if `is_flat` those right below it."""
     library, store = client.library, client.store("opening")
     if is_flat:
         return [one["path"] for one in library.list_with_delimiter(store, prefix)["objects"]]

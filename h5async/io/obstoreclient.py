@@ -117,7 +117,6 @@ class Client:
 
 
 def _texts(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts among the values of options, however deep."""
     for value in options.values():
         if isinstance(value, Mapping):
             yield from _texts(value)

@@ -123,7 +123,6 @@ class FileValues:
             raise DatasetError(f"{option}: {error.marked}") from error
 
     def _of_column(self, option: str, of_table: Column, path: str) -> NDArray[Any]:
-        """Return the values of a column of integers or bools without missing values."""
         if of_table.mask is None:
             raise DatasetError(
                 f'{option}: {of_table.where} is categorical; give "{path}/codes" to have its codes'

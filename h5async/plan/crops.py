@@ -97,7 +97,6 @@ def random_boxes(
 
 
 def _largest_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
-    """Return the largest centred part of an image whose proportions are within bounds."""
     h, w = height, width
     if width / height < ratio[0]:
         h = max(1, min(height, round(width / ratio[0])))

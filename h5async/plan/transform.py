@@ -235,7 +235,6 @@ def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[i
 
 
 def _channel(field: Field, layout: DatasetLayout, axes: tuple[int, ...], where: str) -> int:
-    """Return which dimension of a delivered row counts channels."""
     if field.channel_dim is None:
         return 0
     names, rank = layout.dim_names, len(layout.shape)
