@@ -296,8 +296,10 @@ def unit_nbytes(layout: DatasetLayout) -> int:
             for kind, pieces in pieces_read(layout)
         )
         return max(layout.segments.kept_nbytes, *several)
-    if not layout.filters or layout.is_row_a_chunk:
+    if not layout.filters:
         return 0
+    if not layout.is_shared and layout.rows_are_whole and layout.chunk_shape[0] == 1:
+        return 0  # each row is one chunk
     nbytes: int = layout.chunk_nbytes
     if layout.member and layout.stored_itemsize:  # HDF5 decodes the whole compound, too
         cells = layout.chunk_shape[: len(layout.chunk_shape) - layout.extra_dims]

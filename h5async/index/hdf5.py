@@ -439,17 +439,11 @@ def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str)
             f" names: no dimension scales are attached to it, and there are no labels{hint}; give"
             " the number of the dimension"
         )
-    raise DatasetError(
-        f'{where}: there is no dimension "{axis}"; its dimensions are {shown_names(names)}'
-    )
-
-
-def shown_names(names: DimensionNames) -> str:
-    """Return the names of dimensions for a message."""
-    return ", ".join(
+    shown = ", ".join(
         " or ".join(f'"{printable(name)}"' for name in several) or f"number {dim} without a name"
         for dim, several in enumerate(names)
     )
+    raise DatasetError(f'{where}: there is no dimension "{axis}"; its dimensions are {shown}')
 
 
 def common_names(several: Sequence[DimensionNames]) -> DimensionNames:

@@ -275,12 +275,6 @@ class DatasetLayout:
                 found[axis] = size
         return tuple(found)
 
-    @property
-    def delivered_shape(self) -> tuple[int, ...]:
-        """Dimensions of the dataset, if only the delivered parts of rows are there."""
-        part, axis = self.part_shape, self.sample_axis
-        return (*part[:axis], self.num_samples, *part[axis:])
-
     @cached_property
     def part_nbytes(self) -> int:
         """Bytes of the part of a row that is delivered."""
@@ -361,11 +355,6 @@ class DatasetLayout:
         held = np.bincount(self.segments.piece, self.segments.length, len(sizes))
         elements = sum(int(n) * size for n, size in zip(held, sizes, strict=True))
         return elements < math.prod(self.shape)
-
-    @property
-    def is_row_a_chunk(self) -> bool:
-        """Whether each row is one chunk."""
-        return not self.is_shared and self.rows_are_whole and self.chunk_shape[0] == 1
 
     def needed_nbytes(self, number: int) -> int:
         """Return the bytes of chunk `number` up to the last one within the dataset."""

@@ -11,8 +11,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,9 +131,16 @@ class RemoteSource(Source):
     def _answer(self, offset: int, end: int) -> tuple[memoryview, str]:
         """Return what the server sends, and what is wrong with it that the client lets pass."""
         client, options = self._client, {"range": (offset, end), **self._condition}
-        with self._failures():
+        try:
             answer = client.library.get(client.store(self._use), self._key, options=options)
             found = memoryview(answer.bytes())
+        except H5AsyncError:
+            raise
+        except client.library.exceptions.PreconditionError as error:
+            raise replaced(self._name) from error
+        except Exception as error:
+            reason = failure(error, self._name).strerror
+            raise ReadError(f"{self._name} cannot be read: {reason}") from error
         known, told = self._meta, answer.meta
         tag = known["e_tag"]
         if told["size"] == known["size"] and tag and told["e_tag"] in (None, "", f"W/{tag}"):
@@ -143,18 +149,6 @@ class RemoteSource(Source):
             raise replaced(self._name)
         sent = f"the server sent {found.nbytes:,} of {end - offset:,} bytes at byte {offset:,}"
         return found, "" if found.nbytes == end - offset else f"{sent}, without an error"
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except H5AsyncError:
-            raise
-        except self._client.library.exceptions.PreconditionError as error:
-            raise replaced(self._name) from error
-        except Exception as error:
-            reason = failure(error, self._name).strerror
-            raise ReadError(f"{self._name} cannot be read: {reason}") from error
 
 
 class RemoteStore(Store):

@@ -32,18 +32,9 @@ WEB = ("http", "https")
 _PACKAGE = "obstore"
 _ALIASES = {"gcs": "gs"}
 SIGNED_SECONDS = 900
-# Options of clients that other clients can do without.
-_PLAIN_OPTIONS = {
-    "allow_http",
-    "connect_timeout",
-    "http1_only",
-    "http2_only",
-    "pool_idle_timeout",
-    "pool_max_idle_per_host",
-    "read_timeout",
-    "timeout",
-}
 _TIMEOUTS = ("connect_timeout", "pool_idle_timeout", "read_timeout", "timeout")
+# Options of clients that other clients can do without.
+_PLAIN_OPTIONS = {*_TIMEOUTS, "allow_http", "http1_only", "http2_only", "pool_max_idle_per_host"}
 _DURATIONS = ("retry_timeout", "init_backoff", "max_backoff", *_TIMEOUTS)
 _ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT")
 
@@ -148,16 +139,6 @@ class _Clients:
         self.is_forked = is_forked  # from a process that has used obstore
         self.made: dict[tuple[str, str], Client] = {}
 
-    def of(self, root: str, options: Mapping[str, Any], is_shared: bool) -> Client:
-        key = root, repr(sorted(options.items()))
-        with self.lock:
-            if self.library is None:
-                self.library = _copied_library() if self.is_forked else _library()
-            client = self.made.get(key) or Client(self.library, root, options)
-            if is_shared:
-                self.made[key] = client
-            return client
-
 
 _clients = _Clients()
 _of_parents: list[_Clients] = []  # kept: their destructors may wait for threads that do not exist
@@ -169,7 +150,14 @@ def client_of(root: str, options: Mapping[str, Any], *, is_shared: bool) -> Clie
 
     `ConfigError` is raised for wrong options, `MissingPackageError` without obstore.
     """
-    return _clients.of(root, options, is_shared)
+    key, ours = (root, repr(sorted(options.items()))), _clients
+    with ours.lock:
+        if ours.library is None:
+            ours.library = _copied_library() if ours.is_forked else _library()
+        client = ours.made.get(key) or Client(ours.library, root, options)
+        if is_shared:
+            ours.made[key] = client
+        return client
 
 
 def _after_fork() -> None:

@@ -194,7 +194,8 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     elif layout.dtype.kind not in "biufc" or (layout.dtype.kind == "c" and dtype.kind != "c"):
         option = "scale and offset" if field.dtype is None else "dtype"
         raise ConfigError(f"{where}: {layout.dtype} cannot be cast to {dtype}; leave {option} out")
-    shape = layout.delivered_shape
+    at = layout.sample_axis
+    shape = *layout.part_shape[:at], layout.num_samples, *layout.part_shape[at:]
     row = tuple(shape[axis] for axis in axes[1:])
     channel = _channel(field, layout, axes, where + several)
     transform = RowTransform(
