@@ -27,7 +27,7 @@ import h5py
 from h5async.config.files import FileName, SourceName, scheme_of
 from h5async.errors import BudgetError, DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.index.layout import DatasetLayout
-from h5async.io.hdf5files import HDF5File, set_metadata_cache
+from h5async.io.hdf5files import HDF5File
 from h5async.io.obstoreclient import WEB
 from h5async.io.source import FileStamp, IoMode
 from h5async.io.stores import LOCAL, absolute_name, open_hdf5, settled_stamp, store_of
@@ -412,8 +412,11 @@ def open_index(path: FileName) -> HDF5File:
 @contextlib.contextmanager
 def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
     """Let HDF5 cache `nbytes` of a file's metadata until the context ends."""
-    before = file.id.get_mdc_config()
-    set_metadata_cache(file.id, nbytes)
+    before, cache = file.id.get_mdc_config(), file.id.get_mdc_config()
+    cache.set_initial_size = True
+    cache.initial_size = cache.max_size = nbytes
+    cache.min_size = min(cache.min_size, nbytes)
+    file.id.set_mdc_config(cache)
     try:
         yield
     finally:  # the caller may have the file open too, and share its settings

@@ -8,13 +8,12 @@ a reader may keep open.
 from __future__ import annotations
 
 import errno
-import functools
 import os
 from collections import OrderedDict
 from collections.abc import Callable
 from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import h5py
 
@@ -92,51 +91,6 @@ class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
         give_back, self.give_back = self.give_back, None
         if give_back is not None:
             give_back()
-
-
-def open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HDF5File:
-    """Open a local file for reading, however this process, or a writer, has it open."""
-    if in_use:  # nor is it locked: its writer may be about to open it again
-        properties = properties.copy()
-        properties.set_file_locking(False, True)
-    try:
-        # `h5py.File` would make new property lists for each file.
-        return HDF5File.of(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
-    except OSError as error:
-        # The caller has it open in another way, and HDF5 requires equal settings; or a writer
-        # permits readers (SWMR).
-        others: list[dict[str, Any]] = []
-        if "file locking" in str(error):
-            others = [{"locking": None}, {"locking": True}] if in_use else [{"locking": False}]
-        elif "already open for write" in str(error):
-            others = [{"swmr": True}]
-        for other in others:
-            with suppressing(OSError):
-                return HDF5File(name, "r", **other)
-        raise
-
-
-@functools.cache
-def access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
-    """Return the default access properties or, to read metadata, those without a chunk cache.
-
-    HDF5 would allocate that cache whenever a dataset is opened.
-    """
-    properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    if metadata_nbytes is not None:
-        unused, _slots, _nbytes, preemption = properties.get_cache()
-        properties.set_cache(unused, 0, 0, preemption)
-        set_metadata_cache(properties, metadata_nbytes)
-    return properties
-
-
-def set_metadata_cache(target: h5py.h5p.PropFAID | h5py.h5f.FileID, nbytes: int) -> None:
-    """Let HDF5 cache `nbytes` of metadata: of a file that is open, or is opened so."""
-    cache = target.get_mdc_config()
-    cache.set_initial_size = True
-    cache.initial_size = cache.max_size = nbytes
-    cache.min_size = min(cache.min_size, nbytes)
-    target.set_mdc_config(cache)
 
 
 # --- why HDF5 does not open a file ----------------------------------------------------------------

@@ -9,6 +9,7 @@ others know of a source is its name and its stamps.
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import re
@@ -33,13 +34,7 @@ from h5async.config.files import (
     scheme_of,
 )
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
-from h5async.io.hdf5files import (
-    HDF5File,
-    access_properties,
-    directory_reason,
-    open_local,
-    reason_unopened,
-)
+from h5async.io.hdf5files import HDF5File, directory_reason, reason_unopened
 from h5async.io.metadatafile import MetadataFile, take
 from h5async.io.source import FileStamp, SideBySide, Source, changed, open_regular, settled
 from h5async.system.interruptions import suppressing
@@ -85,7 +80,7 @@ class Store(ABC):
             raise failed_read(text, error, name) from error
         source = content.source
         try:
-            properties = access_properties(metadata_nbytes).copy()
+            properties = _access_properties(metadata_nbytes).copy()
             properties.set_fileobj_driver(h5py.h5fd.fileobj_driver, content)
             try:
                 file = HDF5File.of(
@@ -202,7 +197,7 @@ class LocalStore(Store):
                     if stat.S_ISDIR(mode):
                         reason = directory_reason(Path(name))
                     raise DamagedError(f"cannot open {name}: {reason}", filename=name)
-            file = open_local(name, access_properties(metadata_nbytes), in_use=in_use)
+            file = _open_local(name, _access_properties(metadata_nbytes), in_use=in_use)
         except H5AsyncError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
@@ -212,17 +207,56 @@ class LocalStore(Store):
         return file
 
 
+def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HDF5File:
+    if in_use:  # nor is it locked: its writer may be about to open it again
+        properties = properties.copy()
+        properties.set_file_locking(False, True)
+    try:
+        # `h5py.File` would make new property lists for each file.
+        return HDF5File.of(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
+    except OSError as error:
+        # The caller has it open in another way, and HDF5 requires equal settings; or a writer
+        # permits readers (SWMR).
+        others: list[dict[str, Any]] = []
+        if "file locking" in str(error):
+            others = [{"locking": None}, {"locking": True}] if in_use else [{"locking": False}]
+        elif "already open for write" in str(error):
+            others = [{"swmr": True}]
+        for other in others:
+            with suppressing(OSError):
+                return HDF5File(name, "r", **other)
+        raise
+
+
 def open_apart(name: str) -> HDF5File:
     """Open a local file for reading, as another one to HDF5 than one that is opened otherwise.
 
     It is not locked, and shares nothing with others of that name.
     """
-    properties = access_properties(None).copy()
+    properties = _access_properties(None).copy()
     properties.set_fapl_log(b"", 0, 0)
     properties.set_file_locking(False, True)
     file = HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
     file.source = LocalSource(file.id.get_vfd_handle())
     return file
+
+
+@functools.cache
+def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
+    """Return the default access properties or, to read metadata, those without a chunk cache.
+
+    HDF5 would allocate that cache whenever a dataset is opened.
+    """
+    properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    if metadata_nbytes is not None:
+        unused, _slots, _nbytes, preemption = properties.get_cache()
+        properties.set_cache(unused, 0, 0, preemption)
+        cache = properties.get_mdc_config()
+        cache.set_initial_size = True
+        cache.initial_size = cache.max_size = metadata_nbytes
+        cache.min_size = min(cache.min_size, metadata_nbytes)
+        properties.set_mdc_config(cache)
+    return properties
 
 
 # --- file objects ---------------------------------------------------------------------------------
