@@ -306,8 +306,8 @@ def swaps(source: DatasetLayout, whole: DatasetLayout) -> int | None:
 
 def can_take_member(layout: DatasetLayout, piece: Piece, whole: DatasetLayout) -> bool:
     """Return whether the core can take a member of a dataset's compound type."""
-    fields = layout.dtype.fields
-    if piece.region is not None or fields is None or piece.member not in fields:
+    fields: Any = layout.dtype.fields or {}
+    if piece.region is not None or piece.member is None or piece.member not in fields:
         return False
     member = fields[piece.member][0]
     return (

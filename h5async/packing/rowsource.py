@@ -170,9 +170,7 @@ class RowSource:
             yield from found
             return
         for one, old in zip(blocks, found, strict=True):
-            yield self._mapped(
-                selection, one, old, dtype or describe(self.first.encoded_type).dtype
-            )
+            yield self._mapped(selection, one, old, dtype or self.first.dtype)
 
     def _mapped(
         self, selection: Selection, block: Block, old: NDArray[Any], dtype: np.dtype[Any]
