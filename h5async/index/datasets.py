@@ -289,9 +289,7 @@ class Indexer:
                 return layout.changed(values=values.view(layout.raw_dtype))
             require_fill(dataset, layout.stored_itemsize, where)
             layout = with_checked_filters(layout, dataset, where)
-            is_needed = not element.is_numpys or (element.text and self._depth)
-            can_convert = element.conversion and not member and load_core() is not None
-            converts = bool(is_needed and can_convert)  # as chunks are decoded
+            converts = self._converts(element, member)
             if converts and undecodable(layout.filters):
                 raise NotDirectError("a stored type to convert, and filters that are not decoded")
             self._require_direct(layout, dataset, element, converts)
@@ -308,6 +306,12 @@ class Indexer:
             require_filters_of_hdf5(layout, dataset, where)
             nbytes = self._stored_nbytes(layout, dataset, where)
             return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())
+
+    def _converts(self, element: StoredType, member: tuple[str, ...]) -> bool:
+        """Tell whether stored bytes are converted as a chunk is decoded."""
+        is_needed = not element.is_numpys or (element.text and self._depth)
+        can = element.conversion and not member and load_core() is not None
+        return bool(is_needed and can)
 
     def _require_direct(
         self, layout: DatasetLayout, dataset: Opened, element: StoredType, converts: bool = False
