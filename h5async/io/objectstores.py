@@ -11,6 +11,7 @@ import math
 import re
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,7 +72,7 @@ class RemoteSource(Source):
         self._name = name
         self._key = place.key
         self._client, self._use = place.client, use
-        self._meta = meta
+        self.meta = meta
         self._beginning = memoryview(beginning)
         self._waiting = SideBySide()
         tag = meta["e_tag"] or meta["version"]
@@ -96,7 +97,7 @@ class RemoteSource(Source):
         """Return its URL, signed if need be; None without an ETag, too."""
         found, made = self._address
         if time.monotonic() - made > SIGNED_SECONDS / 2:
-            url, tag, found = self._client.url(self._key), self._meta["e_tag"], None
+            url, tag, found = self._client.url(self._key), self.meta["e_tag"], None
             if url is not None and tag and len(tag) < _MOST_TAG:
                 headers = ["User-Agent: h5async"]
                 headers += [f"If-Match: {value}" for value in self._condition.values()]
@@ -141,7 +142,7 @@ class RemoteSource(Source):
         except Exception as error:
             reason = failure(error, self._name).strerror
             raise ReadError(f"{self._name} cannot be read: {reason}") from error
-        known, told = self._meta, answer.meta
+        known, told = self.meta, answer.meta
         tag = known["e_tag"]
         if told["size"] == known["size"] and tag and told["e_tag"] in (None, "", f"W/{tag}"):
             return found, "answers of its server lack the ETag that says whether it was replaced"
@@ -155,7 +156,10 @@ class RemoteStore(Store):
     """Object stores and the web."""
 
     def open(self, name: str, *, is_patient: bool = False) -> Source:
-        """Open an object, in one request; for rows (`is_patient`) its beginning is not wanted."""
+        """Open an object, in one request; for rows (`is_patient`) its beginning is not wanted.
+
+        None is made for rows of what is open: it is then in the state that it was opened in.
+        """
         use, nbytes = ("reading", 1) if is_patient else ("indexing", _BEGINNING_NBYTES)
         return keeping(name, self._opened(name, use, nbytes))
 
@@ -172,13 +176,19 @@ class RemoteStore(Store):
                 f" {name.removesuffix('/')}/*.h5"
             )
         client = place.client
+        known = _latest.get((client, place.key)) if use == "reading" else None
+        if known is not None:
+            return RemoteSource(name, place, use, known.meta, b"")
         try:
             begun = SideBySide().call([partial(_begin, client, place.key, nbytes)])[0]
-            return RemoteSource(name, place, use, *begun)
+            found = RemoteSource(name, place, use, *begun)
         except (H5AsyncError, KeyboardInterrupt):
             raise
         except Exception as error:
             raise failure(error, name) from error
+        if use != "reading":
+            _latest[client, place.key] = found
+        return found
 
     def matching(self, name: SourceName) -> list[str] | None:
         """Return the sources that match a glob, sorted; None if the name is no glob."""
@@ -239,6 +249,10 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
+# Those that were opened last to read metadata, while they are open: by client and key.
+_latest: weakref.WeakValueDictionary[tuple[Client, str], RemoteSource] = (
+    weakref.WeakValueDictionary()
+)
 _STORE = RemoteStore()
 for _scheme in SCHEMES:
     register(_scheme, _STORE)
