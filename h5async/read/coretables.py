@@ -375,16 +375,15 @@ class Scratch:
             self._worker.record(trace)
 
     @contextmanager
-    def timed(self, counter: str) -> Iterator[None]:
-        """Add the time that a block takes to a counter of `counts`, and note it."""
+    def reading(self) -> Iterator[None]:
+        """Count the time that a block reads, and note it."""
         begin = perf_counter_ns()
         try:
             yield
         finally:
-            spent = getattr(self.counts, counter) + perf_counter_ns() - begin
-            setattr(self.counts, counter, spent)
+            self.counts.read_ns += perf_counter_ns() - begin
             if self.timeline is not None:
-                self.timeline.add(counter.removesuffix("_ns"), begin)
+                self.timeline.add("read", begin)
 
     def total(self) -> ThreadCounts:
         """Return what was done in Python and by the compiled core."""

@@ -115,7 +115,7 @@ class FallbackReader:
         names file, dataset and samples. If it is known which of the samples are damaged, its
         `place` says it: int64, counted among them.
         """
-        with scratch.timed("read_ns"), self._lock:
+        with scratch.reading(), self._lock:
             scratch.require_open()  # it may have waited for others
             for _ in range(_TRIES):
                 try:
