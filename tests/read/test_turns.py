@@ -259,6 +259,7 @@ def while_a_thread_plans(reader: AsyncReader) -> Iterator[tuple[Any, list[Any]]]
     reader.fetch_data()
     (planned,) = (slot for slot in turns.slots().values() if slot != held)
     jobs[planned].state = IN_PLAN
+    jobs[planned].begun_ns = 1 << 62  # so that it has just begun
     reader.fetch_data()
     found: list[Any] = []
     consumer = threading.Thread(target=lambda: found.append(reader.get_next_batch()))
