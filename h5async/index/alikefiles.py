@@ -21,14 +21,15 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.chunktable import ChunkTable, grid_of
 from h5async.index.hdf5 import Opened
 from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.tables import ChunkTable, grid_of
 from h5async.index.variablelength import DATASPACE, LAYOUT, message_of
+from h5async.io.hdf5files import HDF5File
 from h5async.io.metadatafile import MetadataFile
 from h5async.io.references import SIGNATURE
 from h5async.io.source import FileStamp, Source, open_regular, settled
-from h5async.io.stores import HDF5File, LocalSource, absolute_name, open_over
+from h5async.io.stores import LocalSource, absolute_name, open_over
 from h5async.system.interruptions import suppressing
 
 _Key = tuple[Any, ...]
@@ -233,7 +234,7 @@ class _Node(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _corners(grid: tuple[int, ...], extents: tuple[int, ...]) -> bytes:
-    """Return the corners of the chunks of a grid as a node lists them: with a byte of an element."""
+    """Return the corners of a grid of chunks as a node lists them, with a byte of an element."""
     corners = np.indices((*grid, 1), "<u8").reshape(len(grid) + 1, -1).T
     return bytes((corners * np.array([*extents, 1], "<u8")).astype("<u8"))
 
