@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import h5py
 
 from h5async.config.files import FileName, SourceName, scheme_of
 from h5async.errors import BudgetError, DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.index.alikefiles import Alike
 from h5async.index.layout import DatasetLayout
 from h5async.io.hdf5files import HDF5File
 from h5async.io.obstoreclient import WEB
@@ -147,7 +148,7 @@ class Reach:
     `roots` are directories (or files) that may be read, wherever the file lies. Missing sources of
     a virtual dataset are an error, unless `missing_is_fill`. `room` limits the memory for declared
     sizes; `consulted` records which files were used; `named` adds the options of clients to names;
-    `alike` keeps datasets that others are like, also in other files; None: in one file only.
+    `alike` keeps what others are like, also in other files; None: datasets of one file only.
     """
 
     roots: tuple[FileName, ...] = ()
@@ -156,7 +157,7 @@ class Reach:
     room: Room = field(default_factory=Room, compare=False, repr=False)
     consulted: Consulted = field(default=_NotRecorded(), compare=False, repr=False)
     named: Callable[[str], SourceName] = field(default=_NAMED, compare=False, repr=False)
-    alike: dict[Any, Any] | None = field(default=None, compare=False, repr=False)
+    alike: Alike | None = field(default=None, compare=False, repr=False)
 
     def find(self, name: str, holder: str, variable: str, where: str) -> FileName | None:
         """Return the file that `holder` refers to as `name`, or None if there is none.
