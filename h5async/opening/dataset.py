@@ -81,7 +81,6 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
 
 def _open_good(config: ReaderConfig) -> OpenedDataset:
-    """Open the files that can be read."""
     files, failed = config.files, dict[FileName, Exception]()
     for file in files:  # the first good one says what the fields are
         try:

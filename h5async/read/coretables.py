@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config.files import Kept
-from h5async.core.binding import IO_MODES, MAX_RANK, Core, CoreTrace, CoreWorker, address
+from h5async.core.binding import IO_MODES, Core, CoreTrace, CoreWorker, address
 from h5async.errors import ReaderClosedError
 from h5async.index.datasettable import kinds_of
 from h5async.index.extents import Keeps, TableBuilder, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape
-from h5async.io.keptfiles import affordable_maps
+from h5async.io.hdf5files import affordable_maps
 from h5async.io.source import FileStamp, IoMode, may_map
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.crops import draws_of
@@ -82,7 +82,7 @@ class CoreTables:
         self._keep: list[Any] = []  # what structures point to
         self._num_places = 0  # of all fields before: numbers that say where a part of a row begins
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are shared
-        builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
+        builder = TableBuilder(lambda filters: core.filters(filters) is not None)
         self.of_fields = [
             builder.build(layout, nbytes)
             for layout, nbytes in zip(layouts, kept_nbytes, strict=True)

@@ -32,7 +32,7 @@ from h5async.config.values import MAX_WORLD_SIZE
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import ConfigError, ReadError
 from h5async.index.changes import fingerprint
-from h5async.index.units import unit_nbytes
+from h5async.index.datasettable import unit_nbytes
 from h5async.opening.dataset import Samplings, digest
 from h5async.order.sampling import Course, FillRequest, Rank, Sampling, Schedule
 from h5async.spelling import named
