@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import BatchExpiredError, DatasetError, taking_memory
-from h5async.html import counted, table
 from h5async.samples.ragged import preview
-from h5async.spelling import named
+from h5async.spelling import counted, named, table
 
 if TYPE_CHECKING:
     from h5async.deliver.device import Device

@@ -23,7 +23,7 @@ from h5async.reader.readersetup import ReaderSetup
 from h5async.spelling import named
 
 if TYPE_CHECKING:
-    from h5async.process.posted import PostedBatches
+    from h5async.process.helper import PostedBatches
 
 
 class Batches:
