@@ -103,7 +103,7 @@ def _quoted(value: object) -> str:
     return repr(value)
 
 
-# --- amounts ----------------------------------------------------------------------------------------
+# --- amounts --------------------------------------------------------------------------------------
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:
@@ -126,7 +126,7 @@ def _in_unit(amount: float, units: Sequence[tuple[str, float]]) -> str:
     return f"{amount / size:.3g} {unit}"
 
 
-# --- tables for notebooks ---------------------------------------------------------------------------
+# --- tables for notebooks -------------------------------------------------------------------------
 
 # Colours follow the page, dark or light. Nothing is loaded or run, and all text is escaped.
 _BOX = "max-width:100%;overflow-x:auto"

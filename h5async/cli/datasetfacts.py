@@ -429,7 +429,7 @@ def _begins(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return is_same and _begins(names[1:], pattern[1:])
 
 
-# --- requests to an object store -------------------------------------------------------------------
+# --- requests to an object store ------------------------------------------------------------------
 
 
 def far_cost(layout: DatasetLayout) -> FarCost | None:
@@ -448,9 +448,9 @@ def far_cost(layout: DatasetLayout) -> FarCost | None:
         (lambda start, stop: permute(np.arange(start, stop), count, 0, 0), False),
         (partial(window.samples, 0), True),
     ]
-    found = [_requests(ranges_of, order, count, batch, keeps=keeps) for order, keeps in orders]
+    a, b, c = (_requests(ranges_of, order, count, batch, keeps=keeps) for order, keeps in orders)
     reads = "chunks" if layout.filters and layout.chunks is not None else "rows"
-    return FarCost(*found, batch, reads)
+    return FarCost(a, b, c, batch, reads)
 
 
 def _requests(

@@ -182,7 +182,11 @@ class Submissions(QueuedBatches):
             return _Submission(request, _NO_NUMBERS, error=failure)
 
     def _numbers(self, request: FillRequest) -> _Numbers:
-        sampling, epoch, draw = self.sampling(request), request.epoch, self._reader.draw(request.epoch)
+        sampling, epoch, draw = (
+            self.sampling(request),
+            request.epoch,
+            self._reader.draw(request.epoch),
+        )
         if request.samples is not None:
             return 0, request.samples.size, None, request.samples, draw
         begin, end = sampling.dealt_at(epoch, request.start)

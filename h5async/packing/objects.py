@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.packing.rawvalues import (
+    RawValues,
     References,
     Twin,
     call_hdf5,
@@ -170,8 +171,9 @@ class ObjectCopy:
         return References(self.source, self._target, self.twins)
 
     def make(self) -> list[bytes]:
-        """Make all; return the paths of datasets whose values are missing, of which none is scalar."""
-        missing, scalars, parent, group = [], [], b"", h5g.open(self._target, b"/")
+        """Make all; return the paths of datasets whose values are missing; none is a scalar."""
+        parent, group = b"", h5g.open(self._target, b"/")
+        missing, scalars = list[Entry](), list[Entry]()
         paths: dict[int, bytes] = {h5o.get_info(h5g.open(self.source, b"/")).addr: b"/"}
         for entry in self.entries():
             if entry.parent != parent:
@@ -331,8 +333,8 @@ class ObjectCopy:
             if entry.is_first and isinstance(entry.node, h5d.DatasetID):
                 if self._change(entry.path, entry.node) is None:
                     yield from self._differing_scalars(entry, twin.node)
-        roots = [h5o.open(file, b"/") for file in (self.source, self._target)]
-        yield from self._differing_attributes(*roots, "the root group")
+        one, other = (h5o.open(file, b"/") for file in (self.source, self._target))
+        yield from self._differing_attributes(one, other, "the root group")
 
     def _told(self, entry: Entry, *, is_twin: bool = False) -> tuple[Any, ...]:
         """Return what a link says in the target."""

@@ -414,7 +414,7 @@ def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
     return Estimate(source.count, round(nbytes * share), seconds * share, probed, columns)
 
 
-# --- kinds of sources -------------------------------------------------------------------------------
+# --- kinds of sources -----------------------------------------------------------------------------
 
 
 def open_source(sources: Any, options: PackOptions) -> Source:
@@ -464,7 +464,9 @@ def _in_folders(paths: Sequence[Path], options: PackOptions) -> Source:
         return HuggingFaceSource(saved_dataset(folder), options.fill)
     with reading_file(folder):
         for kind, suffixes in folders.SUFFIXES.items():
-            walked = itertools.chain.from_iterable(os.walk(path, followlinks=True) for path in paths)
+            walked = itertools.chain.from_iterable(
+                os.walk(path, followlinks=True) for path in paths
+            )
             if any(name.lower().endswith(suffixes) for _, _, names in walked for name in names):
                 return FolderSource(paths, kind)
         files = [file for path in paths for file in sorted(path.rglob("*"))]

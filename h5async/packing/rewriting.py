@@ -319,8 +319,8 @@ class Transfer:
         rewrite = self._rewrite
         for kind, several in itertools.groupby(pieces, type):
             move: Any = self._by_hdf5 if rewrite.is_by_hdf5 else self._cut
-            move = self._encode if rewrite.encoding else move
-            yield from (self._copy if kind is Run else move)(list(several))
+            move = self._copy if kind is Run else self._encode if rewrite.encoding else move
+            yield from move([*several])
 
     def _copy(self, runs: Sequence[Run]) -> Iterator[Run]:
         """Copy stored chunks."""

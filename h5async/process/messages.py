@@ -7,9 +7,9 @@ one `Answer` in any order, and notes without an answer (`NoteUploaded`, `Record`
 Arrays stay in shared memory, where the reader makes the slots (`ReaderSlots`). A field of a batch
 is one array or several (`samples/samplearrays.py`). An array outside the slot, such as a result of
 `postprocess` or the offsets of ragged samples, is copied into shared memory beside the slots. Each
-slot, field and part has one such block, its *room*, replaced by one of twice the needed size when it
-is too small. Whichever helper fills a slot is told its rooms, so their number does not depend on the
-number of helpers.
+slot, field and part has one such block, its *room*, replaced by one of twice the needed size when
+it is too small. Whichever helper fills a slot is told its rooms, so their number does not depend on
+the number of helpers.
 """
 
 from __future__ import annotations
