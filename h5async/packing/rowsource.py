@@ -214,7 +214,7 @@ class RowSource:
     ) -> Iterator[NDArray[Any]]:
         """Yield blocks from readers: one for each run of them that covers the same columns."""
         axis, shape = self.axis, self.first.extents
-        most = blocks[-1].stop if selection.is_range else _MOST_NUMBERS
+        most = blocks[-1].stop if selection.is_range and blocks else _MOST_NUMBERS
         for _, run in itertools.groupby(blocks, lambda one: (one.corner, one.begin // most)):
             several = list(run)
             first = several[0]
