@@ -20,8 +20,7 @@ from h5async.index.metadata import read_layouts
 from h5async.index.shapes import Kind
 from h5async.io.source import FileStamp
 from h5async.read.collection import Collection, _array
-from h5async.read.coretables import CoreTables
-from h5async.read.scratch import Scratch, ScratchSize
+from h5async.read.coretables import CoreTables, Scratch, ScratchSize
 
 GUARD_NBYTES, CANARY, FRESH = 64, 0xC3, 0x5A
 

@@ -35,9 +35,9 @@ from h5async.index.links import MEMORY_SHARE, Room, files_of
 from h5async.index.units import most_units
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
+from h5async.read.coretables import ScratchSize, scratch_size
 from h5async.read.executors import method_of
 from h5async.read.h5pyrows import needs_scratch, scratch_rows, span_nbytes
-from h5async.read.scratch import ScratchSize, scratch_size
 from h5async.spelling import named
 from h5async.system.resources import free_memory, local_ranks
 

@@ -144,7 +144,6 @@ class WindowOrder(Order):
         return np.frombuffer(found, np.uint64)
 
     def _subtract_missing(self, size: Int64s, shorter: Int64s, missing: Int64s) -> None:
-        """Subtract the samples that shorter units lack from the sizes of rounds."""
         groups = np.cumsum(missing) // _MISSING_SAMPLES
         edges = np.flatnonzero(np.diff(groups, prepend=-1, append=-1))
         for first, last in itertools.pairwise(edges):
@@ -258,7 +257,6 @@ class DealtOrder(Order):
         return self._piece_of(rank, epoch).run(epoch, begin, begin + stop - start)
 
     def _piece_of(self, rank: int, number: int) -> Order:
-        """Return the order of a rank in a pass."""
         first, behind = (at * self._num_samples for at in (number, number + 1))
         return self._piece(
             *(self._below(r, behind) - self._below(r, first) for r in (rank, rank + 1))

@@ -36,9 +36,8 @@ from h5async.order.sampling import NO_SAMPLES, FillRequest, Sampling
 from h5async.process.child import check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opened, ReaderSlots, Starting
 from h5async.process.supervisor import Supervisor
-from h5async.read.queue import END, TICKET, BatchQueue, SlotBatch
-from h5async.read.scratch import Scratch
-from h5async.read.turns import Numbers, Turns
+from h5async.read.coretables import Scratch
+from h5async.read.queue import END, TICKET, BatchQueue, Numbers, SlotBatch, Turns
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import Timeline
@@ -260,7 +259,7 @@ class HelperFiller(Workers):
 class PostedBatches(QueuedBatches):
     """Batches that helpers fill, and the consumer takes in one call of the core.
 
-    The consumer, or the core in its place (`read/turns.py`), puts batches into a queue of the core,
+    The consumer, or the core in its place (`read/queue.py`), puts batches into a queue of the core,
     and the thread that sends requests takes them from there. An answer makes its batch ready there,
     unless it is an error or has something to tell: that goes through the ring. Each of the slots
     has room for `rows` samples.

@@ -29,11 +29,10 @@ from h5async.order.rows import SpanRows, StepRows
 from h5async.plan.records import SamplesPlan
 from h5async.plan.transform import NativeTransform
 from h5async.read.collection import Collection
-from h5async.read.coretables import CoreTables
+from h5async.read.coretables import CoreTables, Scratch, ScratchSize
 from h5async.read.fallback import FallbackReader
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import SlotBatch
-from h5async.read.scratch import Scratch, ScratchSize
 
 _BLOCK_SAMPLES = 1 << 18
 Method = Literal["core", "h5py", "memory"]
@@ -109,11 +108,7 @@ class Executors:
         transforms: Sequence[NativeTransform | None],
         steps: Sequence[StepRows | SpanRows | None] = (),
     ) -> Collection | None:
-        """Return what reads the rows of all fields by the core; None if there is no core.
-
-        `transforms` has, by field, the transform done while reading, if any; `steps` the rows of
-        each sample, or None for its own.
-        """
+        """Return what reads rows of all fields by the core, if there is one; see `CoreTables`."""
         if self.core is None:
             return None
         tables = CoreTables(

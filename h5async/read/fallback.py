@@ -25,7 +25,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.chunklengths import decoded_nbytes, unchecked
+from h5async.codec.encoders import decoded_nbytes, unchecked
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import Core, address
 from h5async.errors import (
@@ -48,8 +48,9 @@ from h5async.io.keptfiles import KeptFiles
 from h5async.io.source import FileStamp, changed, lies_at, replaced
 from h5async.io.stores import HDF5File, open_hdf5, store_of
 from h5async.plan.records import Int64s
+from h5async.read.coretables import Scratch, encoded_room
+from h5async.read.farsources import Bytes
 from h5async.read.rereading import DAMAGED, decoding_error
-from h5async.read.scratch import Bytes, Scratch, encoded_room
 from h5async.spelling import name_bytes
 from h5async.system.interruptions import interruption, suppressing
 
@@ -230,7 +231,6 @@ class FallbackReader:
         self._file(layout)
 
     def _changed_paths(self, layout: DatasetLayout) -> list[tuple[str, FileStamp, FileStamp]]:
-        """Return changed files: their paths, former and present stamps."""
         files = dict(layout.attached or [(y.file, y.stamp) for y in layout.origins()])
         files[layout.file] = layout.stamp
         found = []
@@ -268,7 +268,6 @@ def _opened(layout: DatasetLayout) -> HDF5File:
 
 
 def _variables() -> list[str | None]:
-    """Return the environment variables by which HDF5 finds other files, besides names in files."""
     return [os.environ.get(name) for name in _VARIABLES]
 
 

@@ -21,8 +21,7 @@ from h5async.index.changes import fingerprint
 from h5async.index.units import unit_nbytes
 from h5async.opening.dataset import Samplings, digest
 from h5async.order.ranks import Rank, Source, find_source, may_change
-from h5async.order.sampling import FillRequest, Sampling
-from h5async.order.schedule import Course, Schedule
+from h5async.order.sampling import Course, FillRequest, Sampling, Schedule
 
 _log = logging.getLogger("h5async")
 
@@ -282,5 +281,4 @@ class ReaderPosition:
 
 
 def _is(found: object, expected: object) -> bool:
-    """Compare values of a state: True and 1.0 are not 1."""
     return type(found) is type(expected) and found == expected
