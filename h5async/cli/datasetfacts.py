@@ -23,7 +23,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, components, open_index
 from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
-from h5async.index.segments import Int64s, repetitions
+from h5async.index.tables import Int64s, repetitions
 from h5async.io.stores import far_names
 from h5async.observe.chunkuse import read_cost
 from h5async.observe.stats import MOST_RATE
@@ -377,10 +377,10 @@ def _group(name: str, path: FileName, reach: Reach) -> Dataset | None:
     return None
 
 
-def listed_in_index(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
+def listed_in_index(index: NamedIndex, patterns: Sequence[str]) -> Iterator[Dataset]:
     """Yield the datasets of the files of a saved index that `patterns` mean."""
     for number, file in enumerate(index.paths):
-        layouts = index.find(number, index.datasets(number), reach)
+        layouts = index.find(number, index.datasets(number))
         for wanted in index.datasets(number):
             if wanted in layouts and is_meant(wanted.path, patterns):
                 yield from _known(wanted, layouts, file)

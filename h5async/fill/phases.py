@@ -25,7 +25,8 @@ from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.resident import HostCache, Residency
-from h5async.order.sampling import NO_SAMPLES, FillRequest
+from h5async.order.sampling import FillRequest
+from h5async.order.selection import NO_SAMPLES
 from h5async.plan.records import GatherPlan, PlanSlice, cut
 from h5async.read.collection import MOST_ROUNDS
 from h5async.read.farsources import Held

@@ -425,7 +425,7 @@ class BatchReader:
         elif isinstance(plan, GatherPlan):
             assert self._cache is not None
             self._work_on(field, scratch, "memory")
-            with scratch.timed("read_ns"):
+            with scratch.reading():
                 self._cache.columns[field].gather(plan, start, stop, memory.raw[field])
         elif isinstance(plan, Ranges):
             assert self._collection is not None

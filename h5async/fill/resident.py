@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.errors import DamagedError, Skipped
-from h5async.index.segments import Segments
+from h5async.index.tables import Segments
 from h5async.order.rows import SpanRows, StepRows
-from h5async.order.sampling import NO_SAMPLES
-from h5async.order.selection import Selection
+from h5async.order.selection import NO_SAMPLES, Selection
 from h5async.plan.records import GatherPlan, Int64s
 from h5async.read.rereading import Place
 from h5async.samples.fieldkind import Rows

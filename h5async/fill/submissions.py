@@ -22,7 +22,8 @@ from h5async.fill.outcomes import Answers, FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.opening.dataset import Samplings
-from h5async.order.sampling import NO_SAMPLES, FillRequest, Sampling
+from h5async.order.sampling import FillRequest, Sampling
+from h5async.order.selection import NO_SAMPLES
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue, Numbers, Turns
 from h5async.samples.assembly import Assembly
 from h5async.system.interruptions import interruption

@@ -26,13 +26,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address, load_core
-from h5async.index.datasettable import kinds_of
+from h5async.index.datasettable import kinds_of, sample_bounds
+from h5async.index.datasettable import unit_nbytes as unit_nbytes_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.units import sample_bounds
-from h5async.index.units import unit_nbytes as unit_nbytes_of
 from h5async.order.rows import StepRows, numbers_in
-from h5async.order.sampling import Order, Run, WeightedOrder, dealt
-from h5async.order.selection import Int64s, Selection, keyed_hash, permute, permute_each, round_keys
+from h5async.order.sampling import Order, Run, dealt
+from h5async.order.selection import (
+    Int64s,
+    Selection,
+    WeightedOrder,
+    keyed_hash,
+    permute,
+    permute_each,
+    round_keys,
+)
 from h5async.system.interruptions import call_when_gone
 
 _BLOCK_SAMPLES = 1024  # computed at a time: fewer would cost about as much

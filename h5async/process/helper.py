@@ -32,7 +32,8 @@ from h5async.fill.submissions import QueuedBatches
 from h5async.io.shared import SharedMemory
 from h5async.opening.dataset import Samplings
 from h5async.opening.limits import MemoryPlan
-from h5async.order.sampling import NO_SAMPLES, FillRequest, Sampling
+from h5async.order.sampling import FillRequest, Sampling
+from h5async.order.selection import NO_SAMPLES
 from h5async.process.child import check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opened, ReaderSlots, Starting
 from h5async.process.supervisor import Supervisor

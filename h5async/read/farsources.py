@@ -175,6 +175,9 @@ class FarSources:
             source = disk_cache(self.kept).keeping(name, LocalState(path, file.stamp))
         else:
             source = store.open(path, is_patient=True)
+            if source.stamp() != file.stamp == store.stamp(path):  # it was open in another state
+                source.close()
+                source = store.open(path, is_patient=True)
         is_it = source.stamp() == file.stamp
         source = source.over(partial(self._quicker, file.path))
         with self._lock:

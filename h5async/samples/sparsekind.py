@@ -18,7 +18,7 @@ from h5async.index.composition import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, files_of
 from h5async.index.savedindex import Wanted
-from h5async.index.segments import Int64s
+from h5async.index.tables import Int64s
 from h5async.order.rows import SpanRows
 from h5async.samples.fieldkind import (
     INDICES,
