@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, Skipped
-from h5async.fill.outcomes import Answers, FillOutcome
+from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.opening.dataset import Samplings
@@ -64,7 +64,6 @@ class QueuedBatches:
         self.drop, self.events = queue.drop, queue.events
         self.wait, self.wake = queue.wait, queue.wake
         self._latest: list[_Submission | None] = [None] * queue.num_slots
-        self.answers: Answers = [None] * queue.num_slots  # none: the consumer makes them
         self._lock = threading.RLock()
         self.request_of: Callable[[int, int], FillRequest] = _no_request
         self.turns: Turns | None = None
@@ -126,6 +125,7 @@ class Submissions(QueuedBatches):
     ) -> None:
         super().__init__(queue, reader.samplings)
         self.plan_seconds = queue.plan_seconds
+        self.index = queue.ready  # of a batch of `turns`, while it is the last one of its slot
         self._reader = reader
         self._slots = reader.slots
         self._assembly = assembly

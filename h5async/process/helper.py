@@ -16,6 +16,7 @@ import os
 import queue
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -25,7 +26,14 @@ from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.core.binding import Core, load_core
 from h5async.errors import ConfigError, ReadError
-from h5async.fill.outcomes import NO_CALLS, Calls, FillerStats, FillOutcome, Recorded
+from h5async.fill.outcomes import (
+    NO_CALLS,
+    Answers,
+    Calls,
+    FillerStats,
+    FillOutcome,
+    Recorded,
+)
 from h5async.fill.pool import Workers
 from h5async.fill.resident import Residency
 from h5async.fill.submissions import QueuedBatches
@@ -33,7 +41,7 @@ from h5async.io.shared import SharedMemory
 from h5async.opening.dataset import Samplings
 from h5async.opening.limits import MemoryPlan
 from h5async.order.sampling import FillRequest, Sampling
-from h5async.order.selection import NO_SAMPLES
+from h5async.order.selection import NO_SAMPLES, Int64s
 from h5async.process.child import check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opened, ReaderSlots, Starting
 from h5async.process.supervisor import Supervisor
@@ -270,6 +278,8 @@ class PostedBatches(QueuedBatches):
         batches = [SlotBatch(core.BatchPlan(), (core.Target * 0)(), rows, None)] * num_slots
         super().__init__(BatchQueue(core, None, batches, 1, samplings.selection), samplings)
         self.put_ticket, self.end = self._queue.put_ticket, self._queue.end
+        self.answers: Answers = [None] * num_slots  # the last ones
+        self.index = partial(_index, self.answers)  # as of `Submissions`
         # The core asks for it, and does not use it.
         self._core, self._scratch = core, Scratch.allocate(1, 1, 1)
 
@@ -328,3 +338,8 @@ class PostedBatches(QueuedBatches):
         """Release memory and functions; no thread will call it any more."""
         super().close()
         self.answers = []
+
+
+def _index(answers: Answers, slot: int, serial: int, _: int) -> Int64s | None:
+    answer = answers[slot]
+    return answer[1].index if answer is not None and answer[0] == serial else None
