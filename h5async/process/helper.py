@@ -11,12 +11,11 @@ replaces it, so no two processes ever write to the same slot.
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -174,7 +173,7 @@ class HelperFiller(Workers):
 
     def stats(self) -> FillerStats:
         """Return the statistics of all helpers so far."""
-        return functools.reduce(FillerStats.plus, [each.stats() for each in self.supervisors])
+        return reduce(FillerStats.plus, [each.stats() for each in self.supervisors])
 
     def record(self, timeline: Timeline | None) -> None:
         """Record the events of all threads, including those of helpers. None stops it."""
