@@ -41,6 +41,7 @@ _OPTIONS = (
     "allow_missing",
     "storage_options",
     "cache_dir",
+    "index_cache",
 )
 
 

@@ -57,7 +57,7 @@ from rich.table import Table
 from h5async import AsyncReader
 from h5async.codec.filters import Filter
 from h5async.core.binding import address, load_core
-from h5async.read.scratch import Scratch, encoded_room
+from h5async.read.coretables import Scratch, encoded_room
 
 OF_DECODER = 0.9
 MEMORY_BOUND = 0.25  # of memcpy's speed: a decoder above it is bound by memory, not by itself

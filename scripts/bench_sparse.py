@@ -144,11 +144,10 @@ class Loops:
                 dataset.id.chunk_iter(lambda chunk: found.append([chunk.byte_offset, chunk.size]))
         # By dataset, chunk: offset, size.
         self.chunks = np.array(found, np.int64).reshape(2, -1, 2)
-        functions, _ = find_functions()
-        self.inflate = None if self.is_raw else functions["libdeflate_zlib_decompress"]
-        self.new_state = ctypes.CFUNCTYPE(ctypes.c_void_p)(
-            functions["libdeflate_alloc_decompressor"]
-        )
+        names = ["libdeflate_zlib_decompress", "libdeflate_alloc_decompressor"]
+        functions, _ = find_functions(names)
+        self.inflate = None if self.is_raw else functions[names[0]]
+        self.new_state = ctypes.CFUNCTYPE(ctypes.c_void_p)(functions[names[1]])
 
     def _read(self, pieces: np.ndarray, places: np.ndarray | None, memory: Any) -> None:
         scratch, out, state, address = memory

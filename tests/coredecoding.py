@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from h5async.core.binding import address, load_core
+from h5async.read.coretables import encoded_room
 from h5async.read.rereading import decoding_error
-from h5async.read.scratch import encoded_room
 
 GUARD_NBYTES, CANARY = 64, 0xC3
 

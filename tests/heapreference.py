@@ -20,8 +20,7 @@ from h5async.index.variablelength import DAMAGED, Sequences, VariableLength
 from h5async.io.source import FileStamp, IoMode
 from h5async.opening.filevalues import _with_heaps
 from h5async.read.collection import Collection
-from h5async.read.coretables import CoreTables
-from h5async.read.scratch import Scratch, ScratchSize
+from h5async.read.coretables import CoreTables, Scratch, ScratchSize
 
 _NUM_INDICES = 1 << INDEX_BITS
 _COLLECTION_HEAD = _OBJECT_HEAD = 16

@@ -40,7 +40,8 @@ from h5async.codec.filters import (
     Filter,
     find_plugin,
 )
-from h5async.read.scratch import Bytes, Scratch, encoded_room
+from h5async.read.coretables import Scratch, encoded_room
+from h5async.read.farsources import Bytes
 
 Decode = Callable[[Bytes, Bytes, Bytes], Bytes]
 

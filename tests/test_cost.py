@@ -19,7 +19,6 @@ NEEDED_LATER = (
     "h5async.deliver.cuda",
     "h5async.deliver.devicedecode",
     "h5async.deliver.gpu",
-    "h5async.deliver.kernels",
     "h5async.order.window",
     "h5async.process",
 )

@@ -18,7 +18,7 @@ from h5async import AsyncReader, Field, ReadError, ReaderStats
 from h5async.codec.filters import Filter
 from h5async.core.binding import can_decode, load_core
 from h5async.observe.readercounts import Waits, WaitTotals
-from h5async.read.scratch import Scratch
+from h5async.read.coretables import Scratch
 from h5async.system.timeline import STAGES, StageTimes, ThreadCounts
 
 BY_US = "core" if load_core() else "h5py"
@@ -44,15 +44,15 @@ def test_counts_of_threads_are_summed_up() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_block_is_timed_even_if_it_fails(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     clock = iter([100, 107, 1000, 1003])
-    monkeypatch.setattr("h5async.read.scratch.perf_counter_ns", lambda: next(clock))
+    monkeypatch.setattr("h5async.read.coretables.perf_counter_ns", lambda: next(clock))
     scratch = Scratch.allocate(0, 0, 0)
     for _ in range(2):
         try:
-            with scratch.timed("decode_ns"):
+            with scratch.reading():
                 assert not fails
         except AssertionError:
             assert fails
-    assert scratch.counts == ThreadCounts(decode_ns=10)
+    assert scratch.counts == ThreadCounts(read_ns=10)
 
 
 def test_times_of_stages_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,11 @@ from h5async.index.layout import Crop, DatasetLayout
 from h5async.index.links import Reach
 from h5async.plan.records import SamplesPlan
 from h5async.read.collection import Collection
+from h5async.read.coretables import Scratch, ScratchSize
 from h5async.read.executors import Executors
 from h5async.read.fallback import FallbackReader, WantedRows
 from h5async.read.farsources import FarSources
 from h5async.read.queue import SlotBatch
-from h5async.read.scratch import Scratch, ScratchSize
 from h5async.system.interruptions import call_when_gone, suppressing
 
 # Of a selection that one thread reads as fast as several: of chunks to decode, and of others.

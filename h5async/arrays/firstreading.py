@@ -26,7 +26,7 @@ from h5async.index.chunks import filters_of
 from h5async.index.hdf5 import edges_are_raw, stored_nbytes
 from h5async.io.source import Source
 from h5async.io.stores import LocalSource
-from h5async.read.scratch import Scratch, encoded_room
+from h5async.read.coretables import Scratch, encoded_room
 
 # What HDF5 copies in about the time in which it opens a file, and what one thread decodes in it.
 COPIED_NBYTES, _DECODED_NBYTES, _MOST_CHUNKS = 8 << 20, 1 << 20, 32

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -19,15 +19,21 @@ import h5py
 from h5async.arrays.boxreading import Threads
 from h5async.arrays.firstreading import Known
 from h5async.config import ReaderConfig
-from h5async.config.files import FileName
+from h5async.config.files import is_index
 from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReaderClosedError
 from h5async.index.contents import what_is_there
+from h5async.index.datasets import Indexer
 from h5async.index.hdf5 import reading
-from h5async.index.links import LastGroup, Located, locate, open_index
-from h5async.io.keptfiles import affordable_files
+from h5async.index.indexcache import known_of_files
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import LastGroup, Located, Reach, locate, open_index
+from h5async.index.savedindex import NamedIndex, Wanted
+from h5async.io.hdf5files import HDF5File, affordable_files
+from h5async.io.metadatafile import Ahead
 from h5async.io.source import FileStamp, changed, settled
-from h5async.io.stores import HDF5File, open_apart
+from h5async.io.stores import open_apart, store_of
 from h5async.opening.filevalues import reach_of
+from h5async.reader import lifetime
 from h5async.system.interruptions import interruption, passing, suppressing
 from h5async.system.resources import usable_cores
 
@@ -91,16 +97,23 @@ class Handle:
         name = config.files[0]
         if isinstance(name, Path):  # opened again later, when the current directory may differ
             name = path = name.absolute()
-        self.path: FileName = name
-        self.filename, self.is_near = str(name), isinstance(name, Path)
         self.max_nbytes = config.max_batch_bytes or 0
         self.reach, self.kept, self.cache_nbytes = reach_of(config), config.kept, cache_bytes
+        self._named, self._index_cache = name, config.index_cache
+        self._indices = {name: NamedIndex(name, self.reach)} if is_index(name) else {}
+        for index in self._indices.values():
+            if len(index.paths) != 1:
+                raise ConfigError(f"open_file reads one file, {name} has {len(index.paths)}")
+            name = index.paths[0]
+        self.is_near = store_of(name).is_local
+        self.path, self.filename = name, str(name)
         self.threads = Threads(usable_cores() if num_threads is None else max(1, num_threads))
         self.arguments = path, num_threads, cache_bytes, dict(options)
         self._recent: dict[InUse, None] = {}
         self._lock = threading.RLock()
         self._stamp: FileStamp | None = None
-        self._kept: _Opened | None = None
+        self.kept_file: _Opened | None = None
+        self._ahead, self._num_forks = Ahead(), lifetime.num_forks
         self.known: Known = []
         self._is_closed = False
 
@@ -112,7 +125,9 @@ class Handle:
     def release(self) -> None:
         """Close what reading has open, until something is read again."""
         with self._lock:
-            recent, self._recent, self._kept = list(self._recent), {}, None
+            recent, self._recent, self.kept_file = list(self._recent), {}, None
+            self._ahead.close()
+            self._ahead = Ahead()
         for dataset in recent:
             dataset.close()
         self.threads.close()
@@ -131,8 +146,11 @@ class Handle:
         `ReadError` if the file is not as it was the first time, unless it `may_differ`.
         """
         self.require_open()
+        if not self.is_near:  # in turns, so that each thread has what others have fetched
+            files.enter_context(self._lock)
+            files.enter_context(self._far().used())
         with self._lock:
-            kept = self._kept_file() or self._open(files, may_differ)
+            kept = self._current_file() or self._open(files, may_differ)
             found = kept.objects.get(path)
             if found is None:
                 found = self._located(kept, path, files)
@@ -142,12 +160,32 @@ class Handle:
                         del kept.objects[next(iter(kept.objects))]
         return found
 
+    def _far(self) -> Ahead:
+        """Return what keeps what was read of far files, in this process."""
+        if self._num_forks != lifetime.num_forks:
+            self._ahead, self._num_forks = Ahead(), lifetime.num_forks
+        return self._ahead
+
+    def layout(self, path: str, located: Located, node: h5py.h5d.DatasetID) -> DatasetLayout:
+        """Return the layout of a dataset that is open: a saved one while it is valid."""
+
+        def read(_: object, names: Iterable[str], reach: Reach) -> dict[str, DatasetLayout]:
+            found = Indexer(located.file, reach).layout(located.path, node, (), 0)
+            return dict.fromkeys(names, found)
+
+        if located.file.filename == self.filename:
+            where = [self._named], {path: Wanted.at(path)}, read, self.reach
+            (found,) = known_of_files(*where, self._index_cache, self._indices)
+            if found[path].stamp == located.file.source.stamp():
+                return found[path]
+        return read(None, [path], self.reach)[path]
+
     def kept_object(self, path: str) -> tuple[Located, Any] | None:
         """Return an object that HDF5 has open, of a local file; None if it has not.
 
         Once it was read, `is_kept` tells whether that is valid.
         """
-        kept = self._kept
+        kept = self.kept_file
         return None if kept is None else kept.objects.get(path)
 
     def attributes(self, path: str) -> Attributes:
@@ -166,18 +204,18 @@ class Handle:
 
     def is_kept(self, file: HDF5File | None = None) -> bool:
         """Tell whether HDF5 has the file open, else by a `file`, and it is as it was."""
-        kept = self._kept
+        kept = self.kept_file
         file = file if kept is None else kept.file
         return file is not None and file.source.stamp() == self._stamp
 
-    def _kept_file(self) -> _Opened | None:
-        kept = self._kept
+    def _current_file(self) -> _Opened | None:
+        kept = self.kept_file
         # HDF5 writes to a file when it opens it for writing: after that, it is not as it was.
         return None if kept is None or kept.file.source.stamp() != self._stamp else kept
 
     def _open(self, files: contextlib.ExitStack, may_differ: bool) -> _Opened:
         """Open the file until `files` are closed, or for long if that does no harm."""
-        self._kept = None
+        self.kept_file = None
         file = files.enter_context(open_index(self.path))
         stamp = settled(file.source.stamp)
         if self._stamp is None:
@@ -190,8 +228,8 @@ class Handle:
                 apart = open_apart(str(self.path))
                 if apart.source.stamp() == stamp:
                     _kept_files[id(apart)] = apart
-                    self._kept = _Opened(apart, stamp, {}, {})
-                    return self._kept
+                    self.kept_file = _Opened(apart, stamp, {}, {})
+                    return self.kept_file
         return _Opened(file, stamp, {}, {})
 
     def _located(

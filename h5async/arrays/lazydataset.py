@@ -30,7 +30,6 @@ from h5async.errors import (
     ReadError,
     SelectionError,
 )
-from h5async.index.datasets import Indexer
 from h5async.index.hdf5 import reading
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, files_of
@@ -43,7 +42,7 @@ from h5async.system.interruptions import interruption, suppressing
 
 # A selection of so many bytes is always read; a larger one, if its files have a part of them.
 _LEAST_NBYTES, _TIMES_STORED = 64 << 20, 1024
-_NULL = h5py.h5s.NULL
+_NULL, _REGIONS = h5py.h5s.NULL, (h5py.RegionReference, h5py.MultiBlockSlice)
 _FACTS = frozenset(
     "maxshape fillvalue compression compression_opts shuffle fletcher32 scaleoffset filter_ids"
     " filter_names external is_virtual is_scale".split()
@@ -96,7 +95,7 @@ class Dataset:
 
     def _read_layout(self, located: Located, node: h5py.h5d.DatasetID) -> DatasetLayout | None:
         with suppressing(DatasetError):  # scalars, elements of variable length, references
-            return Indexer(located.file, self.file.reach).layout(located.path, node, (), 0)
+            return self.file.layout(self._path, located, node)
         return None
 
     @cached_property
@@ -209,7 +208,7 @@ class Dataset:
         if self._num_forks != lifetime.num_forks:
             self._reset()  # what another process has open is of no use here
         found: Any = None
-        if not self._shape or any(isinstance(part, h5py.RegionReference) for part in key):
+        if not self._shape or any(isinstance(part, _REGIONS) for part in key):
             found = self._through_h5py(key, None)
         else:
             selection = selection_of(key, self._shape)
@@ -218,9 +217,9 @@ class Dataset:
             if nbytes:
                 found = self._values(key, selection, nbytes)
             else:
-                found = np.zeros(selection.shape, self.dtype)
+                return np.zeros(selection.shape, new_dtype or self.dtype)
         if new_dtype is not None and self._shape is not None:
-            found = _converted(np.asarray(found), np.dtype(new_dtype))
+            found = _converted(np.asarray(found), self.dtype, np.dtype(new_dtype))
         is_scalar = isinstance(found, np.ndarray) and not found.shape
         return found[()] if is_scalar and (self._shape or Ellipsis not in key) else found
 
@@ -332,7 +331,7 @@ class Dataset:
             dataset = h5py.Dataset(node, readonly=True)  # so it caches facts
             if self.file.kept_object(self._path) is not None and not self.stored.is_elsewhere:
                 self.file.notes_use(self)
-                self._small_reader = _OpenReader(self.file, self._path, dataset)
+                self._small_reader = _OpenReader(self.file, dataset)
             if selection is not None:  # h5py takes some keys for others, or fails
                 return np.asarray(dataset[key_of(selection)]).reshape(selection.shape)
             try:
@@ -351,13 +350,13 @@ class Dataset:
 class _OpenReader:
     """Reads of a dataset that HDF5 has open, through h5py."""
 
-    def __init__(self, file: Handle, path: str, dataset: h5py.Dataset) -> None:
-        self._file, self._path, self._dataset = file, path, dataset
+    def __init__(self, file: Handle, dataset: h5py.Dataset) -> None:
+        self._file, self._kept, self._dataset = file, file.kept_file, dataset
 
     def read_small(self, key: tuple[Any, ...], _: np.dtype[Any]) -> Any:
         """Return what a key selects; None if it fails, or the file is not open any more."""
-        opened = self._file.kept_object(self._path)
-        if opened is None or opened[1] is not self._dataset.id:
+        file = self._file
+        if file.kept_file is not self._kept:
             return None
         try:
             found = self._dataset[key]
@@ -365,7 +364,7 @@ class _OpenReader:
             if interruption(error) is not None:
                 raise
             return None
-        return found if self._file.is_kept() else None
+        return found if file.is_kept() else None
 
 
 def _dataset_of(file: Any, name: str) -> Any:
@@ -385,22 +384,21 @@ def _with_extra(selection: Selection, extra: tuple[int, ...]) -> Selection:
     return selection._replace(box=box, mask=mask)
 
 
-def _converted(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+def _converted(values: NDArray[Any], own: np.dtype[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return values of another dtype, as HDF5 converts them; of compounds, those that it names."""
-    own = values.dtype
     if own == dtype:
         return values
-    if own.names and dtype.names:
-        found = np.empty(values.shape, dtype)
-        for name in dtype.names:
-            found[name] = _converted(values[name], dtype[name])
-        return found
+    mine, wanted = _with_members(own), _with_members(dtype)
+    if mine.names and wanted.names and (own.names or dtype.names):
+        found = np.zeros(values.shape, wanted)  # as members that are not stored are
+        for name in set(mine.names).intersection(wanted.names):
+            found[name] = _converted(values.view(mine)[name], mine[name], wanted[name])
+        return found.view(dtype)
     if dtype.kind == "S" and h5py.check_string_dtype(own) and own.hasobject:
         return values.astype(dtype)
-    rest = values.shape[values.ndim - dtype.ndim :]
-    if own.names or dtype.names or dtype.shape != rest:
+    if own.names or dtype.names or own.shape != dtype.shape:
         raise SelectionError(f"HDF5 does not convert {own} to {dtype}")
-    dtype = dtype.base
+    own, dtype = own.base, dtype.base
     room = np.empty(values.size * max(own.itemsize, dtype.itemsize), np.uint8)
     try:
         room[: values.nbytes] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
@@ -408,3 +406,9 @@ def _converted(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         return room[: values.size * dtype.itemsize].view(dtype).reshape(values.shape)
     except (OSError, TypeError) as error:  # also of objects, which have no bytes
         raise SelectionError(f"HDF5 does not convert {own} to {dtype}: {error}") from error
+
+
+def _with_members(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return what HDF5 takes a dtype for: of complex numbers, a compound."""
+    part = f"{dtype.byteorder}f{dtype.itemsize // 2}"
+    return np.dtype([("r", part), ("i", part)]) if dtype.kind == "c" else dtype

@@ -19,7 +19,7 @@ from h5async.index.contents import names_in, walk
 from h5async.index.datasets import Indexer
 from h5async.index.hdf5 import NotDirectError, reading
 from h5async.index.links import components, locate
-from h5async.io.stores import HDF5File
+from h5async.io.hdf5files import HDF5File
 from h5async.spelling import name_bytes, name_text
 from h5async.system.interruptions import passing, suppressing
 
@@ -177,18 +177,20 @@ def open_file(
     max_batch_bytes: int | None = None,
     cache: Literal["disk"] | None = None,
     cache_dir: Any = None,
+    index_cache: Any = None,
 ) -> File:
     """Open an HDF5 file, whose datasets are read by indexing, in threads and without HDF5's lock.
 
     Parameters
     ----------
     path
-        A path, a URL, or a file object.
+        A path, a URL, a file object, or a saved index of one file.
     num_threads
         The number of threads that read a large selection; None: one for each usable core.
     cache_bytes
         The memory for decoded chunks of recent selections, of each dataset.
-    io, allow_external, allow_missing, storage_options, max_batch_bytes, cache, cache_dir
+    io, allow_external, allow_missing, storage_options, max_batch_bytes, cache, cache_dir, \
+    index_cache
         As in `AsyncReader`.
 
     Examples
@@ -206,5 +208,6 @@ def open_file(
         "max_batch_bytes": max_batch_bytes,
         "cache": cache,
         "cache_dir": cache_dir,
+        "index_cache": index_cache,
     }
     return File(path, num_threads, cache_bytes, options)

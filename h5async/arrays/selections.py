@@ -155,8 +155,8 @@ def selection_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
     count = sum(part is not Ellipsis for part in parts)
     if count > len(shape):
         raise SelectionError(f"{count} indices were given for {len(shape)} dimensions")
-    if len(shape) == 1 and len(key) > 1 and any(map(_is_mask, key)):
-        raise SelectionError("a mask of the whole dataset must be given alone")
+    if len(shape) == 1 and any(map(_is_mask, parts)) and not (len(key) == 1 and _is_mask(key[0])):
+        raise SelectionError("a mask of the whole dataset must be an array, and be given alone")
     lists = [at for at, part in enumerate(parts) if isinstance(part, np.ndarray)]
     if len(lists) > 1:
         raise SelectionError("only one dimension can be selected by a list or a mask")

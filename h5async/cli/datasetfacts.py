@@ -328,10 +328,10 @@ def _group(name: str, path: FileName, reach: Reach) -> Dataset | None:
     return None
 
 
-def listed_in_index(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
+def listed_in_index(index: NamedIndex, patterns: Sequence[str]) -> Iterator[Dataset]:
     """Yield the datasets of the files of a saved index that `patterns` mean."""
     for number, file in enumerate(index.paths):
-        layouts = index.find(number, index.datasets(number), reach)
+        layouts = index.find(number, index.datasets(number))
         for wanted in index.datasets(number):
             if wanted in layouts and is_meant(wanted.path, patterns):
                 yield from _known(wanted, layouts, file)

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 
 from h5async.config import ReaderConfig
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Int64s, repetitions
+from h5async.index.tables import Int64s, repetitions
 from h5async.observe.stats import MOST_RATE
 from h5async.order.selection import permute
 from h5async.order.window import window_order

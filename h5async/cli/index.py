@@ -15,8 +15,8 @@ from h5async.config import ReaderConfig
 from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.errors import ConfigError, H5AsyncError
 from h5async.index.indexcache import cache_folder, clear_cache
+from h5async.index.savedfile import NotPortableError
 from h5async.index.savedindex import write_index
-from h5async.index.savedkinds import NotPortableError
 from h5async.io.metadatafile import opening_ahead
 from h5async.io.stores import far_names
 from h5async.opening.fieldkinds import index_files

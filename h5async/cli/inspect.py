@@ -83,7 +83,7 @@ def inspect(
     index = NamedIndex(path, reach) if is_index(path) and not others else None
     found: Iterator[Dataset] = chain.from_iterable(listed(one, reach, wanted) for one in paths)
     if index is not None:
-        found = listed_in_index(index, reach, wanted)
+        found = listed_in_index(index, wanted)
     is_far = bool(far_names([path]))
     if is_far:  # their requests are told below the table
         found = iter(listing := list(found))

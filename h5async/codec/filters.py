@@ -305,7 +305,6 @@ class FilterEntry(NamedTuple):
 
 
 def _same(kind: CoreKind, library: str | None = None) -> Callable[[Parameters], CoreFilter]:
-    """Return a function for a filter that the core undoes whatever its client data are."""
     return lambda _parameters: CoreFilter(kind, library=library)
 
 

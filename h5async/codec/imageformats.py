@@ -95,7 +95,6 @@ def _checked(header: ImageHeader) -> ImageHeader:
 
 
 def _jpeg_header(array: NDArray[np.uint8]) -> ImageHeader:
-    """Walk over the segments of a JPEG to its frame header."""
     data = array.data
     at, end = 2, len(data)
     while at + 4 <= end:

@@ -316,7 +316,6 @@ class Field(Frozen):
 
 
 def _field(value: object) -> Field:
-    """Make a `Field` of a path or a mapping."""
     if isinstance(value, Field):
         return value
     if isinstance(value, str | bytes):

@@ -133,7 +133,6 @@ def documented(*keywords: type) -> Callable[[type[Model]], type[Model]]:
 
 
 def _message(error: ValidationError) -> str:
-    """Describe all invalid options in one line."""
     lines = []
     for item in error.errors():
         names = [str(part) for part in item["loc"]]

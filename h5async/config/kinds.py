@@ -376,7 +376,6 @@ class SparseField(Field):
 
 
 def _require_no_steps(field: Field) -> None:
-    """Reject steps of fields whose samples do not have the same shape."""
     if field.steps is not None:
         raise ValueError(
             "steps need fields whose samples have one shape, or images with a size; leave them out"

@@ -478,7 +478,6 @@ class ReaderConfig(Frozen):
 
 
 def _check_tables(options: Mapping[str, Any], where: Spelling) -> None:
-    """Check the option names in a file's tables of fields."""
     fields = options.get("fields")
     for name, field in fields.items() if isinstance(fields, dict) else ():
         try:

@@ -195,7 +195,6 @@ def _category_names(value: object) -> object:
 
 
 def _steps(value: object) -> object:
-    """Take a range, a list, or a slice as text."""
     words = 'must be a range or a list of integers, or a slice as text, such as "-3:1"'
     if value is None:
         return None
@@ -219,7 +218,6 @@ def _steps(value: object) -> object:
 
 
 def _numbers(value: object) -> object:
-    """Convert arrays and lists of numbers to tuples."""
     if not isinstance(value, np.ndarray | list | tuple):
         return value
     try:

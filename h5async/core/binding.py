@@ -38,66 +38,34 @@ from h5async.io.source import IoMode
 from h5async.system.interruptions import call_when_gone, interruption, suppressing
 from h5async.system.timeline import ThreadCounts
 
-# Libraries and their functions, in the order of the structure in src/common.h.
+# Codec libraries, by how the names of their functions begin.
 LIBRARIES = {
-    "deflate": (
-        "libdeflate_alloc_decompressor",
-        "libdeflate_free_decompressor",
-        "libdeflate_zlib_decompress",
-    ),
-    "zstd": ("ZSTD_createDCtx", "ZSTD_freeDCtx", "ZSTD_decompressDCtx", "ZSTD_isError"),
-    "lz4": ("LZ4_decompress_safe",),
-    "blosc": ("blosc_decompress_ctx",),
-    "aec": ("aec_buffer_decode",),
-    "bz2": ("BZ2_bzBuffToBuffDecompress",),
-    "jpeg": (
-        "jpeg_std_error",
-        "jpeg_CreateDecompress",
-        "jpeg_mem_src",
-        "jpeg_read_header",
-        "jpeg_start_decompress",
-        "jpeg_crop_scanline",
-        "jpeg_skip_scanlines",
-        "jpeg_read_scanlines",
-        "jpeg_finish_decompress",
-        "jpeg_destroy_decompress",
-    ),
+    "deflate": "libdeflate_",
+    "zstd": "ZSTD_",
+    "lz4": "LZ4_",
+    "blosc": "blosc_",
+    "aec": "aec_",
+    "bz2": "BZ2_",
+    "jpeg": "jpeg_",
 }
-# Likewise, of src/http.c.
-_CURL = (
-    "curl_global_init",
-    "curl_easy_init",
-    "curl_easy_setopt",
-    "curl_easy_getinfo",
-    "curl_easy_cleanup",
-    "curl_multi_init",
-    "curl_multi_setopt",
-    "curl_multi_add_handle",
-    "curl_multi_remove_handle",
-    "curl_multi_perform",
-    "curl_multi_poll",
-    "curl_multi_info_read",
-    "curl_multi_cleanup",
-    "curl_slist_append",
-    "curl_slist_free_all",
-)
 
 
-def find_functions() -> tuple[dict[str, int], frozenset[str]]:
-    """Return the addresses of functions by their names, and the libraries that were not found."""
+def find_functions(names: Sequence[str]) -> tuple[dict[str, int], frozenset[str]]:
+    """Return the addresses of functions of codecs, and the libraries that were not found."""
     found: dict[str, int] = {}
     missing = set(LIBRARIES)
-    for name, functions in LIBRARIES.items():
-        addresses = _load(_codec_paths(name), functions)
+    for library, prefix in LIBRARIES.items():
+        own = [name for name in names if name.startswith(prefix)]
+        addresses = _load(_codec_paths(library), own)
         if addresses is not None:
             found |= addresses
-            missing.discard(name)
+            missing.discard(library)
     return found, frozenset(missing)
 
 
-def find_curl() -> dict[str, int] | None:
+def find_curl(names: Sequence[str]) -> dict[str, int] | None:
     """Return the addresses of libcurl's functions by their names; None if it was not found."""
-    return _load(_curl_paths(), _CURL)
+    return _load(_curl_paths(), names)
 
 
 def _load(paths: Iterable[str], functions: Sequence[str]) -> dict[str, int] | None:
@@ -135,7 +103,6 @@ def _curl_paths() -> Iterator[str]:
 
 
 def _other_paths(name: str) -> Iterator[str]:
-    """Yield a shared library of the environment, and the system's."""
     for suffix in (".so", ".dylib"):
         path = Path(sys.prefix, "lib", f"lib{name}{suffix}")
         if path.exists():
@@ -200,6 +167,11 @@ def structures_of(library: Any) -> dict[str, type[Structure]]:
         types[described.name], types[b"*" + described.name] = made, POINTER(made)
         found[name] = made
     return found
+
+
+def members_of(structure: type[Structure]) -> list[str]:
+    """Return the names of the members of a core's structure."""
+    return [name for name, *_ in structure._fields_]
 
 
 def _is_named(entry: Any) -> bool:
@@ -311,7 +283,7 @@ class Core:
             raise OSError(f"{path} is not h5async's core") from error
         self.new_store.restype = c_void_p
         self.turns_of.restype = ctypes.py_object
-        addresses, self.missing = find_functions()
+        addresses, self.missing = find_functions(members_of(self.Libraries))
         self._libraries = self.Libraries(**addresses)
         if self.decode_pictures(np.empty((0, PICTURE_NUMBERS), np.int64)) is None:
             self.missing |= {"jpeg"}  # it is of another kind

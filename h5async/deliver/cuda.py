@@ -28,8 +28,7 @@ from h5async.deliver.cudafield import CudaField, cupy_has
 from h5async.deliver.decodeplan import EncodedPlan, NotDecoded
 from h5async.deliver.device import Device, DeviceSlot, LaidOut, PinnedPart, SlotContents, host_slot
 from h5async.deliver.devicedecode import DeviceDecoder, Staging
-from h5async.deliver.gpu import Gpu, in_own_thread
-from h5async.deliver.kernels import Kernels, RowChange, can_transform
+from h5async.deliver.gpu import Gpu, Kernels, RowChange, can_transform, in_own_thread
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.resident import Budget, Residency
@@ -373,7 +372,6 @@ class CudaDevice(Device):
         return list(slots)
 
     def _compile(self) -> None:
-        """Compile the kernels now, so that a failure is no error of a batch."""
         gpu = self.gpu
         try:
             with gpu.failing("the kernels could not be run"):

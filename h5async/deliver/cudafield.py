@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.deliver.device import PinnedPart
-from h5async.deliver.gpu import Gpu
-from h5async.deliver.kernels import Kernels, RowChange
+from h5async.deliver.gpu import Gpu, Kernels, RowChange
 from h5async.errors import DeviceError
 from h5async.io.shared import MORE, Growing
 from h5async.plan.transform import RowTransform
@@ -129,7 +128,6 @@ class CudaField:
         return self._plain(arrays, self._made[: len(batch)])
 
     def _plain(self, arrays: Sequence[Any], out: Any) -> Any:
-        """Return a plain array, made from samples of differing lengths."""
         cupy = self._gpu.cupy
         if self._index_dtype is not None:
             data, indices, indptr = arrays
@@ -162,7 +160,6 @@ class CudaField:
         return out
 
     def _numbers(self, count: int) -> Any:
-        """Return the numbers 0 to `count` - 1."""
         if self._every is None or count > self._every.size:
             with self._gpu.allocating():
                 every = np.arange(max(64, count + count // MORE), dtype=np.int64)

@@ -1,15 +1,18 @@
 """Where batches are delivered: on the host, as NumPy arrays in the memory of the slots themselves.
 
-That memory may be pinned, for copies to a GPU by the caller. What a GPU does otherwise is in
-`cuda.py`: its device and slots are subclasses of those here.
+That memory may be pinned, for copies to a GPU by the caller, which needs PyTorch alone (`Pinning`).
+What a GPU does otherwise is in `cuda.py`: its device and slots are subclasses of those here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,21 +21,20 @@ from h5async.deliver.decodeplan import EncodedFormat
 from h5async.errors import DeviceError
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.resident import Budget, Residency
-from h5async.io.shared import MORE, SharedMemory, page_memory, plain_memory
+from h5async.io.shared import MORE, SharedMemory, call_before_unmap, page_memory, plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.samples.assembly import SlotMemory
 from h5async.samples.fieldkind import Outline
 from h5async.samples.samplearrays import memory_of
 from h5async.spelling import named
-
-if TYPE_CHECKING:
-    from h5async.deliver.gpu import Pinning
+from h5async.system.interruptions import suppressing
 
 # Returns new memory of so many bytes.
 Empty: TypeAlias = Callable[[int], NDArray[np.uint8]]
 
 _BLOCK_ALIGNMENT = 512  # CuPy's, of arrays
+_PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
 
 
 class SlotContents(NamedTuple):
@@ -211,7 +213,6 @@ class Device:
         return [self._slot(contents) for _ in range(count)]
 
     def _slot(self, contents: SlotContents) -> DeviceSlot:
-        """Return a slot for which the filler does all transforming."""
         todo, shared = list(contents.transforms.values()), contents.shared
         empty = plain_memory if self._pinning is None else page_memory
         laid_out = host_slot(
@@ -281,3 +282,97 @@ class Device:
 
     def close(self) -> None:
         """Wait until the device no longer uses the slots' memory. Raises nothing."""
+
+
+# --- pinned memory of the host --------------------------------------------------------------------
+
+
+class Pinning:
+    """Pins memory for all GPUs that PyTorch sees, for batches that stay on the host.
+
+    A copy out of it to a GPU (``tensor.to("cuda", non_blocking=True)``) goes on while the program
+    does, and reads it meanwhile. So before it is refilled, all work that PyTorch's current streams
+    had when the batch was handed back is waited for.
+
+    `DeviceError` is raised if PyTorch, or a GPU that it can use, is missing.
+    """
+
+    def __init__(self) -> None:
+        hint = "pin_memory=True is for copies to a GPU; set it to torch.cuda.is_available()"
+        try:
+            self._torch: Any = importlib.import_module("torch")
+        except ImportError as error:
+            raise DeviceError(f"PyTorch pins memory, and is not installed ({error})") from error
+        if not self._torch.cuda.is_available():
+            raise DeviceError(f"PyTorch {self._torch.__version__} finds no GPU; {hint}")
+
+    def pin(self, memory: NDArray[Any]) -> Callable[[], object]:
+        """Pin memory until the last array over it is gone, or the result is called.
+
+        `memory` is of whole pages, as `page_memory` returns it. `DeviceError` is raised if it
+        cannot be pinned.
+        """
+        cudart = self._torch.cuda.cudart()
+        error = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
+        if int(error):
+            self._clear_last_error()
+            raise DeviceError(
+                f"{memory.nbytes} bytes could not be pinned ({cudart.cudaGetErrorString(error)});"
+                f" make {named('batch_size')} or {named('prefetch')} smaller, or do without"
+                f" {named('pin_memory')}"
+            )
+        return call_before_unmap(memory, partial(self._unpin, memory.ctypes.data))
+
+    def record(self) -> Sequence[Any]:
+        """Return events after all work of the caller's streams so far; `DeviceError` on failure."""
+        cuda = self._torch.cuda
+        events = []
+        with _failing("a batch could not be handed back"):
+            for device in self._used_devices():
+                # Blocking: a waiting thread leaves the core to others.
+                event = cuda.Event(blocking=True)
+                event.record(cuda.current_stream(device))
+                events.append(event)
+        return events
+
+    def wait(self, events: Iterable[Any]) -> None:
+        """Wait for the events of `record`; `DeviceError` if a GPU fails."""
+        with _failing("copies of a batch could not be waited for"):
+            for event in events:
+                event.synchronize()
+
+    def _used_devices(self) -> list[int]:
+        """Return the GPUs that this process has a context on; the others cannot copy anything."""
+        has_context = self._torch._C._cuda_hasPrimaryContext
+        return [n for n in range(self._torch.cuda.device_count()) if has_context(n)]
+
+    def _unpin(self, address: int) -> None:
+        """Wait for all copies, and unpin memory; in any thread, before the memory is unmapped.
+
+        A copy may be on any stream of any thread: the last batch was not handed back, and this
+        thread's streams need not be those of the thread that copied it.
+        """
+        with suppressing(Exception):  # after a fault of the GPU nothing can be undone
+            for device in self._used_devices():
+                self._torch.cuda.synchronize(device)
+        with suppressing(Exception):
+            if int(self._torch.cuda.cudart().cudaHostUnregister(address)):
+                self._clear_last_error()
+
+    def _clear_last_error(self) -> None:
+        """Have PyTorch forget an error that its `cudart` returned: its next kernel would raise it.
+
+        PyTorch clears it only when a call fails, and PyTorch raises the error.
+        """
+        with suppressing(Exception):
+            self._torch.cuda.set_device(self._torch.cuda.device_count())  # there is none
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(
+            f"{what} ({error}); after a fault of the GPU this process has to be started again"
+        ) from error

@@ -25,8 +25,7 @@ import numpy as np
 from h5async.config import ReaderConfig
 from h5async.core.binding import address, load_core
 from h5async.deliver.decodeplan import EncodedFormat, EncodedPlan, NotDecoded, encoded_format
-from h5async.deliver.gpu import Gpu
-from h5async.deliver.kernels import Kernels
+from h5async.deliver.gpu import Gpu, Kernels
 from h5async.errors import DeviceError
 from h5async.index.layout import DatasetLayout
 from h5async.samples.fieldkind import field_of

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.deliver.decodeplan import EncodedFormat, NotDecoded, plan_encoded
-from h5async.deliver.device import Device
+from h5async.deliver.device import Device, Pinning
 from h5async.errors import DeviceError
 from h5async.fill.outcomes import FillOutcome, PlanColumns
 from h5async.index.layout import DatasetLayout
@@ -69,8 +69,6 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
     says which, and what to do. ``"auto"`` tolerates what is missing, but not a GPU that fails.
     """
     if pin_memory:
-        from h5async.deliver.gpu import Pinning
-
         return Device(Pinning())
     if name == "cpu":
         return Device()
@@ -139,8 +137,8 @@ def choose(cupy: Any, count: int) -> tuple[int, str]:
     """Return the number of the GPU, of `count`, that fits this process best, and why.
 
     That is the current one of CuPy or PyTorch, if it was chosen or PyTorch uses it. Under a
-    launcher of several processes on a node, it is each process's own; else the first. If this
-    process sees only one, there is no choice: some launchers show each process only its own GPU.
+    launcher of several processes on a node, which may show each only its own GPU, it is each
+    process's own; else the first.
     """
     current = int(cupy.cuda.runtime.getDevice())
     if current:
@@ -299,7 +297,6 @@ class DevicePolicy:
         return {column: plan.chunks for column, plan in slot.staged.items()}
 
     def _begins(self, serial: int) -> bool:
-        """Tell whether the device decodes a batch that is filled now."""
         if not self._holds_memory:
             return False
         with self._lock:  # as in `end`, which frees the memory once no batch may need it

@@ -15,13 +15,16 @@ first other call of the consumer takes it back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 from h5async.system.interruptions import Patience
+
+if TYPE_CHECKING:
+    from h5async.read.queue import Turns
 
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
@@ -70,39 +73,6 @@ class Completions(Protocol[Result_co]):
 
     def wake(self) -> None:
         """Have `wait` return. Never blocks."""
-
-
-class Turns(Protocol):
-    """Has the state while it is lent, and does in one call what the consumer's calls do here.
-
-    What it has assigned is answered by `Completions`.
-    """
-
-    run: Any  # for which the state is lent; None: it is not
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether the state is lent."""
-
-    def lend(
-        self, run: Any, wanted: tuple[int, int, int | None, bool], slots: Mapping[int, int]
-    ) -> None:
-        """Take next, asked, held and `reads_ahead`, and the slots of batches, by serial."""
-
-    def state(self) -> tuple[int, int, int | None]:
-        """Return next, asked and held."""
-
-    def slots(self) -> dict[int, int]:
-        """Return the slots of all batches that have one, by serial."""
-
-    def end(self) -> None:
-        """Give the state back."""
-
-    def is_inside(self) -> bool:
-        """Tell whether a thread waits for a batch in there."""
-
-    def stop_waiting(self) -> None:
-        """Let the ring wait for a batch from now on."""
 
 
 class _FilledOnly:
@@ -326,7 +296,6 @@ class SlotRing(Generic[Result]):
                 )
 
     def _next(self) -> tuple[int, int, Result] | None:
-        """Return the next batch's serial, slot and result; None if it is not ready."""
         with self.lock:
             self.check_open()
             serial = self.wanted.next

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +33,6 @@ _FIRST_THREADS = 4
 _MOST_AHEAD = 1024  # batches that are planned ahead
 _MOST_BEHIND = 64
 _LITTLE_NBYTES, _MOST_AT_ONCE = 512 * 1024, 64  # of batches that are planned together
-
-
-class FetchLimits(NamedTuple):
-    """How many requests are on their way at most, and the bytes of all that is kept or asked for.
-
-    A batch that is requested is fetched whatever its size.
-    """
-
-    requests_in_flight: int
-    fetch_nbytes: int
 
 
 @dataclass(eq=False, slots=True)
@@ -122,6 +112,9 @@ class _Staged:
 class Fetcher(Workers):
     """Ranges of batches, by their serial numbers. Safe to use from many threads.
 
+    At most `requests_in_flight` are on their way, and at most `fetch_nbytes` bytes are kept or
+    asked for ahead; a batch that is requested is fetched whatever its size.
+
     `plan` returns what a request will read, None if that is not known, and `following` the request
     after it, in order; None: there is none that is known. `submit` has threads of the pool do some
     work, in the order of serial numbers; `recorder` is told of requests.
@@ -130,7 +123,8 @@ class Fetcher(Workers):
     def __init__(
         self,
         far: FarSources,
-        limits: FetchLimits,
+        requests_in_flight: int,
+        fetch_nbytes: int,
         plan: Callable[[FillRequest], ByteRanges | None],
         following: Callable[[FillRequest], FillRequest | None],
         submit: Callable[[int, Sequence[Work]], None],
@@ -138,7 +132,8 @@ class Fetcher(Workers):
     ) -> None:
         super().__init__()
         self._recorder = recorder
-        self._far, self._limits, self._submit = far, limits, submit
+        self._far, self._submit = far, submit
+        self._most_requests, self._most_nbytes = requests_in_flight, fetch_nbytes
         self._plan, self._following = plan, following
         self._tickets = queue.SimpleQueue[bool]()
         self._idle = self._in_flight = 0
@@ -155,7 +150,7 @@ class Fetcher(Workers):
     def start(self, what: str) -> None:
         """Start threads; see `Workers`. More are started when they are needed."""
         self._what = what
-        self._start_threads(min(_FIRST_THREADS, self._limits.requests_in_flight))
+        self._start_threads(min(_FIRST_THREADS, self._most_requests))
 
     # --- the pool's calls -------------------------------------------------------------------------
 
@@ -261,11 +256,9 @@ class Fetcher(Workers):
     # --- threads ----------------------------------------------------------------------------------
 
     def _wake_for(self, count: int) -> None:
-        """Have threads look for work, and start more if there are too few."""
-        most = self._limits.requests_in_flight
         with self._lock:
             have, idle = len(self._threads), self._idle
-        more = min(most - have, count - idle)
+        more = min(self._most_requests - have, count - idle)
         if more > 0 and self._what:
             self._start_threads(more)
         for _ in range(min(count, have)):
@@ -277,7 +270,7 @@ class Fetcher(Workers):
 
     def _wake(self) -> None:
         self._pending.clear()
-        for _ in range(len(self._threads) + self._limits.requests_in_flight):
+        for _ in range(len(self._threads) + self._most_requests):
             self._tickets.put(False)
 
     def _work(self) -> None:
@@ -297,7 +290,7 @@ class Fetcher(Workers):
         group: list[_Request] = []
         nbytes = 0
         with self._lock:
-            room = self._limits.requests_in_flight - self._in_flight
+            room = self._most_requests - self._in_flight
             while self._pending and len(group) < room:
                 request = self._pending[0][2]
                 most = self._far.at_once(request.source)
@@ -363,7 +356,6 @@ class Fetcher(Workers):
         self._wake_for(len(group))
 
     def _finish(self, holder: _Holder) -> None:
-        """Give a batch what it has waited for."""
         with self._lock:
             then, holder.then = holder.then, None
             held: Held | BaseException | None = holder.error
@@ -382,10 +374,10 @@ class Fetcher(Workers):
     def _plan_next(self) -> None:
         """Have a thread of the pool plan the next batch, if there is room for what it reads."""
         with self._lock:
-            request, most = self._next, self._limits
+            request = self._next
             is_full = (
-                self._staged.nbytes + self._planned_nbytes > most.fetch_nbytes
-                or len(self._pending) > 2 * most.requests_in_flight
+                self._staged.nbytes + self._planned_nbytes > self._most_nbytes
+                or len(self._pending) > 2 * self._most_requests
                 or len(self._ahead) >= _MOST_AHEAD
             )
             if request is None or is_full or self._is_planning or self.is_stopped:
@@ -444,5 +436,4 @@ class Fetcher(Workers):
 
 
 def _are_alike(expected: FillRequest, request: FillRequest) -> bool:
-    """Tell whether a request is for the batch that was expected."""
     return request.samples is None and expected[2:6] == request[2:6]

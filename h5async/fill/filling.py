@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import CoreTrace, load_core, mapping_mode
-from h5async.fill.fetching import Fetcher, FetchLimits
+from h5async.fill.fetching import Fetcher
 from h5async.fill.finishing import BatchDecoder, Postprocess
 from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, OnDevice, Recorded, Slots
 from h5async.fill.phases import Phases
@@ -30,8 +30,8 @@ from h5async.fill.resident import (
     Budget,
     Damage,
     HostCache,
-    KeptChunks,
     Residency,
+    gigabytes,
     open_host_cache,
 )
 from h5async.fill.submissions import Submissions
@@ -75,10 +75,11 @@ class Filler:
         self._opens_ahead = not config.names_index
         self._next_requests = calls.next_requests
         postprocess = None if config.postprocess is None else Postprocess(opened, samplings)
-        self._cache: HostCache | Budget | KeptChunks | DiskCache | None = None
+        self._cache: HostCache | Budget | DiskCache | str | None = None  # its text is for users
         kept_nbytes = sum(memory_plan.kept_nbytes)
-        if keeps_chunks(config, opened.layouts, samplings.rows, kept_nbytes):
-            self._cache = KeptChunks(kept_nbytes)
+        keeps_all = keeps_chunks(config, opened.layouts, samplings.rows, kept_nbytes)
+        if keeps_all:  # in place of rows, of which parts are drawn
+            self._cache = f"host, decoded chunks, {gigabytes(kept_nbytes)} for all"
         elif config.cache == "host":
             self._cache = open_host_cache(
                 samplings.selection,
@@ -106,7 +107,7 @@ class Filler:
             partial(_forget, self._residencies),
             samplings.selection.size,
             config.kept,
-            keeps_all=isinstance(self._cache, KeptChunks),
+            keeps_all=keeps_all,
         )
         try:
             num_threads = min(config.thread_count, memory_plan.most_threads)
@@ -144,7 +145,8 @@ class Filler:
                 is_dealt = config.num_helpers > 1  # each gets some of the batches
                 self._fetcher = Fetcher(
                     self._reader.far,
-                    FetchLimits(config.requests_in_flight, config.fetch_bytes),
+                    config.requests_in_flight,
+                    config.fetch_bytes,
                     self._reader.ahead,
                     (lambda request: None) if is_dealt else samplings.following,
                     pool.add,
@@ -196,10 +198,7 @@ class Filler:
         self._pool.add(request.serial, [partial(self._phases.begin, request)])
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> FillOutcome:
-        """Read samples in the calling thread, while other work is under way, to memory of n rows.
-
-        `H5AsyncError` is raised if they cannot be read, or the filler was stopped.
-        """
+        """Read samples in the calling thread, while other work is under way, to memory for them."""
         return self._pool.run(lambda: self._phases.read(index, memory))
 
     def stats(self) -> FillerStats:
@@ -242,11 +241,7 @@ class Filler:
         self._resident.add(index)
 
     def stop(self, then: Callable[[], None]) -> None:
-        """Drop pending work; after work under way has ended, close the files and call `then`.
-
-        Never waits: the garbage collector may call it in any thread, which may hold a lock that a
-        worker waits for. Extra calls are harmless, and complete what an exception interrupted.
-        """
+        """Drop pending work; close the files when it has ended, and call `then`; see `Workers`."""
         self._reader.interrupt()
         if self._fetcher is not None:
             self._fetcher.stop(do_nothing)
@@ -260,7 +255,6 @@ class Filler:
         return [(request.serial, partial(begin, request)) for request in self._next_requests()]
 
     def _let_go(self, then: Callable[[], None]) -> None:
-        """Release all that only workers use; called after the last of them."""
         self._executors.close()
         self._final_stats = self.stats()
         self._slots.memory = ()  # the caller may still hold a batch
@@ -275,17 +269,9 @@ class Filler:
 
 
 class Recording:
-    """Events of the threads of a filler, from now on.
+    """Events of the threads of a filler, from now on; `timeline` records those of Python."""
 
-    `timeline` records Python's events; `columns` are names.
-    """
-
-    def __init__(
-        self,
-        timeline: Timeline,
-        reader: BatchReader,
-        columns: Sequence[str],
-    ) -> None:
+    def __init__(self, timeline: Timeline, reader: BatchReader, columns: Sequence[str]) -> None:
         self.timeline = timeline
         self._fields = list(map(field_of, columns))
         self._source_path = reader.source_path

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,20 +185,14 @@ class DecodedBatch:
                 self._do(one, refuse)
 
 
-def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
-    """Import a ``"module:function"``; return anything else as it is.
-
-    `ConfigError` is raised if there is no such module or function.
-    """
-    if not isinstance(function, str):
-        return function
+def _function_of(option: Callable[..., Any] | str | None) -> Callable[..., Any]:
     try:
-        found: Callable[..., Any] = pkgutil.resolve_name(function)
+        found: Any = pkgutil.resolve_name(option) if isinstance(option, str) else option
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{named('postprocess')}: cannot import {function!r}: {error}") from error
+        raise ConfigError(f"{named('postprocess')}: cannot import {option!r}: {error}") from error
     if not callable(found):
-        raise ConfigError(f"{named('postprocess')}: {function!r} is not callable")
-    return found
+        raise ConfigError(f"{named('postprocess')}: {option!r} is not callable")
+    return cast("Callable[..., Any]", found)
 
 
 def masks_of(
@@ -235,9 +229,7 @@ class Postprocess:
 
     def __init__(self, opened: OpenedDataset, samplings: Samplings) -> None:
         config = opened.config
-        function = load_function(config.postprocess)
-        assert function is not None
-        self._function = function
+        function = self._function = _function_of(config.postprocess)
         self._names = names_of(opened.kinds)
         self._returned, self._seed = config.postprocess_fields, config.seed
         self._static = opened.static
@@ -347,7 +339,6 @@ def _by_name(
 
 
 def _arrays_of(result: Sequence[Any], where: str) -> list[Any]:
-    """Return values as arrays of the same number of rows; `PostprocessError` otherwise."""
     try:
         made = [a if isinstance(a, SampleArrays) else np.asarray(a) for a in result]
     except Exception as error:  # rows of unequal lengths, say

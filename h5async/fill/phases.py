@@ -25,7 +25,8 @@ from h5async.fill.outcomes import NO_CALLS, Calls, FillOutcome
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.resident import HostCache, Residency
-from h5async.order.sampling import NO_SAMPLES, FillRequest
+from h5async.order.sampling import FillRequest
+from h5async.order.selection import NO_SAMPLES
 from h5async.plan.records import GatherPlan, PlanSlice, cut
 from h5async.read.collection import MOST_ROUNDS
 from h5async.read.farsources import Held
@@ -39,11 +40,7 @@ _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake
 
 @dataclass(slots=True, eq=False)
 class _Fill:
-    """One batch on its way.
-
-    `index` is None until it is known; `damage` was found by this attempt; `skipped` samples were
-    left out before.
-    """
+    """One batch on its way; `damage` was found by this attempt, and `skipped` left out before."""
 
     request: FillRequest
     samples: NDArray[np.int64] | None = None
@@ -173,14 +170,11 @@ class Phases:
     def _plan(self, batch: _Fill) -> None:
         request = batch.request
         self._calls.before_fill(request.slot)
-        begin = time.perf_counter_ns()
-        with self._recorder.ranges("plan"):
+        with self._reader.stage("plan", request.serial):
             if batch.samples is None:
                 samples = self._reader.samplings.samples(request)
                 batch.samples, batch.skipped = self._reader.damage.left_out(samples)
             batch.plans = self._plans(batch)
-        self._reader.times.add("plan", begin)
-        self._recorder.note("plan", begin, request.serial)
 
     def _plans(self, batch: _Fill) -> BatchPlan:
         if self._resident is not None:
@@ -211,7 +205,6 @@ class Phases:
             self._fetcher.want(batch.request, ranges, then)
 
     def _fetched(self, batch: _Fill, found: Held | BaseException) -> None:
-        """Go on with what was fetched, in a thread of the pool."""
         serial = batch.request.serial
         self._pool.add(serial, [partial(self._take, batch, found)])
 
@@ -230,7 +223,6 @@ class Phases:
         self._reader.read(batch.plans, share, self._slots.memory[batch.request.slot])
 
     def _begin_left(self, batch: _Fill) -> None:
-        """Begin to read the rows that the core has left to Python."""
         works = [partial(self._read_left, batch, some) for some in self._reader.left(batch.plans)]
         self._begin(batch, works, self._begin_keep)
 
@@ -307,11 +299,8 @@ class Phases:
         self._begin(batch, works, self._finish, meanwhile)
 
     def _decode_images(self, batch: _Fill, images: DecodedBatch, end: int) -> None:
-        begin = time.perf_counter_ns()
-        with self._recorder.ranges("decode"):
+        with self._reader.stage("decode", batch.request.serial, self._images_field):
             images.work(lambda: batch.error is not None or self._pool.is_stopped, end)
-        self._reader.times.add("decode", begin)
-        self._recorder.note("decode", begin, batch.request.serial, self._images_field)
 
     # --- postprocess ------------------------------------------------------------------------------
 
@@ -333,17 +322,11 @@ class Phases:
 
     def _postprocessed(self, batch: _Fill, arrays: tuple[Any, ...]) -> dict[str, Any]:
         assert self._postprocess is not None
-        begin = time.perf_counter_ns()
-        try:
-            with self._recorder.ranges("postprocess"):
-                where = f"{self._reader.file}: postprocess of {batch.request}"
-                return self._postprocess(arrays, batch.request, batch.index, where)
-        finally:
-            self._reader.times.add("postprocess", begin)
-            self._recorder.note("postprocess", begin, batch.request.serial)
+        with self._reader.stage("postprocess", batch.request.serial):
+            where = f"{self._reader.file}: postprocess of {batch.request}"
+            return self._postprocess(arrays, batch.request, batch.index, where)
 
     def _let_go(self, batch: _Fill) -> None:
-        """Let go of what was fetched, after it was read."""
         if self._fetcher is not None:
             batch.rounds = 0
             self._reader.hold(batch.plans, None)
@@ -382,7 +365,6 @@ class Phases:
         self._finish(batch)
 
     def _leave_out(self, batch: _Fill, memory: SlotMemory) -> None:
-        """Leave the damaged samples out of a batch; `memory` is overwritten."""
         index, found = batch.index, dict[int, Skipped]()
         for error in batch.damage:
             self._reader.damage.locate(error, index)
@@ -410,7 +392,6 @@ class Phases:
     # --- shares and errors ------------------------------------------------------------------------
 
     def _row_shares(self, size: int, row_nbytes: int) -> Iterator[tuple[int, int]]:
-        """Cut the rows of a batch into shares that are worth handing to a thread."""
         most = size * row_nbytes // _MIN_SHARE_NBYTES
         parts = max(1, min(self._pool.num_threads, size, most))
         return itertools.pairwise(size * part // parts for part in range(parts + 1))
@@ -482,7 +463,6 @@ class Phases:
 
 
 def _raised_by(work: Work) -> BaseException | None:
-    """Do some work; return the exception that it raised."""
     try:
         work()
     except BaseException as error:

@@ -145,9 +145,8 @@ class Workers:
 class WorkPool(Workers):
     """Threads that do work, or, without threads, the caller of `run_next`.
 
-    Once `is_stopped`, work that is added is dropped. A worker that finds no work calls `find_work`,
-    which returns some with its serial numbers, and `on_crash` with an exception of its work, after
-    which it goes on. Threads wait for `tickets`; None: a simple queue.
+    A worker that finds no work calls `find_work`, which returns some with its serial numbers, and
+    `on_crash` with an exception of its work, after which it goes on. Threads wait for `tickets`.
     """
 
     def __init__(
@@ -229,7 +228,6 @@ class WorkPool(Workers):
             self._tickets.put(False)
 
     def _work(self) -> None:
-        """Do work until the end, as the target of each thread."""
         while (ticket := self._tickets.get()) is not False:
             try:
                 if ticket is True:

@@ -41,15 +41,15 @@ from h5async.plan.records import (
 )
 from h5async.plan.transform import NativeTransform, RowTransform, transformer
 from h5async.read.collection import Collection
+from h5async.read.coretables import Scratch, ScratchSize
 from h5async.read.executors import Executors
 from h5async.read.farsources import FarSources, Held
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.rereading import Place
-from h5async.read.scratch import Scratch, ScratchSize
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
-from h5async.system.timeline import NO_FIELD, Recorder, StageTimes, ThreadCounts
+from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder, StageTimes, ThreadCounts
 
 BatchPlan = Sequence[ReadPlan]  # of one batch, by field; at the end, of several
 
@@ -76,8 +76,8 @@ class BatchReader:
 
     `transforms` are in field order. Scratch memory is for `num_threads`. For `plan_columns` see
     `OnDevice`; `cache` gathers rows that are in memory. `executors` are closed by their owner.
-    Callers add the times of stages to `times`; `file`, the first one, is for messages. `damage` is
-    theirs, too: what they skip.
+    `times` are those of stages; `file`, the first one, is for messages; `damage` is what callers
+    skip.
 
     `OutOfMemoryError` is raised if the system refuses memory for the threads.
     """
@@ -174,10 +174,7 @@ class BatchReader:
         return [*[IncludedPlan()] * len(self._layouts), _batch_items(self._batches[slot].batch)]
 
     def plan(self, index: Int64s, request: FillRequest) -> BatchPlan:
-        """Plan how the samples `index` of a batch are read, to the slot of the request.
-
-        Returns one plan per field and, if the core reads several fields at once, one more.
-        """
+        """Plan how the samples `index` of a batch are read, to the slot of the request."""
         batches = self._batches[request.slot] if self._batches else None
         others: Mapping[int, Ranges] = {}
         if batches is not None and self._plan_columns is not None:
@@ -348,10 +345,7 @@ class BatchReader:
                 self.transform(field, raw[:count], out[:count], index)
 
     def fetch(self, plans: BatchPlan) -> None:
-        """Fetch what the core will read of far sources, in the calling thread.
-
-        `ReadError` is raised if it cannot be had.
-        """
+        """Fetch what the core will read of far sources, in the calling thread."""
         if self.far is not None:
             with self._scratch() as scratch:
                 for collection, batch in self._by_core(plans):
@@ -431,7 +425,7 @@ class BatchReader:
         elif isinstance(plan, GatherPlan):
             assert self._cache is not None
             self._work_on(field, scratch, "memory")
-            with scratch.timed("read_ns"):
+            with scratch.reading():
                 self._cache.columns[field].gather(plan, start, stop, memory.raw[field])
         elif isinstance(plan, Ranges):
             assert self._collection is not None
@@ -446,7 +440,6 @@ class BatchReader:
                 raise
 
     def _work_on(self, field: int, scratch: Scratch, source: str | None = None) -> None:
-        """Record which field this thread reads, and from which source."""
         timeline = scratch.timeline
         if timeline is None:
             return
@@ -489,13 +482,21 @@ class BatchReader:
     def _transform_rows(
         self, field: int, raw: NDArray[Any], out: NDArray[Any], index: Int64s
     ) -> None:
-        begin = time.perf_counter_ns()
-        with self.recorder.ranges("transform"):
-            self._transforms[field](raw, out, index)
-        self.times.add("transform", begin)
         timeline = self.recorder.timeline
-        if timeline is not None:
-            timeline.put("transform", begin, timeline.batch_here(), field)
+        batch = NO_BATCH if timeline is None else timeline.batch_here()
+        with self.stage("transform", batch, field):
+            self._transforms[field](raw, out, index)
+
+    @contextmanager
+    def stage(self, name: str, batch: int, field: int | str = NO_FIELD) -> Iterator[None]:
+        """Count, and record, the time that a thread takes for a stage of a batch."""
+        begin = time.perf_counter_ns()
+        try:
+            with self.recorder.ranges(name):
+                yield
+        finally:
+            self.times.add(name, begin)
+            self.recorder.note(name, begin, batch, field)
 
     def record(self, trace: CoreTrace | None) -> None:
         """Have the core note what it does from now on, in all threads; None: stop."""

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.errors import DamagedError, Skipped
-from h5async.index.segments import Segments
+from h5async.index.tables import Segments
 from h5async.order.rows import SpanRows, StepRows
-from h5async.order.sampling import NO_SAMPLES
-from h5async.order.selection import Selection
+from h5async.order.selection import NO_SAMPLES, Selection
 from h5async.plan.records import GatherPlan, Int64s
 from h5async.read.rereading import Place
 from h5async.samples.fieldkind import Rows
@@ -58,7 +57,7 @@ class Residency:
 
     def __str__(self) -> str:
         share = 100 * np.count_nonzero(self._is_kept) / max(1, self._is_kept.size)
-        return f"{self._where}, {share:.0f} % of the samples, {_gb(self._nbytes)} for all"
+        return f"{self._where}, {share:.0f} % of the samples, {gigabytes(self._nbytes)} for all"
 
 
 class Budget(NamedTuple):
@@ -76,18 +75,9 @@ class Budget(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"none: {_gb(self.nbytes)} do not fit into {_gb(self.limit_nbytes)} on the"
+            f"none: {gigabytes(self.nbytes)} do not fit into {gigabytes(self.limit_nbytes)} on the"
             f" {self.where}{self.whose}"
         )
-
-
-class KeptChunks(NamedTuple):
-    """Decoded chunks that the core keeps in place of rows, of which parts are drawn."""
-
-    nbytes: int
-
-    def __str__(self) -> str:
-        return f"host, decoded chunks, {_gb(self.nbytes)} for all"
 
 
 class KeptColumn:
@@ -226,7 +216,8 @@ def _flat(raw: NDArray[Any]) -> NDArray[np.uint8]:
     return raw.reshape(-1).view(np.uint8)
 
 
-def _gb(nbytes: int) -> str:
+def gigabytes(nbytes: int) -> str:
+    """Return a size as text."""
     return f"{nbytes / 1e9:.2g} GB" if nbytes < 1e12 else f"{nbytes / 1e12:.3g} TB"
 
 

@@ -21,9 +21,9 @@ from h5async.errors import DatasetError, Skipped
 from h5async.fill.outcomes import Answers, FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
-from h5async.order.sampling import NO_SAMPLES, FillRequest, Sampling
-from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue
-from h5async.read.turns import Numbers, Turns
+from h5async.order.sampling import FillRequest, Sampling
+from h5async.order.selection import NO_SAMPLES
+from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue, Numbers, Turns
 from h5async.samples.assembly import Assembly
 from h5async.system.interruptions import interruption
 

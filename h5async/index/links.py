@@ -27,9 +27,10 @@ import h5py
 from h5async.config.files import FileName, SourceName, scheme_of
 from h5async.errors import BudgetError, DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.index.layout import DatasetLayout
+from h5async.io.hdf5files import HDF5File
 from h5async.io.obstoreclient import WEB
 from h5async.io.source import FileStamp, IoMode
-from h5async.io.stores import LOCAL, HDF5File, absolute_name, open_hdf5, settled_stamp, store_of
+from h5async.io.stores import LOCAL, absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing
 from h5async.system.resources import free_memory
@@ -314,7 +315,8 @@ def locate(
     """
     other, mark, rest = path.rpartition("::")
     if mark and not file.id.links.exists(name_bytes(components(path)[0])):
-        file, path = _other_file(file, path, other, reach, files), rest
+        file = _other_file(file, other, f'{file.filename}: path "{path}"', reach, files)
+        path = rest
         last = None
     todo = components(path)
     done, group = todo[:-1], file.id
@@ -343,10 +345,7 @@ def locate(
             raise DatasetError(f"{where}: the path leads through more than {_MAX_LINKS} links")
         if kind == h5py.h5l.TYPE_EXTERNAL:
             file_name, leads_to = map(name_text, group.links.get_val(at))
-            target = reach.find(file_name, file.filename, "HDF5_EXT_PREFIX", where)
-            if target is None:
-                raise MissingError(f"{where} leads to {file_name}, which does not exist")
-            file = files.enter_context(open_permitted(target, where))
+            file = _other_file(file, file_name, where, reach, files)
             group, done, at = file.id, [], b"."
         elif kind == h5py.h5l.TYPE_SOFT:
             leads_to = name_text(group.links.get_val(at))
@@ -376,10 +375,8 @@ def found_at(
 
 
 def _other_file(
-    file: HDF5File, path: str, name: str, reach: Reach, files: contextlib.ExitStack
+    file: HDF5File, name: str, where: str, reach: Reach, files: contextlib.ExitStack
 ) -> HDF5File:
-    """Open the file at the beginning of a path, as HDF5 would for an external link."""
-    where = f'{file.filename}: path "{path}"'
     target = reach.find(name, file.filename, "HDF5_EXT_PREFIX", where)
     if target is None:
         raise MissingError(f"{where} leads to {name}, which does not exist")

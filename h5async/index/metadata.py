@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from h5async.config import Field
 from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError, H5AsyncError, out_of_memory
-from h5async.index.attributes import cf_attributes, dimension_names
 from h5async.index.composition import (
     Part,
     along_sequences,
@@ -37,7 +36,13 @@ from h5async.index.contents import (
     what_is_there,
 )
 from h5async.index.datasets import Indexer
-from h5async.index.hdf5 import NotDirectError, OtherKindError, reading
+from h5async.index.hdf5 import (
+    NotDirectError,
+    OtherKindError,
+    cf_attributes,
+    dimension_names,
+    reading,
+)
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import (
     BESIDE,
@@ -50,9 +55,9 @@ from h5async.index.links import (
     metadata_cache,
     open_index,
 )
-from h5async.index.segments import Piece, Slab
+from h5async.index.tables import Piece, Slab
 from h5async.index.variablelength import Forms, variable_length
-from h5async.io.stores import HDF5File
+from h5async.io.hdf5files import HDF5File
 from h5async.system.interruptions import passing, suppressing
 
 # Per sequence along a dimension: its bounds, or an object.
@@ -371,7 +376,9 @@ def references(path: FileName, name: str, reach: Reach) -> tuple[DatasetLayout, 
     with open_index(path) as file, indexer_at(file, name, reach) as (indexer, found, node):
         try:
             if found.rest or variable_length(node) is None:
-                name = _name_of_type(node)
+                name = "a datatype that NumPy does not have"
+                with suppressing(Exception):  # h5py has no one type for what it cannot express
+                    name = str(node.dtype)
                 is_bytes = name.startswith(("|S", "|V"))
                 more = ", or store each sample as h5py.vlen_dtype(np.uint8)" if is_bytes else ""
                 raise DatasetError(
@@ -395,9 +402,3 @@ def may_be_variable_length(file: HDF5File, name: str, reach: Reach) -> bool:
         return True
     except DatasetError:
         return False
-
-
-def _name_of_type(node: h5py.h5d.DatasetID) -> str:
-    with suppressing(Exception):  # h5py has no one type for what it cannot express
-        return str(node.dtype)
-    return "a datatype that NumPy does not have"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from h5async.io.indexreferences import NONSENSE, Format, Place, find_places
 from h5async.io.references import SUPERBLOCK_NBYTES, read_superblock, superblock_offsets
-from h5async.io.sidebyside import collecting_later, start
+from h5async.io.source import collecting_later, start
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
@@ -120,7 +120,6 @@ class MetadataFile(io.RawIOBase):
         return at, self._block_end - at
 
     def _fetch(self, pages: Iterable[int], *, is_guess: bool = False) -> None:
-        """Fetch pages in one round, with small gaps between them."""
         runs: list[list[int]] = []
         gap, most = _GAP_NBYTES // PAGE_NBYTES, _RANGE_NBYTES // PAGE_NBYTES
         for page in sorted(pages):
@@ -247,11 +246,10 @@ _current: ContextVar[Ahead | None] = ContextVar("_current", default=None)
 def opening_ahead(names: Sequence[str]) -> Iterator[None]:
     """Open sources ahead while the body opens them one by one; see `take`."""
     ahead = Ahead(names)
-    token = _current.set(ahead)
     try:
-        yield
+        with ahead.used():
+            yield
     finally:
-        _current.reset(token)
         ahead.close()
 
 
@@ -266,15 +264,27 @@ def take(name: str, open_source: Open) -> tuple[MetadataFile, Ahead | None]:
 
 
 class Ahead:
-    """Open sources, by their names. Used by one thread."""
+    """Open sources, by their names. Used by one thread at a time.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    Without names, it only keeps those that were given back.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
         self._names = list(dict.fromkeys(names))
         self._number = {name: number for number, name in enumerate(self._names)}
         self._next = 0  # all below were begun, or passed over
         self._begun: dict[str, _Answer] = {}
         self._kept: dict[str, MetadataFile] = {}
         self._is_closed = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Have the body take sources from here, and give them back."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
     def take(self, name: str, open_source: Open) -> MetadataFile | None:
         """Return a source that was opened ahead; None if it was not, or was taken before."""

@@ -11,8 +11,8 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,8 +20,7 @@ from h5async.config.files import SourceName, scheme_of
 from h5async.errors import ConfigError, H5AsyncError, ReadError
 from h5async.io.diskcache import keeping
 from h5async.io.obstoreclient import SIGNED_SECONDS, WEB, Client, client_of, failure
-from h5async.io.sidebyside import SideBySide
-from h5async.io.source import FileStamp, Source, WebAddress, replaced
+from h5async.io.source import FileStamp, SideBySide, Source, WebAddress, replaced
 from h5async.io.stores import Store, register
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class RemoteSource(Source):
         self._name = name
         self._key = place.key
         self._client, self._use = place.client, use
-        self._meta = meta
+        self.meta = meta
         self._beginning = memoryview(beginning)
         self._waiting = SideBySide()
         tag = meta["e_tag"] or meta["version"]
@@ -98,7 +97,7 @@ class RemoteSource(Source):
         """Return its URL, signed if need be; None without an ETag, too."""
         found, made = self._address
         if time.monotonic() - made > SIGNED_SECONDS / 2:
-            url, tag, found = self._client.url(self._key), self._meta["e_tag"], None
+            url, tag, found = self._client.url(self._key), self.meta["e_tag"], None
             if url is not None and tag and len(tag) < _MOST_TAG:
                 headers = ["User-Agent: h5async"]
                 headers += [f"If-Match: {value}" for value in self._condition.values()]
@@ -113,7 +112,10 @@ class RemoteSource(Source):
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
         end = offset + nbytes
-        self._require_within(end)
+        if end > self._stamp.nbytes:
+            raise ReadError(
+                f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
+            )
         if end <= len(self._beginning):  # once: then the reader has it
             beginning, self._beginning = self._beginning, memoryview(b"")
             return beginning[offset:end]
@@ -130,10 +132,17 @@ class RemoteSource(Source):
     def _answer(self, offset: int, end: int) -> tuple[memoryview, str]:
         """Return what the server sends, and what is wrong with it that the client lets pass."""
         client, options = self._client, {"range": (offset, end), **self._condition}
-        with self._failures():
+        try:
             answer = client.library.get(client.store(self._use), self._key, options=options)
             found = memoryview(answer.bytes())
-        known, told = self._meta, answer.meta
+        except H5AsyncError:
+            raise
+        except client.library.exceptions.PreconditionError as error:
+            raise replaced(self._name) from error
+        except Exception as error:
+            reason = failure(error, self._name).strerror
+            raise ReadError(f"{self._name} cannot be read: {reason}") from error
+        known, told = self.meta, answer.meta
         tag = known["e_tag"]
         if told["size"] == known["size"] and tag and told["e_tag"] in (None, "", f"W/{tag}"):
             return found, "answers of its server lack the ETag that says whether it was replaced"
@@ -142,31 +151,15 @@ class RemoteSource(Source):
         sent = f"the server sent {found.nbytes:,} of {end - offset:,} bytes at byte {offset:,}"
         return found, "" if found.nbytes == end - offset else f"{sent}, without an error"
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turn errors of the client into `ReadError`."""
-        try:
-            yield
-        except H5AsyncError:
-            raise
-        except self._client.library.exceptions.PreconditionError as error:
-            raise replaced(self._name) from error
-        except Exception as error:
-            reason = failure(error, self._name).strerror
-            raise ReadError(f"{self._name} cannot be read: {reason}") from error
-
-    def _require_within(self, end: int) -> None:
-        if end > self._stamp.nbytes:
-            raise ReadError(
-                f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
-            )
-
 
 class RemoteStore(Store):
     """Object stores and the web."""
 
     def open(self, name: str, *, is_patient: bool = False) -> Source:
-        """Open an object, in one request; for rows (`is_patient`) its beginning is not wanted."""
+        """Open an object, in one request; for rows (`is_patient`) its beginning is not wanted.
+
+        None is made for rows of what is open: it is then in the state that it was opened in.
+        """
         use, nbytes = ("reading", 1) if is_patient else ("indexing", _BEGINNING_NBYTES)
         return keeping(name, self._opened(name, use, nbytes))
 
@@ -183,13 +176,19 @@ class RemoteStore(Store):
                 f" {name.removesuffix('/')}/*.h5"
             )
         client = place.client
+        known = _latest.get((client, place.key)) if use == "reading" else None
+        if known is not None:
+            return RemoteSource(name, place, use, known.meta, b"")
         try:
             begun = SideBySide().call([partial(_begin, client, place.key, nbytes)])[0]
-            return RemoteSource(name, place, use, *begun)
+            found = RemoteSource(name, place, use, *begun)
         except (H5AsyncError, KeyboardInterrupt):
             raise
         except Exception as error:
             raise failure(error, name) from error
+        if use != "reading":
+            _latest[client, place.key] = found
+        return found
 
     def matching(self, name: SourceName) -> list[str] | None:
         """Return the sources that match a glob, sorted; None if the name is no glob."""
@@ -232,7 +231,6 @@ def _begin(client: Client, key: str, nbytes: int) -> tuple[Mapping[str, Any], by
 
 
 def _listed(client: Client, prefix: str, is_flat: bool) -> list[str]:
-    """Return the keys below a prefix, or if `is_flat` those right below it."""
     library, store = client.library, client.store("opening")
     if is_flat:
         return [one["path"] for one in library.list_with_delimiter(store, prefix)["objects"]]
@@ -251,6 +249,10 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
+# Those that were opened last to read metadata, while they are open: by client and key.
+_latest: weakref.WeakValueDictionary[tuple[Client, str], RemoteSource] = (
+    weakref.WeakValueDictionary()
+)
 _STORE = RemoteStore()
 for _scheme in SCHEMES:
     register(_scheme, _STORE)

@@ -114,7 +114,6 @@ def _continuation(found: Cursor, head_nbytes: int, owner: int) -> Iterator[Place
 
 
 def _messages(found: Cursor, nbytes: int, head_nbytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield type, flags and body of messages."""
     head = _HEAD_V1 if head_nbytes == _HEAD_V1_NBYTES else _HEAD_V2
     end = found.at + nbytes
     while found.at + head_nbytes <= end:
@@ -167,7 +166,6 @@ def header_messages(
 
 
 def _layout(found: Cursor) -> Iterator[Place]:
-    """Yield the chunk index of a dataset."""
     version, form = found.number(), found.form
     if version < 3:
         rank, kind = found.number(), found.number()
@@ -211,7 +209,6 @@ def _symbol_table(found: Cursor) -> Iterator[Place]:
 
 
 def _symbols(found: Cursor, group: int) -> Iterator[Place]:
-    """Yield the objects of a node of a symbol table."""
     found.expect(b"SNOD\x01\0")
     for _ in range(found.number(2)):
         found.take(found.form.offset_nbytes)

@@ -17,7 +17,7 @@ import secrets
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -34,47 +34,13 @@ from h5async.config.files import (
     scheme_of,
 )
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
+from h5async.io.hdf5files import HDF5File, directory_reason, reason_unopened
 from h5async.io.metadatafile import MetadataFile, take
-from h5async.io.openfailure import directory_reason, reason_unopened
-from h5async.io.sidebyside import SideBySide
-from h5async.io.source import FileStamp, Source, changed, open_regular, settled
+from h5async.io.source import FileStamp, SideBySide, Source, changed, open_regular, settled
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
-
-
-_ANY_OBJECT = h5py.h5f.OBJ_ALL | h5py.h5f.OBJ_LOCAL
-
-
-class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
-    """A file that h5py reads, and its source, which is closed with it."""
-
-    source: Source
-    name_of_source = ""  # by which it was opened
-    give_back: Callable[[], None] | None = None  # closes the source, or keeps it
-
-    @classmethod
-    def of(cls, opened: h5py.h5f.FileID) -> HDF5File:
-        """Return an open file, for whose identifier `h5py.File` would get another one."""
-        file = cls.__new__(cls)
-        h5py.Group.__init__(file, opened)
-        return file
-
-    @property
-    def filename(self) -> str:
-        """The name by which it was opened."""
-        return self.name_of_source or str(super().filename)
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self.id.valid and h5py.h5f.get_obj_count(self.id, _ANY_OBJECT) == 1:
-            self.id.close()  # h5py would look for objects to be closed before
-        else:
-            super().close()
-        give_back, self.give_back = self.give_back, None
-        if give_back is not None:
-            give_back()
 
 
 class Store(ABC):

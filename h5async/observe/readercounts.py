@@ -26,7 +26,7 @@ from h5async.observe.chunkuse import ChunkFacts, Used, direct_share
 from h5async.observe.stats import ReaderStats
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
-from h5async.read.turns import Turns
+from h5async.read.queue import Turns
 from h5async.samples.assembly import by_field
 from h5async.spelling import named
 from h5async.system.timeline import StageTimes, ThreadCounts

@@ -32,7 +32,7 @@ from h5async.index.hdf5 import OtherKindError
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, Room, files_of, open_index
 from h5async.index.metadata import indexer_at, references, value_layout
-from h5async.index.segments import Int64s
+from h5async.index.tables import Int64s
 from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.source import FileStamp
 from h5async.read.executors import read_blocks, read_whole
@@ -123,7 +123,6 @@ class FileValues:
             raise DatasetError(f"{option}: {error.marked}") from error
 
     def _of_column(self, option: str, of_table: Column, path: str) -> NDArray[Any]:
-        """Return the values of a column of integers or bools without missing values."""
         if of_table.mask is None:
             raise DatasetError(
                 f'{option}: {of_table.where} is categorical; give "{path}/codes" to have its codes'

@@ -28,16 +28,15 @@ from h5async.core.binding import (
     PLANNED_SAMPLE_NBYTES,
 )
 from h5async.errors import BudgetError, ConfigError
-from h5async.index.datasettable import kinds_of, table_of
+from h5async.index.datasettable import kinds_of, most_units, table_of
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import MEMORY_SHARE, Room, files_of
-from h5async.index.units import most_units
 from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
+from h5async.read.coretables import ScratchSize, scratch_size
 from h5async.read.executors import method_of
 from h5async.read.h5pyrows import needs_scratch, scratch_rows, span_nbytes
-from h5async.read.scratch import ScratchSize, scratch_size
 from h5async.spelling import named
 from h5async.system.resources import free_memory, local_ranks
 
@@ -193,7 +192,6 @@ class MemoryBudget:
             yield _Share(what, fillers * nbytes, remedy)
 
     def _shares_of_filler(self, threads: int) -> Iterator[_Share]:
-        """Yield the needs of each filler."""
         config, rows, batches = self._config, self._rows, self._config.prefetch
         layouts = list(self._layouts.values())
         smaller = self._smaller_batches
@@ -227,12 +225,10 @@ class MemoryBudget:
 
     @property
     def _window_nbytes(self) -> int:
-        """What the order of `shuffle="window"` takes."""
         return _UNIT_NBYTES * max(map(most_units, self._layouts.values()))
 
     @property
     def _smaller_batches(self) -> str:
-        """The options that make batches take less."""
         batch = named("batch_size" if self._config.batch_values is None else "batch_values")
         return f"make {batch} or {named('prefetch')} smaller"
 
@@ -254,7 +250,6 @@ class MemoryBudget:
         }
 
     def _whose(self, limit: int) -> str:
-        """Say where a limit comes from."""
         if limit == self._config.max_batch_bytes:
             return named("max_batch_bytes")
         by = free_memory()[0].limit
@@ -280,7 +275,6 @@ class MemoryBudget:
             )
 
     def _check_pieces(self, layout: DatasetLayout, rows: int) -> None:
-        """Check the lists of chunks, including those of a batch."""
         needed = _lists_nbytes_of_leaf(layout, rows, 1)
         if needed > _LEAST_NBYTES:
             found = (
@@ -291,7 +285,6 @@ class MemoryBudget:
             self._require(needed, layout, found, remedy)
 
     def _check_chunk(self, layout: DatasetLayout) -> None:
-        """Check a chunk that must be held whole."""
         if not layout.chunk_shape:
             return
         what, remedy = "decodes to", ""
@@ -317,7 +310,6 @@ def _sum(shares: Iterable[_Share]) -> int:
 
 
 def _what_is_free() -> str:
-    """Say how much memory is free, and by which limits."""
     found = [left for left in free_memory() if left.nbytes < 1 << 60]  # else nothing is limited
     text = ", ".join(f"{nbytes:,} bytes by {limit}" for nbytes, limit in found)
     ranks = local_ranks()
@@ -326,7 +318,6 @@ def _what_is_free() -> str:
 
 
 def _longest_sample(layout: DatasetLayout, selection: Selection) -> tuple[int, int]:
-    """Return the number of the longest sample of a ragged field, and its bytes."""
     lengths: NDArray[Any] = np.diff(layout.starts()) if layout.lengths is None else layout.lengths
     numbers = selection.samples(np.arange(selection.size, dtype=np.int64))
     sample = int(numbers[lengths[numbers].argmax()])
@@ -349,7 +340,6 @@ def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
 
 
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
-    """Return the bytes held to read through h5py, by one thread at a time."""
     most = 0
     for leaf, _ in kinds_of(layout):
         if method_of(leaf) != "h5py":

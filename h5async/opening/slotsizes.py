@@ -9,10 +9,9 @@ import numpy as np
 
 from h5async.config import ReaderConfig
 from h5async.core.binding import KEPT_OVERHEAD_NBYTES, load_core
-from h5async.index.datasettable import kinds_of, pieces_read
+from h5async.index.datasettable import kinds_of, pieces_read, unit_nbytes
 from h5async.index.extents import kept_whole_nbytes
 from h5async.index.layout import DatasetLayout
-from h5async.index.units import unit_nbytes
 from h5async.io.stores import far_names
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows

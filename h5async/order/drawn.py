@@ -212,7 +212,6 @@ class SamplerOrder(Order):
             )
 
     def _most(self, are_batches: bool) -> int:
-        """Return the maximum number of samples in an epoch."""
         most = max(_MOST_LEAST, _MOST_TIMES * self._num_samples)
         length = operator.length_hint(self._sampler, 0) if hasattr(self._sampler, "__len__") else 0
         return max(most, length * (self._batch_size if are_batches else 1))

@@ -302,7 +302,6 @@ def cut(lengths: Int64s, limits: Limits, *, is_end: bool) -> Int64s:
 
 
 def _cut(lengths: Int64s, limits: Limits) -> Int64s:
-    """Compute the same without the core."""
     total = np.cumsum(lengths, dtype=np.int64).data
     found, at, before = [], 0, 0
     while at < lengths.size:
@@ -330,7 +329,6 @@ def cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s
 
 
 def _cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s, Int64s]:
-    """Compute the same without the core."""
     sizes = np.diff(windows, prepend=0)
     order = np.lexsort((-lengths, np.repeat(np.arange(windows.size), sizes)))
     longest, at, found = lengths[order].tolist(), 0, []

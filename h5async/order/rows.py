@@ -59,7 +59,6 @@ class StepRows:
         return (first <= wanted) & (wanted <= last)
 
     def _wanted(self, samples: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the first and last row of each sample's sequence, and the requested rows."""
         number = np.searchsorted(self.starts, samples, side="right") - 1
         wanted = samples[:, np.newaxis] + np.array(self.offsets, np.int64)
         return self.starts[number, np.newaxis], self.ends[number, np.newaxis] - 1, wanted

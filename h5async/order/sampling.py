@@ -1,35 +1,33 @@
-"""Computes the samples of a batch from seed, epoch and the batch's number.
+"""Maps a batch's serial number to its epoch and position, and computes the samples there.
+
+Serial numbers go on through all epochs. The first one may stand for any position, such as that of a
+saved state, so the first epoch may be the rest of one. All else depends on the seed alone.
 
 Nothing kept grows with the dataset: a keyed permutation of all sample numbers (`selection.py`) is
 evaluated only at the positions of one batch.
-
-With weights, samples are drawn with replacement instead. A draw takes constant time with an alias
-table (A. J. Walker, "An Efficient Method for Generating Discrete Random Variables with General
-Distributions", ACM Trans. Math. Softw. 3, 1977), made in linear time (M. D. Vose, IEEE Trans.
-Softw. Eng. 17, 1991), here by whole arrays. Random numbers come from a counter, the position of the
-draw (Philox 4x64: J. K. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). So
-a draw depends on seed, epoch and position alone.
 
 Users rely on this order to repeat a run: changing it is a breaking change.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
-import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import address, load_core
 from h5async.order.selection import (
+    NO_SAMPLES,
     SORTED_UP_TO,
     Int64s,
     Selection,
-    parameters,
+    WeightedOrder,
     permutation,
     permute,
     round_keys,
@@ -45,11 +43,15 @@ OrderKey = tuple[int, ...]
 # `permutation`, `WeightedOrder.mapping`, or `WindowOrder.run`.
 Run = tuple[int, NDArray[np.uint64] | None]
 
-_BLOCK = 4096  # draws that are computed at a time, without the core
 _PERMUTED_AT_ONCE = 1024  # positions: a block costs little more than a batch of 32
-_BITS = np.uint64(11)  # dropped: a float64 has 53
-NO_SAMPLES = np.zeros(0, np.int64)
 NO_EPOCH = -1  # of given samples
+
+
+class Rank(NamedTuple):
+    """Number `rank` of `world_size` processes."""
+
+    rank: int
+    world_size: int
 
 
 class FillRequest(NamedTuple):
@@ -82,80 +84,6 @@ class Order(Protocol):
     def run(self, epoch: int, start: int, stop: int) -> Run | None:
         """Return the same as a run; None if the core cannot compute them."""
         return None
-
-
-class WeightedOrder:
-    """Positions drawn with replacement. Thread-safe.
-
-    `weights` is (n,), finite, not negative, and not all 0: one per position. `digest` is a short
-    hash of them, and `table` their `alias_table`.
-    """
-
-    def __init__(self, weights: NDArray[np.float64], seed: int) -> None:
-        self._seed = seed
-        self.table = alias_table(weights)
-        self.digest = hashlib.blake2b(weights.astype("<f8").tobytes(), digest_size=16).hexdigest()
-
-    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
-        """Return the draws at positions `start` to `stop` of an epoch, as a new array."""
-        core, keys = load_core(), self.mapping(epoch)[3:]
-        if core is not None:
-            drawn = np.empty(stop - start, np.int64)
-            where = address(self.table), address(keys), address(drawn)
-            core.draw(*where, self.table.size, start, drawn.size)
-            return drawn
-        first, behind = start // _BLOCK, -(-stop // _BLOCK)
-        found = [NO_SAMPLES, *(self._drawn(keys, number) for number in range(first, behind))]
-        return np.concatenate(found)[start - first * _BLOCK : stop - first * _BLOCK]
-
-    def mapping(self, epoch: int) -> NDArray[np.uint64]:
-        """Return the parameters of an epoch's draws, beside the table, for the core.
-
-        uint64 (9,): the number of columns, two zeros, the keys. Shared: do not modify.
-        """
-        return parameters(self.table.size, 0, 0, self._seed, epoch, "weights")
-
-    def _drawn(self, keys: NDArray[np.uint64], number: int) -> Int64s:
-        """Draw a block without the core."""
-        # Each count gives four numbers. (Multiplying by powers of two does not round.)
-        random = np.random.Philox(counter=number * (_BLOCK // 2), key=keys[:2])
-        column, coin = np.split((random.random_raw(2 * _BLOCK) >> _BITS) * 2.0**-53, 2)
-        count = self.table.size
-        drawn = np.minimum((column * count).astype(np.int64), count - 1)
-        found = self.table[drawn]
-        chosen: Int64s = np.where(coin < found["share"], drawn, found["alias"])
-        return chosen
-
-
-def alias_table(weights: NDArray[np.float64]) -> NDArray[Any]:
-    """Return the alias table of some weights, with members ``share`` and ``alias``.
-
-    All columns are equally probable. Column i stands for i with probability ``share[i]``, and
-    otherwise for ``alias[i]``.
-    """
-    scaled = weights / weights.max()  # the sum must not overflow
-    # Sequentially: the order in which `sum` adds up depends on the processor.
-    scaled *= weights.size / np.add.accumulate(scaled)[-1]
-    is_small = scaled < 1
-    small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
-    table = np.empty(weights.size, [("share", np.float64), ("alias", np.int64)])
-    share, alias = table["share"], table["alias"]
-    share[:], alias[:] = 1, np.arange(weights.size)
-    if not small.size or not large.size:  # rounding may leave no large ones
-        return table
-    # The deficits of small columns are filled from the surpluses of large ones, in order. A large
-    # column that gave too much is filled from the next one.
-    lacking, surplus = np.cumsum(1 - scaled[small]), np.cumsum(scaled[large] - 1)
-    share[small] = scaled[small]
-    before = np.append(0.0, lacking[:-1])
-    giver = np.searchsorted(surplus, before, side="right")
-    alias[small] = large[np.minimum(giver, large.size - 1)]
-    taker = np.searchsorted(lacking, surplus[:-1], side="left")
-    too_much = lacking[np.minimum(taker, small.size - 1)] - surplus[:-1]
-    is_taken = (taker < small.size) & (surplus[:-1] > 0)
-    share[large[:-1]] = np.where(is_taken, np.clip(1 - too_much, 0, 1), 1)
-    alias[large[:-1]] = large[1:]
-    return table
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,7 +260,6 @@ class Sampling:
 
 @functools.lru_cache(maxsize=8)
 def _permuted_block(num_samples: int, seed: int, number: int, block: int) -> Int64s:
-    """Return the samples at some positions of a pass. Shared: do not modify."""
     begin = block * _PERMUTED_AT_ONCE
     positions = np.arange(begin, min(begin + _PERMUTED_AT_ONCE, num_samples))
     return permute(positions, num_samples, seed, number)
@@ -347,3 +274,145 @@ def dealt_or_repeated(count: int, rank: int, world_size: int) -> tuple[int, int]
     """Return the same; a rank without a share repeats an item of another one."""
     begin, end = dealt(count, rank, world_size)
     return (begin, end) if begin < end else (rank % count, rank % count + 1)
+
+
+# --- serial numbers -------------------------------------------------------------------------------
+
+
+class Position(NamedTuple):
+    """A batch's epoch, its number in it, and the position at which its step begins."""
+
+    epoch: int
+    number: int
+    start: int
+
+
+_MANY_OTHERS = 64  # searching fewer is faster than dropping some
+_position = functools.partial(tuple.__new__, Position)  # takes half the time
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A mapping between serial numbers and batches, of which an epoch has some. Thread-safe.
+
+    The first batch has the number `serial`, and begins at position `start` of `epoch`. `others` are
+    ascending serial numbers, from `serial` on, of batches outside of epochs.
+    """
+
+    sampling: Sampling
+    serial: int = 0
+    epoch: int = 0
+    start: int = 0
+    others: tuple[int, ...] = ()
+
+    # Cumulative numbers of batches at the ends of the first and later epochs, if they vary.
+    _ends: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    _lock: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
+
+    @functools.cached_property
+    def _first(self) -> int:
+        return self.sampling.batches_from(self.epoch, self.start)
+
+    @classmethod
+    def beginning(cls, sampling: Sampling, serial: int, epoch: int, start: int) -> Schedule:
+        """Make a schedule from a position on; at the end of an epoch, from the next one."""
+        if start and not sampling.batches_from(epoch, start):
+            epoch, start = epoch + 1, 0
+        return cls(sampling, serial, epoch, start)
+
+    def _passed(self, serial: int) -> int:
+        passed = serial - self.serial
+        return passed - bisect.bisect_left(self.others, serial) if self.others else passed
+
+    def _epoch_of(self, passed: int) -> tuple[int, int, int]:
+        """Return a batch's epoch, counted from the first one, and that epoch's begin and end."""
+        first = self._first
+        if passed < first:
+            return 0, 0, first
+        if self.sampling.is_uniform:
+            size = self.sampling.num_batches
+            later = (passed - first) // size
+            return later + 1, first + later * size, first + (later + 1) * size
+        with self._lock:
+            ends = self._ends or [first]
+            while ends[-1] <= passed:
+                ends.append(ends[-1] + self.sampling.batches_in(self.epoch + len(ends)))
+            self._ends[:] = ends
+            later = bisect.bisect_right(ends, passed)
+            return later, ends[later - 1], ends[later]
+
+    def position(self, serial: int) -> Position:
+        """Return the batch of a serial number; outside of epochs, the batch that follows."""
+        passed = self._passed(serial) if self.others else serial - self.serial
+        sampling, epoch, first = self.sampling, self.epoch, self._first
+        if passed < first:
+            return _position((epoch, *sampling.step_at(epoch, self.start, passed)))
+        if sampling.is_uniform:  # in half the time: this is called several times per batch
+            later, number = divmod(passed - first, sampling.num_batches)
+            return _position((epoch + 1 + later, number, number * sampling.step_samples))
+        later, begin, _ = self._epoch_of(passed)
+        return _position((epoch + later, *sampling.step_at(epoch + later, 0, passed - begin)))
+
+    def is_last(self, serial: int) -> bool:
+        """Tell whether a batch is the last of its epoch."""
+        if serial in self.others:
+            return False
+        passed = self._passed(serial) if self.others else serial - self.serial
+        after = passed + 1 - self._first
+        if after <= 0:
+            return after == 0
+        if self.sampling.is_uniform:
+            return after % self.sampling.num_batches == 0
+        return self._epoch_of(passed)[2] == passed + 1
+
+    def epoch_begin(self, serial: int) -> int:
+        """Return the first serial number, from `serial` on, at which an epoch or a rest begins.
+
+        Batches outside of epochs that come right before it are skipped.
+        """
+        passed = self._passed(serial)
+        found = self.serial
+        if passed > 0:
+            found += self._epoch_of(passed - 1)[2]
+        for other in self.others:
+            found += other <= found
+        return max(found, serial)
+
+    def with_other(self, serial: int, following: int) -> Schedule:
+        """Return a schedule in which `serial` is a batch outside of epochs.
+
+        Batches before `following` were delivered; once there are many, they are forgotten.
+        """
+        gone = bisect.bisect_left(self.others, following)
+        if len(self.others) < _MANY_OTHERS or not gone:
+            return replace(self, others=(*self.others, serial))
+        epoch, _, start = self.position(following)
+        return Schedule(self.sampling, following, epoch, start, (*self.others[gone:], serial))
+
+
+class Course(NamedTuple):
+    """Where a reader goes on, and in which order: one value, so that it changes as a whole.
+
+    `place` is where to go on once the rank is known: epoch, position, and the batch and world size
+    with which the epoch was begun, if known. `origin` is an epoch, and the batch and world size
+    with which it was begun; `order`, the key of the resulting order; `given`, the samples of
+    batches outside of epochs, by serial number.
+    """
+
+    rank: Rank
+    place: tuple[int, int, tuple[int, int] | None]
+    origin: tuple[int, tuple[int, int]]
+    order: OrderKey
+    schedule: Schedule
+    given: Mapping[int, Int64s] = MappingProxyType({})
+
+    def position(self, serial: int) -> Position:
+        """Return the place of a batch; -1, -1 and 0 for given samples."""
+        if serial in self.given:
+            return _OF_GIVEN
+        return self.schedule.position(max(serial, self.schedule.serial))
+
+
+_OF_GIVEN = Position(-1, -1, 0)

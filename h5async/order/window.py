@@ -26,13 +26,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address, load_core
-from h5async.index.datasettable import kinds_of
+from h5async.index.datasettable import kinds_of, sample_bounds
+from h5async.index.datasettable import unit_nbytes as unit_nbytes_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.units import sample_bounds
-from h5async.index.units import unit_nbytes as unit_nbytes_of
 from h5async.order.rows import StepRows, numbers_in
-from h5async.order.sampling import Order, Run, WeightedOrder, dealt
-from h5async.order.selection import Int64s, Selection, keyed_hash, permute, permute_each, round_keys
+from h5async.order.sampling import Order, Run, dealt
+from h5async.order.selection import (
+    Int64s,
+    Selection,
+    WeightedOrder,
+    keyed_hash,
+    permute,
+    permute_each,
+    round_keys,
+)
 from h5async.system.interruptions import call_when_gone
 
 _BLOCK_SAMPLES = 1024  # computed at a time: fewer would cost about as much
@@ -144,7 +151,6 @@ class WindowOrder(Order):
         return np.frombuffer(found, np.uint64)
 
     def _subtract_missing(self, size: Int64s, shorter: Int64s, missing: Int64s) -> None:
-        """Subtract the samples that shorter units lack from the sizes of rounds."""
         groups = np.cumsum(missing) // _MISSING_SAMPLES
         edges = np.flatnonzero(np.diff(groups, prepend=-1, append=-1))
         for first, last in itertools.pairwise(edges):
@@ -258,7 +264,6 @@ class DealtOrder(Order):
         return self._piece_of(rank, epoch).run(epoch, begin, begin + stop - start)
 
     def _piece_of(self, rank: int, number: int) -> Order:
-        """Return the order of a rank in a pass."""
         first, behind = (at * self._num_samples for at in (number, number + 1))
         return self._piece(
             *(self._below(r, behind) - self._below(r, first) for r in (rank, rank + 1))

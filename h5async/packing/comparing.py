@@ -11,7 +11,7 @@ from h5py import h5a, h5d, h5l, h5o, h5p
 from h5async.codec.encoders import spell_filters
 from h5async.errors import WriteError
 from h5async.index.chunks import filters_of
-from h5async.io.stores import HDF5File
+from h5async.io.hdf5files import HDF5File
 from h5async.order.selection import Selection
 from h5async.packing.encodedsamples import encoded_images
 from h5async.packing.objects import Entry, ObjectCopy, attribute_names, walk

@@ -19,7 +19,8 @@ from h5async.config.files import INDEX_SUFFIX
 from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.index.groupfields import KIND
 from h5async.index.links import open_index
-from h5async.io.stores import HDF5File, absolute_name, far_names
+from h5async.io.hdf5files import HDF5File
+from h5async.io.stores import absolute_name, far_names
 from h5async.opening.dataset import Samplings, open_dataset
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter

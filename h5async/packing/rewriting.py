@@ -22,8 +22,8 @@ from h5async.codec.encoders import set_filters
 from h5async.codec.filters import BLOSC, BLOSC2, Filter, is_lossy
 from h5async.errors import DatasetError
 from h5async.index.chunks import filters_of
-from h5async.index.chunktable import grid_of
 from h5async.index.hdf5 import Opened
+from h5async.index.tables import grid_of
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter, DatasetWriter
 from h5async.packing.encodedsamples import encoded_images

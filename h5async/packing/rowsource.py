@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from h5async.config import Field
 from h5async.errors import DatasetError
 from h5async.index.chunks import filters_of, read_chunk_table
-from h5async.index.chunktable import ChunkTable
 from h5async.index.hdf5 import NotDirectError, Opened, edges_are_raw
 from h5async.index.storedtypes import describe
-from h5async.io.stores import HDF5File
+from h5async.index.tables import ChunkTable
+from h5async.io.hdf5files import HDF5File
 from h5async.order.selection import Int64s, Selection
 from h5async.packing.objects import stored_filters
 from h5async.packing.rawvalues import RawValues, has_pointers, raw_fill

@@ -23,8 +23,8 @@ import h5py
 from h5py import h5p
 
 from h5async.errors import ConfigError, DamagedError, H5AsyncError, WriteError
+from h5async.io.hdf5files import HDF5File
 from h5async.io.source import owned
-from h5async.io.stores import HDF5File
 from h5async.packing.partialfile import (
     Journal,
     PartialFile,

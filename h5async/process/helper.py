@@ -31,7 +31,8 @@ from h5async.fill.resident import Residency
 from h5async.io.shared import SharedMemory
 from h5async.opening.dataset import Samplings
 from h5async.opening.limits import MemoryPlan
-from h5async.order.sampling import NO_SAMPLES, FillRequest
+from h5async.order.sampling import FillRequest
+from h5async.order.selection import NO_SAMPLES
 from h5async.process.child import check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opened, Starting
 from h5async.process.posted import PostedBatches

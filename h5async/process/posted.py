@@ -1,6 +1,6 @@
 """Has batches filled by helper processes, and the consumer take them in one call of the core.
 
-The consumer, or the core in its place (`read/turns.py`), puts batches into a queue of the core, and
+The consumer, or the core in its place (`read/queue.py`), puts batches into a queue of the core, and
 the thread that sends requests takes them from there. An answer makes its batch ready there, unless
 it is an error or has something to tell: that goes through the ring.
 """
@@ -13,9 +13,8 @@ from h5async.core.binding import Core
 from h5async.fill.outcomes import Answers, FillOutcome
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import FillRequest, Sampling
-from h5async.read.queue import END, TICKET, BatchQueue, SlotBatch
-from h5async.read.scratch import Scratch
-from h5async.read.turns import Numbers, Turns
+from h5async.read.coretables import Scratch
+from h5async.read.queue import END, TICKET, BatchQueue, Numbers, SlotBatch, Turns
 
 _ENDLESS = 1 << 48  # batches
 

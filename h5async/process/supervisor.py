@@ -32,7 +32,8 @@ from h5async.errors import BatchTimeoutError
 from h5async.fill.outcomes import FillerStats, FillOutcome, Recorded
 from h5async.fill.pool import do_nothing
 from h5async.io.shared import SharedMemory
-from h5async.order.sampling import NO_SAMPLES, FillRequest
+from h5async.order.sampling import FillRequest
+from h5async.order.selection import NO_SAMPLES
 from h5async.process.child import HelperDied, HelperProcess
 from h5async.process.messages import Answer, Failed, Opened, Record, Started, Starting, received
 from h5async.process.sharedslots import ReaderSlots

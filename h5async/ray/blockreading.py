@@ -215,18 +215,13 @@ class BlockReader:
     def __call__(self) -> Iterator[pa.Table]:
         """Yield the blocks, in order."""
         plan, reader = _opened(self.plan)
-        parts = list(itertools.pairwise(self.edges))
-        if self.threads == 1 or len(parts) == 1:
-            for begin, end in parts:
-                yield plan.read(reader, begin, end)
-            return
+        parts = itertools.pairwise(self.edges)
         with ThreadPoolExecutor(self.threads, thread_name_prefix="h5async-ray") as pool:
-            begun = deque(pool.submit(plan.read, reader, *one) for one in parts[: self.threads])
-            for one in parts[self.threads :]:
-                yield begun.popleft().result()
-                begun.append(pool.submit(plan.read, reader, *one))
+            futures = (pool.submit(plan.read, reader, *part) for part in parts)
+            begun = deque(itertools.islice(futures, self.threads))
             while begun:
                 yield begun.popleft().result()
+                begun.extend(itertools.islice(futures, 1))
 
 
 def _opened(reference: Any) -> tuple[BlockPlan, AsyncReader]:

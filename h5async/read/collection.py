@@ -23,8 +23,8 @@ from h5async.index.changes import FileChanges
 from h5async.index.shapes import Kind
 from h5async.order.rows import numbers_in
 from h5async.plan.records import NO_RANGES, ByteRanges, Ranges, union
-from h5async.read.coretables import CoreTables
-from h5async.read.farsources import Held
+from h5async.read.coretables import CoreTables, Scratch
+from h5async.read.farsources import CLOSED, Held
 from h5async.read.queue import SlotBatch
 from h5async.read.rereading import (
     Chunk,
@@ -37,7 +37,6 @@ from h5async.read.rereading import (
     error_of_element,
     find_chunk,
 )
-from h5async.read.scratch import CLOSED, Scratch
 
 Int64s = NDArray[np.int64]
 MOST_ROUNDS = 64  # of fetching, each after what the one before has told
@@ -246,9 +245,8 @@ class Collection:
     ) -> None:
         """Read refused items from files that are opened again, and checked.
 
-        `ReadError` is raised if something cannot be read or decoded; it names file, dataset and
-        chunk or sample. What is damaged is added to `damage` instead, if given.
-        `ReaderClosedError` is raised if the items are no longer wanted.
+        `ReadError` names file, dataset and chunk or sample; what is damaged is added to `damage`
+        instead, if given. `ReaderClosedError` is raised if the items are no longer wanted.
         """
         refused = self.refused(batch)
         sources = self._items(batch)["source"][refused]
@@ -340,7 +338,6 @@ class Collection:
         return error
 
     def _place_of(self, batch: SlotBatch, item: Any, element: int) -> Place:
-        """Return the rows of an item, or the run that is an element of it."""
         plan, field = self.planned(batch), int(item["field"])
         runs = slice(item["first_run"], item["first_run"] + item["num_runs"])
         if item["kind"] == Kind.HEAP:
@@ -401,7 +398,6 @@ class Collection:
 
 
 def _array(memory: int | None, count: int, dtype: Any) -> NDArray[Any]:
-    """Return memory of the core as an array, valid as long as the memory."""
     dtype = np.dtype(dtype)
     if not memory or not count:
         return np.zeros(0, dtype)

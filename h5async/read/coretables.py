@@ -1,32 +1,41 @@
 """Describes fields to the compiled core: in which files their rows lie, where, and how encoded.
 
 Layouts of fields enter; the core's tables leave, with arrays that they point to. They own the files
-that the core opens, and the decoded chunks that it keeps.
+that the core opens, and the decoded chunks that it keeps. A `Scratch` is the working memory of a
+thread, allocated once and used for every batch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import c_int32
+from time import perf_counter_ns
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config.files import Kept
-from h5async.core.binding import IO_MODES, MAX_RANK, Core, address
+from h5async.core.binding import IO_MODES, Core, CoreTrace, CoreWorker, address
+from h5async.errors import ReaderClosedError
+from h5async.index.datasettable import kinds_of
 from h5async.index.extents import Keeps, TableBuilder, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape
-from h5async.io.keptfiles import affordable_maps
+from h5async.io.hdf5files import affordable_maps
 from h5async.io.source import FileStamp, IoMode, may_map
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.crops import draws_of
 from h5async.plan.transform import NativeTransform
-from h5async.read.farsources import FarSources, is_far
+from h5async.read.farsources import CLOSED, Bytes, FarSources, is_far
+from h5async.system.timeline import ThreadCounts, Timeline
 
 Int64s = NDArray[np.int64]
+MOST_WOVEN = 4  # chunks that the core decodes before it writes their rows (weave.c)
 _ALL_BITS = (1 << 64) - 1
 # For this time after a file was last checked for changes, rows of its kept decoded chunks are
 # delivered without another check, which would cost more than they do. Batches are read ahead by
@@ -73,7 +82,7 @@ class CoreTables:
         self._keep: list[Any] = []  # what structures point to
         self._num_places = 0  # of all fields before: numbers that say where a part of a row begins
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are shared
-        builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
+        builder = TableBuilder(lambda filters: core.filters(filters) is not None)
         self.of_fields = [
             builder.build(layout, nbytes)
             for layout, nbytes in zip(layouts, kept_nbytes, strict=True)
@@ -299,3 +308,112 @@ class CoreTables:
         self._core.close_sources(self.sources)
         for struct in self.fields:
             self._core.free_store(ctypes.addressof(struct) + self._core.Field.store.offset)
+
+
+# --- of a thread ----------------------------------------------------------------------------------
+
+
+class ScratchSize(NamedTuple):
+    """Bytes of the buffers of a `Scratch`; `between` is the size of each of its buffers."""
+
+    encoded: int
+    raw_chunk: int
+    between: int
+
+    @classmethod
+    def of(cls, layouts: Iterable[DatasetLayout]) -> ScratchSize:
+        """Return the maximum over all fields."""
+        sizes = (
+            scratch_size(leaf)
+            for layout in layouts
+            for leaf, _ in kinds_of(layout)
+            if leaf.chunks is not None
+        )
+        return cls(*map(max, *sizes, (0, 0, 0), (0, 0, 0)))
+
+
+def scratch_size(leaf: DatasetLayout) -> ScratchSize:
+    """Return what a dataset in chunks needs.
+
+    Chunks without filters that hold whole rows need nothing: these, or parts of them, are read to
+    where they go.
+    """
+    if not leaf.filters:
+        return ScratchSize(0, 0 if leaf.rows_are_whole else leaf.chunk_nbytes, 0)
+    assert leaf.chunks is not None
+    encoded = int(leaf.chunks.nbytes.max(initial=0))
+    along = leaf.grid[-1] if leaf.sample_axis < len(leaf.grid) - 1 else 1
+    at_once = along if along <= MOST_WOVEN else 1
+    return ScratchSize(encoded, at_once * leaf.chunk_nbytes, encoded_room(leaf.chunk_nbytes))
+
+
+@dataclasses.dataclass
+class Scratch:
+    """The working memory of one thread, allocated once.
+
+    `encoded` is for an encoded chunk; `raw_chunk` for a decoded one, or its needed parts, that
+    does not go to a batch as a whole, or for those that split the last dimension of the same
+    rows; `between` are three buffers: two for results between the filters of a pipeline, one for
+    a decoder. `stop` is not 0 once the reader is being closed; `counts` is what its thread has
+    done in Python. The compiled core notes what it does in `trace`, and work in Python is noted
+    in `timeline`.
+    """
+
+    encoded: Bytes
+    raw_chunk: Bytes
+    between: tuple[Bytes, ...]
+    stop: c_int32 = dataclasses.field(default_factory=c_int32)
+    counts: ThreadCounts = dataclasses.field(default_factory=ThreadCounts)
+    trace: CoreTrace | None = None
+    timeline: Timeline | None = None
+    _worker: CoreWorker | None = None
+
+    def record(self, trace: CoreTrace | None) -> None:
+        """Have the compiled core note what it does from now on; None: stop."""
+        self.trace = trace
+        if self._worker is not None:
+            self._worker.record(trace)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count the time that a block reads, and note it."""
+        begin = perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.counts.read_ns += perf_counter_ns() - begin
+            if self.timeline is not None:
+                self.timeline.add("read", begin)
+
+    def total(self) -> ThreadCounts:
+        """Return what was done in Python and by the compiled core."""
+        return self.counts if self._worker is None else self.counts.plus(self._worker.counts())
+
+    def transform_ns(self) -> int:
+        """Return the time that the compiled core transformed rows as it read them."""
+        return 0 if self._worker is None else int(self._worker.struct.transform_ns)
+
+    def require_open(self) -> None:
+        """Raise `ReaderClosedError` once the reader is being closed: nobody wants the rest."""
+        if self.stop.value:
+            raise ReaderClosedError(CLOSED)
+
+    def worker(self, core: Core) -> CoreWorker:
+        """Return what this thread needs to call the compiled core; made on first use."""
+        if self._worker is None:
+            self._worker = core.new_worker(self.encoded, self.raw_chunk, self.between, self.stop)
+            if self.trace is not None:
+                self._worker.record(self.trace)
+        return self._worker
+
+    @classmethod
+    def allocate(cls, encoded: int, raw_chunk: int, between: int) -> Scratch:
+        """Reserve memory for a `ScratchSize`; pages that are never touched cost nothing."""
+        sizes = encoded, raw_chunk, *[between] * 3
+        first, second, *others = (np.empty(nbytes, np.uint8) for nbytes in sizes)
+        return cls(first, second, tuple(others))
+
+
+def encoded_room(chunk_nbytes: int) -> int:
+    """Return the maximum size of an encoded chunk: two compressors in a row grow a little."""
+    return chunk_nbytes + chunk_nbytes // 8 + 65536

@@ -19,21 +19,19 @@ from h5async.config.files import Kept
 from h5async.core.binding import MAX_RANK, Core, load_core
 from h5async.errors import DamagedError, DatasetError
 from h5async.index.changes import FileChanges
-from h5async.index.datasettable import kinds_of
+from h5async.index.datasettable import kinds_of, unit_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, files_of
-from h5async.index.units import unit_nbytes
-from h5async.io.keptfiles import affordable_files
+from h5async.io.hdf5files import affordable_files
 from h5async.io.source import IoMode
 from h5async.order.rows import SpanRows, StepRows
 from h5async.plan.records import SamplesPlan
 from h5async.plan.transform import NativeTransform
 from h5async.read.collection import Collection
-from h5async.read.coretables import CoreTables
+from h5async.read.coretables import CoreTables, Scratch, ScratchSize
 from h5async.read.fallback import FallbackReader
 from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import SlotBatch
-from h5async.read.scratch import Scratch, ScratchSize
 
 _BLOCK_SAMPLES = 1 << 18
 Method = Literal["core", "h5py", "memory"]
@@ -109,11 +107,7 @@ class Executors:
         transforms: Sequence[NativeTransform | None],
         steps: Sequence[StepRows | SpanRows | None] = (),
     ) -> Collection | None:
-        """Return what reads the rows of all fields by the core; None if there is no core.
-
-        `transforms` has, by field, the transform done while reading, if any; `steps` the rows of
-        each sample, or None for its own.
-        """
+        """Return what reads rows of all fields by the core, if there is one; see `CoreTables`."""
         if self.core is None:
             return None
         tables = CoreTables(

@@ -25,19 +25,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config.files import Kept
-from h5async.core.binding import Core, address, find_curl
+from h5async.core.binding import Core, address, find_curl, members_of
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, failed_read
 from h5async.index.extents import SourceFile
 from h5async.io.diskcache import disk_cache
 from h5async.io.source import FileStamp, MappedMirror, Source, SourceOver, WebAddress, replaced
 from h5async.io.stores import LocalState, store_of
 from h5async.plan.records import ByteRanges, Places, extents_of, requests_of
-from h5async.read.scratch import CLOSED
 from h5async.system.interruptions import call_when_gone, suppressing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
 
+CLOSED = "the reader was closed while a batch was being read"
 Bytes = NDArray[np.uint8]
 Part = tuple[int, Bytes]  # of a source: its place, and its bytes
 
@@ -118,9 +118,7 @@ class FarSources:
         self._is_closed = False
         self._counts = FetchCounts()
 
-    def get(
-        self, number: int, offsets: Sequence[int], lengths: Sequence[int]
-    ) -> list[NDArray[np.uint8]]:
+    def get(self, number: int, offsets: Sequence[int], lengths: Sequence[int]) -> list[Bytes]:
         """Return ranges of a source; `ReadError` if they cannot be had, or it was replaced."""
         file = self._files[number]
         try:
@@ -177,6 +175,9 @@ class FarSources:
             source = disk_cache(self.kept).keeping(name, LocalState(path, file.stamp))
         else:
             source = store.open(path, is_patient=True)
+            if source.stamp() != file.stamp == store.stamp(path):  # it was open in another state
+                source.close()
+                source = store.open(path, is_patient=True)
         is_it = source.stamp() == file.stamp
         source = source.over(partial(self._quicker, file.path))
         with self._lock:
@@ -224,21 +225,16 @@ class FarSources:
         sizes = np.array([array.size for _, array in before], np.int64)
         new = ranges.chosen(ranges.find(begins, begins + sizes) < 0)
         wanted = extents_of(new, requests_of(new))
-        parts = zip(wanted.begins.tolist(), self.get_all(wanted), strict=True)
-        waited_ns = time.perf_counter_ns() - begin_ns
-        self.count(FetchCounts(used_nbytes=new.nbytes, waited_ns=waited_ns))
-        return self.held(ranges, [*before, *parts])
-
-    def get_all(self, ranges: ByteRanges) -> list[NDArray[np.uint8]]:
-        """Return ranges of several sources; see `get`."""
-        arrays: list[NDArray[np.uint8]] = []
-        source, offsets = self.places.sources(ranges.begins)
-        lengths = ranges.ends - ranges.begins
+        arrays: list[Bytes] = []
+        source, offsets = self.places.sources(wanted.begins)
+        lengths = wanted.ends - wanted.begins
         for some in np.split(np.arange(source.size), np.flatnonzero(np.diff(source)) + 1):
             if some.size:
                 of_one = offsets[some].tolist(), lengths[some].tolist()
                 arrays += self.get(int(source[some[0]]), *of_one)
-        return arrays
+        waited_ns = time.perf_counter_ns() - begin_ns
+        self.count(FetchCounts(used_nbytes=new.nbytes, waited_ns=waited_ns))
+        return self.held(ranges, [*before, *zip(wanted.begins.tolist(), arrays, strict=True)])
 
     def held(self, ranges: ByteRanges, parts: Sequence[Part]) -> Held:
         """Return ranges that lie in parts of sources, each with the place where it begins."""
@@ -431,7 +427,7 @@ def http_client(core: Core) -> HttpClient | None:
 
 @functools.cache
 def _curl(core: Core) -> Any | None:
-    found = find_curl()
+    found = find_curl(members_of(core.Curl))
     if found is None:
         return None
     start = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_long)(found["curl_global_init"])

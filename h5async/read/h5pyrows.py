@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DamagedError
-from h5async.index.datasettable import cut_piece, part_shape, table_of
+from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout, HeapFile
+from h5async.index.shapes import cut_piece, part_shape
 from h5async.index.variablelength import DAMAGED
 from h5async.plan.records import Int64s, SamplesPlan
+from h5async.read.coretables import Scratch
 from h5async.read.fallback import ChunkCheck, FallbackReader, WantedRows
-from h5async.read.scratch import Scratch
 
 _SCRATCH_NBYTES = 1 << 20  # rows that are read at once if only pieces of them are wanted
 _OBJECTS = 4096  # elements of variable length that are in memory at a time
@@ -42,9 +43,8 @@ class H5pyRows:
         self._datasets: dict[int, DatasetRows] = {}  # by the identity of their layouts
 
     def execute(self, plan: SamplesPlan, raw: NDArray[Any], scratch: Scratch) -> None:
-        """Read the rows of a plan to `raw`, (batch, *raw_row), C-contiguous.
+        """Read the rows of a plan to `raw`, (batch, *raw_row); raises as `FallbackReader.read`.
 
-        `ReadError` is raised if they cannot be read or decoded; it names file, dataset and samples.
         The `place` of a `DamagedError` has the rows of `raw`, if they are known.
         """
         layout, sample, rows = self._layout, plan.sample, plan.rows
@@ -254,7 +254,6 @@ def _as_stored(layout: DatasetLayout) -> DatasetLayout:
 
 
 def _are_same_bytes(some: np.dtype[Any], found: np.dtype[Any]) -> bool:
-    """Tell whether compounds have the same members at the same places."""
     if some.fields is None or found.fields is None or some.itemsize != found.itemsize:
         return False
     return all(found.fields.get(name, ())[:2] == field[:2] for name, field in some.fields.items())

@@ -35,10 +35,9 @@ from h5async.observe.readercounts import ReaderCounts, SkippedSamples
 from h5async.opening.selecting import sample_numbers
 from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
-from h5async.reader.batch import Batch, expire
+from h5async.reader.batch import Batch, Batches, Epoch, expire, next_run
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
-from h5async.reader.runs import Batches, Epoch, next_run
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing, suppressing
 from h5async.system.timeline import Recorder
@@ -369,7 +368,6 @@ class Delivery:
         self._counts.begin_epoch(epoch, before)
 
     def _begin_next_epoch(self) -> None:
-        """Note that the next batch, which the core hands over, is the first of its epoch."""
         self._begin_epoch(self._position.course.position(self._ring.consumer.next).epoch)
 
     def work(self, done: FillerStats | None = None) -> FillerStats:

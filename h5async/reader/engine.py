@@ -308,7 +308,6 @@ class Engine:
 
 
 def _row_text(layout: DatasetLayout) -> str:
-    """Return the shape of a stored sample; "any" marks a dimension that varies."""
     if not layout.is_ragged:
         return str(layout.part_shape)
     inner = "".join(f" {length}," for length in layout.part_shape)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 class ReaderSetup:
     """All parts of a reader that do not change after `open`, except the filler.
 
-    `config` has the kinds of all fields; `transforms` are by column, and `rows` are the samples in
-    a slot. `cache` is of rows that the device keeps.
+    `transforms` are by column; `rows` are the samples in a slot; the device keeps those of `cache`.
     """
 
     def __init__(self, config: ReaderConfig) -> None:

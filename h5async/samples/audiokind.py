@@ -84,7 +84,6 @@ class _AudioDecoder(FieldDecoder):
         return delivered, [partial(self._decode, *one) for one in several]
 
     def _unequal(self, counts: list[int], batch: EncodedBatch) -> Ragged:
-        """Return memory for recordings of these numbers of frames."""
         ends, dtype = [*itertools.accumulate(counts, initial=0)], self._field.decoded_dtype
         nbytes = ends[-1] * math.prod(self._frame) * dtype.itemsize
         if nbytes > batch.most_nbytes:
@@ -129,7 +128,6 @@ class _AudioDecoder(FieldDecoder):
         return file
 
     def _count(self, file: Any) -> int:
-        """Return the number of frames to deliver of a recording."""
         frames = self._field.frames
         return int(file.frames if frames is None else min(frames, file.frames))
 
@@ -178,12 +176,10 @@ class _Bytes(io.BytesIO):
 
 
 def _read(file: Any, out: NDArray[Any]) -> int:
-    """Decode frames; return their number, which is smaller where the recording ends."""
     return len(file.read(out=out))
 
 
 def _read_mean(file: Any, out: NDArray[Any]) -> int:
-    """Do the same with the mean of all channels."""
     most, done = max(1, _MIXED_NBYTES // (file.channels * out.itemsize)), 0
     while done < len(out):
         wanted = min(most, len(out) - done)
@@ -197,5 +193,4 @@ def _read_mean(file: Any, out: NDArray[Any]) -> int:
 
 
 def _said(error: Exception) -> str:
-    """Return what libsndfile says."""
     return str(getattr(error, "error_string", error)).rstrip(".")

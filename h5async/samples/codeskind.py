@@ -39,12 +39,11 @@ CATEGORIES_OF = "\0categories"  # suffix of a field's name for it
 class CodesKind(FieldKind):
     """The codes of a categorical column; `table_column` is its path."""
 
-    categories: Categories
+    categories: Categories = Categories(())
 
     def __init__(self, name: str, field: Field, table_column: str) -> None:
         super().__init__(name, field)
         self.table_column = table_column
-        self.categories = Categories(())
 
     def facts(self) -> dict[str, Wanted]:
         """Return the categories."""
@@ -93,7 +92,6 @@ class CodesKind(FieldKind):
 
 
 def _no_category(where: str, row: int, sample: int, code: int, count: int) -> DatasetError:
-    """Return the error for a code outside `count` categories."""
     return DatasetError(
         f"{where}: row {row} (sample {sample}) has the code {code}, and there are {count:,}"
         " categories; the file is damaged"
@@ -130,7 +128,6 @@ def _of_one_dtype(layouts: Sequence[DatasetLayout], reach: Reach) -> list[Datase
 
 
 def _check_mapping(name: str, field: Field, config: ReaderConfig, where: Sequence[str]) -> None:
-    """Reject options that do not permit mapping codes while they are read."""
     for is_given, option in (
         (field.scale is not None, "scale"),
         (field.offset is not None, "offset"),
@@ -151,11 +148,7 @@ def _check_mapping(name: str, field: Field, config: ReaderConfig, where: Sequenc
 class LabelsKind(FieldKind):
     """Strings or numbers as codes: of the names given, of those in a dataset, or of all values."""
 
-    categories: Categories
-
-    def __init__(self, name: str, field: Field) -> None:
-        super().__init__(name, field)
-        self.categories = Categories(())
+    categories: Categories = Categories(())
 
     def facts(self) -> dict[str, Wanted]:
         """Return the codes of each file's own categories, and these."""

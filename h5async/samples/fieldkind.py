@@ -317,7 +317,6 @@ class RaggedKind(FieldKind):
 
     @property
     def _length(self) -> int | None:
-        """The values of each sample that is delivered, if all have as many."""
         return self.field.pad_to if self.field.pack is None else self.field.pack
 
     def facts(self) -> dict[str, Wanted]:

@@ -182,7 +182,6 @@ class _ImageDecoder(FieldDecoder):
         return delivered, works
 
     def _works(self, found: _Found) -> list[DecodingWork]:
-        """Return the work on all images: alone, or, by the core, in groups."""
         pictures = self._pictures(found)
         several = np.setdiff1d(np.arange(found.runs.size), pictures[:, _IMAGE])
         works: list[DecodingWork] = [partial(self._alone, found, one) for one in several.tolist()]
@@ -195,7 +194,6 @@ class _ImageDecoder(FieldDecoder):
         return works
 
     def _unsized(self, headers: Int64s, batch: EncodedBatch) -> Any:
-        """Return an array for images that keep their sizes; `Images` if these differ."""
         shapes, index, most_nbytes = headers[:, 1:3], batch.samples, batch.most_nbytes
         are_equal = bool((shapes == shapes[0]).all())
         kinds = shapes[:1] if are_equal else shapes
@@ -272,7 +270,6 @@ class _ImageDecoder(FieldDecoder):
         return cuts
 
     def _pictures(self, found: _Found) -> Int64s:
-        """Return the images that the core decodes, as it takes them."""
         field, headers, core = self._field, found.headers, self._core
         is_alone = np.diff(found.first) == 1  # in one place: else it is decoded once for all
         is_taken = is_alone & np.isin(headers[:, 3], _COMPONENTS) & (headers[:, 4] == 8)
@@ -298,7 +295,6 @@ class _ImageDecoder(FieldDecoder):
         return pictures
 
     def _decode_group(self, found: _Found, pictures: Int64s) -> list[DecodingWork]:
-        """Have the core decode some images; return the work on those that it refuses."""
         assert self._core is not None
         images, size = pictures[:, _IMAGE], self._field.size
         if not self._is_plain:
@@ -421,7 +417,6 @@ def _pixel_transform(field: ImageField, shape: tuple[int, int, int]) -> RowTrans
 
 
 def _channel_of(field: ImageField) -> int:
-    """Return which dimension of delivered pixels counts channels."""
     dimension = 3 if field.channel_dim is None else field.channel_dim
     return (field.axes or (0, 1, 2, 3)).index(dimension) - 1
 

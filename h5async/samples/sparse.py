@@ -333,7 +333,6 @@ class Csr(SampleArrays):
             out[...] = dense
 
     def _check(self, indices: NDArray[np.int64], indptr: NDArray[Any]) -> None:
-        """Raise DatasetError if an index is not a column."""
         is_outside = (indices < 0) | (indices >= self.shape[1])
         if is_outside.any():
             at = int(is_outside.argmax())

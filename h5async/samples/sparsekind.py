@@ -18,7 +18,7 @@ from h5async.index.composition import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, files_of
 from h5async.index.savedindex import Wanted
-from h5async.index.segments import Int64s
+from h5async.index.tables import Int64s
 from h5async.order.rows import SpanRows
 from h5async.samples.fieldkind import (
     INDICES,
@@ -293,7 +293,6 @@ def _require_same_names(shapes: Sequence[DatasetLayout], where: Sequence[str]) -
 
 
 def _by_number(option: str, array: NDArray[Any], columns: int) -> Int64s:
-    """Return the numbers of columns that are chosen by a mask, or by numbers."""
     if array.dtype.kind == "b":
         if array.size != columns:
             raise ConfigError(
@@ -437,7 +436,6 @@ def scaled_rows(
 
 
 def _countable(values: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Return values of a dtype that the core takes, and its number."""
     kind = VALUE_KINDS.get(values.dtype)
     if kind is None or not values.flags.c_contiguous or not values.flags.aligned:
         values = np.ascontiguousarray(values, np.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,11 @@ import pytest
 from corpus import QUIRKS, Quirk
 from hypothesis import given
 from memorystore import MemoryStore
+from typer.testing import CliRunner
 
 import h5async
 from h5async import (
+    ConfigError,
     DamagedError,
     DatasetError,
     H5AsyncError,
@@ -29,6 +32,8 @@ from h5async import (
     SelectionError,
 )
 from h5async.arrays.boxreading import Threads
+from h5async.cli.main import app
+from h5async.index.datasets import Indexer
 
 SHAPE = (23, 12, 9)
 STORED: dict[str, dict[str, Any]] = {
@@ -170,6 +175,13 @@ def test_integers_that_are_bools_or_out_of_all_bounds(path: Path):
         assert_same(found["gzip"][-(10**30) :: 10**25], expected["gzip"][:1])
 
 
+def test_keys_of_h5py_alone(path: Path):
+    several = h5py.MultiBlockSlice(1, 3, 4, 2)
+    with h5py.File(path) as expected, h5async.open_file(path) as found:
+        for key in (several, (several, 0, several), [True] + [False] * 22, np.s_[0, [True] * 12]):
+            assert_answers_as_h5py(found["gzip"], expected["gzip"], key)
+
+
 def test_masks_of_elements_that_are_arrays(path: Path):
     with h5py.File(path) as expected, h5async.open_file(path) as found:
         for mask in (np.arange(6) % 2 == 0, np.arange(6) == 4):
@@ -190,8 +202,7 @@ def test_what_hdf5_alone_reads(path: Path):
             value = found["group/text"][key]
             np.testing.assert_array_equal(value, expected["group/text"][key])
             assert type(value) is type(expected["group/text"][key])
-        for key in (np.s_[:: 10**30], [True, False, False, False]):  # which h5py refuses
-            assert found["group/text"][key].tolist() == [b"a"]
+        assert found["group/text"][:: 10**30].tolist() == [b"a"]  # which h5py refuses
         assert found["group"]["text"].dtype == expected["group/text"].dtype
         assert found["group/scalar"][()] == 5
         assert_same(found["group/scalar"][...], expected["group/scalar"][...])
@@ -410,6 +421,35 @@ def test_files_in_another_store(path: Path, store: MemoryStore):
         for name in ("contiguous", "gzip", "pairs", "flags", "group/text"):
             for key in ((), 2, slice(1, None, 2), [0, 3]):
                 np.testing.assert_array_equal(found[name][key], expected[name][key])
+
+
+def test_saved_indices(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    copy, named, saved = tmp_path / "a.h5", tmp_path / "named.h5idx", tmp_path / "saved.h5idx"
+    shutil.copy(path, copy)
+    assert (
+        CliRunner()
+        .invoke(app, ["index", str(copy), "--field", "x=gzip", "-o", str(named)])
+        .exit_code
+        == 0
+    )
+    several: list[tuple[Path, dict[str, Any]]] = [(copy, {"index_cache": saved}), (named, {})]
+
+    def assert_reads() -> None:
+        for name, options in several:
+            with h5py.File(copy) as expected, h5async.open_file(name, **options) as found:
+                for key in (3, np.s_[:, 4]):  # the first one is read at once
+                    assert_same(found["gzip"][key], expected["gzip"][key])
+
+    assert_reads()
+    with monkeypatch.context() as patched:
+        patched.setattr(Indexer, "layout", None)
+        assert_reads()
+    with h5py.File(copy, "r+") as file:
+        file["gzip"][...] = 7
+    assert_reads()
+    CliRunner().invoke(app, ["index", str(copy), str(path), "-o", str(named)])
+    with pytest.raises(ConfigError, match="one file"):
+        h5async.open_file(named)
 
 
 def test_links_out_of_the_folder_are_refused(tmp_path: Path):

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from h5async.codec.chunklengths import decoded_nbytes, unchecked
+from h5async.codec.encoders import decoded_nbytes, unchecked
 from h5async.codec.filters import (
     _ENTRIES,
     BITSHUFFLE,

@@ -10,7 +10,7 @@ from collecting import Collected, made_up
 from pythondecoders import decode_blosc
 
 from h5async.codec.filters import Filter
-from h5async.read.scratch import Scratch, encoded_room
+from h5async.read.coretables import Scratch, encoded_room
 
 BLOSC = 32001
 

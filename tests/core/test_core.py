@@ -58,9 +58,9 @@ from h5async.index.metadata import read_layouts
 from h5async.io.source import FileStamp
 from h5async.plan.transform import RowTransform
 from h5async.read.collection import Collection
+from h5async.read.coretables import Scratch
 from h5async.read.executors import method_of
 from h5async.read.h5pyrows import H5pyRows
-from h5async.read.scratch import Scratch
 
 hdf5plugin = require_extra("hdf5plugin")
 

@@ -44,7 +44,7 @@ from h5async.core.binding import IO_MODES, address
 from h5async.deliver.decodeplan import FrameFormat, Unshuffle, frame_format, unshuffles
 from h5async.index.metadata import read_layouts
 from h5async.io.source import FileStamp
-from h5async.read.scratch import Scratch
+from h5async.read.coretables import Scratch
 
 require_extra("hdf5plugin")
 

@@ -31,7 +31,7 @@ from pythondecoders import bitshuffle_codec
 
 from h5async import Field
 from h5async.codec.filters import default_block
-from h5async.deliver import kernels as kernels_module
+from h5async.deliver import gpu
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
 from h5async.samples.samplearrays import OPTIONS
@@ -780,7 +780,7 @@ def test_nvrtc_keeps_the_smallest_numbers_and_rounds_twice(stored, delivered):
     extern "C" __global__ void scale(const S *stored, T scale, T offset, T *delivered)
     {{
         int i = threadIdx.x;
-        delivered[i] = {kernels_module._scaled("h5async_to<T>(stored[i])", "scale", "offset")};
+        delivered[i] = {gpu._scaled("h5async_to<T>(stored[i])", "scale", "offset")};
     }}"""
     flags = (*(option.encode() for option in OPTIONS), b"-ftz=true")
     for library in nvrtc_libraries():

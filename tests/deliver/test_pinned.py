@@ -27,7 +27,7 @@ from h5async import (
     RaggedField,
     SparseField,
 )
-from h5async.deliver.gpu import Pinning
+from h5async.deliver.device import Pinning
 
 N = 40
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from h5async import AsyncReader, Field
-from h5async.index.chunktable import ChunkTable
 from h5async.index.datasets import Indexer
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
+from h5async.index.tables import ChunkTable
 
 
 def undefined_fill(file: h5py.File, name: str, *, write: bool) -> None:

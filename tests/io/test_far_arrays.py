@@ -71,6 +71,25 @@ def test_several_files_of_xarray(server: Server, folder: Path):
         xarray.testing.assert_identical(found.load(), expected.load())
 
 
+def test_a_file_is_opened_once(server: Server, folder: Path):
+    server.log()
+    with xarray.open_dataset(server.url("0.nc"), engine="h5async") as found:
+        found.load()
+        names = list(found.variables)
+    assert server.log().count == 1 + len(names)
+    with h5async.open_file(server.url("0.nc"), num_threads=1) as file:
+        for name in names:
+            file[name][()]
+        assert server.log().count == len(names)  # strings were in what was fetched first
+        old = file["t2m"]
+        server.put("0.nc", (folder / "1.nc").read_bytes())
+        with pytest.raises(h5async.ReadError, match="replaced"):
+            file["lat"][()], old[()]
+        with h5async.open_file(server.url("0.nc")) as new, h5py.File(folder / "1.nc") as expected:
+            np.testing.assert_array_equal(new["t2m"][()], expected["t2m"][()])
+    server.put("0.nc", (folder / "0.nc").read_bytes())
+
+
 def test_what_xarray_reads_is_kept_on_disk(server: Server, folder: Path, tmp_path: Path):
     options = {"cache_dir": tmp_path, "storage_options": {}}
     with (

@@ -18,7 +18,7 @@ from memorystore import MemorySource, MemoryStore
 
 from h5async import AsyncReader, ReadError
 from h5async.core.binding import load_core
-from h5async.fill.fetching import Fetcher, FetchLimits
+from h5async.fill.fetching import Fetcher
 from h5async.fill.outcomes import FillerStats
 from h5async.index.extents import SourceFile
 from h5async.io.source import Source
@@ -116,9 +116,8 @@ def test_the_fetcher_counts_requests_and_what_batches_read(path: Path, store: Me
     name = store.put(path)
     far = far_sources(name)
     answers = queue.SimpleQueue[Held | BaseException]()
-    limits = FetchLimits(requests_in_flight=4, fetch_nbytes=1 << 20)
     nothing = {"plan": lambda request: None, "following": lambda request: None}
-    fetcher = Fetcher(far, limits, **nothing, submit=lambda *_: None, recorder=Recorder())
+    fetcher = Fetcher(far, 4, 1 << 20, **nothing, submit=lambda *_: None, recorder=Recorder())
 
     def want(serial: int, *ranges: tuple[int, int]) -> None:
         offset, nbytes = np.array(ranges, np.int64).T
@@ -157,9 +156,8 @@ def test_a_request_that_fails_fails_only_its_batch(path: Path, store: MemoryStor
     monkeypatch.setattr(MemorySource, "get_ranges", failing)
     far = far_sources(store.put(path))
     answers = dict[int, queue.SimpleQueue[Held | BaseException]]()
-    limits = FetchLimits(requests_in_flight=8, fetch_nbytes=1 << 20)
     nothing = {"plan": lambda request: None, "following": lambda request: None}
-    fetcher = Fetcher(far, limits, **nothing, submit=lambda *_: None, recorder=Recorder())
+    fetcher = Fetcher(far, 8, 1 << 20, **nothing, submit=lambda *_: None, recorder=Recorder())
     far.get(0, [0], [1])
     try:
         for serial, offset in enumerate([0, 50_000, 100_000, 150_000]):

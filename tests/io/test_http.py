@@ -245,7 +245,7 @@ def test_a_forked_child_has_connections_of_its_own(server: Server, client: HttpC
 
 def test_without_libcurl(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     farsources._curl.cache_clear()
-    monkeypatch.setattr(farsources, "find_curl", lambda: None)
+    monkeypatch.setattr(farsources, "find_curl", lambda _: None)
     assert http_client(core) is None
     farsources._curl.cache_clear()
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import AsyncReader
-from h5async.order.sampling import WeightedOrder
+from h5async.order.selection import WeightedOrder
 from h5async.order.window import DrawnOrder, _stable_order
 
 N, CHUNK = 600, 12

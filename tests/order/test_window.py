@@ -28,8 +28,8 @@ from orders import batch_of
 
 from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.core.binding import load_core
-from h5async.index.units import unit_bounds
-from h5async.index.units import unit_nbytes as unit_nbytes_of
+from h5async.index.datasettable import unit_bounds
+from h5async.index.datasettable import unit_nbytes as unit_nbytes_of
 from h5async.order.sampling import Sampling, dealt
 from h5async.order.window import _GROUP_SAMPLES, WindowOrder, kept_nbytes, window_order
 from h5async.read.collection import Collection

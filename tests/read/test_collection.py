@@ -24,8 +24,8 @@ from h5async import AsyncReader, Field, FileChangedWarning, H5AsyncError
 from h5async.core.binding import PLANNED_ROW_NBYTES
 from h5async.index.metadata import read_layouts
 from h5async.io.source import FileStamp, settled
+from h5async.read.coretables import Scratch, ScratchSize
 from h5async.read.h5pyrows import H5pyRows
-from h5async.read.scratch import Scratch, ScratchSize
 
 SEED = 20261122
 WAIT_SECONDS = 200

@@ -21,7 +21,7 @@ from h5async.codec import filters as plugins
 from h5async.codec.filters import BZIP2, NBIT, Filter
 from h5async.core.binding import address, can_decode, load_core
 from h5async.index.chunks import filters_of
-from h5async.read.scratch import encoded_room
+from h5async.read.coretables import encoded_room
 
 hdf5plugin = require_extra("hdf5plugin")
 

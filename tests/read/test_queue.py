@@ -16,7 +16,7 @@ from h5async.core.binding import load_core
 from h5async.fill.submissions import Submissions
 from h5async.order.sampling import Sampling
 from h5async.read.collection import Collection
-from h5async.read.scratch import Scratch
+from h5async.read.coretables import Scratch
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 

@@ -25,7 +25,7 @@ typedef struct { /* struct CURLMsg; its only kind is CURLMSG_DONE */
     } data;
 } CurlMessage;
 
-typedef struct { /* functions of libcurl; core/binding.py has the same order */
+typedef struct { /* functions of libcurl, which core/binding.py finds by their names */
     int (*curl_global_init)(long flags);
     void *(*curl_easy_init)(void);
     int (*curl_easy_setopt)(void *easy, int option, ...);
