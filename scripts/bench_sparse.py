@@ -11,10 +11,10 @@ are 1, and AnnData writes the file, raw or behind gzip, in the chunks that it ch
 - full: against AnnLoader over AnnData in backed mode.
 
 What no loader can pass, two threads do with nothing else to do. Window: they read and decode each
-chunk once, by `pread` and libdeflate, and copy no row; raw, to memory of a batch's size, as a batch's
-bytes have to be written. Full: of each batch of random rows, they read and decode the chunks that it
-touches, once; raw, the bytes of each row, to their places in a batch.
-Raw, each is measured with `pread`, and copying out of a map.
+chunk once, by `pread` and libdeflate, and copy no row; raw, to memory of a batch's size, since each
+byte of a batch has to be written. Full: of each batch of random rows, they read and decode the
+chunks that it touches, once; raw, the bytes of each row, to their places in a batch. Raw, each is
+measured with `pread`, and copying out of a map.
 
 Needs anndata, scdataset and torch. Without annbatch, which needs Python 3.12, it is left out.
 """
