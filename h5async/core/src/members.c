@@ -89,7 +89,7 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)
     MEMBERS(Selected, plan, field, target, of, sources, worker, num_samples, samples, places, count,
             out, row_nbytes, may_keep, in_order, numbers)
-    MEMBERS(Job, plan, targets, samples, rows, is_planned)
+    MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
             start, step, table, num_columns, num_cores, is_remote, num_idle, plan_ns,
             fill_ns, spinners)
