@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, Skipped
-from h5async.fill.outcomes import Answers, FillOutcome
+from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
 from h5async.order.sampling import FillRequest, Sampling
@@ -68,12 +68,12 @@ class Submissions:
         # As of the queue: what the consumer calls on the way of each batch, and statistics.
         self.drop, self.events, self.wait = queue.drop, queue.events, queue.wait
         self.wake, self.plan_seconds = queue.wake, queue.plan_seconds
+        self.index = queue.ready  # of a batch of `turns`, while it is the last one of its slot
         self._reader = reader
         self._slots = reader.slots
         self._assembly = assembly
         self._needs_python = needs_python
         self._latest: list[_Submission | None] = [None] * len(self._slots.memory)
-        self.answers: Answers = [None] * len(self._latest)  # none: the consumer makes them
         self._lock = threading.RLock()
         self.resume: Resume = do_nothing  # continues a batch of which something is left
         self.is_fetched: Callable[[int], bool] = _never  # ahead, so that Python has to take it

@@ -82,7 +82,9 @@ class Indexer:
         self.reach = reach
         self._depth = depth
         # Those found before, of each kind.
-        self._alike: dict[_Kind, DatasetLayout] = {} if reach.alike is None else reach.alike
+        self._alike: dict[_Kind, DatasetLayout] = (
+            {} if reach.alike is None else reach.alike.datasets
+        )
 
     def sources(
         self, where: str, plist: h5py.h5p.PropDCID, forms: Forms | None = None

@@ -9,6 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ from h5async.index.hdf5 import (
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import (
     BESIDE,
+    Consulted,
     LastGroup,
     Located,
     Reach,
@@ -58,6 +60,7 @@ from h5async.index.links import (
 from h5async.index.tables import Piece, Slab
 from h5async.index.variablelength import Forms, variable_length
 from h5async.io.hdf5files import HDF5File
+from h5async.io.stores import store_of
 from h5async.system.interruptions import passing, suppressing
 
 # Per sequence along a dimension: its bounds, or an object.
@@ -85,17 +88,34 @@ def read_layouts(
     ``num_dim`` is not the name of one dimension; ConfigError if it is the number of none;
     UnsafeFileError if a dataset lies in files that `reach` does not permit.
     """
-    with open_index(path) as file:
+    wanted = {
+        name: Further(field.names_axes, field.decode_cf, may_be_codes=may_be_codes)
+        for name, field in fields.items()
+    }
+
+    def read(file: HDF5File, reach: Reach) -> dict[str, DatasetLayout]:
         indexer = Indexer(file, reach)
-        wanted = {
-            name: Further(field.names_axes, field.decode_cf, may_be_codes=may_be_codes)
+        return {
+            name: layout_at(indexer, field.path, field.num_dim, wanted[name])
             for name, field in fields.items()
         }
+
+    def read_alone(file: HDF5File) -> dict[str, DatasetLayout]:
+        consulted = Consulted()
+        found = read(file, replace(reach, consulted=consulted))
+        return {} if consulted.variables else found  # it has looked for other files
+
+    if reach.alike is not None and grouping is None and store_of(path).is_local:
+        key = tuple((n, field.path, field.num_dim, wanted[n]) for n, field in fields.items())
+        known = reach.alike.layouts(str(path), key, read_alone)
+        for layout in known.values():
+            reach.consulted.found(layout.file, layout.stamp)
+        if known:
+            return known
+    with open_index(path) as file:
         if grouping is None:
-            return {
-                name: layout_at(indexer, field.path, field.num_dim, wanted[name])
-                for name, field in fields.items()
-            }
+            return read(file, reach)
+        indexer = Indexer(file, reach)
         found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
         for group in grouping.find(path, file, reach):
             for name, field in fields.items():

@@ -141,8 +141,8 @@ def _named(found: Cursor, nbytes: int, head_nbytes: int, owner: int) -> Iterator
 
 def header_messages(
     read: Callable[[int, int], bytes], at: int, form: Format
-) -> Iterator[tuple[int, int, bytes]]:
-    """Yield type, flags and body of each message of an object header that HDF5 has read before.
+) -> Iterator[tuple[int, int, int, bytes]]:
+    """Yield offset, type, flags and body of each message of an object header that HDF5 has read.
 
     `read` is given an offset in the file and a number of bytes. One of `NONSENSE` is raised if it
     is of an unknown form.
@@ -156,7 +156,7 @@ def header_messages(
         block = Cursor(read(begin, nbytes), form, Place(begin, nbytes))
         for kind, flags, body in _messages(block, nbytes, head_nbytes):
             if kind != _CONTINUATION:
-                yield kind, flags, body
+                yield begin + block.at - len(body), kind, flags, body
                 continue
             message = Cursor(body, form, block.place)
             offset, length = message.address(), message.length()

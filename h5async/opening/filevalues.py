@@ -16,6 +16,7 @@ from h5async.config import ReaderConfig
 from h5async.config.files import FileName, SourceName
 from h5async.core.binding import NOWHERE, load_core, mapping_mode
 from h5async.errors import DatasetError, failed_read
+from h5async.index.alikefiles import Alike
 from h5async.index.composition import with_lengths
 from h5async.index.contents import Grouping
 from h5async.index.datasettable import table_of
@@ -152,7 +153,7 @@ def reach_of(config: ReaderConfig) -> Reach:
     room = Room(config.max_batch_bytes)
     named = partial(SourceName, options=config.storage_options, kept=config.kept)
     allowed = config.allow_external, config.allow_missing
-    return Reach(*allowed, mode, room, named=named, alike={})
+    return Reach(*allowed, mode, room, named=named, alike=Alike())
 
 
 def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:

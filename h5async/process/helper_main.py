@@ -27,8 +27,8 @@ from h5async.fill.pool import do_nothing
 from h5async.fill.resident import Residency
 from h5async.io.shared import SharedMemory
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
+from h5async.opening.limits import slot_transforms
 from h5async.opening.selecting import Chosen, choose
-from h5async.opening.slotsizes import slot_transforms
 from h5async.order.sampling import FillRequest
 from h5async.process.messages import (
     Answer,

@@ -8,11 +8,13 @@ it is an error or has something to tell: that goes through the ring.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from h5async.core.binding import Core
 from h5async.fill.outcomes import Answers, FillOutcome
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import FillRequest, Sampling
+from h5async.order.selection import Int64s
 from h5async.read.coretables import Scratch
 from h5async.read.queue import END, TICKET, BatchQueue, Numbers, SlotBatch, Turns
 
@@ -36,6 +38,7 @@ class PostedBatches:
         self._scratch = Scratch.allocate(1, 1, 1)  # which the core asks for, and does not use
         self._requests: list[FillRequest | None] = [None] * num_slots  # the last submitted ones
         self.answers: Answers = [None] * num_slots  # the last ones
+        self.index = partial(_index, self.answers)  # as of `Submissions`
         self.request_of: Callable[[int, int], FillRequest] | None = None
         self.turns: Turns | None = None
 
@@ -111,3 +114,8 @@ class PostedBatches:
         self._queue.close()
         self.answers, self._requests = [], []
         self.request_of = self.turns = None
+
+
+def _index(answers: Answers, slot: int, serial: int, _: int) -> Int64s | None:
+    answer = answers[slot]
+    return answer[1].index if answer is not None and answer[0] == serial else None

@@ -31,8 +31,7 @@ from h5async.observe import readerlog
 from h5async.observe.readercounts import ReaderCounts
 from h5async.observe.stats import ReaderStats
 from h5async.observe.tracing import Trace, Tracing
-from h5async.opening.limits import free_memory_nbytes
-from h5async.opening.slotsizes import shared_nbytes
+from h5async.opening.limits import free_memory_nbytes, shared_nbytes
 from h5async.reader import lifetime
 from h5async.reader.delivery import Delivery
 from h5async.reader.position import ReaderPosition
