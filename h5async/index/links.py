@@ -31,7 +31,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.io.hdf5files import HDF5File
 from h5async.io.obstoreclient import WEB
 from h5async.io.source import FileStamp, IoMode
-from h5async.io.stores import LOCAL, absolute_name, open_hdf5, settled_stamp, store_of
+from h5async.io.stores import absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing
 from h5async.system.resources import free_memory
@@ -190,9 +190,8 @@ class Reach:
             candidates.append(referring.resolve().parent / name)
         for candidate in candidates:
             found = self.permitted(candidate, referring, where)
-            is_regular = LOCAL.is_regular(found)
-            if is_regular is not None:
-                if not is_regular:
+            if found.exists():
+                if not found.is_file():
                     raise ReadError(f"{where} refers to {found}, which is not a regular file")
                 self.consulted.found(candidate, settled_stamp(found))
                 return found
@@ -437,5 +436,10 @@ def open_permitted(path: FileName, where: str) -> Iterator[HDF5File]:
 
 def require_in_place(path: FileName, opened: FileStamp, where: str) -> None:
     """Raise UnsafeFileError if a real path now leads elsewhere: a link may have been put there."""
-    if isinstance(path, Path) and not LOCAL.is_in_place(path, opened):
+    is_in_place = not isinstance(path, Path)
+    with suppressing(OSError, RuntimeError):
+        if isinstance(path, Path) and path.resolve() == path:
+            status = os.stat(path, follow_symlinks=False)
+            is_in_place = (status.st_dev, status.st_ino) == opened.file_id
+    if not is_in_place:
         raise UnsafeFileError(f"{where} refers to {path}, which was replaced while it was opened")

@@ -262,7 +262,7 @@ def _permitted(name: str, holder: str, reach: Reach, where: str) -> FileName:
     path = unresolved.resolve()
     if not any(path.is_relative_to(root) for root in reach.resolved_roots()):
         raise _not_permitted(str(path), where)
-    if not LOCAL.is_regular(path):
+    if not path.is_file():
         raise DamagedError(
             f"{where} keeps its values in {path}, which is missing or is not a regular file"
         )

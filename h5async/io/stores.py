@@ -169,17 +169,6 @@ class LocalStore(Store):
         """Return the state of what lies at a path now."""
         return FileStamp.of(name)
 
-    def is_regular(self, path: Path) -> bool | None:
-        """Tell whether a regular file lies at a path; None if nothing does."""
-        return path.is_file() if path.exists() else None
-
-    def is_in_place(self, path: Path, stamp: FileStamp) -> bool:
-        """Tell whether a file lies at a real path, with no symbolic link on the way."""
-        with suppressing(OSError, RuntimeError):
-            status = os.stat(path, follow_symlinks=False)
-            return path.resolve() == path and (status.st_dev, status.st_ino) == stamp.file_id
-        return False
-
     def open_hdf5(
         self, name: str, metadata_nbytes: int | None = None, *, in_use: bool = False
     ) -> HDF5File:

@@ -10,12 +10,15 @@ Helper processes share the slots; each has its own copy of everything else that 
 Memory is counted when touched, because untouched pages cost nothing: of a thread's three buffers
 between filters, as many as its filters use. Not counted are chunk tables, already read and thus no
 longer free, and results of `postprocess`.
+
+Also computes what slots must have room for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,11 +35,15 @@ from h5async.index.datasettable import kinds_of, most_units, table_of
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import MEMORY_SHARE, Room, files_of
+from h5async.opening.dataset import Samplings
+from h5async.order.rows import SpanRows
 from h5async.order.selection import Selection
-from h5async.plan.transform import RowTransform
+from h5async.plan.transform import RowTransform, row_transform
 from h5async.read.coretables import ScratchSize, scratch_size
 from h5async.read.executors import method_of
 from h5async.read.h5pyrows import needs_scratch, scratch_rows, span_nbytes
+from h5async.samples.assembly import columns_of, field_kinds
+from h5async.samples.fieldkind import FieldKind, Outline
 from h5async.spelling import named
 from h5async.system.resources import free_memory, local_ranks
 
@@ -377,3 +384,46 @@ def _lists_nbytes_of_leaf(layout: DatasetLayout, rows: int, batches: int) -> int
     groups = min(rows, layout.grid[layout.sample_axis])
     kept = _PIECE_NBYTES + len(layout.shape) * _PIECE_AXIS_NBYTES
     return layout.num_pieces * (kept + batches * groups * _PLANNED_NBYTES)
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+def slot_transforms(
+    config: ReaderConfig, layouts: Mapping[str, DatasetLayout], samplings: Samplings, rows: int
+) -> dict[str, RowTransform]:
+    """Return the transform of each column, with its number of rows in slots of `rows` samples.
+
+    ConfigError if the options of a field do not fit its dataset.
+    """
+    columns = columns_of(field_kinds(config.batch_fields))
+    transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
+    room: dict[SpanRows, tuple[int, int]] = {}  # columns of a field share it
+    for name, one in zip(transforms, samplings.rows, strict=True):
+        if not isinstance(one, SpanRows):
+            continue
+        if one not in room:
+            most = samplings.most_rows(one, rows)
+            room[one] = max(1, most), min(most, one.likely(rows))
+        capacity, likely = room[one]
+        transforms[name] = replace(transforms[name], capacity=capacity, likely=likely)
+    return transforms
+
+
+def made_nbytes(
+    kinds: Mapping[str, FieldKind], outlines: Sequence[Outline], rows: int
+) -> dict[str, int]:
+    """Return, by field, the bytes of a slot that the host makes of the rows of its columns."""
+    return {
+        one.name: rows * one.made_on_host_nbytes + kinds[one.name].decoded_nbytes(rows)
+        for one in outlines
+    }
+
+
+def shared_nbytes(kinds: Mapping[str, FieldKind], rows: int, most: int) -> list[int]:
+    """Return, per field, the memory that helper processes share for decoded samples of a batch.
+
+    `rows` is the number of samples, and `most` the limit for samples of any size.
+    """
+    several = kinds.values()
+    return [one.decoded_nbytes(rows) or most if one.is_encoded else 0 for one in several]
