@@ -28,7 +28,7 @@ from bench_common import RESULTS, header, save
 from rich.console import Console
 
 from h5async import AsyncReader
-from h5async.order.sampling import WeightedOrder
+from h5async.order.selection import WeightedOrder
 from h5async.order.window import DrawnOrder
 
 BATCHES = 64, 256, 1024

@@ -2,32 +2,38 @@
 
 ``stream``: images through a local cluster, whose tasks take all cores, to a loop that takes
 blocks. h5py reads a chunk at a time. Tasks of "threads" take all cores each, with as many threads.
-"alone" is this reader in one process, without Ray, with as many threads as cores. In the first
-second of each dataset, Ray 2.60 runs one task at a time, and a core waits 0.1 to 0.3 s for its
-next one. ``rows``: h5py reads a row at a time. ``first``: how soon the first batch is there, beside
-`read_parquet` of the same rows, as Ray wrote them.
+"alone" is this reader in one process, without Ray, with as many threads as cores. ``limits``: what
+Ray could reach. Its tasks have their blocks after as much processor time as the reader alone takes
+for them; those of "ready", at once. ``rows``: h5py reads a row at a time. ``first``: how soon the
+first batch is there, beside `read_parquet` of the same rows, as Ray wrote them.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import h5py
 import numpy as np
+import pyarrow as pa
 import ray
-from bench_common import CORES, RESULTS, make_images
+from bench_common import CORES, RESULTS, ROW, make_images
 from bench_turns import Bench, Target, Way, run_cases
+from ray.data.extensions import ArrowTensorArray
 
 from h5async import AsyncReader
 from h5async.ray import read_hdf5
+from h5async.ray.datasource import Hdf5Datasource
 
 CHUNK, IMAGES = 16, 320  # of a file
+NOISE = bytes(1 << 16)
 
 
 def write_files(folder: Path, count: int) -> list[str]:
@@ -75,6 +81,30 @@ def alone(paths: list[str], threads: int) -> Way:
     return way
 
 
+class Ready(NamedTuple):
+    """A plan of tasks whose blocks are there, after so much processor time for a row."""
+
+    row_seconds: float
+
+    def open(self) -> pa.Table:
+        """Return more rows than a block has."""
+        data = ArrowTensorArray.from_numpy(np.ones((1400, *ROW), "u1"))
+        return pa.table({"data": data, "labels": np.arange(1400)})
+
+    def read(self, rows: pa.Table, begin: int, end: int) -> pa.Table:
+        """Return as many rows."""
+        until = time.thread_time() + (end - begin) * self.row_seconds
+        while time.thread_time() < until:
+            hashlib.sha256(NOISE)  # other threads may run
+        return rows.slice(0, end - begin)
+
+
+def with_ready(way: Way, row_seconds: float) -> Way:
+    """Return a way of Ray whose tasks read nothing."""
+    plan = mock.Mock(return_value=ray.put(Ready(row_seconds)))
+    return mock.patch.object(Hdf5Datasource, "_plan", plan)(way)
+
+
 def first(make: Callable[[], Any]) -> Way:
     """Return a way that takes one batch; its speed is one by the seconds."""
 
@@ -92,20 +122,44 @@ def loop(paths: list[str], rows: int) -> Any:
     return ray.data.from_items(paths).map_batches(partial(by_h5py, rows), batch_size=1)
 
 
-def stream(bench: Bench) -> None:
-    """Measure how fast all rows are read."""
+def warmed(bench: Bench) -> tuple[list[str], dict[str, Way]]:
+    """Return files, and our ways; workers are started, and they and the store have memory."""
     paths = write_files(bench.folder, bench.options.count)
-    some, rows = paths[: len(paths) // 2], IMAGES * len(paths)
-    streamed(IMAGES * len(some), lambda: read_hdf5(some))(0)  # starts workers, touches memory
+    rows = IMAGES * len(paths)
     ways = {
         "h5async": streamed(rows, lambda: read_hdf5(paths)),
         "threads": streamed(rows, lambda: read_hdf5(paths, num_cpus=CORES)),
-        "h5py": streamed(rows, lambda: loop(paths, CHUNK)),
+    }
+    for way in ways.values():
+        way(0)
+    return paths, ways
+
+
+def stream(bench: Bench) -> None:
+    """Measure how fast all rows are read."""
+    paths, ours = warmed(bench)
+    some = paths[: max(CORES, len(paths) // 3)]
+    others = {
+        "h5py": streamed(IMAGES * len(some), lambda: loop(some, CHUNK)),
         "alone": alone(paths, CORES),
     }
     targets = [("h5py", 3), ("alone", 0.8)]
-    targets = [Target(way, *one) for way in ("h5async", "threads") for one in targets]
-    bench.measure("stream", ways, targets)
+    bench.measure(
+        "stream", {**ours, **others}, [Target(way, *one) for way in ours for one in targets]
+    )
+
+
+def limits(bench: Bench) -> None:
+    """Measure how fast Ray could be."""
+    paths, ours = warmed(bench)
+    begin = time.process_time()
+    alone(paths, CORES)(0)
+    row_seconds = (time.process_time() - begin) / (IMAGES * len(paths))
+    others = {f"limit of {name}": with_ready(way, row_seconds) for name, way in ours.items()}
+    others |= {"ready": with_ready(ours["h5async"], 0), "alone": alone(paths, CORES)}
+    targets = [Target(way, f"limit of {way}", 0.9) for way in ours]
+    targets += [Target(f"limit of {way}", "alone", 0.8) for way in ours]
+    bench.measure("limits", {**ours, **others}, targets)
 
 
 def by_rows(bench: Bench) -> None:
@@ -130,7 +184,7 @@ def soon(bench: Bench) -> None:
     bench.measure("first", ways, [Target("h5async", "read_parquet", 0.667)])
 
 
-CASES = {"stream": stream, "rows": by_rows, "first": soon}
+CASES = {"stream": stream, "limits": limits, "rows": by_rows, "first": soon}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -144,6 +198,8 @@ if __name__ == "__main__":
     if options.quick:
         options.count, options.repeats, options.out = 2, 1, None
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    # Workers stay: to start one takes three seconds, in which it imports Ray.
+    os.environ["RAY_idle_worker_killing_time_threshold_ms"] = "600000"
     ray.init(
         "local", num_cpus=CORES, include_dashboard=False, logging_level="ERROR", log_to_driver=False
     )

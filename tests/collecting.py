@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from h5async import Field
 from h5async.codec.filters import Filter
 from h5async.core.binding import REFUSED, Core, address
-from h5async.index.chunktable import ChunkTable
 from h5async.index.composition import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
 from h5async.index.shapes import Kind
+from h5async.index.tables import ChunkTable
 from h5async.io.source import FileStamp
 from h5async.read.collection import Collection, _array
 from h5async.read.coretables import CoreTables, Scratch, ScratchSize

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from h5async.codec.filters import Filter
-from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout
+from h5async.index.tables import ChunkTable
 from h5async.io.source import FileStamp
 
 DEFLATE = (Filter(1, (4,), "deflate"),)

@@ -29,7 +29,7 @@ from h5async import (
     Split,
 )
 from h5async.cli import app
-from h5async.opening import slotsizes
+from h5async.fill import resident
 
 SEED = 20160704
 COLUMNS = 30
@@ -577,7 +577,7 @@ def test_given_samples_have_the_room_of_a_batch(dataset):
 
 def test_a_window_is_smaller_where_samples_are_moved(tmp_path, monkeypatch):
     """Chunks that wait for samples to be sorted take a part of `window_bytes`."""
-    monkeypatch.setattr(slotsizes, "_KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr(resident, "_KEPT_WHOLE_NBYTES", 0)
     path = tmp_path / "data.h5"
     rng = np.random.default_rng(SEED)
     lengths = rng.integers(1, 60, 8000)

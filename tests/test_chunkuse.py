@@ -12,9 +12,9 @@ from hdf5files import type_for_h5py
 from test_stats import told as sentence_of
 
 from h5async import AsyncReader, Field, RaggedField, ReaderStats
+from h5async.fill.resident import wanted_kept_nbytes
 from h5async.observe.chunkuse import ChunkFacts
 from h5async.observe.stats import Advice, ChunkAdvice, Remedy
-from h5async.opening.slotsizes import wanted_kept_nbytes
 from h5async.spelling import as_keyword, spelled
 from h5async.system.timeline import STAGES
 
@@ -260,7 +260,7 @@ def test_no_cache_is_proposed_that_does_not_fit(path: Path, monkeypatch: Any) ->
 def test_no_window_is_proposed_that_does_not_fit(tmp_path: Path, monkeypatch: Any) -> None:
     from h5async.system.resources import MemoryLeft
 
-    monkeypatch.setattr("h5async.opening.slotsizes._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.fill.resident._KEPT_WHOLE_NBYTES", 0)
     path = tmp_path / "f.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("eight", (400, *ROW), "u1", chunks=(8, *ROW), **GZIP)
@@ -273,7 +273,7 @@ def test_no_window_is_proposed_that_does_not_fit(tmp_path: Path, monkeypatch: An
 
 
 def test_a_window_wants_no_more_than_all_chunks(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("h5async.opening.slotsizes._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.fill.resident._KEPT_WHOLE_NBYTES", 0)
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file.create_dataset("data", (400, *ROW), "u1", chunks=(8, *ROW), **GZIP)
     options: dict[str, Any] = {"labels_field": None, "shuffle": "window", "batch_size": 8}

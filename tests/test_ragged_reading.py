@@ -8,7 +8,7 @@ import pytest
 import scipy.sparse as sp
 from hdf5files import write_csr
 
-import h5async.opening.slotsizes
+import h5async.fill.resident
 import h5async.samples.sparsekind
 from h5async import AsyncReader, RaggedField, SparseField
 from h5async.errors import DatasetError
@@ -31,7 +31,7 @@ def reader_of(path, **options):
 @pytest.mark.parametrize("compression", ["gzip", None])
 def test_a_window_decodes_each_chunk_of_ragged_rows_about_once(tmp_path, monkeypatch, compression):
     """Nearly every chunk ends within a row, for which the next chunk is needed, too."""
-    monkeypatch.setattr(h5async.opening.slotsizes, "_KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr(h5async.fill.resident, "_KEPT_WHOLE_NBYTES", 0)
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 60, 4000)
     values = np.arange(lengths.sum())

@@ -28,10 +28,10 @@ from h5async.index.indexcache import known_of_files
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import LastGroup, Located, Reach, locate, open_index
 from h5async.index.savedindex import NamedIndex, Wanted
-from h5async.io.keptfiles import affordable_files
+from h5async.io.hdf5files import HDF5File, affordable_files
 from h5async.io.metadatafile import Ahead
 from h5async.io.source import FileStamp, changed, settled
-from h5async.io.stores import HDF5File, open_apart, store_of
+from h5async.io.stores import open_apart, store_of
 from h5async.opening.filevalues import reach_of
 from h5async.reader import lifetime
 from h5async.system.interruptions import call_when_gone, interruption, passing, suppressing

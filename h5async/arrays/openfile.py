@@ -19,7 +19,7 @@ from h5async.index.contents import names_in, walk
 from h5async.index.datasets import Indexer
 from h5async.index.hdf5 import NotDirectError, reading
 from h5async.index.links import components, locate
-from h5async.io.stores import HDF5File
+from h5async.io.hdf5files import HDF5File
 from h5async.spelling import name_bytes, name_text
 from h5async.system.interruptions import passing, suppressing
 

@@ -22,8 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from h5async.cli.datasetfacts import Dataset, cells, listed, listed_in_index
-from h5async.cli.options import reader_config, takes_options
+from h5async.cli.options import reader_config, takes
 from h5async.cli.output import Json, plain, print_json, safe
+from h5async.config import ReaderConfig
 from h5async.config.files import FileName, is_index, matching_files
 from h5async.core.binding import why_no_core
 from h5async.errors import DatasetError
@@ -53,7 +54,7 @@ _RIGHT = frozenset({"decoded", "on disk", "in order", "shuffled"})
 COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 
 
-@takes_options(["allow_external", "allow_missing", "storage_options"])
+@takes(ReaderConfig, ["allow_external", "allow_missing", "storage_options"])
 def inspect(
     file: Annotated[
         str,
@@ -83,7 +84,7 @@ def inspect(
     index = NamedIndex(path, reach) if is_index(path) and not others else None
     found: Iterator[Dataset] = chain.from_iterable(listed(one, reach, wanted) for one in paths)
     if index is not None:
-        found = listed_in_index(index, reach, wanted)
+        found = listed_in_index(index, wanted)
     is_far = bool(far_names([path]))
     if is_far:  # their requests are told below the table
         found = iter(listing := list(found))

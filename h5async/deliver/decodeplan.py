@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import CoreFilter, CoreKind, Filter, default_block
-from h5async.core.binding import MAX_RANK, Core
+from h5async.core.binding import Core
 from h5async.index.extents import TableBuilder
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import FieldTable, Kind, Layer, Shape
@@ -198,7 +198,7 @@ def encoded_format(
         return f"its filters are {'+'.join(entry.label for entry in filters)}"
     if core is None:
         return "the compiled core is missing"
-    table = TableBuilder(lambda one: core.filters(one) is not None, MAX_RANK).build(layout)
+    table = TableBuilder(lambda one: core.filters(one) is not None).build(layout)
     reason = _reason_against(table, layout.row_nbytes)
     if layout.crop is not None:
         reason = "parts of its rows are delivered"

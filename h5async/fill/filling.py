@@ -32,13 +32,13 @@ from h5async.fill.resident import (
     HostCache,
     Residency,
     gigabytes,
+    keeps_chunks,
     open_host_cache,
 )
 from h5async.fill.submissions import Submissions
 from h5async.io.diskcache import DiskCache, disk_cache
 from h5async.opening.dataset import OpenedDataset, Samplings
 from h5async.opening.limits import MemoryPlan
-from h5async.opening.slotsizes import keeps_chunks
 from h5async.order.sampling import FillRequest
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors

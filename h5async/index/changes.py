@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import ge
 from typing import Any
 
 import h5py
@@ -23,14 +24,14 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import CONVERSION
 from h5async.errors import H5AsyncError, ReadError
-from h5async.index.attributes import cf_attributes
 from h5async.index.chunks import filters_of, read_chunk_table, without_filters
-from h5async.index.chunktable import ChunkTable
 from h5async.index.datasettable import Datasets, table_of
-from h5async.index.hdf5 import Opened, indexed
+from h5async.index.hdf5 import Opened, cf_attributes, indexed
 from h5async.index.layout import DatasetLayout
+from h5async.index.tables import ChunkTable
+from h5async.io.hdf5files import HDF5File
 from h5async.io.source import FileStamp, changed
-from h5async.io.stores import HDF5File, open_hdf5
+from h5async.io.stores import open_hdf5
 from h5async.spelling import name_bytes
 
 
@@ -133,7 +134,6 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
-    """Yield layouts, and those of all datasets that hold their values."""
     for layout in layouts:
         if layout.storage not in ("files", "heap") and layout.segments is None:
             yield layout  # else others hold the values
@@ -142,7 +142,6 @@ def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
 
 
 def _difference(file: HDF5File, layout: DatasetLayout, path: str, may_grow: bool) -> str | None:
-    """Return how a dataset differs from the indexed one, or None."""
     name, known = f'dataset "{layout.path}"', layout.indexed
     where, found = f"{path}: {name}", file.get(name_bytes(layout.path))
     if known is None or not isinstance(found, h5py.Dataset):
@@ -153,7 +152,8 @@ def _difference(file: HDF5File, layout: DatasetLayout, path: str, may_grow: bool
     now = indexed(dataset)
     if now.digest != known.digest:
         return f"{name} has another type, chunk shape, filters, fill value, or compact values"
-    if now.shape != known.shape and not (may_grow and _has_grown(known.shape, now.shape)):
+    has_grown = len(now.shape) == len(known.shape) and all(map(ge, now.shape, known.shape))
+    if now.shape != known.shape and not (may_grow and has_grown):
         return f"{name} has shape {now.shape}, and had {known.shape} before"
     if any(cf_attributes(dataset.id, where) != attributes for _, attributes in layout.cf):
         return f"attributes of {name} that say how its values are packed are others now"
@@ -167,10 +167,6 @@ def _difference(file: HDF5File, layout: DatasetLayout, path: str, may_grow: bool
     else:
         is_same = layout.chunks is None or _has_same_chunks(dataset, layout, where)
     return None if is_same else f"the values of {name} lie elsewhere in the file"
-
-
-def _has_grown(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
-    return len(now) == len(before) and all(n >= b for n, b in zip(now, before, strict=True))
 
 
 def _has_same_chunks(dataset: Opened, layout: DatasetLayout, where: str) -> bool:
@@ -216,7 +212,6 @@ def fingerprint(
 
 
 def _add_dataset(digest: Any, layout: DatasetLayout, has_places: bool) -> None:
-    """Hash a dataset, and the datasets that hold its samples."""
     stamps = [stamp for _, stamp in layout.attached] or [layout.stamp]
     stamps = [] if layout.storage == "files" else stamps  # its datasets have them
     _add(digest, [stamp.nbytes for stamp in (*stamps, *(heap.stamp for heap in layout.heaps))])

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from h5async.codec.filters import CONVERSION, Filter, is_known_to_hdf5
 from h5async.core.binding import can_decode
 from h5async.errors import DamagedError, DatasetError
-from h5async.index.chunktable import ChunkTable, grid_of, repeated, shortened
 from h5async.index.hdf5 import (
     B_TREE_V1,
     EXTENSIBLE_ARRAY,
@@ -29,6 +28,7 @@ from h5async.index.hdf5 import (
     reading,
 )
 from h5async.index.layout import DatasetLayout
+from h5async.index.tables import ChunkTable, grid_of, repeated, shortened
 from h5async.index.visits import (
     MISREPORTED,
     NOT_LOOKED_UP,

@@ -18,11 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
-from h5async.index.attributes import common_names
 from h5async.index.chunks import left_to_hdf5
-from h5async.index.datasettable import Datasets, table_of
+from h5async.index.datasettable import (
+    Datasets,
+    bounds_behind,
+    even_bounds,
+    even_ranges,
+    table_of,
+    unit_bounds,
+    unit_nbytes,
+)
+from h5async.index.hdf5 import common_names
 from h5async.index.layout import CfAttribute, DatasetLayout, HeapFile, SequenceLengths
-from h5async.index.segments import (
+from h5async.index.tables import (
     MOST_RUNS,
     WHOLE,
     Blocks,
@@ -35,7 +43,6 @@ from h5async.index.segments import (
     most_runs,
     runs_between,
 )
-from h5async.index.units import bounds_behind, even_bounds, even_ranges, unit_bounds, unit_nbytes
 
 _UNLIKE_TEXT = "its strings end otherwise than those of other files"
 _UNCHUNKED = "contiguous", "compact"
@@ -264,7 +271,6 @@ def joined_cf(
 
 
 def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
-    """Return one layout for variable-length elements of several files."""
     first, heaps, count = layouts[0], [], 0
     for layout in layouts:
         if layout.dtype != first.dtype or layout.shape[1:] != first.shape[1:] or not layout.heaps:

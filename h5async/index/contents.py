@@ -23,7 +23,7 @@ from h5async.config.files import FileName
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasets import Indexer
 from h5async.index.links import Located, Reach, components, found_at, metadata_cache
-from h5async.io.stores import HDF5File
+from h5async.io.hdf5files import HDF5File
 from h5async.spelling import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
 
@@ -127,7 +127,6 @@ def shape_of_field(group: h5py.Group) -> tuple[int, ...] | None:
 
 
 def _read_command(file: HDF5File, readable: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return a command that reads the largest readable object, if there is any."""
     if not readable:
         return None
     data = max(readable, key=lambda name: math.prod(readable[name]))

@@ -18,7 +18,6 @@ import numpy as np
 
 from h5async.core.binding import load_core
 from h5async.errors import DamagedError, DatasetError
-from h5async.index.attributes import dimension_names, numbered_axis
 from h5async.index.chunks import (
     TooManyChunksError,
     converted,
@@ -36,20 +35,23 @@ from h5async.index.hdf5 import (
     NotDirectError,
     Opened,
     OtherKindError,
+    dimension_names,
     fill_value,
     indexed,
+    numbered_axis,
     reading,
     require_fill,
     uses_fill_value,
 )
 from h5async.index.layout import DatasetLayout, Indexed, Storage, normal_axis
 from h5async.index.links import LastGroup, Located, Reach
-from h5async.index.segments import Piece, Slab
 from h5async.index.sources import LOCAL_ONLY, VirtualSources, attached, external_layout
 from h5async.index.storedtypes import StoredType, element_of, is_object, without_metadata
+from h5async.index.tables import Piece, Slab
 from h5async.index.variablelength import Forms, fill_reference, stored_compact, variable_length
+from h5async.io.hdf5files import HDF5File
 from h5async.io.source import may_map, settled
-from h5async.io.stores import HDF5File, absolute_name, store_of
+from h5async.io.stores import absolute_name, store_of
 from h5async.system.interruptions import suppressing
 
 _Kind = tuple[bytes, bytes, int, int, int]  # type, properties, as HDF5 encodes them; see `_kind`
@@ -80,7 +82,9 @@ class Indexer:
         self.reach = reach
         self._depth = depth
         # Those found before, of each kind.
-        self._alike: dict[_Kind, DatasetLayout] = {} if reach.alike is None else reach.alike
+        self._alike: dict[_Kind, DatasetLayout] = (
+            {} if reach.alike is None else reach.alike.datasets
+        )
 
     def sources(
         self, where: str, plist: h5py.h5p.PropDCID, forms: Forms | None = None
@@ -236,10 +240,8 @@ class Indexer:
             nbytes = int(chunks.nbytes.sum())
             place.update(chunks=chunks.shortened(), has_raw_edges=is_raw)
         else:
-            nbytes, place["offset"] = (
-                dataset.id.get_storage_size(),
-                _contiguous_offset(dataset, where),
-            )
+            nbytes = dataset.id.get_storage_size()
+            place["offset"] = _contiguous_offset(dataset, where)
         return known.changed(
             file=self._path,
             stamp=self._stamp,
@@ -348,7 +350,6 @@ class Indexer:
     def _direct(
         self, layout: DatasetLayout, dataset: Opened, where: str, **changes: Any
     ) -> DatasetLayout:
-        """Add the position of the bytes to a layout, and make other `changes`."""
         if layout.storage == "chunked":
             layout = with_chunks(layout, dataset, where).changed(**changes)
         else:

@@ -1,12 +1,14 @@
 """Defines `Datasets`: the table of the datasets that hold the samples of a field.
 
 Thousands of datasets of one kind, in files or in groups of a file, differ in length and address.
-Here, the common facts are one layout, and the differences are arrays. A part is cut out of all rows
-of a field (`cut_rows`) by smaller pieces of its segments; the rest is neither read nor decoded.
+Here, the common facts are one layout, and the differences are arrays.
+
+Also finds units: groups of samples that are stored together, such as in one chunk.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -16,9 +18,16 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout, Indexed
-from h5async.index.segments import WHOLE, Int64s, Piece, Segments, extents_of, ranges_of
+from h5async.index.tables import (
+    WHOLE,
+    ChunkTable,
+    Int64s,
+    PairedRuns,
+    Piece,
+    Segments,
+    repetitions,
+)
 from h5async.io.source import FileStamp
 
 # What datasets of a kind differ in, and facts that only a kind of its own may have.
@@ -274,108 +283,137 @@ def shared(layout: DatasetLayout) -> DatasetLayout:
     return layout.changed(datasets=datasets, is_shared=True)
 
 
-# --- parts of rows --------------------------------------------------------------------------------
+# --- units ----------------------------------------------------------------------------------------
 
-_NOTHING = -1
+_UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of this size costs little more per byte
 
 
-def cut_rows(layout: DatasetLayout, wanted: Sequence[range]) -> DatasetLayout:
-    """Return the layout of a part of each row.
+def unit_nbytes(layout: DatasetLayout) -> int:
+    """Return the decoded bytes kept of a unit for several batches."""
+    if layout.segments is not None:
+        several = (
+            unit_nbytes(kind) // max(1, kind.num_pieces) * pieces
+            for kind, pieces in pieces_read(layout)
+        )
+        return max(layout.segments.kept_nbytes, *several)
+    if not layout.filters:
+        return 0
+    if not layout.is_shared and layout.rows_are_whole and layout.chunk_shape[0] == 1:
+        return 0  # each row is one chunk
+    nbytes: int = layout.chunk_nbytes
+    if layout.member and layout.stored_itemsize:  # HDF5 decodes the whole compound, too
+        cells = layout.chunk_shape[: len(layout.chunk_shape) - layout.extra_dims]
+        nbytes = math.prod(cells) * layout.stored_itemsize
+    return nbytes * layout.num_pieces
 
-    Parameters
-    ----------
-    layout
-        Of plain rows, possibly of several datasets.
-    wanted
-        The indices to keep, ascending and at least one, per dimension of a row.
+
+def unit_bounds(layout: DatasetLayout, row_nbytes: int = 0) -> Int64s:
+    """Return the bounds of units: int64 (n + 1,), strictly ascending from 0 to `num_samples`.
+
+    `row_nbytes` are the delivered bytes of a sample; 0 for those of a row here.
     """
-    if all(len(part) == size for part, size in zip(wanted, layout.row_shape, strict=True)):
-        return layout
+    size, count = _unit_rows(layout, row_nbytes), layout.num_samples
+    bounds = [np.array([0, count], np.int64)]
+    if layout.segments is None or layout.chunk_shape:
+        bounds.append(np.arange(0, count, size, dtype=np.int64))
+    else:
+        bounds.append(even_bounds(layout.segments.even, size))
+        cuts, rows = _cuts_of(layout, row_nbytes)
+        bounds.append(cuts.bounds(lambda which, unit: unit * rows[which]))
+    return np.unique(np.concatenate(bounds))
+
+
+def sample_bounds(layout: DatasetLayout) -> Int64s:
+    """Return `unit_bounds` in samples of the field, which may be several rows."""
+    bounds = unit_bounds(layout)
+    if not layout.is_ragged:
+        return bounds
+    starts = layout.starts()
+    return np.unique(np.append(np.searchsorted(starts[:-1], bounds), [0, starts.size - 1]))
+
+
+def most_units(layout: DatasetLayout) -> int:
+    """Return the maximum number of units that `unit_bounds` finds, without listing them."""
+    size, count = _unit_rows(layout, 0), layout.num_samples
+    if layout.segments is None or layout.chunk_shape:
+        return 1 + count // size
+    of_even = sum(1 + (end - begin) // (own or size) for begin, end, own in layout.segments.even)
+    return 1 + of_even + _cuts_of(layout, 0)[0].most
+
+
+def even_bounds(even: Sequence[tuple[int, int, int]], size: int) -> Int64s:
+    """Return the bounds within ranges (`Segments.even`); `size` is for those without their own."""
+    found = [np.arange(begin, end, own or size) for begin, end, own in even]
+    return np.concatenate([*found, np.array([end for _, end, _ in even])]).astype(np.int64)
+
+
+def even_ranges(bounds: Int64s) -> tuple[tuple[int, int, int], ...]:
+    """Return the ranges of which these are the bounds: neighbours of one size are one."""
+    size = np.diff(bounds)
+    at = np.flatnonzero(np.diff(size, prepend=-1))
+    ends = bounds[np.append(at[1:], size.size)]
+    return tuple(zip(bounds[at].tolist(), ends.tolist(), size[at].tolist(), strict=True))
+
+
+def bounds_behind(runs: PairedRuns, edges: Int64s) -> Int64s:
+    """Return the bounds of units of runs of samples, whose rows have units with these `edges`."""
+    _, length, row, step = runs
+    unit = np.searchsorted(edges, row, side="right") - 1
+    last = np.searchsorted(edges, row + (length - 1) * step, side="right") - 1
+    return _Cuts(runs, unit, last, np.zeros(max(0, runs.size - 1), np.bool_)).bounds(
+        lambda which, unit: edges[unit]
+    )
+
+
+def _unit_rows(layout: DatasetLayout, row_nbytes: int) -> int:
+    if layout.chunk_shape:
+        return layout.chunk_shape[layout.sample_axis]
+    return max(1, _UNCHUNKED_UNIT_NBYTES // max(1, row_nbytes or layout.row_nbytes))
+
+
+def _cuts_of(layout: DatasetLayout, row_nbytes: int) -> tuple[_Cuts, Int64s]:
+    """Return where units cut the segments of a layout, and the rows of a unit of each segment."""
     segments, datasets = table_of(layout)
-    axis, kept = layout.sample_axis, [len(part) for part in wanted]
-    return layout.without_place(
-        "files" if layout.segments is None else layout.storage,
-        shape=(*kept[:axis], layout.num_samples, *kept[axis:]),
-        segments=_cut_segments(layout, segments, datasets, wanted),
-        datasets=datasets,
-    )
+    if segments.even:  # those have all bounds
+        segments = segments.at(np.zeros(0, np.int64))
+    segments = segments.at(np.lexsort((segments.first, segments.piece, segments.dataset)))
+    row_nbytes = row_nbytes or layout.row_nbytes
+    sizes = datasets.by_kind(lambda kind: _unit_rows(kind, row_nbytes), np.int64)
+    size = sizes[segments.dataset]
+    runs = PairedRuns(segments.first, segments.length, segments.row, segments.step)
+    is_other = (np.diff(segments.dataset) != 0) | (np.diff(segments.piece) != 0)
+    last = (runs.row + (runs.length - 1) * runs.step) // size
+    return _Cuts(runs, runs.row // size, last, is_other), size
 
 
-def _cut_segments(
-    layout: DatasetLayout, segments: Segments, datasets: Datasets, wanted: Sequence[range]
-) -> Segments:
-    """Return the segments of parts of rows; those that hold no part are left out."""
-    kinds = datasets.kinds
-    kind = datasets.columns.kind[segments.dataset].astype(np.int64)
-    both, of_segment = np.unique(segments.piece * len(kinds) + kind, return_inverse=True)
-    pieces: list[Piece] = []
-    numbers = []
-    for old, number in (divmod(one, len(kinds)) for one in both.tolist()):
-        found = cut_piece(segments.pieces[old], kinds[number], layout.row_shape, wanted)
-        numbers.append(_NOTHING if found is None else len(pieces))
-        pieces += [] if found is None else [found]
-    piece = np.array(numbers, np.int32)[of_segment.reshape(-1)]
-    columns = (*segments.columns[:-1], piece)
-    is_there = piece != _NOTHING
-    return Segments.of(
-        [column[is_there] for column in columns],
-        tuple(pieces) or (WHOLE,),
-        segments.even,
-        segments.kept_nbytes,
-    )
+class _Cuts:
+    """Where units of datasets cut runs of samples.
 
-
-def part_shape(source: DatasetLayout, piece: Piece) -> tuple[int, ...]:
-    """Return the dimensions of the part of a row of a dataset that a piece takes."""
-    return tuple(extents_of(piece.source_region, _row_shape(source, piece)))
-
-
-def cut_piece(
-    piece: Piece, source: DatasetLayout, row_shape: tuple[int, ...], wanted: Sequence[range]
-) -> Piece | None:
-    """Return the part of a piece that lies in a part of its row; None if there is none.
-
-    `row_shape` is that of the rows of which the piece is, and its new region is one of the part.
+    Samples between two samples of a unit belong to it, unless another dataset holds them. `unit`
+    and `last` are the units of the first and of the last row of each run; `is_other`, bool
+    (n - 1,), says whether a run lies elsewhere than the one before.
     """
-    theirs = ranges_of(piece.source_region, _row_shape(source, piece))
-    ours = ranges_of(piece.region, row_shape)
-    # Dimensions of extent 1 may be missing in either.
-    partners = iter([number for number, one in enumerate(theirs) if len(one) != 1])
-    region = []
-    for here, part in zip(ours, wanted, strict=True):
-        partner = None if len(here) == 1 else next(partners)
-        is_plain = here.start == 0 and here.step == 1
-        common = part if is_plain and part.stop <= here.stop else _common(here, part)
-        if not common:
-            return None
-        region.append(_positions(common, part))
-        if partner is not None:
-            theirs[partner] = theirs[partner][_positions(common, here)]
-    is_all = all(len(range(len(w))[r]) == len(w) for r, w in zip(region, wanted, strict=True))
-    taken = tuple(slice(one.start, one.stop, one.step) for one in theirs)
-    return Piece(None if is_all else tuple(region), taken, piece.member)
 
+    def __init__(
+        self, runs: PairedRuns, unit: Int64s, last: Int64s, is_other: NDArray[np.bool_]
+    ) -> None:
+        self._runs, self._unit, self._count = runs, unit, last - unit
+        self._is_new = np.ones(runs.size + 1, np.bool_)
+        self._is_new[1:-1] = (last[:-1] != unit[1:]) | is_other
 
-def _row_shape(source: DatasetLayout, piece: Piece) -> tuple[int, ...]:
-    """Return the dimensions of a row of a source, and of the member that is taken of it."""
-    if piece.member is None:
-        return source.row_shape
-    assert source.dtype.fields is not None
-    return (*source.row_shape, *source.dtype.fields[piece.member][0].shape)
+    @property
+    def most(self) -> int:
+        """The number of bounds at most."""
+        return 2 * self._runs.size + int(self._count.sum())
 
+    def bounds(self, edge: Callable[[Int64s, Int64s], Int64s]) -> Int64s:
+        """Return the samples that bound units.
 
-def _common(one: range, other: range) -> range:
-    """Return the numbers that two ascending ranges have in common."""
-    found = np.intersect1d(np.asarray(one), np.asarray(other))
-    return range(0) if not found.size else _as_range(*found[:2].tolist(), count=found.size)
-
-
-def _positions(some: range, several: range) -> slice:
-    """Return where the numbers of a range are in another one, which has all of them."""
-    found = _as_range(*(several.index(n) for n in some[:2]), count=len(some))
-    return slice(found.start, found.stop, found.step)
-
-
-def _as_range(first: int, second: int | None = None, *, count: int) -> range:
-    step = 1 if second is None else second - first
-    return range(first, first + (count - 1) * step + 1, step)
+        `edge` returns the first rows of units, from the numbers of their runs and their own.
+        """
+        first, length, row, step = self._runs
+        which, ordinal = repetitions(self._count)
+        begin = edge(which, self._unit[which] + 1 + ordinal)
+        inside = first[which] - (row[which] - begin) // step[which]
+        ends = (first + length)[self._is_new[1:]]
+        return np.concatenate([first[self._is_new[:-1]], ends, inside]).astype(np.int64)

@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import KEPT_OVERHEAD_NBYTES
-from h5async.index.chunktable import ChunkTable
+from h5async.core.binding import KEPT_OVERHEAD_NBYTES, MAX_RANK
 from h5async.index.datasettable import Datasets, pieces_read, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Int64s, Piece
 from h5async.index.shapes import (
     FieldTable,
     Kind,
@@ -33,6 +31,7 @@ from h5async.index.shapes import (
     shape_of_small,
     swaps,
 )
+from h5async.index.tables import ChunkTable, Int64s, Piece
 from h5async.io.source import FileStamp
 
 MOST_PIECES = (1 << 31) - 1  # of a sample: the core counts them in 32 bits
@@ -64,12 +63,11 @@ def table_nbytes(layout: DatasetLayout) -> int:
 class TableBuilder:
     """Builds the tables of fields, which share their sources.
 
-    `can_decode` says whether the core can decode a pipeline; it supports `max_rank` dimensions.
+    `can_decode` says whether the core can decode a pipeline.
     """
 
-    def __init__(self, can_decode: Any, max_rank: int) -> None:
+    def __init__(self, can_decode: Any) -> None:
         self._can_decode = can_decode
-        self._max_rank = max_rank
         self.sources: list[SourceFile] = []
         self._source_numbers: dict[Any, int] = {}
 
@@ -85,7 +83,6 @@ class TableBuilder:
         return _FieldBuilder(self, layout, keeps_small).build()
 
     def _heap_table(self, layout: DatasetLayout) -> FieldTable:
-        """Return the table of variable-length elements: each file is a segment."""
         heaps, count = layout.heaps, len(layout.heaps)
         sources = (SourceFile(heap.file, heap.stamp, is_heap=True) for heap in heaps)
         columns: dict[str, NDArray[Any]] = {
@@ -111,17 +108,17 @@ class TableBuilder:
 
     def kind_of(self, layout: DatasetLayout, piece: Piece, whole: DatasetLayout) -> Kind:
         """Return how the rows of a dataset lie of which a piece is wanted."""
-        if layout.fallback_reason is not None or len(layout.shape) > self._max_rank:
+        is_member, crop = piece.member is not None, whole.crop
+        if (
+            layout.fallback_reason is not None
+            or len(layout.shape) > MAX_RANK
+            or layout.num_pieces > MOST_PIECES
+            or (not is_member and swaps(layout, whole) is None)
+            or (is_member and not can_take_member(layout, piece, whole))
+            or (crop is not None and any(one.step not in (None, 1) for one in piece.region or ()))
+        ):
             return Kind.LEFT
-        if layout.num_pieces > MOST_PIECES:
-            return Kind.LEFT
-        if piece.member is None and swaps(layout, whole) is None:
-            return Kind.LEFT
-        if piece.member is not None and not can_take_member(layout, piece, whole, self._max_rank):
-            return Kind.LEFT
-        if whole.crop is not None and any(one.step not in (None, 1) for one in piece.region or ()):
-            return Kind.LEFT
-        is_whole = piece.is_whole and whole.crop is None
+        is_whole = piece.is_whole and crop is None
         if layout.values is not None:
             return Kind.ROWS if is_whole else Kind.CHUNKS
         if layout.filters and not self._can_decode(layout.filters):
@@ -146,7 +143,6 @@ class _FieldBuilder:
         self._shape_numbers: dict[Any, int] = {}
 
     def build(self) -> FieldTable:
-        """Return the table."""
         segments, layout = self._segments, self._layout
         shape = self._shapes_of_segments()
         columns = self._columns(shape)
@@ -172,7 +168,6 @@ class _FieldBuilder:
         return is_small
 
     def _shapes_of_segments(self) -> NDArray[np.int32]:
-        """Return the number of the shape of each segment."""
         segments, columns = self._segments, self._datasets.columns
         kind, rows = columns.kind[segments.dataset], columns.rows[segments.dataset]
         is_small = self._is_small

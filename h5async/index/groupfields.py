@@ -24,7 +24,7 @@ from h5async.index.hdf5 import reading
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import BESIDE, Located, Reach, locate
 from h5async.index.metadata import layout_at, value_layout
-from h5async.io.stores import HDF5File
+from h5async.io.hdf5files import HDF5File
 from h5async.spelling import name_text, shell_word
 
 _FORMATS = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
@@ -167,13 +167,13 @@ def _form_of(group: h5py.Group, where: str) -> tuple[str | None, tuple[int, int]
             return form, _shape_of(group.attrs.get(of_shape), f'{where}, attribute "{of_shape}"')
     if "encoding-type" in group.attrs or not MEMBERS_OF_10X <= set(group):
         return None, (0, 0)
-    return "10x", _shape_of(_two_numbers(group, "shape"), f'{where}, dataset "shape"')
+    return "10x", _shape_of(_two_numbers(group), f'{where}, dataset "shape"')
 
 
-def _two_numbers(group: h5py.Group, name: str) -> Any:
-    if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+def _two_numbers(group: h5py.Group) -> Any:
+    if not isinstance(group.get("shape", getlink=True), h5py.HardLink):
         return None
-    found = group[name]
+    found = group["shape"]
     is_here = isinstance(found, h5py.Dataset) and not found.is_virtual and not found.external
     return found[()] if is_here and found.shape == (2,) else None
 
@@ -188,7 +188,6 @@ def _shape_of(value: object, what: str) -> tuple[int, int]:
 
 
 def _require_fit(parts: dict[str, DatasetLayout], shape: tuple[int, int], where: str) -> None:
-    """Raise DatasetError unless the datasets are flat, of these dtypes, and of matching lengths."""
     for name, kinds in (("data", "biufc"), ("indices", "iu"), ("indptr", "iu")):
         layout = parts[name]
         if len(layout.shape) != 1 or layout.dtype.kind not in kinds:
@@ -209,7 +208,6 @@ def _require_fit(parts: dict[str, DatasetLayout], shape: tuple[int, int], where:
 
 
 def _conversion(located: Located) -> str:
-    """Return a command that copies a file and compresses the rows of a matrix."""
     name = located.file.filename
     stem, dot, suffix = name.rpartition(".")
     copy = f"{stem}.csr.{suffix}" if dot else f"{name}.csr"

@@ -25,9 +25,13 @@ from h5async.config.files import INDEX_SUFFIX, FileName, is_index, user_cache
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach
-from h5async.index.savedfile import is_saved_index, remove_unfinished
+from h5async.index.savedfile import (
+    NotPortableError,
+    SavedIndexError,
+    is_saved_index,
+    remove_unfinished,
+)
 from h5async.index.savedindex import IndexedFile, NamedIndex, SavedIndex, Wanted, write_index
-from h5async.index.savedkinds import NotPortableError, SavedIndexError
 from h5async.io.stores import absolute_name, are_at, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
@@ -78,7 +82,6 @@ def clear_cache(folder: Path) -> tuple[int, int]:
 
 
 def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
-    """Return a text that differs for entries of different content."""
     roots = [absolute_name(root) for root in reach.roots]
     versions = h5py.__version__, h5py.version.hdf5_version
     parts = [files, wanted, roots, reach.missing_is_fill, versions]
@@ -114,7 +117,7 @@ class IndexCache:
         if self._index is None or not self._is_fresh[number]:
             return {}
         try:
-            found = self._index.find(number, self._index.datasets(number), self._reach)
+            found = self._index.find(number, self._index.datasets(number))
         except SavedIndexError as error:
             if not self._is_entry:
                 raise self._not_usable(error) from error
@@ -223,7 +226,6 @@ def _entries(folder: Path) -> list[tuple[int, int, str]]:
 
 
 def _remove_oldest(folder: Path, most_nbytes: int) -> None:
-    """Remove least recently used entries until the others are small enough."""
     entries = sorted(_entries(folder))
     surplus = sum(nbytes for _, nbytes, _ in entries) - most_nbytes
     for _, nbytes, path in entries:
@@ -291,7 +293,7 @@ def _known_of_index(
     """Yield the facts in a saved index; others are read from its files."""
     several = list(wanted.values())
     for number, name in enumerate(index.paths):
-        known = index.find(number, several, reach)
+        known = index.find(number, several)
         missing = [name for name, one in wanted.items() if one not in known]
         found = read(name, missing, reach) if missing else {}
         stamp = index.stamp(number)

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
 from h5async.errors import ConfigError
-from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
-from h5async.index.segments import Int64s, Segments, extents_of
+from h5async.index.tables import ChunkTable, Int64s, Segments, extents_of, grid_of
 from h5async.io.source import FileStamp
 from h5async.spelling import printable
 
@@ -276,12 +275,6 @@ class DatasetLayout:
                 found[axis] = size
         return tuple(found)
 
-    @property
-    def delivered_shape(self) -> tuple[int, ...]:
-        """Dimensions of the dataset, if only the delivered parts of rows are there."""
-        part, axis = self.part_shape, self.sample_axis
-        return (*part[:axis], self.num_samples, *part[axis:])
-
     @cached_property
     def part_nbytes(self) -> int:
         """Bytes of the part of a row that is delivered."""
@@ -363,11 +356,6 @@ class DatasetLayout:
         elements = sum(int(n) * size for n, size in zip(held, sizes, strict=True))
         return elements < math.prod(self.shape)
 
-    @property
-    def is_row_a_chunk(self) -> bool:
-        """Whether each row is one chunk."""
-        return not self.is_shared and self.rows_are_whole and self.chunk_shape[0] == 1
-
     def needed_nbytes(self, number: int) -> int:
         """Return the bytes of chunk `number` up to the last one within the dataset."""
         cell = np.unravel_index(number, self.grid)
@@ -435,3 +423,13 @@ def normal_axis(axis: int, rank: int, where: str) -> int:
     if not -rank <= axis < rank:
         raise ConfigError(f"{where}: there is no dimension {axis}; the dataset has {rank}")
     return axis % rank
+
+
+def needed_nbytes(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], corner: Sequence[int], itemsize: int
+) -> int:
+    """Return the bytes of a chunk up to the last one within the dataset."""
+    last = 0
+    for extent, size, begin in zip(shape, chunk_shape, corner, strict=True):
+        last = last * size + min(size, extent - begin) - 1
+    return (last + 1) * itemsize

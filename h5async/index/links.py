@@ -19,17 +19,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import h5py
 
 from h5async.config.files import FileName, SourceName, scheme_of
 from h5async.errors import BudgetError, DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.index.alikefiles import Alike
 from h5async.index.layout import DatasetLayout
+from h5async.io.hdf5files import HDF5File
 from h5async.io.obstoreclient import WEB
 from h5async.io.source import FileStamp, IoMode
-from h5async.io.stores import LOCAL, HDF5File, absolute_name, open_hdf5, settled_stamp, store_of
+from h5async.io.stores import absolute_name, open_hdf5, settled_stamp, store_of
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing
 from h5async.system.resources import free_memory
@@ -146,7 +148,7 @@ class Reach:
     `roots` are directories (or files) that may be read, wherever the file lies. Missing sources of
     a virtual dataset are an error, unless `missing_is_fill`. `room` limits the memory for declared
     sizes; `consulted` records which files were used; `named` adds the options of clients to names;
-    `alike` keeps datasets that others are like, also in other files; None: in one file only.
+    `alike` keeps what others are like, also in other files; None: datasets of one file only.
     """
 
     roots: tuple[FileName, ...] = ()
@@ -155,7 +157,7 @@ class Reach:
     room: Room = field(default_factory=Room, compare=False, repr=False)
     consulted: Consulted = field(default=_NotRecorded(), compare=False, repr=False)
     named: Callable[[str], SourceName] = field(default=_NAMED, compare=False, repr=False)
-    alike: dict[Any, Any] | None = field(default=None, compare=False, repr=False)
+    alike: Alike | None = field(default=None, compare=False, repr=False)
 
     def find(self, name: str, holder: str, variable: str, where: str) -> FileName | None:
         """Return the file that `holder` refers to as `name`, or None if there is none.
@@ -188,9 +190,8 @@ class Reach:
             candidates.append(referring.resolve().parent / name)
         for candidate in candidates:
             found = self.permitted(candidate, referring, where)
-            is_regular = LOCAL.is_regular(found)
-            if is_regular is not None:
-                if not is_regular:
+            if found.exists():
+                if not found.is_file():
                     raise ReadError(f"{where} refers to {found}, which is not a regular file")
                 self.consulted.found(candidate, settled_stamp(found))
                 return found
@@ -314,7 +315,8 @@ def locate(
     """
     other, mark, rest = path.rpartition("::")
     if mark and not file.id.links.exists(name_bytes(components(path)[0])):
-        file, path = _other_file(file, path, other, reach, files), rest
+        file = _other_file(file, other, f'{file.filename}: path "{path}"', reach, files)
+        path = rest
         last = None
     todo = components(path)
     done, group = todo[:-1], file.id
@@ -343,10 +345,7 @@ def locate(
             raise DatasetError(f"{where}: the path leads through more than {_MAX_LINKS} links")
         if kind == h5py.h5l.TYPE_EXTERNAL:
             file_name, leads_to = map(name_text, group.links.get_val(at))
-            target = reach.find(file_name, file.filename, "HDF5_EXT_PREFIX", where)
-            if target is None:
-                raise MissingError(f"{where} leads to {file_name}, which does not exist")
-            file = files.enter_context(open_permitted(target, where))
+            file = _other_file(file, file_name, where, reach, files)
             group, done, at = file.id, [], b"."
         elif kind == h5py.h5l.TYPE_SOFT:
             leads_to = name_text(group.links.get_val(at))
@@ -376,10 +375,8 @@ def found_at(
 
 
 def _other_file(
-    file: HDF5File, path: str, name: str, reach: Reach, files: contextlib.ExitStack
+    file: HDF5File, name: str, where: str, reach: Reach, files: contextlib.ExitStack
 ) -> HDF5File:
-    """Open the file at the beginning of a path, as HDF5 would for an external link."""
-    where = f'{file.filename}: path "{path}"'
     target = reach.find(name, file.filename, "HDF5_EXT_PREFIX", where)
     if target is None:
         raise MissingError(f"{where} leads to {name}, which does not exist")
@@ -439,5 +436,10 @@ def open_permitted(path: FileName, where: str) -> Iterator[HDF5File]:
 
 def require_in_place(path: FileName, opened: FileStamp, where: str) -> None:
     """Raise UnsafeFileError if a real path now leads elsewhere: a link may have been put there."""
-    if isinstance(path, Path) and not LOCAL.is_in_place(path, opened):
+    is_in_place = not isinstance(path, Path)
+    with suppressing(OSError, RuntimeError):
+        if isinstance(path, Path) and path.resolve() == path:
+            status = os.stat(path, follow_symlinks=False)
+            is_in_place = (status.st_dev, status.st_ino) == opened.file_id
+    if not is_in_place:
         raise UnsafeFileError(f"{where} refers to {path}, which was replaced while it was opened")

@@ -9,6 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from h5async.config import Field
 from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError, H5AsyncError, out_of_memory
-from h5async.index.attributes import cf_attributes, dimension_names
 from h5async.index.composition import (
     Part,
     along_sequences,
@@ -37,10 +37,17 @@ from h5async.index.contents import (
     what_is_there,
 )
 from h5async.index.datasets import Indexer
-from h5async.index.hdf5 import NotDirectError, OtherKindError, reading
+from h5async.index.hdf5 import (
+    NotDirectError,
+    OtherKindError,
+    cf_attributes,
+    dimension_names,
+    reading,
+)
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import (
     BESIDE,
+    Consulted,
     LastGroup,
     Located,
     Reach,
@@ -50,9 +57,10 @@ from h5async.index.links import (
     metadata_cache,
     open_index,
 )
-from h5async.index.segments import Piece, Slab
+from h5async.index.tables import Piece, Slab
 from h5async.index.variablelength import Forms, variable_length
-from h5async.io.stores import HDF5File
+from h5async.io.hdf5files import HDF5File
+from h5async.io.stores import store_of
 from h5async.system.interruptions import passing, suppressing
 
 # Per sequence along a dimension: its bounds, or an object.
@@ -80,17 +88,34 @@ def read_layouts(
     ``num_dim`` is not the name of one dimension; ConfigError if it is the number of none;
     UnsafeFileError if a dataset lies in files that `reach` does not permit.
     """
-    with open_index(path) as file:
+    wanted = {
+        name: Further(field.names_axes, field.decode_cf, may_be_codes=may_be_codes)
+        for name, field in fields.items()
+    }
+
+    def read(file: HDF5File, reach: Reach) -> dict[str, DatasetLayout]:
         indexer = Indexer(file, reach)
-        wanted = {
-            name: Further(field.names_axes, field.decode_cf, may_be_codes=may_be_codes)
+        return {
+            name: layout_at(indexer, field.path, field.num_dim, wanted[name])
             for name, field in fields.items()
         }
+
+    def read_alone(file: HDF5File) -> dict[str, DatasetLayout]:
+        consulted = Consulted()
+        found = read(file, replace(reach, consulted=consulted))
+        return {} if consulted.variables else found  # it has looked for other files
+
+    if reach.alike is not None and grouping is None and store_of(path).is_local:
+        key = tuple((n, field.path, field.num_dim, wanted[n]) for n, field in fields.items())
+        known = reach.alike.layouts(str(path), key, read_alone)
+        for layout in known.values():
+            reach.consulted.found(layout.file, layout.stamp)
+        if known:
+            return known
+    with open_index(path) as file:
         if grouping is None:
-            return {
-                name: layout_at(indexer, field.path, field.num_dim, wanted[name])
-                for name, field in fields.items()
-            }
+            return read(file, reach)
+        indexer = Indexer(file, reach)
         found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
         for group in grouping.find(path, file, reach):
             for name, field in fields.items():
@@ -371,7 +396,9 @@ def references(path: FileName, name: str, reach: Reach) -> tuple[DatasetLayout, 
     with open_index(path) as file, indexer_at(file, name, reach) as (indexer, found, node):
         try:
             if found.rest or variable_length(node) is None:
-                name = _name_of_type(node)
+                name = "a datatype that NumPy does not have"
+                with suppressing(Exception):  # h5py has no one type for what it cannot express
+                    name = str(node.dtype)
                 is_bytes = name.startswith(("|S", "|V"))
                 more = ", or store each sample as h5py.vlen_dtype(np.uint8)" if is_bytes else ""
                 raise DatasetError(
@@ -395,9 +422,3 @@ def may_be_variable_length(file: HDF5File, name: str, reach: Reach) -> bool:
         return True
     except DatasetError:
         return False
-
-
-def _name_of_type(node: h5py.h5d.DatasetID) -> str:
-    with suppressing(Exception):  # h5py has no one type for what it cannot express
-        return str(node.dtype)
-    return "a datatype that NumPy does not have"

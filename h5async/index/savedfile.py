@@ -1,8 +1,10 @@
 """Writes and reads the file of a saved index: a header as JSON, and arrays that are mapped.
 
-`savedlayouts.py` defines the meaning of the header and the arrays. The file begins with a fixed
-head: a signature, the format number, the lengths of the header and of the file, and a checksum of
-everything before the arrays. The header has a checksum of the arrays. Numbers are little-endian.
+The file begins with a fixed head: a signature, the format number, the lengths of the header and of
+the file, and a checksum of everything before the arrays. The header has a checksum of the arrays.
+Numbers are little-endian. Also declares what the header says; `savedlayouts.py` has what the arrays
+mean. JSON may say anything: what is not as declared here is a `ValueError`, `TypeError`, `KeyError`
+or `IndexError`.
 """
 
 from __future__ import annotations
@@ -18,15 +20,28 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetPydanticSchema,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+)
+from pydantic import Field as Bound
+from pydantic_core.core_schema import no_info_after_validator_function
 
+from h5async.codec.filters import Filter
 from h5async.config.files import FileName
-from h5async.index.savedkinds import SavedIndexError, to_json
+from h5async.index.layout import CfAttribute, DatasetLayout, Indexed, Storage, Text
+from h5async.index.tables import ChunkTable, Piece
 from h5async.io.shared import forget_pages, map_file
-from h5async.io.source import open_regular, owned
+from h5async.io.source import FileStamp, open_regular, owned
 from h5async.io.stores import store_of
 from h5async.system.interruptions import suppressing
 
@@ -40,7 +55,19 @@ _ALIGNMENT = 64
 _PIECE_NBYTES = 1 << 22
 _LEFT_SECONDS = 3600  # after which an unfinished file is removed
 
+LARGEST = (1 << 62) - 1  # of bytes, chunks, samples, or a position
+_MOST_DIMENSIONS = 64  # of HDF5, 32, and those of array types
+_MOST_NESTED = 32  # compound types in compound types
+
 Arrays = Mapping[str, NDArray[Any]]
+
+
+class NotPortableError(Exception):
+    """Something has no form that another process could read."""
+
+
+class SavedIndexError(Exception):
+    """A saved index cannot be used; the message says why."""
 
 
 class SavedFile(NamedTuple):
@@ -101,7 +128,6 @@ def _digest(head: bytes, text: bytes) -> bytes:
 
 
 def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> None:
-    """Write a file beside a path, and move it there."""
     remove_unfinished(path.parent, re.escape(path.name))
     beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
@@ -220,3 +246,221 @@ def _array(data: NDArray[np.uint8], dtype: str, begin: int, count: int) -> NDArr
     if found.size != count * kind.itemsize:
         raise ValueError("an array lies outside the file")
     return found.view(kind)
+
+
+# --- the header ----------------------------------------------------------------------------------
+
+
+def to_json(value: object) -> object:
+    """Return a JSON value for what JSON lacks, as `json.dumps` asks for it.
+
+    NotPortableError for a dtype of objects.
+    """
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, slice):
+        return value.start, value.stop, value.step
+    if not isinstance(value, np.dtype) or value.hasobject:
+        raise NotPortableError(f"{type(value).__name__} {value}")
+    kind: object = value.str
+    if value.subdtype is not None:
+        kind = value.subdtype
+    elif value.fields is not None:
+        members = [value.fields[name] for name in value.names or ()]
+        kind = {
+            "names": value.names,
+            "formats": [member[0] for member in members],
+            "offsets": [member[1] for member in members],
+            "itemsize": value.itemsize,
+        }
+    return kind, None if value.metadata is None else dict(value.metadata)
+
+
+def _dtype(found: Any, *, depth: int = 0) -> np.dtype[Any]:
+    """Return the dtype that `to_json` described."""
+    if depth > _MOST_NESTED:
+        raise ValueError("types are nested too deep")
+    kind, metadata = found
+    if isinstance(kind, list):
+        base, shape = kind
+        kind = _dtype(base, depth=depth + 1), tuple(shape)
+    elif isinstance(kind, dict):
+        kind = {**kind, "formats": [_dtype(one, depth=depth + 1) for one in kind["formats"]]}
+    elif type(kind) is not str:
+        raise TypeError(f"{kind!r} is no dtype")
+    dtype: np.dtype[Any] = np.dtype(kind) if metadata is None else np.dtype(kind, metadata=metadata)
+    if dtype.hasobject:
+        raise ValueError("a dtype of objects")
+    return dtype
+
+
+def _of(arguments: object) -> GetPydanticSchema:
+    """Say of what types the arguments of a class are, which are a list in JSON."""
+    return GetPydanticSchema(
+        lambda source, handler: no_info_after_validator_function(
+            lambda found: source(*found), handler.generate_schema(arguments)
+        )
+    )
+
+
+def _require_whole(found: CfAttribute) -> CfAttribute:
+    dtype = np.dtype(found.dtype or "u1")
+    if dtype.kind not in "iuf" or len(found.data) % dtype.itemsize:
+        raise ValueError(f"an attribute {found.name} is not of {found.dtype}")
+    return found
+
+
+Natural = Annotated[int, Bound(strict=True, ge=0, le=LARGEST)]
+Naturals = tuple[Natural, ...]
+Positive = Annotated[Natural, Bound(ge=1)]
+Place = tuple[Natural, Natural]  # among the arrays of its name: where it begins, and its length
+DType = Annotated[np.dtype[Any], PlainValidator(_dtype)]
+Bytes = Annotated[bytes, PlainValidator(bytes.fromhex)]
+# (-1 is `filters.CONVERSION`.)
+SavedFilter = Annotated[Filter, _of(tuple[Literal[-1] | Natural, Naturals, str])]
+SavedText = Annotated[Text, _of(tuple[Natural, Natural, StrictBool])]
+SavedAttribute = Annotated[CfAttribute, _of(tuple[str, str, Bytes]), AfterValidator(_require_whole)]
+SavedRegion = tuple[Annotated[slice, _of(tuple[Natural, Natural, Positive | None])], ...] | None
+SavedPiece = Annotated[Piece, _of(tuple[SavedRegion, SavedRegion, str | None])]
+
+
+class _Saved(BaseModel):
+    # Most readers need none of these.
+    model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True, defer_build=True)
+
+
+class SavedSegments(_Saved):
+    """Segments: the places of their columns; and of their datasets, the first and the number."""
+
+    columns: tuple[Place, Place, Place, Place, Place, Place]
+    pieces: tuple[SavedPiece, ...]
+    even: tuple[tuple[Natural, Natural, Natural], ...]
+    kept_nbytes: Natural
+    datasets: Place
+
+
+class SavedHeap(_Saved):
+    """Variable-length elements of a file: as in `HeapFile`, and how they are stored."""
+
+    file: Natural
+    first_sample: Natural
+    place: Place
+    where: str  # without the name of the file before it
+    dtype: DType
+    is_text: StrictBool
+    is_ascii: StrictBool
+    base: Natural
+    address_nbytes: Literal[4, 8]
+    size_nbytes: Literal[4, 8]
+
+
+class OwnFacts(_Saved):
+    """Facts that a dataset shares with no other, as in `DatasetLayout`."""
+
+    indexed_shape: Naturals | None = None  # if it cannot be told from the shape
+    values: Place | None = None
+    attached: Naturals = ()
+    sources: Naturals = ()
+    spans: Place | None = None
+    sequences: Place | None = None
+    lengths: Place | None = None
+    heaps: tuple[SavedHeap, ...] = ()
+    segments: SavedSegments | None = None
+
+
+class SavedKind(_Saved):
+    """What datasets of a kind have in common, as in `DatasetLayout`.
+
+    Of `indexed`, this is the digest, and whether one sample was made of the dataset.
+    """
+
+    dtype: DType
+    shape: Annotated[Naturals, Bound(max_length=_MOST_DIMENSIONS)]
+    sample_axis: Natural
+    storage: Storage
+    fallback_reason: str | None
+    fill: Bytes
+    chunk_shape: tuple[Positive, ...]
+    has_chunks: StrictBool
+    filters: tuple[SavedFilter, ...]
+    member: tuple[str, ...]
+    stored_itemsize: Natural
+    has_raw_edges: StrictBool
+    extra_dims: Natural
+    text: tuple[SavedText, ...]
+    unused_rows: Natural
+    indexed: tuple[Bytes, StrictBool] | None
+    dim_names: tuple[tuple[str, ...], ...]
+    cf: tuple[tuple[Natural, tuple[SavedAttribute, ...]], ...]
+
+    def layout(self) -> DatasetLayout:
+        """Return the layout of such a dataset, without facts of its own, which makes sense."""
+        dtype, shape, axis = self.dtype, self.shape, self.sample_axis
+        if axis >= len(shape) or self.extra_dims >= len(shape):
+            raise ValueError("a dataset has too few dimensions")
+        if self.chunk_shape and len(self.chunk_shape) != len(shape):
+            raise ValueError("chunks have another rank than their dataset")
+        if self.has_chunks and not self.chunk_shape:
+            raise ValueError("chunks have no shape")
+        if len(self.fill) != dtype.itemsize:
+            raise ValueError("a fill value has another size than its dtype")
+        if any(one.offset + one.nbytes > dtype.itemsize for one in self.text):
+            raise ValueError("a string lies outside its element")
+        members, indexed = self.__dict__, None
+        if self.indexed is not None:
+            digest, is_one_sample = self.indexed
+            indexed = Indexed(digest, shape[is_one_sample : len(shape) - self.extra_dims])
+        return _ANY.changed(
+            shape=shape,
+            fill=np.frombuffer(self.fill, dtype).reshape(()) if self.fill else np.zeros((), dtype),
+            chunks=ChunkTable.joined([]) if self.has_chunks else None,
+            indexed=indexed,
+            **{name: members[name] for name in SHARED},
+        )
+
+
+# Members that it has as a `DatasetLayout` has them.
+SHARED = SavedKind.model_fields.keys() - {"shape", "fill", "has_chunks", "indexed"}
+_ANY = DatasetLayout("", FileStamp(0, 0), "", (), np.dtype("u1"), 0, "chunked", None, np.zeros(()))
+
+
+_Axes = StrictInt | str | tuple[StrictInt | str, ...]
+
+
+class SavedHeader(_Saved):
+    """What a saved index says beside its arrays; files are named by their numbers in `files`.
+
+    Attributes
+    ----------
+    files
+        Names, and what their stamps consist of.
+    paths, kinds, own
+        Of datasets; `OwnFacts` by the number of the dataset.
+    key
+        Identifies the content, for a cache.
+    primary
+        The indexed files, in order; by their number here, `needs` are the other files that one
+        depends on, and `absent` the paths at which nothing was.
+    wanted
+        As in `Wanted`.
+    at_opening
+        The files whose change would not be noticed when rows are read.
+    variables, folder
+        As in `Consulted`.
+    allow_missing
+        Whether virtual datasets may lack sources.
+    """
+
+    files: tuple[tuple[str, StrictInt, StrictInt, StrictInt, StrictInt, StrictInt], ...]
+    paths: tuple[str, ...]
+    kinds: tuple[SavedKind, ...]
+    own: dict[int, Any]
+    key: str
+    primary: Naturals
+    wanted: tuple[tuple[str, _Axes, StrictBool, StrictBool, str, str], ...]
+    needs: dict[int, Naturals]
+    absent: dict[int, tuple[str, ...]]
+    at_opening: Naturals
+    variables: dict[str, str]
+    folder: str | None
+    allow_missing: StrictBool

@@ -6,6 +6,7 @@ The layouts of a file are valid while it, and everything consulted to read them,
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,26 +19,25 @@ from pydantic import ValidationError
 from h5async.config import Field
 from h5async.config.files import FileName, SourceName
 from h5async.errors import ConfigError, ReadError
-from h5async.index.datasettable import Datasets, table_of
+from h5async.index.datasettable import Columns, Datasets, table_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Consulted, Reach, require_same_store
-from h5async.index.savedfile import read_saved, write_saved
-from h5async.index.savedkinds import NotPortableError, SavedHeader, SavedIndexError
-from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
+from h5async.index.savedfile import (
+    LARGEST,
+    NotPortableError,
+    SavedHeader,
+    SavedIndexError,
+    read_saved,
+    write_saved,
+)
+from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError, require_below
+from h5async.index.tables import Int64s, grid_of
 from h5async.io.source import FileStamp
 from h5async.io.stores import are_at, is_anything_at, real_name, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing, suppressing
 
-_MALFORMED = (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+_MALFORMED = ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError
 
 
 class Wanted(NamedTuple):
@@ -126,7 +126,6 @@ def write_index(
 
 
 def _below(name: str, folder: str) -> str:
-    """Return the name of a file relative to a folder above it; otherwise the name itself."""
     rest = name.removeprefix(folder)
     return name if ".." in rest.split(os.sep) else rest
 
@@ -149,7 +148,6 @@ def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
 
 
 def _are_read(datasets: Datasets) -> NDArray[np.bool_]:
-    """Return for which datasets reading any row opens their file."""
     columns = datasets.columns
     has_values = datasets.by_kind(lambda kind: kind.values is not None, np.bool_)
     by_h5py = datasets.by_kind(lambda kind: kind.fallback_reason is not None, np.bool_)
@@ -186,7 +184,8 @@ class SavedIndex:
                 raise ValueError("there is no such file")
             if not {*saved.needs, *saved.absent} <= {*range(len(saved.primary))}:
                 raise ValueError("there is no such indexed file")
-            self._layouts = LayoutReader(saved, arrays, self._files, forget)
+            self._layouts = LayoutReader(saved, arrays, self._files, forget, reach.io)
+            _require_sound(self._layouts.columns, self._layouts.kinds)
             self._entries: list[dict[Wanted, int]] = [{} for _ in saved.primary]
             wanted = [Wanted(*found) for found in saved.wanted]
             table = arrays["entries"].reshape(-1, 3)
@@ -204,9 +203,7 @@ class SavedIndex:
         """Return the files with the stamps that they have on this machine."""
         return files
 
-    def find(
-        self, number: int, wanted: Sequence[Wanted], reach: Reach
-    ) -> dict[Wanted, DatasetLayout]:
+    def find(self, number: int, wanted: Sequence[Wanted]) -> dict[Wanted, DatasetLayout]:
         """Return the layouts of a file's datasets that are known and valid here.
 
         SavedIndexError if a layout makes no sense; of a `NamedIndex`, ReadError.
@@ -217,7 +214,7 @@ class SavedIndex:
             if at is None:
                 continue
             try:
-                found[one] = self._layouts.layout(at, reach.io)
+                found[one] = self._layouts.layout(at)
             except NotUsableError:
                 continue
             except _MALFORMED as error:
@@ -248,8 +245,11 @@ class SavedIndex:
     def fresh_files(self) -> list[bool]:
         """Return, per file, whether its layouts are still valid."""
         saved = self._saved
+        folder = None
+        with suppressing(OSError):  # it was removed
+            folder = os.getcwd()
         is_here = all(os.environ.get(name, "") == value for name, value in saved.variables.items())
-        if not is_here or (saved.folder is not None and saved.folder != _current_folder()):
+        if not is_here or (saved.folder is not None and saved.folder != folder):
             return [False] * len(self.paths)
         same = are_at(self._files)
         return [
@@ -356,13 +356,6 @@ class NamedIndex(SavedIndex):
                 )
 
 
-def _current_folder() -> str | None:
-    """Return the current directory; None if it was removed."""
-    with suppressing(OSError):
-        return os.getcwd()
-    return None
-
-
 def _not_sensible(error: Exception) -> Exception:
     """Return the error for invalid content, or the interruption that it is."""
     causes, what = [error], repr(error)
@@ -384,3 +377,99 @@ def _file(name: str, *stamp: int, folder: str) -> tuple[str, FileStamp]:
     if not os.fsencode(name) or "\0" in name:
         raise ValueError("a file has no name")
     return os.path.join(folder, name) if store_of(name).is_local else name, FileStamp(*stamp)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+# Tables are checked on whole arrays, as is done for HDF5's index: chunks must lie in the file as it
+# was indexed, after its superblock, without overlap, and within the grid; those without filters
+# have the length of a chunk.
+_SUPERBLOCK_NBYTES = 48  # at least
+_MANY_CHUNKS = 4096  # per dataset from which copying arrays to check several at once does not pay
+
+
+def _require_sound(columns: Columns, kinds: Sequence[DatasetLayout]) -> None:
+    """Check a table of datasets of some kinds.
+
+    ValueError if it makes no sense; SavedIndexError if chunks cannot lie at their positions.
+    """
+    require_below(columns.kind, len(kinds), "kind")
+    require_below(columns.file, len(columns.files), "file")
+    rows, chunks, begin = columns.rows, columns.chunks, columns.begin
+    limits = np.array([_limits(kind) for kind in kinds], np.int64).reshape(-1, 5).T
+    row_nbytes, is_direct, chunk_rows, cross, expected = limits[:, columns.kind]
+    if (rows < 0).any() or (columns.offset < -1).any() or (columns.stored_nbytes < 0).any():
+        raise ValueError("a dataset has a negative size")
+    if (rows > LARGEST).any():
+        raise ValueError("a dataset has more rows than can be counted")
+    end = np.array([stamp.nbytes for _, stamp in columns.files], np.int64)[columns.file]
+    is_there = (is_direct != 0) & (chunk_rows == 0) & (columns.offset >= 0)
+    if (rows > (end - columns.offset) // np.maximum(1, row_nbytes))[is_there].any():
+        raise ValueError("values lie beyond the end of their file")
+    count = np.diff(begin)
+    if begin[0] or (count < 0).any() or begin[-1] != chunks.offset.size:
+        raise ValueError("chunk tables do not lie one after the other")
+    if ((count > 0) & (chunk_rows == 0)).any():
+        raise ValueError("a dataset without chunks has a chunk table")
+    along = -(-rows // np.maximum(1, chunk_rows))
+    grid = np.where(along > LARGEST // np.maximum(1, cross), LARGEST, along * cross)
+    has_table = chunk_rows > 0
+    if ((count != grid) & has_table & ~columns.is_sparse).any():
+        raise SavedIndexError("a chunk table does not fit its dataset")
+    is_large = count >= _MANY_CHUNKS
+    is_first = is_large | np.append(True, is_large[:-1])  # large ones alone, others together
+    for some in np.split(np.arange(count.size), np.flatnonzero(is_first)[1:]):
+        which = some[count[some] > 0]
+        if which.size:
+            part = columns.part(int(which[0]), int(which[-1] - which[0] + 1))
+            at = slice(which[0], which[-1] + 1)
+            _require_places(part, end[at], grid[at], expected[at])
+
+
+def _limits(kind: DatasetLayout) -> tuple[int, bool, int, int, int]:
+    """Return what a kind of datasets permits.
+
+    These are the bytes of a row; whether values without chunks lie at an offset; the rows of a
+    chunk, 0 without chunks; the number of chunks that hold pieces of a row; and the bytes of a
+    chunk, -1 for any size.
+    """
+    shape, axis, chunk_shape = kind.shape, kind.sample_axis, kind.chunk_shape
+    grid = grid_of(shape, chunk_shape) if chunk_shape else ()
+    cross = math.prod(n for at, n in enumerate(grid) if at != axis)
+    row_nbytes, chunk_nbytes = kind.row_nbytes, kind.chunk_nbytes
+    rows = chunk_shape[axis] if kind.chunks is not None else 0
+    if max(row_nbytes, cross, chunk_nbytes, rows) > LARGEST:
+        row_nbytes = cross = LARGEST  # anything with chunks or an offset is too large
+    is_direct = kind.fallback_reason is None and not chunk_shape and kind.storage != "files"
+    return row_nbytes, is_direct, min(rows, LARGEST), cross, -1 if kind.filters else chunk_nbytes
+
+
+def _require_places(columns: Columns, end: Int64s, grid: Int64s, expected: Int64s) -> None:
+    """Check the chunks of some datasets that follow each other; of one without copying."""
+    count, chunks = np.diff(columns.begin), columns.chunks
+    offset, nbytes, index = chunks.offset, chunks.nbytes, chunks.index
+    if count.size > 1:
+        end, grid, expected = (np.repeat(limit, count) for limit in (end, grid, expected))
+    if ((offset < _SUPERBLOCK_NBYTES) | (nbytes < 0) | (nbytes > end)).any():
+        raise SavedIndexError("a chunk lies nowhere")
+    if (offset > end - nbytes).any():
+        raise SavedIndexError("a chunk lies beyond the end of its file")
+    if np.where(expected < 0, nbytes == 0, nbytes != expected).any():
+        raise SavedIndexError("a chunk has a wrong length")
+    is_next = np.ones(offset.size, np.bool_)  # to the chunk before, of the same table
+    is_next[columns.begin[:-1][count > 0]] = False
+    if index is not None:
+        is_outside = (index < 0) | (index >= grid) | (is_next & (np.diff(index, prepend=-1) <= 0))
+        if (is_outside & np.repeat(columns.is_sparse, count)).any():
+            raise SavedIndexError("a chunk lies outside its grid")
+    if not (offset[1:] < offset[:-1] + nbytes[:-1])[is_next[1:]].any():
+        return
+    if count.size == 1 and not any(nbytes.strides):
+        overlaps = np.diff(np.sort(offset)) < nbytes[0]
+    else:  # those that do not lie in the order of the grid
+        table = np.repeat(np.arange(count.size), count)
+        order = np.lexsort((offset, table))
+        table, offset, nbytes = table[order], offset[order], nbytes[order]
+        overlaps = (offset[1:] < offset[:-1] + nbytes[:-1]) & (table[1:] == table[:-1])
+    if overlaps.any():
+        raise SavedIndexError("a chunk overlaps another one")

@@ -1,7 +1,7 @@
 """Converts layouts to the header and the arrays of a saved index, and back. Pure.
 
 All layouts are one table, `Datasets`, and are saved as they are: its columns are arrays, its kinds
-are in the header (`savedkinds.py`). A layout that consists of others follows them in the table; its
+are in the header (`savedfile.py`). A layout that consists of others follows them in the table; its
 segments are facts of its own.
 """
 
@@ -17,25 +17,22 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import is_known_to_hdf5
 from h5async.core.binding import NOWHERE, can_decode, load_core
-from h5async.index.chunktable import ChunkTable, repeated
 from h5async.index.datasettable import Columns, Datasets, has_own_extent
 from h5async.index.hdf5 import COLUMNS_REASON
 from h5async.index.layout import DatasetLayout, HeapFile, Indexed, SequenceLengths
-from h5async.index.savedfile import Arrays
-from h5async.index.savedkinds import (
+from h5async.index.savedfile import (
     LARGEST,
     SHARED,
+    Arrays,
     NotPortableError,
     OwnFacts,
     Place,
     SavedHeader,
     SavedHeap,
     SavedSegments,
-    require_sound,
-    require_sound_segments,
     to_json,
 )
-from h5async.index.segments import Piece, Segments, extents_of
+from h5async.index.tables import ChunkTable, Int64s, Piece, Segments, extents_of, repeated
 from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.source import FileStamp, IoMode, may_map
 
@@ -184,7 +181,6 @@ class LayoutWriter:
         }
 
     def _heap(self, heap: HeapFile) -> dict[str, Any]:
-        """Describe variable-length elements; their lengths are those of the layout."""
         elements: Sequences = heap.elements
         return {
             "file": self.file(heap.file, heap.stamp),
@@ -206,7 +202,6 @@ class LayoutWriter:
 
 
 def _place(layout: DatasetLayout) -> Any:
-    """Return what a dataset and a source have in common if they are the same."""
     where = layout.file, layout.stamp, layout.path, layout.sample_axis, layout.segments is None
     return *where, layout.shape, layout.dtype, layout.storage, layout.offset, layout.member
 
@@ -233,8 +228,8 @@ def _shared_facts(layout: DatasetLayout) -> dict[str, Any]:
 class LayoutReader:
     """Makes the layouts of a saved index, each on its first request. Used by one thread.
 
-    `files` are those of the index, with the paths to open. SavedIndexError if chunks cannot lie at
-    their positions; ValueError if it makes no sense.
+    `files` are those of the index, with the paths to open. `columns` and `kinds` are its table, not
+    checked yet; `io` says how files are read. ValueError if it makes no sense.
     """
 
     def __init__(
@@ -243,15 +238,16 @@ class LayoutReader:
         arrays: Arrays,
         files: Sequence[tuple[str, FileStamp]],
         forget: Callable[[NDArray[Any]], None],
+        io: IoMode,
     ) -> None:
-        self._forget = forget
+        self._forget, self._io = forget, io
         self._files = files
         for name, dtype in (_COLUMNS | _CHUNKS | _FACTS).items():
             if arrays[name].dtype != dtype:
                 raise ValueError(f"the array {name} is of {arrays[name].dtype}")
         self._arrays = arrays
-        self._kinds = [kind.layout() for kind in header.kinds]
-        self._is_usable = [_is_usable(kind) for kind in self._kinds]
+        self.kinds = [kind.layout() for kind in header.kinds]
+        self._is_usable = [_is_usable(kind) for kind in self.kinds]
         path, is_sparse = arrays["path"], arrays["is_sparse"].astype(np.bool_)
         if ((path < 0) | (path >= len(header.paths))).any():
             raise ValueError("a dataset names a path that is not there")
@@ -260,7 +256,7 @@ class LayoutReader:
         count = arrays["offset"].size
         if is_sparse.any() and arrays["number"].size != count:
             raise ValueError("chunks have no numbers")
-        self._columns = Columns(
+        self.columns = Columns(
             **{name: arrays[name] for name in ("kind", "file", "rows", "stored_nbytes", "begin")},
             paths=[header.paths[at] for at in path.tolist()],
             offset=arrays["address"],
@@ -273,50 +269,48 @@ class LayoutReader:
             ),
             files=tuple(files),
         )
-        require_sound(self._columns, self._kinds)
         self._own, self._is_own = header.own, np.zeros(path.size, np.bool_)
         self._is_own[list(header.own)] = True
         self._made: dict[int, DatasetLayout] = {}
-        self._maps: dict[tuple[str, IoMode], bool] = {}
+        self._maps: dict[str, bool] = {}
 
     def __len__(self) -> int:
-        return self._columns.kind.size
+        return self.columns.kind.size
 
-    def layout(self, number: int, io: IoMode) -> DatasetLayout:
-        """Return layout `number`; `io` says how files are read. Equal sources are the same objects.
+    def layout(self, number: int) -> DatasetLayout:
+        """Return layout `number`. Equal sources are the same objects.
 
         NotUsableError if the dataset must be indexed again for this installation, or this `io`.
         """
         found = self._made.get(number)
         if found is None:
-            kind = int(self._columns.kind[number])
-            self._require_usable(kind, int(self._columns.file[number]), io)
-            found = self._columns.layout(number, self._kinds[kind])
+            kind = int(self.columns.kind[number])
+            self._require_usable(kind, int(self.columns.file[number]))
+            found = self.columns.layout(number, self.kinds[kind])
             if number in self._own:
-                self._add_own_facts(found, OwnFacts.model_validate(self._own[number]), number, io)
+                self._add_own_facts(found, OwnFacts.model_validate(self._own[number]), number)
             has_own_chunks = found.chunk_shape and found.segments is None
             if has_own_chunks and found.chunks is None and found.fallback_reason is None:
                 raise ValueError("chunks have no table")
             self._made[number] = found
         return found
 
-    def _require_usable(self, kind: int, file: int, io: IoMode) -> None:
+    def _require_usable(self, kind: int, file: int) -> None:
         """Raise NotUsableError for a kind of another installation.
 
         Also if columns were to be read differently: directly only if mapped.
         """
         if not self._is_usable[kind]:
             raise NotUsableError
-        like, path = self._kinds[kind], self._files[file][0]
+        like, path = self.kinds[kind], self._files[file][0]
         if not like.is_columns or like.fallback_reason not in (None, COLUMNS_REASON):
             return
-        key = path, io
-        if key not in self._maps:
-            self._maps[key] = may_map(path, io)
-        if self._maps[key] != (like.fallback_reason is None):
+        if path not in self._maps:
+            self._maps[path] = may_map(path, self._io)
+        if self._maps[path] != (like.fallback_reason is None):
             raise NotUsableError
 
-    def _add_own_facts(self, layout: DatasetLayout, own: OwnFacts, number: int, io: IoMode) -> None:
+    def _add_own_facts(self, layout: DatasetLayout, own: OwnFacts, number: int) -> None:
         members = layout.__dict__
         if own.indexed_shape is not None and layout.indexed is not None:
             members["indexed"] = Indexed(layout.indexed.digest, own.indexed_shape)
@@ -328,7 +322,7 @@ class LayoutReader:
         members["attached"] = tuple(self._files[i] for i in own.attached)
         if max(own.sources, default=-1) >= number:
             raise ValueError("a layout is its own source")
-        members["sources"] = tuple(self.layout(i, io) for i in own.sources)
+        members["sources"] = tuple(map(self.layout, own.sources))
         if own.spans is not None:
             spans = members["spans"] = self._array("numbers", own.spans)
             if not spans.size or (spans[1:] < spans[:-1]).any():
@@ -344,23 +338,21 @@ class LayoutReader:
                 raise ValueError("sequences have other rows than the dataset")
             members["sequences"] = SequenceLengths(held, held)
         if own.segments is not None:
-            self._add_segments(layout, own.segments, number, io)
+            self._add_segments(layout, own.segments, number)
 
-    def _add_segments(
-        self, layout: DatasetLayout, saved: SavedSegments, number: int, io: IoMode
-    ) -> None:
+    def _add_segments(self, layout: DatasetLayout, saved: SavedSegments, number: int) -> None:
         first, count = saved.datasets
         if not count or first + count > number:
             raise ValueError("a layout is its own dataset")
-        columns = self._columns.part(first, count)
+        columns = self.columns.part(first, count)
         pairs = np.unique(columns.kind.astype(np.int64) * len(self._files) + columns.file)
         for kind, file in map(divmod, pairs.tolist(), [len(self._files)] * pairs.size):
-            self._require_usable(kind, file, io)
+            self._require_usable(kind, file)
         kind_of, at = columns.kind.copy(), np.flatnonzero(self._is_own[first : first + count])
-        kind_of[at] = len(self._kinds) + np.arange(at.size)
+        kind_of[at] = len(self.kinds) + np.arange(at.size)
         _, example, which = np.unique(kind_of, return_index=True, return_inverse=True)
         order = np.argsort(example)  # fingerprints depend on it
-        kinds = [self.layout(first + at, io) for at in example[order].tolist()]
+        kinds = [self.layout(first + at) for at in example[order].tolist()]
         if any(kind.segments is not None for kind in kinds):
             raise ValueError("a layout of layouts of others")
         files, of_file = np.unique(columns.file, return_inverse=True)
@@ -375,7 +367,7 @@ class LayoutReader:
         if max(column.max(initial=0) for column in arrays[4:]) >= 1 << 31:
             raise ValueError("a segment names what is not there")
         segments = Segments.of(arrays, saved.pieces, saved.even, saved.kept_nbytes)
-        require_sound_segments(segments, columns.rows, layout.num_samples)
+        _require_sound(segments, columns.rows, layout.num_samples)
         for piece in saved.pieces:
             _extents(piece.region, layout.row_shape)
         keys = columns.kind[segments.dataset].astype(np.int64) * len(saved.pieces) + segments.piece
@@ -393,7 +385,6 @@ class LayoutReader:
         return found
 
     def _add_heaps(self, layout: DatasetLayout, place: Place, saved: Sequence[SavedHeap]) -> None:
-        """Add the positions of variable-length elements, as a copy that may be written to."""
         lengths = self._array("lengths", place)
         if int(lengths.sum(dtype=np.int64)) != layout.num_samples:
             raise ValueError("elements have other lengths than their dataset")
@@ -429,6 +420,34 @@ def _repeated(column: NDArray[Any], count: int) -> NDArray[Any]:
     if column.size != 1 or count < 1:
         raise ValueError("a column of chunks has another length")
     return repeated(int(column[0]), count, column.dtype.str)
+
+
+def _require_sound(segments: Segments, rows: Int64s, num_samples: int) -> None:
+    """Raise ValueError unless segments lie in datasets of some `rows`, and do not overlap."""
+    first, length, row, step = segments.first, segments.length, segments.row, segments.step
+    require_below(segments.dataset, rows.size, "dataset")
+    require_below(segments.piece, len(segments.pieces), "piece")
+    if (first < 0).any() or (length < 1).any() or (row < 0).any() or (step < 1).any():
+        raise ValueError("a segment has a negative size")
+    if (length > num_samples).any() or (first > num_samples - length).any():
+        raise ValueError("a segment lies outside its dataset")
+    limit = rows[segments.dataset]
+    if (row >= limit).any() or (step > np.maximum(1, limit))[length > 1].any():
+        raise ValueError("a segment lies outside the dataset that holds it")
+    if (length - 1 > (limit - 1 - row) // step).any():
+        raise ValueError("a segment lies outside the dataset that holds it")
+    if (first[1:] < first[:-1]).any():
+        raise ValueError("segments are not in order")
+    if any((layer.end[:-1] > layer.first[1:]).any() for _, layer in segments.layers):
+        raise ValueError("segments overlap")
+    if any(not 0 <= begin <= end <= num_samples or size < 0 for begin, end, size in segments.even):
+        raise ValueError("units lie outside their dataset")
+
+
+def require_below(column: NDArray[np.int32], limit: int, what: str) -> None:
+    """Raise ValueError unless all numbers of a column are below a limit."""
+    if ((column < 0) | (column >= limit)).any():
+        raise ValueError(f"a {what} is named that is not there")
 
 
 def _require_fitting(source: DatasetLayout, piece: Piece, whole: DatasetLayout) -> None:

@@ -1,6 +1,8 @@
 """Defines the table of a field as the core reads it: its segments, and how its rows lie. Pure.
 
-A `Shape` says how rows lie in the chunks of a dataset, and where their pieces go in a row.
+A `Shape` says how rows lie in the chunks of a dataset, and where their pieces go in a row. A part
+is cut out of all rows of a field (`cut_rows`) by smaller pieces of its segments; the rest is
+neither read nor decoded.
 """
 
 from __future__ import annotations
@@ -15,10 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
-from h5async.index.chunktable import ChunkTable
-from h5async.index.datasettable import part_shape
+from h5async.core.binding import MAX_RANK
+from h5async.index.datasettable import Datasets, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import WHOLE, Int64s, Piece, Region, ranges_of
+from h5async.index.tables import (
+    WHOLE,
+    ChunkTable,
+    Int64s,
+    Piece,
+    Region,
+    Segments,
+    extents_of,
+    ranges_of,
+)
 
 
 class Kind(IntEnum):
@@ -199,7 +210,9 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
     chunk_strides = [n * one.step for n, one in zip(own_strides, axes, strict=True)]
     numbers = [*(number_strides[a] for a in rest), *(0 for _ in extra)]
     row_strides, row_begin = _row_strides(whole, piece.region, [a.total for a in axes])
-    is_whole, samples = piece.is_whole, chunk_shape[axis]
+    is_whole, samples, fill = piece.is_whole, chunk_shape[axis], layout.raw_fill
+    if piece.member is not None:
+        fill = _member_fill(layout, piece.member)[:1]
     found = Shape(
         kind=kind,
         filters=layout.filters,
@@ -218,7 +231,7 @@ def shape_of(layout: DatasetLayout, piece: Piece, kind: Kind, whole: DatasetLayo
         source_row_nbytes=source_itemsize * math.prod(shape[a] for a in rest),
         keeps=bool(layout.filters) and (layout.is_shared or not (is_whole and samples == 1)),
         has_chunks=bool(layout.chunk_shape),
-        fill=_fill_of(layout, piece),
+        fill=np.frombuffer(fill.tobytes(), np.uint8),
         swaps=0 if piece.member is not None else swaps(layout, whole) or 0,
     )
     return found if whole.crop is None else _of_parts(found, whole, piece.region, axes)
@@ -252,7 +265,6 @@ def _of_parts(shape: Shape, whole: DatasetLayout, region: Region, axes: Sequence
 
 
 def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    """Return the distances between neighbours along each dimension, in C order."""
     products = np.cumprod((itemsize, *shape[:0:-1]), dtype=np.int64)
     return [int(stride) for stride in products[::-1][: len(shape)]]
 
@@ -279,13 +291,6 @@ def shape_of_small(layout: DatasetLayout, samples: int, whole: DatasetLayout) ->
     return replace(shape_of(chunk, WHOLE, Kind.CHUNKS, whole), keeps=True)
 
 
-def _fill_of(layout: DatasetLayout, piece: Piece) -> NDArray[np.uint8]:
-    fill = layout.raw_fill.reshape(1)
-    if piece.member is not None:
-        fill = _member_fill(layout, piece.member)[:1]
-    return np.frombuffer(fill.tobytes(), np.uint8)
-
-
 def swaps(source: DatasetLayout, whole: DatasetLayout) -> int | None:
     """Return the size of the numbers of a source whose byte order must be reversed; 0 for none.
 
@@ -299,21 +304,17 @@ def swaps(source: DatasetLayout, whole: DatasetLayout) -> int | None:
     return nbytes if is_number and stored.newbyteorder("S") == wanted else None
 
 
-def can_take_member(
-    layout: DatasetLayout, piece: Piece, whole: DatasetLayout, max_rank: int
-) -> bool:
+def can_take_member(layout: DatasetLayout, piece: Piece, whole: DatasetLayout) -> bool:
     """Return whether the core can take a member of a dataset's compound type."""
-    fields = layout.dtype.fields
-    if piece.region is not None:
-        return False
-    if fields is None or piece.member is None or piece.member not in fields:
+    fields: Any = layout.dtype.fields or {}
+    if piece.region is not None or piece.member is None or piece.member not in fields:
         return False
     member = fields[piece.member][0]
     return (
         len({element.tobytes() for element in _member_fill(layout, piece.member)}) == 1
         and member.base == whole.raw_dtype
         and part_shape(layout, piece) == whole.row_shape
-        and len(layout.shape) + len(member.shape) <= max_rank
+        and len(layout.shape) + len(member.shape) <= MAX_RANK
     )
 
 
@@ -337,3 +338,108 @@ def _row_strides(
     assert [count for count, _ in ours] == [count for count in counts if count != 1]
     own = iter(ours)
     return [0 if count == 1 else next(own)[1] for count in counts], begin
+
+
+# --- parts of rows --------------------------------------------------------------------------------
+
+_NOTHING = -1
+
+
+def cut_rows(layout: DatasetLayout, wanted: Sequence[range]) -> DatasetLayout:
+    """Return the layout of a part of each row.
+
+    Parameters
+    ----------
+    layout
+        Of plain rows, possibly of several datasets.
+    wanted
+        The indices to keep, ascending and at least one, per dimension of a row.
+    """
+    if all(len(part) == size for part, size in zip(wanted, layout.row_shape, strict=True)):
+        return layout
+    segments, datasets = table_of(layout)
+    axis, kept = layout.sample_axis, [len(part) for part in wanted]
+    return layout.without_place(
+        "files" if layout.segments is None else layout.storage,
+        shape=(*kept[:axis], layout.num_samples, *kept[axis:]),
+        segments=_cut_segments(layout, segments, datasets, wanted),
+        datasets=datasets,
+    )
+
+
+def _cut_segments(
+    layout: DatasetLayout, segments: Segments, datasets: Datasets, wanted: Sequence[range]
+) -> Segments:
+    """Return the segments of parts of rows; those that hold no part are left out."""
+    kinds = datasets.kinds
+    kind = datasets.columns.kind[segments.dataset].astype(np.int64)
+    both, of_segment = np.unique(segments.piece * len(kinds) + kind, return_inverse=True)
+    pieces: list[Piece] = []
+    numbers = []
+    for old, number in (divmod(one, len(kinds)) for one in both.tolist()):
+        found = cut_piece(segments.pieces[old], kinds[number], layout.row_shape, wanted)
+        numbers.append(_NOTHING if found is None else len(pieces))
+        pieces += [] if found is None else [found]
+    piece = np.array(numbers, np.int32)[of_segment.reshape(-1)]
+    columns = (*segments.columns[:-1], piece)
+    is_there = piece != _NOTHING
+    return Segments.of(
+        [column[is_there] for column in columns],
+        tuple(pieces) or (WHOLE,),
+        segments.even,
+        segments.kept_nbytes,
+    )
+
+
+def part_shape(source: DatasetLayout, piece: Piece) -> tuple[int, ...]:
+    """Return the dimensions of the part of a row of a dataset that a piece takes."""
+    return tuple(extents_of(piece.source_region, _row_shape(source, piece)))
+
+
+def cut_piece(
+    piece: Piece, source: DatasetLayout, row_shape: tuple[int, ...], wanted: Sequence[range]
+) -> Piece | None:
+    """Return the part of a piece that lies in a part of its row; None if there is none.
+
+    `row_shape` is that of the rows of which the piece is, and its new region is one of the part.
+    """
+    theirs = ranges_of(piece.source_region, _row_shape(source, piece))
+    ours = ranges_of(piece.region, row_shape)
+    # Dimensions of extent 1 may be missing in either.
+    partners = iter([number for number, one in enumerate(theirs) if len(one) != 1])
+    region = []
+    for here, part in zip(ours, wanted, strict=True):
+        partner = None if len(here) == 1 else next(partners)
+        is_plain = here.start == 0 and here.step == 1
+        common = part if is_plain and part.stop <= here.stop else _common(here, part)
+        if not common:
+            return None
+        region.append(_positions(common, part))
+        if partner is not None:
+            theirs[partner] = theirs[partner][_positions(common, here)]
+    is_all = all(len(range(len(w))[r]) == len(w) for r, w in zip(region, wanted, strict=True))
+    taken = tuple(slice(one.start, one.stop, one.step) for one in theirs)
+    return Piece(None if is_all else tuple(region), taken, piece.member)
+
+
+def _row_shape(source: DatasetLayout, piece: Piece) -> tuple[int, ...]:
+    if piece.member is None:
+        return source.row_shape
+    assert source.dtype.fields is not None
+    return (*source.row_shape, *source.dtype.fields[piece.member][0].shape)
+
+
+def _common(one: range, other: range) -> range:
+    found = np.intersect1d(np.asarray(one), np.asarray(other))
+    return range(0) if not found.size else _as_range(*found[:2].tolist(), count=found.size)
+
+
+def _positions(some: range, several: range) -> slice:
+    """Return where the numbers of a range are in another one, which has all of them."""
+    found = _as_range(*(several.index(n) for n in some[:2]), count=len(some))
+    return slice(found.start, found.stop, found.step)
+
+
+def _as_range(first: int, second: int | None = None, *, count: int) -> range:
+    step = 1 if second is None else second - first
+    return range(first, first + (count - 1) * step + 1, step)

@@ -34,9 +34,10 @@ from h5async.index.links import (
     open_permitted,
     require_in_place,
 )
-from h5async.index.segments import Slab, TooManyRunsError
+from h5async.index.tables import Slab, TooManyRunsError
 from h5async.index.virtual import mapped_files, read_mappings, source_series, virtual_parts
-from h5async.io.stores import LOCAL, HDF5File, absolute_name, settled_stamp, store_of
+from h5async.io.hdf5files import HDF5File
+from h5async.io.stores import LOCAL, absolute_name, settled_stamp, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
 
@@ -106,14 +107,6 @@ class VirtualSources:
 
         Raises like the class.
         """
-        found = self._layout(layout, read_fill)
-        if found.fallback_reason is not None and self._leads_elsewhere:
-            raise DatasetError(f"{self._where}, {found.fallback_reason}, {LOCAL_ONLY}")
-        return found
-
-    def _layout(
-        self, layout: DatasetLayout, read_fill: Callable[[], NDArray[Any]]
-    ) -> DatasetLayout:
         names = dict.fromkeys(mapped_files(self._mappings, layout.shape))
         sources = [self._get(*name, 0) for name in names]
         there = tuple(source for source in sources if source is not None)
@@ -124,17 +117,19 @@ class VirtualSources:
                 raise NotDirectError("a member of a virtual dataset")
             layout = layout.changed(fill=read_fill())
             parts = virtual_parts(self._mappings, layout, self._get) if there else ()
-            whole = with_parts(layout, parts)
+            reasons = (part.source.fallback_reason for part in parts)
+            reason = next((reason for reason in reasons if reason is not None), None)
+            found = with_parts(layout, parts).changed(fallback_reason=reason)
         except (NotDirectError, TooManyRunsError) as error:
             if None in sources:
                 raise DatasetError(
                     f"{self._where}: sources are missing, and only h5py could read the rest"
                     f" ({error})"
                 ) from error
-            return left_to_hdf5(layout, str(error) or "a virtual dataset of too many runs of rows")
-        reasons = (part.source.fallback_reason for part in parts)
-        reason = next((reason for reason in reasons if reason is not None), None)
-        return whole.changed(fallback_reason=reason)
+            found = left_to_hdf5(layout, str(error) or "a virtual dataset of too many runs of rows")
+        if found.fallback_reason is not None and self._leads_elsewhere:
+            raise DatasetError(f"{self._where}, {found.fallback_reason}, {LOCAL_ONLY}")
+        return found
 
     def _get(self, file_name: str, dataset_name: str, axis: int) -> DatasetLayout | None:
         key = file_name, dataset_name, axis
@@ -267,7 +262,7 @@ def _permitted(name: str, holder: str, reach: Reach, where: str) -> FileName:
     path = unresolved.resolve()
     if not any(path.is_relative_to(root) for root in reach.resolved_roots()):
         raise _not_permitted(str(path), where)
-    if not LOCAL.is_regular(path):
+    if not path.is_file():
         raise DamagedError(
             f"{where} keeps its values in {path}, which is missing or is not a regular file"
         )

@@ -30,7 +30,7 @@ from h5async.io.references import IS_SHARED, header_messages
 
 _SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes
 DAMAGED = "; the file is damaged"
-_FILL_VALUE, _LAYOUT = 0x0005, 0x0008  # types of messages
+DATASPACE, FILL_VALUE, LAYOUT, MODIFIED = 0x0001, 0x0005, 0x0008, 0x0012  # types of messages
 _UNKNOWN = "an object header of an unknown form"
 
 
@@ -184,7 +184,7 @@ def fill_reference(
 
 def _stored_fill(dataset: Opened) -> bytes:
     """Return the fill value of a dataset that has one, as stored; b"" for zeros."""
-    body = _message(dataset, _FILL_VALUE)
+    _, body = message_of(dataset, FILL_VALUE)
     if body[0] == 3:
         return _counted(body, 2, 4) if body[1] & 32 else b""
     if body[0] not in (1, 2):
@@ -194,7 +194,7 @@ def _stored_fill(dataset: Opened) -> bytes:
 
 def stored_compact(dataset: Opened) -> bytes:
     """Return the values of a compact dataset as stored; NotDirectError if they cannot be found."""
-    body = _message(dataset, _LAYOUT)
+    _, body = message_of(dataset, LAYOUT)
     if body[0] not in (3, 4, 5) or body[1] != 0:
         raise NotDirectError(f"compact values in a layout of version {body[0]}")
     return _counted(body, 2, 2)
@@ -209,16 +209,19 @@ def _counted(body: bytes, at: int, width: int) -> bytes:
     return body[begin:end]
 
 
-def _message(dataset: Opened, kind: int) -> bytes:
-    """Return the body of the only message of a kind in the object header of a dataset."""
+def message_of(dataset: Opened, kind: int) -> tuple[int, bytes]:
+    """Return the only message of a type in the object header of a dataset: its offset, and body.
+
+    NotDirectError if it cannot be found.
+    """
     created = file_properties(dataset.id)
     form = Format(int(created.get_userblock()), *created.get_sizes())
     address, read = form.base + int(h5py.h5o.get_info(dataset.id).addr), dataset.source.read
     try:
         listed = header_messages(read, address, form)
-        found = [(body, flags) for one, flags, body in listed if one == kind]
+        found = [(at, body, flags) for at, one, flags, body in listed if one == kind]
     except NONSENSE as error:
         raise NotDirectError(_UNKNOWN) from error
-    if len(found) != 1 or found[0][1] & IS_SHARED or len(found[0][0]) < 4:
+    if len(found) != 1 or found[0][2] & IS_SHARED or len(found[0][1]) < 4:
         raise NotDirectError(_UNKNOWN)
-    return found[0][0]
+    return found[0][:2]

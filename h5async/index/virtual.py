@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from h5async.index.composition import Part
 from h5async.index.hdf5 import NotDirectError
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Blocks, Piece, Region, Selection, Slab, region_key
+from h5async.index.tables import Blocks, Piece, Region, Selection, Slab, region_key
 
 _UNLIMITED = h5py.h5s.UNLIMITED
 _MAX_NUMBERED = 100_000
@@ -186,7 +186,6 @@ def _irregular(space: h5py.h5s.SpaceID) -> list[Selection]:
 
 
 def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> Selection:
-    """Return the indices of all blocks, each once."""
     order = np.argsort(first, kind="stable")
     first, end = first[order], np.maximum.accumulate(last[order] + 1)
     begins = np.concatenate(([True], first[1:] > end[:-1]))
@@ -249,7 +248,6 @@ def _sizes(selected: Iterable[Selection]) -> tuple[int, ...]:
 
 
 def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) -> Part | None:
-    """Return the part of mappings that differ only in their samples."""
     axis, first = whole.sample_axis, alike[0]
     assert first.samples is not None
     assert first.source is not None
@@ -418,7 +416,6 @@ def _have_common(selections: Sequence[Selection]) -> bool:
 
 
 def _overlap(one: Region, other: Region, shape: tuple[int, ...]) -> bool:
-    """Return whether two regions of a row share an element; None is all of it."""
     if one is None or other is None:
         return True
     for a, b, extent in zip(one, other, shape, strict=True):

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address, load_core
 from h5async.errors import DamagedError
-from h5async.index.chunktable import grid_of
 from h5async.index.hdf5 import (
     B_TREE_V1,
     EXTENSIBLE_ARRAY,
@@ -37,7 +36,7 @@ from h5async.index.hdf5 import (
     function_address,
     stored_nbytes,
 )
-from h5async.index.segments import Int64s
+from h5async.index.tables import Int64s, grid_of
 from h5async.system.interruptions import suppressing
 
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing

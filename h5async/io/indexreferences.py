@@ -171,7 +171,6 @@ class _Level(NamedTuple):
 
 
 def _tree(found: Cursor) -> Iterator[Place]:
-    """Yield the root of a B-tree."""
     found.expect(b"BTHD\0")
     found.take(1)
     node_nbytes, record_nbytes, depth = found.number(4), found.number(2), found.number(2)
@@ -224,7 +223,6 @@ def fixed_array(form: Format, offset: int) -> Place:
 
 
 def _fixed_array(found: Cursor) -> Iterator[Place]:
-    """Yield the data block of a fixed array, with its pages."""
     found.expect(b"FAHD\0")
     found.take(1)
     entry_nbytes, page_bits, count = found.number(), found.number(), found.length()
@@ -256,7 +254,6 @@ class _Array(NamedTuple):
         return -(-self.bits // 8)
 
     def entries(self, row: int) -> int:
-        """Return the number of elements in each data block of a super block."""
         return self.least << ((row + 1) // 2)
 
     def pages(self, row: int) -> int:
@@ -265,14 +262,12 @@ class _Array(NamedTuple):
         return count // self.page if count > self.page else 0
 
     def block(self, form: Format, offset: int, row: int) -> Iterator[Place]:
-        """Yield a data block."""
         nbytes = _HEAD_NBYTES + form.offset_nbytes + self.head_nbytes + _CHECKSUM_NBYTES
         nbytes += self.entries(row) * self.entry_nbytes + self.pages(row) * _CHECKSUM_NBYTES
         yield from pieces(offset, min(nbytes, _MOST_NBYTES))
 
 
 def _extensible_array(found: Cursor) -> Iterator[Place]:
-    """Yield the index block of an extensible array."""
     found.expect(b"EAHD\0")
     found.take(1)
     entry_nbytes, bits, own, least, pointers, page_bits = found.take(6)
@@ -289,7 +284,6 @@ def _extensible_array(found: Cursor) -> Iterator[Place]:
 
 
 def _index_block(found: Cursor, array: _Array, own: int, rows: tuple[int, int]) -> Iterator[Place]:
-    """Yield the first data blocks, and the super blocks."""
     found.expect(b"EAIB\0")
     form = found.form
     found.take(1 + form.offset_nbytes + own * array.entry_nbytes)
@@ -304,7 +298,6 @@ def _index_block(found: Cursor, array: _Array, own: int, rows: tuple[int, int]) 
 
 
 def _super_block(found: Cursor, array: _Array, row: int) -> Iterator[Place]:
-    """Yield the data blocks of a super block."""
     found.expect(b"EASB\0")
     blocks = 1 << (row // 2)
     found.take(1 + found.form.offset_nbytes + array.head_nbytes)
@@ -333,12 +326,10 @@ class _Heap(NamedTuple):
     content: Find | None
 
     def nbytes(self, row: int) -> int:
-        """Return the size of each block of a row."""
         return self.least << max(0, row - 1)
 
 
 def _heap(found: Cursor, content: Find | None) -> Iterator[Place]:
-    """Yield the root block of a fractal heap."""
     found.expect(b"FRHP\0")
     form = found.form
     found.take(2)
@@ -377,7 +368,6 @@ def _indirect(form: Format, heap: _Heap, offset: int, rows: int) -> Place:
 
 
 def _blocks(found: Cursor, heap: _Heap, rows: int) -> Iterator[Place]:
-    """Yield the blocks of an indirect block."""
     found.expect(b"FHIB\0")
     found.take(found.form.offset_nbytes + heap.number_nbytes)
     for row in range(rows):

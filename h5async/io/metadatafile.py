@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from h5async.io.indexreferences import NONSENSE, Format, Place, find_places
 from h5async.io.references import SUPERBLOCK_NBYTES, read_superblock, superblock_offsets
-from h5async.io.sidebyside import collecting_later, start
+from h5async.io.source import collecting_later, start
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
@@ -120,7 +120,6 @@ class MetadataFile(io.RawIOBase):
         return at, self._block_end - at
 
     def _fetch(self, pages: Iterable[int], *, is_guess: bool = False) -> None:
-        """Fetch pages in one round, with small gaps between them."""
         runs: list[list[int]] = []
         gap, most = _GAP_NBYTES // PAGE_NBYTES, _RANGE_NBYTES // PAGE_NBYTES
         for page in sorted(pages):

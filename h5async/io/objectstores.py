@@ -12,8 +12,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +20,7 @@ from h5async.config.files import SourceName, scheme_of
 from h5async.errors import ConfigError, H5AsyncError, ReadError
 from h5async.io.diskcache import keeping
 from h5async.io.obstoreclient import SIGNED_SECONDS, WEB, Client, client_of, failure
-from h5async.io.sidebyside import SideBySide
-from h5async.io.source import FileStamp, Source, WebAddress, replaced
+from h5async.io.source import FileStamp, SideBySide, Source, WebAddress, replaced
 from h5async.io.stores import Store, register
 
 if TYPE_CHECKING:
@@ -114,7 +112,10 @@ class RemoteSource(Source):
 
     def _get(self, offset: int, nbytes: int) -> memoryview:
         end = offset + nbytes
-        self._require_within(end)
+        if end > self._stamp.nbytes:
+            raise ReadError(
+                f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
+            )
         if end <= len(self._beginning):  # once: then the reader has it
             beginning, self._beginning = self._beginning, memoryview(b"")
             return beginning[offset:end]
@@ -131,9 +132,16 @@ class RemoteSource(Source):
     def _answer(self, offset: int, end: int) -> tuple[memoryview, str]:
         """Return what the server sends, and what is wrong with it that the client lets pass."""
         client, options = self._client, {"range": (offset, end), **self._condition}
-        with self._failures():
+        try:
             answer = client.library.get(client.store(self._use), self._key, options=options)
             found = memoryview(answer.bytes())
+        except H5AsyncError:
+            raise
+        except client.library.exceptions.PreconditionError as error:
+            raise replaced(self._name) from error
+        except Exception as error:
+            reason = failure(error, self._name).strerror
+            raise ReadError(f"{self._name} cannot be read: {reason}") from error
         known, told = self.meta, answer.meta
         tag = known["e_tag"]
         if told["size"] == known["size"] and tag and told["e_tag"] in (None, "", f"W/{tag}"):
@@ -142,25 +150,6 @@ class RemoteSource(Source):
             raise replaced(self._name)
         sent = f"the server sent {found.nbytes:,} of {end - offset:,} bytes at byte {offset:,}"
         return found, "" if found.nbytes == end - offset else f"{sent}, without an error"
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turn errors of the client into `ReadError`."""
-        try:
-            yield
-        except H5AsyncError:
-            raise
-        except self._client.library.exceptions.PreconditionError as error:
-            raise replaced(self._name) from error
-        except Exception as error:
-            reason = failure(error, self._name).strerror
-            raise ReadError(f"{self._name} cannot be read: {reason}") from error
-
-    def _require_within(self, end: int) -> None:
-        if end > self._stamp.nbytes:
-            raise ReadError(
-                f"{self._name} ends before byte {end:,}: it has {self._stamp.nbytes:,} bytes"
-            )
 
 
 class RemoteStore(Store):
@@ -242,7 +231,6 @@ def _begin(client: Client, key: str, nbytes: int) -> tuple[Mapping[str, Any], by
 
 
 def _listed(client: Client, prefix: str, is_flat: bool) -> list[str]:
-    """Return the keys below a prefix, or if `is_flat` those right below it."""
     library, store = client.library, client.store("opening")
     if is_flat:
         return [one["path"] for one in library.list_with_delimiter(store, prefix)["objects"]]

@@ -32,18 +32,9 @@ WEB = ("http", "https")
 _PACKAGE = "obstore"
 _ALIASES = {"gcs": "gs"}
 SIGNED_SECONDS = 900
-# Options of clients that other clients can do without.
-_PLAIN_OPTIONS = {
-    "allow_http",
-    "connect_timeout",
-    "http1_only",
-    "http2_only",
-    "pool_idle_timeout",
-    "pool_max_idle_per_host",
-    "read_timeout",
-    "timeout",
-}
 _TIMEOUTS = ("connect_timeout", "pool_idle_timeout", "read_timeout", "timeout")
+# Options of clients that other clients can do without.
+_PLAIN_OPTIONS = {*_TIMEOUTS, "allow_http", "http1_only", "http2_only", "pool_max_idle_per_host"}
 _DURATIONS = ("retry_timeout", "init_backoff", "max_backoff", *_TIMEOUTS)
 _ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT")
 
@@ -117,7 +108,6 @@ class Client:
 
 
 def _texts(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts among the values of options, however deep."""
     for value in options.values():
         if isinstance(value, Mapping):
             yield from _texts(value)
@@ -149,16 +139,6 @@ class _Clients:
         self.is_forked = is_forked  # from a process that has used obstore
         self.made: dict[tuple[str, str], Client] = {}
 
-    def of(self, root: str, options: Mapping[str, Any], is_shared: bool) -> Client:
-        key = root, repr(sorted(options.items()))
-        with self.lock:
-            if self.library is None:
-                self.library = _copied_library() if self.is_forked else _library()
-            client = self.made.get(key) or Client(self.library, root, options)
-            if is_shared:
-                self.made[key] = client
-            return client
-
 
 _clients = _Clients()
 _of_parents: list[_Clients] = []  # kept: their destructors may wait for threads that do not exist
@@ -170,7 +150,14 @@ def client_of(root: str, options: Mapping[str, Any], *, is_shared: bool) -> Clie
 
     `ConfigError` is raised for wrong options, `MissingPackageError` without obstore.
     """
-    return _clients.of(root, options, is_shared)
+    key, ours = (root, repr(sorted(options.items()))), _clients
+    with ours.lock:
+        if ours.library is None:
+            ours.library = _copied_library() if ours.is_forked else _library()
+        client = ours.made.get(key) or Client(ours.library, root, options)
+        if is_shared:
+            ours.made[key] = client
+        return client
 
 
 def _after_fork() -> None:
@@ -222,11 +209,11 @@ def _forgotten_modules() -> Iterator[None]:
 
 
 class _Cause(NamedTuple):
-    """A cause of failures: a pattern of obstore's message, an error number, and what to say."""
+    """A cause of failures: a pattern of obstore's message, what to say, and an error number."""
 
     pattern: str
-    number: int
     reason: str
+    number: int = errno.EIO
 
 
 _CREDENTIALS = f"give them as {named('storage_options')}, or log in as the cloud's own tools do"
@@ -234,68 +221,56 @@ _NETWORK = "check the name, the endpoint and the network"
 _CAUSES = (
     _Cause(
         r"169\.254\.|metadata\.google|token request",
-        errno.EACCES,
         f"no credentials were found; {_CREDENTIALS}; public data need"
         f" {named('storage_options', {'skip_signature': True})}",
+        errno.EACCES,
     ),
     _Cause(
         "<Code>(ExpiredToken|TokenRefreshRequired|RequestExpired)|Request has expired|expired",
-        errno.EACCES,
         f"the credentials have expired; {_CREDENTIALS}",
+        errno.EACCES,
     ),
     _Cause(
         "<Code>(InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|AuthenticationFailed)",
-        errno.EACCES,
         f"the credentials are wrong; {_CREDENTIALS}",
+        errno.EACCES,
     ),
     _Cause(
         "BareRedirect|PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint",
-        errno.EACCES,
         "the bucket is in another region; give it as"
         f" {named('storage_options', {'aws_region': '...'})}",
+        errno.EACCES,
     ),
-    _Cause("NoSuchBucket|ContainerNotFound", errno.EACCES, "there is no such bucket"),
+    _Cause("NoSuchBucket|ContainerNotFound", "there is no such bucket", errno.EACCES),
     _Cause(
         "PermissionDenied|Unauthenticated|status: 40[13]",
-        errno.EACCES,
         "access was denied: the credentials may not read it, or there is no such object;"
         f" {_CREDENTIALS}",
+        errno.EACCES,
     ),
     _Cause(
         "RangeNotSupported|non-partial response",
-        errno.EOPNOTSUPP,
         "the server does not answer requests of ranges",
+        errno.EOPNOTSUPP,
     ),
-    _Cause(
-        r"Requested \d+\.\.\d+, got",
-        errno.EIO,
-        "the server sent another range than it was asked for",
-    ),
-    _Cause(
-        "dns error",
-        errno.EIO,
-        f"its host is not known; {_NETWORK}",
-    ),
+    _Cause(r"Requested \d+\.\.\d+, got", "the server sent another range than it was asked for"),
+    _Cause("dns error", f"its host is not known; {_NETWORK}"),
     _Cause(
         "InvalidCertificate|InvalidMessage|[Cc]ertificate",
-        errno.EIO,
         "the server's certificate is not trusted, or it does not speak TLS; check the URL, or give"
         f" {named('storage_options', {'client_options': {'root_certificate': '...'}})}",
     ),
     _Cause(
         "BadScheme",
-        errno.EACCES,
         "its endpoint is http://, which needs"
         f" {named('storage_options', {'client_options': {'allow_http': True}})}",
+        errno.EACCES,
     ),
-    _Cause(
-        "ConnectionRefused|kind: Connect", errno.EIO, f"the server cannot be reached; {_NETWORK}"
-    ),
-    _Cause("kind: Timeout|TimedOut", errno.EIO, "the server did not answer in time"),
-    _Cause("body error", errno.EIO, "the connection was lost in the middle of an answer"),
+    _Cause("ConnectionRefused|kind: Connect", f"the server cannot be reached; {_NETWORK}"),
+    _Cause("kind: Timeout|TimedOut", "the server did not answer in time"),
+    _Cause("body error", "the connection was lost in the middle of an answer"),
     _Cause(
         "status: (429|503)|SlowDown",
-        errno.EIO,
         f"the server is overloaded; try a smaller {named('requests_in_flight')}",
     ),
 )

@@ -114,7 +114,6 @@ def _continuation(found: Cursor, head_nbytes: int, owner: int) -> Iterator[Place
 
 
 def _messages(found: Cursor, nbytes: int, head_nbytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield type, flags and body of messages."""
     head = _HEAD_V1 if head_nbytes == _HEAD_V1_NBYTES else _HEAD_V2
     end = found.at + nbytes
     while found.at + head_nbytes <= end:
@@ -142,8 +141,8 @@ def _named(found: Cursor, nbytes: int, head_nbytes: int, owner: int) -> Iterator
 
 def header_messages(
     read: Callable[[int, int], bytes], at: int, form: Format
-) -> Iterator[tuple[int, int, bytes]]:
-    """Yield type, flags and body of each message of an object header that HDF5 has read before.
+) -> Iterator[tuple[int, int, int, bytes]]:
+    """Yield offset, type, flags and body of each message of an object header that HDF5 has read.
 
     `read` is given an offset in the file and a number of bytes. One of `NONSENSE` is raised if it
     is of an unknown form.
@@ -157,7 +156,7 @@ def header_messages(
         block = Cursor(read(begin, nbytes), form, Place(begin, nbytes))
         for kind, flags, body in _messages(block, nbytes, head_nbytes):
             if kind != _CONTINUATION:
-                yield kind, flags, body
+                yield begin + block.at - len(body), kind, flags, body
                 continue
             message = Cursor(body, form, block.place)
             offset, length = message.address(), message.length()
@@ -167,7 +166,6 @@ def header_messages(
 
 
 def _layout(found: Cursor) -> Iterator[Place]:
-    """Yield the chunk index of a dataset."""
     version, form = found.number(), found.form
     if version < 3:
         rank, kind = found.number(), found.number()
@@ -211,7 +209,6 @@ def _symbol_table(found: Cursor) -> Iterator[Place]:
 
 
 def _symbols(found: Cursor, group: int) -> Iterator[Place]:
-    """Yield the objects of a node of a symbol table."""
     found.expect(b"SNOD\x01\0")
     for _ in range(found.number(2)):
         found.take(found.form.offset_nbytes)

@@ -110,7 +110,6 @@ def call_before_unmap(
 
 
 def _block_of(array: NDArray[Any]) -> object:
-    """Return the object at the end of an array's chain of bases."""
     block: Any = array
     while isinstance(block, np.ndarray):
         block = block.base

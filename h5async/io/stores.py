@@ -34,47 +34,13 @@ from h5async.config.files import (
     scheme_of,
 )
 from h5async.errors import DamagedError, H5AsyncError, ReadError, failed_read
+from h5async.io.hdf5files import HDF5File, directory_reason, reason_unopened
 from h5async.io.metadatafile import MetadataFile, take
-from h5async.io.openfailure import directory_reason, reason_unopened
-from h5async.io.sidebyside import SideBySide
-from h5async.io.source import FileStamp, Source, changed, open_regular, settled
+from h5async.io.source import FileStamp, SideBySide, Source, changed, open_regular, settled
 from h5async.system.interruptions import suppressing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in `collections.abc` from Python 3.12
-
-
-_ANY_OBJECT = h5py.h5f.OBJ_ALL | h5py.h5f.OBJ_LOCAL
-
-
-class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
-    """A file that h5py reads, and its source, which is closed with it."""
-
-    source: Source
-    name_of_source = ""  # by which it was opened
-    give_back: Callable[[], None] | None = None  # closes the source, or keeps it
-
-    @classmethod
-    def of(cls, opened: h5py.h5f.FileID) -> HDF5File:
-        """Return an open file, for whose identifier `h5py.File` would get another one."""
-        file = cls.__new__(cls)
-        h5py.Group.__init__(file, opened)
-        return file
-
-    @property
-    def filename(self) -> str:
-        """The name by which it was opened."""
-        return self.name_of_source or str(super().filename)
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self.id.valid and h5py.h5f.get_obj_count(self.id, _ANY_OBJECT) == 1:
-            self.id.close()  # h5py would look for objects to be closed before
-        else:
-            super().close()
-        give_back, self.give_back = self.give_back, None
-        if give_back is not None:
-            give_back()
 
 
 class Store(ABC):
@@ -114,12 +80,8 @@ class Store(ABC):
             raise failed_read(text, error, name) from error
         source = content.source
         try:
-            properties = _access_properties(metadata_nbytes).copy()
-            properties.set_fileobj_driver(h5py.h5fd.fileobj_driver, content)
             try:
-                file = HDF5File.of(
-                    h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties)
-                )
+                file = open_over(content, name, metadata_nbytes)
             except (OSError, RuntimeError, ValueError) as error:
                 text = f"cannot open {name}: {reason_unopened(content, error)}"
                 raise failed_read(text, error, name) from error
@@ -129,7 +91,6 @@ class Store(ABC):
         except BaseException:
             source.close()
             raise
-        file.source, file.name_of_source = source, name
         file.give_back = source.close if ahead is None else partial(ahead.give_back, name, content)
         return file
 
@@ -208,17 +169,6 @@ class LocalStore(Store):
         """Return the state of what lies at a path now."""
         return FileStamp.of(name)
 
-    def is_regular(self, path: Path) -> bool | None:
-        """Tell whether a regular file lies at a path; None if nothing does."""
-        return path.is_file() if path.exists() else None
-
-    def is_in_place(self, path: Path, stamp: FileStamp) -> bool:
-        """Tell whether a file lies at a real path, with no symbolic link on the way."""
-        with suppressing(OSError, RuntimeError):
-            status = os.stat(path, follow_symlinks=False)
-            return path.resolve() == path and (status.st_dev, status.st_ino) == stamp.file_id
-        return False
-
     def open_hdf5(
         self, name: str, metadata_nbytes: int | None = None, *, in_use: bool = False
     ) -> HDF5File:
@@ -231,7 +181,7 @@ class LocalStore(Store):
                     if stat.S_ISDIR(mode):
                         reason = directory_reason(Path(name))
                     raise DamagedError(f"cannot open {name}: {reason}", filename=name)
-            file = _open_local(name, _access_properties(metadata_nbytes), in_use=in_use)
+            file = _open_local(name, metadata_nbytes, in_use=in_use)
         except H5AsyncError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
@@ -241,13 +191,9 @@ class LocalStore(Store):
         return file
 
 
-def _open_local(name: str, properties: h5py.h5p.PropFAID, *, in_use: bool) -> HDF5File:
-    if in_use:  # nor is it locked: its writer may be about to open it again
-        properties = properties.copy()
-        properties.set_file_locking(False, True)
-    try:
-        # `h5py.File` would make new property lists for each file.
-        return HDF5File.of(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
+def _open_local(name: str, metadata_nbytes: int | None, *, in_use: bool) -> HDF5File:
+    try:  # (if in use, its writer may be about to open it again)
+        return _open(name, metadata_nbytes, _unlock if in_use else None)
     except OSError as error:
         # The caller has it open in another way, and HDF5 requires equal settings; or a writer
         # permits readers (SWMR).
@@ -267,12 +213,43 @@ def open_apart(name: str) -> HDF5File:
 
     It is not locked, and shares nothing with others of that name.
     """
-    properties = _access_properties(None).copy()
-    properties.set_fapl_log(b"", 0, 0)
-    properties.set_file_locking(False, True)
-    file = HDF5File(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
+
+    def set_apart(properties: h5py.h5p.PropFAID) -> None:
+        properties.set_fapl_log(b"", 0, 0)
+        _unlock(properties)
+
+    file = _open(name, None, set_apart)
     file.source = LocalSource(file.id.get_vfd_handle())
     return file
+
+
+def open_over(content: MetadataFile, name: str, metadata_nbytes: int | None = None) -> HDF5File:
+    """Open a file whose bytes a file object has; raises what h5py raises."""
+
+    def set_driver(properties: h5py.h5p.PropFAID) -> None:
+        properties.set_fileobj_driver(h5py.h5fd.fileobj_driver, content)
+
+    file = _open(name, metadata_nbytes, set_driver)
+    file.source, file.name_of_source = content.source, name
+    return file
+
+
+def _unlock(properties: h5py.h5p.PropFAID) -> None:
+    properties.set_file_locking(False, True)
+
+
+def _open(
+    name: str,
+    metadata_nbytes: int | None,
+    change: Callable[[h5py.h5p.PropFAID], None] | None = None,
+) -> HDF5File:
+    """Open a file by access properties that `change` changes."""
+    properties = _access_properties(metadata_nbytes)
+    if change is not None:
+        properties = properties.copy()
+        change(properties)
+    # `h5py.File` would make new property lists for each file.
+    return HDF5File.of(h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, properties))
 
 
 @functools.cache

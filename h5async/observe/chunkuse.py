@@ -12,13 +12,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.fill.resident import wanted_kept_nbytes
 from h5async.index.datasettable import kinds_of, pieces_read, table_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Piece, Segments, extents_of
 from h5async.index.shapes import swaps, wanted_of_cells
+from h5async.index.tables import Piece, Segments, extents_of
 from h5async.observe.stats import Advice, ChunkAdvice, Remedy
 from h5async.opening.dataset import Samplings
-from h5async.opening.slotsizes import wanted_kept_nbytes
 from h5async.order.rows import SpanRows, StepRows
 from h5async.samples.fieldkind import Rows, field_of
 from h5async.spelling import named, printable

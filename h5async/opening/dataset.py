@@ -41,7 +41,8 @@ from h5async.opening.selecting import Chosen, choose, step_rows
 from h5async.order.drawn import SamplerOrder
 from h5async.order.lengths import NO_LIMIT, Lengths, SamplingByLength
 from h5async.order.rows import LengthRows, SpanRows, StepSpans
-from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling, WeightedOrder
+from h5async.order.sampling import FillRequest, Order, OrderKey, Sampling
+from h5async.order.selection import WeightedOrder
 from h5async.order.window import window_order
 from h5async.plan.crops import require_same_places
 from h5async.samples.assembly import columns_of, field_kinds, spans_of
@@ -80,7 +81,6 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
 
 
 def _open_good(config: ReaderConfig) -> OpenedDataset:
-    """Open the files that can be read."""
     files, failed = config.files, dict[FileName, Exception]()
     for file in files:  # the first good one says what the fields are
         try:

@@ -149,7 +149,6 @@ def _in_index(
 def _in_file(
     path: FileName, paths: Mapping[str, str], reach: Reach, grouping: Grouping | None
 ) -> dict[str, _Found]:
-    """Return the objects at paths of a file."""
     found = {}
     with open_index(path) as file:
         group = "" if grouping is None else grouping.find(path, file, reach)[0]

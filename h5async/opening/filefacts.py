@@ -241,7 +241,6 @@ def _labels(
 def _codes(
     path: FileName, at: str, values: NDArray[Any], names_at: str, reach: Reach
 ) -> dict[str, DatasetLayout]:
-    """Return values as codes, and what these stand for."""
     where = f'{path}: dataset "{at}"'
     if values.dtype.kind not in "biuSUO":
         raise DatasetError(
@@ -411,7 +410,6 @@ def encoded_kind(
 def _list_group(
     path: FileName, parent: str, member: str, reach: Reach
 ) -> Iterator[tuple[Wanted, DatasetLayout]]:
-    """Yield the facts of a dataset's group: a sparse matrix, or a column."""
     if member == "indptr":
         found = _tried(_matrix, path, parent, reach)
         if found is not None:

@@ -16,6 +16,7 @@ from h5async.config import ReaderConfig
 from h5async.config.files import FileName, SourceName
 from h5async.core.binding import NOWHERE, load_core, mapping_mode
 from h5async.errors import DatasetError, failed_read
+from h5async.index.alikefiles import Alike
 from h5async.index.composition import with_lengths
 from h5async.index.contents import Grouping
 from h5async.index.datasettable import table_of
@@ -32,7 +33,7 @@ from h5async.index.hdf5 import OtherKindError
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, Room, files_of, open_index
 from h5async.index.metadata import indexer_at, references, value_layout
-from h5async.index.segments import Int64s
+from h5async.index.tables import Int64s
 from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.source import FileStamp
 from h5async.read.executors import read_blocks, read_whole
@@ -123,7 +124,6 @@ class FileValues:
             raise DatasetError(f"{option}: {error.marked}") from error
 
     def _of_column(self, option: str, of_table: Column, path: str) -> NDArray[Any]:
-        """Return the values of a column of integers or bools without missing values."""
         if of_table.mask is None:
             raise DatasetError(
                 f'{option}: {of_table.where} is categorical; give "{path}/codes" to have its codes'
@@ -153,7 +153,7 @@ def reach_of(config: ReaderConfig) -> Reach:
     room = Room(config.max_batch_bytes)
     named = partial(SourceName, options=config.storage_options, kept=config.kept)
     allowed = config.allow_external, config.allow_missing
-    return Reach(*allowed, mode, room, named=named, alike={})
+    return Reach(*allowed, mode, room, named=named, alike=Alike())
 
 
 def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:

@@ -10,12 +10,15 @@ Helper processes share the slots; each has its own copy of everything else that 
 Memory is counted when touched, because untouched pages cost nothing: of a thread's three buffers
 between filters, as many as its filters use. Not counted are chunk tables, already read and thus no
 longer free, and results of `postprocess`.
+
+Also computes what slots must have room for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,16 +31,19 @@ from h5async.core.binding import (
     PLANNED_SAMPLE_NBYTES,
 )
 from h5async.errors import BudgetError, ConfigError
-from h5async.index.datasettable import kinds_of, table_of
+from h5async.index.datasettable import kinds_of, most_units, table_of
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import MEMORY_SHARE, Room, files_of
-from h5async.index.units import most_units
+from h5async.opening.dataset import Samplings
+from h5async.order.rows import SpanRows
 from h5async.order.selection import Selection
-from h5async.plan.transform import RowTransform
+from h5async.plan.transform import RowTransform, row_transform
 from h5async.read.coretables import ScratchSize, scratch_size
 from h5async.read.executors import method_of
 from h5async.read.h5pyrows import needs_scratch, scratch_rows, span_nbytes
+from h5async.samples.assembly import columns_of, field_kinds
+from h5async.samples.fieldkind import FieldKind, Outline
 from h5async.spelling import named
 from h5async.system.resources import free_memory, local_ranks
 
@@ -193,7 +199,6 @@ class MemoryBudget:
             yield _Share(what, fillers * nbytes, remedy)
 
     def _shares_of_filler(self, threads: int) -> Iterator[_Share]:
-        """Yield the needs of each filler."""
         config, rows, batches = self._config, self._rows, self._config.prefetch
         layouts = list(self._layouts.values())
         smaller = self._smaller_batches
@@ -227,12 +232,10 @@ class MemoryBudget:
 
     @property
     def _window_nbytes(self) -> int:
-        """What the order of `shuffle="window"` takes."""
         return _UNIT_NBYTES * max(map(most_units, self._layouts.values()))
 
     @property
     def _smaller_batches(self) -> str:
-        """The options that make batches take less."""
         batch = named("batch_size" if self._config.batch_values is None else "batch_values")
         return f"make {batch} or {named('prefetch')} smaller"
 
@@ -254,7 +257,6 @@ class MemoryBudget:
         }
 
     def _whose(self, limit: int) -> str:
-        """Say where a limit comes from."""
         if limit == self._config.max_batch_bytes:
             return named("max_batch_bytes")
         by = free_memory()[0].limit
@@ -280,7 +282,6 @@ class MemoryBudget:
             )
 
     def _check_pieces(self, layout: DatasetLayout, rows: int) -> None:
-        """Check the lists of chunks, including those of a batch."""
         needed = _lists_nbytes_of_leaf(layout, rows, 1)
         if needed > _LEAST_NBYTES:
             found = (
@@ -291,7 +292,6 @@ class MemoryBudget:
             self._require(needed, layout, found, remedy)
 
     def _check_chunk(self, layout: DatasetLayout) -> None:
-        """Check a chunk that must be held whole."""
         if not layout.chunk_shape:
             return
         what, remedy = "decodes to", ""
@@ -317,7 +317,6 @@ def _sum(shares: Iterable[_Share]) -> int:
 
 
 def _what_is_free() -> str:
-    """Say how much memory is free, and by which limits."""
     found = [left for left in free_memory() if left.nbytes < 1 << 60]  # else nothing is limited
     text = ", ".join(f"{nbytes:,} bytes by {limit}" for nbytes, limit in found)
     ranks = local_ranks()
@@ -326,7 +325,6 @@ def _what_is_free() -> str:
 
 
 def _longest_sample(layout: DatasetLayout, selection: Selection) -> tuple[int, int]:
-    """Return the number of the longest sample of a ragged field, and its bytes."""
     lengths: NDArray[Any] = np.diff(layout.starts()) if layout.lengths is None else layout.lengths
     numbers = selection.samples(np.arange(selection.size, dtype=np.int64))
     sample = int(numbers[lengths[numbers].argmax()])
@@ -349,7 +347,6 @@ def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
 
 
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
-    """Return the bytes held to read through h5py, by one thread at a time."""
     most = 0
     for leaf, _ in kinds_of(layout):
         if method_of(leaf) != "h5py":
@@ -387,3 +384,46 @@ def _lists_nbytes_of_leaf(layout: DatasetLayout, rows: int, batches: int) -> int
     groups = min(rows, layout.grid[layout.sample_axis])
     kept = _PIECE_NBYTES + len(layout.shape) * _PIECE_AXIS_NBYTES
     return layout.num_pieces * (kept + batches * groups * _PLANNED_NBYTES)
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+def slot_transforms(
+    config: ReaderConfig, layouts: Mapping[str, DatasetLayout], samplings: Samplings, rows: int
+) -> dict[str, RowTransform]:
+    """Return the transform of each column, with its number of rows in slots of `rows` samples.
+
+    ConfigError if the options of a field do not fit its dataset.
+    """
+    columns = columns_of(field_kinds(config.batch_fields))
+    transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
+    room: dict[SpanRows, tuple[int, int]] = {}  # columns of a field share it
+    for name, one in zip(transforms, samplings.rows, strict=True):
+        if not isinstance(one, SpanRows):
+            continue
+        if one not in room:
+            most = samplings.most_rows(one, rows)
+            room[one] = max(1, most), min(most, one.likely(rows))
+        capacity, likely = room[one]
+        transforms[name] = replace(transforms[name], capacity=capacity, likely=likely)
+    return transforms
+
+
+def made_nbytes(
+    kinds: Mapping[str, FieldKind], outlines: Sequence[Outline], rows: int
+) -> dict[str, int]:
+    """Return, by field, the bytes of a slot that the host makes of the rows of its columns."""
+    return {
+        one.name: rows * one.made_on_host_nbytes + kinds[one.name].decoded_nbytes(rows)
+        for one in outlines
+    }
+
+
+def shared_nbytes(kinds: Mapping[str, FieldKind], rows: int, most: int) -> list[int]:
+    """Return, per field, the memory that helper processes share for decoded samples of a batch.
+
+    `rows` is the number of samples, and `most` the limit for samples of any size.
+    """
+    several = kinds.values()
+    return [one.decoded_nbytes(rows) or most if one.is_encoded else 0 for one in several]

@@ -19,18 +19,17 @@ from numpy.typing import NDArray
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import FileName
 from h5async.errors import ConfigError, DatasetError
-from h5async.index.attributes import cf_attributes
 from h5async.index.chunks import left_to_hdf5
 from h5async.index.contents import Grouping, what_is_there
 from h5async.index.datasets import Indexer
 from h5async.index.datasettable import shared, table_of
-from h5async.index.hdf5 import reading
+from h5async.index.hdf5 import cf_attributes, reading
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach, below, files_of, found_at, open_index
 from h5async.index.metadata import Further, layout_at
 from h5async.index.savedindex import Wanted
-from h5async.index.segments import Int64s, Segments
 from h5async.index.storedtypes import without_metadata
+from h5async.index.tables import Int64s, Segments
 from h5async.io.source import settled
 from h5async.io.stores import absolute_name
 from h5async.opening.filevalues import FileValues

@@ -20,7 +20,7 @@ from h5async.config.values import slice_of
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import files_of
-from h5async.index.segments import Int64s
+from h5async.index.tables import Int64s
 from h5async.io.stores import real_name
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.order.rows import SequenceTable, StepRows
@@ -130,7 +130,6 @@ def sequences_of(
 
 
 def _of_layouts(layouts: Mapping[str, DatasetLayout]) -> SequenceTable:
-    """Return the sequences that the layouts consist of: groups, or rows of two dimensions."""
     lengths, room = {}, None
     for name, layout in layouts.items():
         assert layout.sequences is not None
@@ -216,7 +215,6 @@ class _Selecting:
         self._file, self._num_samples = values.first.file, values.first.sample_count
 
     def selection(self) -> Selection:
-        """Return the samples of an epoch."""
         indices = self._config.indices
         if indices is None:
             return self._possible

@@ -6,13 +6,6 @@ saved state, so the first epoch may be the rest of one. All else depends on the 
 Nothing kept grows with the dataset: a keyed permutation of all sample numbers (`selection.py`) is
 evaluated only at the positions of one batch.
 
-With weights, samples are drawn with replacement instead. A draw takes constant time with an alias
-table (A. J. Walker, "An Efficient Method for Generating Discrete Random Variables with General
-Distributions", ACM Trans. Math. Softw. 3, 1977), made in linear time (M. D. Vose, IEEE Trans.
-Softw. Eng. 17, 1991), here by whole arrays. Random numbers come from a counter, the position of the
-draw (Philox 4x64: J. K. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). So
-a draw depends on seed, epoch and position alone.
-
 Users rely on this order to repeat a run: changing it is a breaking change.
 """
 
@@ -20,23 +13,21 @@ from __future__ import annotations
 
 import bisect
 import functools
-import hashlib
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import address, load_core
-from h5async.order.ranks import Rank
 from h5async.order.selection import (
+    NO_SAMPLES,
     SORTED_UP_TO,
     Int64s,
     Selection,
-    parameters,
+    WeightedOrder,
     permutation,
     permute,
     round_keys,
@@ -52,11 +43,15 @@ OrderKey = tuple[int, ...]
 # `permutation`, `WeightedOrder.mapping`, or `WindowOrder.run`.
 Run = tuple[int, NDArray[np.uint64] | None]
 
-_BLOCK = 4096  # draws that are computed at a time, without the core
 _PERMUTED_AT_ONCE = 1024  # positions: a block costs little more than a batch of 32
-_BITS = np.uint64(11)  # dropped: a float64 has 53
-NO_SAMPLES = np.zeros(0, np.int64)
 NO_EPOCH = -1  # of given samples
+
+
+class Rank(NamedTuple):
+    """Number `rank` of `world_size` processes."""
+
+    rank: int
+    world_size: int
 
 
 class FillRequest(NamedTuple):
@@ -89,79 +84,6 @@ class Order(Protocol):
     def run(self, epoch: int, start: int, stop: int) -> Run | None:
         """Return the same as a run; None if the core cannot compute them."""
         return None
-
-
-class WeightedOrder:
-    """Positions drawn with replacement. Thread-safe.
-
-    `weights` is (n,), finite, not negative, and not all 0: one per position. `digest` is a short
-    hash of them, and `table` their `alias_table`.
-    """
-
-    def __init__(self, weights: NDArray[np.float64], seed: int) -> None:
-        self._seed = seed
-        self.table = alias_table(weights)
-        self.digest = hashlib.blake2b(weights.astype("<f8").tobytes(), digest_size=16).hexdigest()
-
-    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
-        """Return the draws at positions `start` to `stop` of an epoch, as a new array."""
-        core, keys = load_core(), self.mapping(epoch)[3:]
-        if core is not None:
-            drawn = np.empty(stop - start, np.int64)
-            where = address(self.table), address(keys), address(drawn)
-            core.draw(*where, self.table.size, start, drawn.size)
-            return drawn
-        first, behind = start // _BLOCK, -(-stop // _BLOCK)
-        found = [NO_SAMPLES, *(self._drawn(keys, number) for number in range(first, behind))]
-        return np.concatenate(found)[start - first * _BLOCK : stop - first * _BLOCK]
-
-    def mapping(self, epoch: int) -> NDArray[np.uint64]:
-        """Return the parameters of an epoch's draws, beside the table, for the core.
-
-        uint64 (9,): the number of columns, two zeros, the keys. Shared: do not modify.
-        """
-        return parameters(self.table.size, 0, 0, self._seed, epoch, "weights")
-
-    def _drawn(self, keys: NDArray[np.uint64], number: int) -> Int64s:
-        # Each count gives four numbers. (Multiplying by powers of two does not round.)
-        random = np.random.Philox(counter=number * (_BLOCK // 2), key=keys[:2])
-        column, coin = np.split((random.random_raw(2 * _BLOCK) >> _BITS) * 2.0**-53, 2)
-        count = self.table.size
-        drawn = np.minimum((column * count).astype(np.int64), count - 1)
-        found = self.table[drawn]
-        chosen: Int64s = np.where(coin < found["share"], drawn, found["alias"])
-        return chosen
-
-
-def alias_table(weights: NDArray[np.float64]) -> NDArray[Any]:
-    """Return the alias table of some weights, with members ``share`` and ``alias``.
-
-    All columns are equally probable. Column i stands for i with probability ``share[i]``, and
-    otherwise for ``alias[i]``.
-    """
-    scaled = weights / weights.max()  # the sum must not overflow
-    # Sequentially: the order in which `sum` adds up depends on the processor.
-    scaled *= weights.size / np.add.accumulate(scaled)[-1]
-    is_small = scaled < 1
-    small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
-    table = np.empty(weights.size, [("share", np.float64), ("alias", np.int64)])
-    share, alias = table["share"], table["alias"]
-    share[:], alias[:] = 1, np.arange(weights.size)
-    if not small.size or not large.size:  # rounding may leave no large ones
-        return table
-    # The deficits of small columns are filled from the surpluses of large ones, in order. A large
-    # column that gave too much is filled from the next one.
-    lacking, surplus = np.cumsum(1 - scaled[small]), np.cumsum(scaled[large] - 1)
-    share[small] = scaled[small]
-    before = np.append(0.0, lacking[:-1])
-    giver = np.searchsorted(surplus, before, side="right")
-    alias[small] = large[np.minimum(giver, large.size - 1)]
-    taker = np.searchsorted(lacking, surplus[:-1], side="left")
-    too_much = lacking[np.minimum(taker, small.size - 1)] - surplus[:-1]
-    is_taken = (taker < small.size) & (surplus[:-1] > 0)
-    share[large[:-1]] = np.where(is_taken, np.clip(1 - too_much, 0, 1), 1)
-    alias[large[:-1]] = large[1:]
-    return table
 
 
 @dataclass(frozen=True, eq=False)

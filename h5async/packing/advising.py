@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from h5async.codec.encoders import parse_filters, set_filters, spell_filters
 from h5async.codec.filters import ZSTD, Filter, is_known_to_hdf5
-from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout
+from h5async.index.tables import ChunkTable
 from h5async.packing.chunkwriter import ChunkWriter
 from h5async.packing.safefile import SafeFile
 

@@ -17,7 +17,7 @@ from h5py import h5d, h5t
 
 from h5async.config import Field, RaggedField
 from h5async.errors import DatasetError
-from h5async.io.stores import HDF5File
+from h5async.io.hdf5files import HDF5File
 from h5async.order.selection import Int64s, Selection
 from h5async.spelling import name_bytes, name_text, named
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
-from h5async.io.stores import HDF5File
+from h5async.io.hdf5files import HDF5File
 from h5async.order.selection import Int64s
 from h5async.packing.sparsegroups import is_anndata, refuse_old_anndata
 from h5async.spelling import name_bytes, name_text, named

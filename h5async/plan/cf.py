@@ -157,7 +157,6 @@ def _limit(values: NDArray[Any], raw: DType, stored: DType) -> Any:
 
 
 def _fits(values: NDArray[Any], raw: DType) -> bool:
-    """Tell whether a dtype holds some values exactly."""
     with np.errstate(all="ignore"):
         cast = values.astype(raw.newbyteorder("="))
     return bool(((cast == values) | (np.isnan(values) & (raw.kind == "f"))).all())

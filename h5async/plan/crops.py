@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.errors import ConfigError
-from h5async.index.attributes import numbered_axis
-from h5async.index.datasettable import cut_rows
+from h5async.index.hdf5 import numbered_axis
 from h5async.index.layout import Crop, DatasetLayout
-from h5async.index.segments import Int64s
+from h5async.index.shapes import cut_rows
+from h5async.index.tables import Int64s
 
 Uint64s = NDArray[np.uint64]
 
@@ -82,7 +82,9 @@ def random_boxes(
     for number in range(_TRIES):
         height, width, row = heights[left], widths[left], numbers[left]
         area = height * width * (scale[0] + (scale[1] - scale[0]) * row[:, number])
-        aspect = _exp(low + (high - low) * row[:, _TRIES + number])
+        logarithm = low + (high - low) * row[:, _TRIES + number]
+        # (The last bit of NumPy's depends on the processor.)
+        aspect = np.array(list(map(math.exp, logarithm.tolist())))
         w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
         corner = row[:, _TOP] * (height - h + 1), row[:, _LEFT] * (width - w + 1)
         boxes[left] = np.stack((*corner, h, w), axis=1)
@@ -94,13 +96,7 @@ def random_boxes(
     return boxes
 
 
-def _exp(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return e to the power of numbers; in NumPy, the last bit depends on the processor."""
-    return np.array(list(map(math.exp, x.tolist())))
-
-
 def _largest_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
-    """Return the largest centred part of an image whose proportions are within bounds."""
     h, w = height, width
     if width / height < ratio[0]:
         h = max(1, min(height, round(width / ratio[0])))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from h5async.config import Field
 from h5async.core.binding import Core, address, transform_source
 from h5async.errors import ConfigError
-from h5async.index.attributes import DimensionNames, numbered_axis
+from h5async.index.hdf5 import DimensionNames, numbered_axis
 from h5async.index.layout import DatasetLayout, Text
 from h5async.plan.cf import CfDecoder, Unpacking, cf_decoder
 
@@ -194,7 +194,8 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     elif layout.dtype.kind not in "biufc" or (layout.dtype.kind == "c" and dtype.kind != "c"):
         option = "scale and offset" if field.dtype is None else "dtype"
         raise ConfigError(f"{where}: {layout.dtype} cannot be cast to {dtype}; leave {option} out")
-    shape = layout.delivered_shape
+    at = layout.sample_axis
+    shape = *layout.part_shape[:at], layout.num_samples, *layout.part_shape[at:]
     row = tuple(shape[axis] for axis in axes[1:])
     channel = _channel(field, layout, axes, where + several)
     transform = RowTransform(
@@ -235,7 +236,6 @@ def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[i
 
 
 def _channel(field: Field, layout: DatasetLayout, axes: tuple[int, ...], where: str) -> int:
-    """Return which dimension of a delivered row counts channels."""
     if field.channel_dim is None:
         return 0
     names, rank = layout.dim_names, len(layout.shape)

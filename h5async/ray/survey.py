@@ -15,7 +15,7 @@ from h5async.config import ReaderConfig
 from h5async.errors import ConfigError
 from h5async.fill.finishing import masks_of
 from h5async.index.changes import fingerprint
-from h5async.index.units import sample_bounds, unit_nbytes
+from h5async.index.datasettable import sample_bounds, unit_nbytes
 from h5async.io.stores import absolute_name
 from h5async.measure.statistics import ONCE
 from h5async.order.rows import SpanRows

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config.files import Kept
-from h5async.core.binding import IO_MODES, MAX_RANK, Core, CoreTrace, CoreWorker, address
+from h5async.core.binding import IO_MODES, Core, CoreTrace, CoreWorker, address
 from h5async.errors import ReaderClosedError
 from h5async.index.datasettable import kinds_of
 from h5async.index.extents import Keeps, TableBuilder, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Layer, Shape
-from h5async.io.keptfiles import affordable_maps
+from h5async.io.hdf5files import affordable_maps
 from h5async.io.source import FileStamp, IoMode, may_map
 from h5async.order.rows import SpanRows, StepRows, StepSpans
 from h5async.plan.crops import draws_of
@@ -82,7 +82,7 @@ class CoreTables:
         self._keep: list[Any] = []  # what structures point to
         self._num_places = 0  # of all fields before: numbers that say where a part of a row begins
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are shared
-        builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
+        builder = TableBuilder(lambda filters: core.filters(filters) is not None)
         self.of_fields = [
             builder.build(layout, nbytes)
             for layout, nbytes in zip(layouts, kept_nbytes, strict=True)
@@ -375,16 +375,15 @@ class Scratch:
             self._worker.record(trace)
 
     @contextmanager
-    def timed(self, counter: str) -> Iterator[None]:
-        """Add the time that a block takes to a counter of `counts`, and note it."""
+    def reading(self) -> Iterator[None]:
+        """Count the time that a block reads, and note it."""
         begin = perf_counter_ns()
         try:
             yield
         finally:
-            spent = getattr(self.counts, counter) + perf_counter_ns() - begin
-            setattr(self.counts, counter, spent)
+            self.counts.read_ns += perf_counter_ns() - begin
             if self.timeline is not None:
-                self.timeline.add(counter.removesuffix("_ns"), begin)
+                self.timeline.add("read", begin)
 
     def total(self) -> ThreadCounts:
         """Return what was done in Python and by the compiled core."""

@@ -19,11 +19,10 @@ from h5async.config.files import Kept
 from h5async.core.binding import MAX_RANK, Core, load_core
 from h5async.errors import DamagedError, DatasetError
 from h5async.index.changes import FileChanges
-from h5async.index.datasettable import kinds_of
+from h5async.index.datasettable import kinds_of, unit_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, files_of
-from h5async.index.units import unit_nbytes
-from h5async.io.keptfiles import affordable_files
+from h5async.io.hdf5files import affordable_files
 from h5async.io.source import IoMode
 from h5async.order.rows import SpanRows, StepRows
 from h5async.plan.records import SamplesPlan

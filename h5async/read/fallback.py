@@ -38,15 +38,14 @@ from h5async.errors import (
 )
 from h5async.index.changes import FileChanges
 from h5async.index.chunks import filters_of
-from h5async.index.chunktable import needed_nbytes
 from h5async.index.hdf5 import stored_nbytes
-from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Region
+from h5async.index.layout import DatasetLayout, needed_nbytes
 from h5async.index.shapes import cells_of
 from h5async.index.sources import LOCAL_ONLY
-from h5async.io.keptfiles import KeptFiles
+from h5async.index.tables import Region
+from h5async.io.hdf5files import HDF5File, KeptFiles
 from h5async.io.source import FileStamp, changed, lies_at, replaced
-from h5async.io.stores import HDF5File, open_hdf5, store_of
+from h5async.io.stores import open_hdf5, store_of
 from h5async.plan.records import Int64s
 from h5async.read.coretables import Scratch, encoded_room
 from h5async.read.farsources import Bytes
@@ -116,7 +115,7 @@ class FallbackReader:
         names file, dataset and samples. If it is known which of the samples are damaged, its
         `place` says it: int64, counted among them.
         """
-        with scratch.timed("read_ns"), self._lock:
+        with scratch.reading(), self._lock:
             scratch.require_open()  # it may have waited for others
             for _ in range(_TRIES):
                 try:
@@ -253,10 +252,8 @@ class FallbackReader:
         return found
 
     def _file(self, layout: DatasetLayout) -> HDF5File:
-        """Return the open file of a dataset, for this thread; it may be closed later."""
-        file = self._files.take(layout.file, partial(_opened, layout))
-        self._files.give_back(layout.file)
-        return file
+        """Return the open file of a dataset; it may be closed when others are used."""
+        return self._files.get(layout.file, partial(_opened, layout))
 
 
 def _opened(layout: DatasetLayout) -> HDF5File:

@@ -11,11 +11,10 @@ from h5async.deliver.devicepolicy import DevicePolicy, find_device
 from h5async.errors import DeviceError, taking_memory
 from h5async.fill.finishing import masks_of
 from h5async.fill.outcomes import FillerStats
-from h5async.fill.resident import Budget, Residency
+from h5async.fill.resident import Budget, Residency, wanted_kept_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
-from h5async.opening.limits import MemoryBudget
-from h5async.opening.slotsizes import made_nbytes, slot_transforms, wanted_kept_nbytes
+from h5async.opening.limits import MemoryBudget, made_nbytes, slot_transforms
 from h5async.samples.assembly import by_field, names_of, outlines_of
 from h5async.samples.fieldkind import FieldKind, field_of
 from h5async.spelling import named

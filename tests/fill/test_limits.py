@@ -16,7 +16,7 @@ import h5async.index.virtual
 import h5async.read.fallback
 from h5async import AsyncReader, ConfigError, Field, ReadError
 from h5async.index.hdf5 import NotDirectError
-from h5async.index.segments import Slab
+from h5async.index.tables import Slab
 
 KIB, MIB = 1024, 1024 * 1024
 

@@ -80,7 +80,7 @@ def test_later_epochs_read_nothing(path, prefetch):
 @pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 @pytest.mark.parametrize("cache_bytes", [None, 4500])
 def test_each_chunk_is_decoded_once_if_all_fit(path, monkeypatch, cache_bytes):
-    monkeypatch.setattr("h5async.opening.slotsizes._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.fill.resident._KEPT_WHOLE_NBYTES", 0)
     options = {"labels_field": None, "batch_size": BATCH, "shuffle": "full", "cache": "host"}
     with h5py.File(path) as file:
         data = file["data"][...]

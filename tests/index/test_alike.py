@@ -1,18 +1,25 @@
-"""Datasets that are like others of their file have layouts as if each were the only one."""
+"""Datasets and files that are like others have layouts as if each were the only one."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import time
 
 import h5py
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from h5async import AsyncReader, Field
-from h5async.index.chunktable import ChunkTable
+from h5async.errors import H5AsyncError
+from h5async.index import alikefiles, metadata
+from h5async.index.alikefiles import Alike
 from h5async.index.datasets import Indexer
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
+from h5async.index.tables import ChunkTable
 
 
 def undefined_fill(file: h5py.File, name: str, *, write: bool) -> None:
@@ -115,13 +122,195 @@ def test_files_of_known_kinds_have_the_layouts_that_they_have_alone(tmp_path):
             how = {"compression": "gzip"} if n != 3 else {}
             made = file.create_dataset("data", (rows, 6), "i4", chunks=(5, 3), fillvalue=9, **how)
             made[: rows // 2] = np.arange(rows // 2 * 6).reshape(-1, 6) + n
-    alike = Reach(alike={})
+    alike = Reach(alike=Alike())
     for path in paths:
         same(read_layouts(path, whole, alike)["data"], read_layouts(path, whole)["data"])
-    assert len(alike.alike) == 2
+    assert len(alike.alike.datasets) == 2
     with h5py.File(paths[-1], "r+"):  # which has it open for writing
         found = read_layouts(paths[-1], whole, alike)["data"]
     assert "open for writing" in found.fallback_reason
     with AsyncReader(hdf5_path=paths, labels_field=None, batch_size=200, device="cpu") as reader:
         expected = np.concatenate([rows_of(path) for path in paths])
         np.testing.assert_array_equal(reader.get_next_batch()[0], expected)
+
+
+# --- files whose metadata are those of another one ----------------------------------------------
+
+
+GZIP = {"compression": "gzip", "chunks": (10, 3)}
+STORAGES = {  # and whether they may have other rows
+    "contiguous": ({}, True),
+    "big": ({"dtype": ">f8"}, True),
+    "bool": ({"dtype": "?"}, True),
+    "array": ({"dtype": np.dtype(("i2", (2,)))}, True),
+    "gzip": (GZIP, True),
+    "shuffle": (GZIP | {"shuffle": True, "fletcher32": True, "dtype": "i8"}, True),
+    "chunks": ({"chunks": (7, 2)}, False),
+    "resizable": (GZIP | {"maxshape": (None, 6)}, True),
+    "room": (GZIP | {"maxshape": (99, 6)}, False),
+    "filled": ({"fillvalue": 3}, True),
+}
+
+
+def write_alike(path, rows=40, seed=0, libver=None, **storage):
+    """Write a file with two datasets, of which one is in a group."""
+    rng = np.random.default_rng(seed)
+    with h5py.File(path, "w", libver=libver) as file:
+        dtype = np.dtype(storage.pop("dtype", "f4"))
+        made = file.create_dataset("data", (rows, 6), dtype, **storage)
+        noise = rng.integers(0, 99, (rows, 6, *made.dtype.shape))
+        noise[rows // 2 :] *= seed % 2  # which compress less, or more
+        made[...] = noise
+        file.create_dataset("of/labels", data=rng.integers(0, 9, rows))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def few_files_are_worth_it(monkeypatch):
+    monkeypatch.setattr(alikefiles, "FEW_FILES", 1)
+
+
+FIELDS = {"data": Field("data"), "labels": Field("of/labels")}
+
+
+@pytest.fixture
+def without_hdf5(monkeypatch):
+    """Return a function that reads layouts of a file like others, without HDF5."""
+
+    def read(path, alike, fields=FIELDS):
+        with monkeypatch.context() as patched:
+            patched.setattr(metadata, "open_index", None)
+            return read_layouts(path, fields, alike)
+
+    return read
+
+
+def require_same(found, path, fields=FIELDS):
+    alone = read_layouts(path, fields)
+    assert list(found) == list(alone)
+    for name, layout in alone.items():
+        same(found[name], layout)
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_files_like_others_are_read_without_hdf5(kind, tmp_path, without_hdf5):
+    storage, may_grow = STORAGES[kind]
+    alike = Reach(alike=Alike())
+    for n, rows in enumerate((40, 40, 40, 47, 20, 12) if may_grow else (40, 40, 40)):
+        path = write_alike(tmp_path / f"{n}.h5", rows, n, **storage)
+        if n < 2:
+            require_same(read_layouts(path, FIELDS, alike), path)
+        else:
+            require_same(without_hdf5(path, alike), path)
+    with h5py.File(path, "r+") as file:
+        assert "open for writing" in read_layouts(path, FIELDS, alike)["data"].fallback_reason
+        data = file["data"]
+        del file  # the dataset keeps it open
+        assert "open for writing" in read_layouts(path, FIELDS, alike)["data"].fallback_reason
+        del data
+    with h5py.File(tmp_path / "0.h5"):
+        require_same(without_hdf5(path, alike), path)
+
+
+@pytest.mark.parametrize("libver", ["v108", "latest"])
+def test_files_with_checksums_are_read_without_hdf5_if_all_is_the_same(
+    libver, tmp_path, without_hdf5
+):
+    alike = Reach(alike=Alike())
+    for n in range(4):
+        path = write_alike(tmp_path / f"{n}.h5", 40, n, libver)
+        found = read_layouts(path, FIELDS, alike) if n < 2 else without_hdf5(path, alike)
+        require_same(found, path)
+    for n in range(9, 14):  # more than are tried in vain
+        for storage in {}, GZIP, {"chunks": (7, 2)}:
+            path = write_alike(tmp_path / "other.h5", 40 + n, n, libver, **storage)
+            require_same(read_layouts(path, FIELDS, alike), path)
+
+
+def test_files_made_at_other_times(tmp_path, without_hdf5):
+    alike = Reach(alike=Alike())
+    for n in range(4):
+        path = write_alike(tmp_path / f"{n}.h5", 40, n, **GZIP, track_times=True)
+        image, seconds = path.read_bytes(), itertools.count(int(time.time()) + 1, -1)
+        made = next(one for one in seconds if one.to_bytes(4, "little") in image)
+        path.write_bytes(image.replace(made.to_bytes(4, "little"), bytes([n] * 4)))
+        found = read_layouts(path, FIELDS, alike) if n < 2 else without_hdf5(path, alike)
+        require_same(found, path)
+
+
+def test_files_of_several_patterns_and_fields(tmp_path, without_hdf5):
+    alike, one = Reach(alike=Alike()), {"x": Field("data", 1)}
+    for n in range(12):
+        storage = [{}, GZIP, {"dtype": "i8"}][n % 3]
+        path = write_alike(tmp_path / f"{n}.h5", 40 + n, n, **storage)
+        for fields in FIELDS, one:
+            is_known = n > 3
+            found = (without_hdf5 if is_known else read_layouts)(
+                *((path, alike, fields) if is_known else (path, fields, alike))
+            )
+            require_same(found, path, fields)
+
+
+@pytest.mark.parametrize("what", ["link", "virtual", "member", "few", "many", "short", "text"])
+def test_files_that_say_more_are_read_by_hdf5(what, tmp_path):
+    alike, fields = Reach(alike=Alike()), {"data": Field("data")}
+    for n in range(4):
+        path = write_alike(tmp_path / f"of{n}.h5", 40, n)
+        if what != "short":
+            holder, path = path, tmp_path / f"{n}.h5"
+            with h5py.File(path, "w") as file:
+                if what == "link":
+                    file["data"] = h5py.ExternalLink(holder.name, "data")
+                elif what == "virtual":
+                    layout = h5py.VirtualLayout((40, 6), "f4")
+                    layout[...] = h5py.VirtualSource(holder.name, "data", (40, 6))
+                    file.create_virtual_dataset("data", layout)
+                elif what == "member":
+                    fields = {"data": Field("data/x")}
+                    file["data"] = np.zeros(n + 4, [("x", "f4"), ("y", "i4")])
+                elif what == "text":
+                    file["data"] = np.array([b"a", b"b c"] * (n + 1), "S3")
+                elif what == "few":
+                    file.create_dataset("data", (40, 6), "f4", chunks=(10, 3))[:10] = n
+                else:
+                    file.create_dataset("data", data=np.full((400, 6), n), chunks=(2, 6))
+        require_same(read_layouts(path, fields, alike), path, fields)
+    if what == "short":
+        os.truncate(path, path.stat().st_size - 8)
+        with pytest.raises(H5AsyncError, match=r"truncated|cut short"):
+            read_layouts(path, fields, alike)
+
+
+@pytest.fixture(scope="module", params=["contiguous", "gzip", "chunks", "resizable"])
+def damaged(request, tmp_path_factory):
+    """Return a file, its bytes, and what is known of others like it."""
+    folder, alike = tmp_path_factory.mktemp(request.param), Alike()
+    for n in range(alikefiles.FEW_FILES + 2):
+        path = write_alike(folder / f"{n}.h5", 40 + n, n, **STORAGES[request.param][0])
+        read_layouts(path, FIELDS, Reach(alike=alike))
+    return path, path.read_bytes(), alike
+
+
+def found_or_raised(path, reach):
+    try:
+        return read_layouts(path, FIELDS, reach)
+    except H5AsyncError as error:
+        return str(error)
+
+
+@given(data=st.data())
+def test_damaged_files_are_what_they_are_alone(damaged, data):
+    path, image, alike = damaged
+    found = bytearray(image)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, min(len(image), 9000) - 1))
+        found[at] = data.draw(st.sampled_from([0, 1, 2, 255, found[at] ^ 1, found[at] ^ 128]))
+    path.write_bytes(found)
+    alike._unlike = 0
+    alone, together = found_or_raised(path, Reach()), found_or_raised(path, Reach(alike=alike))
+    assert type(alone) is type(together)
+    if isinstance(alone, str):
+        assert alone == together
+    else:
+        for name, layout in alone.items():
+            same(together[name], layout)

@@ -20,11 +20,10 @@ from h5async.cli import app
 from h5async.index import datasettable
 from h5async.index.changes import fingerprint
 from h5async.index.contents import Grouping
-from h5async.index.datasettable import Columns, kinds_of
+from h5async.index.datasettable import Columns, kinds_of, unit_bounds, unit_nbytes
 from h5async.index.extents import SMALL_NBYTES, TableBuilder, kept_whole_nbytes
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
-from h5async.index.units import unit_bounds, unit_nbytes
 
 GROUPS = 30
 GROUPING = Grouping("data/demo_*")
@@ -130,7 +129,7 @@ def test_their_tables_say_the_same(path, monkeypatch, kept_nbytes):
     found = layouts_of(path)
     monkeypatch.setattr(datasettable, "is_own_kind", lambda layout: True)
     for name, layout in layouts_of(path).items():
-        builders = [TableBuilder(lambda filters: True, 32) for _ in range(2)]
+        builders = [TableBuilder(lambda filters: True) for _ in range(2)]
         one, other = (
             builder.build(several, kept_nbytes)
             for builder, several in zip(builders, (found[name], layout), strict=True)

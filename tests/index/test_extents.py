@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 from h5async.codec.filters import Filter
 from h5async.index.composition import Part, with_parts
 from h5async.index.extents import TableBuilder
-from h5async.index.segments import Blocks, Piece, Segments, Slab, TooManyRunsError
 from h5async.index.shapes import Kind
+from h5async.index.tables import Blocks, Piece, Segments, Slab, TooManyRunsError
 from h5async.io.source import FileStamp
 
-MAX_RANK = 32
 NOWHERE = -1
 DEFLATE = (Filter(1, (4,), "deflate"),)
 UNKNOWN = (Filter(32013, (), "zfp"),)
 
 
 def builder():
-    return TableBuilder(lambda filters: filters != UNKNOWN, MAX_RANK)
+    return TableBuilder(lambda filters: filters != UNKNOWN)
 
 
 # --- what a table says ----------------------------------------------------------------------------

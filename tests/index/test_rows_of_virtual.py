@@ -23,9 +23,9 @@ from h5async.core.binding import load_core
 from h5async.fill import phases
 from h5async.index import virtual
 from h5async.index.changes import fingerprint
+from h5async.index.datasettable import most_units, unit_bounds
 from h5async.index.layout import DatasetLayout
-from h5async.index.segments import Blocks, PairedRuns, Selection, Slab, runs_between
-from h5async.index.units import most_units, unit_bounds
+from h5async.index.tables import Blocks, PairedRuns, Selection, Slab, runs_between
 from h5async.observe.chunkuse import read_cost
 from h5async.read.h5pyrows import H5pyRows
 

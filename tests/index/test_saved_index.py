@@ -41,7 +41,7 @@ from h5async.index.links import Consulted, Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.savedfile import FORMAT, read_saved, write_saved
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
-from h5async.index.segments import Segments
+from h5async.index.tables import Segments
 from h5async.opening import filefacts
 
 

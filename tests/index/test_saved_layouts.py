@@ -20,12 +20,11 @@ from h5async import H5AsyncError
 from h5async.codec.filters import Filter
 from h5async.config import Field
 from h5async.index.changes import fingerprint
-from h5async.index.chunktable import ChunkTable, grid_of
 from h5async.index.composition import Part, with_parts
 from h5async.index.layout import DatasetLayout, Indexed
 from h5async.index.links import Consulted, Reach
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
-from h5async.index.segments import Blocks, Piece, Slab
+from h5async.index.tables import Blocks, ChunkTable, Piece, Slab, grid_of
 from h5async.io.source import FileStamp
 
 PIPELINES = [(), (Filter(2, (4,), "shuffle"), Filter(1, (4,), "deflate")), (Filter(3, (), ""),)]
@@ -187,7 +186,7 @@ def test_layouts_come_back_as_they_were(several, data, tmp_path_factory):
         path, Reach(io=data.draw(st.sampled_from(("auto", "pread")))), (os.geteuid(),)
     )
     for number, layout in enumerate(several):
-        found = index.find(number, index.datasets(number), Reach())
+        found = index.find(number, index.datasets(number))
         assert found.keys() == files[number].layouts.keys()
         for other in found.values():
             assert_same(layout, other)

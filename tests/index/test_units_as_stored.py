@@ -7,8 +7,8 @@ import numpy as np
 
 from h5async.config import Field
 from h5async.index.composition import join_layouts
+from h5async.index.datasettable import unit_bounds, unit_nbytes
 from h5async.index.metadata import read_layouts
-from h5async.index.units import unit_bounds, unit_nbytes
 
 VALUES = np.arange(400, dtype="i4").reshape(20, 20)
 

@@ -23,7 +23,7 @@ from httpserver import Rule, Server, serving
 from memorystore import MemorySource, new_store
 
 from h5async import AsyncReader, BatchTimeoutError, H5AsyncError, ReaderClosedError, ReadError
-from h5async.io.sidebyside import SideBySide
+from h5async.io.source import SideBySide
 from h5async.io.stores import open_hdf5
 
 pytestmark = pytest.mark.usefixtures("_obstore")

@@ -13,8 +13,8 @@ from conftest import assert_epoch_is, assert_same_bits
 
 from h5async import AsyncReader, Field
 from h5async.config import ReaderConfig
+from h5async.fill import resident
 from h5async.index.metadata import read_layouts
-from h5async.opening import slotsizes
 from h5async.order.rows import StepRows
 
 GZIP = {"compression": "gzip", "compression_opts": 1}
@@ -30,7 +30,7 @@ SPLIT: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5async.opening.slotsizes._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.fill.resident._KEPT_WHOLE_NBYTES", 0)
 
 
 def write(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], seed: int = 0) -> Any:
@@ -147,7 +147,7 @@ def test_some_samples(tmp_path: Path, step: int, num_threads: int) -> None:
 def wanted(path: Path, rows: Any = (), selected: float = 1.0, **options: Any) -> int:
     config = ReaderConfig(hdf5_path=path, labels_field=None, num_threads=2, **options)
     layouts = read_layouts(path, {"data": Field("data", num_dim=config.num_dim)})
-    (nbytes,) = slotsizes.wanted_kept_nbytes(config, layouts, rows, selected)
+    (nbytes,) = resident.wanted_kept_nbytes(config, layouts, rows, selected)
     return nbytes
 
 
@@ -179,5 +179,5 @@ def test_how_far_steps_reach() -> None:
         ((-19, 0), 37),
         ((3, -6, 0, 3), 14),
     ):
-        assert slotsizes._reach(StepRows(steps, "edge", none, none)) == rows, steps
-    assert slotsizes._reach(None) == 0
+        assert resident._reach(StepRows(steps, "edge", none, none)) == rows, steps
+    assert resident._reach(None) == 0

@@ -22,9 +22,9 @@ from orders import batch_of
 
 from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.core.binding import address, load_core
-from h5async.order.ranks import find_source
 from h5async.order.sampling import Sampling, dealt
 from h5async.order.window import DealtOrder, WindowOrder
+from h5async.reader.position import find_source
 
 
 def window_of(counts, window, batch_size, world_size, seed=3):
@@ -286,7 +286,7 @@ def test_an_environment_that_does_not_fit_together_is_refused(environment):
 
 TERMINAL = """
 import json, os, pty, subprocess, sys
-SAY = "from h5async.order.ranks import find_source; print(*find_source().rank)"
+SAY = "from h5async.reader.position import find_source; print(*find_source().rank)"
 SHELL = f"import os, subprocess, sys; os.environ['SLURM_TASK_PID'] = str(os.getpid()); {SAY}"
 NESTED = (
     "import os; os.environ.update(SLURM_TASK_PID=str(os.getpid()), SLURM_STEP_ID='1'); " + SAY

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async.core.binding import load_core
-from h5async.order.sampling import WeightedOrder, alias_table
+from h5async.order.selection import WeightedOrder, alias_table
 
 positive = st.floats(0, 1e300) | st.integers(0, 5).map(float) | st.just(5e-324)
 weights_lists = st.lists(positive, min_size=1, max_size=60).filter(any)
@@ -53,7 +53,7 @@ def test_the_core_and_its_twin_agree(weights, start, count, seed, epoch):
     order = WeightedOrder(np.array(weights), seed)
     found = order.samples(epoch, start, start + count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("h5async.order.sampling.load_core", lambda: None)
+        patch.setattr("h5async.order.selection.load_core", lambda: None)
         expected = order.samples(epoch, start, start + count)
     assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
 

@@ -28,8 +28,8 @@ from orders import batch_of
 
 from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.core.binding import load_core
-from h5async.index.units import unit_bounds
-from h5async.index.units import unit_nbytes as unit_nbytes_of
+from h5async.index.datasettable import unit_bounds
+from h5async.index.datasettable import unit_nbytes as unit_nbytes_of
 from h5async.order.sampling import Sampling, dealt
 from h5async.order.window import _GROUP_SAMPLES, WindowOrder, kept_nbytes, window_order
 from h5async.read.collection import Collection
@@ -529,7 +529,7 @@ WRITERS: dict[str, tuple[Callable[[Path], None], int]] = {  # and the sample dim
 @pytest.fixture
 def nothing_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep decoded chunks only as the window has it, however small a dataset is."""
-    monkeypatch.setattr("h5async.opening.slotsizes._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.fill.resident._KEPT_WHOLE_NBYTES", 0)
 
 
 def open_window(path: Any, **options: Any) -> AsyncReader:
@@ -805,7 +805,7 @@ def test_small_labels_are_decoded_once_beside_the_window(
     path = tmp_path / "f.h5"
     write(path, values_of(960, 50), chunks=(8, 50), **GZIP)
     write(path, values_of(960), "labels", chunks=(100,), **GZIP)
-    monkeypatch.setattr("h5async.opening.slotsizes._KEPT_WHOLE_NBYTES", 10 * 400)
+    monkeypatch.setattr("h5async.fill.resident._KEPT_WHOLE_NBYTES", 10 * 400)
     options = {"labels_field": "labels", "num_threads": num_threads, "batch_size": 6}
     with open_window(path, window_bytes=120 * 1600, **options) as reader:
         read_exactly_an_epoch(reader)

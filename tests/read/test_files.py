@@ -764,7 +764,7 @@ def test_config_tells_the_files(tmp_path):
 
 def test_memory_stays_bounded_with_many_small_compressed_files(tmp_path, monkeypatch):
     """What is kept for each file is no buffer of the size of its chunks."""
-    monkeypatch.setattr("h5async.opening.slotsizes._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.fill.resident._KEPT_WHOLE_NBYTES", 0)
     chunk = (64, 256)
     for number in range(200):
         values = np.random.default_rng(number).integers(0, 4, chunk, np.uint8)

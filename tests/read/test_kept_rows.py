@@ -21,10 +21,10 @@ from test_collection import read_in_threads
 
 from h5async import AsyncReader, Field
 from h5async import core as core_module
+from h5async.fill import resident
 from h5async.index import extents
 from h5async.index.extents import Keeps
 from h5async.index.metadata import read_layouts
-from h5async.opening import slotsizes
 from h5async.read.coretables import CoreTables
 
 ALL = 1 << 24  # bytes: room for all rows of a test
@@ -441,7 +441,7 @@ def test_batches_hold_what_h5py_gives(case):
     axis, counts = case["axis"], case["counts"]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if not case["keeps_whole"]:
-            patch.setattr(slotsizes, "_KEPT_WHOLE_NBYTES", 0)
+            patch.setattr(resident, "_KEPT_WHOLE_NBYTES", 0)
         if not case["is_core"]:
             patch.setattr("h5async.fill.filling.load_core", lambda: None)
         paths, several = [], []

@@ -67,7 +67,7 @@ def test_a_batch_is_filled_while_the_loop_keeps_the_gil(path, shuffle, nobody_el
 
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_what_is_submitted_again_is_not_read_again(path, num_threads, monkeypatch):
-    monkeypatch.setattr("h5async.opening.slotsizes._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.fill.resident._KEPT_WHOLE_NBYTES", 0)
     submit = Submissions.submit
 
     def submit_again(self: Submissions, request: Any) -> None:

@@ -48,7 +48,7 @@ def many(folder, how, count=COUNT):
 
 def is_kept(layout, kept_nbytes):
     """Return which shapes of the table are small datasets that are kept."""
-    table = TableBuilder(lambda _: True, 32).build(layout, kept_nbytes)
+    table = TableBuilder(lambda _: True).build(layout, kept_nbytes)
     return [shape.kind == Kind.CHUNKS and shape.keeps for shape in table.shapes]
 
 
@@ -144,7 +144,7 @@ def test_only_small_ones_of_many_are_kept(tmp_path):
 def test_shapes_are_few(tmp_path):
     """Datasets of up to 1, 2, 4 and 8 rows; not one for each number of rows."""
     _, _, (layout,) = many(tmp_path, "contiguous")
-    table = TableBuilder(lambda _: True, 32).build(layout, KEPT)
+    table = TableBuilder(lambda _: True).build(layout, KEPT)
     assert sorted(shape.chunk_samples for shape in table.shapes) == [1, 2, 4, 8]
 
 

@@ -1,21 +1,38 @@
-"""Explains to users why HDF5 does not open a file.
+"""Opens files by h5py, says why HDF5 does not open one, and keeps the most recently used ones open.
 
 HDF5's own messages ("file signature not found") are the same for a failed download and for a file
-of another format. The first bytes, the size and the superblock tell more.
+of another format. The first bytes, the size and the superblock tell more. Also tells how many files
+a reader may keep open.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from collections import OrderedDict
+from collections.abc import Callable
 from io import RawIOBase
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import h5py
 
 from h5async.config.files import scheme_of
+from h5async.errors import ReadError
 from h5async.io.indexreferences import NONSENSE
 from h5async.io.references import SIGNATURE, SUPERBLOCK_NBYTES, read_superblock, superblock_offsets
-from h5async.system.interruptions import interruption
+from h5async.system.interruptions import interruption, suppressing
 
+if TYPE_CHECKING:
+    from h5async.io.source import Source
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+
+_ANY_OBJECT = h5py.h5f.OBJ_ALL | h5py.h5f.OBJ_LOCAL
 _BEGINNING_NBYTES = 512
 _SHOWN_NBYTES = 16
 _FORMATS = (  # offset of the signature, the signature, the format
@@ -42,6 +59,43 @@ _ZARR_NAMES = (".zgroup", ".zarray", ".zattrs", "zarr.json")
 _LOCKED = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 
 
+# Files; each map counts against vm.max_map_count, 65,530.
+_LEAST_KEPT, _FEW_KEPT, _MOST_KEPT = 4, 128, 8192
+
+
+class HDF5File(h5py.File):  # type: ignore[misc]  # (h5py has no types)
+    """A file that h5py reads, and its source, which is closed with it."""
+
+    source: Source
+    name_of_source = ""  # by which it was opened
+    give_back: Callable[[], None] | None = None  # closes the source, or keeps it
+
+    @classmethod
+    def of(cls, opened: h5py.h5f.FileID) -> HDF5File:
+        """Return an open file, for whose identifier `h5py.File` would get another one."""
+        file = cls.__new__(cls)
+        h5py.Group.__init__(file, opened)
+        return file
+
+    @property
+    def filename(self) -> str:
+        """The name by which it was opened."""
+        return self.name_of_source or str(super().filename)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self.id.valid and h5py.h5f.get_obj_count(self.id, _ANY_OBJECT) == 1:
+            self.id.close()  # h5py would look for objects to be closed before
+        else:
+            super().close()
+        give_back, self.give_back = self.give_back, None
+        if give_back is not None:
+            give_back()
+
+
+# --- why HDF5 does not open a file ----------------------------------------------------------------
+
+
 def directory_reason(path: Path) -> str:
     """Say that a path is a directory, and of which format if that is recognized."""
     if any((path / name).exists() for name in _ZARR_NAMES):
@@ -61,7 +115,13 @@ def reason_unopened(file: str | RawIOBase, error: Exception) -> str:
         if "unable to lock file" in str(error):
             return _lock_reason(error)
         with open(file, "rb", buffering=0) as opened:
-            return _content_reason(opened) or _other_reason(error)
+            found = _content_reason(opened)
+        if found is None and "already open for write" in str(error):
+            return (
+                "it is open for writing, or its writer ended without closing it; close it, or where"
+                " nobody writes to it any more, `h5clear -s FILE` clears its mark"
+            )
+        return found or str(error)
     except (OSError, ValueError) as reason:
         if interruption(reason) is not None:
             raise
@@ -87,15 +147,6 @@ def _lock_reason(error: Exception) -> str:
         f"its file system does not lock files ({error}); set the environment variable"
         " HDF5_USE_FILE_LOCKING=FALSE"
     )
-
-
-def _other_reason(error: Exception) -> str:
-    if "already open for write" in str(error):
-        return (
-            "it is open for writing, or its writer ended without closing it; close it, or where"
-            " nobody writes to it any more, `h5clear -s FILE` clears its mark"
-        )
-    return str(error)
 
 
 def _content_reason(file: RawIOBase) -> str | None:
@@ -134,3 +185,77 @@ def _format_reason(beginning: bytes) -> str:
 def _bytes_at(file: RawIOBase, at: int, nbytes: int) -> bytes:
     file.seek(at)
     return file.read(nbytes) or b""
+
+
+# --- files that stay open -------------------------------------------------------------------------
+
+
+class KeptFiles:
+    """Open files of h5py, by their paths: the `kept` most recently used ones. Used under a lock."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._files: OrderedDict[str, HDF5File] = OrderedDict()  # the most recent use comes last
+
+    def get(self, path: str, open_file: Callable[[], HDF5File]) -> HDF5File:
+        """Return a file, which stays open until others are used.
+
+        `open_file` opens it if it is not open. If the process has no descriptor left, it is called
+        again after others were closed. It raises `ReadError`.
+        """
+        if path not in self._files:
+            try:
+                self._files[path] = open_file()
+            except ReadError as error:
+                if getattr(error.__cause__, "errno", None) != errno.EMFILE:
+                    raise
+                # The rest of the program took descriptors meanwhile.
+                self._kept = max(1, len(self._files) // 2)
+                self._close_surplus()
+                self._files[path] = open_file()
+        self._files.move_to_end(path)
+        self._close_surplus()
+        return self._files[path]
+
+    def find(self, path: str) -> HDF5File | None:
+        """Return a file if it is open."""
+        return self._files.get(path)
+
+    def discard(self, path: str) -> None:
+        """Close a file, if it is open."""
+        file = self._files.pop(path, None)
+        if file is not None:
+            file.close()
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        for path, file in list(self._files.items()):
+            file.close()
+            self._files.pop(path, None)  # an exception leaves the others for the next call
+
+    def _close_surplus(self) -> None:
+        while len(self._files) > self._kept:
+            self._files.popitem(last=False)[1].close()
+
+
+def affordable_files() -> int:
+    """Return the number of files that a reader may keep open.
+
+    That is half of the descriptors that are left; a mapped file takes two.
+    """
+    if resource is None:
+        return _FEW_KEPT
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_KEPT
+    used = 0
+    with suppressing(OSError):
+        used = len(os.listdir("/dev/fd"))
+    return min(_MOST_KEPT, max(_LEAST_KEPT, (limit - used) // 4))
+
+
+def affordable_maps() -> int:
+    """Return the number of files a reader may keep mapped: a quarter of the process's limit."""
+    with suppressing(OSError, ValueError):
+        return max(_LEAST_KEPT, int(Path("/proc/sys/vm/max_map_count").read_text()) // 4)
+    return _MOST_KEPT
