@@ -171,7 +171,7 @@ class Dataset:
             is_same_process = self._num_forks == lifetime.num_forks
             if reader is not None and is_same_process and new_dtype is None:
                 found = None
-                with contextlib.suppress(SelectionError):  # names may be among the indices
+                with suppressing(SelectionError):  # names may be among the indices
                     found = reader.read_small(key)
                 if found is not None:
                     return found
