@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from h5async.index.hdf5 import Opened
 from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.storedtypes import DATASPACE, LAYOUT, message_of
 from h5async.index.tables import ChunkTable, grid_of
-from h5async.index.variablelength import DATASPACE, LAYOUT, message_of
 from h5async.io.hdf5files import HDF5File
 from h5async.io.metadatafile import MetadataFile
 from h5async.io.references import SIGNATURE
