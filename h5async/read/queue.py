@@ -170,11 +170,14 @@ class BatchQueue:
     def ready(self, slot: int, serial: int, count: int) -> Int64s | None:
         """Return the sample numbers of a batch whose rows are all there.
 
-        They are int64 (count,), a new array; None while it is read, or something is left to Python.
+        They are int64 (count,), a new array; None while it is read, or something is left to Python,
+        and once the slot was given another batch.
         """
         samples = self._samples  # empty if the reader was closed meanwhile
         at = self._core.samples_at(self._queue, slot, serial)
-        return None if at < 0 or not samples else samples[slot][at : at + count].copy()
+        found = None if at < 0 or not samples else samples[slot][at : at + count].copy()
+        # Another thread may have given it one meanwhile.
+        return None if self._core.samples_at(self._queue, slot, serial) < 0 else found
 
     def events(self) -> int:
         """Return the number of events so far: batches that became ready, and calls of `wake`."""

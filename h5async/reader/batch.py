@@ -24,19 +24,18 @@ from h5async.errors import (
     out_of_memory,
     taking_memory,
 )
-from h5async.fill.outcomes import Answers, FillOutcome
+from h5async.fill.outcomes import FillOutcome
 from h5async.fill.submissions import Submissions
-from h5async.html import counted, table
 from h5async.order.rows import SequenceTable
 from h5async.order.sampling import Course, FillRequest, Sampling
 from h5async.read.queue import Numbers
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
 from h5async.samples.ragged import preview
-from h5async.spelling import named
+from h5async.spelling import counted, named, table
 
 if TYPE_CHECKING:
-    from h5async.process.posted import PostedBatches
+    from h5async.process.helper import PostedBatches
 
 
 _SHOWN = 6  # sample numbers shown in a notebook
@@ -308,13 +307,13 @@ class Run:
         request: FillRequest,
         numbers: Numbers,
         sampling: Sampling,
-        answers: Answers,
+        index_of: Callable[[int, int, int], NDArray[np.int64] | None],
         slots: Sequence[tuple[Any, ...]],
     ) -> None:
         self.numbers = numbers
         self.epoch, self.number, self.place = request.epoch, request.number, course.place
         self._batches, self._course, self._sampling = batches, course, sampling
-        self._answers, self._slots = answers, tuple(map(tuple, slots))  # the arrays of each
+        self._index_of, self._slots = index_of, tuple(map(tuple, slots))  # the arrays of each
         names = None if batches.has_masks else batches.names
         self.views = names, self._slots, slice(0, numbers.size)
 
@@ -328,9 +327,12 @@ class Run:
             raise out_of_memory(f"the batch with the number {serial}", error, _REMEDY) from error
 
     def _complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
-        answer = self._answers[slot]
-        if name == "index" and answer is not None and answer[0] == serial:
-            batch.index = answer[1].index
+        if name == "size":
+            batch.size = self.numbers.size
+            return
+        index = self._index_of(slot, serial, self.numbers.size) if name == "index" else None
+        if index is not None:
+            batch.index = index
             return
         course = self._course
         epoch, number, start = course.position(serial)
@@ -369,7 +371,7 @@ def next_run(
         numbers = submissions.numbers(request, left)
     if numbers is None or numbers.stop - following < _LEAST:
         return None
-    return Run(batches, course, request, numbers, sampling, submissions.answers, slots)
+    return Run(batches, course, request, numbers, sampling, submissions.index, slots)
 
 
 class Epoch(Iterator[Batch]):

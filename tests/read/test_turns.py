@@ -6,6 +6,8 @@ import os
 import pickle
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from h5async.core.binding import load_core
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 
 SAMPLES, SIZE, DEADLOCK_SECONDS = 3000, 10, 60
+TO_PLAN, IN_PLAN, WITH_PYTHON, READY_JOB = 1, 2, 4, 5  # of jobs, as in core/src/queue.c
 
 
 @pytest.fixture
@@ -238,6 +241,69 @@ def test_a_damaged_batch_that_the_consumer_meets_while_threads_sleep(path):
                 errors.append(str(error))
         assert taken(reader)
     assert all('"gzip"' in error for error in errors)
+
+
+@contextmanager
+def while_a_thread_plans(reader: AsyncReader) -> Iterator[tuple[Any, list[Any]]]:
+    """Have a thread wait for the next batch, as if another one planned it, and the last one slept.
+
+    Gives the core's description of the batch after it, and a list for the batch.
+    """
+    turns, submissions = reader._engine.ring.turns, reader._engine.filler.submissions  # type: ignore[union-attr]
+    queue, jobs = submissions._queue._struct, submissions._queue._jobs
+    while queue.num_idle < 1:
+        time.sleep(0)
+    queue.fill_ns = 100_000  # so that the consumer helps
+    queue.spinners = 1  # nobody is woken, as if another thread was awake
+    held = turns.slots()[turns.state()[2]]
+    reader.fetch_data()
+    (planned,) = (slot for slot in turns.slots().values() if slot != held)
+    jobs[planned].state = IN_PLAN
+    jobs[planned].begun_ns = 1 << 62  # so that it has just begun
+    reader.fetch_data()
+    found: list[Any] = []
+    consumer = threading.Thread(target=lambda: found.append(reader.get_next_batch()))
+    consumer.start()
+    yield jobs[held], found
+    jobs[planned].state, queue.spinners = TO_PLAN, 0
+    submissions.put(True)
+    consumer.join(DEADLOCK_SECONDS)
+
+
+def becomes(job: Any, state: int) -> bool:
+    end = time.monotonic() + DEADLOCK_SECONDS
+    while job.state != state and time.monotonic() < end:
+        time.sleep(0)
+    return bool(job.state == state)
+
+
+def test_the_consumer_fills_the_next_batch_while_a_thread_plans_this_one(path):
+    with opened(path, num_threads=1, prefetch=2) as reader:
+        for _ in range(20):
+            reader.get_next_batch()
+        assert taken(reader)
+        with while_a_thread_plans(reader) as (job, found):
+            assert becomes(job, READY_JOB)
+            assert not found
+        for batch in (*found, reader.get_next_batch()):
+            check(batch, truth(path))
+        assert (found[0].number, batch.number) == (20, 21)
+
+
+def test_a_damaged_batch_that_the_consumer_meets_before_its_turn(path):
+    """It wakes a thread for what is left to Python, and gets the batch that it waits for."""
+    damage_gzip(path, 1000)
+    with opened(path, num_threads=1, prefetch=2) as reader:
+        for _ in range(99):
+            reader.get_next_batch()
+        assert taken(reader)
+        with while_a_thread_plans(reader) as (job, found):
+            assert becomes(job, WITH_PYTHON)
+            assert not found
+        np.testing.assert_array_equal(found[0].labels, found[0].index)
+        assert found[0].number == 99
+        with pytest.raises(ReadError, match='"gzip"'):
+            reader.get_next_batch()
 
 
 def refuses_a_second_thread(reader: AsyncReader, is_waiting: Any, go_on: Any) -> None:

@@ -47,6 +47,7 @@
 #include "batch.c"
 #include "selected.c"
 #include "queue.c"
+#include "advance.c"
 #include "turns.c"
 #include "ranges.c"
 #include "frames.c"

@@ -89,7 +89,7 @@ static const Structure ALL_STRUCTURES[] = {
     MEMBERS(Sources, sources, count, most_open, most_files, io, gives_back, trusted_ns)
     MEMBERS(Selected, plan, field, target, of, sources, worker, num_samples, samples, places, count,
             out, row_nbytes, may_keep, in_order, numbers)
-    MEMBERS(Job, plan, targets, samples, rows, is_planned)
+    MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
             start, step, table, num_columns, num_cores, is_remote, num_idle, plan_ns,
             fill_ns, spinners)
@@ -97,8 +97,8 @@ static const Structure ALL_STRUCTURES[] = {
             waits_not, next, asked, held, assigned, reads_ahead, first, stop, begin, stride, count,
             epoch, number, samples, mapping, draw, epoch_end, epoch_batches, type, made, later, run,
             names, arrays, part, on_left, on_epoch, taken, num_waits, total_ns, begin_ns, end_ns)
-    MEMBERS(Window, unit, skip, count, bounds, delay, begin, num_units, size, window, group_rounds,
-            block_rounds, num_blocks, blocks, keys)
+    MEMBERS(Window, unit, skip, count, bounds, delay, begin, drawn, num_units, size, window,
+            group_rounds, block_rounds, num_blocks, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,
             curl_easy_cleanup, curl_multi_init, curl_multi_setopt, curl_multi_add_handle,
             curl_multi_remove_handle, curl_multi_perform, curl_multi_poll, curl_multi_info_read,

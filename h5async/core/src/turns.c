@@ -85,58 +85,81 @@ static void submit_next(Turns *t)
     }
 }
 
-/* Without the GIL: do something for a batch, or wait until something happens. Returns -1 where Python
-   is to go on; 0 where it was not waited, though `may_wait`: for Python to look for signals first. */
-static int advance_or_wait(Turns *t, Job *job, int may_wait, int may_sleep)
+/* Of which batch the consumer does something while it waits for one: of that; or, where threads have just
+   begun with it, of a later one, and of that as long as there is something, since this core has it in its
+   caches. NULL: of none. Holds the lock. */
+static Job *job_to_help(const Turns *t, Job *job, Job *helped)
+{
+    const Queue *queue = t->queue;
+    int helps = t->is_alone || queue->fill_ns <= HELPED_NS;
+    if (helps && helped != NULL && is_open(helped) && !helped->is_own)
+        return helped;
+    if (is_open(job))
+        return helps || job->is_own ? job : NULL;
+    /* What takes longer than the rest of the batch would keep the consumer from handing its slot back. */
+    return helps && now_ns() - job->begun_ns < queue->fill_ns / 4 ? next_job(t->queue) : NULL;
+}
+
+enum Help { LEFT_TO_PYTHON = -1, HAS_NOT_WAITED, LOOKS_AGAIN, HAS_HELPED };
+
+/* Without the GIL: do something for a batch, or wait until something happens. HAS_NOT_WAITED, though
+   `may_wait`: for Python to look for signals first. */
+static enum Help help_or_wait(Turns *t, Job *job, Job **helped_last, int may_wait, int may_sleep)
 {
     Queue *queue = t->queue;
     uint32_t seen = atomic_load(&queue->events);
-    int64_t next = NEXT_NOTHING;
     pthread_mutex_lock(&queue->lock);
     int is_ready = job->state == READY_JOB || job->wish.serial != t->next;
     int is_left = job->state == WITH_PYTHON || queue->is_ended;
-    int is_ours = is_open(job) && (t->is_alone || job->is_own || queue->fill_ns <= HELPED_NS);
-    if (is_ours && !is_ready && !is_left)
-        next = advance(queue, job, t->worker);
+    Job *helped = is_ready || is_left ? NULL : job_to_help(t, job, *helped_last);
+    *helped_last = helped;
+    int64_t next = helped ? advance(queue, helped, t->worker) : NEXT_NOTHING;
     int is_left_over = next >= 0; /* Python has to do the rest, once a thread has found it out again */
-    if (is_left_over) {
-        job->state = TO_PLAN, job->is_own = 0;
-        atomic_fetch_add(&queue->offers, 1);
-    }
-    /* Batches have begun to take longer while this one was planned here: it is left to the threads. */
-    int wakes = is_left_over || (!is_ours && is_open(job) && queue->num_here == queue->num_idle);
+    if (is_left_over)
+        helped->state = TO_PLAN, helped->is_own = 0;
+    /* Threads may sleep, and nobody was woken for what is open of a batch now: of a later one; or of this
+       one, where batches have begun to take longer since it was planned here. */
+    const Job *left = helped ? helped : job;
+    int is_offered = !is_ready && (is_left_over || helped != job) && is_open(left);
+    int wakes = is_offered && (offer(queue) || is_left_over);
     is_left |= is_left_over || next == NEXT_END;
     pthread_mutex_unlock(&queue->lock);
     if (wakes)
-        pthread_cond_signal(&queue->work); /* it may sleep: nobody was woken for this batch */
-    if (is_left || is_ready || is_ours)
-        return is_left ? -1 : 1;
+        pthread_cond_signal(&queue->work);
+    if (is_left)
+        return LEFT_TO_PYTHON;
+    if (is_ready || helped)
+        return is_ready ? LOOKS_AGAIN : HAS_HELPED;
     if (h5async_spin(queue, seen))
-        return 1;
+        return LOOKS_AGAIN;
     if (!may_wait)
-        return -1;
-    return may_sleep ? (h5async_wait(queue, seen, -1), 1) : 0;
+        return LEFT_TO_PYTHON;
+    if (may_sleep)
+        h5async_wait(queue, seen, -1);
+    return may_sleep ? LOOKS_AGAIN : HAS_NOT_WAITED;
 }
 
 /* Wait for the next batch. Returns 1 where it is there; 0 where Python is to go on; -1: it raised. */
 static int await_next(Turns *t, int may_wait)
 {
-    Job *job = &t->queue->jobs[t->slot_of[t->next % t->num_slots]];
-    for (int status = 1; status >= 0 && t->is_lent && !t->waits_not;) {
+    Job *job = &t->queue->jobs[t->slot_of[t->next % t->num_slots]], *helped = NULL;
+    for (enum Help done = LOOKS_AGAIN; done != LEFT_TO_PYTHON && t->is_lent && !t->waits_not;) {
         pthread_mutex_lock(&t->queue->lock);
         int is_ready = job->state == READY_JOB && job->wish.serial == t->next;
         int is_other = job->wish.serial != t->next;
         pthread_mutex_unlock(&t->queue->lock);
         if (is_ready || is_other)
             return is_ready;
-        int may_sleep = status == 0;
+        int may_sleep = done == HAS_NOT_WAITED;
         if (may_sleep && PyErr_CheckSignals())
             return -1;
         if (!t->is_lent) /* a signal handler has called the reader */
             break;
         t->is_inside = 1;
         void *thread = PyEval_SaveThread();
-        status = advance_or_wait(t, job, may_wait, may_sleep);
+        do
+            done = help_or_wait(t, job, &helped, may_wait, may_sleep);
+        while (done == HAS_HELPED); /* without the GIL, which others may keep for long */
         PyEval_RestoreThread(thread);
         t->is_inside = 0;
     }

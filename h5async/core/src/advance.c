@@ -1,0 +1,190 @@
+/* What threads do of the batches of a queue, and the consumer that helps them: plan the oldest one of
+   which work is left, or read a range of its plan; or, threads alone, wait for more. */
+
+/* The oldest batch that a thread can do something of. Holds the lock. */
+static Job *next_job(Queue *queue)
+{
+    Job *found = NULL;
+    for (int64_t i = 0; i < queue->num_jobs; i++) {
+        Job *job = &queue->jobs[i];
+        if (is_open(job) && !job->is_own &&
+            (found == NULL || job->wish.serial < found->wish.serial))
+            found = job;
+    }
+    return found;
+}
+
+static int find_samples(const Queue *queue, const Wish *wish)
+{
+    const Mapping *mapping = &wish->mapping;
+    int64_t *samples = wish->samples, count = wish->count;
+    if (!mapping->count && queue->selected == NULL) {
+        for (int64_t i = 0; i < count; i++)
+            samples[i] = queue->start + queue->step * (wish->begin + i);
+        return 1;
+    }
+    if (mapping->count && !mapping->a && mapping->b) {
+        if (!h5async_window_samples((const Window *)(uintptr_t)mapping->b, samples, wish->begin, count))
+            return 0;
+    } else if (mapping->count && !mapping->a) {
+        h5async_draw(queue->table, mapping->keys, samples, queue->num_columns, wish->begin, count);
+    } else {
+        for (int64_t i = 0; i < count; i++)
+            samples[i] = wish->begin + i;
+        if (mapping->count)
+            h5async_permute((uint64_t *)samples, count, mapping->count, mapping->a, mapping->b,
+                            mapping->keys);
+    }
+    for (int64_t i = 0; queue->selected != NULL && i < count; i++)
+        samples[i] = queue->selected[samples[i]];
+    for (int64_t i = 0; queue->selected == NULL && i < count; i++)
+        samples[i] = queue->start + queue->step * samples[i];
+    return 1;
+}
+
+/* Plan a batch. Holds the lock, but not meanwhile. */
+static void plan_job(Queue *queue, Job *job, Worker *w)
+{
+    int64_t begin = now_ns(), end;
+    job->state = IN_PLAN, job->begun_ns = begin;
+    pthread_mutex_unlock(&queue->lock);
+    const Wish *wish = &job->wish;
+    w->batch = wish->serial;
+    begin_tracing(w);
+    if (wish->begin >= 0 && !find_samples(queue, wish))
+        memset(wish->samples, -1, (size_t)wish->count * sizeof *wish->samples); /* refused below */
+    job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
+                                         wish->samples, wish->count, job->rows, queue->num_samples,
+                                         queue->num_threads, wish->draw) == 1;
+    job->left_nbytes = job->plan->nbytes;
+    end = now_ns();
+    if (is_traced(w))
+        note_stage(w, PLANNING, begin, end);
+    end_tracing(w);
+    pthread_mutex_lock(&queue->lock);
+    queue->plan_ns += end - begin, job->work_ns += end - begin;
+    job->next_item = job->is_planned && !job->is_dropped ? 0 : job->plan->num_items;
+    job->under_way = job->refused = 0;
+    job->state = TO_READ;
+    atomic_fetch_add(&queue->events, 1); /* for a consumer that looks for work of it; one asleep waits on */
+}
+
+/* Read a range of a plan. Holds the lock, but not meanwhile. Returns whether the reader is closed. */
+static int read_range(Queue *queue, Job *job, Worker *w)
+{
+    const BatchPlan *plan = job->plan;
+    int64_t start = job->next_item, stop = start, nbytes = 0;
+    int64_t readers = queue->num_here + queue->is_helped;
+    readers = readers < most_busy(queue) ? readers : most_busy(queue);
+    int64_t wanted = readers > 1 ? job->left_nbytes / (RANGES_EACH * readers) : job->left_nbytes;
+    wanted = wanted > LEAST_RANGE_NBYTES ? wanted : LEAST_RANGE_NBYTES;
+    while (stop < plan->num_items && nbytes < wanted)
+        nbytes += plan->items[stop++].nbytes;
+    if (start == stop)
+        return 0;
+    job->next_item = stop;
+    job->left_nbytes -= nbytes;
+    job->under_way++;
+    int wakes = job->left_nbytes >= WOKEN_NBYTES && !job->is_own && offer(queue);
+    w->batch = job->wish.serial;
+    pthread_mutex_unlock(&queue->lock);
+    if (wakes)
+        pthread_cond_signal(&queue->work); /* that thread will wake the next one */
+    int64_t begin = now_ns();
+    int64_t refused = h5async_read_batch(job->plan, queue->fields, job->targets, queue->sources, w,
+                                         start, stop);
+    int64_t taken = now_ns() - begin;
+    pthread_mutex_lock(&queue->lock);
+    job->under_way--, job->work_ns += taken;
+    queue->is_cold = !plan->was_cached;
+    if (refused > 0)
+        job->refused += refused;
+    return refused < 0;
+}
+
+/* Do a piece of a batch's work. Holds the lock, but not meanwhile. Returns NEXT_NOTHING where there is
+   more of it, or other threads are at it; NEXT_READY; NEXT_END; or its slot, where work is left. */
+static int64_t advance(Queue *queue, Job *job, Worker *w)
+{
+    if (queue->is_remote) {
+        job->state = IN_PLAN;
+        return job - queue->jobs;
+    }
+    if (job->state == TO_PLAN)
+        plan_job(queue, job, w);
+    if (read_range(queue, job, w))
+        return NEXT_END;
+    if (job->next_item < job->plan->num_items || job->under_way)
+        return NEXT_NOTHING;
+    if (job->is_dropped) {
+        end_job(job);
+        return NEXT_NOTHING;
+    }
+    if (!job->is_planned || job->refused || job->wish.needs_python) {
+        job->state = WITH_PYTHON;
+        return job - queue->jobs;
+    }
+    job->state = READY_JOB;
+    int64_t fill_ns = job->work_ns < MOST_FILL_NS ? job->work_ns : MOST_FILL_NS;
+    queue->fill_ns = (queue->fill_ns + fill_ns) / 2;
+    pthread_mutex_unlock(&queue->lock); /* the consumer needs it at once; to wake it takes long */
+    h5async_wake(queue);
+    pthread_mutex_lock(&queue->lock);
+    return NEXT_READY;
+}
+
+/* Wait for work. Holds the lock, but not meanwhile. */
+static void wait_for_work(Queue *queue)
+{
+    uint32_t seen = atomic_load(&queue->offers);
+    if (queue->idle_since_ns == 0)
+        queue->idle_since_ns = now_ns();
+    int64_t num_awake = queue->num_here - queue->num_idle + 1; /* the consumer needs a core, too */
+    if (queue->spinners == 0 && num_awake <= queue->num_cores && queue->idle_ns <= SPIN_NS) {
+        queue->spinners = 1;
+        pthread_mutex_unlock(&queue->lock);
+        spin(&queue->offers, seen);
+        pthread_mutex_lock(&queue->lock);
+        queue->spinners = 0;
+        uint32_t offers = atomic_load(&queue->offers) - seen;
+        if (offers > 1 && queue->num_idle && num_busy(queue) < most_busy(queue))
+            pthread_cond_signal(&queue->work); /* nobody was woken for them */
+        if (offers || next_job(queue) != NULL)
+            return;
+    }
+    queue->num_idle++;
+    pthread_cond_wait(&queue->work, &queue->lock);
+    queue->num_idle--;
+}
+
+/* Do work that needs no Python, and return a batch's slot where it has left some. Or, where a thread
+   `stays`, NEXT_TICKET, or NEXT_END, after which it need not come again; else, at the end of a batch's
+   work, as `advance`. Many threads call this, each with a worker of its own. */
+PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
+{
+    int64_t next = NEXT_NOTHING;
+    pthread_mutex_lock(&queue->lock);
+    queue->num_here += stays;
+    while (!queue->is_ended && (next == NEXT_NOTHING || (stays && next < 0))) {
+        Job *job = next_job(queue);
+        if (stays && queue->tickets) {
+            queue->tickets--;
+            next = NEXT_TICKET;
+            break;
+        }
+        if (job != NULL && next != NEXT_END)
+            next = advance(queue, job, w);
+        else if (stays) /* closed, where NEXT_END: the end will be told right now */
+            wait_for_work(queue);
+        else
+            break;
+    }
+    queue->num_here -= stays;
+    if (queue->is_ended)
+        next = NEXT_END;
+    else if (stays && queue->num_idle && next_job(queue) != NULL) /* which this thread does not come for */
+        pthread_cond_signal(&queue->work);
+    pthread_mutex_unlock(&queue->lock);
+    w->returned_ns = now_ns();
+    return next;
+}
