@@ -135,7 +135,8 @@ def cases(shape: tuple[int, int]) -> dict[str, tuple[ImageField, Any, tuple[int,
 
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> list[dict[str, Any]]:
     points = []
-    for what, shape in SHAPES.items():
+    for what in options.only or SHAPES:
+        shape = SHAPES[what]
         images = jpegs(options.images, shape)
         path = folder / f"{what}.h5"
         with h5py.File(path, "w") as file:
@@ -192,12 +193,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--only", nargs="*", choices=list(SHAPES), help="sizes; default: all")
     parser.add_argument("--quick", action="store_true", help="few and small: no figures to quote")
     parser.add_argument("--out", type=Path, help="folder for the results; default: scripts/results")
     options = parser.parse_args()
     if options.quick:
         options.images, options.repeats, options.batch_size = 32, 1, 8
-    elif options.out is None:
+    elif options.out is None and not options.only:
         options.out = RESULTS
     with tempfile.TemporaryDirectory() as folder:
         points = measure(options, Path(folder), Console())

@@ -11,10 +11,10 @@ are 1, and AnnData writes the file, raw or behind gzip, in the chunks that it ch
 - full: against AnnLoader over AnnData in backed mode.
 
 What no loader can pass, two threads do with nothing else to do. Window: they read and decode each
-chunk once, by `pread` and libdeflate, and copy no row. Full: of each batch of random rows, they
-read and decode the chunks that it touches, once; raw, the bytes of each row, to their places in a
-batch.
-Raw, each is measured with `pread`, and copying out of a map.
+chunk once, by `pread` and libdeflate, and copy no row; raw, to memory of a batch's size, since each
+byte of a batch has to be written. Full: of each batch of random rows, they read and decode the
+chunks that it touches, once; raw, the bytes of each row, to their places in a batch. Raw, each is
+measured with `pread`, and copying out of a map.
 
 Needs anndata, scdataset and torch. Without annbatch, which needs Python 3.12, it is left out.
 """
@@ -55,7 +55,7 @@ MIXED = 4096  # cells that a window mixes
 BLOCK, CHUNK = 32, 256  # of scDataset and annbatch: cells that are read together
 STORED = {"raw": None, "gzip": "gzip"}
 TARGETS = {
-    ("raw", "window"): {"scDataset": 15, "annbatch": 7, "bound": 0.7},
+    ("raw", "window"): {"scDataset": 15, "annbatch": 7, "bound": 0.8},
     ("gzip", "window"): {"scDataset": 6, "annbatch": 1, "bound": 0.7},
     ("raw", "full"): {"AnnLoader": 25, "bound": 0.8},
     ("gzip", "full"): {"AnnLoader": 4.5, "bound": 0.8},
@@ -173,14 +173,16 @@ class Loops:
         address = self.mapped.ctypes.data if is_mapped else None
         return scratch, np.ones(nbytes, np.uint8), state, address
 
-    def once(self, seed: int, is_mapped: bool, at_once: int = 16) -> Iterator[int]:
+    def once(self, seed: int, is_mapped: bool, batch_size: int) -> Iterator[int]:
         """Read and decode each chunk in random order; yield how many cells lie there."""
-        rng, memory = np.random.default_rng(seed), self._memory(4 * self.chunk, is_mapped)
-        mean = self.indptr[-1] / (self.indptr.size - 1)
+        rng, mean = np.random.default_rng(seed), self.indptr[-1] / (self.indptr.size - 1)
+        at_once = max(1, round(batch_size * mean / self.chunk))
+        places = 4 * self.chunk * np.arange(2 * at_once) if self.is_raw else None
+        memory = self._memory(4 * self.chunk * (2 * at_once if self.is_raw else 1), is_mapped)
         while True:
             order = rng.permutation(self.chunks.shape[1])
             for begin in range(0, order.size - at_once, at_once):
-                self._read(self.chunks[:, order[begin : begin + at_once]], None, memory)
+                self._read(self.chunks[:, order[begin : begin + at_once]], places, memory)
                 yield round(at_once * self.chunk / mean)
 
     def random(self, seed: int, is_mapped: bool, batch_size: int) -> Iterator[int]:
@@ -216,11 +218,13 @@ class Loops:
         return np.concatenate(pieces), np.concatenate((places[:-1], places[:-1] + places[-1]))
 
 
-def bare(loops: Loops, what: str, work: Callable[[int, bool], Iterator[int]]) -> dict[str, Way]:
+def bare(
+    loops: Loops, what: str, work: Callable[[int, bool, int], Iterator[int]], batch_size: int
+) -> dict[str, Way]:
     """Return bare loops in as many threads as a reader has, by name."""
     kinds = {"pread": False} | ({"map": True} if loops.is_raw else {})
     return {
-        f"{what}, {kind}": threaded([work(i, is_mapped) for i in range(THREADS)])
+        f"{what}, {kind}": threaded([work(i, is_mapped, batch_size) for i in range(THREADS)])
         for kind, is_mapped in kinds.items()
     }
 
@@ -328,7 +332,7 @@ def measure(bench: Bench, batch_size: int, cells: sp.csr_matrix) -> None:
         loops, ways = Loops(path), {}
         if shuffle == "window":
             name, way = of_scdataset(path, batch_size, bench.options.seconds)
-            ways = {name: way} | bare(loops, "each chunk once", loops.once)
+            ways = {name: way} | bare(loops, "each chunk once", loops.once, batch_size)
             targets = [("scDataset", name)]
             if has_annbatch:
                 ways["annbatch"] = of_annbatch(bench.folder / "raw.h5ad", batch_size)
@@ -336,7 +340,7 @@ def measure(bench: Bench, batch_size: int, cells: sp.csr_matrix) -> None:
         else:
             what = "random rows" if loops.is_raw else "chunks of random rows"
             ways = {"AnnLoader": of_annloader(path, batch_size)}
-            ways |= bare(loops, what, functools.partial(loops.random, batch_size=batch_size))
+            ways |= bare(loops, what, loops.random, batch_size)
             targets = [("AnnLoader", "AnnLoader")]
         targets += [("bound", name) for name in ways if name.endswith(("pread", "map"))]
         with ours(path, shuffle, batch_size, cells) as reader:

@@ -23,6 +23,7 @@ import psutil
 import ray
 from bench_ray import IMAGES, write_files
 
+KILLS = 12  # and then all is read: a task that its worker's death ends begins anew
 ROWS, WORKERS, LOST_AT = 1003, 4, 5  # of the elastic epoch; it loses a node at this step
 
 
@@ -33,8 +34,8 @@ def anonymous_mb() -> float:
 
 
 def kill_readers(kills: list[int], ended: threading.Event) -> None:
-    """Kill a random process that reads, now and then."""
-    while not ended.wait(random.uniform(4, 12)):
+    """Kill random processes that read, or import Ray in order to, which takes them 3 s."""
+    while len(kills) < KILLS and not ended.wait(random.uniform(1, 6)):
         names = [(one, one.info["cmdline"]) for one in psutil.process_iter(["cmdline"])]
         reading = [one for one, name in names if name and name[0].startswith("ray::Read")]
         if reading:

@@ -11,6 +11,8 @@ def start_cluster(**options: Any) -> None:
     import ray
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    # A busy machine is not a dead node.
+    os.environ |= {"RAY_health_check_timeout_ms": "60000", "RAY_health_check_period_ms": "10000"}
     ray.init(
         address="local",  # not one that others run here
         num_cpus=2,

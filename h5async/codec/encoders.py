@@ -127,13 +127,12 @@ def _parse_filter(word: str, text: str) -> Filter:
 
 def spell_filters(filters: Sequence[Filter]) -> str:
     """Return how a pipeline is spelled; filters without a spelling have their names."""
-    return "+".join(map(_spell_filter, filters)) or "none"
-
-
-def _spell_filter(entry: Filter) -> str:
-    same = ((name, one) for name, one in _SPELLINGS.items() if one.number == entry.number)
-    found = (one.spell(name, entry.parameters) for name, one in same)
-    return next(filter(None, found), entry.label)
+    spelled = []
+    for entry in filters:
+        same = ((name, one) for name, one in _SPELLINGS.items() if one.number == entry.number)
+        found = (one.spell(name, entry.parameters) for name, one in same)
+        spelled.append(next(filter(None, found), entry.label))
+    return "+".join(spelled) or "none"
 
 
 def set_filters(plist: h5py.h5p.PropDCID, filters: Sequence[Filter]) -> None:

@@ -230,13 +230,6 @@ def is_safe_in_threads(number: int) -> bool:
     return not _TRAITS.get(number, _TAKES_TURNS) & _TAKES_TURNS
 
 
-def has_hdf5(number: int) -> bool:
-    """Tell whether HDF5 can undo a filter in this process; imports hdf5plugin if necessary."""
-    if not h5py.h5z.filter_avail(number) and folders_of_hdf5plugin():
-        import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
-    return bool(h5py.h5z.filter_avail(number))
-
-
 def _folders() -> tuple[Path, ...]:
     """Return the folders where HDF5 looks for plugins, in its order, then that of hdf5plugin."""
     found = []
@@ -440,4 +433,8 @@ def _registered(number: int, parameters: Parameters) -> CoreFilter | None:
 
 def is_known_to_hdf5(entry: Filter) -> bool:
     """Tell whether HDF5 can undo a filter in this process, maybe by a plugin of hdf5plugin."""
-    return entry.number == CONVERSION or has_hdf5(entry.number)
+    if entry.number == CONVERSION or h5py.h5z.filter_avail(entry.number):
+        return True
+    if folders_of_hdf5plugin():
+        import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
+    return bool(h5py.h5z.filter_avail(entry.number))

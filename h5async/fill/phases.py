@@ -168,15 +168,14 @@ class Phases:
     # --- plan -------------------------------------------------------------------------------------
 
     def _plan(self, batch: _Fill) -> None:
-        request = batch.request
-        self._calls.before_fill(request.slot)
-        with self._reader.stage("plan", request.serial):
-            if batch.samples is None:
-                samples = self._reader.samplings.samples(request)
-                batch.samples, batch.skipped = self._reader.damage.left_out(samples)
-            batch.plans = self._plans(batch)
+        self._calls.before_fill(batch.request.slot)
+        work = partial(self._plans, batch)
+        batch.plans = self._reader.timed("plan", batch.request.serial, work)
 
     def _plans(self, batch: _Fill) -> BatchPlan:
+        if batch.samples is None:
+            samples = self._reader.samplings.samples(batch.request)
+            batch.samples, batch.skipped = self._reader.damage.left_out(samples)
         if self._resident is not None:
             batch.generation = self._resident.generation
         if self._resident is None or not self._resident.has(batch.index):
@@ -299,8 +298,12 @@ class Phases:
         self._begin(batch, works, self._finish, meanwhile)
 
     def _decode_images(self, batch: _Fill, images: DecodedBatch, end: int) -> None:
-        with self._reader.stage("decode", batch.request.serial, self._images_field):
-            images.work(lambda: batch.error is not None or self._pool.is_stopped, end)
+        must_end = partial(self._is_over, batch)
+        work = partial(images.work, must_end, end)
+        self._reader.timed("decode", batch.request.serial, work, self._images_field)
+
+    def _is_over(self, batch: _Fill) -> bool:
+        return batch.error is not None or self._pool.is_stopped
 
     # --- postprocess ------------------------------------------------------------------------------
 
@@ -322,9 +325,9 @@ class Phases:
 
     def _postprocessed(self, batch: _Fill, arrays: tuple[Any, ...]) -> dict[str, Any]:
         assert self._postprocess is not None
-        with self._reader.stage("postprocess", batch.request.serial):
-            where = f"{self._reader.file}: postprocess of {batch.request}"
-            return self._postprocess(arrays, batch.request, batch.index, where)
+        request, where = batch.request, f"{self._reader.file}: postprocess of {batch.request}"
+        work = partial(self._postprocess, arrays, request, batch.index, where)
+        return self._reader.timed("postprocess", request.serial, work)
 
     def _let_go(self, batch: _Fill) -> None:
         if self._fetcher is not None:

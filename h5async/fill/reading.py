@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Names
 from contextlib import ExitStack, contextmanager
 from ctypes import c_int32
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,7 @@ from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder, StageTimes, ThreadCounts
 
+T = TypeVar("T")
 BatchPlan = Sequence[ReadPlan]  # of one batch, by field; at the end, of several
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
@@ -484,19 +486,20 @@ class BatchReader:
     ) -> None:
         timeline = self.recorder.timeline
         batch = NO_BATCH if timeline is None else timeline.batch_here()
-        with self.stage("transform", batch, field):
-            self._transforms[field](raw, out, index)
+        work = partial(self._transforms[field], raw, out, index)
+        self.timed("transform", batch, work, field)
 
-    @contextmanager
-    def stage(self, name: str, batch: int, field: int | str = NO_FIELD) -> Iterator[None]:
-        """Count, and record, the time that a thread takes for a stage of a batch."""
+    def timed(
+        self, stage: str, batch: int, work: Callable[[], T], field: int | str = NO_FIELD
+    ) -> T:
+        """Do a stage of a batch; count, and record, the time that it takes this thread."""
         begin = time.perf_counter_ns()
         try:
-            with self.recorder.ranges(name):
-                yield
+            with self.recorder.ranges(stage):
+                return work()
         finally:
-            self.times.add(name, begin)
-            self.recorder.note(name, begin, batch, field)
+            self.times.add(stage, begin)
+            self.recorder.note(stage, begin, batch, field)
 
     def record(self, trace: CoreTrace | None) -> None:
         """Have the core note what it does from now on, in all threads; None: stop."""

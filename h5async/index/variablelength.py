@@ -30,7 +30,7 @@ from h5async.io.references import IS_SHARED, header_messages
 
 _SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes
 DAMAGED = "; the file is damaged"
-DATASPACE, FILL_VALUE, LAYOUT = 0x0001, 0x0005, 0x0008  # types of messages
+DATASPACE, FILL_VALUE, LAYOUT, MODIFIED = 0x0001, 0x0005, 0x0008, 0x0012  # types of messages
 _UNKNOWN = "an object header of an unknown form"
 
 

@@ -77,13 +77,19 @@ class WindowOrder(Order):
 
     Unit i is samples ``bounds[i]`` to ``bounds[i + 1]``: int64 (n + 1,), ascending from 0. The
     units, in the order in which they start, may be cut into pieces; this is the order of one:
-    of samples ``piece[0]`` to ``piece[1]``. Only a unit at a cut belongs to two pieces.
+    of samples ``piece[0]`` to ``piece[1]``. Only a unit at a cut belongs to two pieces. `drawn`,
+    int64, has the samples that come in place of these numbers.
     """
 
     def __init__(
-        self, bounds: Int64s, window: int, seed: int, piece: tuple[int, int] | None = None
+        self,
+        bounds: Int64s,
+        window: int,
+        seed: int,
+        piece: tuple[int, int] | None = None,
+        drawn: Int64s | None = None,
     ) -> None:
-        self._bounds = np.ascontiguousarray(bounds, np.int64)
+        self._bounds, self._drawn = np.ascontiguousarray(bounds, np.int64), drawn
         self._size = size = int(np.diff(bounds).max(initial=1))
         self.window = window
         self._seed = seed
@@ -98,7 +104,7 @@ class WindowOrder(Order):
 
     def piece(self, begin: int, end: int) -> WindowOrder:
         """Return the order of one piece."""
-        return WindowOrder(self._bounds, self.window, self._seed, (begin, end))
+        return WindowOrder(self._bounds, self.window, self._seed, (begin, end), self._drawn)
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
@@ -115,7 +121,8 @@ class WindowOrder(Order):
         for number in range(first, last):
             offset = int(table.begin[number])
             found.append(self._block(epoch, number)[max(0, start - offset) : stop - offset])
-        return np.concatenate(found)
+        places: Int64s = np.concatenate(found)
+        return places if self._drawn is None else self._drawn[places]
 
     def run(self, epoch: int, start: int, stop: int) -> Run | None:
         """Return the same as a run; None if there is no core."""
@@ -139,14 +146,15 @@ class WindowOrder(Order):
 
     def _mapping(self, core: Core, table: _Table, epoch: int) -> NDArray[np.uint64]:
         arrays = *table[:3], self._bounds, self._delay, table.begin
+        drawn = 0 if self._drawn is None else address(self._drawn)
         rounds = self._group_rounds, self._block_rounds
         sizes = table.unit.size, self._size, self.window, *rounds, table.begin.size - 1
         nbytes = self._block_rounds * self._size * _PLACE_NBYTES
         blocks = core.new_store(_BLOCKS_KEPT * nbytes, nbytes, False)
         keys = tuple(round_keys(self._seed, epoch, "window").tolist())
-        struct = core.Window(*map(address, arrays), *sizes, blocks, keys)
+        struct = core.Window(*map(address, arrays), drawn, *sizes, blocks, keys)
         found: Any = (ctypes.c_uint64 * 9)(1, 0, ctypes.addressof(struct))
-        found.held = struct, arrays
+        found.held = struct, arrays, self._drawn
         call_when_gone(found, core.free_store, found[2] + core.Window.blocks.offset)
         return np.frombuffer(found, np.uint64)
 
@@ -329,12 +337,14 @@ class DrawnOrder(Order):
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
-        drawn, order = self._epoch(epoch)
-        found: Int64s = drawn[order.samples(epoch, start, stop)]
-        return found
+        return self._epoch(epoch).samples(epoch, start, stop)
 
-    def _new_epoch(self, epoch: int) -> tuple[Int64s, Order]:
-        """Return the draws of an epoch, sorted by their unit, and the order in which they come."""
+    def run(self, epoch: int, start: int, stop: int) -> Run | None:
+        """Return the same as a run; None if the core cannot compute them."""
+        return self._epoch(epoch).run(epoch, start, stop)
+
+    def _new_epoch(self, epoch: int) -> Order:
+        """Return the order of an epoch: its draws are sorted by their unit first."""
         count, batch_size, ranks = self._sizes
         drawn = self._draws.samples(epoch, 0, count)
         unit = self._units_of(drawn)
@@ -345,8 +355,8 @@ class DrawnOrder(Order):
         parts = -(-sizes // most)
         inside = numbers_in(0, parts) * np.repeat(sizes, parts) // np.repeat(parts, parts)
         begins = np.repeat(np.cumsum(sizes) - sizes, parts) + inside
-        whole = WindowOrder(np.append(begins, count), self._window, self._seed)
-        return drawn, whole if ranks == 1 else DealtOrder(whole, ranks, count, batch_size)
+        whole = WindowOrder(np.append(begins, count), self._window, self._seed, None, drawn)
+        return whole if ranks == 1 else DealtOrder(whole, ranks, count, batch_size)
 
     def _units_of(self, samples: Int64s) -> Int64s:
         size = int(self._bounds[1]) if self._bounds.size > 1 else 1

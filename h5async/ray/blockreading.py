@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -168,7 +168,7 @@ class BlockPlan:
 
     def open(self) -> AsyncReader:
         """Open the dataset; ReadError if its files are not those of the plan."""
-        reader = AsyncReader(self.config)
+        reader: AsyncReader = self._tried(lambda: AsyncReader(self.config))
         for name, layout in reader._engine.setup.layouts.items():
             if fingerprint([layout]) != self.fingerprints[name]:
                 reader.close()
@@ -182,22 +182,23 @@ class BlockPlan:
     def read(self, reader: AsyncReader, begin: int, end: int) -> pa.Table:
         """Return a block of the samples at positions `begin` to `end`."""
         samples = self.selection.samples(np.arange(begin, end))
-        for attempt in itertools.count(1):
-            try:
-                batch = reader._engine.delivery.read(samples, _block_memory)
-                break
-            except OSError as error:
-                if attempt == _ATTEMPTS or not self._is_retried(error):
-                    raise
-                time.sleep(min(2**attempt, _MOST_SECONDS) * random.random())
+        batch = self._tried(lambda: reader._engine.delivery.read(samples, _block_memory))
         if not self.columns:
             return pa.table({_STUB: pa.nulls(batch.size)})
         block = block_of(batch, self.further).select(list(self.columns))
         return block.rename_columns(list(self.columns.values()))
 
-    def _is_retried(self, error: OSError) -> bool:
-        text = str(error)
-        return any(one in text or re.search(one, text) for one in self.retried)
+    def _tried(self, function: Callable[[], Any]) -> Any:
+        """Return the result of a function, which is called again after errors of `retried`."""
+        for attempt in range(1, _ATTEMPTS):
+            try:
+                return function()
+            except OSError as error:
+                text = str(error)
+                if not any(one in text or re.search(one, text) for one in self.retried):
+                    raise
+            time.sleep(min(2**attempt, _MOST_SECONDS) * random.random())
+        return function()
 
 
 @dataclass(frozen=True)

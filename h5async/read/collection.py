@@ -248,31 +248,30 @@ class Collection:
         `ReadError` names file, dataset and chunk or sample; what is damaged is added to `damage`
         instead, if given. `ReaderClosedError` is raised if the items are no longer wanted.
         """
-        refused = self.refused(batch)
+        refused, found = self.refused(batch), dict[int, DamagedError]()
         sources = self._items(batch)["source"][refused]
         for number in np.unique(sources).tolist():
             numbers = refused[sources == number].tolist()
-            found: list[DamagedError] | None = None if damage is None else []
-            work = partial(self._read_again, batch, numbers, scratch, found)
+            items = batch, numbers, scratch, None if damage is None else found
             if self.tables.is_far[number]:
-                self._read_far_again(batch, numbers, scratch, damage)
+                self._read_far_again(*items)
             else:
-                self.rereader.read(number, work)
-            if damage is not None:
-                damage += found or ()
+                self.rereader.read(number, partial(self._read_again, *items))
+        if damage is not None:
+            damage += found.values()
 
     def _read_again(
         self,
         batch: SlotBatch,
         numbers: Sequence[int],
         scratch: Scratch,
-        damage: list[DamagedError] | None,
+        damage: dict[int, DamagedError] | None,
         file: Any,
         is_written: bool,
     ) -> None:
-        if damage is not None:
-            damage.clear()  # the file has changed since
         for number in numbers:
+            if damage is not None:
+                damage.pop(number, None)  # the file has changed since
             if self._reads_again(batch, number, scratch, file):
                 continue
             failure = scratch.worker(self._core).struct.failure
@@ -280,7 +279,7 @@ class Collection:
                 continue  # reported when they are delivered
             error = self._error_of(batch, number, scratch, file)
             if isinstance(error, DamagedError) and damage is not None and not is_written:
-                damage.append(error)
+                damage[number] = error
             elif error is not None:
                 raise error
 
@@ -289,7 +288,7 @@ class Collection:
         batch: SlotBatch,
         numbers: Sequence[int],
         scratch: Scratch,
-        damage: list[DamagedError] | None,
+        damage: dict[int, DamagedError] | None,
     ) -> None:
         """Fetch items of a source that is no local file, and read them.
 
@@ -306,10 +305,7 @@ class Collection:
             file, source = self._core.File(), int(self._items(batch)["source"][number])
             self._core.open_again(self.tables.sources, source, ctypes.byref(file))
             file.fetched, file.num_fetched = batch.plan.fetched, batch.plan.num_fetched
-            found: list[DamagedError] | None = None if damage is None else []
-            self._read_again(batch, [number], scratch, found, file, False)
-            if damage is not None:
-                damage += found or ()
+            self._read_again(batch, [number], scratch, damage, file, False)
         self.hold(batch, None)
 
     def _error_of(

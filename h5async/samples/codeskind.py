@@ -167,7 +167,8 @@ class LabelsKind(FieldKind):
         several = list(map(texts_of, known[self.name + CATEGORIES_OF]))
         given = self.field.categories
         if given is True:
-            names: tuple[Any, ...] = _in_order({one for each in several for one in each})
+            every = {one for each in several for one in each}
+            names = tuple(sorted(every, key=lambda name: (isinstance(name, str), name)))
             tables = [_numbers(names, each) for each in several]
         elif isinstance(given, str):
             names, tables = union_of(several)
@@ -204,7 +205,3 @@ def _numbers(names: Sequence[Any], own: Sequence[Any]) -> NDArray[np.int64]:
     """Return, per own category, its position among names, or -2; and -1, for the code -1."""
     position = {name: at for at, name in enumerate(names)}
     return np.array([*(position.get(name, -2) for name in own), -1], np.int64)
-
-
-def _in_order(names: set[Any]) -> tuple[Any, ...]:
-    return tuple(sorted(names, key=lambda name: (isinstance(name, str), name)))

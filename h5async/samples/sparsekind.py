@@ -174,7 +174,9 @@ class SparseKind(FieldKind):
             place[here] = places[indices[here]]
         kept = place >= 0
         ends = np.concatenate(([0], np.cumsum(kept)))[offsets]
-        dtype = _index_dtype(indices.dtype, self.shape.columns)
+        dtype = indices.dtype  # the file may have fewer columns than are chosen
+        if self.shape.columns - 1 > np.iinfo(dtype).max:
+            dtype = np.dtype(np.int32 if self.shape.columns <= 1 << 31 else np.int64)
         return values[kept], place[kept].astype(dtype, copy=False), ends
 
     def _no_column(
@@ -194,12 +196,6 @@ class SparseKind(FieldKind):
     def counted(self, rows: SpanRows) -> NDArray[Any] | int | None:
         """Return the number of values in each row; None for dense rows."""
         return None if self.field.dense else rows.all_lengths()
-
-
-def _index_dtype(stored: np.dtype[Any], columns: int) -> np.dtype[Any]:
-    """Return the dtype for indices of chosen columns; the file may have fewer columns."""
-    fits = columns - 1 <= np.iinfo(stored).max
-    return stored if fits else np.dtype(np.int32 if columns <= 1 << 31 else np.int64)
 
 
 def _are_outside(indices: NDArray[Any], columns: int) -> NDArray[np.bool_]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import AsyncReader
+from h5async.core.binding import address, load_core
 from h5async.order.selection import WeightedOrder
 from h5async.order.window import DrawnOrder, _stable_order
 
@@ -41,6 +43,19 @@ def test_an_epoch_has_the_draws_of_the_weights(
     cut = data.draw(st.integers(0, count))
     parts = order.samples(epoch, 0, cut), order.samples(epoch, cut, count)
     assert np.concatenate(parts).tolist() == found.tolist()
+    with mock.patch("h5async.order.window.load_core", return_value=None):
+        by_numpy = DrawnOrder(draws, bounds, window, 3, (count, batch_size, ranks))
+        assert by_numpy.samples(epoch, 0, count).tolist() == found.tolist()
+
+
+def test_the_core_computes_its_batches():
+    order = DrawnOrder(WeightedOrder(np.ones(500), 0), np.arange(0, 501, 10), 8, 0, (500, 4, 1))
+    core, samples = load_core(), np.empty(40, np.int64)
+    if core is None:
+        pytest.skip("there is no core")
+    begin, mapping = order.run(1, 60, 100)
+    assert core.window_samples(int(mapping[2]), address(samples), begin, 40)
+    assert samples.tolist() == order.samples(1, 60, 100).tolist()
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=50))

@@ -418,19 +418,28 @@ def test_a_file_that_changed_is_an_error(paths):
 
 def test_errors_that_ray_retries_are_tried_again(paths, monkeypatch):
     monkeypatch.setattr(blockreading.time, "sleep", lambda seconds: None)
-    made, failures = source(paths), iter(["AWS Error SLOW_DOWN", "AWS Error SLOW_DOWN"])
+    made, failures = source(paths), iter([])
     read = Delivery.read
 
-    def failing(*args):
-        for text in failures:
-            raise ReadError(text)
-        return read(*args)
+    def failing(function):
+        def may_fail(*args):
+            for text in failures:
+                raise ReadError(text)
+            return function(*args)
+
+        return may_fail
 
     tasks = made.get_read_tasks(1)
-    monkeypatch.setattr(Delivery, "read", failing)
-    assert pa.concat_tables(tasks[0]()).num_rows == 321
+    monkeypatch.setattr(Delivery, "read", failing(read))
+    monkeypatch.setattr(blockreading, "AsyncReader", failing(AsyncReader))
+    for _ in ("opening", "reading"):
+        failures = iter(["AWS Error SLOW_DOWN"] * 2)
+        assert pa.concat_tables(tasks[0]()).num_rows == 321
     failures = iter(["something else"])
     with pytest.raises(ReadError, match="something else"):
+        list(tasks[0]())
+    failures = iter(["AWS Error SLOW_DOWN"] * 10)
+    with pytest.raises(ReadError, match="SLOW_DOWN"):
         list(tasks[0]())
 
 

@@ -8,6 +8,7 @@ typedef struct {
     const int64_t *bounds;              /* by unit: its first sample, and behind the last unit */
     const int64_t *delay;               /* [size], ascending */
     const int64_t *begin;               /* by block: its first position, and behind the last block */
+    const int64_t *drawn;               /* what the numbers stand for that come of all this; or NULL */
     int64_t num_units, size, window, group_rounds, block_rounds, num_blocks;
     Store *blocks;
     uint64_t keys[ROUNDS];
@@ -216,7 +217,7 @@ static void find_places(const Window *w, int64_t first_round, const uint32_t *pl
 PUBLIC int64_t h5async_window_samples(const Window *w, int64_t *samples, int64_t start, int64_t count)
 {
     Domain known[NUM_DOMAINS] = {{0, 0, 0}};
-    const int64_t nbytes = w->block_rounds * w->size * (int64_t)sizeof(uint32_t);
+    const int64_t all = count, nbytes = w->block_rounds * w->size * (int64_t)sizeof(uint32_t);
     int64_t block = 0, high = w->num_blocks, is_good = nbytes / 4 <= UINT32_MAX;
     FIND_LAST(block, high, at, w->begin[at] <= start)
     while (is_good && count > 0) {
@@ -239,5 +240,7 @@ PUBLIC int64_t h5async_window_samples(const Window *w, int64_t *samples, int64_t
         free(own);
         samples += here, start += here, count -= here, block++;
     }
+    for (int64_t i = 1; w->drawn != NULL && is_good && i <= all; i++)
+        samples[-i] = w->drawn[samples[-i]];
     return is_good;
 }
