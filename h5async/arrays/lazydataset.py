@@ -170,9 +170,10 @@ class Dataset:
         try:
             is_same_process = self._num_forks == lifetime.num_forks
             if reader is not None and is_same_process and new_dtype is None:
-                found = None
-                with suppressing(SelectionError):  # names may be among the indices
+                try:
                     found = reader.read_small(key)
+                except SelectionError:  # names may be among the indices
+                    found = None
                 if found is not None:
                     return found
             return self._get(key, new_dtype)
