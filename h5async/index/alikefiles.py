@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from h5async.index.hdf5 import NotDirectError, Opened
 from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.storedtypes import DATASPACE, LAYOUT, MODIFIED, message_of
 from h5async.index.tables import ChunkTable, grid_of
-from h5async.index.variablelength import DATASPACE, LAYOUT, MODIFIED, message_of
 from h5async.io.hdf5files import HDF5File
 from h5async.io.metadatafile import MetadataFile
 from h5async.io.references import SIGNATURE
@@ -78,18 +78,19 @@ class Alike:
         self._count[key] += 1
         if self._count[key] <= FEW_FILES or self._unlike >= _MOST_UNLIKE:
             return {}
-        if not self._is_any_written():
-            with suppressing(Exception), open_regular(name) as file:
-                source = LocalSource(file.fileno())
-                stamp = settled(source.stamp)
-                found = self._find(name, stamp, source, patterns)
-                if not found:
-                    self._unlike += 1
-                    found, pattern = _noted(name, stamp, source, read)
-                    if pattern is not None:
-                        patterns[:] = [pattern, *patterns[: _MOST_PATTERNS - 1]]
-                if source.stamp() == stamp:
-                    return found
+        with suppressing(Exception), open_regular(name) as file:
+            if self._is_any_written():
+                return {}
+            source = LocalSource(file.fileno())
+            stamp = settled(source.stamp)
+            found = self._find(name, stamp, source, patterns)
+            if not found:
+                self._unlike += 1
+                found, pattern = _noted(name, stamp, source, read)
+                if pattern is not None:
+                    patterns[:] = [pattern, *patterns[: _MOST_PATTERNS - 1]]
+            if source.stamp() == stamp:
+                return found
         return {}
 
     def _is_any_written(self) -> bool:

@@ -295,19 +295,19 @@ class Repacking:
         options, axis, first = self._options, source.axis, source.first
         shape = (*first.extents[:axis], selection.size, *first.extents[axis + 1 :])
         dtype = options.dtype.get(path)
-        if dtype is not None and (not source.is_plain or first.dtype.kind not in "biufc"):
+        if dtype is not None and (not source.is_plain or source.dtype.kind not in "biufc"):
             raise ConfigError(f"{source.where}: {named('dtype')} is for datasets of numbers")
         if path in self._united.maps and dtype is None:
             dtype = fitting_dtype(source.kind.dtype, self._united.maps[path])
-        if dtype is not None and dtype == first.dtype:
+        if dtype is not None and dtype == source.dtype:
             dtype = None
         chunks, filters = first.chunks, options.filters if is_chosen else None
         encoding = options.encode.get(path, "")
         if encoding:
-            if axis or len(shape) != 4 or shape[3] != 3 or first.dtype != np.uint8:
+            if axis or len(shape) != 4 or shape[3] != 3 or source.dtype != np.uint8:
                 raise ConfigError(
                     f"{source.where}: {named('encode')} is for images, uint8 (samples, height,"
-                    f" width, 3), found {first.dtype} {shape}"
+                    f" width, 3), found {source.dtype} {shape}"
                 )
             dtype, chunks, filters = None, (), None
         most = first.maxshape

@@ -106,6 +106,11 @@ class RowSource:
         return f'{self.files[0].filename}: dataset "{self.path}"'
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of elements; h5py raises any exception if there is none."""
+        return describe(self.first.encoded_type).dtype
+
+    @property
     def is_plain(self) -> bool:
         """Whether a reader delivers the very bytes of elements, except their order."""
         if not self._is_of_one_type:
@@ -170,7 +175,7 @@ class RowSource:
             yield from found
             return
         for one, old in zip(blocks, found, strict=True):
-            yield self._mapped(selection, one, old, dtype or self.first.dtype)
+            yield self._mapped(selection, one, old, dtype or self.dtype)
 
     def _mapped(
         self, selection: Selection, block: Block, old: NDArray[Any], dtype: np.dtype[Any]
