@@ -54,7 +54,8 @@ class H5AsyncArray(BackendArray):
     def __init__(self, file: File, path: str, like: Any, datatype: Any, is_text: bool) -> None:
         self.shape, self.dtype = like.shape, like.dtype
         self._file, self._path = file, path
-        self._view = getattr(datatype, "dtype_view", None)
+        view = getattr(datatype, "dtype_view", None)  # whose members may lack padding
+        self._view = view if view is not None and view.itemsize == like.dtype.itemsize else None
         self._is_text = is_text
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:

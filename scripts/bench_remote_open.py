@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "io"))
 from httpserver import Server, serving
 
 from h5async import ReaderConfig
-from h5async.cli.main import app
+from h5async.cli import app
 from h5async.io.objectstores import RemoteSource, RemoteStore
 from h5async.opening.dataset import open_dataset
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from h5async.core.binding import INDEX_BITS, MOST_ADDRESS, Core, address
 from h5async.errors import ReadError
 from h5async.index.layout import HeapFile
-from h5async.index.variablelength import DAMAGED, Sequences, VariableLength
+from h5async.index.storedtypes import DAMAGED, Sequences, VariableLength
 from h5async.io.source import FileStamp, IoMode
 from h5async.opening.filevalues import _with_heaps
 from h5async.read.collection import Collection

@@ -18,7 +18,7 @@ from netcdf import netcdf4_process
 from typer.testing import CliRunner
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReadError
-from h5async.cli.main import app
+from h5async.cli import app
 from h5async.index.metadata import read_layouts
 from h5async.plan.transform import native_unpack, row_transform
 

@@ -13,7 +13,7 @@ from netcdf import netcdf4_process
 from typer.testing import CliRunner
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig
-from h5async.cli.main import app
+from h5async.cli import app
 
 VALUES = np.arange(5 * 4 * 3, dtype="f4").reshape(4, 5, 3)  # lat, time, lon
 NAMES = ("lat", "time", "lon")

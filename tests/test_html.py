@@ -20,7 +20,7 @@ from h5async import (
     Ragged,
     RaggedField,
 )
-from h5async.html import Bar, box, grid, seconds_text, size_text, table
+from h5async.spelling import Bar, box, grid, seconds_text, size_text, table
 
 VOID = {"br", "hr", "img", "meta"}
 ODD = '<script>alert("1")</script> & <b>'

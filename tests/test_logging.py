@@ -17,15 +17,15 @@ from hdf5files import type_for_h5py
 
 from h5async import AsyncReader
 from h5async.core.binding import load_core
-from h5async.observe import readerlog
 from h5async.opening import limits
+from h5async.reader import engine
 
 needs_core = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 
 
 @pytest.fixture(autouse=True)
 def _nothing_was_warned(monkeypatch, caplog):
-    monkeypatch.setattr(readerlog, "_warned", set())
+    monkeypatch.setattr(engine, "_warned", set())
     caplog.set_level("DEBUG", "h5async")
 
 
@@ -131,7 +131,7 @@ def test_threads_and_chunks_for_which_there_is_no_memory(path, caplog, monkeypat
 
 
 def test_without_the_core_one_warning_says_so(path, caplog, monkeypatch):
-    monkeypatch.setattr(readerlog, "why_no_core", lambda: "the compiled core is missing: slowly")
+    monkeypatch.setattr(engine, "why_no_core", lambda: "the compiled core is missing: slowly")
     for _ in range(2):
         reader_of(path, fields={"a": "labels", "b": "data"}).close()
     assert [text.split(":")[0] for text in at(caplog, "WARNING")] == [

@@ -24,7 +24,7 @@ from h5async import (
     Sequences,
     UnsafeFileError,
 )
-from h5async.cli.main import app
+from h5async.cli import app
 
 COUNTS = (23, 0, 1, 46)  # rows of each file
 ENDS = ((5, 5, 14, 23), (), (1,), (3, 40, 46))

@@ -16,7 +16,7 @@ from pydantic import Field as Bound
 from typer.testing import CliRunner
 
 from h5async import Field, ReaderConfig
-from h5async.cli.main import app
+from h5async.cli import app
 from h5async.cli.options import flag, options_of, reader_options
 from h5async.config.frozen import option
 from h5async.config.values import Int

@@ -165,8 +165,17 @@ class CoreReader:
         self._room = ScratchSize.of([layout])
         self._lanes: list[_Lane] = []
         self._alone_nbytes = _ALONE_NBYTES
-        self._has_buffer, self._pack = _has_buffer(own.dtype), _packer(0)
+        self._pack = _packer(0)
+        self.deliver(own.dtype)
         self._call, self._offset = core.read_selected, core.Selected.samples.offset
+
+    def deliver(self, dtype: np.dtype[Any]) -> None:
+        """Have small selections delivered in a dtype, equal to that of the dataset."""
+        self._dtype, self._has_buffer = dtype, True
+        try:  # arrays that are buffers tell ctypes their address sooner
+            _from_buffer(np.empty(1, dtype))  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            self._has_buffer = False
 
     def _lane(self) -> _Lane:
         try:
@@ -266,15 +275,6 @@ class CoreReader:
         raise NotImplementedError
 
 
-def _has_buffer(dtype: np.dtype[Any]) -> bool:
-    """Tell whether arrays of a dtype are buffers, of which ctypes has the address sooner."""
-    try:
-        _from_buffer(np.empty(1, dtype))  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def strides_of(size: Numbers, itemsize: int) -> list[int]:
     """Return the distances in bytes between neighbours along each dimension, in C order."""
     strides, stride = [], itemsize
@@ -301,7 +301,7 @@ class BoxReader(CoreReader):
             first = next((axis for axis, size in enumerate(own.shape) if size > 1), 0)
             self.cells = [1 if axis == first else max(1, n) for axis, n in enumerate(own.shape)]
 
-    def read_small(self, key: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
+    def read_small(self, key: tuple[Any, ...]) -> Any:
         """Return what a key selects if that is a small box; None if not.
 
         That is what `read_box` does, in as few calls of Python as possible.
@@ -310,7 +310,7 @@ class BoxReader(CoreReader):
         if box is None:
             return None
         begin, size, step, shape = box
-        out = np.empty(shape, dtype)
+        out = np.empty(shape, self._dtype)
         nbytes = out.nbytes
         if not nbytes or self._is_far or not self._is_copied(nbytes):
             return None
@@ -406,7 +406,7 @@ class RowsReader(CoreReader):
         super().__init__(core, layout, own, *more)
         self._layout = layout
 
-    def read_small(self, key: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
+    def read_small(self, key: tuple[Any, ...]) -> Any:
         """Return the rows that a key selects if they are few, and whole; None if not."""
         box = parts_of_box(key, self.own.shape)
         if box is None or self._layout.crop is not None or self._is_far or not self.can_read:
@@ -414,7 +414,7 @@ class RowsReader(CoreReader):
         begin, size, step, shape = box
         if tuple(size[1:]) != self.own.row_shape or step[1:] != [1] * (len(step) - 1):
             return None
-        out = np.empty(shape, dtype)
+        out = np.empty(shape, self._dtype)
         if not out.nbytes or not self._is_copied(out.nbytes):
             return None
         samples = np.arange(begin[0], begin[0] + size[0] * step[0], step[0])

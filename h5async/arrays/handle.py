@@ -34,7 +34,7 @@ from h5async.io.source import FileStamp, changed, settled
 from h5async.io.stores import open_apart, store_of
 from h5async.opening.filevalues import reach_of
 from h5async.reader import lifetime
-from h5async.system.interruptions import interruption, passing, suppressing
+from h5async.system.interruptions import call_when_gone, interruption, passing, suppressing
 from h5async.system.resources import usable_cores
 
 _RECENT = 32  # datasets that have files and memory to read with
@@ -79,6 +79,25 @@ class _Opened(NamedTuple):
 
 
 _kept_files: WeakValueDictionary[int, HDF5File] = WeakValueDictionary()  # of this process
+# What handles that are gone had open. The garbage collector may run while HDF5 calls Python, which
+# must not be made to close anything then.
+_left: list[dict[Any, Any]] = []
+
+
+def _close_soon(held: dict[Any, Any]) -> None:
+    _left.append(held)
+    if not h5py._objects.phil._is_owned():
+        _close_left()
+
+
+def _close_left() -> None:
+    with suppressing(IndexError):  # another thread may be faster
+        while True:
+            held = _left.pop()
+            for one in held.values():
+                if isinstance(one, _Opened):
+                    one.file.close()
+            held.clear()  # (a cycle of `call_when_gone` has it)
 
 
 class Handle:
@@ -113,8 +132,10 @@ class Handle:
         self._lock = threading.RLock()
         self._stamp: FileStamp | None = None
         self.kept_file: _Opened | None = None
+        self.held: dict[Any, Any] = {}  # all that h5py has open for it
+        call_when_gone(self, _close_soon, self.held)
         self._ahead, self._num_forks = Ahead(), lifetime.num_forks
-        self.known: Known = []
+        self.known: Known = self.held.setdefault(_Opened, [])
         self._is_closed = False
 
     def close(self) -> None:
@@ -126,6 +147,7 @@ class Handle:
         """Close what reading has open, until something is read again."""
         with self._lock:
             recent, self._recent, self.kept_file = list(self._recent), {}, None
+            self.held.pop(self.path, None)
             self._ahead.close()
             self._ahead = Ahead()
         for dataset in recent:
@@ -146,6 +168,8 @@ class Handle:
         `ReadError` if the file is not as it was the first time, unless it `may_differ`.
         """
         self.require_open()
+        if _left:
+            _close_left()
         if not self.is_near:  # in turns, so that each thread has what others have fetched
             files.enter_context(self._lock)
             files.enter_context(self._far().used())
@@ -216,6 +240,7 @@ class Handle:
     def _open(self, files: contextlib.ExitStack, may_differ: bool) -> _Opened:
         """Open the file until `files` are closed, or for long if that does no harm."""
         self.kept_file = None
+        self.held.pop(self.path, None)
         file = files.enter_context(open_index(self.path))
         stamp = settled(file.source.stamp)
         if self._stamp is None:
@@ -228,7 +253,7 @@ class Handle:
                 apart = open_apart(str(self.path))
                 if apart.source.stamp() == stamp:
                     _kept_files[id(apart)] = apart
-                    self.kept_file = _Opened(apart, stamp, {}, {})
+                    self.kept_file = self.held[self.path] = _Opened(apart, stamp, {}, {})
                     return self.kept_file
         return _Opened(file, stamp, {}, {})
 

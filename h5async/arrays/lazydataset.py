@@ -112,6 +112,7 @@ class Dataset:
         return value
 
     def _reset(self) -> None:
+        self.file.held.pop(self._path, None)
         self._readers: dict[str, Any] = {}
         self._box_reader: BoxReader | None = None
         self._small_reader: BoxReader | RowsReader | _OpenReader | None = None
@@ -169,7 +170,9 @@ class Dataset:
         try:
             is_same_process = self._num_forks == lifetime.num_forks
             if reader is not None and is_same_process and new_dtype is None:
-                found = reader.read_small(key, self.dtype)
+                found = None
+                with suppressing(SelectionError):  # names may be among the indices
+                    found = reader.read_small(key)
                 if found is not None:
                     return found
             return self._get(key, new_dtype)
@@ -309,12 +312,14 @@ class Dataset:
         if way != "boxes":
             rows = RowsReader(core, *more, is_cut=way == "parts")
             if is_plain and way == "rows":
+                rows.deliver(self.dtype)
                 self._small_reader = rows
             return rows
         reader = BoxReader(core, *more)
         if not reader.can_read:  # it has as many dimensions as HDF5 permits
             return H5pyReader(layout)
         if is_plain:
+            reader.deliver(self.dtype)
             self._box_reader = self._small_reader = reader
         return reader
 
@@ -331,6 +336,7 @@ class Dataset:
             dataset = h5py.Dataset(node, readonly=True)  # so it caches facts
             if self.file.kept_object(self._path) is not None and not self.stored.is_elsewhere:
                 self.file.notes_use(self)
+                self.file.held[self._path] = dataset
                 self._small_reader = _OpenReader(self.file, dataset)
             if selection is not None:  # h5py takes some keys for others, or fails
                 return np.asarray(dataset[key_of(selection)]).reshape(selection.shape)
@@ -353,7 +359,7 @@ class _OpenReader:
     def __init__(self, file: Handle, dataset: h5py.Dataset) -> None:
         self._file, self._kept, self._dataset = file, file.kept_file, dataset
 
-    def read_small(self, key: tuple[Any, ...], _: np.dtype[Any]) -> Any:
+    def read_small(self, key: tuple[Any, ...]) -> Any:
         """Return what a key selects; None if it fails, or the file is not open any more."""
         file = self._file
         if file.kept_file is not self._kept:
@@ -401,8 +407,10 @@ def _converted(values: NDArray[Any], own: np.dtype[Any], dtype: np.dtype[Any]) -
     own, dtype = own.base, dtype.base
     room = np.empty(values.size * max(own.itemsize, dtype.itemsize), np.uint8)
     try:
-        room[: values.nbytes] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        h5py.h5t.convert(h5py.h5t.py_create(own), h5py.h5t.py_create(dtype), values.size, room)
+        raw = np.ascontiguousarray(values, own).reshape(-1).view(np.uint8)  # (scalars are native)
+        room[: raw.size] = raw
+        types = h5py.h5t.py_create(own, logical=True), h5py.h5t.py_create(dtype)
+        h5py.h5t.convert(*types, values.size, room)
         return room[: values.size * dtype.itemsize].view(dtype).reshape(values.shape)
     except (OSError, TypeError) as error:  # also of objects, which have no bytes
         raise SelectionError(f"HDF5 does not convert {own} to {dtype}: {error}") from error

@@ -170,6 +170,12 @@ def selection_of(key: tuple[Any, ...], shape: tuple[int, ...]) -> Selection:
         place = axis - sum(type(part) is int for part in before)
     box = box_of(tuple(parts), shape)
     assert box is not None
+    if index is not None and index.size:
+        is_empty = not all(box.size[:axis] + box.size[axis + 1 :])  # then h5py allows one more
+        if not 0 <= index[0] <= index[-1] < shape[axis] + is_empty:
+            raise SelectionError(
+                f"indices are out of range for dimension {axis} of {shape[axis]} elements: {index}"
+            )
     return Selection(box, index, axis, place)
 
 
@@ -209,7 +215,7 @@ def _plain(part: Any) -> Any:
 
 
 def _ascending(part: NDArray[Any], extent: int, axis: int) -> Int64s:
-    """Return indices that were given as indices or as a mask, counted from the front."""
+    """Return indices that were given as indices or as a mask, counted from the front, unchecked."""
     if part.dtype.kind == "b":
         if part.size != extent:
             raise SelectionError(
@@ -218,10 +224,6 @@ def _ascending(part: NDArray[Any], extent: int, axis: int) -> Int64s:
         return np.flatnonzero(part)
     found = part.astype(np.int64)
     found[found < 0] += extent
-    if found.size and not (0 <= found.min() and found.max() < extent):
-        raise SelectionError(
-            f"indices are out of range for dimension {axis} of {extent} elements: {part}"
-        )
     if (np.diff(found) <= 0).any():
         raise SelectionError("lists of indices must be in increasing order, each index once")
     return found

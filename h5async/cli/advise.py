@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from rich.filesize import decimal
 
 from h5async.cli.bench import speed_of
-from h5async.cli.datasetfacts import Dataset, listed
-from h5async.cli.farfacts import FarCost, far_cost
+from h5async.cli.datasetfacts import Dataset, FarCost, far_cost, listed
 from h5async.cli.options import reader_config, takes_reader
-from h5async.cli.output import Json, Picture, PlotFile, print_json, progress_bar, safe, tidy
+from h5async.cli.output import Json, Picture, PlotFile, counting, print_json, safe, tidy
 from h5async.cli.read import stopping_by_sigterm
 from h5async.config import ReaderConfig
 from h5async.config.files import FileName
@@ -191,17 +190,16 @@ def _measured(
 ) -> list[Finding]:
     """Return what each layout costs and gives; all of them take turns."""
     layouts, trials = layouts_to_try(found), list[Trial]()
-    with progress_bar("measured") as progress:
-        task = progress.add_task("", total=len(layouts) * (1 + rounds))
-        for layout in layouts:
+    with counting("measured") as show:
+        turns = len(layouts) * (1 + rounds)
+        for number, layout in enumerate(layouts):
+            show(number, turns)
             trials.append(trial_of(config, found, values, folder, layout))
-            progress.update(task, advance=1, refresh=True)
-        for _ in range(rounds):
-            for one, trial, changes in trials:
-                for name, changed in changes.items():
-                    speed = samples_per_second(trial, changed, seconds, found.row_nbytes)
-                    one.speeds.setdefault(name, []).append(speed)
-                progress.update(task, advance=1, refresh=True)
+        for number, (one, trial, changes) in enumerate(trials * rounds, len(layouts)):
+            show(number, turns)
+            for name, changed in changes.items():
+                speed = samples_per_second(trial, changed, seconds, found.row_nbytes)
+                one.speeds.setdefault(name, []).append(speed)
     return [trial.finding for trial in trials]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, repeat
 from statistics import median
 from time import perf_counter
@@ -24,11 +23,11 @@ from h5async.cli.output import (
     Json,
     Picture,
     PlotFile,
+    counting,
     files_text,
     limit_text,
     opening,
     print_json,
-    progress_bar,
     safe,
     tidy,
 )
@@ -96,25 +95,24 @@ def judge(ratios: Sequence[float]) -> Verdict:
     return "faster" if low > 1 else "slower" if high < 1 else "unclear"
 
 
-def run_flat_out(
-    config: ReaderConfig, seconds: float, waits: list[float] | None = None
-) -> ReaderStats:
+def _run_flat_out(config: ReaderConfig, seconds: float) -> tuple[ReaderStats, list[float]]:
     """Read batches for some seconds, epoch after epoch; return the reader's statistics.
 
-    `waits` gets the seconds waited for each batch except the first.
+    And the seconds waited for each batch except the first.
     """
+    waits = list[float]()
     with AsyncReader(config) as reader:
         require_batches(reader)
         asked = perf_counter()
         end = asked + seconds
         for batches, _ in enumerate(chain.from_iterable(repeat(reader)), 1):
             now = perf_counter()
-            if waits is not None and batches > 1:
+            if batches > 1:
                 waits.append(now - asked)
             if now >= end and batches >= _LEAST_BATCHES:
                 break
             asked = perf_counter()
-        return reader.stats()
+        return reader.stats(), waits
 
 
 def compare(
@@ -122,19 +120,19 @@ def compare(
     changes: Sequence[Mapping[str, Any]],
     seconds: float,
     rounds: int,
-    tell: Callable[[], None] = lambda: None,
+    tell: Callable[[int, int], None] = lambda done, count: None,
 ) -> list[Trial]:
     """Measure options in turns; return a trial of the options as given, then of each change.
 
-    Each trial reads for `seconds` in `rounds` turns; `tell` is called after each.
+    Each trial reads for `seconds` in `rounds` turns; `tell` is told the turns done, and all.
     """
     trials = [Trial({}), *map(Trial, changes)]
     for number in range(rounds):
         # Each round begins with another trial, so that none always follows the same.
         start = number % len(trials)
         for trial in (*trials[start:], *trials[:start]):
+            tell(sum(len(one.speeds) for one in trials), rounds * len(trials))
             trial.speeds.append(speed_of(config, trial.changed, seconds / rounds))
-            tell()
     given = trials[0].speeds
     for trial in trials:
         pairs = zip(trial.speeds, given, strict=True)
@@ -202,18 +200,16 @@ def bench(
 
     The compared options take turns, after a warm-up. If the turns disagree, there is no verdict.
     """
-    config, waits = reader_config(typed), list[float]()
+    config = reader_config(typed)
     picture = Plot(plot) if plot else None
     with opening():
-        stats = run_flat_out(config, seconds, waits)
+        stats, waits = _run_flat_out(config, seconds)
     if not as_json:
         typer.echo("\n".join(_breakdown(stats)))
         typer.echo(f"\n{safe(limit_text(stats))}\n")
     changes = alternatives(config)
-    with progress_bar("measured") as progress:
-        task = progress.add_task("", total=rounds * (1 + len(changes)))
-        tell = partial(progress.update, task, advance=1, refresh=True)
-        trials = compare(config, changes, seconds, rounds, tell)
+    with counting("measured") as show:
+        trials = compare(config, changes, seconds, rounds, show)
     if picture is not None:
         title = f"h5async bench: {files_text(config.files)}"
         picture.save(title, trials, waits, _times(stats))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from rich.filesize import decimal
 
-from h5async.cli.farfacts import FarCost, far_cost
 from h5async.cli.options import spell_in_shell
+from h5async.config import ReaderConfig
 from h5async.config.files import FileName
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError, H5AsyncError
@@ -22,10 +23,15 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, components, open_index
 from h5async.index.metadata import list_layouts, references
 from h5async.index.savedindex import NamedIndex, Wanted
+from h5async.index.tables import Int64s, repetitions
 from h5async.io.stores import far_names
 from h5async.observe.chunkuse import read_cost
+from h5async.observe.stats import MOST_RATE
 from h5async.opening.filevalues import heap_layout
+from h5async.order.selection import permute
+from h5async.order.window import window_order
 from h5async.plan.cf import shown_value, unpacking
+from h5async.plan.records import ByteRanges, extents_of, requests_of
 from h5async.read.executors import method_of
 from h5async.samples.fieldkind import (
     AUDIO,
@@ -41,12 +47,55 @@ from h5async.spelling import printable
 from h5async.system.interruptions import suppressing
 
 _MOST_REFERENCES = 64 << 20  # bytes to read for the mean length of samples
+_MOST_SAMPLES = 1 << 16  # for which requests are computed
+_FEWER = 2.0  # times: what makes the window worth a word
+_SMALL_NBYTES = 256 * 1024  # of a request, below which the rate of requests is the limit
 # Facts of groups in a saved index: the names and the kind of the datasets that they need.
 _PARTS = {
     SHAPE: (("data", "indices"), ROWS),
     CATEGORIES: (("codes",), ""),
     NULLABLE: (("values", "mask"), ""),
 }
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Requests a sample, and their bytes."""
+
+    count: float
+    nbytes: float
+
+    def __str__(self) -> str:
+        return f"{self.count:.3g} requests of {decimal(round(self.nbytes / (self.count or 1)))}"
+
+
+@dataclass(frozen=True)
+class FarCost:
+    """What a sample costs by the order of samples: that of the file, shuffled fully or in a window.
+
+    `batch_size` is that of the batches; "rows" are read alone, or whole "chunks".
+    """
+
+    in_order: Requests
+    full: Requests
+    window: Requests
+    batch_size: int
+    reads: str
+
+    def __str__(self) -> str:
+        most = MOST_RATE / (self.full.count or 1)
+        parts = [
+            f"in order {self.in_order}; shuffled {self.full}; in a window {self.window}",
+            f"S3 (some {MOST_RATE:,} GETs a second for a prefix) permits {most:,.0f} samples a"
+            " second shuffled",
+        ]
+        if self.full.count > _FEWER * self.window.count:
+            parts.append(f"shuffle=window needs {self.full.count / self.window.count:.0f}x fewer")
+        if self.window.nbytes < _SMALL_NBYTES * self.window.count:
+            larger = "larger" if self.reads == "chunks" else "compressed"
+            of = "" if self.reads == "chunks" else " of several rows, with shuffle=window,"
+            parts.append(f"{larger} chunks{of} would need fewer")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -378,3 +427,71 @@ def _begins(names: Sequence[str], pattern: Sequence[str]) -> bool:
         return False
     is_same = names[0] == pattern[0] or fnmatchcase(names[0], pattern[0])
     return is_same and _begins(names[1:], pattern[1:])
+
+
+# --- requests to an object store ------------------------------------------------------------------
+
+
+def far_cost(layout: DatasetLayout) -> FarCost | None:
+    """Return the cost of a dataset; None if it is not of rows that the core reads as they lie."""
+    is_plain = layout.segments is None and layout.values is None and layout.fallback_reason is None
+    if not is_plain or layout.is_ragged or layout.sample_axis or not layout.num_samples:
+        return None
+    if layout.chunks is None and layout.offset < 0:
+        return None
+    fields, count = ReaderConfig.model_fields, layout.num_samples
+    batch, ranges_of = fields["batch_size"].default, _ranges(layout)
+    window = window_order([layout], fields["window_bytes"].default, 0, batch)
+    orders: list[tuple[Callable[..., Int64s], bool]] = [
+        (np.arange, True),
+        # (A chunk has made way for others before it is needed again.)
+        (lambda start, stop: permute(np.arange(start, stop), count, 0, 0), False),
+        (partial(window.samples, 0), True),
+    ]
+    a, b, c = (_requests(ranges_of, order, count, batch, keeps=keeps) for order, keeps in orders)
+    reads = "chunks" if layout.filters and layout.chunks is not None else "rows"
+    return FarCost(a, b, c, batch, reads)
+
+
+def _requests(
+    ranges_of: Callable[[Int64s], ByteRanges],
+    order: Callable[[int, int], Int64s],
+    count: int,
+    batch: int,
+    *,
+    keeps: bool,
+) -> Requests:
+    first = (count - min(count, _MOST_SAMPLES)) // 2
+    stop = min(count, first + _MOST_SAMPLES)
+    before = ranges_of(order(max(0, first - _MOST_SAMPLES), first)).begins if keeps else ()
+    seen, requests, nbytes = set(np.asarray(before).tolist()), 0, 0
+    for start in range(first, stop, batch):
+        ranges = ranges_of(order(start, min(stop, start + batch)))
+        if keeps:
+            ranges = ranges.chosen(np.array([y not in seen for y in ranges.begins.tolist()], bool))
+            seen.update(ranges.begins.tolist())
+        found = extents_of(ranges, requests_of(ranges))
+        requests, nbytes = requests + found.size, nbytes + found.nbytes
+    return Requests(requests / (stop - first), nbytes / (stop - first))
+
+
+def _ranges(layout: DatasetLayout) -> Callable[[Int64s], ByteRanges]:
+    """Return a function from samples to what is read of them: rows, or encoded chunks."""
+    chunks, rows = layout.chunks, layout.chunk_shape[0] if layout.chunk_shape else 1
+    unit = None if chunks is None else np.unravel_index(chunks.numbers, layout.grid)[0]  # ascending
+
+    def of(samples: Int64s) -> ByteRanges:
+        if chunks is None or unit is None:
+            begins = (layout.offset + samples * layout.row_nbytes).astype(np.int64)
+            return ByteRanges.of(begins, begins + layout.row_nbytes)
+        wanted = np.unique(samples // rows) if layout.filters else samples // rows
+        begin, end = (np.searchsorted(unit, wanted, side) for side in ("left", "right"))
+        of_wanted, which = repetitions(end - begin)
+        which += begin[of_wanted]
+        begins, size = chunks.offset[which].astype(np.int64), layout.chunk_nbytes // rows
+        if layout.filters:
+            return ByteRanges.of(begins, begins + chunks.nbytes[which])
+        begins += samples[of_wanted] % rows * size
+        return ByteRanges.of(begins, begins + size)
+
+    return of

@@ -22,8 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from h5async.cli.datasetfacts import Dataset, cells, listed, listed_in_index
-from h5async.cli.options import reader_config, takes_options
+from h5async.cli.options import reader_config, takes
 from h5async.cli.output import Json, plain, print_json, safe
+from h5async.config import ReaderConfig
 from h5async.config.files import FileName, is_index, matching_files
 from h5async.core.binding import why_no_core
 from h5async.errors import DatasetError
@@ -53,7 +54,7 @@ _RIGHT = frozenset({"decoded", "on disk", "in order", "shuffled"})
 COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 
 
-@takes_options(["allow_external", "allow_missing", "storage_options"])
+@takes(ReaderConfig, ["allow_external", "allow_missing", "storage_options"])
 def inspect(
     file: Annotated[
         str,

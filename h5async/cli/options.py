@@ -96,15 +96,12 @@ def _kinds(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def takes_options(names: Iterable[str]) -> Callable[[Command], Command]:
-    """Give a command some options of `ReaderConfig`, passed as ``**typed``."""
-    found = reader_options(ReaderConfig)
-    return lambda command: _with_parameters(command, {name: found[name] for name in names})
-
-
-def takes_model(model: type[BaseModel]) -> Callable[[Command], Command]:
-    """Give a command the options of a configuration, passed as ``**typed``."""
-    return lambda command: _with_parameters(command, reader_options(model))
+def takes(
+    model: type[BaseModel], names: Iterable[str] | None = None
+) -> Callable[[Command], Command]:
+    """Give a command the options of a configuration, or some, passed as ``**typed``."""
+    found = reader_options(model)
+    return lambda command: _with_parameters(command, {n: found[n] for n in names or found})
 
 
 def takes_reader(command: Command) -> Command:

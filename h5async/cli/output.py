@@ -9,7 +9,7 @@ import importlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from time import perf_counter
@@ -76,19 +76,30 @@ def limit_text(stats: ReaderStats) -> str:
     return spelled(reader_sentence(stats), spell_in_shell)
 
 
+def resolved(path: str) -> str:
+    """Return a path in which ~ and variables are resolved."""
+    return home_path(with_variables(path))
+
+
 def files_text(paths: Sequence[FileName]) -> str:
     """Name one file, or the first and the last of several."""
     first, last = str(paths[0]), str(paths[-1])
     return first if len(paths) == 1 else f"{len(paths)} files, {first} to {last}"
 
 
-def progress_bar(counted: str, console: Console | None = None) -> Progress:
-    """Return a bar for stderr, shown if that is a terminal; `counted` names what is counted."""
+@contextmanager
+def counting(
+    counted: str, patience_seconds: float = 0.0, console: Console | None = None
+) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr, if that is a terminal, for what takes a while; `counted` says of what.
+
+    Yields what tells it the number done, that of all, and what returns a description.
+    """
     console = Console(stderr=True) if console is None else console
-    return Progress(
+    bar = Progress(
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(counted),
+        TextColumn(f"{counted}{{task.description}}"),
         TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,
@@ -97,49 +108,38 @@ def progress_bar(counted: str, console: Console | None = None) -> Progress:
         redirect_stdout=False,
         redirect_stderr=False,
     )
+    task, shown = bar.add_task(""), perf_counter() + patience_seconds - REFRESH_SECONDS
 
+    def show(done: int, count: int | None, describe: Callable[[], str] = str) -> None:
+        nonlocal shown
+        if (now := perf_counter()) - shown > REFRESH_SECONDS:
+            shown = now
+            bar.start()  # extra calls are harmless
+            bar.update(task, completed=done, total=count, description=describe(), refresh=True)
 
-@contextmanager
-def counting(counted: str) -> Iterator[Callable[..., None]]:
-    """Show a bar; yields what tells it the number done, that of all, and a description."""
-    with progress_bar(counted) as bar:
-        task, shown = bar.add_task(""), perf_counter()
-
-        def show(done: int, count: int | None, description: str = "") -> None:
-            nonlocal shown
-            if perf_counter() - shown > REFRESH_SECONDS:
-                shown = perf_counter()
-                bar.update(task, completed=done, total=count, description=description)
-                bar.refresh()
-
+    try:
         yield show
+    finally:
+        bar.stop()
 
 
 @contextmanager
 def opening(console: Console | None = None) -> Iterator[None]:
     """Show the number of indexed files if opening a reader inside takes a while."""
-    began = shown = perf_counter()
-    progress = progress_bar("files indexed", console)
-    task = progress.add_task("")
+    with ExitStack() as stack:
+        show = stack.enter_context(counting("files indexed", _PATIENCE_SECONDS, console))
 
-    def show(done: int, count: int) -> None:
-        nonlocal shown
-        now = perf_counter()
-        if done == count:
-            progress.stop()
-            return
-        if now - began < _PATIENCE_SECONDS or now - shown < REFRESH_SECONDS:
-            return
-        shown = now
-        progress.start()  # extra calls are harmless
-        progress.update(task, completed=done, total=count, refresh=True)
+        def tell(done: int, count: int) -> None:
+            if done == count:
+                stack.close()
+            else:
+                show(done, count)
 
-    token = on_indexed.set(show)
-    try:
-        yield
-    finally:
-        on_indexed.reset(token)
-        progress.stop()
+        token = on_indexed.set(tell)
+        try:
+            yield
+        finally:
+            on_indexed.reset(token)
 
 
 class Picture:
@@ -150,7 +150,7 @@ class Picture:
     """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(home_path(with_variables(str(path))))
+        path = Path(resolved(str(path)))
         with needs_package("'h5async[plot]'", "pictures (--plot)"):
             figure = importlib.import_module("matplotlib.figure")
         self._path = path

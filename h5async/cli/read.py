@@ -14,12 +14,19 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from h5async.cli import output
 from h5async.cli.bench import require_batches
 from h5async.cli.datasetfacts import method_text, methods_of
 from h5async.cli.options import reader_config, takes_reader
-from h5async.cli.output import Json, files_text, limit_text, opening, print_json, progress_bar, safe
-from h5async.config.files import home_path, with_variables
+from h5async.cli.output import (
+    Json,
+    counting,
+    files_text,
+    limit_text,
+    opening,
+    print_json,
+    resolved,
+    safe,
+)
 from h5async.reader.asyncreader import AsyncReader
 from h5async.samples.samplearrays import SampleArrays
 
@@ -52,7 +59,7 @@ def read(
     with reader:
         require_batches(reader)
         tally, code = Tally(), 0
-        noted = reader.trace(home_path(with_variables(trace))) if trace else nullcontext()
+        noted = reader.trace(resolved(trace)) if trace else nullcontext()
         try:
             with stopping_by_sigterm(), noted:
                 stream(reader, epochs, tally)
@@ -109,9 +116,14 @@ class Tally:
 
 def stream(reader: AsyncReader, epochs: int, tally: Tally) -> None:
     """Read epochs with a new reader."""
-    with progress_bar("batches, {task.description}") as progress:
-        task = progress.add_task(tally.speed, total=epochs * len(reader))
-        began = shown = perf_counter()
+
+    def speed() -> str:
+        tally.nbytes = reader.stats().nbytes
+        return tally.speed
+
+    with counting("batches, ") as show:
+        total, began = epochs * len(reader), perf_counter()
+        show(0, total, speed)
         for _ in range(epochs):
             batches = iter(reader)
             while True:
@@ -126,10 +138,7 @@ def stream(reader: AsyncReader, epochs: int, tally: Tally) -> None:
                 if tally.batches == 1:
                     tally.forms = {name: _sample_form(batch[name]) for name in batch.keys()}
                 tally.samples += batch.size
-                if now - shown > output.REFRESH_SECONDS:
-                    shown, tally.nbytes = now, reader.stats().nbytes
-                    progress.update(task, completed=tally.batches, description=tally.speed)
-                    progress.refresh()
+                show(tally.batches, total, speed)
             tally.epochs += 1
 
 

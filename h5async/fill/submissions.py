@@ -21,6 +21,7 @@ from h5async.errors import DatasetError, Skipped
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, do_nothing
 from h5async.fill.reading import BatchReader
+from h5async.opening.dataset import Samplings
 from h5async.order.sampling import FillRequest, Sampling
 from h5async.order.selection import NO_SAMPLES
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue, Numbers, Turns
@@ -31,10 +32,11 @@ from h5async.system.interruptions import interruption
 Resume = Callable[[FillRequest, NDArray[np.int64], Sequence[Skipped], bool], None]
 
 
-# The arguments `begin`, `count`, `mapping` and `samples` of `BatchQueue.submit`.
-_Numbers = tuple[int, int, NDArray[np.uint64] | None, NDArray[np.int64] | None]
+_Uint64s = NDArray[np.uint64]
+# The arguments `begin`, `count`, `mapping`, `samples` and `draw` of `BatchQueue.submit`.
+_Numbers = tuple[int, int, _Uint64s | None, NDArray[np.int64] | None, _Uint64s | None]
 _AHEAD_SAMPLES = 8192  # whose numbers are told at once
-_NO_NUMBERS: _Numbers = 0, 0, None, NO_SAMPLES
+_NO_NUMBERS: _Numbers = 0, 0, None, None, None
 
 
 class _Submission(NamedTuple):
@@ -50,8 +52,65 @@ class _Submission(NamedTuple):
     error: BaseException | None = None
 
 
-class Submissions:
-    """Batches that the core fills. Safe to use from many threads.
+class QueuedBatches:
+    """Batches in a queue of the core. Safe to use from many threads.
+
+    `request_of` returns the request for a slot and serial that `turns` has submitted.
+    """
+
+    def __init__(self, queue: BatchQueue, samplings: Samplings) -> None:
+        self._queue, self._samplings = queue, samplings
+        # As of the queue: what the consumer calls on the way of each batch.
+        self.drop, self.events = queue.drop, queue.events
+        self.wait, self.wake = queue.wait, queue.wake
+        self._latest: list[_Submission | None] = [None] * queue.num_slots
+        self._lock = threading.RLock()
+        self.request_of: Callable[[int, int], FillRequest] = _no_request
+        self.turns: Turns | None = None
+
+    def sampling(self, request: FillRequest) -> Sampling:
+        """Return the order that a request refers to."""
+        return self._samplings.at(request.order)
+
+    def submit(self, request: FillRequest) -> None:
+        """Have a batch filled. Never blocks; submitting it again has no effect.
+
+        Anything that goes wrong becomes an error of that batch.
+        """
+        slot, serial = request.slot, request.serial
+        with self._lock:
+            latest = self._latest[slot]
+            if latest is None or latest.request.serial != serial:
+                latest = self._latest[slot] = self._new(request)
+            if latest.error is None:
+                self._queue.submit(slot, serial, *latest.numbers, latest.needs_python)
+
+    def drop_error(self, serial: int) -> None:
+        """Forget the error of a batch: it is raised, and so holds what holds this object."""
+        for slot, latest in enumerate(self._latest):
+            if latest is not None and latest.request.serial == serial and latest.error is not None:
+                self._latest[slot] = None
+
+    def _new(self, request: FillRequest) -> _Submission:
+        return _Submission(request, _NO_NUMBERS)
+
+    def _taken(self, slot: int) -> _Submission:
+        """Return what was submitted for a slot, which a thread has taken from the queue."""
+        latest, serial = self._latest[slot], self._queue.serial(slot)
+        if latest is None or latest.request.serial != serial:
+            with self._lock:
+                latest = self._latest[slot] = self._new(self.request_of(slot, serial))
+        return latest
+
+    def close(self) -> None:
+        """Release memory and functions. No thread is at work. Idempotent."""
+        self._queue.close()
+        self.request_of, self.turns = _no_request, None
+        self._latest = [None] * len(self._latest)
+
+
+class Submissions(QueuedBatches):
+    """Batches that the core fills.
 
     `reader` lends scratch memory to threads; `assembly` makes the delivered arrays of a slot's
     memory; `needs_python` says whether every batch has work left to Python.
@@ -64,22 +123,15 @@ class Submissions:
         assembly: Assembly,
         needs_python: bool,
     ) -> None:
-        self._queue = queue
-        # As of the queue: what the consumer calls on the way of each batch, and statistics.
-        self.drop, self.events, self.wait = queue.drop, queue.events, queue.wait
-        self.wake, self.plan_seconds = queue.wake, queue.plan_seconds
+        super().__init__(queue, reader.samplings)
+        self.plan_seconds = queue.plan_seconds
         self.index = queue.ready  # of a batch of `turns`, while it is the last one of its slot
         self._reader = reader
         self._slots = reader.slots
         self._assembly = assembly
         self._needs_python = needs_python
-        self._latest: list[_Submission | None] = [None] * len(self._slots.memory)
-        self._lock = threading.RLock()
         self.resume: Resume = do_nothing  # continues a batch of which something is left
         self.is_fetched: Callable[[int], bool] = _never  # ahead, so that Python has to take it
-        # Returns the request for a slot and serial that `turns` has submitted.
-        self.request_of: Callable[[int, int], FillRequest] = _no_request
-        self.turns: Turns | None = None
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -93,10 +145,6 @@ class Submissions:
         scratch = self._reader.scratch_of_consumer(is_alone)
         self.turns = Turns(core, self._queue, scratch, batch, is_alone=is_alone)
         return self.turns
-
-    def sampling(self, request: FillRequest) -> Sampling:
-        """Return the order that a request refers to."""
-        return self._reader.samplings.at(request.order)
 
     def numbers(self, request: FillRequest, count: int) -> Numbers | None:
         """Return the samples of full batches, from a request on: of `count`, or of fewer.
@@ -118,20 +166,6 @@ class Submissions:
         samples = sampling.samples(epoch, begin, begin + (count - 1) * stride + size)
         return Numbers(first, first + count, 0, stride, size, None, samples, draw)
 
-    def submit(self, request: FillRequest) -> None:
-        """Have a batch filled. Never blocks; submitting it again has no effect.
-
-        Anything that goes wrong becomes an error of that batch.
-        """
-        slot, serial = request.slot, request.serial
-        with self._lock:
-            latest = self._latest[slot]
-            if latest is None or latest.request.serial != serial:
-                latest = self._latest[slot] = self._new(request)
-            if latest.error is None:
-                draw = self._reader.draw(request.epoch)
-                self._queue.submit(slot, serial, *latest.numbers, draw, latest.needs_python)
-
     def _new(self, request: FillRequest) -> _Submission:
         try:
             reader = self._reader
@@ -139,7 +173,8 @@ class Submissions:
             if not reader.damage:
                 return _Submission(request, self._numbers(request), needs_python)
             kept, skipped = reader.damage.left_out(reader.samplings.samples(request))
-            return _Submission(request, (0, kept.size, None, kept), needs_python, skipped)
+            numbers = 0, kept.size, None, kept, reader.draw(request.epoch)
+            return _Submission(request, numbers, needs_python, skipped)
         except Exception as error:
             if interruption(error) is not None:
                 raise
@@ -147,15 +182,19 @@ class Submissions:
             return _Submission(request, _NO_NUMBERS, error=failure)
 
     def _numbers(self, request: FillRequest) -> _Numbers:
+        sampling, epoch, draw = (
+            self.sampling(request),
+            request.epoch,
+            self._reader.draw(request.epoch),
+        )
         if request.samples is not None:
-            return 0, request.samples.size, None, request.samples
-        sampling, epoch = self._reader.samplings.at(request.order), request.epoch
+            return 0, request.samples.size, None, request.samples, draw
         begin, end = sampling.dealt_at(epoch, request.start)
         run = sampling.run_at(epoch, begin, end)
         if run is not None:
-            return run[0], end - begin, run[1], None
+            return run[0], end - begin, run[1], None, draw
         samples = sampling.samples(epoch, begin, end)
-        return begin, samples.size, None, samples
+        return begin, samples.size, None, samples, draw
 
     def result(self, slot: int, serial: int) -> FillOutcome | None:
         """Return a batch that the core has filled; None if it is not ready, or Python has it."""
@@ -175,12 +214,6 @@ class Submissions:
             return FillOutcome(index, arrays, skipped=tuple(latest.skipped))
         except (DatasetError, MemoryError) as error:
             return FillOutcome(NO_SAMPLES, (), self._reader.failure(latest.request, error))
-
-    def drop_error(self, serial: int) -> None:
-        """Forget the error of a batch: it is raised, and so holds what holds this object."""
-        for slot, latest in enumerate(self._latest):
-            if latest is not None and latest.request.serial == serial and latest.error is not None:
-                self._latest[slot] = None
 
     # --- the pool's calls -------------------------------------------------------------------------
 
@@ -204,10 +237,7 @@ class Submissions:
         return None if found in (END, NOTHING) else self._rest_of(found)
 
     def _rest_of(self, found: int) -> Work:
-        latest, serial = self._latest[found], self._queue.serial(found)
-        if latest is None or latest.request.serial != serial:
-            with self._lock:
-                latest = self._latest[found] = self._new(self.request_of(found, serial))
+        latest = self._taken(found)
         try:
             samples = self._queue.samples(found, latest.numbers[1])
         except MemoryError as error:
@@ -225,10 +255,8 @@ class Submissions:
 
     def close(self) -> None:
         """Release memory and functions. No thread is at work. Idempotent."""
-        self._queue.close()
-        self.resume, self.is_fetched, self.request_of = do_nothing, _never, _no_request
-        self.turns = None
-        self._latest = [None] * len(self._latest)
+        super().close()
+        self.resume, self.is_fetched = do_nothing, _never
 
 
 def _never(serial: int) -> bool:

@@ -6,7 +6,7 @@ follows may differ, and is checked as HDF5's answers are. Any other file is left
 words the errors.
 
 - Where the file ends, in a superblock of version 0.
-- The first extent of a dataset, in an object header of version 1, which has no checksum.
+- The first extent of a dataset, and its time, in an object header of version 1 (without checksum).
 - The chunks in a B-tree of version 1 that consists of one node, if none is missing.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +22,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.hdf5 import Opened
+from h5async.index.hdf5 import NotDirectError, Opened
 from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.storedtypes import DATASPACE, LAYOUT, MODIFIED, message_of
 from h5async.index.tables import ChunkTable, grid_of
-from h5async.index.variablelength import DATASPACE, LAYOUT, message_of
 from h5async.io.hdf5files import HDF5File
 from h5async.io.metadatafile import MetadataFile
 from h5async.io.references import SIGNATURE
@@ -37,7 +38,8 @@ _Layouts = dict[str, DatasetLayout]
 _Read = Callable[[HDF5File], _Layouts]
 _Range = tuple[int, int]  # begin, end
 
-_MOST_UNLIKE = 8  # files that are noted in vain, one after the other
+FEW_FILES = 16  # are not worth it: to note one takes twice as long as to read it
+_MOST_UNLIKE = 8  # more files may be noted than are like another one
 _MOST_PATTERNS = 4  # that are kept
 _MOST_NBYTES = 1 << 16  # of a pattern
 _GAP_NBYTES = 1 << 10  # between ranges that are read as one
@@ -61,7 +63,8 @@ class Alike:
 
     def __init__(self) -> None:
         self.datasets: dict[Any, Any] = {}
-        self._patterns: dict[_Key, list[_Pattern]] = {}
+        self._count: Counter[_Key] = Counter()
+        self._patterns: defaultdict[_Key, list[_Pattern]] = defaultdict(list)
         self._unlike = 0
         self._types = -1  # the number of datatypes that HDF5 has open, none of a file
 
@@ -71,21 +74,23 @@ class Alike:
         `key` says which; `read` reads them from an open file, or returns none if they depend on
         more than its bytes.
         """
-        patterns = self._patterns.get(key)
-        if patterns is None:  # it may be the only file
-            self._patterns[key] = []
-        elif self._unlike < _MOST_UNLIKE and not self._is_any_written():
-            with suppressing(Exception), open_regular(name) as file:
-                source = LocalSource(file.fileno())
-                stamp = settled(source.stamp)
-                found = self._find(name, stamp, source, patterns)
-                if not found:
-                    self._unlike += 1
-                    found, pattern = _noted(name, stamp, source, read)
-                    if pattern is not None:
-                        patterns[:] = [pattern, *patterns[: _MOST_PATTERNS - 1]]
-                if source.stamp() == stamp:
-                    return found
+        patterns = self._patterns[key]
+        self._count[key] += 1
+        if self._count[key] <= FEW_FILES or self._unlike >= _MOST_UNLIKE:
+            return {}
+        with suppressing(Exception), open_regular(name) as file:
+            if self._is_any_written():
+                return {}
+            source = LocalSource(file.fileno())
+            stamp = settled(source.stamp)
+            found = self._find(name, stamp, source, patterns)
+            if not found:
+                self._unlike += 1
+                found, pattern = _noted(name, stamp, source, read)
+                if pattern is not None:
+                    patterns[:] = [pattern, *patterns[: _MOST_PATTERNS - 1]]
+            if source.stamp() == stamp:
+                return found
         return {}
 
     def _is_any_written(self) -> bool:
@@ -108,7 +113,7 @@ class Alike:
         for number, pattern in enumerate(patterns):
             found = pattern.layouts_of(name, stamp, source)
             if found:
-                self._unlike = 0
+                self._unlike = max(0, self._unlike - 1)
                 patterns.insert(0, patterns.pop(number))  # the next file is probably like it
                 return found
         return {}
@@ -271,7 +276,9 @@ def _noted(
         runs = _runs(ranges)
         if sum(end - begin for begin, end in runs) > _MOST_NBYTES:
             return layouts, None
-        return layouts, _Maker(file, runs, ranges).pattern(layouts, stamp)
+        with suppressing(ValueError, NotDirectError):
+            return layouts, _Maker(file, runs, ranges).pattern(layouts, stamp)
+        return layouts, None
 
 
 def _runs(ranges: Iterable[_Range]) -> list[_Range]:
@@ -362,7 +369,11 @@ class _Maker:
         header = self._at(int(h5py.h5o.get_info(dataset.id).addr), 1)
         place, space = message_of(dataset, DATASPACE)
         rank, has_most = len(dataset.extents), space[2]
-        is_usual = self._data[header] == 1 and space[:2] == bytes([1, rank]) and has_most < 2
+        if self._data[header] != 1:
+            return -1, -1
+        with suppressing(NotDirectError):  # there is none
+            self._vary(message_of(dataset, MODIFIED)[0] + 4, 4)
+        is_usual = space[:2] == bytes([1, rank]) and has_most < 2
         if not is_usual or len(space) < 8 + 8 * rank * (1 + has_most):
             return -1, -1
         rows, most = _number(space, 8), _number(space, 8 + 8 * rank)

@@ -46,9 +46,18 @@ from h5async.index.hdf5 import (
 from h5async.index.layout import DatasetLayout, Indexed, Storage, normal_axis
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.sources import LOCAL_ONLY, VirtualSources, attached, external_layout
-from h5async.index.storedtypes import StoredType, element_of, is_object, without_metadata
+from h5async.index.storedtypes import (
+    Forms,
+    StoredType,
+    describe,
+    element_of,
+    fill_reference,
+    is_object,
+    stored_compact,
+    variable_length,
+    without_metadata,
+)
 from h5async.index.tables import Piece, Slab
-from h5async.index.variablelength import Forms, fill_reference, stored_compact, variable_length
 from h5async.io.hdf5files import HDF5File
 from h5async.io.source import may_map, settled
 from h5async.io.stores import absolute_name, store_of
@@ -379,7 +388,7 @@ class Indexer:
         )
         fill = np.zeros(layout.stored_itemsize, np.uint8)
         if uses_fill_value(dataset.plist):
-            value = fill_value(dataset.plist, dataset.dtype, ())
+            value = fill_value(dataset.plist, describe(dataset.encoded_type).dtype, ())
             value = np.asarray(_member_of(value, layout.member))
             fill[element.offset :][: value.nbytes] = np.frombuffer(value.tobytes(), np.uint8)
         source = layout.changed(

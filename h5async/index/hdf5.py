@@ -30,7 +30,6 @@ from h5async.errors import (
     out_of_memory,
 )
 from h5async.index.layout import CfAttribute, Indexed, normal_axis
-from h5async.index.storedtypes import describe
 from h5async.io.source import Source
 from h5async.spelling import name_text, printable
 from h5async.system.interruptions import suppressing
@@ -166,11 +165,6 @@ class Opened:
         self.chunks: Extents = tuple(self.plist.get_chunk()) if is_chunked else ()
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Its dtype; h5py raises any exception if there is none."""
-        return describe(self.encoded_type).dtype
-
-    @property
     def itemsize(self) -> int:
         """Bytes of an element as stored; for variable length, that is a reference."""
         is_text = isinstance(self.type, h5py.h5t.TypeStringID)
@@ -271,7 +265,7 @@ def indexed(dataset: Opened) -> Indexed:
     """
     digest = hashlib.blake2b(dataset.encoded_type, digest_size=16)
     digest.update(dataset.properties)
-    if dataset.layout_class == h5py.h5d.COMPACT and not dataset.dtype.hasobject:
+    if dataset.layout_class == h5py.h5d.COMPACT and not dataset.id.dtype.hasobject:
         digest.update(np.asarray(h5py.Dataset(dataset.id)[...]).tobytes())
     return Indexed(digest.digest(), dataset.extents)
 

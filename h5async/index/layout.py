@@ -52,7 +52,7 @@ class HeapFile(NamedTuple):
     file: str
     stamp: FileStamp
     first_sample: int  # the sample number of its first element
-    elements: Any  # where their values lie: `variablelength.Sequences`
+    elements: Any  # where their values lie: `storedtypes.Sequences`
 
     @property
     def path(self) -> str:

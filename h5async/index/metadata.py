@@ -57,8 +57,8 @@ from h5async.index.links import (
     metadata_cache,
     open_index,
 )
+from h5async.index.storedtypes import Forms, variable_length
 from h5async.index.tables import Piece, Slab
-from h5async.index.variablelength import Forms, variable_length
 from h5async.io.hdf5files import HDF5File
 from h5async.io.stores import store_of
 from h5async.system.interruptions import passing, suppressing

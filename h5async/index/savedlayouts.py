@@ -32,8 +32,8 @@ from h5async.index.savedfile import (
     SavedSegments,
     to_json,
 )
+from h5async.index.storedtypes import Sequences, VariableLength
 from h5async.index.tables import ChunkTable, Int64s, Piece, Segments, extents_of, repeated
-from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.source import FileStamp, IoMode, may_map
 
 _NOT_SAVED = {"limit": None, "is_shared": False, "file_samples": ()}  # no other values

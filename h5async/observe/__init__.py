@@ -1,1 +1,1 @@
-"""Reports what a reader does: statistics, traces, logs."""
+"""Reports what a reader does: statistics, traces."""

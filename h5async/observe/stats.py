@@ -11,8 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from h5async.html import Bar, Cell, counted, seconds_text, size_text, table
-from h5async.spelling import as_keyword, named, spelled
+from h5async.spelling import (
+    Bar,
+    Cell,
+    as_keyword,
+    counted,
+    named,
+    seconds_text,
+    size_text,
+    spelled,
+    table,
+)
 
 _DATA_BOUND = 0.02  # share of waiting from which a loop counts as data-bound
 _HOLDS = 0.6  # share of waiting up to which the loop may be what holds the GIL

@@ -33,8 +33,8 @@ from h5async.index.hdf5 import OtherKindError
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, Room, files_of, open_index
 from h5async.index.metadata import indexer_at, references, value_layout
+from h5async.index.storedtypes import Sequences, VariableLength
 from h5async.index.tables import Int64s
-from h5async.index.variablelength import Sequences, VariableLength
 from h5async.io.source import FileStamp
 from h5async.read.executors import read_blocks, read_whole
 from h5async.spelling import name_text, named

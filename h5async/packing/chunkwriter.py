@@ -38,14 +38,8 @@ _TASK_NBYTES = 1 << 20  # small chunks are encoded so many at a time
 class ChunkWriter(AbstractContextManager["ChunkWriter"]):
     """Writes to a file. For one thread, which may call h5py meanwhile.
 
-    Parameters
-    ----------
-    safe
-        The file.
-    threads
-        How many threads encode; None: one for each core.
-    memory
-        How many bytes may wait. A block may be larger, alone.
+    As many `threads` encode; None: one for each core. `memory` is how many bytes may wait; a block
+    may be larger, alone.
     """
 
     def __init__(

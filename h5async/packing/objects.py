@@ -1,4 +1,4 @@
-"""Copies the objects of a file: groups, datasets, datatypes, their links and their attributes.
+"""Copies, and compares, the objects of a file: groups, datasets, datatypes, links, attributes.
 
 A file and what its datasets are to become enter; a file with all objects leaves, in which only the
 values of those datasets are missing that are copied later.
@@ -6,9 +6,10 @@ values of those datasets are missing that are copied later.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.packing.rawvalues import (
+    RawValues,
     References,
     Twin,
     call_hdf5,
@@ -163,14 +165,15 @@ class ObjectCopy:
                 found[entry.address] = Twin(entry.path, _address(self._target, entry.path))
         return found
 
-    @property
+    @cached_property
     def references(self) -> References:
         """Changes references to what they become in the target."""
         return References(self.source, self._target, self.twins)
 
     def make(self) -> list[bytes]:
-        """Make all; return the paths of datasets whose values are missing."""
-        missing, parent, group = [], b"", h5g.open(self._target, b"/")
+        """Make all; return the paths of datasets whose values are missing; none is a scalar."""
+        parent, group = b"", h5g.open(self._target, b"/")
+        missing, scalars = list[Entry](), list[Entry]()
         paths: dict[int, bytes] = {h5o.get_info(h5g.open(self.source, b"/")).addr: b"/"}
         for entry in self.entries():
             if entry.parent != parent:
@@ -185,9 +188,15 @@ class ObjectCopy:
             else:
                 paths[entry.address] = entry.path
                 if self._object(entry, group, properties):
-                    missing.append(entry.path)
+                    (missing if entry.node.rank else scalars).append(entry)
         self._attributes()
-        return missing
+        for entry in scalars:
+            space, where = entry.node.get_space(), self._where(entry.path)
+            with RawValues(entry.node.get_type(), 1, where) as values:
+                values.read(entry.node, space, space)
+                self.references.change(values)
+                values.write(h5o.open(self._target, entry.path), space, space)
+        return [entry.path for entry in missing]
 
     def _link(self, entry: Entry, group: h5g.GroupID, properties: h5p.PropLCID) -> None:
         source = h5g.open(self.source, entry.parent or b"/")
@@ -305,6 +314,71 @@ class ObjectCopy:
             attribute = h5a.open(node, name)
             kind = self._type(attribute.get_type(), where)
             copy_attribute(attribute, target, kind, references, where)
+
+    def differences(self, changed: Container[str]) -> Iterator[str]:
+        """Yield what differs in a finished target: links, objects, attributes.
+
+        `changed` are the paths of objects whose attributes are not the same.
+        """
+        twins = list(walk(self._target))
+        for entry, twin in itertools.zip_longest(self.entries(), twins):
+            if entry is None or twin is None:
+                yield "the number of links"
+                return
+            where = f'link "{name_text(entry.path)}"'
+            if entry.path != twin.path or self._told(entry) != self._told(twin, is_twin=True):
+                yield where
+            if entry.is_first and name_text(entry.path).strip("/") not in changed:
+                yield from self._differing_attributes(entry.node, twin.node, where)
+            if entry.is_first and isinstance(entry.node, h5d.DatasetID):
+                if self._change(entry.path, entry.node) is None:
+                    yield from self._differing_scalars(entry, twin.node)
+        one, other = (h5o.open(file, b"/") for file in (self.source, self._target))
+        yield from self._differing_attributes(one, other, "the root group")
+
+    def _told(self, entry: Entry, *, is_twin: bool = False) -> tuple[Any, ...]:
+        """Return what a link says in the target."""
+        address, value = entry.address, None
+        if entry.node is None:
+            group = h5g.open(self._target if is_twin else self.source, entry.parent or b"/")
+            value = group.links.get_val(entry.name)
+            if entry.info.type == h5l.TYPE_EXTERNAL and not is_twin:
+                value = self.moved(value[0]), value[1]
+        elif not is_twin:
+            address = self.twins[address].address
+        return entry.info.type, entry.info.cset, type(entry.node), address, value
+
+    def _differing_scalars(self, entry: Entry, twin: h5d.DatasetID) -> Iterator[str]:
+        """Yield what differs in a dataset that stays: its shape, or its value if it is scalar."""
+        one, where = entry.node, f'dataset "{name_text(entry.path).strip("/")}"'
+        if one.shape != twin.shape:
+            yield f"{where}: its shape"
+        kind, space = one.get_type(), one.get_space()
+        if not one.rank and space.get_select_npoints():
+            with RawValues(kind, 1, where) as a, RawValues(kind, 1, where) as b:
+                a.read(one, space, space)
+                b.read(twin, space, space)
+                if not self.references.are_same(a, b):
+                    yield where
+
+    def _differing_attributes(self, one: Any, other: Any, where: str) -> Iterator[str]:
+        names = attribute_names(one)
+        if names != attribute_names(other):
+            yield f"{where}: its attributes"
+        for name in names:
+            text = f'{where}: attribute "{name_text(name)}"'
+            pair = [h5a.open(node, name) for node in (one, other)]
+            kind, spaces = pair[0].get_type(), [attribute.get_space() for attribute in pair]
+            shapes = [space.get_simple_extent_dims() for space in spaces]
+            if not kind.equal(pair[1].get_type()) or shapes[0] != shapes[1]:
+                yield text
+            count = int(spaces[0].get_select_npoints())
+            if count:
+                with RawValues(kind, count, text) as a, RawValues(kind, count, text) as b:
+                    for attribute, values in zip(pair, (a, b), strict=True):
+                        call_hdf5("H5Aread", text, attribute, kind, values.bytes)
+                    if not self.references.are_same(a, b):
+                        yield text
 
 
 def attribute_names(node: Any) -> list[bytes]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from copy import copy
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, TypeGuard, Unpack
 
 import numpy as np
 
-from h5async.config.files import is_index, paths_text
+from h5async.config.files import is_index, matching_files, paths_text
 from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.order.selection import permute
 from h5async.packing.encodedsamples import Samples, encoded_columns, made_block, samples_of
@@ -29,13 +30,34 @@ from h5async.packing.newfiles import join_shards, remove_other_shards, shard_pat
 from h5async.packing.packedfile import VERSION, PackedFile, Written
 from h5async.packing.safefile import exists, is_begun, require_new
 from h5async.packing.schema import Block, columns_of
-from h5async.packing.sources import open_source
-from h5async.packing.sources.base import ListedSource, Source, Work, digest_of
+from h5async.packing.sources import (
+    ListedSource,
+    Source,
+    Work,
+    digest_of,
+    folders,
+    reading_file,
+    tables,
+)
+from h5async.packing.sources.arrays import ArraySource, RowSource, array_files
+from h5async.packing.sources.folders import FolderSource
+from h5async.packing.sources.tables import (
+    EpisodeSource,
+    HuggingFaceSource,
+    TableSource,
+    saved_dataset,
+)
 from h5async.packing.writeoptions import PackKeywords, PackOptions, RepackOptions
 from h5async.spelling import named
 from h5async.system.jobs import run_jobs
 
 Progress = Callable[[int, int | None, int], None]  # samples done, all of them, bytes done
+_ARRAYS = (".npy", ".npz")
+_SAVED = ("state.json", "dataset_dict.json")  # of datasets of Hugging Face
+_KINDS = (
+    "folders of images or audio, a folder of episodes, a dataset that datasets has saved, or .tar,"
+    " .tar.gz, .parquet, .arrow, .feather, .csv, .npy and .npz files"
+)
 _BLOCKS_AT_A_TIME = 8  # so many must fit in the memory
 _DECODED_ROWS = 16
 _PROBE_SECONDS = 1.0  # of an estimate
@@ -285,14 +307,9 @@ def _parts_of(source: Source, nbytes: int, row_nbytes: float) -> Sequence[range 
 class Blocks(AbstractContextManager["Blocks"]):
     """Makes the blocks of a source, or up to a position in it, in threads, ahead of their use.
 
-    So many are made ahead that they take half of the memory.
-
-    Attributes
-    ----------
-    following
-        The next block, or None if there is no other.
-    encoded
-        Columns of encoded samples, with their kinds: given, or found in the first block.
+    So many are made ahead that they take half of the memory. `following` is the next block, or None
+    if there is no other; `encoded` are the columns of encoded samples, with their kinds: given, or
+    found in the first block.
     """
 
     def __init__(self, source: Source, options: PackOptions, end: int | None = None) -> None:
@@ -395,3 +412,70 @@ def estimate(sources: Any, **options: Unpack[PackKeywords]) -> Estimate:
         return Estimate(None, None, None, probed, columns)
     share = source.count / probed
     return Estimate(source.count, round(nbytes * share), seconds * share, probed, columns)
+
+
+# --- kinds of sources -----------------------------------------------------------------------------
+
+
+def open_source(sources: Any, options: PackOptions) -> Source:
+    """Return the source that paths or objects are.
+
+    ConfigError if it is none; H5AsyncError if it cannot be read.
+    """
+    if isinstance(sources, str | os.PathLike):
+        return _at([Path(sources)], options)
+    if type(sources).__module__.partition(".")[0] == "datasets" and hasattr(sources, "with_format"):
+        return HuggingFaceSource(sources, options.fill)
+    if isinstance(sources, Mapping):
+        return ArraySource(sources, "the arrays")
+    if isinstance(sources, Sequence) and sources and isinstance(sources[0], str | os.PathLike):
+        return _at([Path(one) for one in sources], options)
+    if isinstance(sources, Iterable):
+        return RowSource(sources, options.varying)
+    raise ConfigError(f"a {type(sources).__name__} cannot be packed; give {_KINDS}, or an iterable")
+
+
+def _at(given: Sequence[Path], options: PackOptions) -> Source:
+    paths = [Path(path) for path in matching_files(given)]
+    missing = next((path for path in paths if not path.exists()), None)
+    if missing is not None:
+        raise ReadError(f"{missing} cannot be packed: there is no such file or folder")
+    are_folders = {path.is_dir() for path in paths}
+    if are_folders == {True, False}:
+        raise ConfigError(f"{paths[0]} and others are files and folders; give only one of these")
+    if are_folders == {True}:
+        return _in_folders(paths, options)
+    suffixes = sorted({path.suffix.lower() for path in paths})
+    if all(folders.ENDINGS.search(path.name) for path in paths):
+        return folders.tar_source(paths)
+    if set(suffixes) <= set(_ARRAYS):
+        return array_files(paths, options.memory)
+    if len(suffixes) == 1 and suffixes[0] in tables.SUFFIXES:
+        return TableSource(paths, options.fill)
+    raise ConfigError(f"{paths[0]} is not of a kind that can be packed; give {_KINDS}")
+
+
+def _in_folders(paths: Sequence[Path], options: PackOptions) -> Source:
+    """Return the source that folders of one kind are."""
+    folder = paths[0]
+    if len(paths) == 1 and (folder / "meta" / "info.json").is_file():
+        return EpisodeSource(folder, options.fill)
+    if len(paths) == 1 and any((folder / name).is_file() for name in _SAVED):
+        return HuggingFaceSource(saved_dataset(folder), options.fill)
+    with reading_file(folder):
+        for kind, suffixes in folders.SUFFIXES.items():
+            walked = itertools.chain.from_iterable(
+                os.walk(path, followlinks=True) for path in paths
+            )
+            if any(name.lower().endswith(suffixes) for _, _, names in walked for name in names):
+                return FolderSource(paths, kind)
+        files = [file for path in paths for file in sorted(path.rglob("*"))]
+        ends = (
+            folders.ENDINGS,
+            *(re.compile(f"{one}$", re.I) for one in (*tables.SUFFIXES, ".npy")),
+        )
+        for end in ends:
+            found = [file for file in files if end.search(file.name)]
+            if found:
+                return _at(found, options)
+    raise ConfigError(f"{folder} has nothing that can be packed; give {_KINDS}")

@@ -36,7 +36,7 @@ from h5async.packing.schema import (
     fitted,
     nbytes_of,
 )
-from h5async.packing.sources.base import Source
+from h5async.packing.sources import Source
 from h5async.packing.writeoptions import PackOptions
 from h5async.spelling import name_bytes, name_text, named
 from h5async.system.interruptions import suppressing
@@ -48,12 +48,8 @@ _REFERENCES = 1024  # elements of variable length in a chunk
 
 def appender(file: h5py.File, column: Column, writer: ChunkWriter, count: int) -> Appender:
     """Return what appends to the dataset of a column, which has `count` samples."""
-    if column.form == "codes":
-        return _CodesAppender(file[column.name], column, writer, count)
-    kinds = {"array": _ChunkAppender, "varying": _VaryingAppender}
-    if column.form in kinds:
-        return kinds[column.form](file[column.name], column, writer, count)
-    return Appender(file[column.name], column, writer, count)
+    forms = {"array": _ChunkAppender, "varying": _VaryingAppender, "codes": _CodesAppender}
+    return forms.get(column.form, Appender)(file[column.name], column, writer, count)
 
 
 def create(file: h5py.File, column: Column) -> None:
@@ -199,18 +195,10 @@ class Written(NamedTuple):
 class PackedFile:
     """A file that samples of a source are packed into.
 
-    Attributes
-    ----------
-    taken
-        The samples of the source that were taken, with the bad ones.
-    count, nbytes
-        The samples in the file, and the bytes that were added, before they are compressed.
-    bad
-        Names of samples that were left out, and why.
-    encoded
-        Columns of encoded samples, and their kinds; None if that is not known yet.
-    is_finished
-        Whether all was there before.
+    `taken` samples of the source were taken, with the `bad` ones: names, and why they were left
+    out. The file has `count` samples, of `nbytes` bytes before they are compressed. `encoded` are
+    the columns of encoded samples, and their kinds; None if not known yet. If it `is_finished`, all
+    was there before.
     """
 
     def __init__(

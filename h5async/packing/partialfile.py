@@ -37,18 +37,9 @@ if _start_writing is not None:
 class PartialFile(io.RawIOBase):
     """A file whose descriptor is open for reading and writing.
 
-    Attributes
-    ----------
-    size
-        The committed bytes.
-    end
-        Where the file ends for HDF5.
-    held_nbytes, written_nbytes
-        The bytes in memory, and those written to the file since `apply`.
-    direct
-        Ranges of bytes that are written to the file although they are committed.
-    failure
-        The first error, if there was any.
+    The first `size` bytes are committed; for HDF5, it ends at `end`. `held_nbytes` are in memory,
+    and `written_nbytes` were written to the file since `apply`. The ranges `direct` are written to
+    the file although they are committed. `failure` is the first error, if there was any.
     """
 
     def __init__(self, file: io.FileIO) -> None:

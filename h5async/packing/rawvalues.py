@@ -56,21 +56,21 @@ class RawValues(AbstractContextManager["RawValues"]):
     """
 
     def __init__(self, kind: h5t.TypeID, count: int, where: str) -> None:
-        self.kind, self.count, self._where = kind, count, where
+        self.kind, self.count, self.where = kind, count, where
         self.bytes: Bytes = np.zeros((count, kind.get_size()), np.uint8)
 
     def __exit__(self, *_: object) -> None:
         if self.count and has_pointers(self.kind):
             space = h5s.create_simple((self.count,))
-            call_hdf5("H5Treclaim", self._where, self.kind, space, 0, self.bytes)
+            call_hdf5("H5Treclaim", self.where, self.kind, space, 0, self.bytes)
 
     def read(self, dataset: h5d.DatasetID, memory: h5s.SpaceID, selected: h5s.SpaceID) -> None:
         """Read the selected elements of a dataset to those selected in `memory`."""
-        call_hdf5("H5Dread", self._where, dataset, self.kind, memory, selected, 0, self.bytes)
+        call_hdf5("H5Dread", self.where, dataset, self.kind, memory, selected, 0, self.bytes)
 
     def write(self, dataset: h5d.DatasetID, memory: h5s.SpaceID, selected: h5s.SpaceID) -> None:
         """Write elements selected in `memory` to the selected ones of a dataset."""
-        call_hdf5("H5Dwrite", self._where, dataset, self.kind, memory, selected, 0, self.bytes)
+        call_hdf5("H5Dwrite", self.where, dataset, self.kind, memory, selected, 0, self.bytes)
 
 
 def write_raw(dataset: h5d.DatasetID, offset: tuple[int, ...], values: NDArray[Any]) -> None:
@@ -106,7 +106,7 @@ def copy_attribute(
         with RawValues(stored, int(space.get_select_npoints()), where) as values:
             if values.count:
                 call_hdf5("H5Aread", where, attribute, stored, values.bytes)
-                references.change(stored, values.bytes, where)
+                references.change(values)
                 call_hdf5("H5Awrite", where, made, stored, values.bytes)
     finally:
         call_hdf5("H5Aclose", where, made)
@@ -130,12 +130,17 @@ class References:
     ) -> None:
         self._source, self._target, self._twins = source, target, twins
 
-    def change(self, kind: h5t.TypeID, values: Bytes, where: str) -> None:
-        """Change the references in elements (count, bytes of an element), in place."""
-        if values.size and has_references(kind):
-            for part, found in parts_of(kind, values):
+    def change(self, values: RawValues) -> None:
+        """Change the references in elements, in place."""
+        if values.bytes.size and has_references(values.kind):
+            for part, found in parts_of(values.kind, values.bytes):
                 if isinstance(part, h5t.TypeReferenceID):
-                    self._of_references(part, found, where)
+                    self._of_references(part, found, values.where)
+
+    def are_same(self, one: RawValues, other: RawValues) -> bool:
+        """Tell whether values, whose references this changes, are those of the other file."""
+        self.change(one)
+        return content(one.kind, one.bytes) == content(other.kind, other.bytes)
 
     def _of_references(self, kind: h5t.TypeReferenceID, values: Bytes, where: str) -> None:
         if kind.equal(h5t.STD_REF_OBJ):

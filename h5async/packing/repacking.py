@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, ReaderConfig
 from h5async.config.files import INDEX_SUFFIX
-from h5async.errors import ConfigError, DatasetError, ReadError
+from h5async.errors import ConfigError, DatasetError, ReadError, WriteError
 from h5async.index.groupfields import KIND
 from h5async.index.links import open_index
 from h5async.io.hdf5files import HDF5File
@@ -24,7 +24,6 @@ from h5async.io.stores import absolute_name, far_names
 from h5async.opening.dataset import Samplings, open_dataset
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter
-from h5async.packing.comparing import Comparison
 from h5async.packing.objects import ObjectCopy, is_outside, making_of, walk
 from h5async.packing.rawvalues import has_references
 from h5async.packing.rewriting import (
@@ -33,7 +32,7 @@ from h5async.packing.rewriting import (
     Rewrite,
     Transfer,
     chunks_of_rows,
-    move_scalar,
+    differences,
     pieces_of,
 )
 from h5async.packing.rowsource import RowSource, has_shape
@@ -88,13 +87,13 @@ class Repacking:
         }
         self.datasets: dict[str, h5d.DatasetID] = found
         self._require_named()
-        if self.joins or options.changes_storage:
+        if not self._is_one or options.selects or options.changes_storage:
             self._plan()
 
     @property
-    def joins(self) -> bool:
-        """Whether samples are selected, or come from several files, or go to such."""
-        return len(self._files) > 1 or self._options.selects or self._options.shards is not None
+    def _is_one(self) -> bool:
+        """Whether samples come from one file, and go to one."""
+        return len(self._files) == 1 and self._options.shards is None
 
     @property
     def piece_nbytes(self) -> int:
@@ -137,7 +136,7 @@ class Repacking:
         with_rows = {
             p: one for p, one in self.datasets.items() if one.rank > axis and has_shape(one)
         }
-        if not self.joins:
+        if self._is_one and not options.selects:
             for path, one in with_rows.items():
                 is_kept = is_outside(one) and options.virtual == "keep"
                 nbytes = int(np.prod(one.shape)) * one.get_type().get_size()
@@ -215,7 +214,7 @@ class Repacking:
                 f" have them joined by a saved index, whose name ends in {INDEX_SUFFIX}"
             )
         found = copy(self)
-        more = {path: rewrite for path in paths if (rewrite := self.copying(path)) is not None}
+        more = {path: self.copying(path) for path in paths if self.datasets[path].rank}
         found._parts, found.rewrites = parts, {**self.rewrites, **more}
         return found
 
@@ -263,8 +262,7 @@ class Repacking:
                     f'dataset "{path}" and "{largest}" have differing numbers of samples in some'
                     f" files: {source.counts} and {counts}"
                 )
-            is_one = len(self._files) == 1 and self._options.shards is None
-            if not is_one and has_references(source.kind):
+            if not self._is_one and has_references(source.kind):
                 raise DatasetError(
                     f"{source.where}: references cannot be joined with those of others"
                 )
@@ -297,19 +295,19 @@ class Repacking:
         options, axis, first = self._options, source.axis, source.first
         shape = (*first.extents[:axis], selection.size, *first.extents[axis + 1 :])
         dtype = options.dtype.get(path)
-        if dtype is not None and (not source.is_plain or first.dtype.kind not in "biufc"):
+        if dtype is not None and (not source.is_plain or source.dtype.kind not in "biufc"):
             raise ConfigError(f"{source.where}: {named('dtype')} is for datasets of numbers")
         if path in self._united.maps and dtype is None:
             dtype = fitting_dtype(source.kind.dtype, self._united.maps[path])
-        if dtype is not None and dtype == first.dtype:
+        if dtype is not None and dtype == source.dtype:
             dtype = None
         chunks, filters = first.chunks, options.filters if is_chosen else None
         encoding = options.encode.get(path, "")
         if encoding:
-            if axis or len(shape) != 4 or shape[3] != 3 or first.dtype != np.uint8:
+            if axis or len(shape) != 4 or shape[3] != 3 or source.dtype != np.uint8:
                 raise ConfigError(
                     f"{source.where}: {named('encode')} is for images, uint8 (samples, height,"
-                    f" width, 3), found {first.dtype} {shape}"
+                    f" width, 3), found {source.dtype} {shape}"
                 )
             dtype, chunks, filters = None, (), None
         most = first.maxshape
@@ -328,8 +326,7 @@ class Repacking:
             chunks = (*chunks[:axis], min(chunks[axis], max(1, shape[axis])), *chunks[axis + 1 :])
         stays = shape == first.extents and chunks == first.chunks and not (dtype or encoding)
         if stays and (filters is None or not chunks) and selection.is_prefix:
-            is_one = len(self._files) == 1 and options.shards is None
-            if is_one and not is_outside(first.id):
+            if self._is_one and not is_outside(first.id):
                 return
         filters = filters if chunks else None
         rewrite = Rewrite(source, selection, shape, chunks, filters, dtype, encoding)
@@ -345,10 +342,8 @@ class Repacking:
             max(1, min(n or extent, extent)) for n, extent in zip(given, shape, strict=True)
         )
 
-    def copying(self, path: str) -> Rewrite | None:
-        """Return the plan for a dataset that stays as it is; None if it has no dimensions."""
-        if not self.datasets[path].rank:
-            return None
+    def copying(self, path: str) -> Rewrite:
+        """Return the plan for a dataset that stays as it is, and has dimensions."""
         source = RowSource(self._files[:1], path, 0)
         first = source.first
         return Rewrite(
@@ -358,18 +353,26 @@ class Repacking:
     def verify(self, path: Path) -> None:
         """Compare the new file with its sources; raise `WriteError` if it differs."""
         with open_index(path) as target:
-            found = Comparison(self.objects(target.id, path), target, set(self._attributes))
-            for name, dataset in self.datasets.items():
-                if name in self.whole:
-                    found.require(are_same(target[name][...], self.whole[name]), name)
-                    continue
-                rewrite = self.rewrites.get(name)
-                if rewrite is not None and self._parts:
-                    continue
-                if rewrite is None and not is_outside(dataset):
-                    rewrite = self.copying(name)
-                options = self.reader_options
-                found.compare_values(name, dataset, rewrite, self.piece_nbytes, options)
+            for where in self._differences(target, self.objects(target.id, path)):
+                raise WriteError(
+                    f"{target.filename}: {where} differs from the source; keep the source, and"
+                    " check disk and memory",
+                    filename=target.filename,
+                )
+
+    def _differences(self, target: HDF5File, objects: ObjectCopy) -> Iterator[str]:
+        """Yield what differs in the new file."""
+        yield from objects.differences(self._attributes)
+        for name, dataset in self.datasets.items():
+            rewrite = self.rewrites.get(name)
+            if name in self.whole:
+                if not are_same(target[name][...], self.whole[name]):
+                    yield name
+            elif rewrite is None and dataset.rank and not is_outside(dataset):
+                rewrite = self.copying(name)
+            if rewrite is not None and not (self._parts and name in self.rewrites):
+                nbytes, options = self.piece_nbytes, self.reader_options
+                yield from differences(rewrite, target, objects.references, nbytes, options)
 
     def plan(self) -> Plan:
         """Return what will be done, for people."""
@@ -475,22 +478,16 @@ class Repacking:
         """Move the values of all datasets; yield the number of pieces that are done."""
         assert safe.state is not None
         skipped, done, moved = int(safe.state["done"]), 0, 0
-        missing: list[str] = safe.state["missing"]
-        rewrites = {p: self.rewrites.get(p) or self.copying(p) for p in missing}
-        total = sum(0 if one is None else one.nbytes for one in rewrites.values())
+        rewrites = {p: self.rewrites.get(p) or self.copying(p) for p in safe.state["missing"]}
+        total = sum(one.nbytes for one in rewrites.values())
         for path, rewrite in rewrites.items():
             target = safe.file[path]
-            if rewrite is None:
-                where = f'{self._files[0].filename}: dataset "{path}"'
-                move_scalar(self.datasets[path], target.id, copy.references, where)
-                continue
             if not target.chunks:
                 safe.write_directly(target)
             pieces = pieces_of(rewrite, self.piece_nbytes)
             here = min(len(pieces), max(0, skipped - done))
             done += here
-            options = self.reader_options
-            transfer = Transfer(rewrite, target, writer, lambda: copy.references, options)
+            transfer = Transfer(rewrite, target, writer, copy, self.reader_options)
             for piece in transfer.move(pieces[here:]):
                 done += 1
                 moved += rewrite.nbytes_of(piece)

@@ -1,4 +1,4 @@
-"""Plans how a dataset is written anew, and moves its values to the new file.
+"""Plans how a dataset is written anew, moves its values to the new file, and compares them.
 
 Chunks about which nothing changes are copied as they are stored. Other rows are read in blocks, and
 written as chunks that threads encode.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,17 +18,18 @@ import h5py
 import numpy as np
 from h5py import h5d, h5p, h5s, h5t
 
-from h5async.codec.encoders import set_filters
+from h5async.codec.encoders import set_filters, spell_filters
 from h5async.codec.filters import BLOSC, BLOSC2, Filter, is_lossy
 from h5async.errors import DatasetError
 from h5async.index.chunks import filters_of
 from h5async.index.hdf5 import Opened
 from h5async.index.tables import grid_of
+from h5async.io.hdf5files import HDF5File
 from h5async.order.selection import Selection
 from h5async.packing.chunkwriter import ChunkWriter, DatasetWriter
 from h5async.packing.encodedsamples import encoded_images
-from h5async.packing.objects import Making, is_outside
-from h5async.packing.rawvalues import RawValues, References, call_hdf5, has_pointers
+from h5async.packing.objects import Making, ObjectCopy, is_outside
+from h5async.packing.rawvalues import Bytes, RawValues, References, call_hdf5, has_pointers
 from h5async.packing.rowsource import Block, Extents, RowSource
 from h5async.spelling import named
 
@@ -306,30 +307,20 @@ class Transfer:
         rewrite: Rewrite,
         target: h5py.Dataset,
         writer: ChunkWriter,
-        references: Callable[[], References],
+        objects: ObjectCopy,
         options: Mapping[str, Any],
     ) -> None:
         self._rewrite, self._source = rewrite, rewrite.source
         self._target, self._writer = target, writer
-        self._references, self._options = references, dict(options)
+        self._objects, self._options = objects, dict(options)
 
     def move(self, pieces: Sequence[Run | Block]) -> Iterator[Run | Block]:
         """Move pieces, in order; yield each as soon as the writer has it."""
-        at = 0
-        while at < len(pieces):
-            end = at + 1
-            while end < len(pieces) and type(pieces[end]) is type(pieces[at]):
-                end += 1
-            several: Any = pieces[at:end]
-            if isinstance(several[0], Run):
-                yield from self._copy(several)
-            elif self._rewrite.encoding:
-                yield from self._encode(several)
-            elif self._rewrite.is_by_hdf5:
-                yield from self._by_hdf5(several)
-            else:
-                yield from self._cut(several)
-            at = end
+        rewrite = self._rewrite
+        for kind, several in itertools.groupby(pieces, type):
+            move: Any = self._by_hdf5 if rewrite.is_by_hdf5 else self._cut
+            move = self._copy if kind is Run else self._encode if rewrite.encoding else move
+            yield from move([*several])
 
     def _copy(self, runs: Sequence[Run]) -> Iterator[Run]:
         """Copy stored chunks."""
@@ -369,12 +360,20 @@ class Transfer:
 
     def _by_hdf5(self, blocks: Sequence[Block]) -> Iterator[Block]:
         """Have HDF5 read and write elements of variable length, or that refer to objects."""
-        references, axis = self._references(), self._rewrite.axis
+        axis = self._rewrite.axis
         for block in blocks:
             values = self._source.read(self._rewrite.selection, block)
-            references.change(values.kind, values.bytes, self._source.where)
-            self._write(values, block.offset(axis), block.shape(axis))
+            self._objects.references.change(values)
+            memory = h5s.create_simple(block.shape(axis))
+            selected = self._target.id.get_space()
+            selected.select_hyperslab(block.offset(axis), block.shape(axis))
+            self._writer.call(partial(self._write, values, memory, selected), values.bytes.nbytes)
+            self._writer.flush()
             yield block
+
+    def _write(self, values: RawValues, memory: h5s.SpaceID, selected: h5s.SpaceID) -> None:
+        with values:
+            values.write(self._target.id, memory, selected)
 
     def _cut(self, blocks: Sequence[Block]) -> Iterator[Block]:
         """Read blocks, and have them encoded."""
@@ -400,24 +399,51 @@ class Transfer:
             writer.write_elements(block.begin, made, images.nbytes)
             yield block
 
-    def _write(self, values: RawValues, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        memory, selected = h5s.create_simple(shape), self._target.id.get_space()
-        selected.select_hyperslab(offset, shape)
 
-        def write() -> None:
-            with values:
-                values.write(self._target.id, memory, selected)
+def differences(
+    rewrite: Rewrite,
+    target: HDF5File,
+    references: References,
+    nbytes: int,
+    options: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yield what differs in a dataset of a finished file, read in blocks of about `nbytes`."""
+    path = rewrite.source.path
+    where, dataset = f'dataset "{path}"', target[path].id
+    if (rewrite.shape[:1] if rewrite.encoding else rewrite.shape) != dataset.shape:
+        yield f"{where}: its shape"
+    if _layout(rewrite.making().plist) != _layout(dataset.get_create_plist()):
+        yield f"{where}: its chunks and filters"
+    blocks = rewrite.blocks(Run(0, rewrite.shape[rewrite.axis], False), nbytes)
+    written = RowSource([target], path, rewrite.axis)
+    every = Selection(0, 1, written.counts[0])
+    if rewrite.is_by_hdf5:
+        for block in blocks:
+            with rewrite.source.read(rewrite.selection, block) as a:
+                with written.read(every, block) as b:
+                    if not references.are_same(a, b):
+                        yield where
+        return
+    sources = rewrite.source.blocks(rewrite.selection, blocks, rewrite.dtype, dict(options))
+    targets = written.blocks(every, blocks, None, {**options, "hdf5_path": target.filename})
+    if rewrite.encoding:
+        targets = (target[path][block.begin : block.stop] for block in blocks)
+    for block, old, new in zip(blocks, sources, targets, strict=True):
+        if rewrite.encoding:  # the same pixels have the same bytes
+            images = np.array(old, order="C").view(np.uint8)
+            is_same = all(map(np.array_equal, encoded_images(images, rewrite.encoding), new))
+        else:
+            is_same = np.array_equal(_bytes(old), _bytes(new))
+        if not is_same:
+            yield f"{where}, rows {block.begin} to {block.stop}"
 
-        self._writer.call(write, values.bytes.nbytes)
-        self._writer.flush()
+
+def _layout(plist: h5p.PropDCID) -> tuple[Any, ...]:
+    chunks = plist.get_chunk() if plist.get_layout() == h5d.CHUNKED else ()
+    # (Levels are spelled; HDF5 adds to other parameters what it knows of the dataset.)
+    filters = filters_of(plist)
+    return chunks, [one.number for one in filters], spell_filters(filters)
 
 
-def move_scalar(
-    source: h5py.h5d.DatasetID, target: h5py.h5d.DatasetID, references: References, where: str
-) -> None:
-    """Copy the value of a dataset without dimensions."""
-    kind, space = source.get_type(), source.get_space()
-    with RawValues(kind, 1, where) as values:
-        values.read(source, space, space)
-        references.change(kind, values.bytes, where)
-        values.write(target, space, space)
+def _bytes(values: np.ndarray[Any, Any]) -> Bytes:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

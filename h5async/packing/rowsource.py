@@ -106,6 +106,11 @@ class RowSource:
         return f'{self.files[0].filename}: dataset "{self.path}"'
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of elements; h5py raises any exception if there is none."""
+        return describe(self.first.encoded_type).dtype
+
+    @property
     def is_plain(self) -> bool:
         """Whether a reader delivers the very bytes of elements, except their order."""
         if not self._is_of_one_type:
@@ -170,7 +175,7 @@ class RowSource:
             yield from found
             return
         for one, old in zip(blocks, found, strict=True):
-            yield self._mapped(selection, one, old, dtype or self.first.dtype)
+            yield self._mapped(selection, one, old, dtype or self.dtype)
 
     def _mapped(
         self, selection: Selection, block: Block, old: NDArray[Any], dtype: np.dtype[Any]
@@ -214,30 +219,25 @@ class RowSource:
     ) -> Iterator[NDArray[Any]]:
         """Yield blocks from readers: one for each run of them that covers the same columns."""
         axis, shape = self.axis, self.first.extents
-        at = 0
-        while at < len(blocks):
-            first, end = blocks[at], at + 1
-            rows = first.stop - first.begin
-            most = first.begin + (math.inf if selection.is_range else _MOST_NUMBERS)
-            while end < len(blocks) and blocks[end].corner == first.corner:
-                if blocks[end].stop > most:
-                    break
-                end += 1
+        most = blocks[-1].stop if selection.is_range and blocks else _MOST_NUMBERS
+        for _, run in itertools.groupby(blocks, lambda one: (one.corner, one.begin // most)):
+            several = list(run)
+            first = several[0]
             region: dict[Any, slice | str] = {
                 d: slice(corner, corner + size)
                 for d, (corner, size) in enumerate(zip(first.corner, first.sizes, strict=True))
                 if d != axis and size != shape[d]
             }
-            samples = _numbered(selection, first.begin, blocks[end - 1].stop)
+            samples = _numbered(selection, first.begin, several[-1].stop)
             field = Field(self.path, num_dim=axis, region=region or None, dtype=dtype)
             stored = describe(self.first.encoded_type).unpacked[0] if dtype is None else dtype
+            rows = first.stop - first.begin
             reading = {**options, "fields": {"values": field}, "batch_size": rows}
             with AsyncReader(indices=samples, **reading) as reader:
-                for batch, one in zip(reader, blocks[at:end], strict=True):
+                for batch, one in zip(reader, several, strict=True):
                     assert batch.size == one.stop - one.begin
                     # (In the byte order of the file, which batches do not have.)
                     yield np.moveaxis(batch[0].astype(stored, copy=False), 0, axis)
-            at = end
 
     def read(self, selection: Selection, block: Block) -> RawValues:
         """Return the values of a block in HDF5's own form; read run by run of adjacent rows."""

@@ -52,29 +52,13 @@ def is_begun(path: Path) -> bool:
 class SafeFile(AbstractContextManager["SafeFile"]):
     """An HDF5 file that is being written. For one thread at a time.
 
-    Parameters
-    ----------
-    path
-        The file that there is in the end; until then, ``PATH.partial`` and ``PATH.journal``.
-    resume
-        Go on with a file whose writing was interrupted. Without one, begin.
-    append
-        Write to the existing file at `path`.
-    overwrite
-        Begin anew, whatever there is; an existing file is replaced in the end.
-    digest
-        Says what the file is made of. A file that was begun with another one is not gone on with.
-    like
-        An open file, whose user block a new file gets, and whose root group its own is like.
+    It has its name, `path`, in the end; until then, it is ``PATH.partial``, with ``PATH.journal``.
+    To `resume` is to go on with a file whose writing was interrupted, if there is one, and the same
+    `digest` says what it is made of; to `overwrite`, to begin anew, whatever there is; to `append`,
+    to write to an existing file. A new one has the user block of `like`, an open file.
 
-    Attributes
-    ----------
-    file
-        The open `h5py.File`.
-    state
-        What the last `commit` was given; None if nothing is committed.
-    is_finished
-        Whether the file was finished before: there is nothing to do, and no open `file`.
+    `file` is the open `h5py.File`; `state` is what the last `commit` was given, None if nothing is
+    committed. If it `is_finished`, it was finished before: there is no open `file`.
     """
 
     def __init__(

@@ -11,11 +11,11 @@ replaces it, so no two processes ever write to the same slot.
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import time
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -23,25 +23,34 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
-from h5async.core.binding import load_core
+from h5async.core.binding import Core, load_core
 from h5async.errors import ConfigError, ReadError
-from h5async.fill.outcomes import NO_CALLS, Calls, FillerStats, FillOutcome, Recorded
+from h5async.fill.outcomes import (
+    NO_CALLS,
+    Answers,
+    Calls,
+    FillerStats,
+    FillOutcome,
+    Recorded,
+)
 from h5async.fill.pool import Workers
 from h5async.fill.resident import Residency
+from h5async.fill.submissions import QueuedBatches
 from h5async.io.shared import SharedMemory
 from h5async.opening.dataset import Samplings
 from h5async.opening.limits import MemoryPlan
-from h5async.order.sampling import FillRequest
-from h5async.order.selection import NO_SAMPLES
+from h5async.order.sampling import FillRequest, Sampling
+from h5async.order.selection import NO_SAMPLES, Int64s
 from h5async.process.child import check_interpreter, refusal
-from h5async.process.messages import NoteUploaded, Opened, Starting
-from h5async.process.posted import PostedBatches
-from h5async.process.sharedslots import ReaderSlots
+from h5async.process.messages import NoteUploaded, Opened, ReaderSlots, Starting
 from h5async.process.supervisor import Supervisor
+from h5async.read.coretables import Scratch
+from h5async.read.queue import END, TICKET, BatchQueue, Numbers, SlotBatch, Turns
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import Timeline
 
+_ENDLESS = 1 << 48  # batches
 _FOUND = "was changed while the reader was made, of which helper processes have found two versions"
 
 
@@ -164,7 +173,7 @@ class HelperFiller(Workers):
 
     def stats(self) -> FillerStats:
         """Return the statistics of all helpers so far."""
-        return functools.reduce(FillerStats.plus, [each.stats() for each in self.supervisors])
+        return reduce(FillerStats.plus, [each.stats() for each in self.supervisors])
 
     def record(self, timeline: Timeline | None) -> None:
         """Record the events of all threads, including those of helpers. None stops it."""
@@ -253,3 +262,83 @@ class HelperFiller(Workers):
         for supervisor in self.supervisors:
             supervisor.release()
         super()._end()
+
+
+class PostedBatches(QueuedBatches):
+    """Batches that helpers fill, and the consumer takes in one call of the core.
+
+    The consumer, or the core in its place (`read/queue.py`), puts batches into a queue of the core,
+    and the thread that sends requests takes them from there. An answer makes its batch ready there,
+    unless it is an error or has something to tell: that goes through the ring. Each of the slots
+    has room for `rows` samples.
+    """
+
+    def __init__(self, core: Core, samplings: Samplings, rows: int, num_slots: int) -> None:
+        batches = [SlotBatch(core.BatchPlan(), (core.Target * 0)(), rows, None)] * num_slots
+        super().__init__(BatchQueue(core, None, batches, 1, samplings.selection), samplings)
+        self.put_ticket, self.end = self._queue.put_ticket, self._queue.end
+        self.answers: Answers = [None] * num_slots  # the last ones
+        self.index = partial(_index, self.answers)  # as of `Submissions`
+        # The core asks for it, and does not use it.
+        self._core, self._scratch = core, Scratch.allocate(1, 1, 1)
+
+    # --- the consumer's calls ---------------------------------------------------------------------
+
+    def open_turns(self, batch: type, _: int) -> Turns:
+        """Return the turns of the consumer in the core."""
+        self.turns = Turns(self._core, self._queue, self._scratch, batch, is_alone=False)
+        return self.turns
+
+    def numbers(self, request: FillRequest, count: int) -> Numbers | None:
+        """Return the numbers of batches alike, but not those of their samples."""
+        sampling, first = self.sampling(request), request.serial
+        if type(sampling) is not Sampling:
+            return None
+        return Numbers(first, first + count, 0, 0, sampling.batch_size)
+
+    def endless(self, request: FillRequest) -> Numbers | None:
+        """Return those of this epoch and all later ones; None if not all batches are full."""
+        sampling, epoch, serial = self.sampling(request), request.epoch, request.serial
+        if type(sampling) is not Sampling or not sampling.is_uniform:
+            return None
+        left, count = sampling.batches_from(epoch, request.start), sampling.num_batches
+        for begin, most in (request.start, left), (0, count):
+            first, end = sampling.dealt_at(epoch, sampling.step_at(epoch, begin, most - 1)[1])
+            if end - first < sampling.batch_size:
+                return None
+        numbers = Numbers(serial, serial + _ENDLESS, 0, 0, sampling.batch_size)
+        return numbers._replace(epoch_end=serial + left, epoch_batches=count)
+
+    def result(self, slot: int, serial: int) -> FillOutcome | None:
+        """Return a batch that a helper has filled; None if it is not ready."""
+        answers = self.answers
+        if self._queue.ready(slot, serial, 0) is None or not answers:  # it was closed meanwhile
+            return None
+        answer = answers[slot]
+        return None if answer is None else answer[1]
+
+    # --- the helpers' threads ---------------------------------------------------------------------
+
+    def take(self) -> Sequence[FillRequest] | None:
+        """Wait for requests, or for `put_ticket`; return None at the end."""
+        found = self._queue.next(self._scratch)
+        if found in (END, TICKET):
+            return None if found == END else ()
+        return (self._taken(found).request,)
+
+    def finish(self, request: FillRequest, outcome: FillOutcome) -> bool:
+        """Make a batch ready; return False if the ring has to be told of it."""
+        is_plain = outcome.error is None and not outcome.warnings and not outcome.skipped
+        self.answers[request.slot] = (request.serial, outcome) if is_plain else None
+        self._queue.finish(request.slot, request.serial, is_ready=is_plain)
+        return is_plain
+
+    def close(self) -> None:
+        """Release memory and functions; no thread will call it any more."""
+        super().close()
+        self.answers = []
+
+
+def _index(answers: Answers, slot: int, serial: int, _: int) -> Int64s | None:
+    answer = answers[slot]
+    return answer[1].index if answer is not None and answer[0] == serial else None

@@ -15,17 +15,21 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from h5async.config import ReaderConfig
-from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError
+from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError, PostprocessError
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import Calls, FillOutcome, OnDevice, Slots
 from h5async.fill.pool import do_nothing
 from h5async.fill.resident import Residency
-from h5async.io.shared import SharedMemory
+from h5async.io.shared import ArraySpec, SharedMemory
 from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.opening.limits import slot_transforms
 from h5async.opening.selecting import Chosen, choose
@@ -38,12 +42,15 @@ from h5async.process.messages import (
     Opened,
     Rooms,
     SentField,
+    SlotSpecs,
     Started,
     Starting,
     dump,
+    own_spec,
     portable,
 )
-from h5async.process.sharedslots import HelperSlots
+from h5async.samples.assembly import SlotMemory
+from h5async.samples.samplearrays import SampleArrays
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 from h5async.system.timeline import Recorder, Timeline
@@ -52,6 +59,7 @@ from h5async.system.timeline import Recorder, Timeline
 MARK = "H5ASYNC_HELPER_OF"
 
 _PR_SET_PDEATHSIG = 1
+_MOST_ARRAYS = 3  # of one field
 _PRINT_SECONDS = 1.0  # the standard streams may be pipes that nobody reads from
 
 # Launchers, schedulers and terminals send these signals to all processes of a group or job. Only
@@ -202,6 +210,98 @@ class _Helper:
             self._send(answer)
         except BaseException as raised:  # it cannot be pickled
             self._send(answer._replace(fields=(), error=portable(raised)))
+
+
+class HelperSlots:
+    """Slots in the memory of the process that fills them; `slots` is for the filler.
+
+    `raws` has the shape and dtype of a row as read, per column. `rooms` of a slot are set before it
+    is filled.
+    """
+
+    def __init__(
+        self,
+        shared: SharedMemory,
+        specs: Sequence[SlotSpecs],
+        raws: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
+    ) -> None:
+        self._shared = shared
+        self._numbers: list[NDArray[np.int64]] = [shared.array(spec.numbers) for spec in specs]
+        self._sizes = [0] * len(specs)  # samples in the batches
+        self.rooms: list[Rooms] = [{}] * len(specs)
+        self.slots = [self._slot(spec, raws) for spec in specs]
+        self._specs = specs
+
+    def index(self, slot: int) -> NDArray[np.int64]:
+        """Return a copy of the sample numbers of the batch in a slot."""
+        return self._numbers[slot][: self._sizes[slot]].copy()
+
+    def put(
+        self, slot: int, outcome: FillOutcome
+    ) -> tuple[tuple[SentField, ...], dict[int, tuple[int, int]]]:
+        """Put the arrays outside a batch's slot into shared memory; different slots in any threads.
+
+        Returns `Answer.fields` and `Answer.rooms`. `PostprocessError` is raised if an array cannot
+        lie in shared memory, `OutOfMemoryError` if the system refuses memory.
+        """
+        size = self._sizes[slot] = outcome.index.size
+        self._numbers[slot][:size] = outcome.index
+        added: dict[int, tuple[int, int]] = {}
+        fields = []
+        for field, value in enumerate(outcome.arrays):
+            is_one = not isinstance(value, SampleArrays)
+            parts = tuple(
+                self._inside(slot, array)
+                or self._copied(slot, _MOST_ARRAYS * field + number, array, added)
+                for number, array in enumerate((value,) if is_one else value.arrays)
+            )
+            more = (None, parts, ()) if is_one else (type(value), parts, value.sample_shape)
+            fields.append(SentField(*more))
+        return tuple(fields), added
+
+    def _slot(
+        self, specs: SlotSpecs, raws: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
+    ) -> SlotMemory:
+        out = tuple(self._shared.array(spec) for spec in specs.out)
+        raw = tuple(
+            delivered if spec == own else np.empty((len(delivered), *row), dtype)
+            for spec, own, delivered, (row, dtype) in zip(
+                specs.raw, specs.out, out, raws, strict=True
+            )
+        )
+        made = tuple(None if spec is None else self._shared.array(spec) for spec in specs.made)
+        return SlotMemory(raw, out, made)
+
+    def _inside(self, slot: int, array: NDArray[Any]) -> ArraySpec | None:
+        """Describe an array that lies in a slot; None if it does not."""
+        is_plain = array.flags.c_contiguous and not array.dtype.hasobject
+        found, specs = self._shared.spec(array) if is_plain else None, self._specs[slot]
+        if found is None:
+            return None
+        several = [own for own in (*specs.out, *specs.made) if own is not None]
+        is_inside = any(own.offset <= found.offset and found.end <= own.end for own in several)
+        return found if is_inside else None
+
+    def _copied(
+        self, slot: int, number: int, array: NDArray[Any], added: dict[int, tuple[int, int]]
+    ) -> ArraySpec:
+        """Copy an array to its room; describe the copy."""
+        if array.dtype.hasobject:
+            raise PostprocessError(
+                f"postprocess returned dtype {array.dtype}: Python objects cannot lie in memory"
+                " that processes share; return numbers or fixed-size strings, or read with"
+                f" {named('workers', 'thread')}"
+            )
+        offset, nbytes = self.rooms[slot].get(number, (0, 0))
+        if nbytes < array.nbytes:
+            room = self._shared.empty(max(array.nbytes, 2 * nbytes))
+            if nbytes:  # the batch that was there is no longer in use
+                self._shared.discard(ArraySpec(offset, (nbytes,), room.dtype))
+            offset = own_spec(self._shared, room).offset
+            added[number] = offset, room.nbytes
+        spec = ArraySpec(offset, array.shape, array.dtype)
+        np.copyto(self._shared.array(spec), array)
+        return spec
 
 
 def _told(opened: OpenedDataset, chosen: Chosen) -> Opened:

@@ -2,8 +2,14 @@
 
 First the options (`ReaderConfig`) are answered by `Opened`, and `Starting` by `Started`. Then the
 reader sends requests to fill slots (`FillRequest` and `Rooms`, as plain tuples), each answered by
-one `Answer` in any order, and notes without an answer (`NoteUploaded`, `Record`). Arrays stay in
-shared memory.
+one `Answer` in any order, and notes without an answer (`NoteUploaded`, `Record`).
+
+Arrays stay in shared memory, where the reader makes the slots (`ReaderSlots`). A field of a batch
+is one array or several (`samples/samplearrays.py`). An array outside the slot, such as a result of
+`postprocess` or the offsets of ragged samples, is copied into shared memory beside the slots. Each
+slot, field and part has one such block, its *room*, replaced by one of twice the needed size when
+it is too small. Whichever helper fills a slot is told its rooms, so their number does not depend on
+the number of helpers.
 """
 
 from __future__ import annotations
@@ -18,15 +24,18 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
+from numpy.typing import NDArray
 
 from h5async import errors
-from h5async.errors import H5AsyncError, ReadError, Skipped
+from h5async.errors import H5AsyncError, OutOfMemoryError, ReadError, Skipped
 from h5async.fill.outcomes import FillerStats, Recorded
 from h5async.index.changes import fingerprint
 from h5async.index.layout import DatasetLayout, HeapFile
-from h5async.io.shared import ArraySpec
+from h5async.io.shared import ArraySpec, SharedMemory
 from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
+from h5async.samples.assembly import SlotMemory
 from h5async.samples.fieldkind import FieldKind, are_same
 from h5async.samples.samplearrays import SampleArrays
 from h5async.system.interruptions import suppressing
@@ -178,6 +187,90 @@ class Failed(NamedTuple):
     """Sent instead of `Opened` or `Started`: the error, from `portable`."""
 
     error: tuple[bytes, ...]
+
+
+class ReaderSlots:
+    """Slots in the memory of the process that made them; `specs` is what helpers receive.
+
+    `rooms` is the memory beside each slot, for the helper that fills it next.
+
+    `slots` are arrays in `shared`; raw arrays lie in other memory if the filler transforms them. A
+    slot has room for `rows` samples. `pixels_nbytes` has, per field, the maximum size of the pixels
+    of a batch of images.
+    """
+
+    def __init__(
+        self,
+        shared: SharedMemory,
+        slots: Sequence[SlotMemory],
+        rows: int,
+        pixels_nbytes: Sequence[int],
+    ) -> None:
+        self._shared = shared
+        numbers = shared.empty(len(slots) * rows * 8).view(np.int64).reshape(len(slots), rows)
+        self._numbers = list(numbers)
+        # By slot: where its own memory begins in the shared memory, and that memory.
+        self._blocks: list[list[tuple[int, NDArray[np.uint8]]]] = []
+        self.rooms: list[Rooms] = [{}] * len(slots)
+        self.specs: list[SlotSpecs] = []
+        for slot, own in zip(slots, numbers, strict=True):
+            made = [
+                slot.made[field]
+                if slot.made and slot.made[field] is not None
+                else self._new(nbytes)
+                for field, nbytes in enumerate(pixels_nbytes)
+            ]
+            blocks = [
+                one.reshape(-1).view(np.uint8) for one in (*slot.out, *made) if one is not None
+            ]
+            self._blocks.append([(own_spec(shared, one).offset, one) for one in blocks])
+            self.specs.append(
+                SlotSpecs(
+                    tuple(map(shared.spec, slot.raw)),
+                    tuple(own_spec(shared, out) for out in slot.out),
+                    tuple(None if one is None else own_spec(shared, one) for one in made),
+                    own_spec(shared, own),
+                )
+            )
+
+    def index(self, slot: int, size: int) -> NDArray[np.int64]:
+        """Return a copy of the sample numbers of the batch in a slot."""
+        return self._numbers[slot][:size].copy()
+
+    def arrays(self, answer: Answer) -> tuple[Any, ...]:
+        """Return the fields of a batch as views of memory that helpers filled.
+
+        OutOfMemoryError if memory that the helper added cannot be mapped.
+        """
+        slot = answer.request[0]
+        if answer.rooms:
+            self.rooms[slot] = {**self.rooms[slot], **answer.rooms}
+        found = []
+        for kind, parts, sample_shape in answer.fields:
+            arrays = [self._array(slot, part) for part in parts]
+            found.append(kind.of_arrays(arrays, sample_shape) if kind else arrays[0])
+        return tuple(found)
+
+    def _array(self, slot: int, part: ArraySpec) -> NDArray[Any]:
+        """Return an array: in the memory of the slot, which may be pinned, if it lies there."""
+        for begin, block in self._blocks[slot]:
+            if begin <= part.offset and part.end <= begin + block.nbytes:
+                return np.ndarray(part.shape, part.dtype, block, part.offset - begin)
+        return self._shared.array(part)
+
+    def _new(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """Return memory for pixels; None means that they are copied out of the helper's."""
+        try:
+            return self._shared.empty(nbytes) if nbytes else None
+        except OutOfMemoryError:
+            return None
+
+
+def own_spec(shared: SharedMemory, array: NDArray[Any]) -> ArraySpec:
+    """Describe an array that is known to be in shared memory."""
+    spec = shared.spec(array)
+    assert spec is not None
+    return spec
 
 
 class Channel:

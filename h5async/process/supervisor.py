@@ -35,8 +35,16 @@ from h5async.io.shared import SharedMemory
 from h5async.order.sampling import FillRequest
 from h5async.order.selection import NO_SAMPLES
 from h5async.process.child import HelperDied, HelperProcess
-from h5async.process.messages import Answer, Failed, Opened, Record, Started, Starting, received
-from h5async.process.sharedslots import ReaderSlots
+from h5async.process.messages import (
+    Answer,
+    Failed,
+    Opened,
+    ReaderSlots,
+    Record,
+    Started,
+    Starting,
+    received,
+)
 from h5async.system.interruptions import Gate, Patience, suppressing
 
 _log = logging.getLogger("h5async.process")

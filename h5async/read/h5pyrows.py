@@ -20,7 +20,7 @@ from h5async.errors import DamagedError
 from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.shapes import cut_piece, part_shape
-from h5async.index.variablelength import DAMAGED
+from h5async.index.storedtypes import DAMAGED
 from h5async.plan.records import Int64s, SamplesPlan
 from h5async.read.coretables import Scratch
 from h5async.read.fallback import ChunkCheck, FallbackReader, WantedRows

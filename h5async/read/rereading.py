@@ -26,7 +26,7 @@ from h5async.core.binding import CANNOT_MAP, IS_REPLACED, Core
 from h5async.errors import DamagedError, H5AsyncError, ReadError
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout, HeapFile
-from h5async.index.variablelength import DAMAGED as DAMAGED_HEAP
+from h5async.index.storedtypes import DAMAGED as DAMAGED_HEAP
 from h5async.io.source import FileStamp, changed, lies_at, replaced, settled
 from h5async.read.coretables import CoreTables
 from h5async.spelling import named

@@ -26,17 +26,16 @@ from h5async.errors import (
 )
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.submissions import Submissions
-from h5async.html import counted, table
 from h5async.order.rows import SequenceTable
 from h5async.order.sampling import Course, FillRequest, Sampling
 from h5async.read.queue import Numbers
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
 from h5async.samples.ragged import preview
-from h5async.spelling import named
+from h5async.spelling import counted, named, table
 
 if TYPE_CHECKING:
-    from h5async.process.posted import PostedBatches
+    from h5async.process.helper import PostedBatches
 
 
 _SHOWN = 6  # sample numbers shown in a notebook

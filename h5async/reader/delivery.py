@@ -43,8 +43,7 @@ from h5async.system.interruptions import interruption, passing, suppressing
 from h5async.system.timeline import Recorder
 
 if TYPE_CHECKING:
-    from h5async.process.helper import HelperFiller
-    from h5async.process.posted import PostedBatches
+    from h5async.process.helper import HelperFiller, PostedBatches
 
 
 class Delivery:

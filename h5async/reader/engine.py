@@ -1,4 +1,4 @@
-"""Runs a reader behind `AsyncReader`: opens it, starts its filler, tells how it does, closes it.
+"""Runs a reader behind `AsyncReader`: opens it, starts its filler, logs and tells how, closes it.
 
 The engine does not refer to the caller's reader. So a reader that is dropped unclosed can be
 collected, and its engine closed.
@@ -6,14 +6,18 @@ collected, and its engine closed.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
+from h5async.core.binding import why_no_core
 from h5async.deliver.slots import SlotRing
 from h5async.errors import (
     ConfigError,
@@ -25,9 +29,8 @@ from h5async.errors import (
 from h5async.fill.filling import Filler
 from h5async.fill.outcomes import Calls, FillOutcome, OnDevice, Slots
 from h5async.fill.pool import THREAD_NAME
-from h5async.html import Bar, Cell, box, grid, size_text
+from h5async.index.datasettable import table_of
 from h5async.index.layout import DatasetLayout
-from h5async.observe import readerlog
 from h5async.observe.readercounts import ReaderCounts
 from h5async.observe.stats import ReaderStats
 from h5async.observe.tracing import Trace, Tracing
@@ -36,12 +39,16 @@ from h5async.reader import lifetime
 from h5async.reader.delivery import Delivery
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
-from h5async.spelling import named, printable
+from h5async.spelling import Bar, Cell, box, grid, named, printable, size_text
 from h5async.system.interruptions import Flag, passing
 from h5async.system.timeline import Recorder
 
 if TYPE_CHECKING:
     from h5async.process.helper import HelperFiller
+
+_log = logging.getLogger("h5async.reader")
+_MOST_WARNED = 1000  # remembered
+_warned: set[str] = set()
 
 _MOMENT_SECONDS = 0.5  # idle workers nearly always end within this time
 _REMEDY = "free some memory, or raise the memory limit of this process"
@@ -130,21 +137,21 @@ class Engine:
         )
 
     def _log(self, seconds: float) -> None:
-        setup, plan = self.setup, self.setup.memory_plan
-        config, layouts, lengths = setup.config, setup.layouts, setup.samplings.lengths
-        readerlog.log_ways(layouts, self._filler.methods)
-        readerlog.log_unused_values(layouts)
-        readerlog.log_skipped(config, setup.opened.skipped)
-        readerlog.log_memory(
-            config,
-            setup.cache_text(self._filler.stats()),
-            plan.most_threads,
-            plan.kept_nbytes,
-            setup.wanted_nbytes,
-        )
-        if lengths is not None:
-            readerlog.log_long_samples(config, lengths.of_sample)
-        readerlog.log_opened(config, layouts, setup.num_samples, seconds)
+        """Log what was opened, and the seconds until it was ready; warn of what could be better."""
+        setup = self.setup
+        layouts, cache = setup.layouts, setup.cache_text(self._filler.stats())
+        for message in _warnings(setup, self._filler.methods, cache):
+            # Readers of the same files may follow one another; repetitions have level DEBUG.
+            is_new = message not in _warned
+            if is_new and len(_warned) < _MOST_WARNED:
+                _warned.add(message)
+            _log.log(logging.WARNING if is_new else logging.DEBUG, "%s", message)
+        if _log.isEnabledFor(logging.INFO):
+            files = {file for y in layouts.values() for file, _ in table_of(y)[1].columns.files}
+            of_files = f" (data in {len(files):,} files)" if len(files) > 1 else ""
+            what = f"{paths_text(setup.config.hdf5_path)}{of_files}: fields {', '.join(layouts)}"
+            count = f"{setup.num_samples:,}"
+            _log.info("opened %s, %s samples, in %.3f s", what, count, seconds)
 
     @property
     def _is_forked(self) -> bool:
@@ -322,3 +329,60 @@ def _order_text(config: ReaderConfig) -> str:
         order = f"shuffled, {config.shuffle}" if config.shuffle else "as in the file"
     limit = f", or {config.batch_values:,} values" if config.batch_values else ""
     return f"{order}; batches of {config.batch_size:,} samples{limit}"
+
+
+def _warnings(setup: ReaderSetup, methods: Sequence[str], cache: str) -> Iterator[str]:
+    """Yield what is not the fastest way, what belongs to no sample, what memory did not allow.
+
+    `cache` is that of `ReaderStats`. What is as it should be is logged.
+    """
+    config, plan, what = setup.config, setup.memory_plan, paths_text(setup.config.hdf5_path)
+    no_core = why_no_core()
+    if no_core is not None:
+        yield no_core
+    for (name, layout), method in zip(setup.layouts.items(), methods, strict=True):
+        field = printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
+        reason, count = layout.fallback_reason, layout.unused_rows
+        if no_core is None and (reason is not None or "h5py" in method):
+            why = f": {reason}" if reason else ", because the core does not read its storage"
+            yield f"{field}: is read through h5py, one read at a time{why}"
+        else:
+            how = "through h5py" if method == "h5py" else f"directly ({method})"
+            _log.info("%s: is read %s", field, how)
+        if layout.spans is not None and layout.segments is None:
+            count = layout.num_samples - int(layout.spans[-1] - layout.spans[0])
+        if count:  # the offsets may have another meaning
+            yield (
+                f"{field}: {count:,} of its values lie before the first sample or after the last"
+                " one, and belong to none; if they should, check the options offsets and"
+                " offsets_kind: there is one more offset than samples, and one end or length per"
+                " sample"
+            )
+    if skipped := setup.opened.skipped:
+        several = "; ".join(one.reason for one in skipped)
+        text = f"{what}: {len(skipped):,} other files were left out"
+        yield f'{text} (on_error="skip"): {several}'
+    if config.cache is not None and cache.startswith("none: "):
+        yield f"{what}: the option cache keeps no rows: {cache.removeprefix('none: ')}"
+    elif config.cache is not None:
+        _log.info("%s: rows are kept: %s", what, cache)
+    if plan.most_threads < config.filler_threads:
+        yield (
+            f"{what}: memory suffices for {plan.most_threads} of {config.filler_threads} threads:"
+            " max_batch_bytes, or free memory, allows no more"
+        )
+    kept, wanted = sum(plan.kept_nbytes), sum(setup.wanted_nbytes)
+    if kept < wanted:
+        yield (
+            f"{what}: {wanted:,} bytes of decoded chunks would be kept for later batches, and"
+            f" {kept:,} are free for them: chunks are decoded more than once"
+        )
+    lengths = setup.samplings.lengths
+    if lengths is not None and config.batch_values is not None:
+        most = min(config.batch_values, np.iinfo(np.int64).max)
+        if count := int(np.count_nonzero(lengths.of_sample > most)):
+            yield (
+                f"{what}: {count:,} samples have more than {config.batch_values:,} values"
+                f" (batch_values), up to {int(lengths.of_sample.max()):,}: each is a batch of its"
+                " own"
+            )

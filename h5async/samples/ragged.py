@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, ReadError, needs_package
-from h5async.html import counted, size_text, table
 from h5async.samples.samplearrays import (
     NoTensorError,
     SampleArrays,
@@ -21,6 +20,7 @@ from h5async.samples.samplearrays import (
     some_of,
     tensor_of,
 )
+from h5async.spelling import counted, size_text, table
 
 _PREVIEWED, _LONGEST = 5, 24  # values, and characters of one, in a notebook
 

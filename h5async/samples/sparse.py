@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, DatasetError, needs_package
-from h5async.html import Bar, Cell, counted, size_text, table
 from h5async.samples.ragged import preview
 from h5async.samples.samplearrays import (
     SampleArrays,
@@ -19,6 +18,7 @@ from h5async.samples.samplearrays import (
     offsets_misfit,
     on_host,
 )
+from h5async.spelling import Bar, Cell, counted, size_text, table
 
 _OF_CUPYX = "?fdFD"  # NumPy's one-letter codes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,40 @@ def test_values_of_a_file_that_this_process_opens_again_to_write(
             assert data[3] == 7
             with pytest.raises(h5async.ReadError, match="changed"):
                 text[0]
+
+
+def test_datasets_of_odd_dtypes_read_again(tmp_path: Path):
+    path, codes = tmp_path / "odd.h5", h5py.enum_dtype({"A": 1, "B": 90}, "i2")
+    with h5py.File(path, "w") as file:
+        file.create_dataset("long", data=np.arange(9, dtype="g"), chunks=(4,), fletcher32=True)
+        file.create_dataset("codes", data=np.array([0, 1, 90, 3]), dtype=codes)
+        file["swapped"], file["pairs"] = (
+            np.arange(9, dtype=">u8"),
+            np.zeros((3, 1, 4), [("x", "f4")]),
+        )
+    for _ in range(3):
+        for key in ((), 3, slice(1, 3), [1, 2]):
+            assert_same(path, lambda file, key=key: file["long"][key])
+            assert_same(path, lambda file, key=key: file["codes"].astype("?")[key])
+            assert_same(path, lambda file, key=key: file["swapped"].astype(">i8")[key])
+        assert_same(
+            path, lambda file: [file["pairs"][key].shape for key in [()] * 3 + [(..., 1, "x")]]
+        )
+    assert_same(path, lambda file: file["pairs"][[3], 5:2])
+
+
+def test_files_that_nobody_closed(path: Path):
+    """The garbage collector may run while HDF5 calls Python, and closes none of its objects."""
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(2):
+            file = h5async.open_file(path)
+            assert len(file["texts"][()]) == len(file["texts"][:3]) == 3
+            del file
+            gc.collect()
+        held = [one for one in gc.garbage if isinstance(one, h5py._objects.ObjectID)]
+        assert not held
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()

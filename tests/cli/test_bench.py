@@ -69,10 +69,10 @@ def test_options_are_measured_by_turns(monkeypatch):
     config = ReaderConfig(hdf5_path="a.h5")
     told = []
     trials = compare(
-        config, [{"num_threads": 1}, {"num_threads": 2}], 1.0, 4, lambda: told.append(1)
+        config, [{"num_threads": 1}, {"num_threads": 2}], 1.0, 4, lambda *turns: told.append(turns)
     )
     assert asked == [0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2]
-    assert len(told) == 12
+    assert told == [(done, 12) for done in range(12)]
     assert [trial.verdict for trial in trials] == [None, "faster", "faster"]
     assert trials[2].ratios == [2.0] * 4
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from h5async.errors import ReadError
 from h5async.index.hdf5 import NotDirectError
-from h5async.index.variablelength import VariableLength, variable_length
+from h5async.index.storedtypes import VariableLength, variable_length
 
 SEED = 20160704
 COMPOUND = np.dtype([("x", "<i2"), ("y", ">f8"), ("z", "u1", (3,))])

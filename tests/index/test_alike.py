@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 
 import h5py
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from h5async import AsyncReader, Field
 from h5async.errors import H5AsyncError
-from h5async.index import metadata
+from h5async.index import alikefiles, metadata
 from h5async.index.alikefiles import Alike
 from h5async.index.datasets import Indexer
 from h5async.index.links import Reach
@@ -164,6 +165,11 @@ def write_alike(path, rows=40, seed=0, libver=None, **storage):
     return path
 
 
+@pytest.fixture(autouse=True)
+def few_files_are_worth_it(monkeypatch):
+    monkeypatch.setattr(alikefiles, "FEW_FILES", 1)
+
+
 FIELDS = {"data": Field("data"), "labels": Field("of/labels")}
 
 
@@ -221,6 +227,17 @@ def test_files_with_checksums_are_read_without_hdf5_if_all_is_the_same(
             require_same(read_layouts(path, FIELDS, alike), path)
 
 
+def test_files_made_at_other_times(tmp_path, without_hdf5):
+    alike = Reach(alike=Alike())
+    for n in range(4):
+        path = write_alike(tmp_path / f"{n}.h5", 40, n, **GZIP, track_times=True)
+        image, seconds = path.read_bytes(), itertools.count(int(time.time()) + 1, -1)
+        made = next(one for one in seconds if one.to_bytes(4, "little") in image)
+        path.write_bytes(image.replace(made.to_bytes(4, "little"), bytes([n] * 4)))
+        found = read_layouts(path, FIELDS, alike) if n < 2 else without_hdf5(path, alike)
+        require_same(found, path)
+
+
 def test_files_of_several_patterns_and_fields(tmp_path, without_hdf5):
     alike, one = Reach(alike=Alike()), {"x": Field("data", 1)}
     for n in range(12):
@@ -268,7 +285,7 @@ def test_files_that_say_more_are_read_by_hdf5(what, tmp_path):
 def damaged(request, tmp_path_factory):
     """Return a file, its bytes, and what is known of others like it."""
     folder, alike = tmp_path_factory.mktemp(request.param), Alike()
-    for n in range(3):
+    for n in range(alikefiles.FEW_FILES + 2):
         path = write_alike(folder / f"{n}.h5", 40 + n, n, **STORAGES[request.param][0])
         read_layouts(path, FIELDS, Reach(alike=alike))
     return path, path.read_bytes(), alike

@@ -283,7 +283,7 @@ def test_images_lie_in_shared_memory_as_they_are_decoded(pictures):
 @pytest.mark.slow
 def test_images_where_no_more_memory_can_be_shared(pictures, monkeypatch):
     """They are copied then, into as much as they take."""
-    from h5async.process.sharedslots import ReaderSlots
+    from h5async.process.messages import ReaderSlots
 
     options = {"fields": {"image": ImageField("jpeg")}, "shuffle": "full"}
     wanted = epochs((pictures["any"], {}), "thread", **options)

@@ -437,7 +437,7 @@ def test_closing(tmp_path, form, num_threads, workers, step):
 
 # Forms of calls, and the modules that may have them.
 ONLY = {
-    "contextlib.suppress": {"cli/main.py"},  # `suppressing` passes interruptions
+    "contextlib.suppress": {"cli/__init__.py"},  # `suppressing` passes interruptions
     "threading.Condition": set(),
     "threading.Event": set(),
     "threading.Semaphore": set(),
@@ -450,7 +450,7 @@ ONLY = {
         "ray/blockreading.py",  # interrupted, the memory is not used again
     },  # of Python functions
     # As the program ends; of a folder, which no file object takes; others use `owned`.
-    "os.open": {"cli/main.py", "packing/partialfile.py"},
+    "os.open": {"cli/__init__.py", "packing/partialfile.py"},
     "os.dup": set(),
     "os.memfd_create": set(),
     "fcntl.fcntl": {"io/shared.py"},  # in `duplicate`, for threads

@@ -1,4 +1,4 @@
-/* Draws samples with replacement, as order/sampling.py does: from an alias table, by the random numbers
+/* Draws samples with replacement, as order/selection.py does: from an alias table, by the random numbers
    of a counter (Philox 4x64 with 10 rounds), which is the position of the draw. */
 
 /* Of draws that belong together, all columns come first, then all coins. */

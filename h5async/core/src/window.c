@@ -35,9 +35,9 @@ static const Domain *find_domain(Domain *known, uint64_t count)
     return domain;
 }
 
-ALWAYS_INLINE uint64_t name_of(const Window *w, uint64_t number)
+ALWAYS_INLINE uint64_t name_by(const uint64_t *keys, uint64_t number)
 {
-    return hash64(hash64(number + w->keys[0]) ^ w->keys[1]);
+    return hash64(hash64(number + keys[0]) ^ keys[1]);
 }
 
 /* Samples of a group of rounds: of each its hash, of 63 bits, with its place in the group for the lower
@@ -61,7 +61,7 @@ static int bits_below(int64_t count)
 static uint64_t hash_of(const Group *g, uint64_t one)
 {
     uint64_t place = one & (((uint64_t)1 << g->bits) - 1);
-    return name_of(g->w, (uint64_t)(g->first_round * g->w->size) + place) >> 1;
+    return name_by(g->w->keys, (uint64_t)(g->first_round * g->w->size) + place) >> 1;
 }
 
 static int comes_after(const Group *g, uint64_t one, uint64_t other)
@@ -84,10 +84,23 @@ static void list_group(Group *g)
             if (start >= w->num_units || s >= w->count[start])
                 continue;
             uint64_t place = (uint64_t)(r * w->size + s);
-            uint64_t hash = name_of(w, (uint64_t)(g->first_round * w->size) + place) >> 1;
+            uint64_t hash = name_by(w->keys, (uint64_t)(g->first_round * w->size) + place) >> 1;
             g->found[g->count++] = (hash & above) | place;
         }
 }
+
+/* The same where no sample is missing. */
+ALWAYS_INLINE void list_whole_inline(Group *g)
+{
+    const uint64_t keys[] = {g->w->keys[0], g->w->keys[1]}, below = ((uint64_t)1 << g->bits) - 1;
+    const uint64_t first = (uint64_t)(g->first_round * g->w->size);
+    uint64_t *found = g->found;
+    g->count = g->w->group_rounds * g->w->size;
+    for (uint64_t i = 0, count = (uint64_t)g->count; i < count; i++)
+        found[i] = (name_by(keys, first + i) >> 1 & ~below) | i;
+}
+
+ALSO_FOR_AVX2(list_whole, (Group *g), (g))
 
 /* Sort by as many of the upper bits as tell most hashes apart, then one by one. */
 static void sort_group(Group *g)
@@ -119,11 +132,15 @@ static void sort_group(Group *g)
 static int make_block(const Window *w, int64_t number, uint32_t *places)
 {
     const int64_t most = w->group_rounds * w->size;
+    const int is_whole = w->begin[number + 1] - w->begin[number] == w->block_rounds * w->size;
     uint64_t *memory = malloc(2 * (size_t)most * sizeof *memory);
     Group g = {.w = w, .found = memory, .spare = memory + most, .bits = bits_below(most)};
     for (int64_t r = 0; memory != NULL && r < w->block_rounds; r += w->group_rounds) {
         g.first_round = number * w->block_rounds + r;
-        list_group(&g);
+        if (is_whole)
+            list_whole(&g);
+        else
+            list_group(&g);
         sort_group(&g);
         for (int64_t i = 0; i < g.count; i++)
             *places++ = (uint32_t)(g.found[i] & (((uint64_t)1 << g.bits) - 1)) +
@@ -157,7 +174,7 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
             differ |= sizes[j] ^ sizes[0];
         }
         for (int j = 0; j < lanes; j++)
-            names[j] = name_of(w, names[j]);
+            names[j] = name_by(w->keys, names[j]);
         const Domain d = *find_domain(known, (uint64_t)sizes[0]);
         if (!differ)
             feistel_lanes(x, lanes, d, names, w->keys);

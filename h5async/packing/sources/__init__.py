@@ -1,93 +1,145 @@
-"""Finds the kind of a source: paths or objects enter, a source of samples to pack leaves."""
+"""Defines what a source of samples is: it lists what it has, and makes blocks of samples.
+
+A source says how many samples it has, if it knows, and what it consists of, by a digest. It yields
+functions that return blocks, which threads call; the blocks are packed in that order.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from h5async.config.files import matching_files
-from h5async.errors import ConfigError, ReadError
-from h5async.packing.sources import folders, tables
-from h5async.packing.sources.arrays import ArraySource, RowSource, array_files
-from h5async.packing.sources.base import Source, reading_file
-from h5async.packing.sources.folders import FolderSource
-from h5async.packing.sources.tables import (
-    EpisodeSource,
-    HuggingFaceSource,
-    TableSource,
-    saved_dataset,
-)
-from h5async.packing.writeoptions import PackOptions
+import numpy as np
+from numpy.typing import NDArray
 
-_ARRAYS = (".npy", ".npz")
-_SAVED = ("state.json", "dataset_dict.json")  # of datasets of Hugging Face
-_KINDS = (
-    "folders of images or audio, a folder of episodes, a dataset that datasets has saved, or .tar,"
-    " .tar.gz, .parquet, .arrow, .feather, .csv, .npy and .npz files"
-)
+from h5async.errors import H5AsyncError, ReadError
+from h5async.packing.schema import Block
+
+T = TypeVar("T")
+Int64s = NDArray[np.int64]
+Work = Callable[[], Block]
+BLOCK_NBYTES = 4 << 20  # of a block, about, if its size is known before
 
 
-def open_source(sources: Any, options: PackOptions) -> Source:
-    """Return the source that paths or objects are.
+class Files:
+    """Files of a source, which must not change meanwhile."""
 
-    ConfigError if it is none; H5AsyncError if it cannot be read.
+    def __init__(self, paths: Iterable[str | Path]) -> None:
+        self.paths = [os.path.abspath(path) for path in paths]
+        self._stamps = [_stamp(path) for path in self.paths]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all of them."""
+        return sum(size for size, _ in self._stamps)
+
+    def digest(self) -> str:
+        """Return what differs if a file is another one."""
+        return digest_of(zip(self.paths, self._stamps, strict=True))
+
+    def check(self) -> None:
+        """Raise ReadError if a file has changed."""
+        for path, stamp in zip(self.paths, self._stamps, strict=True):
+            if _stamp(path) != stamp:
+                raise ReadError(f"{path} was changed while it was packed; pack it again")
+
+
+class Source(ABC):
+    """Samples to pack.
+
+    `name` is for messages; `count` is the number of samples, or None; `rows` is how many make a
+    block; `nbytes` is the size of the samples as they are, about, or None.
+    `kinds` are those of columns of encoded samples: ``image`` or ``audio``. `classes` are the names
+    of integers, by column. `once` are datasets that the file has once, by name: arrays, or lists of
+    strings. `files` must not change meanwhile. `notes` say what is left out.
+    If `files_are_sources`, some of them could be packed alone. If it `is_in_order`, it can only be
+    read from the beginning; else `order` may map positions to samples.
     """
-    if isinstance(sources, str | os.PathLike):
-        return _at([Path(sources)], options)
-    if type(sources).__module__.partition(".")[0] == "datasets" and hasattr(sources, "with_format"):
-        return HuggingFaceSource(sources, options.fill)
-    if isinstance(sources, Mapping):
-        return ArraySource(sources, "the arrays")
-    if isinstance(sources, Sequence) and sources and isinstance(sources[0], str | os.PathLike):
-        return _at([Path(one) for one in sources], options)
-    if isinstance(sources, Iterable):
-        return RowSource(sources, options.varying)
-    raise ConfigError(f"a {type(sources).__name__} cannot be packed; give {_KINDS}, or an iterable")
+
+    name = ""
+    count: int | None = None
+    nbytes: int | None = None
+    rows = 64
+    kinds: Mapping[str, str] = {}
+    classes: Mapping[str, Sequence[str]] = {}
+    once: Mapping[str, Sequence[Any] | NDArray[Any]] = {}
+    files = Files([])
+    files_are_sources = False
+    is_in_order = True
+    order: Callable[[Int64s], Int64s] | None = None
+    notes: Sequence[str] = ()
+
+    def digest(self) -> str:
+        """Return what differs if the source would give other samples: of files, by default."""
+        return self.files.digest()
+
+    @abstractmethod
+    def work(self, start: int) -> Iterator[Work]:
+        """Yield functions that return the blocks of all samples from position `start` on."""
 
 
-def _at(given: Sequence[Path], options: PackOptions) -> Source:
-    paths = [Path(path) for path in matching_files(given)]
-    missing = next((path for path in paths if not path.exists()), None)
-    if missing is not None:
-        raise ReadError(f"{missing} cannot be packed: there is no such file or folder")
-    are_folders = {path.is_dir() for path in paths}
-    if are_folders == {True, False}:
-        raise ConfigError(f"{paths[0]} and others are files and folders; give only one of these")
-    if are_folders == {True}:
-        return _in_folders(paths, options)
-    suffixes = sorted({path.suffix.lower() for path in paths})
-    if all(folders.ENDINGS.search(path.name) for path in paths):
-        return folders.tar_source(paths)
-    if set(suffixes) <= set(_ARRAYS):
-        return array_files(paths, options.memory)
-    if len(suffixes) == 1 and suffixes[0] in tables.SUFFIXES:
-        return TableSource(paths, options.fill)
-    raise ConfigError(f"{paths[0]} is not of a kind that can be packed; give {_KINDS}")
+class ListedSource(Source):
+    """A source that can read any of its samples: `read` does, in any thread."""
+
+    count: int
+    is_in_order = False
+
+    @abstractmethod
+    def read(self, numbers: Int64s) -> Block:
+        """Return the samples of these numbers, in this order."""
+
+    def work(self, start: int) -> Iterator[Work]:
+        """Yield functions that return blocks, in order or by `order`."""
+        for first in range(start, self.count, self.rows):
+            numbers = np.arange(first, min(first + self.rows, self.count), dtype=np.int64)
+            yield partial(self.read, numbers if self.order is None else self.order(numbers))
 
 
-def _in_folders(paths: Sequence[Path], options: PackOptions) -> Source:
-    """Return the source that folders of one kind are."""
-    folder = paths[0]
-    if len(paths) == 1 and (folder / "meta" / "info.json").is_file():
-        return EpisodeSource(folder, options.fill)
-    if len(paths) == 1 and any((folder / name).is_file() for name in _SAVED):
-        return HuggingFaceSource(saved_dataset(folder), options.fill)
-    with reading_file(folder):
-        for kind, suffixes in folders.SUFFIXES.items():
-            walked = chain.from_iterable(os.walk(path, followlinks=True) for path in paths)
-            if any(name.lower().endswith(suffixes) for _, _, names in walked for name in names):
-                return FolderSource(paths, kind)
-        files = [file for path in paths for file in sorted(path.rglob("*"))]
-        ends = (
-            folders.ENDINGS,
-            *(re.compile(f"{one}$", re.I) for one in (*tables.SUFFIXES, ".npy")),
-        )
-        for end in ends:
-            found = [file for file in files if end.search(file.name)]
-            if found:
-                return _at(found, options)
-    raise ConfigError(f"{folder} has nothing that can be packed; give {_KINDS}")
+def runs_of(items: Iterable[T], rows: int, nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield runs of items: `rows` of them, or fewer if these have many bytes."""
+    found, nbytes = list[T](), 0
+    for one in items:
+        found.append(one)
+        nbytes += nbytes_of(one)
+        if len(found) == rows or nbytes > BLOCK_NBYTES:
+            yield found
+            found, nbytes = [], 0
+    if found:
+        yield found
+
+
+def as_slice(numbers: Int64s) -> slice | Int64s:
+    """Return numbers of samples as a slice, if they follow each other."""
+    is_run = bool((np.diff(numbers) == 1).all())
+    return slice(int(numbers[0]), int(numbers[-1]) + 1) if is_run else numbers
+
+
+def digest_of(parts: Iterable[object]) -> str:
+    """Return a digest of the texts of objects."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(repr(part).encode("utf-8", "surrogateescape") + b"\n")
+    return found.hexdigest()
+
+
+@contextmanager
+def reading_file(path: str | Path) -> Iterator[None]:
+    """Turn an OSError into a ReadError that names the file."""
+    try:
+        yield
+    except H5AsyncError:
+        raise
+    except OSError as error:
+        raise ReadError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    with reading_file(path):
+        found = os.stat(path)
+    return found.st_size, found.st_mtime_ns

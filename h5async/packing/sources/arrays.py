@@ -17,7 +17,7 @@ import numpy as np
 
 from h5async.errors import DatasetError, ReadError
 from h5async.packing.schema import Block, Values, fits
-from h5async.packing.sources.base import (
+from h5async.packing.sources import (
     BLOCK_NBYTES,
     Files,
     Int64s,

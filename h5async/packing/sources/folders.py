@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from h5async.errors import DatasetError, ReadError, needs_package
 from h5async.io.source import owned
 from h5async.packing.schema import Block, Values
-from h5async.packing.sources.base import (
+from h5async.packing.sources import (
     BLOCK_NBYTES,
     Files,
     Int64s,

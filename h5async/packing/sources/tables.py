@@ -19,7 +19,7 @@ import numpy as np
 
 from h5async.errors import ConfigError, DatasetError, ReadError, needs_package
 from h5async.packing.schema import Block, Coded, Values
-from h5async.packing.sources.base import (
+from h5async.packing.sources import (
     BLOCK_NBYTES,
     Files,
     Int64s,
