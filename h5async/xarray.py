@@ -20,6 +20,7 @@ from xarray.core import indexing
 
 from h5async.arrays.openfile import File, open_file
 from h5async.errors import needs_package
+from h5async.io.sidebyside import collecting_later
 
 # Keywords of xarray's own, of h5netcdf, and of `open_file`.
 _DECODERS = (
@@ -181,7 +182,7 @@ def _opened(name: Any, options: dict[str, Any]) -> Iterator[Any]:
     # (`cache` is an option of xarray's own.)
     cache: Any = None if options.get("cache_dir") is None else "disk"
     file = open_file(name, cache=cache, **options)
-    with file.opened("") as (located, _):
+    with file.opened("") as (located, _), collecting_later():  # while HDF5 calls Python
         file.require_permitted(located.file)
         with h5netcdf.File(located.file, "r", **of_h5netcdf) as opened:
             yield partial(_dataset, file=file, hdf5=located.file, opened=opened, decoders=decoders)
