@@ -20,7 +20,7 @@ from xarray.core import indexing
 
 from h5async.arrays.openfile import File, open_file
 from h5async.errors import needs_package
-from h5async.io.sidebyside import collecting_later
+from h5async.io.source import collecting_later
 
 # Keywords of xarray's own, of h5netcdf, and of `open_file`.
 _DECODERS = (
