@@ -22,6 +22,7 @@ import queue
 import stat
 import struct
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -327,20 +328,34 @@ _Todo = list[tuple[int, Callable[[], Any]]]
 _Answers = queue.SimpleQueue[tuple[int, Any, Exception | None]]  # number, result, error
 
 
+class _Collecting:
+    """Whether the garbage collector is to run again once no thread keeps it from that."""
+
+    lock, num_keeping, was_on = threading.Lock(), 0, False
+
+
 @contextmanager
 def collecting_later() -> Iterator[None]:
     """Keep the garbage collector from running, as whoever holds HDF5's lock must while it waits.
 
     It runs in any thread. In one of those that are waited for, it may come to an object of h5py,
-    which is freed under that lock: both would wait for ever.
+    which is freed under that lock: both would wait for ever. It runs again once all threads that
+    are in here have left.
     """
-    was_on = gc.isenabled()
+    is_on = gc.isenabled()
+    gc.disable()  # also while the lock is held
+    with _Collecting.lock:
+        _Collecting.num_keeping += 1
+        _Collecting.was_on |= is_on or gc.isenabled()
+        gc.disable()  # another thread may just have left
     try:
-        gc.disable()
         yield
     finally:
-        if was_on:
-            gc.enable()
+        with _Collecting.lock:
+            _Collecting.num_keeping -= 1
+            if not _Collecting.num_keeping and _Collecting.was_on:
+                _Collecting.was_on = False
+                gc.enable()
 
 
 class SideBySide:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import struct
 import subprocess
@@ -34,6 +35,7 @@ from h5async.io.indexreferences import (
 )
 from h5async.io.metadatafile import MetadataFile
 from h5async.io.references import object_header
+from h5async.io.source import collecting_later
 from h5async.io.stores import open_hdf5
 from h5async.opening.dataset import open_dataset
 
@@ -333,3 +335,18 @@ def test_what_is_left_open_does_no_harm_at_exit(how: str, tmp_path: Path):
         [sys.executable, "-c", code, str(path), how], capture_output=True, text=True, timeout=120
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "7\n", "")
+
+
+def test_no_garbage_is_collected_until_the_last_has_left():
+    first, second = collecting_later(), collecting_later()  # as of two threads
+    with second:
+        with first:
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    first, second = collecting_later(), collecting_later()
+    first.__enter__()
+    with second:
+        first.__exit__(None, None, None)
+        assert not gc.isenabled()
+    assert gc.isenabled()
