@@ -17,7 +17,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from corpus import QUIRKS, Quirk
-from h5async.cli.main import app
+from h5async.cli import app
 from hypothesis import given
 from memorystore import MemoryStore
 from typer.testing import CliRunner
