@@ -124,10 +124,10 @@ class HeapReader:
             return
         itemsize = self._layout.dtype.itemsize
         values = np.ndarray((out.size // itemsize,), f"V{itemsize}", out.data)
-        with self._collection.lent_batch([values], [values], element.size) as batch:
-            count, _ = self._collection.plan(batch, element, [True], 1)
-            if self._collection.read(batch, 0, count, self._scratch):
-                raise ReadError("the core refuses elements")
+        batch = self._collection.new_batch([values], [values], element.size)
+        count, _ = self._collection.plan(batch, element, [True], 1)
+        if self._collection.read(batch, 0, count, self._scratch):
+            raise ReadError("the core refuses elements")
 
 
 def _read_into(descriptor: int, offset: int, buffers: list[memoryview]) -> None:

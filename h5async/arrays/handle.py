@@ -78,10 +78,17 @@ class _Opened(NamedTuple):
     objects: dict[str, tuple[Located, Any]]
 
 
-_kept_files: WeakValueDictionary[int, HDF5File] = WeakValueDictionary()  # of this process
+# Of this process, by their IDs and states: HDF5 shares what it knows among those of the same file.
+_kept_files: WeakValueDictionary[tuple[int, FileStamp], HDF5File] = WeakValueDictionary()
 # What handles that are gone had open. The garbage collector may run while HDF5 calls Python, which
 # must not be made to close anything then.
 _left: list[dict[Any, Any]] = []
+
+
+def _knows_another(stamp: FileStamp) -> bool:
+    """Return whether HDF5 has an earlier state of a file open, and so remembers its metadata."""
+    several = (ref.key[1] for ref in _kept_files.valuerefs())
+    return any(one.file_id == stamp.file_id and one != stamp for one in several)
 
 
 def _close_soon(held: dict[Any, Any]) -> None:
@@ -251,8 +258,8 @@ class Handle:
         if self.is_near and not is_written and len(_kept_files) < affordable_files():
             with suppressing(OSError):  # it is another one by now
                 apart = open_apart(str(self.path))
-                if apart.source.stamp() == stamp:
-                    _kept_files[id(apart)] = apart
+                if apart.source.stamp() == stamp and not _knows_another(stamp):
+                    _kept_files[id(apart), stamp] = apart
                     self.kept_file = self.held[self.path] = _Opened(apart, stamp, {}, {})
                     return self.kept_file
         return _Opened(file, stamp, {}, {})

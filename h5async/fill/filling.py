@@ -121,7 +121,8 @@ class Filler:
                 device.plan_columns,
                 cache,
             )
-            self._residencies.append(self._reader.damage)
+            damage = self._reader.damage
+            self._residencies.append(damage)
             decoding = max(1, num_threads) * max(1, config.num_helpers)
             limit_nbytes = memory_plan.limit_nbytes
             decoder = BatchDecoder(opened, self._reader, decoding, limit_nbytes, device.left)
@@ -129,7 +130,7 @@ class Filler:
             crops = (layout.crop for layout in opened.layouts.values())
             is_drawn = any(crop is not None and crop.is_drawn for crop in crops)
             is_drawn |= any(field.is_random for field in decoder.fields.values())
-            self._reader.damage.lasts = not is_drawn
+            damage.lasts, damage.is_skipped = not is_drawn, config.on_error == "skip"
             assembly = Assembly(opened.kinds, samplings.rows, self._reader.first_samples)
             self.submissions: Submissions | None = None
             queue = self._reader.open_queue() if slots.are_writable else None
@@ -165,7 +166,6 @@ class Filler:
                 self._resident,
                 calls,
                 self._fetcher,
-                skips=config.on_error == "skip",
             )
             if self.submissions is not None:
                 self.submissions.resume = self._phases.resume

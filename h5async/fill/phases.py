@@ -80,11 +80,9 @@ class Phases:
         resident: Residency | None,
         calls: Calls,
         fetcher: Fetcher | None,
-        *,
-        skips: bool,
     ) -> None:
-        self._pool, self._skips = pool, skips
-        self._reader, self._slots, self._recorder = reader, reader.slots, reader.recorder
+        self._pool, self._reader = pool, reader
+        self._slots, self._recorder = reader.slots, reader.recorder
         self._assembly, self._left, self._images = assembly, left, images
         self._postprocess = postprocess
         several = [] if self._images is None else list(self._images.fields)
@@ -152,7 +150,7 @@ class Phases:
             return arrays
         except DamagedError as error:
             self._reader.damage.locate(error, index)
-            if not self._skips:
+            if not self._reader.damage.is_skipped:
                 raise
             batch.damage.append(error)
             return ()
@@ -354,7 +352,7 @@ class Phases:
     # --- damaged samples --------------------------------------------------------------------------
 
     def _damage_of(self, batch: _Fill) -> list[DamagedError] | None:
-        return batch.damage if self._skips else None
+        return batch.damage if self._reader.damage.is_skipped else None
 
     def _end(self, batch: _Fill) -> None:
         """Finish a batch or, if some of its samples are damaged, fill it again without them."""
@@ -459,7 +457,7 @@ class Phases:
             raise error  # in the caller's thread, where it belongs
         if isinstance(error, DamagedError):
             self._reader.damage.locate(error, batch.index)
-            if self._skips:
+            if self._reader.damage.is_skipped:
                 batch.damage.append(error)
                 return
         batch.error = self._reader.failure(batch.request, error)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Names
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from ctypes import c_int32
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -327,19 +327,15 @@ class BatchReader:
         others are read all the same.
         """
         draw = self.draw(epoch)
-        with ExitStack() as lent:
-            batches = None
-            if self._collection is not None:
-                lend = self._collection.lent_batch
-                batches = self._batches_of(
-                    lambda *of: lent.enter_context(lend(*of)), memory, index.size
-                )
-            plans = self._plan(index, memory, batches, {}, draw)
-            self.fetch(plans)
-            share = [PlanSlice(i, 0, plan.num_items) for i, plan in enumerate(plans)]
-            self.read(plans, [part for part in share if part.stop], memory)
-            for left in self.left(plans):
-                self.read_left(left, index, draw, memory, damage)
+        batches = None
+        if self._collection is not None:
+            batches = self._batches_of(self._collection.new_batch, memory, index.size)
+        plans = self._plan(index, memory, batches, {}, draw)
+        self.fetch(plans)
+        share = [PlanSlice(i, 0, plan.num_items) for i, plan in enumerate(plans)]
+        self.read(plans, [part for part in share if part.stop], memory)
+        for left in self.left(plans):
+            self.read_left(left, index, draw, memory, damage)
         for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True)):
             if raw is not out and not self.transforms_at_once(field, plans):
                 steps = self._steps[field]

@@ -239,11 +239,12 @@ class Damage:
     """Samples that were found damaged. Safe to use from many threads.
 
     `steps` are the rows of each sample, by field, and `first_samples` those of each file, and the
-    end. Unless it `lasts`, no damage is remembered: other parts are read in another epoch.
+    end. If they are `is_skipped`, batches are filled without them. Unless it `lasts`, no damage is
+    remembered: other parts are read in another epoch.
     """
 
     def __init__(self, steps: Sequence[StepRows | SpanRows | None], first_samples: Int64s) -> None:
-        self.lasts = True
+        self.lasts, self.is_skipped = True, False
         self._steps, self._first_samples = steps, first_samples[:-1]
         self._known: tuple[Int64s, dict[int, Skipped]] = NO_SAMPLES, {}
 

@@ -33,13 +33,21 @@ from h5async.io.source import FileStamp, Source, open_regular, settled
 from h5async.io.stores import LocalSource, absolute_name, open_over
 from h5async.system.interruptions import suppressing
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 _Key = tuple[Any, ...]
 _Layouts = dict[str, DatasetLayout]
 _Read = Callable[[HDF5File], _Layouts]
 _Range = tuple[int, int]  # begin, end
 
-FEW_FILES = 16  # are not worth it: to note one takes twice as long as to read it
-_MOST_UNLIKE = 8  # more files may be noted than are like another one
+FEW_FILES = 16  # are read before one is noted, which takes as long as to read three
+MANY_FILES = 192  # are worth it, even if a few are noted in vain
+_LATER = 6  # times as many are read before the next one is noted
+_MOST_MISSES = 6  # files in turn that are unlike: what they were compared with is forgotten
+_FOUND_PER_NOTED = 8  # so many that were found pay for one more that is noted
 _MOST_PATTERNS = 4  # that are kept
 _MOST_NBYTES = 1 << 16  # of a pattern
 _GAP_NBYTES = 1 << 10  # between ranges that are read as one
@@ -58,14 +66,19 @@ _UNLIMITED = (1 << 64) - 1
 class Alike:
     """What is known of datasets and files that others are like. Used by one thread.
 
-    `datasets` are those that `Indexer` has read, by what they have in common.
+    `datasets` are those that `Indexer` has read, by what they have in common. Of fewer files than
+    `MANY_FILES`, none is noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_files: int = MANY_FILES) -> None:
         self.datasets: dict[Any, Any] = {}
-        self._count: Counter[_Key] = Counter()
         self._patterns: defaultdict[_Key, list[_Pattern]] = defaultdict(list)
-        self._unlike = 0
+        self._misses: Counter[_Key] = Counter()  # in turn
+        self._count: Counter[_Key] = Counter()
+        self._next = (
+            FEW_FILES if num_files >= MANY_FILES else num_files
+        )  # so many have to come before one is noted, or
+        self._credit = 0  # so many were found
         self._types = -1  # the number of datatypes that HDF5 has open, none of a file
 
     def layouts(self, name: str, key: _Key, read: _Read) -> _Layouts:
@@ -76,22 +89,37 @@ class Alike:
         """
         patterns = self._patterns[key]
         self._count[key] += 1
-        if self._count[key] <= FEW_FILES or self._unlike >= _MOST_UNLIKE:
+        may_note = self._count[key] > self._next or self._credit >= _FOUND_PER_NOTED
+        if not (patterns or may_note):
             return {}
         with suppressing(Exception), open_regular(name) as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)  # as HDF5 does
             if self._is_any_written():
                 return {}
             source = LocalSource(file.fileno())
             stamp = settled(source.stamp)
             found = self._find(name, stamp, source, patterns)
-            if not found:
-                self._unlike += 1
+            self._misses[key] = 0 if found else self._misses[key] + 1
+            if found:
+                self._credit += 1
+            elif may_note:
+                self._pay()
+                self._misses[key] = 0
                 found, pattern = _noted(name, stamp, source, read)
                 if pattern is not None:
                     patterns[:] = [pattern, *patterns[: _MOST_PATTERNS - 1]]
+            elif self._misses[key] >= _MOST_MISSES:
+                patterns.clear()
             if source.stamp() == stamp:
                 return found
         return {}
+
+    def _pay(self) -> None:
+        """Count a file that is noted: the next one has to wait, if it was not worth it."""
+        if self._credit >= _FOUND_PER_NOTED:
+            self._credit -= _FOUND_PER_NOTED
+        else:
+            self._next *= _LATER
 
     def _is_any_written(self) -> bool:
         """Return whether HDF5 may have values of a file here that are not in it yet."""
@@ -113,7 +141,6 @@ class Alike:
         for number, pattern in enumerate(patterns):
             found = pattern.layouts_of(name, stamp, source)
             if found:
-                self._unlike = max(0, self._unlike - 1)
                 patterns.insert(0, patterns.pop(number))  # the next file is probably like it
                 return found
         return {}

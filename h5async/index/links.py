@@ -439,7 +439,7 @@ def require_in_place(path: FileName, opened: FileStamp, where: str) -> None:
     is_in_place = not isinstance(path, Path)
     with suppressing(OSError, RuntimeError):
         if isinstance(path, Path) and path.resolve() == path:
-            status = os.stat(path, follow_symlinks=False)
+            status = path.lstat()
             is_in_place = (status.st_dev, status.st_ino) == opened.file_id
     if not is_in_place:
         raise UnsafeFileError(f"{where} refers to {path}, which was replaced while it was opened")

@@ -211,7 +211,7 @@ def _open_local(name: str, metadata_nbytes: int | None, *, in_use: bool) -> HDF5
 def open_apart(name: str) -> HDF5File:
     """Open a local file for reading, as another one to HDF5 than one that is opened otherwise.
 
-    It is not locked, and shares nothing with others of that name.
+    It is not locked, and shares what HDF5 knows of it only with others that are opened like this.
     """
 
     def set_apart(properties: h5py.h5p.PropFAID) -> None:

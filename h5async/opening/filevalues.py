@@ -153,7 +153,7 @@ def reach_of(config: ReaderConfig) -> Reach:
     room = Room(config.max_batch_bytes)
     named = partial(SourceName, options=config.storage_options, kept=config.kept)
     allowed = config.allow_external, config.allow_missing
-    return Reach(*allowed, mode, room, named=named, alike=Alike())
+    return Reach(*allowed, mode, room, named=named, alike=Alike(len(config.files)))
 
 
 def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:

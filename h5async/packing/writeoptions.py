@@ -25,7 +25,7 @@ from h5async.config.values import (
     Size,
     Threads,
 )
-from h5async.spelling import name_text
+from h5async.spelling import name_text, named
 from h5async.system.resources import usable_cores
 
 _FORMATS = {"png": (3, range(10)), "jpeg": (90, range(1, 101))}  # default, and levels
@@ -249,9 +249,9 @@ class PackOptions(WriteOptions):
     @model_validator(mode="after")
     def _check(self) -> PackOptions:
         if self.append and self.overwrite:
-            raise ValueError("give append or overwrite, not both")
+            raise ValueError(f"give {named('append')} or {named('overwrite')}, not both")
         if self.append and self.shards is not None:
-            raise ValueError("append adds to one file; leave out shards")
+            raise ValueError(f"{named('append')} adds to one file; leave out {named('shards')}")
         if self.filter != "auto":
             parse_filters(self.filter)
         return self

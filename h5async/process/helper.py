@@ -311,10 +311,9 @@ class PostedBatches(QueuedBatches):
 
     def result(self, slot: int, serial: int) -> FillOutcome | None:
         """Return a batch that a helper has filled; None if it is not ready."""
-        answers = self.answers
-        if self._queue.ready(slot, serial, 0) is None or not answers:  # it was closed meanwhile
+        if self._queue.ready(slot, serial, 0) is None:
             return None
-        answer = answers[slot]
+        answer = self.answers[slot]  # none if it was closed meanwhile
         return None if answer is None else answer[1]
 
     # --- the helpers' threads ---------------------------------------------------------------------
@@ -336,7 +335,7 @@ class PostedBatches(QueuedBatches):
     def close(self) -> None:
         """Release memory and functions; no thread will call it any more."""
         super().close()
-        self.answers = []
+        self.answers[:] = [None] * len(self.answers)  # of which batches may still know
 
 
 def _index(answers: Answers, slot: int, serial: int, _: int) -> Int64s | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
 
 _POSITION = "h5async.json"  # in the folder of a checkpoint
+_TRIES = 50  # to read it whole, 0.1 s apart
 
 
 class TrainLoader(H5Dataset):
@@ -80,12 +82,20 @@ def train_loader(
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
-            try:
-                state = json.loads(Path(folder, _POSITION).read_text())
-            except FileNotFoundError as error:
-                raise ConfigError(
-                    f"the checkpoint has no {_POSITION}, so nothing says which samples came before;"
-                    " call save(folder) of the loader before each checkpoint is reported"
-                ) from error
-        loader.load_state_dict(state)
+            loader.load_state_dict(_position(Path(folder, _POSITION)))
     return loader
+
+
+def _position(path: Path) -> Any:
+    """Read the position; another worker may just write the same one once more."""
+    for _ in range(_TRIES):
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"the checkpoint has no {_POSITION}, so nothing says which samples came before;"
+                " call save(folder) of the loader before each checkpoint is reported"
+            ) from error
+        except json.JSONDecodeError:
+            time.sleep(0.1)
+    raise ConfigError(f"{path} is cut short or damaged; resume from an earlier checkpoint")

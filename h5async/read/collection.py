@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from h5async.read.rereading import (
     error_of_element,
     find_chunk,
 )
+from h5async.system.interruptions import call_when_gone
 
 Int64s = NDArray[np.int64]
 MOST_ROUNDS = 64  # of fetching, each after what the one before has told
@@ -63,7 +63,6 @@ class Collection:
         self.tables = tables
         self.rereader = Rereader(core, tables, changes)
         self._item, self._wanted = np.dtype(core.Item), np.dtype(core.Wanted)
-        self._batches: list[SlotBatch] = []
 
     def new_batch(
         self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int
@@ -73,20 +72,8 @@ class Collection:
         for target, one, other in zip(targets, raw, out, strict=True):
             target.raw, target.out, target.capacity = address(one), address(other), len(one)
         batch = SlotBatch(self._core.BatchPlan(), targets, rows, (raw, out))
-        self._batches.append(batch)
+        call_when_gone(batch, self._core.free_plan, ctypes.byref(batch.plan))
         return batch
-
-    @contextmanager
-    def lent_batch(
-        self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int
-    ) -> Iterator[SlotBatch]:
-        """Return the same for memory that is used once."""
-        batch = self.new_batch(raw, out, rows)
-        try:
-            yield batch
-        finally:
-            self._batches.remove(batch)
-            self._core.free_plan(ctypes.byref(batch.plan))
 
     def plan(
         self,
@@ -386,10 +373,7 @@ class Collection:
         return _array(batch.plan.items, batch.plan.num_items, self._item)
 
     def close(self) -> None:
-        """Close the files and free all memory, which must not be in use. Idempotent."""
-        for batch in self._batches:
-            self._core.free_plan(ctypes.byref(batch.plan))
-        self._batches.clear()
+        """Close the files and free their memory, which must not be in use. Idempotent."""
         self.tables.close()
 
 

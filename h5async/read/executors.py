@@ -225,12 +225,12 @@ def _blocks(
             samples = np.arange(first, min(first + size, count))
             rows, left = memory[: samples.size], [np.arange(samples.size)]
             if collection is not None and collection.tables.reads[0]:
-                with collection.lent_batch([rows], [rows], samples.size) as batch:
-                    items, _ = collection.plan(batch, samples, [True], 1)
-                    collection.fetch(batch, scratch)
-                    collection.read(batch, 0, items, scratch)
-                    executors.read_again(batch, scratch)
-                    left = [some for _, some in collection.left(batch)]
+                batch = collection.new_batch([rows], [rows], samples.size)
+                items, _ = collection.plan(batch, samples, [True], 1)
+                collection.fetch(batch, scratch)
+                collection.read(batch, 0, items, scratch)
+                executors.read_again(batch, scratch)
+                left = [some for _, some in collection.left(batch)]
             if left and not may_use_h5py:
                 raise DatasetError(
                     f'{layout.file}: dataset "{layout.path}" cannot be read: the core cannot take'

@@ -34,7 +34,7 @@ _ALONE = 1  # result of `submit`: no batch that was dropped is under way
 MAX_WAITS = 4096  # MAX_WAITS in core/src/turns.c
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class SlotBatch:
     """The core's plan of a slot's batch, used again for each batch, and where its rows go.
 
@@ -335,7 +335,7 @@ class Turns:
         self._on_left: Callable[[], object] | None = None
         self._keep = queue, scratch, batch, "_arrays", "_later"
         self._queue = queue
-        self._mappings: list[Any] = []  # that the core may use
+        self._mappings: dict[int, Any] = {}  # that the core may use, by id
         self.run: Any = None  # that is lent to the core
         struct = self._struct
         struct.queue, struct.worker = queue.struct, ctypes.pointer(scratch.worker(core).struct)
@@ -382,13 +382,15 @@ class Turns:
         for name, array in zip(("mapping", "samples", "draw"), numbers[5:8], strict=True):
             setattr(struct, name, None if array is None else address(array))
         struct.epoch_end, struct.epoch_batches = numbers.epoch_end, numbers.epoch_batches
+        # Batches of other epochs were delivered, or dropped.
+        if struct.epoch != run.epoch and not self._queue.is_dropping():
+            self._mappings = {}
+        self._mappings[id(numbers.mapping)] = numbers.mapping
         struct.epoch, struct.number = run.epoch, run.number
         struct.names, struct.arrays, struct.part = map(id, run.views)
         if run.views[0] is None:
             struct.names = None
         self.run, struct.run = run, id(run)
-        # Batches of other epochs were delivered, or dropped.
-        self._mappings = [*(self._mappings if self._queue.is_dropping() else ()), numbers.mapping]
         struct.is_lent = True
 
     def state(self) -> tuple[int, int, int | None]:

@@ -206,6 +206,26 @@ def test_values_of_a_file_that_this_process_opens_again_to_write(
                 text[0]
 
 
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_a_file_written_anew_in_its_place_while_it_is_open(tmp_path: Path, compression: str | None):
+    path, rows = tmp_path / "data.h5", np.arange(4000).reshape(200, 20)
+
+    def write(names: str):  # values lie elsewhere than before
+        with h5py.File(path, "w") as file:
+            for name in names:
+                values = rows * ord(name) % 1000
+                file.create_dataset(name, data=values, chunks=(16, 20), compression=compression)
+
+    write("ab")
+    with h5async.open_file(path) as before:
+        assert_same(path, lambda file: file["a"][3:5])
+        before["a"][3:5]
+        write("ba")
+        for key in (slice(3, 5), slice(50, 150), slice(None)):
+            assert_same(path, lambda file, key=key: file["a"][key])
+    assert_same(path, lambda file: np.concatenate([file["a"][3:5], file["a"][3:5], file["b"][()]]))
+
+
 def test_datasets_of_odd_dtypes_read_again(tmp_path: Path):
     path, codes = tmp_path / "odd.h5", h5py.enum_dtype({"A": 1, "B": 90}, "i2")
     with h5py.File(path, "w") as file:

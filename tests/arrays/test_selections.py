@@ -17,7 +17,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from corpus import QUIRKS, Quirk
-from h5async.cli.main import app
 from hypothesis import given
 from memorystore import MemoryStore
 from typer.testing import CliRunner
@@ -33,6 +32,7 @@ from h5async import (
     SelectionError,
 )
 from h5async.arrays.boxreading import Threads
+from h5async.cli import app
 from h5async.index.datasets import Indexer
 
 SHAPE = (23, 12, 9)

@@ -133,3 +133,8 @@ SELECTING = {
 @pytest.mark.parametrize("typed", SELECTING)
 def test_what_selects_samples_is_spelled_too(train, typed):
     assert SELECTING[typed] in refuse("read", train, *typed.split())
+
+
+def test_pack_spells_options_that_exclude_each_other(train):
+    message = refuse("pack", train, "--append", "--shards", "1MB", "-o", f"{train}.new.h5")
+    assert message.endswith("--append adds to one file; leave out --shards\n")

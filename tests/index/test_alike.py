@@ -167,7 +167,7 @@ def write_alike(path, rows=40, seed=0, libver=None, **storage):
 
 @pytest.fixture(autouse=True)
 def few_files_are_worth_it(monkeypatch):
-    monkeypatch.setattr(alikefiles, "FEW_FILES", 1)
+    monkeypatch.setattr(alikefiles, "FEW_FILES", 0)
 
 
 FIELDS = {"data": Field("data"), "labels": Field("of/labels")}
@@ -281,6 +281,34 @@ def test_files_that_say_more_are_read_by_hdf5(what, tmp_path):
             read_layouts(path, fields, alike)
 
 
+def test_files_that_others_write_to_are_left_to_hdf5(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    alike = Reach(alike=Alike())
+    for n in range(4):
+        path = write_alike(tmp_path / f"{n}.h5", 40, n)
+        read_layouts(path, FIELDS, alike)
+    with open(path, "rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        with pytest.raises(H5AsyncError, match="locked by a writer"):
+            read_layouts(path, FIELDS, alike)
+    require_same(read_layouts(path, FIELDS, alike), path)
+
+
+def test_few_files_are_noted_unless_others_are_like_them(tmp_path, monkeypatch):
+    """And none of few files: opening those that are unlike must not take longer."""
+    noted, note = [], alikefiles._noted
+    monkeypatch.setattr(alikefiles, "_noted", lambda *rest: noted.append(rest[0]) or note(*rest))
+    monkeypatch.setattr(alikefiles, "FEW_FILES", 4)
+    paths = [tmp_path / f"{n}.h5" for n in range(40)]
+    for many, unlike, expected in (400, True, (4, 24)), (400, False, (4,)), (40, False, ()):
+        alike = Reach(alike=Alike(many))
+        for n, path in enumerate(paths):
+            write_alike(path, 40, n, **({"fillvalue": n} if unlike else {}))
+            require_same(read_layouts(path, FIELDS, alike), path)
+        assert [paths.index(type(path)(name)) for name in noted] == list(expected)
+        noted.clear()
+
+
 @pytest.fixture(scope="module", params=["contiguous", "gzip", "chunks", "resizable"])
 def damaged(request, tmp_path_factory):
     """Return a file, its bytes, and what is known of others like it."""
@@ -301,12 +329,12 @@ def found_or_raised(path, reach):
 @given(data=st.data())
 def test_damaged_files_are_what_they_are_alone(damaged, data):
     path, image, alike = damaged
+    alike._misses.clear()
     found = bytearray(image)
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, min(len(image), 9000) - 1))
         found[at] = data.draw(st.sampled_from([0, 1, 2, 255, found[at] ^ 1, found[at] ^ 128]))
     path.write_bytes(found)
-    alike._unlike = 0
     alone, together = found_or_raised(path, Reach()), found_or_raised(path, Reach(alike=alike))
     assert type(alone) is type(together)
     if isinstance(alone, str):

@@ -317,7 +317,7 @@ def test_opening_for_rows_alone_is_a_small_request(server: Server):
 
 def test_long_tags_are_left_to_the_store(server: Server):
     source = opened(server, "bytes")
-    source._meta = {**source._meta, "e_tag": f'"{"x" * 300}"'}
+    source.meta = {**source.meta, "e_tag": f'"{"x" * 300}"'}
     assert source.web_address() is None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,3 +90,20 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next(worker, tmp_path):
 def test_a_checkpoint_without_a_position_is_an_error(worker, tmp_path):
     with pytest.raises(ConfigError, match=r"has no h5async\.json"):
         worker(0, 1, tmp_path)
+
+
+def test_a_position_that_another_worker_writes_is_read_when_it_is_whole(
+    worker, tmp_path, monkeypatch
+):
+    loader = worker(0, 1)
+    next(iter(loader))
+    loader.save(tmp_path)
+    path, slept = tmp_path / "h5async.json", []
+    whole = path.read_text()
+    path.write_text(whole[:20])
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(ConfigError, match=r"h5async\.json is cut short or damaged"):
+        worker(0, 1, tmp_path)
+    monkeypatch.setattr(time, "sleep", lambda _: path.write_text(whole))
+    path.write_text("")
+    assert worker(0, 1, tmp_path).state_dict() == json.loads(whole)

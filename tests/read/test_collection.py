@@ -562,6 +562,20 @@ def test_a_plan_takes_no_more_memory_than_is_counted_for_it(tmp_path, core):
             assert nbytes <= len(samples) * PLANNED_ROW_NBYTES
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_memory_of_a_plan_goes_with_its_batch(tmp_path, core, is_closed):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.arange(100)
+    with Collected(core, layouts_of([tmp_path / "a.h5"], {"x": Field("x")}), 100) as collected:
+        plan = collected.batch.plan
+        assert collected.plan(range(100))
+        if is_closed:
+            collected.collection.close()
+        assert plan.items
+        del collected.batch
+        assert not plan.items
+
+
 def test_more_readers_come_and_go_than_there_are_descriptors(tmp_path):
     """A reader that is closed, or cannot be made, leaves nothing open."""
     paths, _, _ = many_files(tmp_path, 6)

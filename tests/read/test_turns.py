@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +141,32 @@ def test_all_calls_in_any_order(path, num_threads, prefetch):
             other_one.last,
         )
         np.testing.assert_array_equal(one.index, other_one.index)
+
+
+def test_an_order_lasts_as_long_as_a_batch_may_be_planned_by_it(path):
+    """Also when it is made anew, after the loop has asked for numbers of other epochs."""
+    more = {"shuffle": "window", "batch_size": SAMPLES // 13 + 1, "prefetch": 12}
+    with opened(path, num_threads=1, **more) as reader:
+        earlier = [reader.get_next_batch() for _ in range(2 * 13)]
+        first, second = reader.get_next_batch(), reader.get_next_batch()
+        turns, submissions = reader._engine.ring.turns, reader._engine.filler.submissions  # type: ignore[union-attr]
+        queue = submissions._queue._struct
+        while queue.num_idle < 1:
+            time.sleep(0)
+        queue.spinners, queue.fill_ns = 1, 100_000  # the thread sleeps on; the consumer helps
+        for _ in range(10):
+            reader.fetch_data()
+        order = weakref.ref(turns.run.numbers.mapping)
+        del first, second
+        assert sum(batch.index.size for batch in earlier) == 2 * SAMPLES  # they are computed now
+        reader.fetch_data()
+        is_made_anew, lasts = turns.run.numbers.mapping is not order(), order() is not None
+        queue.spinners = 0
+        submissions.put(True)
+        assert is_made_anew
+        assert lasts
+        for _ in range(11):
+            check(reader.get_next_batch(), truth(path))
 
 
 def test_a_batch_that_nobody_looked_at_yet(path):
