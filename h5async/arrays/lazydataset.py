@@ -182,12 +182,16 @@ class Dataset:
 
     def read_direct(self, dest: NDArray[Any], source_sel: Any = None, dest_sel: Any = None) -> None:
         """Read what `source_sel` selects to what `dest_sel` selects of an array, as h5py does."""
-        target = dest[... if dest_sel is None else dest_sel]
+        at = dest_sel if isinstance(dest_sel, tuple) else (... if dest_sel is None else dest_sel,)
+        if not any(part is Ellipsis for part in at):
+            at = (*at, ...)  # so that it is no scalar
+        target = dest[at]
         source_sel = () if source_sel is None else source_sel
         key = source_sel if isinstance(source_sel, tuple) else (source_sel,)
         box = box_of(key, self._shape) if self._reads_boxes() else None  # type: ignore[arg-type]
-        if box is None or target.dtype != self.dtype or target.shape != box.shape:
-            target[...] = self.__getitem__(source_sel, target.dtype)
+        is_alike = box is not None and target.dtype == self.dtype and target.shape == box.shape
+        if box is None or not is_alike or not np.may_share_memory(target, dest):
+            dest[at] = self.__getitem__(source_sel, target.dtype)  # (a list makes a copy)
         elif target.size and self._box_reader is not None:
             self._box_reader.read_box(box, target)
 

@@ -229,6 +229,24 @@ def test_large_selections_are_read_by_several_threads(tmp_path: Path):
             np.testing.assert_array_equal(out[:, 3], values[100:160, 0, 0])
 
 
+@pytest.mark.parametrize(
+    "dest_sel", [np.s_[1], np.s_[1, ...], [0, 2], np.array([False, True, True]), np.s_[2:, ...]]
+)
+@pytest.mark.parametrize("dtype", ["i2", "f8"])
+def test_any_part_of_an_array_is_read_to(tmp_path: Path, dest_sel: Any, dtype: str):
+    with h5py.File(tmp_path / "numbers.h5", "w") as file:
+        file["numbers"] = np.arange(5, 15, dtype="i2")
+        count = np.zeros(3)[dest_sel].size
+        key = 4 if isinstance(dest_sel, int) else slice(4, 4 + count)
+        expected, found, single = np.zeros(3, dtype), np.zeros(3, dtype), np.zeros((), dtype)
+        file["numbers"].read_direct(expected, key, dest_sel)
+    with h5async.open_file(tmp_path / "numbers.h5") as opened:
+        opened["numbers"].read_direct(found, key, dest_sel)
+        opened["numbers"].read_direct(single, 9, ())
+    assert_same(found, expected)
+    assert single == 14
+
+
 def test_many_threads_read_one_dataset(path: Path):
     with h5async.open_file(path) as file, ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda row: file["gzip"][row % 23], range(400)))
