@@ -75,10 +75,9 @@ class Alike:
         self._patterns: defaultdict[_Key, list[_Pattern]] = defaultdict(list)
         self._misses: Counter[_Key] = Counter()  # in turn
         self._count: Counter[_Key] = Counter()
-        self._next = (
-            FEW_FILES if num_files >= MANY_FILES else num_files
-        )  # so many have to come before one is noted, or
-        self._credit = 0  # so many were found
+        # One is noted after `_next` files, or once so many were found that `_credit` pays for it.
+        self._next = FEW_FILES if num_files >= MANY_FILES else num_files
+        self._credit = 0
         self._types = -1  # the number of datatypes that HDF5 has open, none of a file
 
     def layouts(self, name: str, key: _Key, read: _Read) -> _Layouts:
