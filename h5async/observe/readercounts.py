@@ -164,6 +164,7 @@ class ReaderCounts:
         self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
         self._batches = self._skipped = 0
         self._ragged = [one for one in self._sizes if one is not None]
+        self._columns = {one: samplings.rows.index(one) for one in self._ragged}  # the first ones
         self._counted = dict.fromkeys([None, *self._ragged], 0)  # samples, and rows
         self._reader = object()
         self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
@@ -263,10 +264,12 @@ class ReaderCounts:
         """Return the current moment; called under the lock."""
         nbytes, used = 0, Used()
         turns = self.waits.turns
-        taken = 0 if turns is None else turns.taken  # full batches, of which samples are not ragged
+        taken = 0 if turns is None else turns.taken  # full batches
         samples = self._counted[None] + taken * self._batch_size
         for rows, (of_each, used_of_each) in self._sizes.items():
             count = samples if rows is None else self._counted[rows]
+            if rows is not None and turns is not None:
+                count += int(turns.num_rows[self._columns[rows]])
             nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
         counts = self._batches + taken, samples, self._skipped, nbytes
         return _Moment(*counts, used, self.waits.totals, work, self._reader)

@@ -331,6 +331,8 @@ class Turns:
         self.take, self.ask, self.put_back = core.turns_of(self._memory)
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
+        # By column: rows of all batches taken by `take`, if it is ragged.
+        self.num_rows = np.zeros(queue.struct.contents.num_fields, np.int64)
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
         self._keep = queue, scratch, batch, "_arrays", "_later"
@@ -341,6 +343,7 @@ class Turns:
         struct.queue, struct.worker = queue.struct, ctypes.pointer(scratch.worker(core).struct)
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
+        struct.num_rows = address(self.num_rows)
         struct.type, struct.made, struct.later = map(id, self._keep[2:])
         struct.held = -1
 

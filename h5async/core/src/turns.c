@@ -60,6 +60,7 @@ typedef struct {
        meanwhile, and when an epoch begins with the next batch. */
     Object *type, *made, *later, *run, *names, *arrays, *part, *on_left, *on_epoch;
     int64_t taken, num_waits, total_ns, begin_ns, end_ns; /* of all runs; times of the last wait */
+    int64_t *num_rows; /* [num_fields]: of all batches taken, those of ragged fields */
 } Turns;
 
 /* Give free slots to the next batches, and submit these. */
@@ -229,6 +230,21 @@ static int begin_epoch(Turns *t)
     return result != NULL;
 }
 
+/* Add the rows that the ragged fields of the batch in use have, or subtract them. */
+static void count_rows(Turns *t, int64_t sign)
+{
+    const Queue *queue = t->queue;
+    const Wish *wish = &queue->jobs[t->slot_of[t->held % t->num_slots]].wish;
+    for (int64_t field = 0; field < queue->num_fields; field++) {
+        const Field *f = &queue->fields[field];
+        for (int64_t i = 0; f->spans != NULL && i < wish->count; i++)
+            t->num_rows[field] += sign * (f->spans->starts[wish->samples[i] + 1] -
+                                          f->spans->starts[wish->samples[i]]);
+        for (int64_t i = 0; f->lengths != NULL && i < wish->count; i++)
+            t->num_rows[field] += sign * (int64_t)f->lengths[wish->samples[i]];
+    }
+}
+
 /* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
    Python goes on; it has to wait, unless the second argument is given. */
 static Object *take(Object *self, Object *const *arguments, intptr_t count)
@@ -260,6 +276,7 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
     if (is_taken > 0) {
         t->held = t->next++;
         t->taken++;
+        count_rows(t, 1);
     }
     Py_DecRef(batch);
     return is_taken < 0 ? NULL : PyBool_FromLong(is_taken);
@@ -272,8 +289,10 @@ static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
     (void)arguments, (void)count;
     Turns *t = (void *)PyByteArray_AsString(self);
     int is_taken = t->is_lent && t->held >= 0 && t->held == t->next - 1;
-    if (is_taken)
+    if (is_taken) {
+        count_rows(t, -1);
         t->next = t->held, t->held = -1, t->taken--;
+    }
     return PyBool_FromLong(is_taken);
 }
 
