@@ -592,7 +592,7 @@ def test_a_batch_is_asked_for_while_another_thread_takes_the_events() -> None:
 
     class Batches(dict[int, tuple[int, int]]):
         def __setitem__(self, serial: int, place: tuple[int, int]) -> None:
-            before.extend(bytes(8))
+            before.append((2, 3, 0, 3, 0, 3))
             super().__setitem__(serial, place)
 
     timeline.batches = Batches()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from h5async.opening.dataset import Samplings
 from h5async.order.sampling import FillRequest, Sampling
 from h5async.order.selection import NO_SAMPLES
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue, Numbers, RunEpochs, Turns
-from h5async.samples.assembly import Assembly
+from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 
 # Called with a request, its sample numbers, those left out, and whether it was planned.
@@ -69,6 +69,7 @@ class QueuedBatches:
         self._lock = threading.RLock()
         self.request_of: Callable[[int, int], FillRequest] = _no_request
         self.turns: Turns | None = None
+        self.is_plain = True  # each field is one array, as it lies in a slot
 
     def sampling(self, request: FillRequest) -> Sampling:
         """Return the order that a request refers to."""
@@ -101,6 +102,10 @@ class QueuedBatches:
             epoch, end = epoch + 1, end + sampling.num_batches
             one = self.numbers(sampling, one.stop, epoch, 0)
         return RunEpochs(first, epoch_end, sampling, found) if found else None
+
+    def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:
+        """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
+        return tuple([out[: index.size] for out in memory.out])
 
     def submit(self, request: FillRequest) -> None:
         """Have a batch filled. Never blocks; submitting it again has no effect.
@@ -158,7 +163,7 @@ class Submissions(QueuedBatches):
         self.index = queue.ready  # of a batch of `turns`, while it is the last one of its slot
         self._reader = reader
         self._slots = reader.slots
-        self._assembly = assembly
+        self._assembly, self.is_plain = assembly, assembly.is_plain
         self._needs_python = needs_python
         self.resume: Resume = do_nothing  # continues a batch of which something is left
         self.is_fetched: Callable[[int], bool] = _never  # ahead, so that Python has to take it
@@ -168,13 +173,17 @@ class Submissions(QueuedBatches):
     def open_turns(self, batch: type, num_threads: int) -> Turns | None:
         """Return the turns of the consumer in the core; None if batches need Python."""
         core = self._reader.core
-        if self._needs_python or not self._assembly.is_plain or self.is_fetched is not _never:
+        if self._needs_python or not self._assembly.is_view or self.is_fetched is not _never:
             return None
         assert core is not None
         is_alone = not num_threads
         scratch = self._reader.scratch_of_consumer(is_alone)
         self.turns = Turns(core, self._queue, scratch, batch, is_alone=is_alone)
         return self.turns
+
+    def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:
+        """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
+        return self._assembly.arrays(memory, index, are_checked=True)
 
     def numbers(self, sampling: Sampling, first: int, epoch: int, start: int) -> Numbers | None:
         """Return the samples of batches from `first` on, at `start`, to the end of an epoch.

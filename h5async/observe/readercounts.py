@@ -127,7 +127,7 @@ class _Mark(NamedTuple):
     skipped: int
     counted: Mapping[SpanRows | None, int]
     noted: WaitTotals
-    turns: bytes | None
+    turns: tuple[bytes, list[int]] | None
     num_waits: int
     work: Work
     passed: float | None = None
@@ -177,6 +177,7 @@ class ReaderCounts:
         self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
         self._batches = self._skipped = 0
         self._ragged = [one for one in self._sizes if one is not None]
+        self._columns = {one: samplings.rows.index(one) for one in self._ragged}  # the first ones
         self._counted = dict.fromkeys([None, *self._ragged], 0)  # samples, and rows
         self._reader = object()
         self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
@@ -332,9 +333,11 @@ class ReaderCounts:
         turns, of_turns = self.waits.turns, TurnsCounts()
         if turns is not None and mark.turns is not None:
             of_turns = turns.counts(mark.turns)
-        samples = mark.counted[None] + of_turns.samples  # which are not ragged
+        samples = mark.counted[None] + of_turns.samples
         for rows, (of_each, used_of_each) in self._sizes.items():
             count = samples if rows is None else mark.counted[rows]
+            if rows is not None and of_turns.num_rows:
+                count += of_turns.num_rows[self._columns[rows]]
             nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
         passed = mark.passed
         if passed is None:

@@ -145,14 +145,18 @@ class WindowOrder(Order):
         return table if core is None else table._replace(mapping=self._mapping(core, table, epoch))
 
     def _mapping(self, core: Core, table: _Table, epoch: int) -> NDArray[np.uint64]:
-        arrays = *table[:3], self._bounds, self._delay, table.begin
+        arrays = table.unit, table.counts, self._bounds, self._delay, table.begin
         drawn = 0 if self._drawn is None else address(self._drawn)
         rounds = self._group_rounds, self._block_rounds
         sizes = table.unit.size, self._size, self.window, *rounds, table.begin.size - 1
+        num_samples = int(self._bounds[-1])
+        if not np.array_equal(self._bounds[:-1], np.arange(0, num_samples, self._size)):
+            num_samples = 0  # units differ in size
+        more = int(table.skip[:1].sum()), num_samples
         nbytes = self._block_rounds * self._size * _PLACE_NBYTES
         blocks = core.new_store(_BLOCKS_KEPT * nbytes, nbytes, False)
         keys = tuple(round_keys(self._seed, epoch, "window").tolist())
-        struct = core.Window(*map(address, arrays), drawn, *sizes, blocks, keys)
+        struct = core.Window(*map(address, arrays), drawn, *sizes, *more, blocks, keys)
         found: Any = (ctypes.c_uint64 * 9)(1, 0, ctypes.addressof(struct))
         found.held = struct, arrays, self._drawn
         call_when_gone(found, core.free_store, found[2] + core.Window.blocks.offset)

@@ -35,7 +35,7 @@ from h5async.packing.rewriting import (
     differences,
     pieces_of,
 )
-from h5async.packing.rowsource import RowSource, has_shape
+from h5async.packing.rowsource import RowSource
 from h5async.packing.safefile import SafeFile, partial_of
 from h5async.packing.sparsegroups import (
     ElementRows,
@@ -133,9 +133,7 @@ class Repacking:
     def _plan(self) -> None:
         axis, options = self._options.num_dim, self._options
         chosen = {path.strip("/") for path in options.fields or ()}
-        with_rows = {
-            p: one for p, one in self.datasets.items() if one.rank > axis and has_shape(one)
-        }
+        with_rows = {path: one for path, one in self.datasets.items() if one.rank > axis}
         if self._is_one and not options.selects:
             for path, one in with_rows.items():
                 is_kept = is_outside(one) and options.virtual == "keep"

@@ -53,11 +53,6 @@ class Block(NamedTuple):
         return (*self.corner[:axis], self.begin, *self.corner[axis + 1 :])
 
 
-def has_shape(dataset: h5d.DatasetID) -> bool:
-    """Tell whether a dataset has dimensions, or a single value."""
-    return bool(dataset.get_space().get_simple_extent_type() == h5s.SIMPLE)
-
-
 class RowSource:
     """The rows of a dataset at `path`, along dimension `axis`, of all `files` together.
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
+from h5async.index.groupfields import union_of
 from h5async.io.hdf5files import HDF5File
 from h5async.order.selection import Int64s
 from h5async.packing.sparsegroups import is_anndata, refuse_old_anndata
@@ -143,12 +144,8 @@ def _unite_classes(found: United, files: Sequence[HDF5File], path: str) -> None:
 
 def _appended(several: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Int64s]]:
     """Return all names, once each, and their places there."""
-    places: dict[Any, int] = {}
-    for names in several:
-        for name in names:
-            places.setdefault(name, len(places))
-    maps = [np.array([places[name] for name in names], np.int64) for names in several]
-    return list(places), maps
+    names, codes = union_of(several)
+    return list(names), [one[:-1] for one in codes]
 
 
 class _Table:

@@ -331,6 +331,7 @@ class TurnsCounts(NamedTuple):
     end: float = 0.0
     epoch: int = 0
     epoch_begin: float = 0.0
+    num_rows: Sequence[int] = ()  # by column, of ragged ones
 
 
 class Run(Protocol):
@@ -373,6 +374,8 @@ class Turns:
         self.take, self.ask, self.put_back = core.turns_of(self._memory)
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
+        # By column: rows of all batches taken by `take`, if it is ragged.
+        self.num_rows = np.zeros(queue.struct.contents.num_fields, np.int64)
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
         self._keep = queue, scratch, batch, "_arrays", "_later"
@@ -384,6 +387,7 @@ class Turns:
         struct.queue, struct.worker = queue.struct, ctypes.pointer(scratch.worker(core).struct)
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
+        struct.num_rows = address(self.num_rows)
         struct.type, struct.made, struct.later = map(id, self._keep[2:])
         struct.held = -1
 
@@ -497,14 +501,15 @@ class Turns:
         each = range(max(seen, self._seen - MAX_WAITS), self._seen)
         return [int(self._waits_ns[wait % MAX_WAITS]) / 1e9 for wait in each]
 
-    def copied(self) -> bytes:
+    def copied(self) -> tuple[bytes, list[int]]:
         """Return what `counts` makes the counts of now of."""
-        return bytes(self._memory)
+        return bytes(self._memory), self.num_rows.tolist()
 
-    def counts(self, copied: bytes) -> TurnsCounts:
+    def counts(self, copied: tuple[bytes, list[int]]) -> TurnsCounts:
         """Return the counts of a moment."""
-        struct = self._core.Turns.from_buffer_copy(copied)
+        struct = self._core.Turns.from_buffer_copy(copied[0])
         offset_ns = self._core.clock_offset_ns()
         end, epoch_begin = ((ns + offset_ns) / 1e9 for ns in (struct.end_ns, struct.epoch_begin_ns))
         taken = struct.taken, struct.samples_taken, struct.num_waits, struct.total_ns / 1e9
-        return TurnsCounts(*taken, end if struct.num_waits else 0.0, struct.begun, epoch_begin)
+        end = end if struct.num_waits else 0.0
+        return TurnsCounts(*taken, end, struct.begun, epoch_begin, copied[1])

@@ -31,6 +31,7 @@ from h5async.order.sampling import Course, FillRequest, Sampling
 from h5async.read.queue import RunEpochs
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
+from h5async.samples.assembly import SlotMemory
 from h5async.samples.ragged import preview
 from h5async.spelling import counted, named, table
 
@@ -270,6 +271,10 @@ class Batches:
                 arrays.setdefault(name, mask)  # `postprocess` may have replaced it
         return arrays
 
+    def is_over(self, serial: int) -> bool:
+        """Tell whether the life of a batch is over."""
+        return _IsOver(self._ring, serial)()
+
     def more(self, serial: int | None) -> tuple[Any, ...]:
         """Return the rest of the arguments of a `Batch`; without a `serial`, it lasts."""
         is_over = None if serial is None else _IsOver(self._ring, serial)
@@ -291,7 +296,9 @@ class _IsOver:
 
     def __call__(self) -> bool:
         ring = self._ring()
-        return ring is not None and ring.consumer.held != self._serial
+        if ring is None or ring.is_closed:  # nothing is filled any more
+            return False
+        return ring.consumer.held != self._serial
 
 
 class Run:
@@ -304,15 +311,16 @@ class Run:
         request: FillRequest,
         epochs: RunEpochs,
         sampling: Sampling,
-        index_of: Callable[[int, int, int], NDArray[np.int64] | None],
-        slots: Sequence[tuple[Any, ...]],
+        submissions: Submissions | PostedBatches,
+        slots: Sequence[SlotMemory],
     ) -> None:
         self.epochs, self.place = epochs, course.place
         self.epoch, self.number = request.epoch, request.number
         self._batches, self._course, self._sampling = batches, course, sampling
-        self._index_of, self._slots = index_of, tuple(map(tuple, slots))  # the arrays of each
-        names = None if batches.has_masks else batches.names
-        self.views = names, self._slots, slice(0, epochs.size)
+        self._index_of, self._arrays_of = submissions.index, submissions.arrays
+        self._slots = slots
+        names = batches.names if submissions.is_plain and not batches.has_masks else None
+        self.views = names, tuple(tuple(slot.out) for slot in slots), slice(0, epochs.size)
 
     def complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
         """Make something that a batch lacks: its numbers, its arrays, or all else."""
@@ -334,8 +342,10 @@ class Run:
         if index is not None:
             batch.index = index
             return
-        if name == "_arrays":  # with masks, or where there was no memory for them
-            arrays = tuple([array[: end - begin] for array in self._slots[slot]])
+        if name == "_arrays":  # not plain ones, with masks, or there was no memory for them
+            if self._batches.is_over(serial):
+                raise BatchExpiredError(_OVER)
+            arrays = self._arrays_of(self._slots[slot], batch.index)
             batch._arrays = self._batches.arrays(FillOutcome(batch.index, arrays), epoch)
             return
         if name == "index":
@@ -352,7 +362,7 @@ def next_run(
     course: Course,
     ring: SlotRing[Any],
     submissions: Submissions | PostedBatches,
-    slots: Any,
+    slots: Sequence[SlotMemory],
 ) -> Run | None:
     """Return the run of the next batches; None if they are not alike, or too few."""
     following = ring.consumer.next
@@ -364,7 +374,7 @@ def next_run(
     epochs = submissions.run_from(request)
     if epochs is None or epochs.stop - following < _LEAST:
         return None
-    return Run(batches, course, request, epochs, sampling, submissions.index, slots)
+    return Run(batches, course, request, epochs, sampling, submissions, slots)
 
 
 class Epoch(Iterator[Batch]):

@@ -150,7 +150,7 @@ class Delivery:
             return False
         if counts.open_epoch != epoch and (counts.open_epoch >= 0 or number):
             return False  # its first batch opens it
-        slots = [slot.memory.out for slot in self._setup.slots]
+        slots = [slot.memory for slot in self._setup.slots]
         with suppressing(MemoryError):  # it goes on without
             run = next_run(self._batches, course, ring, submissions, slots)
             if run is not None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from struct import Struct
 from threading import get_ident
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
@@ -27,12 +26,6 @@ NO_BATCH, NO_FIELD = -1, -1
 
 # Begins a range with a name in another tool, in this thread; returns a function that ends it.
 OpenRange = Callable[[str], Callable[[], object]]
-
-# A request: begin and end (ns), thread, and the batch's serial number, epoch and number.
-_REQUEST = Struct("=6q")
-# A wait: begin and end (s), thread, the batch, and whether it was delivered.
-_WAIT = Struct("=ddqq?")
-_pack_request, _pack_wait = _REQUEST.pack, _WAIT.pack
 
 _OFF = nullcontext()
 _RANGE = "h5async: "  # prefix of stages in other tools
@@ -98,8 +91,7 @@ class ThreadName(NamedTuple):
 class Timeline:
     """A record of what threads do. Thread-safe.
 
-    The first `max_events` are kept, and others counted as `dropped`. The consumer's are packed
-    instead of being objects: with small batches, a microsecond counts. `open_ranges`, functions of
+    The first `max_events` are kept, and others counted as `dropped`. `open_ranges`, functions of
     other tools, are called when Python code begins something. `threads` has the names of the
     events' threads; `batches`, the epoch and number of batches up to the last `take_events`.
     """
@@ -111,12 +103,13 @@ class Timeline:
         self.threads: dict[int, ThreadName] = {}
         self.batches: dict[int, tuple[int, int]] = {}
         self._events: list[tuple[Any, ...]] = []  # the members of an `Event`
-        self._requests, self._waits = bytearray(), bytearray()
+        # Begin and end (ns), thread, and the batch's serial number, epoch and number.
+        self._requests: list[tuple[int, int, int, int, int, int]] = []
+        # Begin and end (s), thread, the batch, and whether it was delivered.
+        self._waits: list[tuple[float, float, int, int, bool]] = []
         self._waiting = ExitStack()
         # Per thread: the batch, field and source that it works on.
         self._here: dict[int, tuple[int, int, int | str]] = {}
-        self._requests_nbytes = max_events * _REQUEST.size
-        self._waits_nbytes = max_events * _WAIT.size
         self._lock = threading.RLock()
 
     # --- what is done -----------------------------------------------------------------------------
@@ -153,12 +146,10 @@ class Timeline:
 
     def requested(self, begin_ns: int, requests: Sequence[tuple[Any, ...]]) -> None:
         """Note that this thread has requested batches (`FillRequest`) since `begin_ns`."""
-        packed, end_ns, thread = self._requests, perf_counter_ns(), get_ident()
+        known, end_ns, thread = self._requests, perf_counter_ns(), get_ident()
         for request in requests:
-            if len(packed) < self._requests_nbytes:
-                packed += _pack_request(
-                    begin_ns, end_ns, thread, request[1], request[2], request[3]
-                )
+            if len(known) < self.max_events:
+                known.append((begin_ns, end_ns, thread, request[1], request[2], request[3]))
             else:
                 self._drop()
 
@@ -184,8 +175,8 @@ class Timeline:
         No batch is in use meanwhile. From the end on, this one is, if `is_there`.
         """
         waits = self._waits
-        if len(waits) < self._waits_nbytes:
-            waits += _pack_wait(begin, end, get_ident(), batch, is_there)
+        if len(waits) < self.max_events:
+            waits.append((begin, end, get_ident(), batch, is_there))
         else:
             self._drop()
         if self.open_ranges:
@@ -206,9 +197,9 @@ class Timeline:
         count = len(self._events)
         events = list(map(Event._make, self._events[:count]))
         del self._events[:count]
-        # (Copied: a recording thread may be about to add one, and iterating would lock the buffer.)
-        requests, self._requests = bytes(self._requests), bytearray()
-        for when, several in groupby(_REQUEST.iter_unpack(requests), key=lambda one: one[:3]):
+        # (Copied: a recording thread may be about to add one.)
+        requests, self._requests = list(self._requests), []
+        for when, several in groupby(requests, key=lambda one: one[:3]):
             begin_ns, last_ns, thread = when
             asked = list(several)  # at once
             share = (last_ns - begin_ns) // len(asked)
@@ -216,10 +207,8 @@ class Timeline:
                 self.batches[serial] = epoch, batch
                 at = begin_ns + number * share
                 events.append(Event("request", at, at + share, thread, serial))
-        packed, self._waits = bytes(self._waits), bytearray()
-        waits = [
-            (_ns(begin), _ns(end), *others) for begin, end, *others in _WAIT.iter_unpack(packed)
-        ]
+        noted, self._waits = self._waits, []
+        waits = [(_ns(begin), _ns(end), *others) for begin, end, *others in noted]
         waits += [(one.begin_ns, one.end_ns, one.thread, one.batch, True) for one in more]
         waits.sort()
         ends = [wait[0] for wait in waits[1:]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,6 +196,19 @@ def test_the_core_and_its_twin_agree_on_large_ones(
             order = WindowOrder(equal_units(num_samples, size), window, 2**70)
             found.append(whole(order, num_samples, 3))
     assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize(("num_samples", "size"), [(300_000, 65_536), (20_000, 1500)])
+def test_threads_that_need_parts_of_one_block_at_a_time_get_the_same(
+    num_samples: int, size: int
+) -> None:
+    """Parts of a large block are sorted by whoever needs them first."""
+    bounds, starts = equal_units(num_samples, size), range(0, num_samples, 50)
+    expected = whole(WindowOrder(bounds, 2, 0), num_samples, 1)
+    order = WindowOrder(bounds, 2, 0)
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda start: order.samples(1, start, start + 50), starts)
+        assert np.array_equal(np.concatenate(list(found)), expected)
 
 
 @pytest.mark.parametrize("counts", [[70_000, 65_536, 9], [1, 200, 30, 7] * 90, [64] * 500 + [5]])

@@ -34,8 +34,7 @@ ray = require_extra("ray.data") and require_extra("ray")
 pa = require_extra("pyarrow")
 
 from h5async.ray import blockreading, datasource  # noqa: E402
-from h5async.ray.datasource import Hdf5Datasource  # noqa: E402
-from h5async.ray.survey import cut  # noqa: E402
+from h5async.ray.datasource import Hdf5Datasource, cut  # noqa: E402
 from h5async.reader.delivery import Delivery  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # of its own options
@@ -153,7 +152,7 @@ def test_large_chunks_decide_where_small_ones_are_cut(tmp_path, monkeypatch):
     with h5py.File(path, "w") as file:
         file.create_dataset("data", (300, 40), "f4", chunks=(7, 40), compression="gzip")
         file.create_dataset("labels", (300,), "f4", chunks=(100,), compression="gzip")
-    monkeypatch.setattr("h5async.ray.survey._UNIT_NBYTES", 1000)
+    monkeypatch.setattr("h5async.ray.datasource._UNIT_NBYTES", 1000)
     edges = [task.read_fn.edges for task in source(path).get_read_tasks(1000)]
     assert [begin for begin, _ in edges] == list(range(0, 300, 7))
 

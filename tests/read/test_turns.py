@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -18,7 +19,17 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async import AsyncReader, ConfigError, H5AsyncError, ReaderClosedError, ReadError
+from h5async import (
+    AsyncReader,
+    BatchExpiredError,
+    ConfigError,
+    DatasetError,
+    H5AsyncError,
+    RaggedField,
+    ReaderClosedError,
+    ReadError,
+    SparseField,
+)
 from h5async.core.binding import load_core
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
@@ -82,6 +93,83 @@ def test_epochs(path, shuffle, more, num_threads):
         assert reader.stats(epoch=1).batches == len(reader)
     for one, other in zip(found, slow, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> tuple[Path, list[tuple[np.ndarray, np.ndarray]]]:
+    """A file of sparse rows, ragged samples, and elements of variable length; what each row has."""
+    random = np.random.default_rng(0)
+    starts = np.r_[0, random.integers(0, 9, SAMPLES).cumsum()]
+    values, columns = random.random(starts[-1]), random.integers(0, 50, starts[-1], np.int32)
+    rows = [(values[i:j], columns[i:j]) for i, j in itertools.pairwise(starts)]
+    with h5py.File(tmp_path / "uneven.h5", "w") as file:
+        group = file.create_group("sparse")
+        group.attrs.update({"encoding-type": "csr_matrix", "shape": [SAMPLES, 50]})
+        group.attrs["encoding-version"] = "0.1.0"
+        group["data"], group["indices"], group["indptr"] = values, columns, starts
+        halves = np.empty(SAMPLES, object)
+        halves[:] = [of_row[::2] for _, of_row in rows]
+        file.create_dataset("heap", data=halves, dtype=h5py.vlen_dtype(np.int32))
+    return tmp_path / "uneven.h5", rows
+
+
+def check_parts(values: Any, offsets: Any, expected: Sequence[np.ndarray]) -> None:
+    np.testing.assert_array_equal(values, np.concatenate(expected))
+    np.testing.assert_array_equal(np.diff(offsets), list(map(len, expected)))
+
+
+UNEVEN = {
+    "sparse": SparseField("sparse"),
+    "ragged": RaggedField("sparse/data", offsets="sparse/indptr"),
+    "heap": RaggedField("heap"),
+}
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("shuffle", ["full", "window"])
+def test_samples_that_differ_in_size(uneven, shuffle, num_threads):
+    path, rows = uneven
+    options = {"fields": UNEVEN, "shuffle": shuffle, "num_threads": num_threads}
+    with opened(path, **options) as reader, opened(path, copy=True, **options) as other:
+        for _ in range(2):
+            for batch, copied in zip(reader, other, strict=True):
+                np.testing.assert_array_equal(batch.index, copied.index)
+                values, columns = zip(*[rows[sample] for sample in batch.index], strict=True)
+                halves, sparse = [one[::2] for one in columns], batch.sparse
+                check_parts(sparse.data, sparse.indptr, values)
+                check_parts(sparse.indices, sparse.indptr, columns)
+                check_parts(batch.ragged.values, batch.ragged.offsets, values)
+                check_parts(batch.heap.values, batch.heap.offsets, halves)
+        assert taken(reader) > len(reader)
+        assert not taken(other)
+        for epoch in None, 0, 1:
+            found, expected = reader.stats(epoch=epoch), other.stats(epoch=epoch)
+            assert (found.batches, found.nbytes) == (expected.batches, expected.nbytes)
+
+
+def test_a_batch_of_samples_that_differ_in_size_is_used_too_late(uneven):
+    path, rows = uneven
+    with opened(path, fields=UNEVEN) as reader:
+        batches = [reader.get_next_batch() for _ in range(20)]
+        assert taken(reader)
+        with pytest.raises(BatchExpiredError, match=r"life of this batch is over"):
+            _ = batches[-2].ragged
+        np.testing.assert_array_equal(batches[-2].index, np.arange(18 * SIZE, 19 * SIZE))
+    for at, sample in enumerate(batches[-1].index):  # closed: nothing is read any more
+        np.testing.assert_array_equal(batches[-1].ragged[at], rows[sample][0])
+
+
+def test_an_index_that_is_not_a_column(uneven):
+    path, _ = uneven
+    with h5py.File(path, "r+") as file:
+        at = file["sparse/indptr"][1000]
+        file["sparse/indices"][at] = 50
+        sample = int(np.searchsorted(file["sparse/indptr"], at, side="right")) - 1
+    with opened(path, fields={"sparse": SparseField("sparse")}) as reader:
+        with pytest.raises(DatasetError, match=rf"\(sample {sample}\) has the index 50"):
+            for _ in reader:
+                pass
+        assert taken(reader)
 
 
 def damage_gzip(path: Path, row: int) -> None:

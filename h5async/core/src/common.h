@@ -66,6 +66,25 @@
     static void name parameters { name##_inline arguments; }
 #endif
 
+/* The same for AVX-512, too, which multiplies numbers of 64 bits. */
+#if defined(AVX512)
+#define ALSO_FOR_AVX512(name, parameters, arguments)                                              \
+    AVX512 static void name##_avx512 parameters { name##_inline arguments; }                      \
+    AVX2 static void name##_avx2 parameters { name##_inline arguments; }                          \
+    static void name parameters                                                                   \
+    {                                                                                             \
+        if (HAS_AVX512())                                                                         \
+            name##_avx512 arguments;                                                              \
+        else if (HAS_AVX2())                                                                      \
+            name##_avx2 arguments;                                                                \
+        else                                                                                      \
+            name##_inline arguments;                                                              \
+    }
+#else
+#define ALSO_FOR_AVX512(name, parameters, arguments)                                              \
+    static void name parameters { name##_inline arguments; }
+#endif
+
 /* Call a function that is inlined with a size, which the compiler knows in each case. */
 #define BY_SIZE(size, function, ...)                                                              \
     ((size) == 1   ? function(__VA_ARGS__, 1)                                                     \
@@ -91,7 +110,7 @@
     ((one)->older = (list)->newest, (one)->newer = NULL,                                          \
      *((one)->older ? &(one)->older->newer : &(list)->oldest) = (one), (list)->newest = (one))
 
-enum { ABI = 32 }; /* counts changes of the structures and functions that Python uses */
+enum { ABI = 34 }; /* counts changes of the structures and functions that Python uses */
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */

@@ -69,6 +69,7 @@ typedef struct {
     /* Of all runs: batches, their samples, and waits; the times of the last one, and when that for the
        first batch of the epoch `begun` began. */
     int64_t taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns, begun;
+    int64_t *num_rows; /* [num_fields]: of all batches taken, those of ragged fields */
 } Turns;
 
 /* Where a batch of the run is: in which of its epochs, from 0 on; its number among the batches of that,
@@ -274,6 +275,21 @@ static int end_epoch(Turns *t)
     return result != NULL;
 }
 
+/* Add the rows that the ragged fields of the batch in use have, or subtract them. */
+static void count_rows(Turns *t, int64_t sign)
+{
+    const Queue *queue = t->queue;
+    const Wish *wish = &queue->jobs[t->slot_of[t->held % t->num_slots]].wish;
+    for (int64_t field = 0; field < queue->num_fields; field++) {
+        const Field *f = &queue->fields[field];
+        for (int64_t i = 0; f->spans != NULL && i < wish->count; i++)
+            t->num_rows[field] += sign * (f->spans->starts[wish->samples[i] + 1] -
+                                          f->spans->starts[wish->samples[i]]);
+        for (int64_t i = 0; f->lengths != NULL && i < wish->count; i++)
+            t->num_rows[field] += sign * (int64_t)f->lengths[wish->samples[i]];
+    }
+}
+
 /* Take the next batch, and append it to a list, the first argument. Returns whether it did: if not,
    Python goes on; it has to wait, unless the second argument is given. */
 static Object *take(Object *self, Object *const *arguments, intptr_t count)
@@ -305,6 +321,7 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
         t->samples_taken += count_of(t, t->next);
         t->held = t->next++;
         t->taken++;
+        count_rows(t, 1);
         is_taken = end_epoch(t) ? 1 : -1;
     }
     Py_DecRef(batch);
@@ -319,6 +336,7 @@ static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
     Turns *t = (void *)PyByteArray_AsString(self);
     int is_taken = t->is_lent && t->held >= 0 && t->held == t->next - 1;
     if (is_taken) {
+        count_rows(t, -1);
         t->next = t->held, t->held = -1, t->taken--;
         t->samples_taken -= count_of(t, t->next);
     }

@@ -1,15 +1,19 @@
 /* Computes the order of order/window.py, which explains it.
 
    It is made in blocks of some groups of rounds. Which sample of a block comes where is found by
-   sorting hashes; this is kept for the batches that take parts of the block. */
+   sorting hashes; this is kept for the batches that take parts of the block. Samples of a group are
+   put into buckets first, by the upper bits of their hashes, and each bucket is sorted when a batch
+   needs it first: so no batch waits until all of a large block is sorted. */
 
 typedef struct {
-    const int64_t *unit, *skip, *count; /* [num_units], as the units start */
-    const int64_t *bounds;              /* by unit: its first sample, and behind the last unit */
-    const int64_t *delay;               /* [size], ascending */
-    const int64_t *begin;               /* by block: its first position, and behind the last block */
-    const int64_t *drawn;               /* what the numbers stand for that come of all this; or NULL */
-    int64_t num_units, size, window, group_rounds, block_rounds, num_blocks;
+    const int64_t *unit, *count; /* [num_units], as the units start */
+    const int64_t *bounds;       /* by unit: its first sample, and behind the last unit */
+    const int64_t *delay;        /* [size], ascending */
+    const int64_t *begin;        /* by block: its first position, and behind the last block */
+    const int64_t *drawn;        /* what the numbers stand for that come of all this; or NULL */
+    /* skip: samples of the first unit that another piece has; num_samples: of all units, if these have
+       `size` each, but the last of `bounds` may have fewer; 0: not so. */
+    int64_t num_units, size, window, group_rounds, block_rounds, num_blocks, skip, num_samples;
     Store *blocks;
     uint64_t keys[ROUNDS];
 } Window;
@@ -40,14 +44,15 @@ ALWAYS_INLINE uint64_t name_by(const uint64_t *keys, uint64_t number)
     return hash64(hash64(number + keys[0]) ^ keys[1]);
 }
 
-/* Samples of a group of rounds: of each its hash, of 63 bits, with its place in the group for the lower
-   `bits`. Where the others are equal, which is rare, the whole hashes decide. */
+/* Samples of a block that are sorted: of each its hash, of 63 bits, without the upper bits that all of
+   them share, and with its place in the block for the lower `bits`. Where the others are equal, which
+   is rare, the whole hashes decide. */
 typedef struct {
-    const Window *w;
-    uint64_t *found, *spare;
-    int64_t first_round, count;
+    const uint64_t *keys;
+    uint64_t *found, *spare, first; /* first: the number of the sample that has place 0 */
+    int64_t count;
     int bits;
-} Group;
+} Sorted;
 
 /* The bits that numbers below `count` take. */
 static int bits_below(int64_t count)
@@ -58,102 +63,214 @@ static int bits_below(int64_t count)
     return bits;
 }
 
-static uint64_t hash_of(const Group *g, uint64_t one)
+static uint64_t hash_of(const Sorted *g, uint64_t one)
 {
-    uint64_t place = one & (((uint64_t)1 << g->bits) - 1);
-    return name_by(g->w->keys, (uint64_t)(g->first_round * g->w->size) + place) >> 1;
+    return name_by(g->keys, g->first + (one & (((uint64_t)1 << g->bits) - 1))) >> 1;
 }
 
-static int comes_after(const Group *g, uint64_t one, uint64_t other)
+static int comes_after(const Sorted *g, uint64_t one, uint64_t other)
 {
     if (((one ^ other) >> g->bits) == 0 && hash_of(g, one) != hash_of(g, other))
         return hash_of(g, one) > hash_of(g, other);
     return one > other;
 }
 
-static void list_group(Group *g)
-{
-    const Window *w = g->w;
-    const uint64_t above = ~(((uint64_t)1 << g->bits) - 1);
-    g->count = 0;
-    for (int64_t r = 0; r < w->group_rounds; r++)
-        for (int64_t s = 0; s < w->size; s++) {
-            int64_t start = g->first_round + r - w->delay[s];
-            if (start < 0)
-                break; /* nor are others there */
-            if (start >= w->num_units || s >= w->count[start])
-                continue;
-            uint64_t place = (uint64_t)(r * w->size + s);
-            uint64_t hash = name_by(w->keys, (uint64_t)(g->first_round * w->size) + place) >> 1;
-            g->found[g->count++] = (hash & above) | place;
-        }
-}
-
-/* The same where no sample is missing. */
-ALWAYS_INLINE void list_whole_inline(Group *g)
-{
-    const uint64_t keys[] = {g->w->keys[0], g->w->keys[1]}, below = ((uint64_t)1 << g->bits) - 1;
-    const uint64_t first = (uint64_t)(g->first_round * g->w->size);
-    uint64_t *found = g->found;
-    g->count = g->w->group_rounds * g->w->size;
-    for (uint64_t i = 0, count = (uint64_t)g->count; i < count; i++)
-        found[i] = (name_by(keys, first + i) >> 1 & ~below) | i;
-}
-
-ALSO_FOR_AVX2(list_whole, (Group *g), (g))
-
 /* Sort by as many of the upper bits as tell most hashes apart, then one by one. */
-static void sort_group(Group *g)
+static void sort_found(Sorted *g)
 {
     uint32_t begin[1 << 11];
-    int bits = bits_below(g->count) + 1, passes = (bits + 10) / 11, digit = (bits + passes - 1) / passes;
+    int bits = bits_below(g->count) + 1, passes = (bits + 10) / 11;
+    int digit = (bits + passes - 1) / passes;
+    const uint64_t most = ((uint64_t)1 << digit) - 1;
     for (int shift = 63 - passes * digit; shift < 63; shift += digit) {
-        const uint64_t most = ((uint64_t)1 << digit) - 1;
+        const uint64_t *found = g->found;
+        uint64_t *spare = g->spare;
+        const int64_t count = g->count;
         uint32_t total = 0, here;
         memset(begin, 0, (size_t)(most + 1) * sizeof *begin);
-        for (int64_t i = 0; i < g->count; i++)
-            begin[g->found[i] >> shift & most]++;
+        for (int64_t i = 0; i < count; i++)
+            begin[found[i] >> shift & most]++;
         for (uint64_t i = 0; i <= most; i++)
             here = begin[i], begin[i] = total, total += here;
-        for (int64_t i = 0; i < g->count; i++)
-            g->spare[begin[g->found[i] >> shift & most]++] = g->found[i];
-        uint64_t *other = g->found;
-        g->found = g->spare, g->spare = other;
+        for (int64_t i = 0; i < count; i++)
+            spare[begin[found[i] >> shift & most]++] = found[i];
+        g->found = spare, g->spare = (uint64_t *)(uintptr_t)found;
     }
+    uint64_t *found = g->found, are_equal = 0;
     for (int64_t i = 1, at; i < g->count; i++) {
-        uint64_t one = g->found[i];
-        for (at = i; at > 0 && comes_after(g, g->found[at - 1], one); at--)
-            g->found[at] = g->found[at - 1];
-        g->found[at] = one;
+        uint64_t one = found[i];
+        for (at = i; at > 0 && found[at - 1] > one; at--)
+            found[at] = found[at - 1];
+        found[at] = one;
+    }
+    for (int64_t i = 1; i < g->count; i++)
+        are_equal |= (found[i] ^ found[i - 1]) >> g->bits == 0;
+    for (int64_t i = 1, at; are_equal && i < g->count; i++) {
+        uint64_t one = found[i];
+        for (at = i; at > 0 && comes_after(g, found[at - 1], one); at--)
+            found[at] = found[at - 1];
+        found[at] = one;
     }
 }
 
-/* Compute where in the block its samples come from, in their order; 0: there is no memory. */
-static int make_block(const Window *w, int64_t number, uint32_t *places)
+enum { BUCKET_SAMPLES = 512, MOST_BUCKET_BITS = 12 };
+enum BucketState { UNSORTED = 0, IN_SORTING, IS_SORTED };
+
+/* A block in memory. `bits`: of hashes, which tell the buckets of a group apart. */
+typedef struct {
+    uint32_t *places; /* in the block; by bucket, and in their order in those that are sorted */
+    uint32_t *begin;  /* by bucket: the first position, and behind the last one */
+    _Atomic uint8_t *states;
+    uint64_t first; /* the number of the sample that has place 0 */
+    int64_t num_buckets, most_samples, nbytes;
+    int bits;
+} Block;
+
+static Block block_at(const Window *w, int64_t number, uint8_t *memory)
 {
-    const int64_t most = w->group_rounds * w->size;
-    const int is_whole = w->begin[number + 1] - w->begin[number] == w->block_rounds * w->size;
-    uint64_t *memory = malloc(2 * (size_t)most * sizeof *memory);
-    Group g = {.w = w, .found = memory, .spare = memory + most, .bits = bits_below(most)};
-    for (int64_t r = 0; memory != NULL && r < w->block_rounds; r += w->group_rounds) {
-        g.first_round = number * w->block_rounds + r;
-        if (is_whole)
-            list_whole(&g);
-        else
-            list_group(&g);
-        sort_group(&g);
-        for (int64_t i = 0; i < g.count; i++)
-            *places++ = (uint32_t)(g.found[i] & (((uint64_t)1 << g.bits) - 1)) +
-                        (uint32_t)(r * w->size);
+    const int64_t each = w->group_rounds * w->size, groups = w->block_rounds / w->group_rounds;
+    Block b = {.most_samples = groups * each, .first = (uint64_t)(number * groups * each)};
+    while (each >> b.bits > BUCKET_SAMPLES && b.bits < MOST_BUCKET_BITS)
+        b.bits++;
+    b.num_buckets = groups << b.bits;
+    b.places = (uint32_t *)(void *)memory, b.begin = b.places + b.most_samples;
+    b.states = (_Atomic uint8_t *)(b.begin + b.num_buckets + 1);
+    b.nbytes = (b.most_samples + b.num_buckets + 1) * (int64_t)sizeof(uint32_t) + b.num_buckets;
+    return b;
+}
+
+ALWAYS_INLINE void list_buckets_inline(const Window *w, const Block *b, int64_t begin, int64_t end,
+                                       uint16_t *buckets)
+{
+    const uint64_t keys[] = {w->keys[0], w->keys[1]}, first = b->first;
+    const int shift = 63 - b->bits;
+    for (int64_t i = begin; i < end; i++)
+        buckets[i] = (uint16_t)(name_by(keys, first + (uint64_t)i) >> 1 >> shift);
+}
+
+ALSO_FOR_AVX512(list_buckets,
+                (const Window *w, const Block *b, int64_t begin, int64_t end, uint16_t *buckets),
+                (w, b, begin, end, buckets))
+
+/* The samples of a unit that come at most so many rounds after it starts. */
+static int64_t num_delayed(const Window *w, int64_t rounds)
+{
+    int64_t low = -1, high = w->size;
+    FIND_LAST(low, high, at, w->delay[at] <= rounds)
+    return high;
+}
+
+/* List the buckets of a group's samples, of which some are missing: these have one behind all others.
+   Those before `begin` and from `end` on, where these are put, are missing, too. */
+static void list_some(const Window *w, const Block *b, int64_t first_round, int64_t *begin,
+                      int64_t *end, uint16_t *buckets)
+{
+    const uint16_t missing = (uint16_t)(1 << b->bits);
+    int64_t first = *begin;
+    for (int64_t r = 0; r < w->group_rounds; r++) {
+        int64_t round = first_round + r, at = first + r * w->size;
+        int64_t low = num_delayed(w, round - w->num_units), high = num_delayed(w, round);
+        if (r == 0)
+            *begin = at + low;
+        if (r + 1 == w->group_rounds)
+            *end = at + high;
+        for (int64_t s = 0; s < w->size && w->group_rounds > 1; s++)
+            buckets[at + s] = missing;
+        list_buckets(w, b, at + low, at + high, buckets);
+        for (int64_t s = low; s < high; s++)
+            if (s >= w->count[round - w->delay[s]])
+                buckets[at + s] = missing;
     }
+}
+
+/* Put the samples of a block into buckets; 0: there is no memory. */
+static int fill_block(const Window *w, const Block *b, int64_t number)
+{
+    const int64_t each = w->group_rounds * w->size, num_buckets = 1 << b->bits;
+    const int is_whole = w->begin[number + 1] - w->begin[number] == b->most_samples;
+    uint16_t *buckets = malloc((size_t)b->most_samples * sizeof *buckets);
+    uint32_t next[(1 << MOST_BUCKET_BITS) + 1], *bound = b->begin;
+    *bound = 0;
+    for (int64_t group = 0; buckets != NULL && group * each < b->most_samples; group++) {
+        int64_t begin = group * each, end = begin + each;
+        if (is_whole)
+            list_buckets(w, b, begin, end, buckets);
+        else
+            list_some(w, b, number * w->block_rounds + group * w->group_rounds, &begin, &end,
+                      buckets);
+        memset(next, 0, (size_t)(num_buckets + 1) * sizeof *next);
+        for (int64_t i = begin; i < end; i++)
+            next[buckets[i]]++;
+        for (int64_t i = 0; i < num_buckets; i++, bound++)
+            bound[1] = *bound + next[i], next[i] = *bound;
+        next[num_buckets] = *bound; /* where the next group begins, which has this place again */
+        for (int64_t i = begin; i < end; i++)
+            b->places[next[buckets[i]]++] = (uint32_t)i;
+    }
+    for (int64_t i = 0; i < b->num_buckets; i++)
+        atomic_init(&b->states[i], UNSORTED);
+    free(buckets);
+    return buckets != NULL;
+}
+
+ALWAYS_INLINE void hash_places_inline(Sorted *g, const uint32_t *places, int shared)
+{
+    const uint64_t keys[] = {g->keys[0], g->keys[1]}, first = g->first;
+    const uint64_t below = ((uint64_t)1 << g->bits) - 1;
+    uint64_t *found = g->found;
+    for (int64_t i = 0, count = g->count; i < count; i++)
+        found[i] = (name_by(keys, first + places[i]) << shared >> 1 & ~below) | places[i];
+}
+
+ALSO_FOR_AVX512(hash_places, (Sorted * g, const uint32_t *places, int shared), (g, places, shared))
+
+/* Sort a bucket; 0: there is no memory. */
+static int sort_bucket(const Window *w, const Block *b, int64_t bucket)
+{
+    uint32_t *places = b->places + b->begin[bucket];
+    Sorted g = {.keys = w->keys, .first = b->first, .bits = bits_below(b->most_samples),
+                .count = b->begin[bucket + 1] - b->begin[bucket]};
+    uint64_t *memory = malloc((2 * (size_t)g.count + 1) * sizeof *memory);
+    if (memory == NULL)
+        return 0;
+    g.found = memory, g.spare = memory + g.count;
+    hash_places(&g, places, b->bits);
+    sort_found(&g);
+    for (int64_t i = 0; i < g.count; i++)
+        places[i] = (uint32_t)(g.found[i] & (((uint64_t)1 << g.bits) - 1));
     free(memory);
-    return memory != NULL;
+    return 1;
+}
+
+/* See that some positions of a block are sorted. The thread that sorts a bucket does not wait for
+   anything, so others that need it look until it has. 0: there is no memory. */
+static int sort_buckets(const Window *w, const Block *b, int64_t begin, int64_t end)
+{
+    int64_t bucket = 0, behind = b->num_buckets;
+    FIND_LAST(bucket, behind, at, b->begin[at] <= begin)
+    for (int is_good; bucket < b->num_buckets && b->begin[bucket] < end; bucket++) {
+        uint8_t state = UNSORTED;
+        while (!atomic_compare_exchange_strong(&b->states[bucket], &state, IN_SORTING)) {
+            if (state == IS_SORTED)
+                break;
+            sched_yield();
+            state = UNSORTED;
+        }
+        if (state == IS_SORTED)
+            continue;
+        is_good = sort_bucket(w, b, bucket);
+        atomic_store(&b->states[bucket], is_good ? IS_SORTED : UNSORTED);
+        if (!is_good)
+            return 0;
+    }
+    return 1;
 }
 
 /* Find the samples at some places of a block whose first round is given; those of equally large units
    at a time. (Quotients of doubles are exact: none is rounded up to a number.) */
 ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uint32_t *places,
-                                 int64_t count, int lanes, Domain *known, int64_t *samples)
+                                 int64_t count, int lanes, int is_even, Domain *known,
+                                 int64_t *samples)
 {
     const double size = (double)w->size, window = (double)w->window;
     int64_t done = 0;
@@ -166,11 +283,19 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
             start[j] = first_round + round - (int64_t)((double)s * window / size);
             x[j] = (uint64_t)s;
         }
+        for (int j = 0; j < lanes; j++)
+            names[j] = (uint64_t)w->unit[start[j]];
+        for (int j = 0; j < lanes && is_even; j++) { /* in vectors, unlike what is looked up */
+            int64_t left = w->num_samples - (int64_t)names[j] * w->size;
+            first[j] = (int64_t)names[j] * w->size;
+            sizes[j] = left < w->size ? left : w->size;
+        }
+        for (int j = 0; j < lanes && !is_even; j++) {
+            first[j] = w->bounds[names[j]];
+            sizes[j] = w->bounds[names[j] + 1] - first[j];
+        }
         for (int j = 0; j < lanes; j++) {
-            int64_t unit = w->unit[start[j]];
-            first[j] = w->bounds[unit], sizes[j] = w->bounds[unit + 1] - first[j];
-            x[j] += (uint64_t)w->skip[start[j]];
-            names[j] = (uint64_t)unit;
+            x[j] += start[j] == 0 ? (uint64_t)w->skip : 0;
             differ |= sizes[j] ^ sizes[0];
         }
         for (int j = 0; j < lanes; j++)
@@ -196,7 +321,9 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
 AVX512 static int64_t find_avx512(const Window *w, int64_t first_round, const uint32_t *places,
                                   int64_t count, Domain *known, int64_t *samples)
 {
-    return find_lanes(w, first_round, places, count, MAX_LANES, known, samples);
+    if (w->num_samples)
+        return find_lanes(w, first_round, places, count, MAX_LANES, 1, known, samples);
+    return find_lanes(w, first_round, places, count, MAX_LANES, 0, known, samples);
 }
 #endif
 
@@ -208,8 +335,8 @@ static void find_places(const Window *w, int64_t first_round, const uint32_t *pl
     if (HAS_AVX512())
         i = find_avx512(w, first_round, places, count, known, samples);
 #endif
-    i += find_lanes(w, first_round, places + i, count - i, LANES, known, samples + i);
-    find_lanes(w, first_round, places + i, count - i, 1, known, samples + i);
+    i += find_lanes(w, first_round, places + i, count - i, LANES, 0, known, samples + i);
+    find_lanes(w, first_round, places + i, count - i, 1, 0, known, samples + i);
 }
 
 /* Compute the samples at `count` positions from `start` on, all of which the order has; 0: there is no
@@ -217,28 +344,31 @@ static void find_places(const Window *w, int64_t first_round, const uint32_t *pl
 PUBLIC int64_t h5async_window_samples(const Window *w, int64_t *samples, int64_t start, int64_t count)
 {
     Domain known[NUM_DOMAINS] = {{0, 0, 0}};
-    const int64_t all = count, nbytes = w->block_rounds * w->size * (int64_t)sizeof(uint32_t);
-    int64_t block = 0, high = w->num_blocks, is_good = nbytes / 4 <= UINT32_MAX;
-    FIND_LAST(block, high, at, w->begin[at] <= start)
+    const int64_t all = count;
+    int64_t number = 0, high = w->num_blocks;
+    int is_good = block_at(w, 0, NULL).most_samples <= UINT32_MAX;
+    FIND_LAST(number, high, at, w->begin[at] <= start)
     while (is_good && count > 0) {
         Kept *kept = NULL;
-        enum Claim claim = claim_chunk(w->blocks, (uint64_t)block, nbytes, 1, &kept);
+        const int64_t nbytes = block_at(w, number, NULL).nbytes;
+        enum Claim claim = claim_chunk(w->blocks, (uint64_t)number, nbytes, 1, &kept);
+        uint8_t *own = kept ? NULL : malloc((size_t)nbytes); /* where threads use all that is kept */
+        const Block b = block_at(w, number, kept ? kept->data : own);
         if (claim == CLAIMED) {
-            is_good = make_block(w, block, (uint32_t *)(void *)kept->data);
-            release_piece(w->blocks, kept, 0, (int)is_good);
+            is_good = fill_block(w, &b, number);
+            release_piece(w->blocks, kept, 0, is_good);
             continue;
         }
-        uint32_t *own = kept ? NULL : malloc((size_t)nbytes); /* where threads use all that is kept */
-        is_good = kept || (own && make_block(w, block, own));
-        const uint32_t *places = kept ? (const uint32_t *)(const void *)kept->data : own;
-        int64_t left = w->begin[block + 1] - start, here = left < count ? left : count;
+        is_good = kept || (own && fill_block(w, &b, number));
+        int64_t at = start - w->begin[number], left = w->begin[number + 1] - start;
+        int64_t here = left < count ? left : count;
+        is_good = is_good && sort_buckets(w, &b, at, at + here);
         if (is_good)
-            find_places(w, block * w->block_rounds, places + (start - w->begin[block]), here, known,
-                        samples);
+            find_places(w, number * w->block_rounds, b.places + at, here, known, samples);
         if (kept)
             let_go(w->blocks, kept);
         free(own);
-        samples += here, start += here, count -= here, block++;
+        samples += here, start += here, count -= here, number++;
     }
     for (int64_t i = 1; w->drawn != NULL && is_good && i <= all; i++)
         samples[-i] = w->drawn[samples[-i]];
