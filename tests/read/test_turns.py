@@ -509,10 +509,13 @@ def test_a_second_thread_while_one_waits_in_the_core(path):
         assert taken(reader)
         submissions = reader._engine.filler.submissions  # type: ignore[union-attr]
         queue = submissions._queue._struct
+        queue.fill_ns = 10**9  # so that the consumer leaves batches to the thread
         while queue.num_idle < 1:
             time.sleep(0)
-        queue.fill_ns = 10**9  # so that the consumer leaves batches to the thread
         queue.spinners = 1  # and this is not woken, as if another one was awake
+        submissions.put(True)  # it may have been woken before, and not have run yet
+        while queue.tickets or queue.num_idle < 1:
+            time.sleep(0)
         is_inside = reader._engine.ring.turns.is_inside  # type: ignore[union-attr]
 
         def go_on() -> None:

@@ -91,8 +91,8 @@ static const Structure ALL_STRUCTURES[] = {
             out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
-            start, step, table, num_columns, num_cores, is_remote, num_idle, plan_ns,
-            fill_ns, spinners)
+            start, step, table, num_columns, num_cores, is_remote, tickets, num_idle,
+            plan_ns, fill_ns, spinners)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, is_lent, is_inside, is_alone,
             waits_not, next, asked, held, assigned, reads_ahead, first, stop, stride, count, epoch_end,
             epoch_batches, epochs, epoch, number, type, made, later, run, names, arrays, part, on_left, on_epoch,
