@@ -79,9 +79,12 @@ def sizes(bench: Bench, stored: str) -> None:
 
 def once(bench: Bench, stored: str) -> None:
     """Compare many small datasets of one size, each opened and read once in a turn of all."""
-    for size in (1_000, 13_000, 128_000):
+    for size in (1, 100, 2000) if stored == "text" else (1_000, 13_000, 128_000):
         path = bench.folder / f"{stored}{size}.h5"
-        values = np.random.default_rng(size).integers(0, 1000, size).astype("f4")
+        values: Any = np.random.default_rng(size).integers(0, 1000, size).astype("f4")
+        unit = f"{size * 4 // 1000} kB"
+        if stored == "text":
+            values, unit = texts(size), f"{size} strings"
         with h5py.File(path, "w") as file:
             for number in range(200):
                 how = {"chunks": True, "compression": "gzip"} if stored == "gzip" else {}
@@ -96,7 +99,12 @@ def once(bench: Bench, stored: str) -> None:
 
         ways = {"h5py": paced(all_of(h5py.File)), "h5async": paced(all_of(opened))}
         target = Target("h5async", "h5py", LEAST)
-        bench.measure(f"{stored}, each once, {size * 4 // 1000} kB", ways, [target])
+        bench.measure(f"{stored}, each once, {unit}", ways, [target])
+
+
+def texts(count: int) -> list[str]:
+    """Return strings of different lengths."""
+    return ["x" * n for n in np.random.default_rng(3).integers(3, 60, count).tolist()]
 
 
 def opened(path: Path) -> Any:
@@ -108,13 +116,12 @@ def others(bench: Bench) -> None:
     """Compare strings, rows of a virtual dataset, and chunks that are still decoded."""
     path = bench.folder / "others.h5"
     source = file_of(bench)
-    text = ["x" * n for n in np.random.default_rng(3).integers(3, 60, ROWS).tolist()]
     layout = h5py.VirtualLayout((2 * ROWS, *ROW), "f4")
     for number, name in enumerate(("plain", "gzip")):
         part = slice(number * ROWS, (number + 1) * ROWS)
         layout[part] = h5py.VirtualSource(source, name, (ROWS, *ROW))
     with h5py.File(path, "w") as file:
-        file["text"] = text
+        file["text"] = texts(ROWS)
         file.create_virtual_dataset("virtual", layout)
         how = {"chunks": (16, *ROW), "compression": "gzip"}
         file.create_dataset("decoded", data=np.ones((16, *ROW), "f4"), **how)
@@ -167,6 +174,7 @@ CASES = {
     "gzip": functools.partial(sizes, stored="gzip"),
     "once": functools.partial(once, stored="plain"),
     "once gzip": functools.partial(once, stored="gzip"),
+    "once text": functools.partial(once, stored="text"),
     "others": others,
     "xarray": means,
 }

@@ -6,6 +6,8 @@ ratio of the medians.
 - files: a reader over so many files of one dataset of 100 rows of 64 float32 (contiguous; and in 10
   chunks, behind gzip), until it is ready; against a loop that opens each with h5py and asks for the
   shape. "Again": with their saved index in a folder (`index_cache`).
+- unlike: 200 files that differ in their fill values, against 190 of them, too few for any to be
+  noted as what others may be like; by file.
 - many: the same of ten times as many files of 20 contiguous rows.
 - imports: a process that imports NumPy, h5py and h5async; that imports `AsyncReader`, too; and that
   reads a batch; against one that imports NumPy and h5py.
@@ -123,6 +125,15 @@ def many(bench: Bench) -> None:
     of_files(bench, "many", "contiguous", 10 * bench.options.files, 20)
 
 
+def unlike(bench: Bench) -> None:
+    paths = [bench.folder / f"unlike{number:03d}.h5" for number in range(200)]
+    for number, path in enumerate(paths):
+        with h5py.File(path, "w") as file:
+            file.create_dataset("data", (100, 64), "f4", fillvalue=number + 1)[:] = 0
+    fewer = opened(paths[:190])
+    bench.compare("unlike", "by file", 200, opened(paths), lambda: fewer() * 200 / 190)
+
+
 def of_files(bench: Bench, case: str, what: str, count: int, rows: int, **how: Any) -> None:
     values = np.random.default_rng(0).standard_normal((rows, 64)).astype("f4")
     paths = []
@@ -220,7 +231,7 @@ def groups(bench: Bench) -> None:
     bench.compare("groups", "listing", count, seconds(listing), peer)
 
 
-CASES = {function.__name__: function for function in (files, many, imports, chunks, groups)}
+CASES = {function.__name__: function for function in (files, unlike, many, imports, chunks, groups)}
 
 
 def plot(points: list[dict[str, Any]], path: Path) -> None:

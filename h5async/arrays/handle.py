@@ -223,8 +223,7 @@ class Handle:
         """Read the attributes of an object."""
         found: dict[str, Any] = {}
         with self.opened(path.strip("/")) as (_, node):
-            kind = h5py.Dataset if isinstance(node, h5py.h5d.DatasetID) else h5py.Group
-            attributes = kind(node).attrs
+            attributes = h5py.HLObject(node).attrs
             for name in attributes:
                 try:
                     with reading(f'{self.filename}: attribute "{name}" of "{path}"'):

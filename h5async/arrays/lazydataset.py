@@ -215,6 +215,10 @@ class Dataset:
             raise SelectionError("None (np.newaxis) adds a dimension, which is not supported")
         if self._num_forks != lifetime.num_forks:
             self._reset()  # what another process has open is of no use here
+        opened = self.file.kept_object(self._path)
+        if self.dtype.hasobject and opened is not None and self._small_reader is None:
+            if new_dtype is None and self._kept_open(opened[1]) is not None:
+                return self.__getitem__(key)
         found: Any = None
         if not self._shape or any(isinstance(part, _REGIONS) for part in key):
             found = self._through_h5py(key, None)
@@ -338,11 +342,7 @@ class Dataset:
                 dataset=self.name,
             )
         with self.file.opened(self._path) as (_, node), reading(self._where):
-            dataset = h5py.Dataset(node, readonly=True)  # so it caches facts
-            if self.file.kept_object(self._path) is not None and not self.stored.is_elsewhere:
-                self.file.notes_use(self)
-                self.file.held[self._path] = dataset
-                self._small_reader = _OpenReader(self.file, dataset)
+            dataset = self._kept_open(node) or h5py.Dataset(node, readonly=True)
             if selection is not None:  # h5py takes some keys for others, or fails
                 return np.asarray(dataset[key_of(selection)]).reshape(selection.shape)
             try:
@@ -351,6 +351,16 @@ class Dataset:
                 if interruption(error) is not None:
                     raise
                 raise SelectionError(str(error)) from error
+
+    def _kept_open(self, node: h5py.h5d.DatasetID) -> h5py.Dataset | None:
+        """Have later selections read of an open dataset, and return it; None if that is unsafe."""
+        if self.file.kept_object(self._path) is None or self.stored.is_elsewhere:
+            return None
+        self.file.notes_use(self)
+        dataset = h5py.Dataset(node, readonly=True)  # so it caches facts
+        self.file.held[self._path] = dataset
+        self._small_reader = _OpenReader(self.file, dataset)
+        return dataset
 
     def close(self) -> None:
         """Give back what reading takes; it is made again when needed."""

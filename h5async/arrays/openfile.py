@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import h5py
+import numpy as np
 
 from h5async.arrays.handle import Attributes, Handle
 from h5async.arrays.lazydataset import Dataset
@@ -27,7 +28,7 @@ CACHE_NBYTES = 16 << 20
 
 
 class Group(Mapping[str, Any]):
-    """A group of a file: a mapping of names to groups and datasets.
+    """A group of a file: a mapping of names to groups, datasets and named datatypes.
 
     Names may be paths, or references to objects.
     """
@@ -85,6 +86,24 @@ class Group(Mapping[str, Any]):
         return f'<h5async group "{self.name}" ({len(self)} members)>'
 
 
+class Datatype:
+    """A named datatype of a file: its `name` there, its `dtype` in NumPy, and its `attrs`."""
+
+    def __init__(self, file: File, name: str, dtype: np.dtype[Any]) -> None:
+        self.file, self.name, self.dtype = file, name, dtype
+
+    @cached_property
+    def attrs(self) -> Attributes:
+        """Its attributes, read once."""
+        return self.file.attributes(self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _node_of, (self.file, self.name)
+
+    def __repr__(self) -> str:
+        return f'<h5async named datatype "{self.name}": type "{self.dtype}">'
+
+
 def _node_of(file: File, name: str) -> Any:
     return file[name]
 
@@ -138,7 +157,7 @@ class File(Handle, Group):
                 elif isinstance(node, h5py.h5d.DatasetID):
                     made = Dataset(self, path, located, node)
                 else:
-                    raise DatasetError(f"{where} is a named type, which holds no values")
+                    made = Datatype(self, f"/{path}", node.dtype)
         return self._nodes.setdefault(path, made)
 
     def require_permitted(self, file: HDF5File) -> None:

@@ -45,9 +45,9 @@ _Range = tuple[int, int]  # begin, end
 
 FEW_FILES = 16  # are read before one is noted, which takes as long as to read three
 MANY_FILES = 192  # are worth it, even if a few are noted in vain
-_LATER = 6  # times as many are read before the next one is noted
+_PRICE = 256  # of files that are read, or of fewer that are found, before the next one is noted
+_FOUND = 32  # that a file that was found pays, where one that was read pays 1
 _MOST_MISSES = 6  # files in turn that are unlike: what they were compared with is forgotten
-_FOUND_PER_NOTED = 8  # so many that were found pay for one more that is noted
 _MOST_PATTERNS = 4  # that are kept
 _MOST_NBYTES = 1 << 16  # of a pattern
 _GAP_NBYTES = 1 << 10  # between ranges that are read as one
@@ -74,10 +74,8 @@ class Alike:
         self.datasets: dict[Any, Any] = {}
         self._patterns: defaultdict[_Key, list[_Pattern]] = defaultdict(list)
         self._misses: Counter[_Key] = Counter()  # in turn
-        self._count: Counter[_Key] = Counter()
-        # One is noted after `_next` files, or once so many were found that `_credit` pays for it.
-        self._next = FEW_FILES if num_files >= MANY_FILES else num_files
-        self._credit = 0
+        begin = _PRICE - FEW_FILES if num_files >= MANY_FILES else -num_files
+        self._credit: defaultdict[_Key, int] = defaultdict(lambda: begin)
         self._types = -1  # the number of datatypes that HDF5 has open, none of a file
 
     def layouts(self, name: str, key: _Key, read: _Read) -> _Layouts:
@@ -87,8 +85,8 @@ class Alike:
         more than its bytes.
         """
         patterns = self._patterns[key]
-        self._count[key] += 1
-        may_note = self._count[key] > self._next or self._credit >= _FOUND_PER_NOTED
+        self._credit[key] += 1
+        may_note = self._credit[key] > _PRICE
         if not (patterns or may_note):
             return {}
         with suppressing(Exception), open_regular(name) as file:
@@ -100,9 +98,9 @@ class Alike:
             found = self._find(name, stamp, source, patterns)
             self._misses[key] = 0 if found else self._misses[key] + 1
             if found:
-                self._credit += 1
+                self._credit[key] += _FOUND - 1
             elif may_note:
-                self._pay()
+                self._credit[key] -= _PRICE
                 self._misses[key] = 0
                 found, pattern = _noted(name, stamp, source, read)
                 if pattern is not None:
@@ -112,13 +110,6 @@ class Alike:
             if source.stamp() == stamp:
                 return found
         return {}
-
-    def _pay(self) -> None:
-        """Count a file that is noted: the next one has to wait, if it was not worth it."""
-        if self._credit >= _FOUND_PER_NOTED:
-            self._credit -= _FOUND_PER_NOTED
-        else:
-            self._next *= _LATER
 
     def _is_any_written(self) -> bool:
         """Return whether HDF5 may have values of a file here that are not in it yet."""

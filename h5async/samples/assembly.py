@@ -121,8 +121,9 @@ class Assembly:
 
     `rows` says, per column, which rows each sample consists of; `first_samples`, int64
     (files + 1,), are the first ones of each file. If it `is_plain`, each field is one array with a
-    row per sample, as it lies in the slot; if it `needs_work`, more than views must be made.
-    `names` are those of all arrays, if some are not those of fields.
+    row per sample, as it lies in the slot; if it `needs_work`, more than views must be made; if it
+    `is_view`, views are all that is made, and cannot fail. `names` are those of all arrays, if some
+    are not those of fields.
     """
 
     def __init__(
@@ -138,6 +139,8 @@ class Assembly:
         self._first_samples = first_samples
         self.is_plain = all(kind.is_plain for kind in self._kinds)
         self.needs_work = any(kind.needs_work for kind in self._kinds)
+        shares_runs = any(isinstance(one, StepSpans) for one in rows)
+        self.is_view = not shares_runs and all(kind.is_view for kind in self._kinds)
         names = names_of(kinds)
         self.names = (
             names if len(names) > len(kinds) else ()

@@ -284,6 +284,11 @@ class FieldKind:
         """Whether an array is delivered as it lies in the slot, with a row per sample."""
         return not (self.is_ragged or self.is_mapped)
 
+    @property
+    def is_view(self) -> bool:
+        """Whether views of the slot are delivered, of values that the core has checked."""
+        return not (self.needs_work or self.is_mapped)
+
     def deliver(self, filled: Filled) -> Any:
         """Return the array, or the samples, of a batch; views of the slot's memory if possible.
 

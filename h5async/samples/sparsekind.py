@@ -118,6 +118,11 @@ class SparseKind(FieldKind):
             return np.dtype(np.float32)
         return self.field.delivered_dtype or values.newbyteorder("=")
 
+    @property
+    def is_view(self) -> bool:
+        """Whether `Csr` of views is delivered, whose indices the core has checked."""
+        return super().is_view and self._has_limit
+
     def deliver(self, filled: Filled) -> Any:
         """Return `Csr`, or dense rows, and the totals; DatasetError if an index is not a column."""
         assert isinstance(filled.rows, SpanRows)

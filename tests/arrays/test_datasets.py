@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 
 import h5async
+from h5async.errors import ReaderClosedError
 
 DTYPES = ["i1", "u1", ">i2", "u4", "i8", "f2", ">f4", "f8", "?", "S2", "S6", "c8"]
 FACTS = (
@@ -42,7 +44,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file["bytes"], file["integer"] = np.array(b"ab", "S5"), np.array(5, ">i4")
         file["text"], file["texts"], file["empty"] = "é", ["a", "é", ""], h5py.Empty("f4")
         file["group/reference"] = file["gzip"].ref
-        file["type"] = np.dtype("f4")
+        file["type"] = np.dtype([("a", "f4"), ("b", "i2", (2,))])
+        file["type"].attrs["units"] = "K"
         file["dangling"] = h5py.SoftLink("/nothing")
         file["soft"] = h5py.SoftLink("/group")
         file["away"] = h5py.ExternalLink("/nowhere/else.h5", "data")
@@ -138,6 +141,17 @@ def test_what_a_group_contains(path: Path):
         assert_same(path, lambda file, name=name: name in file["group"])
         if name not in ("type", b"type"):
             assert_same(path, lambda file, name=name: file[name].name)
+
+
+def test_named_datatypes(path: Path):
+    with h5py.File(path) as expected, h5async.open_file(path) as file:
+        found = file["type"]
+        again = pickle.loads(pickle.dumps(found))
+        assert (found.name, found.dtype) == ("/type", expected["type"].dtype)
+        assert (again.name, again.dtype) == (found.name, found.dtype)
+        assert found.attrs["units"] == expected["type"].attrs["units"]
+    with pytest.raises(ReaderClosedError):
+        _ = file["type"].attrs
 
 
 def test_names_are_in_the_order_of_h5py(tmp_path: Path):

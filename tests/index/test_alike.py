@@ -168,6 +168,7 @@ def write_alike(path, rows=40, seed=0, libver=None, **storage):
 @pytest.fixture(autouse=True)
 def few_files_are_worth_it(monkeypatch):
     monkeypatch.setattr(alikefiles, "FEW_FILES", 0)
+    monkeypatch.setattr(alikefiles, "_PRICE", 0)
 
 
 FIELDS = {"data": Field("data"), "labels": Field("of/labels")}
@@ -299,6 +300,7 @@ def test_few_files_are_noted_unless_others_are_like_them(tmp_path, monkeypatch):
     noted, note = [], alikefiles._noted
     monkeypatch.setattr(alikefiles, "_noted", lambda *rest: noted.append(rest[0]) or note(*rest))
     monkeypatch.setattr(alikefiles, "FEW_FILES", 4)
+    monkeypatch.setattr(alikefiles, "_PRICE", 20)
     paths = [tmp_path / f"{n}.h5" for n in range(40)]
     for many, unlike, expected in (400, True, (4, 24)), (400, False, (4,)), (40, False, ()):
         alike = Reach(alike=Alike(many))
