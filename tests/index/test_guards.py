@@ -866,30 +866,6 @@ def test_fill_time_never_unguarded(tmp_path, monkeypatch):
     assert goes_wrong(path)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fill"),
-    [(">f8", -2.5), ("?", True), ("S4", b"ab"), (">c8", 1 - 2j), ("f2", np.nan), ("u1", 255)],
-)
-@each("chunks", [None, (2, 3)])
-def test_fill_values_of_all_types(tmp_path, dtype, fill, chunks):
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        dataset = file.create_dataset("data", (5, 4), dtype, chunks=chunks, fillvalue=fill)
-        if chunks:
-            dataset[0] = np.zeros((), dtype)
-    assert truth(path)[3, 3] == np.asarray(fill, dtype) or dtype == "f2"
-    check(path)
-
-
-def test_fill_value_of_a_compound(tmp_path):
-    path = tmp_path / "a.h5"
-    dtype = np.dtype([("a", ">i2"), ("b", "S3"), ("c", "f4", (2,))])
-    fill = np.array((3, b"xy", (1.5, 2.5)), dtype)
-    with h5py.File(path, "w") as file:
-        file.create_dataset("data", (5, 4), dtype, chunks=(2, 3), fillvalue=fill)
-    check(path)
-
-
 def test_fill_value_of_an_array_type_is_left_to_h5py(tmp_path):
     path = tmp_path / "a.h5"
     stored = h5t.array_create(h5t.STD_I32LE, (2,))
@@ -904,17 +880,6 @@ def test_fill_value_of_an_array_type_is_left_to_h5py(tmp_path):
 
 
 # --- where the dataset lies: user blocks and links -----------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"chunks": (2, 3)}, {"chunks": (2, 3), **GZIP}])
-@pytest.mark.parametrize("libver", ["earliest", "latest"])
-def test_user_block(tmp_path, options, libver):
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w", userblock_size=1024, libver=libver) as file:
-        file.create_dataset("data", data=numbers(7, 5), **options)
-    with path.open("r+b") as file:
-        file.write(b"not HDF5 at all" * 60)
-    check(path)
 
 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
@@ -1001,20 +966,6 @@ def test_other_files_unguarded(tmp_path, monkeypatch, name):
     monkeypatch.setattr(Reach, "permitted", lambda self, target, *_: target.resolve())
     with reader_of(path, data_field=name, batch_size=7) as reader:
         assert np.array_equal(reader.get_next_batch().data, numbers(7, 5))
-
-
-def test_links_within_the_file(tmp_path):
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("group/data", data=numbers(7, 5), chunks=(2, 3), **GZIP)
-        file["hard"] = file["group/data"]
-        file["soft"] = h5py.SoftLink("/group/data")
-        file["soft_group"] = h5py.SoftLink("/group")
-    for name in ("hard", "soft", "soft_group/data", "/group/data", "group/../hard"):
-        with h5py.File(path) as file:
-            if name not in file:
-                continue
-        check(path, name)
 
 
 # --- types: are the stored bytes the NumPy bytes? ------------------------------------------------
