@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import SAMPLE, assert_reads_like_h5py, assert_same_bits, poison, truth
+from corpus import float_of, integer_of
 from h5py import h5d, h5p, h5s, h5t, h5z
 from hdf5files import type_for_h5py
 
@@ -569,7 +570,7 @@ ONLY_H5PY = {  # stored type, and what makes elements of it out of small numbers
 }
 BY_CORE = {
     "40 bits": (lambda: integer_of(h5t.STD_U64LE, 40), lambda n: n.astype("<u8")),
-    "bfloat16": (lambda: bfloat16(), lambda n: (0x4000 + n).astype("<u2")),
+    "bfloat16": (lambda: float_of(2, 8, 7, 127), lambda n: (0x4000 + n).astype("<u2")),
     "12 bits": (lambda: integer_of(h5t.STD_U16LE, 12), lambda n: n.astype("<u2")),
 }
 CONVERTED = ONLY_H5PY | BY_CORE
@@ -985,29 +986,6 @@ def bool_on(base, false=0, true=1):
     return stored
 
 
-def integer_of(base, precision, offset=0):
-    stored = base.copy()
-    stored.set_precision(precision)
-    stored.set_offset(offset)
-    return stored
-
-
-def bfloat16():
-    stored = h5t.IEEE_F32LE.copy()
-    stored.set_fields(15, 7, 8, 0, 7)
-    stored.set_size(2)
-    stored.set_ebias(127)
-    return stored
-
-
-def float8():
-    stored = h5t.IEEE_F16LE.copy()
-    stored.set_fields(7, 2, 5, 0, 2)
-    stored.set_size(1)
-    stored.set_ebias(15)
-    return stored
-
-
 def complex_with_a_gap():
     stored = h5t.create(h5t.COMPOUND, 24)
     stored.insert(b"r", 0, h5t.IEEE_F64LE)
@@ -1036,8 +1014,8 @@ TYPES = {
     "bool on int32": (bool_on(h5t.STD_I32LE), np.arange(6, dtype="i4").tobytes(), True),
     "bool on int16BE": (bool_on(h5t.STD_I16BE), np.arange(6, dtype=">i2").tobytes(), True),
     "complex with a gap": (complex_with_a_gap(), NOISE, True),
-    "bfloat16": (bfloat16(), NOISE[:12], False),
-    "float8": (float8(), NOISE[:6], False),
+    "bfloat16": (float_of(2, 8, 7, 127), NOISE[:12], False),
+    "float8": (float_of(1, 5, 2, 15), NOISE[:6], False),
     "12 bits": (integer_of(h5t.STD_U16LE, 12), b"\xff\xff" * 6, False),
     "12 bits, signed": (integer_of(h5t.STD_I16LE, 12), b"\xff\x0f" * 6, False),
     "12 bits, shifted": (integer_of(h5t.STD_U16LE, 12, 4), b"\x34\x12" * 6, False),
