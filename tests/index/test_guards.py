@@ -1064,17 +1064,9 @@ def complex_with_a_gap():
     return stored
 
 
-def complex_swapped():
-    stored = h5t.create(h5t.COMPOUND, 16)
-    stored.insert(b"i", 0, h5t.IEEE_F64LE)
-    stored.insert(b"r", 8, h5t.IEEE_F64LE)
-    return stored
-
-
-def opaque(tag=None):
+def opaque(tag):
     stored = h5t.create(h5t.OPAQUE, 4)
-    if tag:
-        stored.set_tag(tag)
+    stored.set_tag(tag)
     return stored
 
 
@@ -1085,66 +1077,26 @@ def compound_with(member):
     return stored
 
 
-STRINGS = b"ab\0cd" + b"abcde" + b"ab   " + b"\0\0\0\0\0" + b"ab\0\0\0" + b"a \0 \0"
 NOISE = np.random.default_rng(SEED).integers(0, 256, 24 * 6, np.uint8).tobytes()
-NAN = np.array([0x7FC00001, 0xFF800001, 0x7F800001, 0x80000000, 1, 0xFFFFFFFF], "u4")
 DIFFERS = "its stored type differs"
-# stored type, stored bytes, whether h5py must read it, whether the plain bytes would be wrong
+# Types whose plain bytes would be wrong, stored bytes, and whether h5py must read them. The corpus
+# has these and many others.
 TYPES = {
-    "null-padded string": (string_of_five(h5t.STR_NULLPAD), STRINGS, False, False),
-    "null-terminated string": (string_of_five(h5t.STR_NULLTERM), STRINGS, False, False),
-    "space-padded string": (string_of_five(h5t.STR_SPACEPAD), STRINGS, False, False),
-    "bool": (bool_on(h5t.STD_I8LE), bytes([0, 1, 1, 0, 0, 1]), False, False),
-    "bool, other bytes": (bool_on(h5t.STD_I8LE), bytes([0, 1, 2, 255, 128, 64]), False, False),
-    "bool on uint8": (bool_on(h5t.STD_U8LE), bytes([0, 1, 1, 0, 0, 1]), True, False),
-    "bool on int32": (bool_on(h5t.STD_I32LE), np.arange(6, dtype="i4").tobytes(), True, True),
-    "bool on int16BE": (bool_on(h5t.STD_I16BE), np.arange(6, dtype=">i2").tobytes(), True, True),
-    "bool upside down": (bool_on(h5t.STD_I8LE, 1, 0), bytes([0, 1, 1, 0, 0, 1]), False, False),
-    "complex": (h5t.py_create(np.dtype("c16")), NOISE[:96], False, False),
-    "complex, big-endian": (h5t.py_create(np.dtype(">c8")), NOISE[:48], False, False),
-    "complex with a gap": (complex_with_a_gap(), NOISE, True, True),
-    "complex swapped": (complex_swapped(), NOISE[:96], False, False),
-    "big-endian float": (h5t.IEEE_F32BE, NAN.astype(">u4").tobytes(), False, False),
-    "float with NaNs": (h5t.IEEE_F32LE, NAN.tobytes(), False, False),
-    "big-endian integer": (h5t.STD_I64BE, NOISE[:48], False, False),
-    "float16": (h5t.IEEE_F16LE, NOISE[:12], False, False),
-    "big-endian float16": (h5t.IEEE_F16BE, NOISE[:12], False, False),
-    "bfloat16": (bfloat16(), NOISE[:12], False, True),
-    "float8": (float8(), NOISE[:6], False, True),
-    "12 bits": (integer_of(h5t.STD_U16LE, 12), b"\xff\xff" * 6, False, True),
-    "12 bits, signed": (integer_of(h5t.STD_I16LE, 12), b"\xff\x0f" * 6, False, True),
-    "12 bits, shifted": (integer_of(h5t.STD_U16LE, 12, 4), b"\x34\x12" * 6, False, True),
-    "24 of 32 bits": (integer_of(h5t.STD_U32LE, 24), b"\xff\xff\xff\xff" * 6, False, True),
-    "bitfield": (h5t.STD_B8LE, NOISE[:6], False, False),
-    "opaque": (opaque(), NOISE[:24], False, False),
-    "enum": (h5t.py_create(h5py.enum_dtype({"x": 0, "y": 1}, "i2")), NOISE[:12], False, False),
-    "big-endian enum": (
-        h5t.py_create(h5py.enum_dtype({"x": 0, "y": 1}, ">i2")),
-        NOISE[:12],
-        False,
-        False,
-    ),
-    "compound": (h5t.py_create(np.dtype("u1, >f8, (2,)i2")), NOISE[:78], False, False),
-    "compound with gaps": (compound_with(h5t.IEEE_F32BE), NOISE[:42], False, False),
+    "bool on int32": (bool_on(h5t.STD_I32LE), np.arange(6, dtype="i4").tobytes(), True),
+    "bool on int16BE": (bool_on(h5t.STD_I16BE), np.arange(6, dtype=">i2").tobytes(), True),
+    "complex with a gap": (complex_with_a_gap(), NOISE, True),
+    "bfloat16": (bfloat16(), NOISE[:12], False),
+    "float8": (float8(), NOISE[:6], False),
+    "12 bits": (integer_of(h5t.STD_U16LE, 12), b"\xff\xff" * 6, False),
+    "12 bits, signed": (integer_of(h5t.STD_I16LE, 12), b"\xff\x0f" * 6, False),
+    "12 bits, shifted": (integer_of(h5t.STD_U16LE, 12, 4), b"\x34\x12" * 6, False),
+    "24 of 32 bits": (integer_of(h5t.STD_U32LE, 24), b"\xff\xff\xff\xff" * 6, False),
     "compound with a string": (
         compound_with(string_of_five(h5t.STR_NULLTERM)),
         b"\1\0ab\0cd\0" * 6,
         False,
-        True,
     ),
-    "array": (h5t.array_create(h5t.STD_I16LE, (2, 3)), NOISE[:72], False, False),
-    "big-endian array": (h5t.array_create(h5t.STD_I16BE, (2, 3)), NOISE[:72], False, False),
-    "array of bools": (h5t.array_create(bool_on(h5t.STD_I8LE), (2,)), b"\0\1" * 6, False, False),
-    "array of strings": (
-        h5t.array_create(string_of_five(h5t.STR_NULLTERM), (2,)),
-        b"ab\0cd" * 12,
-        False,
-        False,
-    ),
-    "long double": (h5t.NATIVE_LDOUBLE, np.arange(6, dtype=np.longdouble).tobytes(), False, False),
 }
-if hasattr(h5t, "COMPLEX_IEEE_F64LE"):
-    TYPES["complex of HDF5 2"] = (h5t.COMPLEX_IEEE_F64LE, NOISE[:96], False, False)
 TYPE_LAYOUTS = {"contiguous": (None, ()), "chunked": ((4,), ()), "gzip": ((4,), (1,))}
 
 
@@ -1156,52 +1108,21 @@ def of_type(path, stored, content, chunks=None, filters=()):
 
 
 @each("chunks, filters", TYPE_LAYOUTS.values())
-@pytest.mark.parametrize(("stored", "content", "by_h5py", "_"), TYPES.values(), ids=TYPES)
-def test_stored_type(tmp_path, stored, content, by_h5py, _, chunks, filters):
+@pytest.mark.parametrize(("stored", "content", "by_h5py"), TYPES.values(), ids=TYPES)
+def test_stored_type(tmp_path, stored, content, by_h5py, chunks, filters):
     path = tmp_path / "a.h5"
     of_type(path, stored, content, chunks, filters)
     check(path, fallback=DIFFERS if by_h5py else None)
 
 
 @each("chunks, filters", TYPE_LAYOUTS.values())
-@pytest.mark.parametrize("name", [name for name, entry in TYPES.items() if entry[3]])
+@pytest.mark.parametrize("name", TYPES)
 def test_stored_type_unguarded(tmp_path, monkeypatch, no_rules, name, chunks, filters):
     monkeypatch.setattr(datasets.Indexer, "_converts", lambda *_: False)
     path = tmp_path / "a.h5"
-    stored, content, _, _ = TYPES[name]
+    stored, content, _ = TYPES[name]
     of_type(path, stored, content, chunks, filters)
     assert goes_wrong(path)
-
-
-@each("num_dim", [0, 1])
-@pytest.mark.parametrize("dtype", [("<i2", (2, 3)), (">f4", (2,)), ("?", (2, 2)), ("S2", (2,))])
-@each("options", [{}, {"chunks": (2, 4)}, {"chunks": (3, 2), **ALL_THREE}])
-def test_array_type_adds_dimensions(tmp_path, dtype, options, num_dim):
-    path = tmp_path / "a.h5"
-    base, extra = dtype
-    values = np.frombuffer(
-        (NOISE * 5)[: 5 * 6 * math.prod(extra) * np.dtype(base).itemsize], base.replace("?", "u1")
-    ).reshape(5, 6, *extra)
-    if base == "?":
-        values = values > 128
-    with h5py.File(path, "w") as file:
-        dataset = file.create_dataset("data", (5, 6), np.dtype(dtype), **options)
-        dataset[...] = values
-    with reader_of(path, num_dim=num_dim) as reader:
-        assert reader.layouts["data"].shape == (5, 6, *extra)
-    assert truth(path, num_dim=num_dim).shape[1:] == ((6, 5)[num_dim], *extra)
-    check(path)
-
-
-@pytest.mark.parametrize("order", "<>")
-def test_datetime_in_opaque(tmp_path, order):
-    path = tmp_path / "a.h5"
-    dtype = np.dtype(f"{order}M8[ms]")
-    values = np.array([0, 1, -(2**63), 2**60, 5], dtype)
-    with h5py.File(path, "w") as file:
-        file["data"] = values.astype(h5py.opaque_dtype(dtype))
-    assert truth(path).dtype == np.dtype("M8[ms]")
-    check(path)
 
 
 def test_opaque_with_a_foreign_tag_cannot_be_read_by_h5py_either(tmp_path):
