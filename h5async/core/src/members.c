@@ -91,13 +91,13 @@ static const Structure ALL_STRUCTURES[] = {
             out, row_nbytes, may_keep, in_order, numbers)
     MEMBERS(Job, plan, targets, samples, rows, begun_ns, state, is_planned)
     MEMBERS(Queue, fields, sources, jobs, num_fields, num_samples, num_jobs, num_threads, selected,
-            start, step, table, num_columns, num_cores, is_remote, num_idle, plan_ns,
-            fill_ns, spinners)
+            start, step, table, num_columns, num_cores, is_remote, tickets, num_idle,
+            plan_ns, fill_ns, spinners)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, is_lent, is_inside, is_alone,
-            waits_not, next, asked, held, assigned, reads_ahead, first, stop, begin, stride, count,
-            epoch, number, samples, mapping, draw, epoch_end, epoch_batches, type, made, later, run,
-            names, arrays, part, on_left, on_epoch, taken, num_waits, total_ns, begin_ns, end_ns,
-            num_rows)
+            waits_not, next, asked, held, assigned, reads_ahead, first, stop, stride, count, epoch_end,
+            epoch_batches, epochs, epoch, number, type, made, later, run, names, arrays, part, on_left, on_epoch,
+            taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns,
+            begun, num_rows)
     MEMBERS(Window, unit, count, bounds, delay, begin, drawn, num_units, size, window,
             group_rounds, block_rounds, num_blocks, skip, num_samples, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,
