@@ -57,32 +57,33 @@ def test_a_block_is_timed_even_if_it_fails(monkeypatch: pytest.MonkeyPatch, fail
 
 def test_times_of_stages_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     times = StageTimes()
-    assert times.seconds() == dict.fromkeys(STAGES, 0.0)
+    assert times.copied() == dict.fromkeys(STAGES, 0)
     monkeypatch.setattr("h5async.system.timeline.perf_counter_ns", lambda: 5_000_000_000)
     times.add("plan", 4_000_000_000)
     times.add("plan", 4_500_000_000)
     times.add("upload", 4_750_000_000)
-    assert times.seconds() == {**dict.fromkeys(STAGES, 0.0), "plan": 1.5, "upload": 0.25}
+    expected = {"plan": 1_500_000_000, "upload": 250_000_000}
+    assert times.copied() == {**dict.fromkeys(STAGES, 0), **expected}
     with pytest.raises(KeyError):
         times.add("sleep", 0)
 
 
 def percentiles(waits: Waits) -> tuple[float, float]:
-    return waits.percentiles(waits.totals, WaitTotals())
+    return waits.percentiles(waits.number, 0)
 
 
 def test_waits() -> None:
     waits = Waits()
-    assert waits.totals == WaitTotals(0, 0.0, 0.0)
+    assert waits.noted == WaitTotals(0, 0.0, 0.0)
     assert percentiles(waits) == (0.0, 0.0)
     waits.note(10.0, 13.0)  # start-up, which nobody counts
-    assert waits.totals == WaitTotals(0, 0.0, 0.0)
+    assert waits.noted == WaitTotals(0, 0.0, 0.0)
     assert percentiles(waits) == (0.0, 0.0)
     for number in range(1, 101):
         waits.note(20.0 + number, 20.0 + number + number / 1000)
-    assert waits.totals.number == 100
-    assert waits.totals.seconds == pytest.approx(5.05)
-    assert waits.totals.elapsed_seconds == pytest.approx(120.1 - 13.0)
+    assert waits.noted.number == 100
+    assert waits.noted.seconds == pytest.approx(5.05)
+    assert waits.noted.elapsed_seconds == pytest.approx(120.1 - 13.0)
     assert waits.before.number == 99
     assert waits.before.seconds == pytest.approx(4.95)
     assert waits.before.elapsed_seconds == pytest.approx(120.0 - 13.0)
@@ -94,23 +95,23 @@ def test_percentiles_are_those_of_the_last_waits() -> None:
     waits.note(0.0, 0.0)
     for number in range(1000):
         waits.note(number, number + 0.5)
-    middle = waits.totals
+    middle = waits.number
     for number in range(4096):
         waits.note(1000.0 + number, 1000.0 + number + 0.25)
     assert percentiles(waits) == (0.25, 0.25)
-    assert waits.totals.number == 5096
-    assert waits.totals.seconds == pytest.approx(500 + 1024)
-    assert waits.percentiles(middle, WaitTotals()) == (0.0, 0.0), "none of them is kept"
+    assert waits.number == 5096
+    assert waits.noted.seconds == pytest.approx(500 + 1024)
+    assert waits.percentiles(middle, 0) == (0.0, 0.0), "none of them is kept"
 
 
 def test_percentiles_between_two_moments() -> None:
     waits, moments = Waits(), []
     waits.note(0.0, 0.0)
     for seconds in (1.0, 2.0, 3.0):
-        moments.append(waits.totals)
+        moments.append(waits.number)
         for _ in range(10):
             waits.note(0.0, seconds)
-    moments.append(waits.totals)
+    moments.append(waits.number)
     for number, seconds in enumerate((1.0, 2.0, 3.0)):
         assert waits.percentiles(moments[number + 1], moments[number]) == (seconds, seconds)
     assert waits.percentiles(moments[3], moments[1]) == (2.5, 3.0)

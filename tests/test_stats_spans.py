@@ -112,7 +112,7 @@ def test_percentiles_are_those_of_the_span(path: Path) -> None:
         noted = waits.note
 
         def note_first_as_long(begin: float, end: float) -> None:
-            noted(begin, begin + (100.0 if waits.totals.number < 9 else 1.0))
+            noted(begin, begin + (100.0 if waits.number < 9 else 1.0))
 
         waits.note = note_first_as_long  # type: ignore[method-assign]
         reader._engine.delivery.take_turn = lambda *_: False  # the core notes its waits itself

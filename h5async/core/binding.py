@@ -114,7 +114,7 @@ def _other_paths(name: str) -> Iterator[str]:
 
 # --- its numbers and structures, which the comments in `src/` explain -----------------------------
 
-ABI = 33  # counts changes of the core's structures and functions
+ABI = 35  # counts changes of the core's structures and functions
 MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 REFUSED = 2  # the status of an item that Python has read again, or reports as an error
@@ -225,6 +225,7 @@ _FUNCTIONS = {
     "pqQQQp": "permute",
     "pppqqq": "draw",
     "ppqq": "window_samples copy_events",
+    "ppppqq": "group",
     "ppqqq": "cut",
     "ppppqqq": "cut_sorted scale_rows",
     "ppppppqqq": "read_ranges",
@@ -362,10 +363,9 @@ class CoreWorker:
         self._traces: tuple[CoreTrace, ...] = ()  # whose memory a call may use
         call_when_gone(self, free, ctypes.byref(struct))
 
-    def counts(self) -> ThreadCounts:
-        """Return what was done so far."""
-        counted = {name: getattr(self.struct, name) for name in _COUNTED}
-        return ThreadCounts(gil_wait_ns=self.gil_wait_ns, **counted)
+    def copied_counts(self) -> tuple[type[Structure], bytes, int]:
+        """Return what was done so far, for `counts_in_core`, in a tenth of its time."""
+        return type(self.struct), bytes(self.struct), self.gil_wait_ns
 
     def record(self, trace: CoreTrace | None) -> None:
         """Have calls note what they do from now on; None: stop. Allowed during a call, too."""
@@ -377,6 +377,13 @@ class CoreWorker:
     def note_return(self) -> None:
         """Note, right after a call, how long it took to get the GIL back."""
         self.gil_wait_ns += time.monotonic_ns() - int(self.struct.returned_ns)
+
+
+def counts_in_core(kind: type[Structure], copied: bytes, gil_wait_ns: int) -> tuple[Any, int]:
+    """Return the counts of a copied structure, and the time of transforms in nanoseconds."""
+    struct: Any = kind.from_buffer_copy(copied)
+    counted = {name: getattr(struct, name) for name in _COUNTED}
+    return ThreadCounts(gil_wait_ns=gil_wait_ns, **counted), int(struct.transform_ns)
 
 
 class CoreTrace:

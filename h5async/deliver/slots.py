@@ -149,7 +149,7 @@ class SlotRing(Generic[Result]):
         with self.lock:
             following, asked, held, reads_ahead, *_ = self.wanted
             slots = {serial: entry.slot for serial, entry in self._entries.items()}
-            low = following if held not in slots else held
+            low = held if held in slots and held == following - 1 else following
             is_whole = list(slots) == list(range(low, low + len(slots)))
             if self.turns is not None and not self.is_closed and is_whole:
                 wanted = following, asked, held if low == held else None, reads_ahead

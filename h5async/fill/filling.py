@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from h5async.core.binding import CoreTrace, load_core, mapping_mode
 from h5async.fill.fetching import Fetcher
 from h5async.fill.finishing import BatchDecoder, Postprocess
-from h5async.fill.outcomes import Calls, FillerStats, FillOutcome, OnDevice, Recorded, Slots
+from h5async.fill.outcomes import (
+    Calls,
+    FillerStats,
+    FillOutcome,
+    OnDevice,
+    Recorded,
+    Slots,
+    stats_of,
+)
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool, do_nothing
 from h5async.fill.reading import BatchReader
@@ -205,15 +213,18 @@ class Filler:
         """Return what all threads have done so far."""
         if self._final_stats is not None:
             return self._final_stats
-        seconds = self._reader.times.seconds()
-        if self.submissions is not None:
-            seconds["plan"] += self.submissions.plan_seconds()
-        seconds["transform"] += self._reader.transform_seconds()
-        return FillerStats(
-            seconds,
-            self._reader.counts(),
+        return self.snapshot()()._replace(cache=str(self._cache or "none"))
+
+    def snapshot(self) -> Callable[[], FillerStats]:
+        """Return a function that returns what all threads had done when this was called."""
+        if self._final_stats is not None:
+            return self.stats
+        return partial(
+            stats_of,
+            self._reader.times.copied(),
+            0 if self.submissions is None else self.submissions.plan_seconds(),
+            self._reader.copied_counts(),
             self._executors.fallback_reads,
-            str(self._cache or "none"),
             0 if self._decoder is None else self._decoder.broken_images,
             FetchCounts() if self._reader.far is None else self._reader.far.counts,
         )

@@ -21,6 +21,7 @@ from h5async.io.shared import plain_memory
 from h5async.order.sampling import FillRequest
 from h5async.plan.records import Int64s, Ranges
 from h5async.read.collection import Collection
+from h5async.read.coretables import CopiedCounts
 from h5async.read.farsources import FetchCounts
 from h5async.read.queue import SlotBatch
 from h5async.samples.assembly import SlotMemory
@@ -126,6 +127,25 @@ class FillerStats(NamedTuple):
             self.broken_images + times * other.broken_images,
             self.fetched.plus(other.fetched, times),
         )
+
+
+def stats_of(
+    stage_ns: Mapping[str, int],
+    plan_seconds: float,
+    of_threads: Sequence[CopiedCounts],
+    fallback_reads: int,
+    broken_images: int,
+    fetched: FetchCounts,
+) -> FillerStats:
+    """Return what was done in stages, in plans by the core, and by each thread."""
+    seconds = {stage: ns / 1e9 for stage, ns in stage_ns.items()}
+    seconds["plan"] += plan_seconds
+    counts = ThreadCounts()
+    for copied in of_threads:
+        more, transform_ns = copied.total()
+        counts = counts.plus(more)
+        seconds["transform"] += transform_ns / 1e9
+    return FillerStats(seconds, counts, fallback_reads, "", broken_images, fetched)
 
 
 class Recorded(NamedTuple):

@@ -6,7 +6,6 @@ the memory of a slot. The phases of a fill know nothing else of how a dataset is
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from h5async.plan.records import (
 )
 from h5async.plan.transform import NativeTransform, RowTransform, transformer
 from h5async.read.collection import Collection
-from h5async.read.coretables import Scratch, ScratchSize
+from h5async.read.coretables import CopiedCounts, Scratch, ScratchSize
 from h5async.read.executors import Executors
 from h5async.read.farsources import FarSources, Held
 from h5async.read.h5pyrows import H5pyRows
@@ -50,7 +49,7 @@ from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.rereading import Place
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
-from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder, StageTimes, ThreadCounts
+from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder, StageTimes
 
 T = TypeVar("T")
 BatchPlan = Sequence[ReadPlan]  # of one batch, by field; at the end, of several
@@ -515,14 +514,9 @@ class BatchReader:
             return error
         return out_of_memory(f"{self.file}: {request} cannot be filled", error)
 
-    def transform_seconds(self) -> float:
-        """Return the time that the core transformed rows as it read them, in all threads."""
-        return sum(scratch.transform_ns() for scratch in list(self._scratches)) / 1e9
-
-    def counts(self) -> ThreadCounts:
-        """Return what all threads have done so far."""
-        totals = (scratch.total() for scratch in list(self._scratches))
-        return functools.reduce(ThreadCounts.plus, totals, ThreadCounts())
+    def copied_counts(self) -> list[CopiedCounts]:
+        """Return what each thread has done so far."""
+        return [scratch.copied_counts() for scratch in list(self._scratches)]
 
     def interrupt(self) -> None:
         """Have work under way end as soon as it can, with a `ReaderClosedError`."""

@@ -24,7 +24,7 @@ from h5async.fill.reading import BatchReader
 from h5async.opening.dataset import Samplings
 from h5async.order.sampling import FillRequest, Sampling
 from h5async.order.selection import NO_SAMPLES
-from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue, Numbers, Turns
+from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue, Numbers, RunEpochs, Turns
 from h5async.samples.assembly import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 
@@ -35,7 +35,9 @@ Resume = Callable[[FillRequest, NDArray[np.int64], Sequence[Skipped], bool], Non
 _Uint64s = NDArray[np.uint64]
 # The arguments `begin`, `count`, `mapping`, `samples` and `draw` of `BatchQueue.submit`.
 _Numbers = tuple[int, int, _Uint64s | None, NDArray[np.int64] | None, _Uint64s | None]
-_AHEAD_SAMPLES = 8192  # whose numbers are told at once
+_AHEAD_SAMPLES = 8192  # of an epoch, whose numbers are told at once
+_AHEAD_BATCHES, _AHEAD_EPOCHS = 256, 32  # that are told at once, about
+_MORE_ALIKE = 1024  # epochs
 _NO_NUMBERS: _Numbers = 0, 0, None, None, None
 
 
@@ -72,6 +74,34 @@ class QueuedBatches:
     def sampling(self, request: FillRequest) -> Sampling:
         """Return the order that a request refers to."""
         return self._samplings.at(request.order)
+
+    def numbers(self, sampling: Sampling, first: int, epoch: int, start: int) -> Numbers | None:
+        """Return the serials of batches from `first` on, at `start`, to the end of an epoch."""
+        left = sampling.batches_from(epoch, start)
+        last, end = sampling.dealt_at(epoch, start + (left - 1) * sampling.step_samples)
+        return Numbers(first + left, 0, 0, end - last)
+
+    def run_from(self, request: FillRequest) -> RunEpochs | None:
+        """Return the batches from a request on, of some epochs; None if they cannot be told.
+
+        The last ones of the epochs may be short, and all others are alike.
+        """
+        sampling, first, epoch = self.sampling(request), request.serial, request.epoch
+        if type(sampling) is not Sampling:
+            return None
+        one = self.numbers(sampling, first, epoch, request.start)
+        end = epoch_end = first + sampling.batches_from(epoch, request.start)
+        found: list[Numbers] = []
+        while one is not None:
+            found.append(one)
+            are_alike = one.mapping is None and one.samples is None and one.draw is None
+            if one.stop != end or end - first >= _AHEAD_BATCHES or len(found) == _AHEAD_EPOCHS:
+                break
+            if len(found) > 1 and are_alike and sampling.pass_samples is None:
+                return RunEpochs(first, epoch_end, sampling, found, _MORE_ALIKE)
+            epoch, end = epoch + 1, end + sampling.num_batches
+            one = self.numbers(sampling, one.stop, epoch, 0)
+        return RunEpochs(first, epoch_end, sampling, found) if found else None
 
     def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:
         """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
@@ -155,25 +185,29 @@ class Submissions(QueuedBatches):
         """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
         return self._assembly.arrays(memory, index, are_checked=True)
 
-    def numbers(self, request: FillRequest, count: int) -> Numbers | None:
-        """Return the samples of full batches, from a request on: of `count`, or of fewer.
+    def numbers(self, sampling: Sampling, first: int, epoch: int, start: int) -> Numbers | None:
+        """Return the samples of batches from `first` on, at `start`, to the end of an epoch.
 
-        None if their numbers cannot be told ahead.
+        Of fewer batches, if their numbers are to be listed; None if they cannot be told ahead.
         """
-        sampling, epoch = self.sampling(request), request.epoch
-        if type(sampling) is not Sampling or self._reader.damage:
+        if self._reader.damage:
             return None
-        stride, size = sampling.step_samples, sampling.batch_size
-        begin = request.start + sampling.rank * size
-        draw, first = self._reader.draw(epoch), request.serial
-        run = sampling.run_at(epoch, begin, begin + (count - 1) * stride + size)
+        left, stride = sampling.batches_from(epoch, start), sampling.step_samples
+        begin, _ = sampling.dealt_at(epoch, start)
+        draw, last = self._reader.draw(epoch), start + (left - 1) * stride
+        last_begin, end = sampling.dealt_at(epoch, last)
+        run = sampling.run_at(epoch, begin, end)
+        place = last_begin - begin, end - last_begin
         if run is not None:
-            return Numbers(first, first + count, run[0], stride, size, run[1], None, draw)
-        count = min(count, _AHEAD_SAMPLES // stride)
-        if count < 1:
+            return Numbers(first + left, run[0], *place, run[1], None, draw)
+        if end - begin > _AHEAD_SAMPLES:
+            left = _AHEAD_SAMPLES // stride
+            place = (left - 1) * stride, sampling.batch_size
+            end = begin + sum(place)
+        if left < 1:
             return None
-        samples = sampling.samples(epoch, begin, begin + (count - 1) * stride + size)
-        return Numbers(first, first + count, 0, stride, size, None, samples, draw)
+        samples = sampling.samples(epoch, begin, end)
+        return Numbers(first + left, 0, *place, None, samples, draw)
 
     def _new(self, request: FillRequest) -> _Submission:
         try:

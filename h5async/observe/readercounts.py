@@ -11,7 +11,8 @@ import math
 import operator
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -26,7 +27,7 @@ from h5async.observe.chunkuse import ChunkFacts, Used, direct_share
 from h5async.observe.stats import ReaderStats
 from h5async.opening.dataset import Samplings
 from h5async.order.rows import SpanRows, StepRows
-from h5async.read.queue import Turns
+from h5async.read.queue import Turns, TurnsCounts
 from h5async.samples.assembly import by_field
 from h5async.spelling import named
 from h5async.system.timeline import StageTimes, ThreadCounts
@@ -35,6 +36,9 @@ _MOST_LISTED = 10_000  # left-out samples
 _log = logging.getLogger("h5async.reader")
 _KEPT_EPOCHS = 256
 _KEPT_WAITS = 4096
+_FEW = _KEPT_WAITS // _KEPT_EPOCHS  # waits: those of all kept epochs are kept
+
+Work = Callable[[], FillerStats]  # returns the work that was done when this was made
 
 
 class WaitTotals(NamedTuple):
@@ -51,35 +55,19 @@ class Waits:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
         self._last: deque[float] = deque(maxlen=_KEPT_WAITS)
-        self._totals = self._before = WaitTotals()  # of all waits, and of all but the last
+        self.noted = WaitTotals()  # but for those that the core has noted
+        self.before = WaitTotals()  # of these, all but the last one, and when that began
         self._begin: float | None = None
         self.turns: Turns | None = None  # which notes waits, too
 
     @property
-    def totals(self) -> WaitTotals:
-        """Of all waits."""
-        with self._lock:
-            self._catch_up()
-            return self._totals
+    def have_begun(self) -> bool:
+        """Whether the first wait was noted."""
+        return self._begin is not None
 
-    @property
-    def before(self) -> WaitTotals:
-        """Of all waits but the last."""
-        with self._lock:
-            self._catch_up()
-            return self._before
-
-    def _catch_up(self) -> None:
-        """Add what the core has noted since; under the lock."""
-        new = None if self.turns is None else self.turns.waits()
-        if new is None or not new.each or self._begin is None:
-            return
-        number, seconds, _ = self._totals
-        number, seconds = number + new.number, seconds + new.seconds
-        begin, end = new.begin - self._begin, new.end - self._begin
-        self._last.extend(new.each)
-        self._before = WaitTotals(number - 1, seconds - new.each[-1], begin)
-        self._totals = WaitTotals(number, seconds, end)
+    def passed(self, at: float) -> float:
+        """Return the seconds between the first batch and a time."""
+        return at - (self._begin or 0.0)
 
     def note(self, begin: float, end: float) -> None:
         """Note a wait, in seconds of `time.perf_counter`; leave out the first one, start-up."""
@@ -88,21 +76,29 @@ class Waits:
                 self._begin = end
                 return
             self._catch_up()
-            number, seconds, _ = self._totals
-            self._before = self._totals._replace(elapsed_seconds=begin - self._begin)
+            number, seconds, _ = self.noted
+            self.before = WaitTotals(number, seconds, begin - self._begin)
             self._last.append(end - begin)
-            self._totals = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
+            self.noted = WaitTotals(number + 1, seconds + end - begin, end - self._begin)
 
-    def percentiles(self, totals: WaitTotals, since: WaitTotals) -> tuple[float, float]:
-        """Return median and 99th percentile of the kept waits between two moments."""
+    def _catch_up(self) -> None:
+        """Add what the core has noted since; under the lock."""
+        if self.turns is not None:
+            self._last.extend(self.turns.new_waits())
+
+    @property
+    def number(self) -> int:
+        """The number of all waits."""
+        return self.noted.number + (0 if self.turns is None else self.turns.num_waits)
+
+    def percentiles(self, end: int, begin: int) -> tuple[float, float]:
+        """Return median and 99th percentile of the kept waits from number `begin` to `end`."""
         with self._lock:
             self._catch_up()
-            later = self._totals.number - totals.number
-            kept = list(self._last)
-        kept = kept[: max(0, len(kept) - later)][since.number - totals.number :]
-        if not kept or totals.number <= since.number:
+            later = self.number - end
+            kept = sorted(islice(reversed(self._last), later, later + end - begin))
+        if not kept:
             return 0.0, 0.0
-        kept.sort()
         return _percentile(kept, 0.5), _percentile(kept, 0.99)
 
 
@@ -119,13 +115,31 @@ class _Moment(NamedTuple):
     reader: object = None  # whose moment this is
 
 
-class _Span(NamedTuple):
-    """The time between two moments, with the percentiles of its waits."""
+class _Mark(NamedTuple):
+    """What a moment is made of, if anybody asks for it.
 
-    begin: _Moment
-    end: _Moment
-    percentiles: tuple[float, float]
-    epoch: int | None = None
+    What was counted here, of batches, of skipped samples, of samples and rows by `_sizes`, and of
+    waits; a copy of what the core has counted; the number of all waits; the work; and when it was,
+    if not at the end of the last wait.
+    """
+
+    batches: int
+    skipped: int
+    counted: Mapping[SpanRows | None, int]
+    noted: WaitTotals
+    turns: tuple[bytes, list[int]] | None
+    num_waits: int
+    work: Work
+    passed: float | None = None
+
+
+class _Span(NamedTuple):
+    """The time of an epoch, with the percentiles of its waits, if they are known already."""
+
+    begin: _Mark
+    end: _Mark
+    percentiles: tuple[float, float] | None
+    epoch: int
 
 
 class ReaderCounts:
@@ -158,7 +172,6 @@ class ReaderCounts:
         self._is_scattered = config.shuffle == "full"
         self._most_flights = config.requests_in_flight * max(1, config.num_helpers)
         self.waits = Waits()
-        self._batch_size = config.batch_size
         self.upload_times = StageTimes()
         self.last: tuple[int, int] | None = None  # epoch and number of the last batch of an epoch
         self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
@@ -168,9 +181,9 @@ class ReaderCounts:
         self._counted = dict.fromkeys([None, *self._ragged], 0)  # samples, and rows
         self._reader = object()
         self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
-        self.open_epoch = -1  # whose batches are being delivered
-        self._begin = _Moment()  # of that epoch
-        self._rest = FillerStats()  # work at the end of the last epoch
+        self._open_epoch = -1
+        self._last_end = self._begin = self._mark(FillerStats)  # of that epoch
+        self._seen_begin_ns = 0  # of an epoch that began in the core
         self._warned: set[str] = set()
 
     # --- the consumer's calls ---------------------------------------------------------------------
@@ -190,25 +203,67 @@ class ReaderCounts:
             for rows, count in counts:
                 self._counted[rows] += count
 
-    def begin_epoch(self, epoch: int, work: FillerStats) -> None:
+    def begin_epoch(self, epoch: int, work: Work) -> None:
         """Note that the last wait was for the first batch of an epoch."""
         with self._lock:
-            now = self._now(work)._replace(waits=self.waits.before)
+            before, now = self.waits.before, self._mark(work)
+            now = now._replace(noted=before, num_waits=now.num_waits - 1)
+            now = now._replace(passed=before.elapsed_seconds)
             self._end(now)
-            self.open_epoch, self._begin = epoch, now._replace(work=self._rest)
+            self._open_epoch, self._begin = epoch, now._replace(work=self._last_end.work)
 
-    def end_epoch(self, work: FillerStats) -> None:
+    def end_epoch(self, work: Work) -> None:
         """Note the end of the epoch; harmless if none has begun."""
         with self._lock:
-            self._end(self._now(work))
+            self._catch_up()
+            self._end(self._mark(work))
 
-    def _end(self, end: _Moment) -> None:
-        if self.open_epoch >= 0:
-            self._epochs.append(self._span(self._begin, end, self.open_epoch))
-            self.open_epoch, self._rest = -1, end.work
+    def end_epoch_of_turns(self, work: Work) -> None:
+        """Note the end of an epoch that ended in the core."""
+        with self._lock:
+            self._catch_up()
+            turns, end = self.waits.turns, self._mark(work)
+            assert turns is not None
+            count = turns.epoch_batches
+            if self._open_epoch >= 0:
+                self.last = self._open_epoch, count - 1
+            self._end(end, knows_later=count <= _FEW)
 
-    def _span(self, begin: _Moment, end: _Moment, epoch: int | None = None) -> _Span:
-        return _Span(begin, end, self.waits.percentiles(end.waits, begin.waits), epoch)
+    @property
+    def open_epoch(self) -> int:
+        """The epoch whose batches are being delivered; -1: none is, or the last one ended."""
+        with self._lock:
+            self._catch_up()
+            return self._open_epoch
+
+    def _catch_up(self) -> None:
+        """Note that an epoch has begun in the core, if one has; under the lock."""
+        turns = self.waits.turns
+        if turns is None or turns.epoch_begin_ns == self._seen_begin_ns:
+            return
+        self._seen_begin_ns = turns.epoch_begin_ns
+        counts = turns.counts(turns.copied())
+        now, before = self._mark(self._last_end.work), self._last_end
+        passed = self.waits.passed(counts.epoch_begin)
+        num_waits = before.num_waits + now.noted.number - before.noted.number
+        now = now._replace(turns=before.turns, num_waits=num_waits, passed=passed)
+        self._open_epoch, self._begin = counts.epoch, now
+
+    def _end(self, end: _Mark, *, knows_later: bool = False) -> None:
+        if self._open_epoch >= 0:
+            found = None if knows_later else self._percentiles(self._begin, end)
+            self._epochs.append(_Span(self._begin, end, found, self._open_epoch))
+            self._open_epoch, self._last_end = -1, end
+
+    def _percentiles(self, begin: _Mark, end: _Mark) -> tuple[float, float]:
+        return self.waits.percentiles(end.num_waits, begin.num_waits)
+
+    def _mark(self, work: Work) -> _Mark:
+        """Note the present; called under the lock."""
+        waits, turns = self.waits, self.waits.turns
+        copied = None if turns is None else turns.copied()
+        counted = self._batches, self._skipped, self._counted.copy()
+        return _Mark(*counted, waits.noted, copied, waits.number, work)
 
     def new_warnings(self, found: Sequence[str]) -> list[str]:
         """Return the warnings that the caller has not seen yet."""
@@ -229,16 +284,20 @@ class ReaderCounts:
                 found += int(rows.lengths(selected).sum()) * nbytes * samples // selection.size
         return found
 
-    def work(self, filler: FillerStats, device_chunks: int, device_nbytes: int) -> FillerStats:
-        """Return the work so far with that of uploads, and of a GPU that has decoded chunks."""
-        counts, stages = filler.counts, dict(filler.stage_seconds)
-        stages["upload"] += self.upload_times.seconds()["upload"]
+    @staticmethod
+    def work(
+        filler: Work, uploads: Mapping[str, int], device_chunks: int, device_nbytes: int
+    ) -> FillerStats:
+        """Return work of a filler with that of uploads, and of a GPU that has decoded chunks."""
+        done = filler()
+        counts, stages = done.counts, dict(done.stage_seconds)
+        stages["upload"] += uploads["upload"] / 1e9
         stages["read"] += counts.read_ns / 1e9
         stages["decode"] += counts.decode_ns / 1e9
         stages["place"] += counts.place_ns / 1e9
-        stages["fetch"] += filler.fetched.waited_ns / 1e9
+        stages["fetch"] += done.fetched.waited_ns / 1e9
         here = ThreadCounts(decoded_chunks=device_chunks, decoded_nbytes=device_nbytes)
-        return filler._replace(stage_seconds=stages, counts=counts.plus(here))
+        return done._replace(stage_seconds=stages, counts=counts.plus(here))
 
     def stats(
         self,
@@ -255,28 +314,44 @@ class ReaderCounts:
         if since is not None and epoch is not None:
             raise ConfigError("stats() takes since or epoch, not both")
         with self._lock:
-            now = self._now(work)
-            span = self._span_since(since, now) if epoch is None else self._span_of(epoch, now)
+            self._catch_up()
+            now = self._mark(lambda: work)
+            if epoch is None:
+                end, begin = self._moment(now), self._since(since)
+                if begin.batches > end.batches:
+                    raise _newer(begin, end)
+                percentiles = self.waits.percentiles(now.num_waits, begin.waits.number)
+            else:
+                span = self._span_of(epoch, now)
+                begin, end, epoch = *map(self._moment, span[:2]), span.epoch
+                percentiles = span.percentiles or self._percentiles(*span[:2])
         ways = by_field(dict(zip(self._layouts, methods, strict=True)), _both_ways)
-        return self._made(span, ways=ways, **how)
+        return self._made(begin, end, percentiles, epoch, ways=ways, **how)
 
-    def _now(self, work: FillerStats) -> _Moment:
-        """Return the current moment; called under the lock."""
+    def _moment(self, mark: _Mark) -> _Moment:
         nbytes, used = 0, Used()
-        turns = self.waits.turns
-        taken = 0 if turns is None else turns.taken  # full batches
-        samples = self._counted[None] + taken * self._batch_size
+        turns, of_turns = self.waits.turns, TurnsCounts()
+        if turns is not None and mark.turns is not None:
+            of_turns = turns.counts(mark.turns)
+        samples = mark.counted[None] + of_turns.samples
         for rows, (of_each, used_of_each) in self._sizes.items():
-            count = samples if rows is None else self._counted[rows]
-            if rows is not None and turns is not None:
-                count += int(turns.num_rows[self._columns[rows]])
+            count = samples if rows is None else mark.counted[rows]
+            if rows is not None and of_turns.num_rows:
+                count += of_turns.num_rows[self._columns[rows]]
             nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
-        counts = self._batches + taken, samples, self._skipped, nbytes
-        return _Moment(*counts, used, self.waits.totals, work, self._reader)
+        passed = mark.passed
+        if passed is None:
+            passed = mark.noted.elapsed_seconds
+            if of_turns.waits:
+                passed = max(passed, self.waits.passed(of_turns.end))
+        seconds = mark.noted.seconds + of_turns.wait_seconds
+        waits = WaitTotals(mark.num_waits, seconds, passed)
+        counts = mark.batches + of_turns.batches, samples, mark.skipped, nbytes
+        return _Moment(*counts, used, waits, mark.work(), self._reader)
 
-    def _span_since(self, since: ReaderStats | None, now: _Moment) -> _Span:
+    def _since(self, since: ReaderStats | None) -> _Moment:
         if since is None:
-            return self._span(_Moment(), now)
+            return _Moment()
         if not isinstance(since, ReaderStats):
             raise ConfigError(
                 f"since takes what stats() returned before, found {type(since).__name__}"
@@ -287,19 +362,14 @@ class ReaderCounts:
                 "since is of another reader; give what stats() of this reader returned before, in"
                 " this process"
             )
-        if begin.batches > now.batches:
-            raise ConfigError(
-                f"since was taken at batch {begin.batches:,}, and this is batch"
-                f" {now.batches:,}: it is newer; give statistics that were taken before"
-            )
-        return self._span(begin, now)
+        return begin
 
-    def _span_of(self, epoch: int, now: _Moment) -> _Span:
+    def _span_of(self, epoch: int, now: _Mark) -> _Span:
         if isinstance(epoch, bool) or not isinstance(epoch, SupportsIndex):
             raise ConfigError(f"epoch takes a number, -1 for the last one, found {epoch!r}")
         epoch, found = operator.index(epoch), list(self._epochs)
-        if self.open_epoch >= 0:
-            found.append(self._span(self._begin, now, self.open_epoch))
+        if self._open_epoch >= 0:
+            found.append(_Span(self._begin, now, None, self._open_epoch))
         if epoch < 0 and -epoch <= len(found):
             return found[epoch]
         for span in reversed(found):
@@ -314,8 +384,15 @@ class ReaderCounts:
             raise ConfigError(f"epoch={epoch} goes back too far: there are {len(found)} ({kept})")
         raise ConfigError(f"there are no statistics of epoch {epoch}: {kept}")
 
-    def _made(self, span: _Span, **how: Any) -> ReaderStats:
-        begin, end, work = span.begin, span.end, span.end.work.plus(span.begin.work, -1)
+    def _made(
+        self,
+        begin: _Moment,
+        end: _Moment,
+        percentiles: tuple[float, float],
+        epoch: int | None,
+        **how: Any,
+    ) -> ReaderStats:
+        work = end.work.plus(begin.work, -1)
         batches, counts, fetched = end.batches - begin.batches, work.counts, work.fetched
         # Samples decoded for coming batches are not wasted.
         ahead = self._ahead if how["num_threads"] and begin.work.counts == ThreadCounts() else 0
@@ -330,8 +407,8 @@ class ReaderCounts:
             nbytes=end.nbytes - begin.nbytes,
             elapsed_seconds=end.waits.elapsed_seconds - begin.waits.elapsed_seconds,
             wait_seconds=max(0.0, end.waits.seconds - begin.waits.seconds),
-            wait_p50_seconds=span.percentiles[0],
-            wait_p99_seconds=span.percentiles[1],
+            wait_p50_seconds=percentiles[0],
+            wait_p99_seconds=percentiles[1],
             stage_seconds=work.stage_seconds,
             gil_wait_seconds=counts.gil_wait_ns / 1e9,
             read_nbytes=counts.read_nbytes,
@@ -347,7 +424,7 @@ class ReaderCounts:
             decoded_per_used=_ratio(counts.decoded_nbytes, used.encoded),
             read_per_used=_ratio(raw_nbytes, used.raw),
             requested_per_used=_ratio(fetched.requested_nbytes, fetched.used_nbytes),
-            epoch=span.epoch,
+            epoch=epoch,
             first_batch=begin.batches,
             _least_decoded=_ratio(counts.decoded_nbytes - self._kept_nbytes, used.encoded),
             _least_read=_ratio(raw_nbytes - self._kept_nbytes, used.raw),
@@ -362,6 +439,13 @@ class ReaderCounts:
             _moment=end,
             **how,
         )
+
+
+def _newer(begin: _Moment, now: _Moment) -> ConfigError:
+    return ConfigError(
+        f"since was taken at batch {begin.batches:,}, and this is batch {now.batches:,}: it is"
+        " newer; give statistics that were taken before"
+    )
 
 
 def _percentile(ascending: Sequence[float], share: float) -> float:

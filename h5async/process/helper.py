@@ -39,18 +39,17 @@ from h5async.fill.submissions import QueuedBatches
 from h5async.io.shared import SharedMemory
 from h5async.opening.dataset import Samplings
 from h5async.opening.limits import MemoryPlan
-from h5async.order.sampling import FillRequest, Sampling
+from h5async.order.sampling import FillRequest
 from h5async.order.selection import NO_SAMPLES, Int64s
 from h5async.process.child import check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opened, ReaderSlots, Starting
 from h5async.process.supervisor import Supervisor
 from h5async.read.coretables import Scratch
-from h5async.read.queue import END, TICKET, BatchQueue, Numbers, SlotBatch, Turns
+from h5async.read.queue import END, TICKET, BatchQueue, SlotBatch, Turns
 from h5async.samples.assembly import SlotMemory
 from h5async.spelling import named
 from h5async.system.timeline import Timeline
 
-_ENDLESS = 1 << 48  # batches
 _FOUND = "was changed while the reader was made, of which helper processes have found two versions"
 
 
@@ -175,6 +174,11 @@ class HelperFiller(Workers):
         """Return the statistics of all helpers so far."""
         return reduce(FillerStats.plus, [each.stats() for each in self.supervisors])
 
+    def snapshot(self) -> Callable[[], FillerStats]:
+        """Return a function that returns the statistics of now."""
+        done = self.stats()
+        return lambda: done
+
     def record(self, timeline: Timeline | None) -> None:
         """Record the events of all threads, including those of helpers. None stops it."""
         self._timeline = timeline or self._timeline
@@ -288,26 +292,6 @@ class PostedBatches(QueuedBatches):
         """Return the turns of the consumer in the core."""
         self.turns = Turns(self._core, self._queue, self._scratch, batch, is_alone=False)
         return self.turns
-
-    def numbers(self, request: FillRequest, count: int) -> Numbers | None:
-        """Return the numbers of batches alike, but not those of their samples."""
-        sampling, first = self.sampling(request), request.serial
-        if type(sampling) is not Sampling:
-            return None
-        return Numbers(first, first + count, 0, 0, sampling.batch_size)
-
-    def endless(self, request: FillRequest) -> Numbers | None:
-        """Return those of this epoch and all later ones; None if not all batches are full."""
-        sampling, epoch, serial = self.sampling(request), request.epoch, request.serial
-        if type(sampling) is not Sampling or not sampling.is_uniform:
-            return None
-        left, count = sampling.batches_from(epoch, request.start), sampling.num_batches
-        for begin, most in (request.start, left), (0, count):
-            first, end = sampling.dealt_at(epoch, sampling.step_at(epoch, begin, most - 1)[1])
-            if end - first < sampling.batch_size:
-                return None
-        numbers = Numbers(serial, serial + _ENDLESS, 0, 0, sampling.batch_size)
-        return numbers._replace(epoch_end=serial + left, epoch_batches=count)
 
     def result(self, slot: int, serial: int) -> FillOutcome | None:
         """Return a batch that a helper has filled; None if it is not ready."""

@@ -12,7 +12,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import c_int32
+from ctypes import Structure, c_int32
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -20,7 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config.files import Kept
-from h5async.core.binding import IO_MODES, Core, CoreTrace, CoreWorker, address
+from h5async.core.binding import (
+    IO_MODES,
+    Core,
+    CoreTrace,
+    CoreWorker,
+    address,
+    counts_in_core,
+)
 from h5async.errors import ReaderClosedError
 from h5async.index.datasettable import kinds_of
 from h5async.index.extents import Keeps, TableBuilder, what_to_keep
@@ -347,6 +354,21 @@ def scratch_size(leaf: DatasetLayout) -> ScratchSize:
     return ScratchSize(encoded, at_once * leaf.chunk_nbytes, encoded_room(leaf.chunk_nbytes))
 
 
+class CopiedCounts(NamedTuple):
+    """What a thread had done, in Python and by the compiled core, at some time."""
+
+    in_python: tuple[int, ...]
+    in_core: tuple[type[Structure], bytes, int] | None
+
+    def total(self) -> tuple[ThreadCounts, int]:
+        """Return the counts, and the nanoseconds in which the core transformed rows."""
+        counts = ThreadCounts(*self.in_python)
+        if self.in_core is None:
+            return counts, 0
+        more, transform_ns = counts_in_core(*self.in_core)
+        return counts.plus(more), transform_ns
+
+
 @dataclasses.dataclass
 class Scratch:
     """The working memory of one thread, allocated once.
@@ -385,13 +407,10 @@ class Scratch:
             if self.timeline is not None:
                 self.timeline.add("read", begin)
 
-    def total(self) -> ThreadCounts:
-        """Return what was done in Python and by the compiled core."""
-        return self.counts if self._worker is None else self.counts.plus(self._worker.counts())
-
-    def transform_ns(self) -> int:
-        """Return the time that the compiled core transformed rows as it read them."""
-        return 0 if self._worker is None else int(self._worker.struct.transform_ns)
+    def copied_counts(self) -> CopiedCounts:
+        """Return what was done so far, for `CopiedCounts.total`."""
+        in_core = None if self._worker is None else self._worker.copied_counts()
+        return CopiedCounts(tuple(vars(self.counts).values()), in_core)
 
     def require_open(self) -> None:
         """Raise `ReaderClosedError` once the reader is being closed: nobody wants the rest."""

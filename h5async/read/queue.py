@@ -11,7 +11,7 @@ state of the ring of slots is lent meanwhile (`Turns`, core/src/turns.c).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
+from h5async.order.sampling import Sampling
 from h5async.order.selection import Selection
 from h5async.read.coretables import CoreTables, Scratch
 from h5async.system.resources import usable_cores
@@ -257,47 +258,90 @@ class BatchQueue:
 
 
 class Numbers(NamedTuple):
-    """The samples of batches `first` to `stop`, by serials, of `size` samples each.
+    """The samples of batches of an epoch, up to the one with the serial `stop`.
 
-    They are those at positions of the selection from `begin` on, `stride` further on for each
-    batch; `mapping` and `draw` as for `BatchQueue.submit`. Or they lie in `samples` at such a
-    distance. Of batches of several epochs, `epoch_batches` are in each but the first epoch, which
-    ends before `epoch_end`.
+    Those of the first batch are at positions of the selection from `begin` on; the last one has
+    `last_size`, from `last_skip` behind those of the first on. `mapping` and `draw` are as for
+    `BatchQueue.submit`. Or they lie in `samples` at such a distance.
     """
 
-    first: int
     stop: int
     begin: int
-    stride: int
-    size: int
+    last_skip: int
+    last_size: int
     mapping: NDArray[np.uint64] | None = None
     samples: NDArray[np.int64] | None = None
     draw: NDArray[np.uint64] | None = None
-    epoch_end: int = 0
-    epoch_batches: int = 0
 
 
-class NewWaits(NamedTuple):
-    """Waits since some time: number and sum, begin and end of the last one, and each of the last.
+class RunEpochs:
+    """The batches of a run, of some epochs: from `first` to `stop`, by serials, of `size` samples.
 
-    In seconds, of `time.perf_counter`.
+    The samples of a batch are `stride` positions behind those of the one before. The first epoch
+    ends before `epoch_end`, and others have `epoch_batches`; after the last one of `epochs`, `more`
+    are as that one. The last epoch may be incomplete.
     """
 
-    number: int
-    seconds: float
-    begin: float
-    end: float
-    each: list[float]
+    def __init__(
+        self,
+        first: int,
+        epoch_end: int,
+        sampling: Sampling,
+        epochs: Sequence[Numbers],
+        more: int = 0,
+    ) -> None:
+        self.first, self.epoch_end, self.epoch_batches = first, epoch_end, sampling.num_batches
+        self.size, self.stride = sampling.batch_size, sampling.step_samples
+        self.mappings = [one.mapping for one in epochs]
+        self._keep = epochs
+        table = np.array([(*one[1:4], *_addresses(one)) for one in epochs], np.int64)
+        # Of RunEpoch in core/src/turns.c.
+        self.table = np.concatenate((table, np.repeat(table[-1:], more, axis=0)))
+        self.stop = epochs[-1].stop + more * self.epoch_batches
+
+    def epoch_end_after(self, serial: int) -> int:
+        """Return where the epoch of a batch ends."""
+        behind = serial - self.epoch_end
+        if behind < 0:
+            return self.epoch_end
+        return serial + self.epoch_batches - behind % self.epoch_batches
+
+    def epoch_beginning(self, serial: int) -> int | None:
+        """Return which epoch of the run, but the first, begins with a batch; None if none does."""
+        number, rest = divmod(serial - self.epoch_end, self.epoch_batches)
+        return None if number < 0 or rest else number + 1
+
+
+def _addresses(one: Numbers) -> Iterator[int]:
+    for array in (one.samples, one.mapping, one.draw):
+        yield 0 if array is None else address(array)
+
+
+class TurnsCounts(NamedTuple):
+    """Batches that were taken, their samples, the waits for them, and when the last one ended.
+
+    `epoch` is the last epoch of which the first batch was taken, and `epoch_begin` when the wait
+    for that began. In seconds, of `time.perf_counter`.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    waits: int = 0
+    wait_seconds: float = 0.0
+    end: float = 0.0
+    epoch: int = 0
+    epoch_begin: float = 0.0
+    num_rows: Sequence[int] = ()  # by column, of ragged ones
 
 
 class Run(Protocol):
-    """Batches that are alike, of an epoch, from a number on."""
+    """Batches that are alike, of some epochs, from a number of the first one on."""
 
     epoch: int
     number: int
 
     @property
-    def numbers(self) -> Numbers:
+    def epochs(self) -> RunEpochs:
         """Which samples they have."""
 
     @property
@@ -315,8 +359,7 @@ class Turns:
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
     if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
     undoes it, and returns whether it did. `ask` requests a batch; it returns 0 if it did not, and 2
-    if that is the last of its epoch. `on_epoch` is called when an epoch begins with the next batch,
-    but the first one of a run.
+    if that is the last of its epoch. `on_epoch` is called when the last batch of one was taken.
     """
 
     def __init__(
@@ -337,7 +380,8 @@ class Turns:
         self._on_left: Callable[[], object] | None = None
         self._keep = queue, scratch, batch, "_arrays", "_later"
         self._queue = queue
-        self._mappings: dict[int, Any] = {}  # that the core may use, by id
+        # Those that the core may use, with the serial behind those of batches that do.
+        self._mappings: list[tuple[int, Sequence[Any]]] = []
         self.run: Any = None  # that is lent to the core
         struct = self._struct
         struct.queue, struct.worker = queue.struct, ctypes.pointer(scratch.worker(core).struct)
@@ -348,7 +392,7 @@ class Turns:
         struct.held = -1
 
     def on_epoch(self, function: Callable[[], object] | None) -> None:
-        """Set what is called when an epoch begins, while the state is lent."""
+        """Set what is called when an epoch ends, while the state is lent."""
         self._on_epoch, self._struct.on_epoch = function, id(function)
 
     @property
@@ -362,9 +406,29 @@ class Turns:
         return bool(self._struct.is_alone) or not self._queue.is_slow()
 
     @property
+    def next(self) -> int:
+        """The serial of the next batch, while the state is lent."""
+        return int(self._struct.next)
+
+    @property
     def taken(self) -> int:
-        """The batches that were taken by `take` so far."""
+        """The batches that `take` has given so far."""
         return int(self._struct.taken)
+
+    @property
+    def num_waits(self) -> int:
+        """The waits for batches that `take` has given so far."""
+        return int(self._struct.num_waits)
+
+    @property
+    def epoch_begin_ns(self) -> int:
+        """A number that changes when the first batch of an epoch is taken."""
+        return int(self._struct.epoch_begin_ns)
+
+    @property
+    def epoch_batches(self) -> int:
+        """The batches in an epoch of the run that was lent last."""
+        return int(self._struct.epoch_batches)
 
     def lend(
         self, run: Run, wanted: tuple[int, int, int | None, bool], slots: Mapping[int, int]
@@ -380,15 +444,13 @@ class Turns:
         following, asked, held, struct.reads_ahead = wanted
         struct.next, struct.asked, struct.held = following, asked, -1 if held is None else held
         struct.assigned = max(slots, default=following - 1) + 1
-        numbers = run.numbers
-        struct.first, struct.stop, struct.begin, struct.stride, struct.count = numbers[:5]
-        for name, array in zip(("mapping", "samples", "draw"), numbers[5:8], strict=True):
-            setattr(struct, name, None if array is None else address(array))
-        struct.epoch_end, struct.epoch_batches = numbers.epoch_end, numbers.epoch_batches
-        # Batches of other epochs were delivered, or dropped.
-        if struct.epoch != run.epoch and not self._queue.is_dropping():
-            self._mappings = {}
-        self._mappings[id(numbers.mapping)] = numbers.mapping
+        epochs = run.epochs
+        struct.first, struct.stop, struct.epochs = epochs.first, epochs.stop, address(epochs.table)
+        struct.stride, struct.count = epochs.stride, epochs.size
+        struct.epoch_end, struct.epoch_batches = epochs.epoch_end, epochs.epoch_batches
+        if not self._queue.is_dropping():
+            self._mappings = [kept for kept in self._mappings if kept[0] > following]
+        self._mappings.append((epochs.stop, epochs.mappings))
         struct.epoch, struct.number = run.epoch, run.number
         struct.names, struct.arrays, struct.part = map(id, run.views)
         if run.views[0] is None:
@@ -409,6 +471,8 @@ class Turns:
 
     def end(self) -> None:
         """Take the state back."""
+        if self._mappings:
+            self._mappings[-1] = self._struct.assigned, self._mappings[-1][1]
         self._struct.is_lent = False
         self.run = None
         self.on_epoch(None)
@@ -430,13 +494,22 @@ class Turns:
             self._on_left, self._struct.on_left = function, id(function)
         return bool(self._struct.is_inside)
 
-    def waits(self) -> NewWaits:
-        """Return the waits since the last call."""
+    def new_waits(self) -> list[float]:
+        """Return the last waits since the last call, in seconds."""
         struct, seen = self._struct, self._seen
-        number, begin_ns, end_ns = struct.num_waits - seen, struct.begin_ns, struct.end_ns
-        each = range(max(seen, struct.num_waits - MAX_WAITS), struct.num_waits)
-        spent = [int(self._waits_ns[wait % MAX_WAITS]) / 1e9 for wait in each]
-        total_ns, self._seen, struct.total_ns = struct.total_ns, struct.num_waits, 0
+        self._seen = struct.num_waits
+        each = range(max(seen, self._seen - MAX_WAITS), self._seen)
+        return [int(self._waits_ns[wait % MAX_WAITS]) / 1e9 for wait in each]
+
+    def copied(self) -> tuple[bytes, list[int]]:
+        """Return what `counts` makes the counts of now of."""
+        return bytes(self._memory), self.num_rows.tolist()
+
+    def counts(self, copied: tuple[bytes, list[int]]) -> TurnsCounts:
+        """Return the counts of a moment."""
+        struct = self._core.Turns.from_buffer_copy(copied[0])
         offset_ns = self._core.clock_offset_ns()
-        begin, end = (begin_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9
-        return NewWaits(number, total_ns / 1e9, begin, end, spent)
+        end, epoch_begin = ((ns + offset_ns) / 1e9 for ns in (struct.end_ns, struct.epoch_begin_ns))
+        taken = struct.taken, struct.samples_taken, struct.num_waits, struct.total_ns / 1e9
+        end = end if struct.num_waits else 0.0
+        return TurnsCounts(*taken, end, struct.begun, epoch_begin, copied[1])

@@ -28,7 +28,7 @@ from h5async.fill.outcomes import FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.order.rows import SequenceTable
 from h5async.order.sampling import Course, FillRequest, Sampling
-from h5async.read.queue import Numbers
+from h5async.read.queue import RunEpochs
 from h5async.reader.position import ReaderPosition
 from h5async.reader.readersetup import ReaderSetup
 from h5async.samples.assembly import SlotMemory
@@ -302,28 +302,25 @@ class _IsOver:
 
 
 class Run:
-    """Full batches which the core submits and hands over.
-
-    Those of an epoch, but its last one; or of several epochs, where no loop ends with one.
-    """
+    """Batches of some epochs, which the core submits and hands over."""
 
     def __init__(
         self,
         batches: Batches,
         course: Course,
         request: FillRequest,
-        numbers: Numbers,
+        epochs: RunEpochs,
         sampling: Sampling,
         submissions: Submissions | PostedBatches,
         slots: Sequence[SlotMemory],
     ) -> None:
-        self.numbers = numbers
-        self.epoch, self.number, self.place = request.epoch, request.number, course.place
+        self.epochs, self.place = epochs, course.place
+        self.epoch, self.number = request.epoch, request.number
         self._batches, self._course, self._sampling = batches, course, sampling
         self._index_of, self._arrays_of = submissions.index, submissions.arrays
         self._slots = slots
         names = batches.names if submissions.is_plain and not batches.has_masks else None
-        self.views = names, tuple(tuple(slot.out) for slot in slots), slice(0, numbers.size)
+        self.views = names, tuple(tuple(slot.out) for slot in slots), slice(0, epochs.size)
 
     def complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
         """Make something that a batch lacks: its numbers, its arrays, or all else."""
@@ -335,15 +332,16 @@ class Run:
             raise out_of_memory(f"the batch with the number {serial}", error, _REMEDY) from error
 
     def _complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
+        course = self._course
+        epoch, number, start = course.position(serial)
+        begin, end = self._sampling.dealt_at(epoch, start)
         if name == "size":
-            batch.size = self.numbers.size
+            batch.size = end - begin
             return
-        index = self._index_of(slot, serial, self.numbers.size) if name == "index" else None
+        index = self._index_of(slot, serial, end - begin) if name == "index" else None
         if index is not None:
             batch.index = index
             return
-        course = self._course
-        epoch, number, start = course.position(serial)
         if name == "_arrays":  # not plain ones, with masks, or there was no memory for them
             if self._batches.is_over(serial):
                 raise BatchExpiredError(_OVER)
@@ -373,15 +371,10 @@ def next_run(
     epoch, number, start = course.position(following)
     request = FillRequest(0, following, epoch, number, start, course.order)
     sampling = submissions.sampling(request)
-    left = sampling.batches_from(epoch, start) - 1
-    numbers = None
-    if not isinstance(submissions, Submissions) and not ring.consumer.reads_ahead:
-        numbers = submissions.endless(request)
-    if numbers is None and left >= _LEAST:
-        numbers = submissions.numbers(request, left)
-    if numbers is None or numbers.stop - following < _LEAST:
+    epochs = submissions.run_from(request)
+    if epochs is None or epochs.stop - following < _LEAST:
         return None
-    return Run(batches, course, request, numbers, sampling, submissions, slots)
+    return Run(batches, course, request, epochs, sampling, submissions, slots)
 
 
 class Epoch(Iterator[Batch]):
@@ -395,22 +388,31 @@ class Epoch(Iterator[Batch]):
         self,
         position: ReaderPosition,
         ring: SlotRing[FillOutcome],
-        first: int,
+        epoch: int,
         get_next_batch: Callable[[], Batch],
     ) -> None:
         self._position = position
         self._ring = ring
         self._place = position.course.place
-        self._epochs = position.schedule.position(first).epoch, -1
+        self._epochs = epoch, -1
         self._get_next_batch = get_next_batch
+        # While its run lasts, the epoch ends here.
+        self._run: Run | None = None
+        self._stop = 0
 
     def __next__(self) -> Batch:
         turns = self._ring.turns
         run = None if turns is None else turns.run
-        if run is not None and run.epoch == self._epochs[0] and run.place is self._place:
-            return self._get_next_batch()
-        course, serial = self._position.course, self._ring.consumer.next
-        if course.place is not self._place or course.position(serial).epoch not in self._epochs:
+        if run is None or run is not self._run:
+            course, serial = self._position.course, self._ring.consumer.next
+            is_over = course.place is not self._place
+            is_over = is_over or course.position(serial).epoch not in self._epochs
+            if not is_over and run is not None:
+                self._run, self._stop = run, run.epochs.epoch_end_after(serial)
+        else:
+            assert turns is not None
+            is_over = turns.next >= self._stop
+        if is_over:
             self._position.looped_epoch = None
             raise StopIteration
         return self._get_next_batch()

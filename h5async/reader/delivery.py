@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from h5async.fill.filling import Filler
 from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.submissions import Submissions
 from h5async.io.shared import plain_memory
-from h5async.observe.readercounts import ReaderCounts, SkippedSamples
+from h5async.observe.readercounts import ReaderCounts, SkippedSamples, Work
 from h5async.opening.selecting import sample_numbers
 from h5async.order.rows import SpanRows
 from h5async.order.sampling import FillRequest
@@ -144,13 +145,16 @@ class Delivery:
         # Threads at work would wait longer for the consumer; it does more for samples of any size.
         if turns.is_lent or not (turns.are_worthwhile or not submissions.is_plain):
             return False
-        if self._waiting or counts.open_epoch != course.position(ring.consumer.next).epoch:
+        epoch, number, _ = course.position(ring.consumer.next)
+        if self._waiting or not counts.waits.have_begun:
+            return False
+        if counts.open_epoch != epoch and (counts.open_epoch >= 0 or number):
             return False  # its first batch opens it
         slots = [slot.memory for slot in self._setup.slots]
         with suppressing(MemoryError):  # it goes on without
             run = next_run(self._batches, course, ring, submissions, slots)
             if run is not None:
-                turns.on_epoch(self._begin_next_epoch)
+                turns.on_epoch(self._end_epoch_of_turns)
                 ring.lend(run)
         return turns.is_lent
 
@@ -169,6 +173,9 @@ class Delivery:
 
     def next_epoch(self, get_next_batch: Callable[[], Batch]) -> Iterator[Batch]:
         """Go to the next epoch of which no batch was taken; return its batches."""
+        begun = self._next_epoch_of_run(get_next_batch)
+        if begun is not None:
+            return begun
         if self._counts.open_epoch >= 0:
             self._counts.end_epoch(self.work())
         course, following = self._position.course, self._ring.consumer.next
@@ -178,7 +185,19 @@ class Delivery:
         has_threads = self._setup.has_threads
         self._ring.skip_to(first, read_ahead=has_threads, loops=has_threads)
         self.begin()
-        return Epoch(self._position, self._ring, first, get_next_batch)
+        epoch = self._position.schedule.position(first).epoch
+        return Epoch(self._position, self._ring, epoch, get_next_batch)
+
+    def _next_epoch_of_run(self, get_next_batch: Callable[[], Batch]) -> Epoch | None:
+        """Do the same where a loop has taken all of an epoch, and the core goes on."""
+        turns, wanted, has_threads = self._ring.turns, self._ring.wanted, self._setup.has_threads
+        run = None if turns is None else turns.run
+        if turns is None or run is None or wanted[3:6:2] != (has_threads, has_threads):
+            return None
+        number = run.epochs.epoch_beginning(turns.next)
+        if number is None:
+            return None
+        return Epoch(self._position, self._ring, run.epoch + number, get_next_batch)
 
     def begin(self) -> None:
         """Fill free slots with requested batches; after an exception, the next call does it."""
@@ -355,25 +374,22 @@ class Delivery:
     def _note(self, batch: Batch, skipped: int) -> None:
         counts = self._counts
         if batch.epoch not in (-1, counts.open_epoch):
-            self._begin_epoch(batch.epoch)
+            counts.begin_epoch(batch.epoch, self.work())
         counts.note(batch.index, skipped)
         if batch.epoch >= 0:
             counts.last = batch.epoch, batch.number
         if batch.last:
             counts.end_epoch(self.work())
 
-    def _begin_epoch(self, epoch: int) -> None:
-        before = self.work() if self._counts.open_epoch >= 0 else FillerStats()
-        self._counts.begin_epoch(epoch, before)
+    def _end_epoch_of_turns(self) -> None:
+        self._counts.end_epoch_of_turns(self.work())
 
-    def _begin_next_epoch(self) -> None:
-        self._begin_epoch(self._position.course.position(self._ring.consumer.next).epoch)
-
-    def work(self, done: FillerStats | None = None) -> FillerStats:
+    def work(self, done: FillerStats | None = None) -> Work:
         """Return the work of all threads so far; `done` is that of the filler, if known."""
-        policy = self._setup.device_policy
-        done = self._filler.stats() if done is None else done
-        return self._counts.work(done, policy.num_chunks, policy.decoded_nbytes)
+        policy, counts = self._setup.device_policy, self._counts
+        snapshot = self._filler.snapshot() if done is None else lambda: done
+        uploads = counts.upload_times.copied()
+        return partial(counts.work, snapshot, uploads, policy.num_chunks, policy.decoded_nbytes)
 
     # --- the caller's batch -----------------------------------------------------------------------
 

@@ -218,7 +218,7 @@ class Engine:
         return self.counts.stats(
             since,
             epoch,
-            self.delivery.work(done),
+            self.delivery.work(done)(),
             self._filler.methods,
             num_threads=setup.num_threads if setup.has_threads else 0,
             workers=setup.config.workers,
@@ -267,7 +267,10 @@ class Engine:
         return box(f"AsyncReader {files}", [grid(facts), grid(rows, head)], subtitle=state)
 
     def _progress(self) -> Cell:
-        batches, last = self.position.num_batches, self.counts.last
+        batches, last, course = self.position.num_batches, self.counts.last, self.position.course
+        held = self.ring.consumer.held
+        if held is not None and held >= course.schedule.serial and held not in course.given:
+            last = course.position(held)[:2]
         if last is None or not batches:
             return f"{batches:,} batches an epoch, none delivered yet"
         epoch, number = last

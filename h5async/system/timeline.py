@@ -63,11 +63,10 @@ class StageTimes:
         with self._lock:
             self._ns[stage] += taken
 
-    def seconds(self) -> dict[str, float]:
-        """Return the time of each stage, in thread seconds."""
+    def copied(self) -> dict[str, int]:
+        """Return the time of each stage so far, in thread nanoseconds."""
         with self._lock:
-            found = dict(self._ns)
-        return {stage: ns / 1e9 for stage, ns in found.items()}
+            return self._ns.copy()
 
 
 class Event(NamedTuple):

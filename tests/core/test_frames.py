@@ -107,10 +107,11 @@ class Pieces:
             table[0].map, table[0].map_nbytes = address(self.memory), self.memory.size
         # Where maps are kept without descriptors, as of many files.
         gives_back = io == "auto"
-        struct = self.core.Sources(ctypes.addressof(table), 1, 1, 1, IO_MODES[io], gives_back)
-        sources = ctypes.byref(struct)
+        opened = self.core.Sources(ctypes.addressof(table), 1, 1, 1, IO_MODES[io], gives_back)
+        sources = ctypes.byref(opened)
         self.core.open_sources(sources)
-        before = self.worker.counts()
+        struct = self.worker.struct
+        before = struct.read_nbytes, struct.read_ns
         self.done = self.core.read_ranges(
             sources,
             ctypes.byref(self.worker.struct),
@@ -121,9 +122,8 @@ class Pieces:
         )
         self.core.close_sources(sources)
         assert base.is_intact(), "written beside the memory"
-        after = self.worker.counts()
-        assert after.read_nbytes - before.read_nbytes == nbytes[: self.done].sum()
-        assert after.read_ns >= before.read_ns
+        assert struct.read_nbytes - before[0] == nbytes[: self.done].sum()
+        assert struct.read_ns >= before[1]
         return base.inside
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -10,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 from h5async import (
     AsyncReader,
     BatchExpiredError,
+    ConfigError,
     DatasetError,
     H5AsyncError,
     RaggedField,
@@ -177,19 +180,57 @@ def damage_gzip(path: Path, row: int) -> None:
         damaged.write(b"\xff" * 20)
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 2])
-@pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_all_calls_in_any_order(path, num_threads, prefetch):
+def each_epoch(reader):
+    """Return what was delivered in the last epochs."""
+    found = []
+    with contextlib.suppress(ConfigError):
+        for back in range(1, 50):
+            one = reader.stats(epoch=-back)
+            found.append((one.epoch, one.batches, one.samples, one.first_batch, one._waits))
+    return found
+
+
+SHORT = [
+    {"batch_size": SAMPLES},
+    {"batch_size": SAMPLES - 1, "shuffle": False},
+    {"batch_size": SAMPLES // 3, "shuffle": "window", "drop_last": True},
+    {"batch_size": SAMPLES // 4 - 1, "rank": 1, "world_size": 2, "shuffle": False},
+    {"batch_size": SAMPLES // 13, "rank": 0, "world_size": 3},
+    {"batch_size": 40, "indices": range(5, 2000, 20)},
+    {"batch_size": 700, "epoch_samples": 2000, "shuffle": "window"},
+    {"batch_size": 90, "weights": [1.0, 2.0] * (SAMPLES // 2), "epoch_samples": 200},
+]
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "prefetch", "more"),
+    [
+        *product([0, 1, 2], [1, 2, 5], [{}]),
+        *zip([0, 1, 2] * 3, [1, 2, 3, 5] * 2, SHORT, strict=False),
+    ],
+)
+def test_all_calls_in_any_order(path, num_threads, prefetch, more):
     """Beside a reader of which the core takes nothing; batches that are kept say what they did."""
     expected, random = truth(path), np.random.default_rng(prefetch)
-    options = {"shuffle": "full", "num_threads": num_threads, "prefetch": prefetch}
+    options = {"shuffle": "full", "num_threads": num_threads, "prefetch": prefetch, **more}
     kept, states = [], []
     with opened(path, **options) as reader, opened(path, copy=True, **options) as other:
         loops = iter(reader), iter(other)
         for _ in range(500):
             call = random.choice(
-                ["get", "next", "fetch", "given", "read", "jump", "state", "load", "loop"],
-                p=[0.4, 0.3, 0.15, 0.03, 0.03, 0.02, 0.03, 0.02, 0.02],
+                [
+                    "get",
+                    "next",
+                    "fetch",
+                    "given",
+                    "read",
+                    "jump",
+                    "state",
+                    "load",
+                    "loop",
+                    "epochs",
+                ],
+                p=[0.4, 0.28, 0.15, 0.03, 0.03, 0.02, 0.03, 0.02, 0.02, 0.02],
             )
             some, epoch = random.integers(SAMPLES, size=4), int(random.integers(3))
             for one in reader, other:
@@ -208,6 +249,9 @@ def test_all_calls_in_any_order(path, num_threads, prefetch):
                 assert states[-1] == other.state_dict()
             if call == "read":
                 check(reader.read(some), expected)
+            for _ in range(12 if call == "epochs" and more else 0):
+                for pair in zip(reader, other, strict=True):
+                    kept.append(pair)
             if call in ("get", "next"):
                 if call == "next":
                     pair = [next(loop, None) for loop in loops]
@@ -221,6 +265,7 @@ def test_all_calls_in_any_order(path, num_threads, prefetch):
         counts = reader.stats(), other.stats()
         assert counts[0].batches == counts[1].batches
         assert counts[0].samples == counts[1].samples
+        assert each_epoch(reader) == each_epoch(other)
     for one, other_one in kept:
         assert (one.epoch, one.number, one.last) == (
             other_one.epoch,
@@ -228,6 +273,24 @@ def test_all_calls_in_any_order(path, num_threads, prefetch):
             other_one.last,
         )
         np.testing.assert_array_equal(one.index, other_one.index)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("size", [SAMPLES, SAMPLES // 3 - 1])
+def test_short_epochs_in_loops(path, num_threads, size):
+    """The core goes on over their ends."""
+    expected = truth(path)
+    with opened(path, num_threads=num_threads, batch_size=size) as reader:
+        for epoch in range(40):
+            for number, batch in enumerate(reader):
+                check(batch, expected)
+                assert (batch.epoch, batch.number, batch.last) == (
+                    epoch,
+                    number,
+                    number + 1 == len(reader),
+                )
+            assert reader.stats(epoch=-1).samples == SAMPLES
+        assert taken(reader) >= 35 * len(reader)
 
 
 def test_an_order_lasts_as_long_as_a_batch_may_be_planned_by_it(path):
@@ -243,11 +306,14 @@ def test_an_order_lasts_as_long_as_a_batch_may_be_planned_by_it(path):
         queue.spinners, queue.fill_ns = 1, 100_000  # the thread sleeps on; the consumer helps
         for _ in range(10):
             reader.fetch_data()
-        order = weakref.ref(turns.run.numbers.mapping)
+        order = weakref.ref(turns.run.epochs.mappings[2 - turns.run.epoch])
         del first, second
         assert sum(batch.index.size for batch in earlier) == 2 * SAMPLES  # they are computed now
+        del earlier
+        reader._engine.ring.take_back()
         reader.fetch_data()
-        is_made_anew, lasts = turns.run.numbers.mapping is not order(), order() is not None
+        assert turns.run.epoch == 2
+        is_made_anew, lasts = turns.run.epochs.mappings[0] is not order(), order() is not None
         queue.spinners = 0
         submissions.put(True)
         assert is_made_anew

@@ -94,12 +94,12 @@ static const Structure ALL_STRUCTURES[] = {
             start, step, table, num_columns, num_cores, is_remote, tickets, num_idle,
             plan_ns, fill_ns, spinners)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, is_lent, is_inside, is_alone,
-            waits_not, next, asked, held, assigned, reads_ahead, first, stop, begin, stride, count,
-            epoch, number, samples, mapping, draw, epoch_end, epoch_batches, type, made, later, run,
-            names, arrays, part, on_left, on_epoch, taken, num_waits, total_ns, begin_ns, end_ns,
-            num_rows)
-    MEMBERS(Window, unit, count, bounds, delay, begin, drawn, num_units, size, window,
-            group_rounds, block_rounds, num_blocks, skip, num_samples, blocks, keys)
+            waits_not, next, asked, held, assigned, reads_ahead, first, stop, stride, count, epoch_end,
+            epoch_batches, epochs, epoch, number, type, made, later, run, names, arrays, part, on_left, on_epoch,
+            taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns,
+            begun, num_rows)
+    MEMBERS(Window, unit, count, bounds, delay, begin, drawn, roots, root, last_root, num_units, size,
+            window, group_rounds, block_rounds, num_blocks, skip, num_samples, blocks, keys)
     MEMBERS(Curl, curl_global_init, curl_easy_init, curl_easy_setopt, curl_easy_getinfo,
             curl_easy_cleanup, curl_multi_init, curl_multi_setopt, curl_multi_add_handle,
             curl_multi_remove_handle, curl_multi_perform, curl_multi_poll, curl_multi_info_read,

@@ -1,7 +1,7 @@
 /* The consumer's turns: in one call it hands a batch back, has free slots filled with the next ones,
    and takes the next. The ring of slots (deliver/slots.py) lends its state to this for the batches of a
-   run, which are alike: all of one epoch, all full. Python calls functions of its own kind, which
-   ctypes would make slower than what they do.
+   run, which are alike, but the last ones of its epochs, which may be short. Python calls functions of
+   its own kind, which ctypes would make slower than what they do.
 
    Python's functions are declared here, all of its stable interface: so no header ties a build to one
    version of Python. All members change while the GIL is held. */
@@ -21,6 +21,7 @@ extern Object *PyTuple_GetItem(Object *tuple, intptr_t at);
 extern intptr_t PyTuple_Size(Object *tuple);
 extern Object *PyDict_New(void);
 extern int PyDict_SetItem(Object *dict, Object *key, Object *value);
+extern Object *PySlice_New(Object *start, Object *stop, Object *step);
 extern Object *PyObject_GetItem(Object *object, Object *key);
 extern void PyErr_Clear(void);
 extern Object *PyLong_FromLongLong(long long value);
@@ -36,6 +37,16 @@ extern void PyEval_RestoreThread(void *thread);
 enum { METH_FASTCALL = 0x80, METH_NOARGS = 0x4 };
 enum { MAX_WAITS = 4096 };
 
+/* The batches of an epoch: the first ones are at positions from `begin` on; the last one has
+   `last_count` samples, from `last_skip` behind those of the first on; of `samples`, unless NULL; see
+   h5async_submit. read/queue.py declares it, too. */
+typedef struct {
+    int64_t begin, last_skip, last_count;
+    const int64_t *samples;
+    const Mapping *mapping;
+    const uint64_t *draw;
+} RunEpoch;
+
 typedef struct {
     Queue *queue;
     Worker *worker; /* the consumer's, who fills batches, too */
@@ -45,23 +56,42 @@ typedef struct {
     int64_t is_lent, is_inside, is_alone, waits_not; /* is_alone: no other thread fills batches */
     /* What the consumer wants, as in slots.py; `assigned`: those below have slots. */
     int64_t next, asked, held, assigned, reads_ahead;
-    /* The run: batches `first` to `stop` of `count` samples, at positions from `begin` on, and
-       `stride` further on for each; of `samples`, unless NULL; see h5async_submit. */
-    int64_t first, stop, begin, stride, count;
-    int64_t epoch, number; /* of the batch `first`, for traces */
-    const int64_t *samples;
-    const Mapping *mapping;
-    const uint64_t *draw;
-    /* The serial with which the next epoch begins, and the batches of each; 0: the run has one alone. */
-    int64_t epoch_end, epoch_batches;
+    /* The run: batches `first` to `stop` of `count` samples, each `stride` positions further on; of
+       epochs with `epoch_batches`, but the first one, which ends before `epoch_end`. */
+    int64_t first, stop, stride, count, epoch_end, epoch_batches;
+    const RunEpoch *epochs;
+    int64_t epoch, number; /* of the batch `first` */
     /* Python's: the type of batches, the names of the members that the arrays, and the run, slot and
        serial, are set to; of the run: names of fields (NULL: arrays are not made), arrays of each slot,
        and the part of these; what is called when the consumer has left a reader that was closed
-       meanwhile, and when an epoch begins with the next batch. */
+       meanwhile, and when the last batch of an epoch was taken. */
     Object *type, *made, *later, *run, *names, *arrays, *part, *on_left, *on_epoch;
-    int64_t taken, num_waits, total_ns, begin_ns, end_ns; /* of all runs; times of the last wait */
+    /* Of all runs: batches, their samples, and waits; the times of the last one, and when that for the
+       first batch of the epoch `begun` began. */
+    int64_t taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns, begun;
     int64_t *num_rows; /* [num_fields]: of all batches taken, those of ragged fields */
 } Turns;
+
+/* Where a batch of the run is: in which of its epochs, from 0 on; its number among the batches of that,
+   in the first one among those of the run; and whether it is the last of its epoch. */
+typedef struct {
+    int64_t epoch, number, is_last;
+} InRun;
+
+static InRun place_of(const Turns *t, int64_t serial)
+{
+    int64_t behind = serial - t->epoch_end;
+    if (behind < 0)
+        return (InRun){0, serial - t->first, behind == -1};
+    int64_t number = behind % t->epoch_batches;
+    return (InRun){1 + behind / t->epoch_batches, number, number + 1 == t->epoch_batches};
+}
+
+static int64_t count_of(const Turns *t, int64_t serial)
+{
+    InRun place = place_of(t, serial);
+    return place.is_last ? t->epochs[place.epoch].last_count : t->count;
+}
 
 /* Give free slots to the next batches, and submit these. */
 static void submit_next(Turns *t)
@@ -69,20 +99,24 @@ static void submit_next(Turns *t)
     int64_t low = t->held >= 0 ? t->held : t->next;
     for (; t->assigned - low < t->num_slots && (t->reads_ahead || t->assigned < t->asked) &&
            t->assigned < t->stop; t->assigned++) {
-        int64_t skipped = (t->assigned - t->first) * t->stride;
-        Wish wish = {.count = t->count, .serial = t->assigned, .begin = t->begin + skipped};
-        if (t->mapping != NULL)
-            wish.mapping = *t->mapping;
-        if (t->draw != NULL)
-            memcpy(wish.draw, t->draw, sizeof wish.draw);
+        InRun place = place_of(t, t->assigned);
+        const RunEpoch *epoch = &t->epochs[place.epoch];
+        int64_t skipped = place.is_last ? epoch->last_skip : place.number * t->stride;
+        Wish wish = {.count = place.is_last ? epoch->last_count : t->count,
+                     .serial = t->assigned,
+                     .begin = epoch->begin + skipped};
+        if (epoch->mapping != NULL)
+            wish.mapping = *epoch->mapping;
+        if (epoch->draw != NULL)
+            memcpy(wish.draw, epoch->draw, sizeof wish.draw);
         /* (While another thread waits, the worker is its own.) */
         int64_t begin = t->worker->trace && !t->is_inside ? now_ns() : 0;
         submit_wish(t->queue, t->slot_of[t->assigned % t->num_slots], &wish,
-                    t->samples == NULL ? NULL : t->samples + skipped, 1);
+                    epoch->samples == NULL ? NULL : epoch->samples + skipped, 1);
+        int64_t number = place.number + (place.epoch ? 0 : t->number);
         if (begin) /* as its field and source: its number and epoch */
-            note_alone(t->worker, REQUESTING, t->assigned,
-                       (int32_t)(t->number + t->assigned - t->first), (int32_t)t->epoch, begin,
-                       now_ns());
+            note_alone(t->worker, REQUESTING, t->assigned, (int32_t)number,
+                       (int32_t)(t->epoch + place.epoch), begin, now_ns());
     }
 }
 
@@ -195,9 +229,20 @@ static Object *new_views(Object *names, Object *arrays, Object *part)
 static Object *new_batch(const Turns *t)
 {
     int64_t at = t->slot_of[t->next % t->num_slots];
+    int64_t size = count_of(t, t->next);
     Object *run = t->run, *slot = PyLong_FromLongLong(at), *serial = PyLong_FromLongLong(t->next);
     Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
-    Object *views = t->names ? new_views(t->names, PyTuple_GetItem(t->arrays, at), t->part) : NULL;
+    Object *views = NULL, *part = t->part, *stop = NULL;
+    if (size != t->count) {
+        stop = PyLong_FromLongLong(size);
+        part = stop ? PySlice_New(NULL, stop, NULL) : NULL;
+    }
+    if (part == NULL)
+        PyErr_Clear();
+    if (t->names && part)
+        views = new_views(t->names, PyTuple_GetItem(t->arrays, at), part);
+    if (part != t->part)
+        Py_DecRef(part), Py_DecRef(stop);
     Object *later = slot && serial ? PyTuple_Pack(3, run, slot, serial) : NULL;
     Object *batch = later ? PyType_GenericAlloc(t->type, 0) : NULL;
     if (batch != NULL && (PyObject_SetAttr(batch, t->later, later) != 0 ||
@@ -217,12 +262,12 @@ static void note_wait(Turns *t, int64_t begin)
     note_alone(t->worker, WAITING, t->next, SEVERAL, SEVERAL, begin, t->end_ns);
 }
 
-/* Have Python note that an epoch begins with the next batch, if one does. Returns 0 if it raised. */
-static int begin_epoch(Turns *t)
+/* Have Python note that the batch that was just taken was the last of its epoch, if it was. Returns 0 if
+   it raised. */
+static int end_epoch(Turns *t)
 {
-    if (!t->epoch_batches || t->next != t->epoch_end)
+    if (!t->is_lent || !place_of(t, t->held).is_last)
         return 1;
-    t->epoch_end += t->epoch_batches;
     Object *on_epoch = t->on_epoch, *result;
     Py_IncRef(on_epoch); /* which a reader that is closed meanwhile lets go of */
     result = PyObject_CallFunctionObjArgs(on_epoch, NULL);
@@ -266,17 +311,18 @@ static Object *take(Object *self, Object *const *arguments, intptr_t count)
         return NULL;
     if (status)
         note_wait(t, begin);
-    if (status && !begin_epoch(t)) {
-        Py_DecRef(batch);
-        return NULL;
-    }
     int is_taken = batch != NULL && t->is_lent; /* collecting garbage may close a reader */
     if (is_taken && PyList_Append(arguments[0], batch) != 0)
         is_taken = -1;
     if (is_taken > 0) {
+        InRun place = place_of(t, t->next);
+        if (!place.number && (place.epoch || !t->number))
+            t->epoch_begin_ns = begin, t->begun = t->epoch + place.epoch;
+        t->samples_taken += count_of(t, t->next);
         t->held = t->next++;
         t->taken++;
         count_rows(t, 1);
+        is_taken = end_epoch(t) ? 1 : -1;
     }
     Py_DecRef(batch);
     return is_taken < 0 ? NULL : PyBool_FromLong(is_taken);
@@ -292,6 +338,7 @@ static Object *put_back(Object *self, Object *const *arguments, intptr_t count)
     if (is_taken) {
         count_rows(t, -1);
         t->next = t->held, t->held = -1, t->taken--;
+        t->samples_taken -= count_of(t, t->next);
     }
     return PyBool_FromLong(is_taken);
 }
@@ -303,9 +350,8 @@ static Object *ask(Object *self, Object *const *arguments, intptr_t count)
     Turns *t = (void *)PyByteArray_AsString(self);
     if (!t->is_lent || t->asked >= t->stop)
         return PyLong_FromLongLong(0);
-    t->asked++;
+    int64_t is_last = place_of(t, t->asked++).is_last;
     submit_next(t);
-    int is_last = t->epoch_batches && (t->asked - t->epoch_end) % t->epoch_batches == 0;
     return PyLong_FromLongLong(1 + is_last);
 }
 
