@@ -30,6 +30,7 @@ from h5async.read.coretables import Scratch, encoded_room
 
 # What HDF5 copies in about the time in which it opens a file, and what one thread decodes in it.
 COPIED_NBYTES, _DECODED_NBYTES, _MOST_CHUNKS = 8 << 20, 1 << 20, 32
+_ENCODED_NBYTES = encoded_room(_DECODED_NBYTES)  # at most
 _KNOWN = 4  # datatypes that many datasets of a file have
 _memory = (ctypes.c_char * 1).from_buffer  # of an array; sooner than its address
 _scratches: list[Scratch] = []
@@ -121,6 +122,9 @@ def _decoded(
     pipeline = _pipeline(stored.filters)
     if not is_possible or pipeline is None or chunk is None:
         return None
+    if selection.shape == shape == chunk and math.prod(shape) * dtype.itemsize <= _DECODED_NBYTES:
+        whole = np.empty(shape, dtype)
+        return whole if _decode(node, stored, (0,) * len(shape), pipeline, whole) else None
     cells = [
         range(begin // n, (begin + (size - 1) * step) // n + 1)
         for begin, size, step, n in zip(*box[:3], chunk, strict=True)
@@ -158,13 +162,13 @@ def _decode(
 ) -> bool:
     """Decode a chunk to an array of its size; False if it is not stored, or damaged."""
     core = load_core()
-    if core is None or not 0 < stored_nbytes(node, corner) <= encoded_room(_DECODED_NBYTES):
+    if core is None or not 0 < stored_nbytes(node, corner) <= _ENCODED_NBYTES:
         return False
     mask, encoded = node.read_direct_chunk(corner)
     try:
         scratch = _scratches.pop()
     except IndexError:
-        scratch = Scratch.allocate(0, 0, encoded_room(_DECODED_NBYTES))
+        scratch = Scratch.allocate(0, 0, _ENCODED_NBYTES)
     worker = ctypes.byref(scratch.worker(core).struct)
     numbers = len(stored.filters), len(encoded), mask, out.nbytes
     is_done = core.decode(pipeline, worker, encoded, _memory(out), *numbers)  # type: ignore[arg-type]

@@ -142,8 +142,8 @@ class Delivery:
         if timeline is not None and not isinstance(self._filler, Filler):
             return False  # nor what helpers are asked for
         course = self._position.course
-        # Threads at work would wait longer for the consumer.
-        if turns.is_lent or not turns.are_worthwhile:
+        # Threads at work would wait longer for the consumer; it does more for samples of any size.
+        if turns.is_lent or not (turns.are_worthwhile or not submissions.is_plain):
             return False
         epoch, number, _ = course.position(ring.consumer.next)
         if self._waiting or not counts.waits.have_begun:
