@@ -413,3 +413,10 @@ def nobody_else_gets_the_gil() -> Iterator[None]:
 def h5py_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read all through h5py, though the compiled core may be there."""
     monkeypatch.setattr("h5async.fill.filling.load_core", lambda: None)
+
+
+def read(path: Any, fields: Any, **options: Any) -> Any:
+    """Return the first batch, in memory of its own."""
+    options = {"device": "cpu", "batch_size": 64, "index_cache": False} | options
+    with AsyncReader(hdf5_path=path, fields=fields, **options) as reader:
+        return reader.get_next_batch().copy()

@@ -7,6 +7,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import read
 from hdf5files import write_column
 
 from h5async import (
@@ -15,13 +16,6 @@ from h5async import (
     Field,
     Split,
 )
-
-
-def read(path: Any, fields: Any, **options: Any) -> Any:
-    """Return the first batch, in memory of its own."""
-    options = {"device": "cpu", "batch_size": 64, "index_cache": False} | options
-    with AsyncReader(hdf5_path=path, fields=fields, **options) as reader:
-        return reader.get_next_batch().copy()
 
 
 @pytest.mark.parametrize("kind", ["categorical", "older"])

@@ -8,9 +8,9 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import read
 
 from h5async import (
-    AsyncReader,
     ConfigError,
     DatasetError,
     Field,
@@ -19,14 +19,6 @@ from h5async import (
     ReaderConfig,
     SparseField,
 )
-
-
-def read(path: Any, fields: Any, **options: Any) -> Any:
-    """Return the first batch, in memory of its own."""
-    options = {"device": "cpu", "batch_size": 64, "index_cache": False} | options
-    with AsyncReader(hdf5_path=path, fields=fields, **options) as reader:
-        return reader.get_next_batch().copy()
-
 
 OF_KINDS = {
     "ragged": ("offsets", "offsets_kind", "pad_to"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from conftest import read
 from hdf5files import TEXT, write_column
 
 from h5async import (
@@ -23,13 +23,6 @@ from h5async import (
 from h5async.core.binding import HEAP_SCRATCH_NBYTES
 from h5async.errors import BudgetError
 from h5async.opening.limits import MemoryBudget
-
-
-def read(path: Any, fields: Any, **options: Any) -> Any:
-    """Return the first batch, in memory of its own."""
-    options = {"device": "cpu", "batch_size": 64, "index_cache": False} | options
-    with AsyncReader(hdf5_path=path, fields=fields, **options) as reader:
-        return reader.get_next_batch().copy()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from conftest import require_extra
+from conftest import read, require_extra
 from hdf5files import write_csr
 from typer.testing import CliRunner
 
@@ -27,13 +27,6 @@ from h5async import (
     SparseField,
 )
 from h5async.cli import app
-
-
-def read(path: Any, fields: Any, **options: Any) -> Any:
-    """Return the first batch, in memory of its own."""
-    options = {"device": "cpu", "batch_size": 64, "index_cache": False} | options
-    with AsyncReader(hdf5_path=path, fields=fields, **options) as reader:
-        return reader.get_next_batch().copy()
 
 
 def write_matrix(path: Any, dtype: Any = "f4", index_dtype: Any = "i4", **storage: Any) -> Any:

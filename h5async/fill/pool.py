@@ -13,20 +13,33 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.spelling import named
 from h5async.system.interruptions import Once, Patience, join_threads, start_threads
-
-if TYPE_CHECKING:
-    from h5async.fill.submissions import Submissions
 
 T = TypeVar("T")
 Work = Callable[[], None]
 
 THREAD_NAME = "h5async"
 _OTHER = -1  # stands for the thread of `Workers.wait_for`
+
+
+class Tickets(Protocol):
+    """Brings threads their work, and work of its own. Safe to use from many threads."""
+
+    def put(self, ticket: bool) -> None:
+        """Have one thread continue with work of the heap, or end (False). Never blocks."""
+
+    def get(self) -> bool | Work:
+        """Wait for a ticket, or for work that is not on the heap."""
+
+    def get_here(self) -> Work | None:
+        """Return work that is not on the heap, without waiting; None if there is none."""
+
+    def forget(self) -> None:
+        """Forget all work, after an exception in a pool without threads."""
 
 
 def do_nothing(*_: object) -> None:
@@ -141,7 +154,7 @@ class WorkPool(Workers):
         num_threads: int,
         find_work: Callable[[], Sequence[tuple[int, Work]]],
         on_crash: Callable[[BaseException], None],
-        tickets: Submissions | None = None,
+        tickets: Tickets | None = None,
     ) -> None:
         super().__init__()
         self.num_threads = num_threads

@@ -145,20 +145,22 @@ class WindowOrder(Order):
         return table if core is None else table._replace(mapping=self._mapping(core, table, epoch))
 
     def _mapping(self, core: Core, table: _Table, epoch: int) -> NDArray[np.uint64]:
+        sizes, num_samples = np.diff(self._bounds), int(self._bounds[-1])
+        roots = np.ceil(np.sqrt(sizes)).astype(np.uint64)
+        root, last_root = int(roots.max(initial=1)), int(roots[-1:].sum())
+        if (sizes[:-1] == self._size).all():  # so that nothing need be looked up
+            roots = np.zeros(0, np.uint64)
         arrays = table.unit, table.counts, self._bounds, self._delay, table.begin
-        drawn = 0 if self._drawn is None else address(self._drawn)
+        given = (0 if one is None or not one.size else address(one) for one in (self._drawn, roots))
         rounds = self._group_rounds, self._block_rounds
-        sizes = table.unit.size, self._size, self.window, *rounds, table.begin.size - 1
-        num_samples = int(self._bounds[-1])
-        if not np.array_equal(self._bounds[:-1], np.arange(0, num_samples, self._size)):
-            num_samples = 0  # units differ in size
-        more = int(table.skip[:1].sum()), num_samples
+        counts = table.unit.size, self._size, self.window, *rounds, table.begin.size - 1
+        more = root, last_root, *counts, int(table.skip[:1].sum()), num_samples
         nbytes = self._block_rounds * self._size * _PLACE_NBYTES
         blocks = core.new_store(_BLOCKS_KEPT * nbytes, nbytes, False)
         keys = tuple(round_keys(self._seed, epoch, "window").tolist())
-        struct = core.Window(*map(address, arrays), drawn, *sizes, *more, blocks, keys)
+        struct = core.Window(*map(address, arrays), *given, *more, blocks, keys)
         found: Any = (ctypes.c_uint64 * 9)(1, 0, ctypes.addressof(struct))
-        found.held = struct, arrays, self._drawn
+        found.held = struct, arrays, self._drawn, roots
         call_when_gone(found, core.free_store, found[2] + core.Window.blocks.offset)
         return np.frombuffer(found, np.uint64)
 
@@ -352,8 +354,7 @@ class DrawnOrder(Order):
         count, batch_size, ranks = self._sizes
         drawn = self._draws.samples(epoch, 0, count)
         unit = self._units_of(drawn)
-        drawn = drawn[_stable_order(unit)]
-        sizes = np.bincount(unit, minlength=self._bounds.size - 1)
+        drawn, sizes = _grouped(drawn, unit, self._bounds.size - 1)
         sizes = sizes[sizes > 0]
         most = max(1, _DRAWN_SHARE * count // max(1, sizes.size))
         parts = -(-sizes // most)
@@ -369,13 +370,14 @@ class DrawnOrder(Order):
         return np.searchsorted(self._bounds, samples, side="right") - 1
 
 
-def _stable_order(numbers: Int64s) -> Int64s:
-    """Return what sorts numbers that are not negative; digit by digit, which takes linear time."""
-    order = np.argsort(numbers.astype(np.uint16), kind="stable")
-    for shift in range(16, int(numbers.max(initial=0)).bit_length(), 16):
-        digits = (numbers[order] >> shift).astype(np.uint16)
-        order = order[np.argsort(digits, kind="stable")]
-    return order
+def _grouped(drawn: Int64s, unit: Int64s, num_units: int) -> tuple[Int64s, Int64s]:
+    """Sort draws by their units, stably; return them, and how many each unit has."""
+    core = load_core()
+    if core is None:
+        return drawn[np.argsort(unit, kind="stable")], np.bincount(unit, minlength=num_units)
+    grouped, ends = np.empty_like(drawn), np.zeros(num_units, np.int64)
+    core.group(*map(address, (drawn, unit, grouped, ends)), drawn.size, num_units)
+    return grouped, np.diff(ends, prepend=0)
 
 
 def window_order(

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import SAMPLE, assert_reads_like_h5py, assert_same_bits, poison, truth
+from corpus import float_of, integer_of
 from h5py import h5d, h5p, h5s, h5t, h5z
 from hdf5files import type_for_h5py
 
@@ -569,7 +570,7 @@ ONLY_H5PY = {  # stored type, and what makes elements of it out of small numbers
 }
 BY_CORE = {
     "40 bits": (lambda: integer_of(h5t.STD_U64LE, 40), lambda n: n.astype("<u8")),
-    "bfloat16": (lambda: bfloat16(), lambda n: (0x4000 + n).astype("<u2")),
+    "bfloat16": (lambda: float_of(2, 8, 7, 127), lambda n: (0x4000 + n).astype("<u2")),
     "12 bits": (lambda: integer_of(h5t.STD_U16LE, 12), lambda n: n.astype("<u2")),
 }
 CONVERTED = ONLY_H5PY | BY_CORE
@@ -866,30 +867,6 @@ def test_fill_time_never_unguarded(tmp_path, monkeypatch):
     assert goes_wrong(path)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fill"),
-    [(">f8", -2.5), ("?", True), ("S4", b"ab"), (">c8", 1 - 2j), ("f2", np.nan), ("u1", 255)],
-)
-@each("chunks", [None, (2, 3)])
-def test_fill_values_of_all_types(tmp_path, dtype, fill, chunks):
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        dataset = file.create_dataset("data", (5, 4), dtype, chunks=chunks, fillvalue=fill)
-        if chunks:
-            dataset[0] = np.zeros((), dtype)
-    assert truth(path)[3, 3] == np.asarray(fill, dtype) or dtype == "f2"
-    check(path)
-
-
-def test_fill_value_of_a_compound(tmp_path):
-    path = tmp_path / "a.h5"
-    dtype = np.dtype([("a", ">i2"), ("b", "S3"), ("c", "f4", (2,))])
-    fill = np.array((3, b"xy", (1.5, 2.5)), dtype)
-    with h5py.File(path, "w") as file:
-        file.create_dataset("data", (5, 4), dtype, chunks=(2, 3), fillvalue=fill)
-    check(path)
-
-
 def test_fill_value_of_an_array_type_is_left_to_h5py(tmp_path):
     path = tmp_path / "a.h5"
     stored = h5t.array_create(h5t.STD_I32LE, (2,))
@@ -904,17 +881,6 @@ def test_fill_value_of_an_array_type_is_left_to_h5py(tmp_path):
 
 
 # --- where the dataset lies: user blocks and links -----------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"chunks": (2, 3)}, {"chunks": (2, 3), **GZIP}])
-@pytest.mark.parametrize("libver", ["earliest", "latest"])
-def test_user_block(tmp_path, options, libver):
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w", userblock_size=1024, libver=libver) as file:
-        file.create_dataset("data", data=numbers(7, 5), **options)
-    with path.open("r+b") as file:
-        file.write(b"not HDF5 at all" * 60)
-    check(path)
 
 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
@@ -1003,20 +969,6 @@ def test_other_files_unguarded(tmp_path, monkeypatch, name):
         assert np.array_equal(reader.get_next_batch().data, numbers(7, 5))
 
 
-def test_links_within_the_file(tmp_path):
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("group/data", data=numbers(7, 5), chunks=(2, 3), **GZIP)
-        file["hard"] = file["group/data"]
-        file["soft"] = h5py.SoftLink("/group/data")
-        file["soft_group"] = h5py.SoftLink("/group")
-    for name in ("hard", "soft", "soft_group/data", "/group/data", "group/../hard"):
-        with h5py.File(path) as file:
-            if name not in file:
-                continue
-        check(path, name)
-
-
 # --- types: are the stored bytes the NumPy bytes? ------------------------------------------------
 
 
@@ -1031,29 +983,6 @@ def bool_on(base, false=0, true=1):
     stored = h5t.enum_create(base)
     stored.enum_insert(b"FALSE", false)
     stored.enum_insert(b"TRUE", true)
-    return stored
-
-
-def integer_of(base, precision, offset=0):
-    stored = base.copy()
-    stored.set_precision(precision)
-    stored.set_offset(offset)
-    return stored
-
-
-def bfloat16():
-    stored = h5t.IEEE_F32LE.copy()
-    stored.set_fields(15, 7, 8, 0, 7)
-    stored.set_size(2)
-    stored.set_ebias(127)
-    return stored
-
-
-def float8():
-    stored = h5t.IEEE_F16LE.copy()
-    stored.set_fields(7, 2, 5, 0, 2)
-    stored.set_size(1)
-    stored.set_ebias(15)
     return stored
 
 
@@ -1085,8 +1014,8 @@ TYPES = {
     "bool on int32": (bool_on(h5t.STD_I32LE), np.arange(6, dtype="i4").tobytes(), True),
     "bool on int16BE": (bool_on(h5t.STD_I16BE), np.arange(6, dtype=">i2").tobytes(), True),
     "complex with a gap": (complex_with_a_gap(), NOISE, True),
-    "bfloat16": (bfloat16(), NOISE[:12], False),
-    "float8": (float8(), NOISE[:6], False),
+    "bfloat16": (float_of(2, 8, 7, 127), NOISE[:12], False),
+    "float8": (float_of(1, 5, 2, 15), NOISE[:6], False),
     "12 bits": (integer_of(h5t.STD_U16LE, 12), b"\xff\xff" * 6, False),
     "12 bits, signed": (integer_of(h5t.STD_I16LE, 12), b"\xff\x0f" * 6, False),
     "12 bits, shifted": (integer_of(h5t.STD_U16LE, 12, 4), b"\x34\x12" * 6, False),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import POISON, assert_epoch_is, assert_reads_like_h5py, assert_same_bits, poison
+from corpus import float_of
 from h5py import h5d, h5p, h5s, h5t
 from hdf5files import type_for_h5py
 
@@ -395,7 +396,7 @@ def test_fill_value_of_a_nested_member(tmp_path):
 @pytest.mark.parametrize("num_files", [1, 2])
 def test_fill_value_whose_elements_differ_in_a_nested_member(tmp_path, num_files, beside, filters):
     """Such a member is left to h5py; its table may have members that h5py converts."""
-    beside = bfloat16() if beside == "bfloat16" else h5t.py_create(beside, logical=True)
+    beside = float_of(2, 8, 7, 127) if beside == "bfloat16" else h5t.py_create(beside, logical=True)
     inner = h5t.py_create(np.dtype([("x", "<f4"), ("vector", "<i2", (3,))]))
     table = h5t.create(h5t.COMPOUND, beside.get_size() + inner.get_size())
     table.insert(b"n", 0, beside)
@@ -681,14 +682,6 @@ def test_members_over_several_files(tmp_path):
                 poison(reader)
                 assert_epoch_is(reader, expected, in_order=not shuffle)
                 assert reader.fallback_reads == 0
-
-
-def bfloat16() -> h5t.TypeID:
-    stored = h5t.IEEE_F32LE.copy()
-    stored.set_fields(15, 7, 8, 0, 7)
-    stored.set_size(2)
-    stored.set_ebias(127)
-    return stored
 
 
 def integer_of_17_bits() -> h5t.TypeID:

@@ -10,7 +10,8 @@ import h5py
 import numpy as np
 import pytest
 from conftest import assert_epoch_is, truth
-from corpus import QUIRKS, Quirk
+from corpus import QUIRKS
+from test_stores import names_a_file, written
 
 from h5async import AsyncReader, ConfigError, ReaderConfig, ReadError
 from h5async.config.files import Kept
@@ -34,21 +35,6 @@ def rows_file(path: Path, of_chunk: int = 3) -> np.ndarray:
         file.create_dataset("data", data=rows, chunks=(of_chunk, 3000), compression="gzip")
         file["labels"] = np.arange(100)
     return rows
-
-
-def written(quirk: Quirk, folder: Path) -> Path:
-    try:
-        return quirk.write(folder)
-    except ModuleNotFoundError as error:
-        if error.name != "hdf5plugin" or os.environ.get("H5ASYNC_REQUIRE_EXTRAS") == "1":
-            raise
-        pytest.skip(str(error))
-
-
-def names_a_file(quirk: Quirk, path: Path) -> bool:
-    if quirk.name == "virtual_that_names_its_own_file":
-        return True
-    return any(other.is_file() for other in path.parent.rglob("*") if other != path)
 
 
 @pytest.mark.parametrize("name", READABLE)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from h5async import AsyncReader
 from h5async.core.binding import address, load_core
 from h5async.order.selection import WeightedOrder
-from h5async.order.window import DrawnOrder, _stable_order
+from h5async.order.window import DrawnOrder
 
 N, CHUNK = 600, 12
 
@@ -56,12 +56,6 @@ def test_the_core_computes_its_batches():
     begin, mapping = order.run(1, 60, 100)
     assert core.window_samples(int(mapping[2]), address(samples), begin, 40)
     assert samples.tolist() == order.samples(1, 60, 100).tolist()
-
-
-@given(st.lists(st.integers(0, 1 << 40), max_size=50))
-def test_numbers_are_sorted_by_their_digits(numbers):
-    array = np.array(numbers, np.int64)
-    assert _stable_order(array).tolist() == np.argsort(array, kind="stable").tolist()
 
 
 def test_frequent_samples_of_one_unit_come_throughout_the_epoch():

@@ -65,3 +65,18 @@ PUBLIC int64_t h5async_draw(const Column *table, const uint64_t *key, int64_t *d
     }
     return n;
 }
+
+/* Put what was drawn in the order of its units, numbered below `num_units`, and of each as it comes.
+   `ends`, zeros at first, is told where the draws of each unit end. */
+PUBLIC int64_t h5async_group(const int64_t *drawn, const int64_t *unit, int64_t *grouped, int64_t *ends,
+                             int64_t n, int64_t num_units)
+{
+    int64_t total = 0, here;
+    for (int64_t i = 0; i < n; i++)
+        ends[unit[i]]++;
+    for (int64_t i = 0; i < num_units; i++)
+        here = ends[i], ends[i] = total, total += here;
+    for (int64_t i = 0; i < n; i++)
+        grouped[ends[unit[i]]++] = drawn[i];
+    return n;
+}

@@ -21,34 +21,35 @@ typedef struct {
 } Domain;
 
 /* Several numbers at a time: one alone waits for its products. `lanes` is known to the compiler, which
-   has them in vectors where the processor multiplies these. `names` are added to the keys. */
-ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, Domain d, const uint64_t *names,
-                                 const uint64_t *keys)
+   has them in vectors where the processor multiplies these. `own`: the `a` and then the `b` of each, in
+   place of those of `d`, which all share; or NULL. `names` are added to the keys. */
+ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, Domain d, const uint64_t (*own)[MAX_LANES],
+                                 const uint64_t *names, const uint64_t *keys)
 {
     uint64_t right[MAX_LANES], left[MAX_LANES], all = d.a;
     for (int j = 0; j < lanes; j++)
         all |= x[j];
     for (int j = 0; j < lanes && all >> 32; j++)
-        right[j] = x[j] / d.a;
+        right[j] = x[j] / (own ? own[0][j] : d.a);
     for (int j = 0; j < lanes && !(all >> 32); j++) /* exact: no quotient is rounded up to a number */
-        right[j] = (uint64_t)((double)x[j] / (double)d.a);
+        right[j] = (uint64_t)((double)x[j] / (double)(own ? own[0][j] : d.a));
     for (int j = 0; j < lanes; j++)
-        left[j] = x[j] - right[j] * d.a;
+        left[j] = x[j] - right[j] * (own ? own[0][j] : d.a);
     for (int i = 0; i < ROUNDS; i += 2) {
         for (int j = 0; j < lanes; j++)
-            left[j] = shifted(left[j], right[j], d.a, names[j] + keys[i]);
+            left[j] = shifted(left[j], right[j], own ? own[0][j] : d.a, names[j] + keys[i]);
         for (int j = 0; j < lanes; j++)
-            right[j] = shifted(right[j], left[j], d.b, names[j] + keys[i + 1]);
+            right[j] = shifted(right[j], left[j], own ? own[1][j] : d.b, names[j] + keys[i + 1]);
     }
     for (int j = 0; j < lanes; j++)
-        x[j] = right[j] * d.a + left[j];
+        x[j] = right[j] * (own ? own[0][j] : d.a) + left[j];
 }
 
 /* Permute one number again, until it is in the domain. */
 static uint64_t permute_into(uint64_t x, Domain d, uint64_t name, const uint64_t *keys)
 {
     while (x >= d.count)
-        feistel_lanes(&x, 1, d, &name, keys);
+        feistel_lanes(&x, 1, d, NULL, &name, keys);
     return x;
 }
 
@@ -60,7 +61,7 @@ ALWAYS_INLINE int64_t permute_lanes(uint64_t *numbers, int64_t n, int lanes, Dom
 {
     int64_t i = 0;
     for (; i + lanes <= n; i += lanes)
-        feistel_lanes(numbers + i, lanes, d, NO_NAMES, keys);
+        feistel_lanes(numbers + i, lanes, d, NULL, NO_NAMES, keys);
     return i;
 }
 

@@ -11,33 +11,15 @@ typedef struct {
     const int64_t *delay;        /* [size], ascending */
     const int64_t *begin;        /* by block: its first position, and behind the last block */
     const int64_t *drawn;        /* what the numbers stand for that come of all this; or NULL */
-    /* skip: samples of the first unit that another piece has; num_samples: of all units, if these have
-       `size` each, but the last of `bounds` may have fewer; 0: not so. */
+    /* Square roots, rounded up, of the sizes of units, by unit; NULL: units have `size` samples, whose
+       root is `root`, but the last one may have fewer. */
+    const uint64_t *roots;
+    uint64_t root, last_root;
+    /* skip: samples of the first unit that another piece has; num_samples: of all units. */
     int64_t num_units, size, window, group_rounds, block_rounds, num_blocks, skip, num_samples;
     Store *blocks;
     uint64_t keys[ROUNDS];
 } Window;
-
-enum { NUM_DOMAINS = 16 };
-
-static Domain domain_of(uint64_t count)
-{
-    uint64_t a = 1;
-    while (a * a < count && a < UINT32_MAX) /* at most twice the square root */
-        a *= 2;
-    for (uint64_t step = a / 2; step; step /= 2)
-        if ((a - step) * (a - step) >= count)
-            a -= step;
-    return (Domain){count, a, (count + a - 1) / a};
-}
-
-static const Domain *find_domain(Domain *known, uint64_t count)
-{
-    Domain *domain = &known[count % NUM_DOMAINS];
-    if (domain->count != count)
-        *domain = domain_of(count);
-    return domain;
-}
 
 ALWAYS_INLINE uint64_t name_by(const uint64_t *keys, uint64_t number)
 {
@@ -266,16 +248,17 @@ static int sort_buckets(const Window *w, const Block *b, int64_t begin, int64_t 
     return 1;
 }
 
-/* Find the samples at some places of a block whose first round is given; those of equally large units
-   at a time. (Quotients of doubles are exact: none is rounded up to a number.) */
+/* Find the samples at some places of a block whose first round is given, several at a time; those of
+   units of `size` samples are found sooner. (Quotients of doubles are exact: none is rounded up to a
+   number.) */
 ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uint32_t *places,
-                                 int64_t count, int lanes, int is_even, Domain *known,
-                                 int64_t *samples)
+                                 int64_t count, int lanes, int is_even, int64_t *samples)
 {
     const double size = (double)w->size, window = (double)w->window;
+    const Domain d = {(uint64_t)w->size, w->root, ((uint64_t)w->size + w->root - 1) / w->root};
     int64_t done = 0;
     for (; done + lanes <= count; done += lanes) {
-        uint64_t x[MAX_LANES], names[MAX_LANES];
+        uint64_t x[MAX_LANES], unit[MAX_LANES], names[MAX_LANES], own[2][MAX_LANES];
         int64_t first[MAX_LANES], sizes[MAX_LANES], start[MAX_LANES], differ = 0, are_outside = 0;
         for (int j = 0; j < lanes; j++) {
             int64_t round = (int64_t)((double)places[done + j] / size);
@@ -284,32 +267,35 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
             x[j] = (uint64_t)s;
         }
         for (int j = 0; j < lanes; j++)
-            names[j] = (uint64_t)w->unit[start[j]];
+            unit[j] = (uint64_t)w->unit[start[j]];
         for (int j = 0; j < lanes && is_even; j++) { /* in vectors, unlike what is looked up */
-            int64_t left = w->num_samples - (int64_t)names[j] * w->size;
-            first[j] = (int64_t)names[j] * w->size;
-            sizes[j] = left < w->size ? left : w->size;
+            first[j] = (int64_t)unit[j] * w->size;
+            sizes[j] = w->num_samples - first[j];
+            sizes[j] = sizes[j] < w->size ? sizes[j] : w->size;
         }
         for (int j = 0; j < lanes && !is_even; j++) {
-            first[j] = w->bounds[names[j]];
-            sizes[j] = w->bounds[names[j] + 1] - first[j];
+            first[j] = w->bounds[unit[j]];
+            sizes[j] = w->bounds[unit[j] + 1] - first[j];
         }
         for (int j = 0; j < lanes; j++) {
             x[j] += start[j] == 0 ? (uint64_t)w->skip : 0;
-            differ |= sizes[j] ^ sizes[0];
+            differ |= sizes[j] ^ w->size;
         }
         for (int j = 0; j < lanes; j++)
-            names[j] = name_by(w->keys, names[j]);
-        const Domain d = *find_domain(known, (uint64_t)sizes[0]);
-        if (!differ)
-            feistel_lanes(x, lanes, d, names, w->keys);
-        for (int j = 0; j < lanes && !differ; j++)
-            are_outside |= x[j] >= d.count;
-        for (int j = 0; j < lanes && (differ || are_outside); j++) {
-            const Domain *own = find_domain(known, (uint64_t)sizes[j]);
-            if (differ)
-                feistel_lanes(x + j, 1, *own, names + j, w->keys);
-            x[j] = permute_into(x[j], *own, names[j], w->keys);
+            names[j] = name_by(w->keys, unit[j]);
+        for (int j = 0; j < lanes && differ; j++)
+            own[0][j] = is_even ? sizes[j] < w->size ? w->last_root : d.a : w->roots[unit[j]];
+        for (int j = 0; j < lanes && differ; j++)
+            own[1][j] = (uint64_t)((double)((uint64_t)sizes[j] + own[0][j] - 1) / (double)own[0][j]);
+        if (differ)
+            feistel_lanes(x, lanes, d, own, names, w->keys);
+        else
+            feistel_lanes(x, lanes, d, NULL, names, w->keys);
+        for (int j = 0; j < lanes; j++)
+            are_outside |= x[j] >= (uint64_t)sizes[j];
+        for (int j = 0; j < lanes && are_outside; j++) {
+            Domain its = {(uint64_t)sizes[j], differ ? own[0][j] : d.a, differ ? own[1][j] : d.b};
+            x[j] = permute_into(x[j], its, names[j], w->keys);
         }
         for (int j = 0; j < lanes; j++)
             samples[done + j] = first[j] + (int64_t)x[j];
@@ -317,33 +303,37 @@ ALWAYS_INLINE int64_t find_lanes(const Window *w, int64_t first_round, const uin
     return done;
 }
 
+ALWAYS_INLINE int64_t find_some(const Window *w, int64_t first_round, const uint32_t *places,
+                                int64_t count, int lanes, int64_t *samples)
+{
+    return w->roots ? find_lanes(w, first_round, places, count, lanes, 0, samples)
+                    : find_lanes(w, first_round, places, count, lanes, 1, samples);
+}
+
 #if defined(AVX512)
 AVX512 static int64_t find_avx512(const Window *w, int64_t first_round, const uint32_t *places,
-                                  int64_t count, Domain *known, int64_t *samples)
+                                  int64_t count, int64_t *samples)
 {
-    if (w->num_samples)
-        return find_lanes(w, first_round, places, count, MAX_LANES, 1, known, samples);
-    return find_lanes(w, first_round, places, count, MAX_LANES, 0, known, samples);
+    return find_some(w, first_round, places, count, MAX_LANES, samples);
 }
 #endif
 
 static void find_places(const Window *w, int64_t first_round, const uint32_t *places, int64_t count,
-                        Domain *known, int64_t *samples)
+                        int64_t *samples)
 {
     int64_t i = 0;
 #if defined(AVX512)
     if (HAS_AVX512())
-        i = find_avx512(w, first_round, places, count, known, samples);
+        i = find_avx512(w, first_round, places, count, samples);
 #endif
-    i += find_lanes(w, first_round, places + i, count - i, LANES, 0, known, samples + i);
-    find_lanes(w, first_round, places + i, count - i, 1, 0, known, samples + i);
+    i += find_some(w, first_round, places + i, count - i, LANES, samples + i);
+    find_some(w, first_round, places + i, count - i, 1, samples + i);
 }
 
 /* Compute the samples at `count` positions from `start` on, all of which the order has; 0: there is no
    memory for it. */
 PUBLIC int64_t h5async_window_samples(const Window *w, int64_t *samples, int64_t start, int64_t count)
 {
-    Domain known[NUM_DOMAINS] = {{0, 0, 0}};
     const int64_t all = count;
     int64_t number = 0, high = w->num_blocks;
     int is_good = block_at(w, 0, NULL).most_samples <= UINT32_MAX;
@@ -364,7 +354,7 @@ PUBLIC int64_t h5async_window_samples(const Window *w, int64_t *samples, int64_t
         int64_t here = left < count ? left : count;
         is_good = is_good && sort_buckets(w, &b, at, at + here);
         if (is_good)
-            find_places(w, number * w->block_rounds, b.places + at, here, known, samples);
+            find_places(w, number * w->block_rounds, b.places + at, here, samples);
         if (kept)
             let_go(w->blocks, kept);
         free(own);
