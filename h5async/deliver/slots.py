@@ -420,6 +420,7 @@ class SlotRing(Generic[Result]):
             self._at_exit = self._at_exit or at_exit
             self.is_closed = True
             self._entries = {}  # a new one: this may come in the middle of a loop over the old
+            self.wanted = self.consumer
             if self.turns is not None:
                 self.turns.end()
             self.completions.wake()

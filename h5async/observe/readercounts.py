@@ -120,7 +120,7 @@ class _Mark(NamedTuple):
 
     What was counted here, of batches, of skipped samples, of samples and rows by `_sizes`, and of
     waits; a copy of what the core has counted; the number of all waits; the work; and when it was,
-    if not at the end of the last wait.
+    if not at the end of the last wait: `passed`, or when an epoch began by a later copy, `begun`.
     """
 
     batches: int
@@ -131,6 +131,7 @@ class _Mark(NamedTuple):
     num_waits: int
     work: Work
     passed: float | None = None
+    begun: tuple[bytes, list[int]] | None = None
 
 
 class _Span(NamedTuple):
@@ -221,9 +222,9 @@ class ReaderCounts:
     def end_epoch_of_turns(self, work: Work) -> None:
         """Note the end of an epoch that ended in the core."""
         with self._lock:
-            self._catch_up()
             turns, end = self.waits.turns, self._mark(work)
             assert turns is not None
+            self._catch_up(end)
             count = turns.epoch_batches
             if self._open_epoch >= 0:
                 self.last = self._open_epoch, count - 1
@@ -236,18 +237,18 @@ class ReaderCounts:
             self._catch_up()
             return self._open_epoch
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, now: _Mark | None = None) -> None:
         """Note that an epoch has begun in the core, if one has; under the lock."""
         turns = self.waits.turns
         if turns is None or turns.epoch_begin_ns == self._seen_begin_ns:
             return
         self._seen_begin_ns = turns.epoch_begin_ns
-        counts = turns.counts(turns.copied())
-        now, before = self._mark(self._last_end.work), self._last_end
-        passed = self.waits.passed(counts.epoch_begin)
+        before, now = self._last_end, now or self._mark(FillerStats)
         num_waits = before.num_waits + now.noted.number - before.noted.number
-        now = now._replace(turns=before.turns, num_waits=num_waits, passed=passed)
-        self._open_epoch, self._begin = counts.epoch, now
+        self._open_epoch, self._begin = (
+            turns.begun,
+            _Mark(*now[:4], before.turns, num_waits, before.work, None, now.turns),
+        )
 
     def _end(self, end: _Mark, *, knows_later: bool = False) -> None:
         if self._open_epoch >= 0:
@@ -291,7 +292,7 @@ class ReaderCounts:
         """Return work of a filler with that of uploads, and of a GPU that has decoded chunks."""
         done = filler()
         counts, stages = done.counts, dict(done.stage_seconds)
-        stages["upload"] += uploads["upload"] / 1e9
+        stages["upload"] += uploads.get("upload", 0) / 1e9
         stages["read"] += counts.read_ns / 1e9
         stages["decode"] += counts.decode_ns / 1e9
         stages["place"] += counts.place_ns / 1e9
@@ -340,6 +341,8 @@ class ReaderCounts:
                 count += of_turns.num_rows[self._columns[rows]]
             nbytes, used = nbytes + count * of_each, used.plus(used_of_each, count)
         passed = mark.passed
+        if turns is not None and mark.begun is not None:
+            passed = self.waits.passed(turns.counts(mark.begun).epoch_begin)
         if passed is None:
             passed = mark.noted.elapsed_seconds
             if of_turns.waits:

@@ -299,12 +299,9 @@ class RunEpochs:
         self.table = np.concatenate((table, np.repeat(table[-1:], more, axis=0)))
         self.stop = epochs[-1].stop + more * self.epoch_batches
 
-    def epoch_end_after(self, serial: int) -> int:
-        """Return where the epoch of a batch ends."""
-        behind = serial - self.epoch_end
-        if behind < 0:
-            return self.epoch_end
-        return serial + self.epoch_batches - behind % self.epoch_batches
+    def end_of(self, epoch: int) -> int:
+        """Return the serial behind those of an epoch, counted from the first one of the run."""
+        return self.epoch_end + epoch * self.epoch_batches
 
     def epoch_beginning(self, serial: int) -> int | None:
         """Return which epoch of the run, but the first, begins with a batch; None if none does."""
@@ -320,8 +317,8 @@ def _addresses(one: Numbers) -> Iterator[int]:
 class TurnsCounts(NamedTuple):
     """Batches that were taken, their samples, the waits for them, and when the last one ended.
 
-    `epoch` is the last epoch of which the first batch was taken, and `epoch_begin` when the wait
-    for that began. In seconds, of `time.perf_counter`.
+    `epoch_begin` is when the wait for the first batch of the last epoch began that began here. In
+    seconds, of `time.perf_counter`.
     """
 
     batches: int = 0
@@ -329,7 +326,6 @@ class TurnsCounts(NamedTuple):
     waits: int = 0
     wait_seconds: float = 0.0
     end: float = 0.0
-    epoch: int = 0
     epoch_begin: float = 0.0
     num_rows: Sequence[int] = ()  # by column, of ragged ones
 
@@ -433,6 +429,11 @@ class Turns:
         return int(self._struct.epoch_begin_ns)
 
     @property
+    def begun(self) -> int:
+        """The epoch of that batch."""
+        return int(self._struct.begun)
+
+    @property
     def epoch_batches(self) -> int:
         """The batches in an epoch of the run that was lent last."""
         return int(self._struct.epoch_batches)
@@ -519,4 +520,4 @@ class Turns:
         end, epoch_begin = ((ns + offset_ns) / 1e9 for ns in (struct.end_ns, struct.epoch_begin_ns))
         taken = struct.taken, struct.samples_taken, struct.num_waits, struct.total_ns / 1e9
         end = end if struct.num_waits else 0.0
-        return TurnsCounts(*taken, end, struct.begun, epoch_begin, copied[1])
+        return TurnsCounts(*taken, end, epoch_begin, copied[1])

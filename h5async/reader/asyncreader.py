@@ -365,6 +365,9 @@ class AsyncReader:
         """
         engine = self._engine
         engine.check_open()
+        begun = engine.delivery.next_epoch_of_run(self.get_next_batch)
+        if begun is not None:
+            return begun
         engine.position.settle()
         if not engine.position.num_batches:
             return iter(())

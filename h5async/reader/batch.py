@@ -390,15 +390,17 @@ class Epoch(Iterator[Batch]):
         ring: SlotRing[FillOutcome],
         epoch: int,
         get_next_batch: Callable[[], Batch],
+        run: Run | None = None,
     ) -> None:
         self._position = position
         self._ring = ring
-        self._place = position.course.place
+        self._place = position.course.place if run is None else run.place
         self._epochs = epoch, -1
         self._get_next_batch = get_next_batch
         # While its run lasts, the epoch ends here.
-        self._run: Run | None = None
-        self._stop = 0
+        self._run, self._stop = run, 0
+        if run is not None:
+            self._stop = run.epochs.end_of(epoch - run.epoch)
 
     def __next__(self) -> Batch:
         turns = self._ring.turns
@@ -408,7 +410,8 @@ class Epoch(Iterator[Batch]):
             is_over = course.place is not self._place
             is_over = is_over or course.position(serial).epoch not in self._epochs
             if not is_over and run is not None:
-                self._run, self._stop = run, run.epochs.epoch_end_after(serial)
+                self._run = run
+                self._stop = run.epochs.end_of(self._epochs[0] - run.epoch)
         else:
             assert turns is not None
             is_over = turns.next >= self._stop

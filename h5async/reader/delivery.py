@@ -173,9 +173,6 @@ class Delivery:
 
     def next_epoch(self, get_next_batch: Callable[[], Batch]) -> Iterator[Batch]:
         """Go to the next epoch of which no batch was taken; return its batches."""
-        begun = self._next_epoch_of_run(get_next_batch)
-        if begun is not None:
-            return begun
         if self._counts.open_epoch >= 0:
             self._counts.end_epoch(self.work())
         course, following = self._position.course, self._ring.consumer.next
@@ -188,8 +185,8 @@ class Delivery:
         epoch = self._position.schedule.position(first).epoch
         return Epoch(self._position, self._ring, epoch, get_next_batch)
 
-    def _next_epoch_of_run(self, get_next_batch: Callable[[], Batch]) -> Epoch | None:
-        """Do the same where a loop has taken all of an epoch, and the core goes on."""
+    def next_epoch_of_run(self, get_next_batch: Callable[[], Batch]) -> Epoch | None:
+        """Do the same if a loop has taken all of an epoch, and the core goes on; else None."""
         turns, wanted, has_threads = self._ring.turns, self._ring.wanted, self._setup.has_threads
         run = None if turns is None else turns.run
         if turns is None or run is None or wanted[3:6:2] != (has_threads, has_threads):
@@ -197,7 +194,7 @@ class Delivery:
         number = run.epochs.epoch_beginning(turns.next)
         if number is None:
             return None
-        return Epoch(self._position, self._ring, run.epoch + number, get_next_batch)
+        return Epoch(self._position, self._ring, run.epoch + number, get_next_batch, run)
 
     def begin(self) -> None:
         """Fill free slots with requested batches; after an exception, the next call does it."""
@@ -388,7 +385,7 @@ class Delivery:
         """Return the work of all threads so far; `done` is that of the filler, if known."""
         policy, counts = self._setup.device_policy, self._counts
         snapshot = self._filler.snapshot() if done is None else lambda: done
-        uploads = counts.upload_times.copied()
+        uploads = counts.upload_times.copied() if self._setup.is_on_gpu else {}
         return partial(counts.work, snapshot, uploads, policy.num_chunks, policy.decoded_nbytes)
 
     # --- the caller's batch -----------------------------------------------------------------------
