@@ -178,7 +178,9 @@ class Submissions(QueuedBatches):
         assert core is not None
         is_alone = not num_threads
         scratch = self._reader.scratch_of_consumer(is_alone)
-        self.turns = Turns(core, self._queue, scratch, batch, is_alone=is_alone)
+        self.turns = Turns(
+            core, self._queue, scratch, batch, is_alone=is_alone, is_ragged=not self.is_plain
+        )
         return self.turns
 
     def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:

@@ -350,7 +350,7 @@ class Turns:
 
     `batch` is the type of batches: one is made without a call of its `__init__`, and has its
     members `_arrays` set to views, and `_later` to its run, slot and serial. `scratch` is the
-    consumer's; `is_alone`: no other thread fills batches.
+    consumer's; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
     if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
@@ -359,7 +359,14 @@ class Turns:
     """
 
     def __init__(
-        self, core: Core, queue: BatchQueue, scratch: Scratch, batch: type, *, is_alone: bool
+        self,
+        core: Core,
+        queue: BatchQueue,
+        scratch: Scratch,
+        batch: type,
+        *,
+        is_alone: bool,
+        is_ragged: bool = False,
     ) -> None:
         self._core = core
         self._memory = bytearray(ctypes.sizeof(core.Turns))
@@ -383,7 +390,7 @@ class Turns:
         struct.queue, struct.worker = queue.struct, ctypes.pointer(scratch.worker(core).struct)
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
-        struct.num_rows = address(self.num_rows)
+        struct.num_rows = address(self.num_rows) if is_ragged else None
         struct.type, struct.made, struct.later = map(id, self._keep[2:])
         struct.held = -1
 
