@@ -349,8 +349,8 @@ class Turns:
     """The consumer's turns in the core.
 
     `batch` is the type of batches: one is made without a call of its `__init__`, and has its
-    members `_arrays` set to views, and `_later` to its run, slot and serial. `scratch` is the
-    consumer's; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
+    members `_arrays` set to views, `_later` to its run, slot and serial, and `size`. `scratch` is
+    the consumer's; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
     if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
@@ -381,7 +381,7 @@ class Turns:
         self.num_rows = np.zeros(queue.struct.contents.num_fields, np.int64)
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
-        self._keep = queue, scratch, batch, "_arrays", "_later"
+        self._keep = queue, scratch, batch, "_arrays", "_later", "size"
         self._queue = queue
         # Those that the core may use, with the serial behind those of batches that do.
         self._mappings: list[tuple[int, Sequence[Any]]] = []
@@ -391,7 +391,7 @@ class Turns:
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
         struct.num_rows = address(self.num_rows) if is_ragged else None
-        struct.type, struct.made, struct.later = map(id, self._keep[2:])
+        struct.type, struct.made, struct.later, struct.size = map(id, self._keep[2:])
         struct.held = -1
 
     def on_epoch(self, function: Callable[[], object] | None) -> None:

@@ -333,15 +333,11 @@ class Run:
 
     def _complete(self, batch: Batch, name: str, slot: int, serial: int) -> None:
         course = self._course
-        epoch, number, start = course.position(serial)
-        begin, end = self._sampling.dealt_at(epoch, start)
-        if name == "size":
-            batch.size = end - begin
-            return
-        index = self._index_of(slot, serial, end - begin) if name == "index" else None
+        index = self._index_of(slot, serial, batch.size) if name == "index" else None
         if index is not None:
             batch.index = index
             return
+        epoch, number, start = course.position(serial)
         if name == "_arrays":  # not plain ones, with masks, or there was no memory for them
             if self._batches.is_over(serial):
                 raise BatchExpiredError(_OVER)
