@@ -37,6 +37,7 @@ _Uint64s = NDArray[np.uint64]
 _Numbers = tuple[int, int, _Uint64s | None, NDArray[np.int64] | None, _Uint64s | None]
 _AHEAD_SAMPLES = 8192  # of an epoch, whose numbers are told at once
 _AHEAD_BATCHES, _AHEAD_EPOCHS = 256, 32  # that are told at once, about
+_AHEAD_MAPPED = 1 << 16  # samples of epochs that have a mapping each, which may be large
 _MORE_ALIKE = 1024  # epochs
 _NO_NUMBERS: _Numbers = 0, 0, None, None, None
 
@@ -95,7 +96,11 @@ class QueuedBatches:
         while one is not None:
             found.append(one)
             are_alike = one.mapping is None and one.samples is None and one.draw is None
-            if one.stop != end or end - first >= _AHEAD_BATCHES or len(found) == _AHEAD_EPOCHS:
+            is_large = (
+                one.mapping is not None and (end - first) * sampling.batch_size > _AHEAD_MAPPED
+            )
+            are_all = end - first >= _AHEAD_BATCHES or len(found) == _AHEAD_EPOCHS
+            if one.stop != end or are_all or is_large:
                 break
             if len(found) > 1 and are_alike and sampling.pass_samples is None:
                 return RunEpochs(first, epoch_end, sampling, found, _MORE_ALIKE)

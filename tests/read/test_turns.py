@@ -31,6 +31,7 @@ from h5async import (
     SparseField,
 )
 from h5async.core.binding import load_core
+from h5async.order.window import WindowOrder
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 
@@ -320,6 +321,19 @@ def test_an_order_lasts_as_long_as_a_batch_may_be_planned_by_it(path):
         assert lasts
         for _ in range(11):
             check(reader.get_next_batch(), truth(path))
+
+
+def test_a_large_order_is_made_for_an_epoch_at_a_time(path, monkeypatch):
+    """Else the first batch would wait for those of many epochs, which would all be kept."""
+    made, new_table = [], WindowOrder._new_table
+    monkeypatch.setattr("h5async.fill.submissions._AHEAD_MAPPED", SAMPLES - 1)
+    monkeypatch.setattr(
+        WindowOrder, "_new_table", lambda order, at: made.append(at) or new_table(order, at)
+    )
+    with opened(path, num_threads=0, shuffle="window", batch_size=SAMPLES // 3) as reader:
+        for batch in reader:
+            check(batch, truth(path))
+    assert set(made) <= {0, 1}
 
 
 def test_a_batch_that_nobody_looked_at_yet(path):
