@@ -51,9 +51,9 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
     const Wish *wish = &job->wish;
     w->batch = wish->serial;
     begin_tracing(w);
-    if (wish->begin >= 0 && !find_samples(queue, wish))
-        memset(wish->samples, -1, (size_t)wish->count * sizeof *wish->samples); /* refused below */
-    job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
+    int are_found = wish->begin < 0 || find_samples(queue, wish);
+    job->is_planned = are_found &&
+                      h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
                                          wish->samples, wish->count, job->rows, queue->num_samples,
                                          queue->num_threads, wish->draw) == 1;
     job->left_nbytes = job->plan->nbytes;
