@@ -126,6 +126,7 @@ class BatchQueue:
         samples: Int64s | None,
         draw: Uint64s | None,
         needs_python: bool,
+        is_own: bool = False,
     ) -> None:
         """Have a batch read. Never blocks; submitting it again has no effect.
 
@@ -133,7 +134,8 @@ class BatchQueue:
         of the selection from `begin` on, at most the rows of the slot; `mapping`, from
         `Sampling.run_at`, maps the positions first, if given. Or they are `samples`, int64
         (count,), C-contiguous. For `draw` see `Collection.plan`. If it `needs_python`, a thread
-        returns from `next` with it when its rows are read.
+        returns from `next` with it when its rows are read. `is_own`: the consumer will call
+        `Turns.fill_own`, so that no thread is woken for it if it is cheap.
         """
         if mapping is not self._mapping:
             self._mapping_at = None if mapping is None else address(mapping)
@@ -152,6 +154,7 @@ class BatchQueue:
             slot,
             serial,
             needs_python,
+            is_own,
         )
         assert taken, f"slot {slot} is in use"
         mappings = self._mappings[slot]
@@ -476,6 +479,10 @@ class Turns:
         struct, slots = self._struct, self._slots.tolist()
         low = struct.next if struct.held < 0 else struct.held
         return {serial: slots[serial % len(slots)] for serial in range(low, struct.assigned)}
+
+    def fill_own(self, serial: int) -> None:
+        """Fill a batch in the consumer's thread, if it was submitted as its own, and is cheap."""
+        self._core.fill_own(self._struct.queue, self._struct.worker, serial)
 
     def end(self) -> None:
         """Take the state back."""
