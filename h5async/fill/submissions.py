@@ -112,18 +112,20 @@ class QueuedBatches:
         """Return the arrays of a batch of `turns`, which are views of a slot's memory."""
         return tuple([out[: index.size] for out in memory.out])
 
-    def submit(self, request: FillRequest) -> None:
+    def submit(self, request: FillRequest, *, is_helped: bool = False) -> None:
         """Have a batch filled. Never blocks; submitting it again has no effect.
 
-        Anything that goes wrong becomes an error of that batch.
+        Anything that goes wrong becomes an error of that batch. `is_helped`: the consumer will call
+        `Turns.fill_own` for one of given samples.
         """
+        is_own = is_helped and request.samples is not None and self.turns is not None
         slot, serial = request.slot, request.serial
         with self._lock:
             latest = self._latest[slot]
             if latest is None or latest.request.serial != serial:
                 latest = self._latest[slot] = self._new(request)
             if latest.error is None:
-                self._queue.submit(slot, serial, *latest.numbers, latest.needs_python)
+                self._queue.submit(slot, serial, *latest.numbers, latest.needs_python, is_own)
 
     def drop_error(self, serial: int) -> None:
         """Forget the error of a batch: it is raised, and so holds what holds this object."""

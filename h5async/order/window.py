@@ -144,7 +144,7 @@ class WindowOrder(Order):
         core = load_core()
         return table if core is None else table._replace(mapping=self._mapping(core, table, epoch))
 
-    def _mapping(self, core: Core, table: _Table, epoch: int) -> NDArray[np.uint64]:
+    def _mapping(self, core: Core, table: _Table, epoch: int) -> NDArray[np.uint64] | None:
         sizes, num_samples = np.diff(self._bounds), int(self._bounds[-1])
         roots = np.ceil(np.sqrt(sizes)).astype(np.uint64)
         root, last_root = int(roots.max(initial=1)), int(roots[-1:].sum())
@@ -157,6 +157,8 @@ class WindowOrder(Order):
         more = root, last_root, *counts, int(table.skip[:1].sum()), num_samples
         nbytes = self._block_rounds * self._size * _PLACE_NBYTES
         blocks = core.new_store(_BLOCKS_KEPT * nbytes, nbytes, False)
+        if not blocks:
+            return None  # there is no memory for it
         keys = tuple(round_keys(self._seed, epoch, "window").tolist())
         struct = core.Window(*map(address, arrays), *given, *more, blocks, keys)
         found: Any = (ctypes.c_uint64 * 9)(1, 0, ctypes.addressof(struct))

@@ -126,6 +126,7 @@ class BatchQueue:
         samples: Int64s | None,
         draw: Uint64s | None,
         needs_python: bool,
+        is_own: bool = False,
     ) -> None:
         """Have a batch read. Never blocks; submitting it again has no effect.
 
@@ -133,7 +134,8 @@ class BatchQueue:
         of the selection from `begin` on, at most the rows of the slot; `mapping`, from
         `Sampling.run_at`, maps the positions first, if given. Or they are `samples`, int64
         (count,), C-contiguous. For `draw` see `Collection.plan`. If it `needs_python`, a thread
-        returns from `next` with it when its rows are read.
+        returns from `next` with it when its rows are read. `is_own`: the consumer will call
+        `Turns.fill_own`, so that no thread is woken for it if it is cheap.
         """
         if mapping is not self._mapping:
             self._mapping_at = None if mapping is None else address(mapping)
@@ -152,6 +154,7 @@ class BatchQueue:
             slot,
             serial,
             needs_python,
+            is_own,
         )
         assert taken, f"slot {slot} is in use"
         mappings = self._mappings[slot]
@@ -349,8 +352,8 @@ class Turns:
     """The consumer's turns in the core.
 
     `batch` is the type of batches: one is made without a call of its `__init__`, and has its
-    members `_arrays` set to views, and `_later` to its run, slot and serial. `scratch` is the
-    consumer's; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
+    members `_arrays` set to views, `_later` to its run, slot and serial, and `size`. `scratch` is
+    the consumer's; `is_alone`: no other thread fills batches; `is_ragged`: some fields are.
 
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
     if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
@@ -381,7 +384,7 @@ class Turns:
         self.num_rows = np.zeros(queue.struct.contents.num_fields, np.int64)
         self._seen = 0  # of the waits
         self._on_left: Callable[[], object] | None = None
-        self._keep = queue, scratch, batch, "_arrays", "_later"
+        self._keep = queue, scratch, batch, "_arrays", "_later", "size"
         self._queue = queue
         # Those that the core may use, with the serial behind those of batches that do.
         self._mappings: list[tuple[int, Sequence[Any]]] = []
@@ -391,7 +394,7 @@ class Turns:
         struct.num_slots, struct.slot_of = queue.num_slots, address(self._slots)
         struct.waits_ns, struct.is_alone = address(self._waits_ns), is_alone
         struct.num_rows = address(self.num_rows) if is_ragged else None
-        struct.type, struct.made, struct.later = map(id, self._keep[2:])
+        struct.type, struct.made, struct.later, struct.size = map(id, self._keep[2:])
         struct.held = -1
 
     def on_epoch(self, function: Callable[[], object] | None) -> None:
@@ -476,6 +479,10 @@ class Turns:
         struct, slots = self._struct, self._slots.tolist()
         low = struct.next if struct.held < 0 else struct.held
         return {serial: slots[serial % len(slots)] for serial in range(low, struct.assigned)}
+
+    def fill_own(self, serial: int) -> None:
+        """Fill a batch in the consumer's thread, if it was submitted as its own, and is cheap."""
+        self._core.fill_own(self._struct.queue, self._struct.worker, serial)
 
     def end(self) -> None:
         """Take the state back."""

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from layouts import DEFLATE, layout
 from orders import batch_of
 
-from h5async import AsyncReader, ConfigError, DatasetError
+from h5async import AsyncReader, ConfigError, DatasetError, Field
 from h5async.core.binding import load_core
 from h5async.index.datasettable import unit_bounds
 from h5async.index.datasettable import unit_nbytes as unit_nbytes_of
@@ -226,13 +226,39 @@ def test_the_core_and_its_twin_agree_on_pieces_of_unequal_units(counts: list[int
 
 
 @pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
-def test_the_core_has_no_memory_left() -> None:
+@pytest.mark.parametrize("refused", ["window_samples", "new_store"])
+def test_the_core_has_no_memory_left(refused: str) -> None:
     """NumPy computes the order then."""
     core: Any = load_core()
     order = WindowOrder(equal_units(1000, 10), 20, 3)
     expected = whole(order, 1000, 1)
-    with mock.patch.object(core, "window_samples", return_value=0):
+    with mock.patch.object(core, refused, return_value=0):
         assert np.array_equal(whole(WindowOrder(equal_units(1000, 10), 20, 3), 1000, 1), expected)
+
+
+@pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_thread_has_no_memory_left_for_the_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    """Python finds the samples of a batch then, whatever rows these have."""
+    core: Any = load_core()
+    write(tmp_path / "a.h5", values_of(200, 3), chunks=(10, 3))
+    steps = {"x": Field("data", steps=range(-2, 3), pad="edge")}
+
+    def epoch() -> list[Any]:
+        with open_window(tmp_path / "a.h5", fields=steps, num_threads=num_threads) as reader:
+            return [(batch.index.tolist(), batch["x"].tolist()) for batch in reader]
+
+    expected, mapping_of = epoch(), WindowOrder._mapping
+
+    def too_large(*arguments: Any) -> Any:
+        mapping: Any = mapping_of(*arguments)
+        core.Window.from_address(int(mapping[2])).block_rounds = 1 << 40
+        return mapping
+
+    monkeypatch.setattr(WindowOrder, "_mapping", too_large)
+    assert epoch() == expected
 
 
 def test_what_is_given_is_not_changed_and_what_is_taken_is_new() -> None:

@@ -51,9 +51,9 @@ static void plan_job(Queue *queue, Job *job, Worker *w)
     const Wish *wish = &job->wish;
     w->batch = wish->serial;
     begin_tracing(w);
-    if (wish->begin >= 0 && !find_samples(queue, wish))
-        memset(wish->samples, -1, (size_t)wish->count * sizeof *wish->samples); /* refused below */
-    job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
+    int are_found = wish->begin < 0 || find_samples(queue, wish);
+    job->is_planned = are_found &&
+                      h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
                                          wish->samples, wish->count, job->rows, queue->num_samples,
                                          queue->num_threads, wish->draw) == 1;
     job->left_nbytes = job->plan->nbytes;
@@ -187,4 +187,25 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
     pthread_mutex_unlock(&queue->lock);
     w->returned_ns = now_ns();
     return next;
+}
+
+/* Fill a batch in the consumer's thread, if it is its own. What is left to Python, a thread is to find
+   out again. Returns whether it is filled. */
+PUBLIC int64_t h5async_fill_own(Queue *queue, Worker *w, int64_t serial)
+{
+    int64_t next = NEXT_NOTHING;
+    pthread_mutex_lock(&queue->lock);
+    for (int64_t i = 0; i < queue->num_jobs; i++) {
+        Job *job = &queue->jobs[i];
+        while (next == NEXT_NOTHING && job->wish.serial == serial && job->is_own && is_open(job))
+            next = advance(queue, job, w);
+    }
+    if (next >= 0) {
+        queue->jobs[next].state = TO_PLAN, queue->jobs[next].is_own = 0;
+        offer(queue);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    if (next >= 0)
+        pthread_cond_signal(&queue->work);
+    return next == NEXT_READY;
 }

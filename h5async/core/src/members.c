@@ -95,7 +95,7 @@ static const Structure ALL_STRUCTURES[] = {
             plan_ns, fill_ns, spinners)
     MEMBERS(Turns, queue, worker, num_slots, slot_of, waits_ns, is_lent, is_inside, is_alone,
             waits_not, next, asked, held, assigned, reads_ahead, first, stop, stride, count, epoch_end,
-            epoch_batches, epochs, epoch, number, type, made, later, run, names, arrays, part, on_left, on_epoch,
+            epoch_batches, epochs, epoch, number, type, made, later, size, run, names, arrays, part, on_left, on_epoch,
             taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns,
             begun, num_rows)
     MEMBERS(Window, unit, count, bounds, delay, begin, drawn, roots, root, last_root, num_units, size,

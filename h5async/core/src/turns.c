@@ -61,11 +61,11 @@ typedef struct {
     int64_t first, stop, stride, count, epoch_end, epoch_batches;
     const RunEpoch *epochs;
     int64_t epoch, number; /* of the batch `first` */
-    /* Python's: the type of batches, the names of the members that the arrays, and the run, slot and
-       serial, are set to; of the run: names of fields (NULL: arrays are not made), arrays of each slot,
+    /* Python's: the type of batches, the names of the members that the arrays, the run, slot and serial,
+       and the number of samples are set to; of the run: names of fields (NULL: arrays are not made), arrays of each slot,
        and the part of these; what is called when the consumer has left a reader that was closed
        meanwhile, and when the last batch of an epoch was taken. */
-    Object *type, *made, *later, *run, *names, *arrays, *part, *on_left, *on_epoch;
+    Object *type, *made, *later, *size, *run, *names, *arrays, *part, *on_left, *on_epoch;
     /* Of all runs: batches, their samples, and waits; the times of the last one, and when that for the
        first batch of the epoch `begun` began. */
     int64_t taken, samples_taken, num_waits, total_ns, begin_ns, end_ns, epoch_begin_ns, begun;
@@ -229,28 +229,29 @@ static Object *new_views(Object *names, Object *arrays, Object *part)
 static Object *new_batch(const Turns *t)
 {
     int64_t at = t->slot_of[t->next % t->num_slots];
-    int64_t size = count_of(t, t->next);
+    int64_t count = count_of(t, t->next);
     Object *run = t->run, *slot = PyLong_FromLongLong(at), *serial = PyLong_FromLongLong(t->next);
+    Object *size = PyLong_FromLongLong(count);
     Py_IncRef(run); /* which a reader that is closed meanwhile would let go of; see `take` */
-    Object *views = NULL, *part = t->part, *stop = NULL;
-    if (size != t->count) {
-        stop = PyLong_FromLongLong(size);
-        part = stop ? PySlice_New(NULL, stop, NULL) : NULL;
-    }
+    Object *views = NULL, *part = t->part;
+    if (count != t->count)
+        part = size ? PySlice_New(NULL, size, NULL) : NULL;
     if (part == NULL)
         PyErr_Clear();
     if (t->names && part)
         views = new_views(t->names, PyTuple_GetItem(t->arrays, at), part);
     if (part != t->part)
-        Py_DecRef(part), Py_DecRef(stop);
-    Object *later = slot && serial ? PyTuple_Pack(3, run, slot, serial) : NULL;
+        Py_DecRef(part);
+    Object *later = slot && serial && size ? PyTuple_Pack(3, run, slot, serial) : NULL;
     Object *batch = later ? PyType_GenericAlloc(t->type, 0) : NULL;
     if (batch != NULL && (PyObject_SetAttr(batch, t->later, later) != 0 ||
+                          PyObject_SetAttr(batch, t->size, size) != 0 ||
                           (views && PyObject_SetAttr(batch, t->made, views) != 0))) {
         Py_DecRef(batch);
         batch = NULL;
     }
-    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(later), Py_DecRef(views);
+    Py_DecRef(run), Py_DecRef(slot), Py_DecRef(serial), Py_DecRef(size), Py_DecRef(later);
+    Py_DecRef(views);
     return batch;
 }
 
