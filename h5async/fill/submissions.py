@@ -36,7 +36,7 @@ _Uint64s = NDArray[np.uint64]
 # The arguments `begin`, `count`, `mapping`, `samples` and `draw` of `BatchQueue.submit`.
 _Numbers = tuple[int, int, _Uint64s | None, NDArray[np.int64] | None, _Uint64s | None]
 _AHEAD_SAMPLES = 8192  # of an epoch, whose numbers are told at once
-_AHEAD_BATCHES, _AHEAD_EPOCHS = 256, 32  # that are told at once, about
+_LEAST_AHEAD, _AHEAD_BATCHES, _AHEAD_EPOCHS = 8, 256, 32  # that are told at once, about
 _MORE_ALIKE = 1024  # epochs
 _NO_NUMBERS: _Numbers = 0, 0, None, None, None
 
@@ -69,6 +69,7 @@ class QueuedBatches:
         self._lock = threading.RLock()
         self.request_of: Callable[[int, int], FillRequest] = _no_request
         self.turns: Turns | None = None
+        self._taken_before = 0  # by `turns`, before its last run
         self.is_plain = True  # each field is one array, as it lies in a slot
 
     def sampling(self, request: FillRequest) -> Sampling:
@@ -84,8 +85,12 @@ class QueuedBatches:
     def run_from(self, request: FillRequest) -> RunEpochs | None:
         """Return the batches from a request on, of some epochs; None if they cannot be told.
 
-        The last ones of the epochs may be short, and all others are alike.
+        The last ones of the epochs may be short, and all others are alike. They are the more, the
+        more of the last run were taken: to tell them takes longer than a few batches.
         """
+        taken = 0 if self.turns is None else self.turns.taken
+        most = max(_LEAST_AHEAD + self._queue.num_slots, 4 * (taken - self._taken_before))
+        self._taken_before, most = taken, min(most, _AHEAD_BATCHES)
         sampling, first, epoch = self.sampling(request), request.serial, request.epoch
         if type(sampling) is not Sampling:
             return None
@@ -95,7 +100,7 @@ class QueuedBatches:
         while one is not None:
             found.append(one)
             are_alike = one.mapping is None and one.samples is None and one.draw is None
-            if one.stop != end or end - first >= _AHEAD_BATCHES or len(found) == _AHEAD_EPOCHS:
+            if one.stop != end or end - first >= most or len(found) == _AHEAD_EPOCHS:
                 break
             if len(found) > 1 and are_alike and sampling.pass_samples is None:
                 return RunEpochs(first, epoch_end, sampling, found, _MORE_ALIKE)

@@ -469,8 +469,8 @@ class Turns:
         struct.names, struct.arrays, struct.part = map(id, run.views)
         if run.views[0] is None:
             struct.names = None
-        self.run, struct.run = run, id(run)
-        struct.is_lent = True
+        struct.run = id(run)
+        self.run, struct.is_lent = run, True  # no signal handler runs in between
 
     def state(self) -> tuple[int, int, int | None]:
         """Return what the consumer wants, as far as that has changed: next, asked, held."""

@@ -325,7 +325,7 @@ class Delivery:
             if has_order and is_there:
                 slots[slot].acquire()
             end = time.perf_counter()
-            self._counts.waits.note(begin, end)
+            self._counts.note_wait(begin, end)
             try:
                 return serial, filled
             finally:

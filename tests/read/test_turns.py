@@ -299,6 +299,19 @@ def test_short_epochs_in_loops(path, num_threads, size):
         assert taken(reader) >= 35 * len(reader)
 
 
+def test_loops_left_early_have_few_epochs_told(path):
+    with opened(path, batch_size=SAMPLES // 20, shuffle="window", num_threads=0) as reader:
+        for _ in range(2):
+            list(reader)
+        told, turns = [], reader._engine.ring.turns
+        lend = turns.lend
+        turns.lend = lambda run, *rest: (told.append(len(run.epochs.mappings)), lend(run, *rest))
+        for _ in range(10):
+            list(zip(reader, range(3), strict=False))
+        assert len(told) >= 5
+        assert sum(told[1:]) < 2 * len(told)
+
+
 def test_an_order_lasts_as_long_as_a_batch_may_be_planned_by_it(path):
     """Also when it is made anew, after the loop has asked for numbers of other epochs."""
     more = {"shuffle": "window", "batch_size": SAMPLES // 13 + 1, "prefetch": 12}
