@@ -242,7 +242,7 @@ _FUNCTIONS = {
     "pqq": "wait",
     "pqp": "open_again",
     "ppppqqqq": "decode",
-    "ppq": "decode_references next fill_own",
+    "ppq": "decode_references next",
     "pppqq": "image_headers sum_rows",
     "pppq": "decode_jpegs look_up",
     "ppppi": "measure",

@@ -358,7 +358,9 @@ class Turns:
     `take` takes a list, to which it appends the next batch, and returns whether it did: if not, or
     if anything is not lent, the ring goes on. Given a second argument, it hardly waits. `put_back`
     undoes it, and returns whether it did. `ask` requests a batch; it returns 0 if it did not, and 2
-    if that is the last of its epoch. `on_epoch` is called when the last batch of one was taken.
+    if that is the last of its epoch. `fill_own` fills a batch, by its serial, that was submitted as
+    the consumer's own, if it is cheap and the state is not lent. `on_epoch` is called when the last
+    batch of one was taken.
     """
 
     def __init__(
@@ -377,7 +379,8 @@ class Turns:
         self.take: Callable[..., bool]
         self.ask: Callable[[], int]
         self.put_back: Callable[[], bool]
-        self.take, self.ask, self.put_back = core.turns_of(self._memory)
+        self.fill_own: Callable[[int], bool]
+        self.take, self.ask, self.put_back, self.fill_own = core.turns_of(self._memory)
         self._slots = np.zeros(queue.num_slots, np.int64)
         self._waits_ns = np.zeros(MAX_WAITS, np.int64)
         # By column: rows of all batches taken by `take`, if it is ragged.
@@ -479,10 +482,6 @@ class Turns:
         struct, slots = self._struct, self._slots.tolist()
         low = struct.next if struct.held < 0 else struct.held
         return {serial: slots[serial % len(slots)] for serial in range(low, struct.assigned)}
-
-    def fill_own(self, serial: int) -> None:
-        """Fill a batch in the consumer's thread, if it was submitted as its own, and is cheap."""
-        self._core.fill_own(self._struct.queue, self._struct.worker, serial)
 
     def end(self) -> None:
         """Take the state back."""

@@ -191,7 +191,7 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w, int64_t stays)
 
 /* Fill a batch in the consumer's thread, if it is its own. What is left to Python, a thread is to find
    out again. Returns whether it is filled. */
-PUBLIC int64_t h5async_fill_own(Queue *queue, Worker *w, int64_t serial)
+static int fill_own_job(Queue *queue, Worker *w, int64_t serial)
 {
     int64_t next = NEXT_NOTHING;
     pthread_mutex_lock(&queue->lock);
